@@ -1,0 +1,223 @@
+"""Handwritten digits: the data, a small classifier, and its training on one rank or many.
+
+This folder is a user's project, not a part of skyfab. The model is built here, trained on hosts and
+evaluated here again:
+
+    import digits
+    import skyfab as sky
+
+    data = digits.load()
+    model = digits.Classifier(data.x_train.shape[1])
+    with sky.Compute(hosts="gpu") as compute:
+        ranks = sky.function(digits.train)(model, data.x_train, data.y_train) @ compute
+    model = digits.average([rank.model for rank in ranks])
+    print(digits.evaluate(model, data.x_test, data.y_test))
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import gzip
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler, RandomSampler
+
+SHIPPED = Path(__file__).with_name("digits.csv.gz")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Split:
+    """Images to learn from and images held out, one flat row each, scaled to 0..1."""
+
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+
+class Epoch(NamedTuple):
+    """How one pass over the data went. Accuracy is a fraction."""
+
+    epoch: int
+    loss: float
+    accuracy: float
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.3f} accuracy {100 * self.accuracy:.1f} %"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trained:
+    """What training gives back."""
+
+    model: nn.Module
+    """On the CPU, wherever it was trained."""
+
+    history: tuple[Epoch, ...]
+    """One entry an epoch, seen from the training data."""
+
+
+def load(prefer_mnist: bool = False) -> Split:
+    """The shipped 1,797 images of 8×8, or MNIST where torchvision has it or can get it.
+
+    MNIST is kept in torch's own cache folder (`$TORCH_HOME`).
+    """
+    if prefer_mnist:
+        try:
+            return _mnist(Path(torch.hub.get_dir()).with_name("datasets"))
+        except (ImportError, OSError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            print(f"no MNIST here ({reason}): using the shipped digits", flush=True)
+    return _shipped()
+
+
+def _shipped() -> Split:
+    with gzip.open(SHIPPED, "rt", encoding="ascii", newline="") as file:
+        _header, *rows = csv.reader(file)
+    table = torch.tensor([[int(cell) for cell in row] for row in rows])
+    x, y = table[:, 1:].float() / 16, table[:, 0]
+    # Every fifth image of each digit: the same ones everywhere, with no random numbers to agree on.
+    held_out = torch.zeros(len(y), dtype=torch.bool)
+    held_out[y.argsort(stable=True)[::5]] = True
+    return Split(x_train=x[~held_out], y_train=y[~held_out], x_test=x[held_out], y_test=y[held_out])
+
+
+def _mnist(folder: Path) -> Split:
+    from torchvision.datasets import MNIST
+
+    learn = MNIST(folder, train=True, download=True)
+    test = MNIST(folder, train=False, download=True)
+    return Split(
+        x_train=learn.data.flatten(1).float() / 255,
+        y_train=learn.targets,
+        x_test=test.data.flatten(1).float() / 255,
+        y_test=test.targets,
+    )
+
+
+class Classifier(nn.Module):
+    """A multi-layer perceptron: pixels in, one score per digit out."""
+
+    def __init__(self, pixels: int = 64, hidden: Sequence[int] = (128,), classes: int = 10) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for size in hidden:
+            layers += [nn.Linear(pixels, size), nn.ReLU()]
+            pixels = size
+        self.layers = nn.Sequential(*layers, nn.Linear(pixels, classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int = 10, lr: float = 1e-2, batch: int = 64) -> Trained:
+    """Train a copy of `model`: on all of the data if alone, on this rank's share of it if not.
+
+    Every rank is given all of the data. With a process group the ranks train one model together
+    (DDP); without one each trains its own on its shard, for `average` to combine. `batch` is the
+    ranks' batch together, so that more ranks make the same number of steps.
+    """
+    import skyfab as sky
+
+    info = sky.instance_info()
+    if not _together():
+        # Shuffled: rows in a file often follow the label, and a stride of two would part odd from even.
+        x, y = sky.shard(x, y, shuffle=True)
+    device = _device(info.local_rank)
+    x, y, model = x.to(device), y.to(device), copy.deepcopy(model).to(device).train()
+    learner = _synced(model, device) if _together() else model
+    optimizer = torch.optim.Adam(learner.parameters(), lr=lr)
+    history = []
+    for epoch, rows in enumerate(_shuffles(x, epochs), start=1):
+        batches = rows.split(max(1, batch // info.world_size))
+        history.append(Epoch(epoch, *_learn(learner, optimizer, x, y, batches)))
+        # Ranks that train together all know the same: the first speaks for them.
+        if info.rank == 0 or not _together():
+            print(f"epoch {epoch}/{epochs} {history[-1]}", flush=True)
+    return Trained(model=model.cpu(), history=tuple(history))
+
+
+def _together() -> bool:
+    """Whether a process group joins the ranks."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # A rank may be shown one GPU only, and share it with others.
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _synced(model: nn.Module, device: torch.device) -> nn.Module:
+    return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+
+
+def _shuffles(x: Tensor, epochs: int) -> Iterator[Tensor]:
+    """This rank's row numbers for each epoch, in an order that is the same in every run."""
+    if _together():
+        sampler = DistributedSampler(x)
+        next_epoch = sampler.set_epoch
+    else:
+        order = torch.Generator()
+        sampler = RandomSampler(x, generator=order)
+        next_epoch = order.manual_seed
+    for epoch in range(epochs):
+        next_epoch(epoch)
+        yield torch.tensor(list(sampler), device=x.device)
+
+
+def _learn(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, batches: Sequence[Tensor]
+) -> tuple[float, float]:
+    """Take one step a batch; return the loss and accuracy of all ranks that train together."""
+    totals = torch.tensor([0.0, 0.0, sum(map(len, batches))], device=x.device)
+    for rows in batches:
+        scores = model(x[rows])
+        loss = cross_entropy(scores, y[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        totals[0] += loss.detach() * len(rows)
+        totals[1] += (scores.argmax(1) == y[rows]).sum()
+    if _together():
+        dist.all_reduce(totals)
+    loss_sum, right, images = totals.tolist()
+    return loss_sum / images, right / images
+
+
+def average(models: Sequence[nn.Module]) -> nn.Module:
+    """One model whose weights are the mean of the given ones'.
+
+    Good as long as all were trained from the same initial weights. What is no floating-point number
+    (a counter, say) is the first model's.
+    """
+    states = [model.state_dict() for model in models]
+    mean = states[0] | {
+        name: torch.stack([state[name] for state in states]).mean(0)
+        for name, value in states[0].items()
+        if value.is_floating_point()
+    }
+    combined = copy.deepcopy(models[0])
+    combined.load_state_dict(mean)
+    return combined
+
+
+def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    """The fraction of `x` that the model reads right, on the device where the model is."""
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    with torch.inference_mode():
+        right = model(x.to(device)).argmax(1) == y.to(device)
+    model.train(training)
+    return right.float().mean().item()

@@ -1,0 +1,105 @@
+"""skyfab: an inventory of machines you already have, plain SSH, and Python functions that run there.
+
+>>> import skyfab as sky
+>>> @sky.function
+... def double(x):
+...     return 2 * x
+>>> with sky.Compute("local", ui="none") as compute:
+...     double(21) >> compute
+42
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from skyfab import lab as lab
+    from skyfab.compute import Compute as Compute
+    from skyfab.context import InstanceInfo as InstanceInfo
+    from skyfab.context import instance_info as instance_info
+    from skyfab.context import shard as shard
+    from skyfab.context import silent as silent
+    from skyfab.context import stderr as stderr
+    from skyfab.context import stdout as stdout
+    from skyfab.errors import AuthenticationRefused as AuthenticationRefused
+    from skyfab.errors import BroadcastError as BroadcastError
+    from skyfab.errors import CallCancelled as CallCancelled
+    from skyfab.errors import CallError as CallError
+    from skyfab.errors import CallTimeout as CallTimeout
+    from skyfab.errors import HostError as HostError
+    from skyfab.errors import HostKeyRefused as HostKeyRefused
+    from skyfab.errors import HostLost as HostLost
+    from skyfab.errors import HostUnfit as HostUnfit
+    from skyfab.errors import InventoryError as InventoryError
+    from skyfab.errors import NotPicklable as NotPicklable
+    from skyfab.errors import PoolError as PoolError
+    from skyfab.errors import ProtocolError as ProtocolError
+    from skyfab.errors import RankDied as RankDied
+    from skyfab.errors import RemoteError as RemoteError
+    from skyfab.errors import RemoteTraceback as RemoteTraceback
+    from skyfab.errors import SkyfabError as SkyfabError
+    from skyfab.errors import UnknownHost as UnknownHost
+    from skyfab.errors import Unreachable as Unreachable
+    from skyfab.errors import UsageError as UsageError
+    from skyfab.function import Call as Call
+    from skyfab.function import Function as Function
+    from skyfab.function import function as function
+    from skyfab.function import gather as gather
+    from skyfab.image import Image as Image
+    from skyfab.image import PipIndex as PipIndex
+    from skyfab.inventory import Host as Host
+    from skyfab.inventory import Inventory as Inventory
+
+_HOMES = {
+    "compute": ("Compute",),
+    "context": ("InstanceInfo", "instance_info", "shard", "silent", "stderr", "stdout"),
+    "errors": (
+        "AuthenticationRefused",
+        "BroadcastError",
+        "CallCancelled",
+        "CallError",
+        "CallTimeout",
+        "HostError",
+        "HostKeyRefused",
+        "HostLost",
+        "HostUnfit",
+        "InventoryError",
+        "NotPicklable",
+        "PoolError",
+        "ProtocolError",
+        "RankDied",
+        "RemoteError",
+        "RemoteTraceback",
+        "SkyfabError",
+        "UnknownHost",
+        "Unreachable",
+        "UsageError",
+    ),
+    "function": ("Call", "Function", "function", "gather"),
+    "image": ("Image", "PipIndex"),
+    "inventory": ("Host", "Inventory"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [  # noqa: PLE0604  # made from the table above, and pinned by a test
+    *sorted(_HOME),
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a name when it is asked for: a host imports skyfab with the standard library alone."""
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"skyfab.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in ("lab", "plugins"):
+        return importlib.import_module(f"skyfab.{name}")
+    raise AttributeError(f"module 'skyfab' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME, "lab", "plugins"])

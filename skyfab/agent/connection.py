@@ -1,0 +1,34 @@
+"""A connection: the two ends that a link has handed over."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+from skyfab.protocol.streams import Buffer
+
+
+class Connection:
+    """The stdin and stdout of a link, and the link, which sleeps until we let go."""
+
+    def __init__(self, link: socket.socket, source: int, sink: int) -> None:
+        self._link = link
+        self.source = source
+        self.sink = sink
+        self.waiting = False
+        """Somebody watches for room to write."""
+        for fd in (source, sink):
+            os.set_blocking(fd, False)
+            os.set_inheritable(fd, False)
+
+    def recv_into(self, view: memoryview) -> int:
+        return os.readv(self.source, [view])
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        return os.writev(self.sink, buffers)
+
+    def close(self) -> None:
+        for fd in {self.source, self.sink}:
+            os.close(fd)
+        self._link.close()

@@ -1,0 +1,98 @@
+"""The link: joins the connection that sshd made to the pool's agent, starting that if need be.
+
+It hands its stdin and stdout to the agent and sleeps until the agent lets go, so that no process
+stands between sshd and the agent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import stat
+import sys
+
+SOCKET = "agent.sock"
+
+
+def main(argv: list[str]) -> int:
+    """``link CACHE SESSION start|resume``; the marker line for success is already out."""
+    cache, session, mode = argv
+    try:
+        _enter_folder(cache, session)
+        agent = _agent(cache, session, may_start=mode == "start")
+    except OSError as error:
+        print(f"skyfab: {error}", file=sys.stderr)
+        return 1
+    about = {"connection": os.environ.get("SSH_CONNECTION", "")}
+    socket.send_fds(agent, [json.dumps(about).encode()], [0, 1])
+    for fd in (0, 1):
+        os.close(fd)
+    agent.recv(1)  # until the agent lets go, or is no more
+    return 0
+
+
+def _enter_folder(cache: str, session: str) -> None:
+    """Makes the pool's run folder and goes there: socket paths are short only when relative.
+
+    Hosts that share a home folder keep apart by host name.
+    """
+    folder = os.path.join(cache, "run", socket.gethostname(), session)
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    os.chdir(folder)
+    found = os.stat(".")
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(f"{folder} belongs to somebody else or is open to others")
+
+
+def _agent(cache: str, session: str, *, may_start: bool) -> socket.socket:
+    """A connection to the agent's socket."""
+    with open("lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two links may come at once
+        client = socket.socket(socket.AF_UNIX)
+        try:
+            client.connect(SOCKET)
+            return client
+        except (FileNotFoundError, ConnectionRefusedError):
+            if not may_start:
+                raise ConnectionError("the pool's agent is gone from this host") from None
+        if os.path.lexists(SOCKET):
+            os.unlink(SOCKET)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(SOCKET)
+        listener.listen(8)
+        _start(listener, cache, session, inherited=(lock.fileno(), client.fileno()))
+        client.connect(SOCKET)
+        return client
+
+
+def _start(listener: socket.socket, cache: str, session: str, *, inherited: tuple[int, ...]) -> None:
+    """Forks the agent as a daemon: no terminal, no parent that waits, none of our descriptors."""
+    first = os.fork()
+    if first:
+        os.waitpid(first, 0)
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    for fd in inherited:
+        os.close(fd)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    log = os.open("agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for fd, target in ((nowhere, 0), (nowhere, 1), (log, 2)):
+        os.dup2(fd, target)
+    os.close(nowhere)
+    os.close(log)
+    code = 1
+    try:
+        from skyfab.agent.agent import Agent
+
+        Agent(listener, cache=cache, session=session).run()
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(code)

@@ -1,0 +1,102 @@
+"""Logs: what a rank writes, kept in a file on the host and forwarded as fast as the client takes it.
+
+The file is the buffer: when the client is slow or away, the rank goes on, and forwarding
+catches up from the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from typing import Final
+
+from skyfab.protocol.messages import Log
+from skyfab.protocol.streams import Mux
+
+_ROOM: Final = 1024 * 1024
+"""Bytes that may wait for the connection; the rest waits in the file."""
+_PIPE: Final = 1024 * 1024
+_F_SETPIPE_SZ: Final = 1031
+
+
+class LogPipe:
+    """The agent's end of one rank's stdout or stderr."""
+
+    def __init__(self, mux: Mux, stream: int, path: str, *, seat: str, fd: int) -> None:
+        self.source, self.sink = os.pipe()
+        os.set_blocking(self.source, False)
+        with contextlib.suppress(OSError):  # a roomy pipe: a burst of lines does not stop the rank
+            fcntl.fcntl(self.source, _F_SETPIPE_SZ, _PIPE)
+        self._mux = mux
+        self._stream = stream
+        self._file = -1
+        with contextlib.suppress(OSError):
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._end = self._sent = os.fstat(self._file).st_size if self._file >= 0 else 0
+        self._announce: bytes | None = Log(seat=seat, fd=fd).encode()
+
+    def fileno(self) -> int:
+        return self.source
+
+    def drain(self) -> bool:
+        """Takes what the rank has written so far. False when nobody can write any more."""
+        while True:
+            try:
+                data = os.read(self.source, _PIPE)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self._keep(data)
+            if len(data) < 65536:
+                return True
+
+    def _keep(self, data: bytes) -> None:
+        behind = self._sent < self._end
+        if not self._write(data):
+            self._forward(data)  # a full disk: the client at least hears it
+            self._sent = self._end
+            return
+        self._end += len(data)
+        if not behind and self._mux.queued(self._stream) < _ROOM:
+            self._forward(data)
+            self._sent = self._end
+
+    def _write(self, data: bytes) -> bool:
+        if self._file < 0:
+            return False
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._file, view) :]
+        except OSError:
+            os.close(self._file)
+            self._file = -1
+            return False
+        return True
+
+    @property
+    def waiting(self) -> bool:
+        """Something that was read has not been handed to the connection."""
+        return self._sent < self._end or self._mux.queued(self._stream) > 0
+
+    def catch_up(self) -> None:
+        """Forwards more of the file, as there is room."""
+        while self._sent < self._end and self._file >= 0 and self._mux.queued(self._stream) < _ROOM:
+            data = os.pread(self._file, 256 * 1024, self._sent)
+            if not data:
+                return
+            self._forward(data)
+            self._sent += len(data)
+
+    def _forward(self, data: bytes) -> None:
+        if self._announce is not None:
+            self._mux.send(self._stream, self._announce)
+            self._announce = None
+        self._mux.send_data(self._stream, data)
+
+    def close(self) -> None:
+        for fd in (self.source, self._file):
+            if fd >= 0:
+                os.close(fd)

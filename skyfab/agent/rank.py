@@ -1,0 +1,205 @@
+"""A rank: the clean process in which calls run, one after another.
+
+Its socket to the agent carries the same frames as the connection. Everything it writes to its file
+descriptors 1 and 2 goes to pipes that the agent reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import linecache
+import os
+import signal
+import socket
+import sys
+import traceback
+import types
+from collections import deque
+from typing import Any
+
+from skyfab import context
+from skyfab.agent.store import map_blob
+from skyfab.protocol import codec, messages
+from skyfab.protocol.blobs import Assembly
+from skyfab.protocol.frames import CHUNK, DATA, HEAD, HEADER, Reader, frame
+from skyfab.protocol.streams import SMALL, Buffer
+
+
+def main(connection: socket.socket, request: dict[str, Any]) -> None:
+    """Serves calls until the agent closes the socket."""
+    _settle(request)
+    Rank(connection, request["stores"]).serve()
+
+
+def _settle(request: dict[str, Any]) -> None:
+    """Makes this process look as if it had been started for the user's code alone."""
+    os.environ.update(request["env"])
+    os.environ["SKYFAB_SEAT"] = request["seat"]
+    sys.path[:0] = request["path"]
+    sys.argv = [""]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.enable(sys.stderr)
+    context.enter(context.InstanceInfo.from_json(request["info"]))
+
+
+class Rank:
+    """Receives functions and calls, answers with results."""
+
+    def __init__(self, connection: socket.socket, stores: list[str]) -> None:
+        self._socket = connection
+        self._stores = stores
+        self._reader = Reader(self)
+        self._opening: dict[int, tuple[messages.Message, Assembly]] = {}
+        self._ready: deque[tuple[int, messages.Message, Assembly]] = deque()
+        self._functions: dict[str, Any] = {}
+        self._fflush = ctypes.CDLL(None).fflush
+
+    def serve(self) -> None:
+        while True:
+            while self._ready:
+                stream, message, assembly = self._ready.popleft()
+                if isinstance(message, messages.Function):
+                    self._functions[message.digest] = assembly
+                elif isinstance(message, messages.Forget):
+                    for digest in message.digests:
+                        self._functions.pop(digest, None)
+                elif isinstance(message, messages.Call):
+                    self._call(stream, message, assembly)
+            if not self._reader.pump(self._socket.recv_into):
+                return
+
+    # ---- receiving
+
+    def arrived(self, kind: int, stream: int, payload: memoryview) -> None:
+        if kind == DATA:
+            message, assembly = self._opening[stream]
+            if assembly.advance(len(payload)):
+                del self._opening[stream]
+                self._ready.append((stream, message, assembly))
+        elif kind == HEAD:
+            message = messages.decode(bytes(payload))
+            parts = getattr(message, "parts", [])
+            assembly = Assembly(parts, resolve=lambda name: map_blob(self._stores, name))
+            if assembly.missing:
+                self._opening[stream] = (message, assembly)
+            else:
+                self._ready.append((stream, message, assembly))
+
+    def place(self, stream: int, length: int) -> memoryview:
+        return self._opening[stream][1].place(length)
+
+    # ---- calling
+
+    def _call(self, stream: int, call: messages.Call, assembly: Assembly) -> None:
+        try:
+            function = self._function(call.function)
+            args, kwargs = codec.loads(*_split(assembly))
+            del assembly  # the arguments alone keep their memory
+            result = function(*args, **kwargs)
+            del args, kwargs
+        except SystemExit as error:
+            self._flush()
+            self._answer(stream, _exited(error))
+            return
+        except BaseException as error:
+            self._flush()
+            self._raised(stream, error)
+            return
+        self._flush()
+        try:
+            payload = codec.dumps(result)
+        except Exception as error:
+            text = f"the result, a {type(result).__qualname__}, cannot be pickled: {error}"
+            self._answer(stream, messages.Ended(why="unpicklable", text=text, traceback=_trace(error)))
+            return
+        self._answer(stream, messages.Result(parts=_sizes(payload)), payload)
+
+    def _function(self, digest: str) -> Any:
+        found = self._functions[digest]
+        if isinstance(found, Assembly):
+            function, sources = codec.loads(*_split(found))
+            for filename, text in sources.items():  # so that tracebacks show the lines
+                linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+            found = self._functions[digest] = function
+        return found
+
+    def _raised(self, stream: int, error: BaseException) -> None:
+        text = _trace(error)
+        kind = f"{type(error).__module__}.{type(error).__qualname__}"
+        try:
+            said = str(error)
+        except Exception:
+            said = "<its str() failed>"
+        payload = None
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                payload = codec.dumps(_bare(error))
+        message = messages.Raised(parts=_sizes(payload) if payload else [], kind=kind, text=said, traceback=text)
+        self._answer(stream, message, payload)
+
+    def _flush(self) -> None:
+        """What the call wrote must be out before its answer, C code's buffers included."""
+        for out in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                out.flush()
+        self._fflush(None)
+
+    # ---- answering
+
+    def _answer(self, stream: int, message: messages.Message, payload: codec.Payload | None = None) -> None:
+        head = frame(HEAD, stream, message.encode())
+        if payload is None:
+            self._socket.sendall(head)
+        elif payload.size <= SMALL:
+            data = b"".join((payload.data, *payload.buffers))
+            self._socket.sendall(head + frame(DATA, stream, data))
+        else:
+            self._socket.sendall(head)
+            for part in (memoryview(payload.data), *payload.buffers):
+                for at in range(0, len(part), CHUNK):
+                    chunk = part[at : at + CHUNK]
+                    self._send(HEADER.pack(DATA, stream, len(chunk)), chunk)
+
+    def _send(self, header: bytes, chunk: memoryview) -> None:
+        sent = self._socket.sendmsg([header, chunk]) - len(header)
+        if sent < 0:
+            self._socket.sendall(header[sent:])
+            sent = 0
+        if sent < len(chunk):
+            self._socket.sendall(chunk[sent:])
+
+
+def _split(assembly: Assembly) -> tuple[Buffer, list[memoryview]]:
+    data, *buffers = assembly.buffers()
+    return data, buffers
+
+
+def _sizes(payload: codec.Payload) -> list[messages.Part]:
+    return [len(payload.data), *map(len, payload.buffers)]
+
+
+def _exited(error: SystemExit) -> messages.Ended:
+    """`sys.exit` ends the call, not the client's program."""
+    code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    said = "" if error.code is None or isinstance(error.code, int) else f": {error.code}"
+    return messages.Ended(why="exit", text=f"the function called sys.exit({code}){said}", exitcode=code)
+
+
+def _bare(error: Exception) -> Exception:
+    """The exception without its frames, which cannot travel."""
+    error.__traceback__ = None
+    return error
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback from the user's first frame on."""
+    shown = error.__traceback__
+    while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
+        shown = shown.tb_next
+    return "".join(traceback.format_exception(type(error), error, shown))

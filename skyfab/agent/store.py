@@ -1,0 +1,139 @@
+"""The store: content by its sha256, in the pool's run folder or in the host's cache.
+
+A blob is written under a temporary name, checked, and renamed: a name that exists is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from skyfab.errors import ProtocolError
+from skyfab.protocol.blobs import check_name
+
+
+def map_blob(stores: Sequence[str], name: str) -> memoryview:
+    """The blob as private memory: ranks share one copy until they write to it."""
+    for store in stores:
+        try:
+            fd = os.open(os.path.join(store, name), os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            size = os.fstat(fd).st_size
+            if not size:
+                return memoryview(bytearray())
+            return memoryview(mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+        finally:
+            os.close(fd)
+    raise FileNotFoundError(f"blob {name} is not on this host")
+
+
+class Store:
+    """One pool's view: its own blobs, then the cache's."""
+
+    def __init__(self, *, run: str, cache: str) -> None:
+        self.folders = [os.path.join(run, "blobs"), os.path.join(cache, "blobs")]
+        self._trees = os.path.join(cache, "trees")
+
+    def missing(self, names: Sequence[object]) -> list[str]:
+        """Those of these names that are in neither folder. What is asked for counts as used."""
+        return [name for name in map(check_name, names) if not self._find(name)]
+
+    def _find(self, name: str) -> str | None:
+        for folder in self.folders:
+            path = os.path.join(folder, name)
+            with contextlib.suppress(OSError):
+                os.utime(path)
+                return path
+        return None
+
+    def writer(self, name: str, *, keep: bool) -> Writer:
+        """Takes the content of a new blob."""
+        return Writer(self.folders[1 if keep else 0], check_name(name))
+
+    def lay_out(self, digest: str, files: Sequence[Sequence[str]]) -> str:
+        """Makes the folder of a tree, all or nothing. Raises FileNotFoundError for a missing blob."""
+        target = os.path.join(self._trees, check_name(digest))
+        if os.path.isdir(target):
+            os.utime(target)
+            return target
+        os.makedirs(self._trees, mode=0o700, exist_ok=True)
+        draft = f"{target}.{os.getpid()}.tmp"
+        try:
+            for path, name in files:
+                _copy(self._find(check_name(name)), _inside(draft, path))
+            os.makedirs(draft, mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError, OSError):
+                os.rename(draft, target)
+            if not os.path.isdir(target):
+                raise OSError(f"{target} could not be made")
+        finally:
+            _remove(draft)
+        return target
+
+    def tree(self, digest: str) -> str:
+        return os.path.join(self._trees, check_name(digest))
+
+
+class Writer:
+    """One blob on its way into the store."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        import hashlib  # OpenSSL takes a while to load, and few pools have blobs
+
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        self._digest: Any = hashlib.sha256()
+        self._name = name
+        self._target = os.path.join(folder, name)
+        self._draft = f"{self._target}.{os.getpid()}.tmp"
+        self._fd = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+
+    def write(self, view: memoryview) -> None:
+        self._digest.update(view)
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+    def commit(self) -> None:
+        """The content is complete. Raises ProtocolError when it is not what its name says."""
+        os.close(self._fd)
+        self._fd = -1
+        if self._digest.hexdigest() != self._name:
+            self.abort()
+            raise ProtocolError(f"blob {self._name} arrived damaged")
+        os.replace(self._draft, self._target)
+
+    def abort(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        with contextlib.suppress(OSError):
+            os.unlink(self._draft)
+
+
+def _inside(root: str, path: str) -> str:
+    """The place of a relative path below `root`, and nowhere else."""
+    clean = os.path.normpath(path)
+    if os.path.isabs(clean) or clean.startswith(".."):
+        raise ProtocolError(f"a path outside its tree: {path!r}")
+    return os.path.join(root, clean)
+
+
+def _copy(source: str | None, target: str) -> None:
+    if source is None:
+        raise FileNotFoundError(f"the content of {target} is not on this host")
+    os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+    with open(source, "rb") as content, open(target, "wb") as file:
+        while piece := content.read(1 << 20):
+            file.write(piece)
+
+
+def _remove(folder: str) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+

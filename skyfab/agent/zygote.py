@@ -1,0 +1,206 @@
+"""The zygote: a small process that forks ranks, so that each begins warm and clean.
+
+It has imported what every rank needs, has one thread and never touches a GPU. It is the ranks' parent: it
+tells the agent how each ended, and if the agent dies it ends them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+_MESSAGE = 1 << 20
+
+
+class Zygote:
+    """The agent's handle on its zygote."""
+
+    def __init__(self, cwd: str) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if not self.pid:
+            _run(theirs, keep={theirs.fileno()}, cwd=cwd)
+        theirs.close()
+        ours.setblocking(False)
+        self._socket = ours
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def spawn(self, request: dict[str, Any], fds: list[int]) -> None:
+        """Asks for a rank with these descriptors as its socket, stdout and stderr. ``request["id"]`` names it."""
+        self._tell(request, fds)
+
+    def kill(self, rank: int) -> None:
+        """Ends a rank and its process group. Only its parent can do so without ever hitting a stranger."""
+        self._tell({"kill": rank}, [])
+
+    def _tell(self, document: dict[str, Any], fds: list[int]) -> None:
+        self._socket.setblocking(True)
+        try:
+            socket.send_fds(self._socket, [json.dumps(document).encode()], fds)
+        except ConnectionError:
+            pass  # it is gone, and `notices` says so
+        finally:
+            self._socket.setblocking(False)
+
+    def notices(self) -> list[tuple[int, int]]:
+        """The ranks that have ended, with their exit codes.
+
+        Raises EOFError when the zygote is gone.
+        """
+        found: list[tuple[int, int]] = []
+        while True:
+            try:
+                data = self._socket.recv(_MESSAGE)
+            except BlockingIOError:
+                return found
+            except ConnectionError:
+                data = b""
+            if not data:
+                if found:
+                    return found
+                raise EOFError("the zygote is gone")
+            found.append(tuple(json.loads(data)))
+
+    def close(self) -> None:
+        """Ends the zygote and, through it, every rank."""
+        self._socket.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def _run(control: socket.socket, *, keep: set[int], cwd: str) -> NoReturn:
+    code = 1
+    try:
+        close_all_but({0, 1, 2} | keep)
+        _prepare()
+        _serve(control, cwd)
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def close_all_but(keep: set[int]) -> None:
+    """Closes every descriptor that a fork inherited, but these."""
+    try:
+        fds = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:  # not Linux
+        fds = list(range(4096))
+    for fd in fds:
+        if fd not in keep:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _prepare() -> None:
+    """Imports what every rank needs. The interpreter was started without site: catch up on it."""
+    import site
+
+    from skyfab.agent import rank
+
+    assert rank
+    site.main()
+    gc.collect()
+    gc.freeze()  # shared pages stay shared: the collector does not write to them
+
+
+def _serve(control: socket.socket, cwd: str) -> None:
+    alarm_in, alarm_out = os.pipe()
+    for fd in (alarm_in, alarm_out):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(alarm_out, warn_on_full_buffer=False)
+    children: dict[int, int] = {}
+    own = {control.fileno(), alarm_in, alarm_out}
+    while True:
+        ready, _, _ = select.select([control, alarm_in], [], [])
+        if alarm_in in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(alarm_in, 4096)
+            _reap(children, control)
+        if control in ready:
+            data, fds, _, _ = socket.recv_fds(control, _MESSAGE, 8)
+            if not data:
+                break
+            request = json.loads(data)
+            if "kill" in request:
+                _kill([pid for pid, rank in children.items() if rank == request["kill"]])
+                continue
+            pid = os.fork()
+            if not pid:
+                _become_rank(request, fds, cwd, own)
+            for fd in fds:
+                os.close(fd)
+            children[pid] = request["id"]
+    _kill(list(children))
+
+
+def _reap(children: dict[int, int], control: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        if pid in children:
+            with contextlib.suppress(OSError):  # what the rank started and left behind goes with it
+                os.killpg(pid, signal.SIGKILL)
+            control.send(json.dumps([children.pop(pid), os.waitstatus_to_exitcode(status)]).encode())
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # one so young that it leads no group yet
+            os.kill(pid, signal.SIGKILL)
+
+
+def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: set[int]) -> NoReturn:
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in inherited:
+            os.close(fd)
+        os.setsid()
+        _die_with_parent()
+        os.set_inheritable(fds[0], False)
+        os.dup2(fds[1], 1)
+        os.dup2(fds[2], 2)
+        for fd in fds[1:]:
+            os.close(fd)
+        os.makedirs(cwd, mode=0o700, exist_ok=True)
+        os.chdir(cwd)
+        from skyfab.agent import rank
+
+        rank.main(socket.socket(fileno=fds[0]), request)
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """Linux ends this process when the zygote is killed; elsewhere the closed socket has to do."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)

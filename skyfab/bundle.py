@@ -1,0 +1,55 @@
+"""The bundle: skyfab itself, as content that hosts import.
+
+It holds this package and cloudpickle, so that a host needs nothing but an interpreter, and both
+sides always run the same code.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import io
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import cloudpickle
+
+from skyfab.protocol.blobs import name_of
+
+_LEFT_OUT: Final = frozenset({"lab", "examples", "cli.py", "ui.py"})
+"""What no host ever needs."""
+_MAIN: Final = "import sys\nfrom skyfab.agent.link import main\nsys.exit(main(sys.argv[1:]))\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The files, packed."""
+
+    digest: str
+    archive: bytes
+    """A .tar.gz, the same bytes for the same files."""
+
+
+@functools.cache
+def bundle() -> Bundle:
+    """This program's bundle, packed once."""
+    archive = io.BytesIO()
+    with gzip.GzipFile(fileobj=archive, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+        for path, content in _files():
+            entry = tarfile.TarInfo(path)
+            entry.size = len(content)
+            entry.mode = 0o600
+            tar.addfile(entry, io.BytesIO(content))
+    return Bundle(name_of(archive.getvalue()), archive.getvalue())
+
+
+def _files() -> Iterator[tuple[str, bytes]]:
+    yield "__main__.py", _MAIN.encode()
+    for package in (Path(__file__).parent, Path(cloudpickle.__file__).parent):
+        for file in sorted(package.rglob("*.py")):
+            inner = file.relative_to(package)
+            if inner.parts[0] not in _LEFT_OUT:
+                yield f"{package.name}/{inner.as_posix()}", file.read_bytes()

@@ -1,0 +1,406 @@
+"""Compute: a pool of hosts that runs calls."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any, Literal, TypeVar
+
+from skyfab.bundle import bundle
+from skyfab.dispatch import CallFuture, Queue, Slot, Task
+from skyfab.errors import HostError, PoolError, SkyfabError, UsageError
+from skyfab.events import CallEnded, CallStarted, Events, HostState, Output
+from skyfab.function import Call, Function, Group, as_function
+from skyfab.gang import Gang
+from skyfab.image import Image
+from skyfab.inventory import Host, Inventory
+from skyfab.launch import Launch, local_python
+from skyfab.node import Node, SeatPlan
+from skyfab.output import Lines
+from skyfab.parcel import pack_arguments, pack_function
+from skyfab.project import Project
+from skyfab.session import Session
+from skyfab.transport import transport_for
+
+R = TypeVar("R")
+
+
+class Compute:
+    """A pool of hosts. Opens with ``with``, and leaves nothing behind on them when it closes.
+
+    >>> with Compute("local") as compute:
+    ...     compute.run(as_function(len)("four"))
+    4
+    """
+
+    def __init__(
+        self,
+        hosts: str | Iterable[str | Host] | None = None,
+        *,
+        inventory: str | os.PathLike[str] | Inventory | None = None,
+        nodes: int | None = None,
+        ranks: int | Literal["auto"] = "auto",
+        image: Image | None = None,
+        env: Mapping[str, str] | None = None,
+        lease: float = 60,
+        timeout: float | None = None,
+        ui: Literal["auto", "rich", "plain", "none"] = "auto",
+    ) -> None:
+        """Constructs only; hosts are reached when it is entered.
+
+        Raises InventoryError and UsageError for what cannot be.
+        """
+        if ranks != "auto" and (not isinstance(ranks, int) or ranks < 1):
+            raise UsageError(f"ranks={ranks!r}: a number from 1 on, or 'auto'")
+        self.inventory = _inventory(inventory)
+        self._selected = self.inventory.select(hosts, nodes=nodes)
+        self._image = image or Image()
+        _check_image(self._image)
+        self._ranks = ranks
+        self._env = dict(env or {})
+        self._lease = lease
+        self._timeout = timeout
+        self._ui = ui
+        self._project = Project(self._image)
+        self._queue = Queue(self._call_ended)
+        self._gang: Gang | None = None
+        self._gangs = itertools.count(1)
+        self._lock = threading.Lock()
+        self._session = secrets.token_hex(8)
+        self._seats: dict[str, int | None] = {}
+        self._open = False
+        self._closers: list[Callable[[], None]] = []
+        self.events = Events()
+        self.hosts: Sequence[Node] = ()
+        """The nodes of the pool, once it is open."""
+
+    # ---- opening and closing
+
+    def __enter__(self) -> Compute:
+        self.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Reaches every host at once. Raises the one failure, or a PoolError with all of them."""
+        if self._open:
+            return
+        self._show()
+        try:
+            nodes = self._connect()
+        except BaseException:
+            self._hide()
+            raise
+        self.hosts = tuple(nodes)
+        self._queue.open(
+            Slot(node, f"solo.{number}", self._solo_plan(node, ""))
+            for number in range(max(host.slots for host in self._selected))
+            for node in nodes
+            if number < node.host.slots
+        )
+        self._open = True
+
+    def _connect(self) -> list[Node]:
+        nodes = [self._node(index, host) for index, host in enumerate(self._selected)]
+        errors: dict[int, BaseException] = {}
+
+        def enter(node: Node) -> None:
+            self.events.emit(HostState(host=node.name, state="connecting"))
+            try:
+                agent = node.session.open()
+            except BaseException as error:
+                errors[node.index] = error
+                self.events.emit(HostState(host=node.name, state="failed", detail=type(error).__name__))
+            else:
+                self.events.emit(HostState(host=node.name, state="ready", detail=f"Python {agent.python}"))
+
+        threads = [threading.Thread(target=enter, args=(node,), daemon=True) for node in nodes[1:]]
+        try:
+            for thread in threads:
+                thread.start()
+            enter(nodes[0])
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Ctrl-C while connecting
+            for node in nodes:
+                threading.Thread(target=node.close, daemon=True).start()
+            raise
+        if errors:
+            for node in nodes:
+                if node.index not in errors:
+                    node.close()
+            raise _all_of([errors[index] for index in sorted(errors)], len(nodes))
+        return nodes
+
+    def _node(self, index: int, host: Host) -> Node:
+        python = self._image.python if self._image.python != "auto" else host.python
+        if python == "auto":
+            import sys
+
+            python = sys.executable if host.transport == "local" else local_python()
+        launch = Launch(host=host, session=self._session, bundle=bundle(), python=python)
+        listener = _Listener(self, host)
+        session = Session(host, transport_for(host, self.inventory), launch, listener, lease=self._lease)
+        node = listener.node = Node(index, host, self.inventory, session)
+        return node
+
+    def close(self) -> None:
+        """Ends every process of the pool on every host."""
+        if self._open:
+            self._open = False
+            self._queue.fail_all()
+            threads = [threading.Thread(target=node.close) for node in self.hosts]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for node in self.hosts:
+                self.events.emit(HostState(host=node.name, state="closed"))
+        self._hide()
+
+    def _show(self) -> None:
+        if self._ui != "none":
+            from skyfab.ui import attach
+
+            self._closers.append(attach(self.events, self._ui))
+
+    def _hide(self) -> None:
+        while self._closers:
+            self._closers.pop()()
+
+    # ---- running
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks a broadcast has."""
+        return sum(self._ranks_on(node) for node in self.hosts)
+
+    def _ranks_on(self, node: Node) -> int:
+        return self._ranks if self._ranks != "auto" else max(1, len(node.gpus))
+
+    def run(self, call: Call[R]) -> R:
+        """Runs a call on one rank and waits for it: ``call >> compute``."""
+        future = self.submit(call)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def broadcast(self, call: Call[R]) -> list[R]:
+        """Runs a call on every rank and waits for all: ``call @ compute``, a list in rank order.
+
+        Raises BroadcastError, which has the results of the others.
+        """
+        future = self.submit(call, on="all")
+        try:
+            return future.result()  # type: ignore[return-value]
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def submit(self, call: Call[R], *, on: str = "one") -> Future[R]:
+        """Starts a call: ``call > compute``. `on` is "one", "all", "head" or a host's name.
+
+        Raises NotPicklable for what cannot travel.
+        """
+        if not isinstance(call, Call):
+            raise UsageError(f"{call!r:.80} is not a call", hint="decorate the function with @sky.function and call it")
+        self._check_open()
+        function = pack_function(call.function)
+        arguments = pack_arguments(call)
+        tree = self._sync_tree()
+        timeout = self._timeout if call.function.timeout is None else call.function.timeout
+        label = call.function.label
+        if on == "all":
+            return self._current_gang(tree).call(function, arguments, timeout=timeout, label=label)
+        node = None if on == "one" else self.hosts[0] if on == "head" else self._named(on)
+        task = Task(function, arguments, label=label, timeout=timeout, on=node)
+        if self.events.active:
+            self.events.emit(CallStarted(host=on, call=id(task), function=label))
+        self._queue.add(task)
+        return task.future
+
+    def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
+        """Runs calls side by side: ``(f(1) & g(2)) >> compute``."""
+        futures = [self.submit(call) for call in group.calls]
+        if group.stream:
+            return _streamed(futures, ordered=group.ordered)
+        return tuple(_all_results(futures))
+
+    def map(self, function: Callable[..., R] | Function[..., R], *items: Iterable[Any]) -> list[R]:
+        """Applies a function to every item, balanced over all slots of all hosts, results in order.
+
+        The first failure is raised when the calls that have begun are done; the others are cancelled.
+        """
+        fn = as_function(function)
+        return _all_results([self.submit(fn(*arguments)) for arguments in zip(*items, strict=False)])
+
+    # ---- inside
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise UsageError("the pool is not open", hint="with sky.Compute(…) as compute: …")
+
+    def _named(self, name: str) -> Node:
+        for node in self.hosts:
+            if node.name == name:
+                return node
+        names = ", ".join(node.name for node in self.hosts)
+        raise UsageError(f"no host {name!r} in this pool", hint=f'on is "one", "all", "head" or one of: {names}')
+
+    def _sync_tree(self) -> str:
+        """The project's digest, once every host has its files."""
+        tree = self._project.tree()
+        behind = [node for node in self.hosts if node.lost is None and not node.knows(tree)]
+        if not behind:
+            return tree.digest
+        with self._lock:
+            if len(behind) == 1:
+                behind[0].learn_tree(tree)
+            else:
+                with ThreadPoolExecutor(len(behind)) as pool:
+                    for done in [pool.submit(node.learn_tree, tree) for node in behind]:
+                        done.result()
+            self._queue.replan(lambda slot: self._solo_plan(slot.node, tree.digest))
+        return tree.digest
+
+    def _solo_plan(self, node: Node, tree: str) -> SeatPlan:
+        info = {
+            "node": node.index,
+            "total_nodes": len(self._selected),
+            "hostname": node.agent.hostname,
+            "head_addr": node.agent.address,
+            "accelerators": len(node.gpus),
+            "total_accelerators": len(node.gpus),
+            "peers": [node.agent.address],
+            "job_id": self._session,
+        }
+        env = dict(self._env_of(node))
+        if node.host.gpus != "auto":
+            env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, node.host.gpus)))
+        return SeatPlan(tree=tree, env=env, info=info)
+
+    def _env_of(self, node: Node) -> dict[str, str]:
+        return {**node.host.env, **self._image.env, **self._env}
+
+    def _current_gang(self, tree: str) -> Gang:
+        from skyfab.protocol.messages import Done, Port
+
+        with self._lock:
+            gang = self._gang
+            if gang is not None and not gang.broken and gang.tree == tree:
+                return gang
+            if gang is not None:
+                gang.release()
+            alive = [node for node in self.hosts if node.lost is None]
+            if len(alive) < len(self.hosts):
+                raise next(node.lost for node in self.hosts if node.lost is not None)
+            answer = alive[0].session.ask(Port())
+            assert isinstance(answer, Done)
+            self._gang = Gang(
+                alive,
+                [self._ranks_on(node) for node in alive],
+                name=f"gang{next(self._gangs)}",
+                tree=tree,
+                port=int(answer.text),
+                env=self._env_of,
+            )
+            self._seats.update({f"{m.node.index}/{m.seat}": m.rank for m in self._gang.members})
+            return self._gang
+
+    def _call_ended(self, task: Task, error: BaseException | None) -> None:
+        if self.events.active and task.slot is not None:
+            self.events.emit(
+                CallEnded(
+                    host=task.slot.node.name,
+                    call=id(task),
+                    function=task.label,
+                    seconds=time.monotonic() - task.started,
+                    error=None if error is None else type(error).__name__,
+                )
+            )
+
+
+class _Listener:
+    """Turns what a host says unasked into events and states."""
+
+    def __init__(self, compute: Compute, host: Host) -> None:
+        self._compute = compute
+        self._host = host
+        self.node: Node | None = None
+
+    def wrote(self, seat: str, lines: Lines) -> None:
+        events = self._compute.events
+        if not events.active:
+            return
+        assert self.node is not None
+        rank = self._compute._seats.get(f"{self.node.index}/{seat}")
+        for text, end in lines:
+            events.emit(Output(host=self._host.name, rank=rank, stream=lines.stream, text=text, end=end))
+
+    def exited(self, seat: str, text: str) -> None:
+        assert self.node is not None
+        self.node.vacated(seat)
+        gang = self._compute._gang
+        if gang is not None and any(m.node is self.node and m.seat == seat for m in gang.members):
+            gang.broken = True
+
+    def lost(self, error: HostError) -> None:
+        assert self.node is not None
+        self.node.lost = error
+        self._compute.events.emit(HostState(host=self._host.name, state="lost", detail=error.message))
+        self._compute._queue.advance()
+
+
+def _inventory(given: str | os.PathLike[str] | Inventory | None) -> Inventory:
+    if isinstance(given, Inventory):
+        return given
+    return Inventory.find() if given is None else Inventory.load(given)
+
+
+def _check_image(image: Image) -> None:
+    """What this version cannot do yet is refused, not left out in silence."""
+    for name in ("pip", "pip_indexes", "apt", "lock"):
+        if getattr(image, name):
+            raise UsageError(
+                f"Image({name}=…): this version installs nothing",
+                hint='use an interpreter that has it: Image(python="/path/on/the/host")',
+            )
+
+
+def _all_of(errors: list[BaseException], total: int) -> BaseException:
+    for error in errors:
+        if not isinstance(error, SkyfabError):
+            return error
+    if len(errors) == 1:
+        return errors[0]
+    return PoolError(f"{len(errors)} of {total} hosts failed", [e for e in errors if isinstance(e, Exception)])
+
+
+def _all_results(futures: Sequence[Future[Any]]) -> list[Any]:
+    """Every result in order. On a failure, or Ctrl-C, the calls that still run are cancelled."""
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
+
+
+def _streamed(futures: Sequence[Future[Any]], *, ordered: bool) -> Iterator[Any]:
+    try:
+        for future in futures if ordered else as_completed(futures):
+            yield future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+
+

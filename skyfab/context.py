@@ -1,0 +1,184 @@
+"""What a function sees wherever it runs: its place in the pool, its share of the data, its voice."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceInfo:
+    """The place of one rank. Outside a call: the only rank of the only node."""
+
+    node: int = 0
+    """The host's number in the pool."""
+    total_nodes: int = 1
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    head_addr: str = "127.0.0.1"
+    """Where the other hosts reach the head."""
+    head_port: int = 0
+    hostname: str = field(default_factory=socket.gethostname)
+    accelerators: int = 0
+    """GPUs of this host."""
+    total_accelerators: int = 0
+    peers: tuple[str, ...] = ()
+    """The addresses of all nodes, in order."""
+    job_id: str = ""
+
+    @property
+    def is_head(self) -> bool:
+        """The first rank of the gang; a solo call is its own head."""
+        return self.rank == 0
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> InstanceInfo:
+        known = {f.name for f in fields(cls)}
+        values = {key: value for key, value in document.items() if key in known}
+        return cls(**{**values, "peers": tuple(values.get("peers", ()))})
+
+
+_current: InstanceInfo | None = None
+
+
+def enter(info: InstanceInfo) -> None:
+    """This process is that rank, from now on. Called once, by the rank itself."""
+    global _current
+    _current = info
+
+
+def instance_info() -> InstanceInfo:
+    """Where this code runs: node, rank, world size, peers.
+
+    >>> instance_info().world_size
+    1
+    """
+    return _current or InstanceInfo()
+
+
+# ---- data
+
+
+def shard(*data: Any, shuffle: bool = False, seed: int = 0, drop_last: bool = False) -> Any:
+    """This rank's share of each argument, in the type it came in.
+
+    Every `world_size`-th element from `rank` on; with `drop_last` a contiguous block, equally long on all ranks.
+    Several arguments stay aligned and must be equally long. With `shuffle` all ranks use the same
+    order, drawn from `seed`. Outside a call the input is returned as it is.
+
+    Returns one value for one argument, else a tuple.
+    """
+    if not data:
+        raise TypeError("shard() needs at least one argument")
+    lengths = {len(column) for column in data}
+    if len(lengths) > 1:
+        sizes = ", ".join(str(len(column)) for column in data)
+        raise ValueError(f"shard() keeps its arguments aligned: they must be equally long, not {sizes}")
+    if _current is not None:
+        indices = _share(lengths.pop(), instance_info(), shuffle=shuffle, seed=seed, drop_last=drop_last)
+        data = tuple(_take(column, indices) for column in data)
+    return data[0] if len(data) == 1 else data
+
+
+def _share(length: int, info: InstanceInfo, *, shuffle: bool, seed: int, drop_last: bool) -> range | list[int]:
+    if drop_last:
+        size = length // info.world_size
+        mine = range(info.rank * size, (info.rank + 1) * size)
+    else:
+        mine = range(info.rank, length, info.world_size)
+    if not shuffle:
+        return mine
+    order = list(range(length))
+    random.Random(seed).shuffle(order)
+    return [order[i] for i in mine]
+
+
+def _take(column: Any, indices: range | list[int]) -> Any:
+    if isinstance(indices, range) and hasattr(column, "__getitem__") and not isinstance(column, dict):
+        return column[indices.start : indices.stop : indices.step]
+    if isinstance(column, tuple):
+        return tuple(column[i] for i in indices)
+    if isinstance(column, (str, bytes)):
+        return type(column)().join(column[i : i + 1] for i in indices)  # type: ignore[arg-type, misc]
+    if isinstance(column, Sequence):
+        return [column[i] for i in indices]
+    return column[indices]  # numpy arrays and tensors take a list of positions
+
+
+# ---- output
+
+Only = Literal["head"] | Callable[[InstanceInfo], bool]
+
+
+def stdout(*, only: Only) -> Callable[[F], F]:
+    """What the function writes to stdout is shown only for the head, or where the predicate holds.
+
+    Goes above or below ``@sky.function``. Text from C code and child processes is covered too.
+    """
+    return _limited((1,), only)
+
+
+def stderr(*, only: Only) -> Callable[[F], F]:
+    """As `stdout`, for stderr."""
+    return _limited((2,), only)
+
+
+def silent(function: F) -> F:
+    """Nothing that the function writes is shown, on any rank."""
+    return _limited((1, 2), lambda info: False)(function)
+
+
+def _limited(fds: tuple[int, ...], only: Only) -> Callable[[F], F]:
+    def speaks(info: InstanceInfo) -> bool:
+        return info.is_head if only == "head" else bool(only(info))  # type: ignore[operator]
+
+    def decorate(function: F) -> F:
+        rewrap = getattr(function, "rewrap", None)
+        if rewrap is not None:  # a @sky.function: the limit goes inside
+            return rewrap(decorate)  # type: ignore[no-any-return]
+
+        @functools.wraps(function)
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            if _current is None or speaks(_current):
+                return function(*args, **kwargs)
+            with muted(fds):
+                return function(*args, **kwargs)
+
+        return limited  # type: ignore[return-value]
+
+    return decorate
+
+
+@contextmanager
+def muted(fds: tuple[int, ...]) -> Iterator[None]:
+    """Sends these file descriptors nowhere for a while."""
+    _flush()
+    saved = [(fd, os.dup(fd)) for fd in fds]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for fd in fds:
+            os.dup2(nowhere, fd)
+        yield
+    finally:
+        _flush()
+        for fd, copy in saved:
+            os.dup2(copy, fd)
+            os.close(copy)
+        os.close(nowhere)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()

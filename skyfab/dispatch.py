@@ -1,0 +1,231 @@
+"""Dispatch: calls on their way through a pool, and the queue that places them.
+
+Each slot of a host is one process for solo calls. A slot is given its next call when it is free; where calls are shorter
+than the way to the host, a few ahead of that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Final
+
+from skyfab.answers import resolve
+from skyfab.errors import CallCancelled, HostLost, SkyfabError
+from skyfab.node import Node, SeatPlan
+from skyfab.parcel import FunctionParcel
+from skyfab.protocol import codec, messages
+
+_AHEAD: Final = 0.010
+"""Seconds of work that a slot may hold ahead."""
+_MOST: Final = 32
+
+
+class CallFuture(Future[Any]):
+    """The future of a call. Who waits for it reads the host's stream meanwhile; cancelling it stops it on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node: Node | None = None
+        self.on_cancel: Callable[[], None] | None = None
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._read(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._read(timeout)
+        return super().exception(timeout)
+
+    def _read(self, timeout: float | None) -> None:
+        node = self.node
+        if node is not None and not self.done():
+            node.session.wait(self.done, timeout)
+
+    def cancel(self) -> bool:
+        """Works while the call is queued and while it runs."""
+        if not super().cancel():
+            return False
+        self.set_running_or_notify_cancel()
+        if self.on_cancel is not None:
+            self.on_cancel()
+        return True
+
+    def settle(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Resolves it, unless it was cancelled meanwhile."""
+        try:
+            if error is None:
+                self.set_result(result)
+            else:
+                self.set_exception(error)
+        except Exception:
+            if not self.cancelled():
+                raise
+
+
+class Task:
+    """One solo call: what to run, and who waits for it."""
+
+    __slots__ = ("arguments", "function", "future", "label", "on", "slot", "started", "stream", "timeout")
+
+    def __init__(
+        self,
+        function: FunctionParcel,
+        arguments: codec.Payload,
+        *,
+        label: str,
+        timeout: float | None,
+        on: Node | None,
+    ) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.label = label
+        self.timeout = timeout
+        self.on = on
+        """The only node where it may run; None for any."""
+        self.future = CallFuture()
+        self.slot: Slot | None = None
+        self.stream = 0
+        self.started = 0.0
+
+
+class Slot:
+    """One process for solo calls on one node."""
+
+    __slots__ = ("load", "node", "plan", "seat")
+
+    def __init__(self, node: Node, seat: str, plan: SeatPlan) -> None:
+        self.node = node
+        self.seat = seat
+        self.plan = plan
+        self.load = 0
+        """Calls given and not answered."""
+
+
+class Queue:
+    """Places solo calls on slots, the least loaded first."""
+
+    def __init__(self, ended: Callable[[Task, BaseException | None], None]) -> None:
+        self._slots: list[Slot] = []
+        self._waiting: deque[Task] = deque()
+        self._lock = threading.Lock()
+        self._mean = 1.0
+        self._ended = ended
+
+    def open(self, slots: Iterable[Slot]) -> None:
+        self._slots = list(slots)
+
+    def replan(self, plan: Callable[[Slot], SeatPlan]) -> None:
+        """The project changed: later calls want processes that import the new code."""
+        for slot in self._slots:
+            slot.plan = plan(slot)
+
+    def add(self, task: Task) -> None:
+        """Runs the task as soon as a slot is free."""
+        task.future.on_cancel = lambda: self._cancel(task)
+        with self._lock:
+            self._waiting.append(task)
+        self.advance()
+
+    def advance(self) -> None:
+        """Gives waiting calls to slots that have room."""
+        while True:
+            with self._lock:
+                placed = self._place()
+            if placed is None:
+                return
+            self._give(*placed)
+
+    def _place(self) -> tuple[Task, Slot] | None:
+        ahead = max(1, min(_MOST, int(_AHEAD / self._mean)))
+        for position, task in enumerate(self._waiting):
+            fitting = [slot for slot in self._slots if slot.node.lost is None and task.on in (None, slot.node)]
+            slot = min(fitting, key=lambda slot: slot.load, default=None)
+            if slot is None or slot.load < ahead:
+                del self._waiting[position]
+                if slot is None:
+                    self._stranded(task)
+                    return self._place()
+                slot.load += 1
+                return task, slot
+            if task.on is None:
+                return None  # everything is busy
+        return None
+
+    def _stranded(self, task: Task) -> None:
+        """No host is left for it."""
+        lost = task.on.lost if task.on is not None else None
+        error = lost or HostLost("every host of the pool is lost")
+        threading.Thread(target=self._finish, args=(task, None, error)).start()
+
+    def _give(self, task: Task, slot: Slot) -> None:
+        task.slot, task.started = slot, time.monotonic()
+        task.future.node = slot.node
+        try:
+            slot.node.call(
+                slot.seat,
+                slot.plan,
+                task.function,
+                task.arguments,
+                timeout=task.timeout,
+                answer=lambda message, buffers: self._answered(task, message, buffers),
+                failure=lambda error: self._failed(task, error),
+                sent=lambda stream: setattr(task, "stream", stream),
+            )
+        except SkyfabError as error:
+            self._failed(task, error)
+
+    def _answered(self, task: Task, message: messages.Message, buffers: list[memoryview]) -> None:
+        slot = task.slot
+        assert slot is not None
+        with self._lock:
+            slot.load -= 1
+            if isinstance(message, messages.Ended) and message.why == "unstarted" and not task.future.done():
+                slot.node.vacated(slot.seat)
+                self._waiting.appendleft(task)
+                again = True
+            else:
+                again = False
+                elapsed = (time.monotonic() - task.started) / (slot.load + 1)
+                self._mean += (elapsed - self._mean) * (0.5 if self._mean == 1.0 else 0.2)
+        if self._waiting:
+            self.advance()
+        if not again:
+            if isinstance(message, messages.Ended):
+                slot.node.vacated(slot.seat)
+            try:
+                self._finish(task, resolve(message, buffers, host=slot.node.name, rank=None, label=task.label))
+            except BaseException as error:
+                self._finish(task, None, error)
+
+    def _failed(self, task: Task, error: Exception) -> None:
+        assert task.slot is not None
+        with self._lock:
+            task.slot.load -= 1
+        self._finish(task, None, error)
+        self.advance()
+
+    def _finish(self, task: Task, result: Any = None, error: BaseException | None = None) -> None:
+        task.future.settle(result, error)
+        self._ended(task, error)
+
+    def _cancel(self, task: Task) -> None:
+        with self._lock:
+            if task in self._waiting:
+                self._waiting.remove(task)
+                return
+        if task.slot is not None and task.stream:
+            try:
+                task.slot.node.cancel(task.stream)
+            except SkyfabError:
+                pass  # the host is gone, and the call with it
+
+    def fail_all(self) -> None:
+        """The pool closes: what has not begun never will."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, deque()
+        for task in waiting:
+            self._finish(task, None, CallCancelled(f"{task.label} had not begun when the pool was closed"))

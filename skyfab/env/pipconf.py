@@ -1,0 +1,145 @@
+"""What pip has been told (pip.conf, PIP_*), said again in uv's words.
+
+uv reads neither, and in a lab with a mirror they are the only places where the one reachable index is
+written down. Standard library only and nothing of skyfab: `./inv` uses this file by its path before anything
+is installed. For uv typed by hand: `eval "$(python3 -I skyfab/env/pipconf.py)"`.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+NO_INDEX = "file:///nonexistent"
+"""An index without packages: uv has no variable for --no-index, and takes a missing folder for an empty index."""
+
+_SPOKEN_FOR = {
+    "UV_DEFAULT_INDEX": ("UV_INDEX_URL",),
+    "UV_INDEX": ("UV_EXTRA_INDEX_URL",),
+    "HTTPS_PROXY": ("https_proxy", "ALL_PROXY", "all_proxy"),
+    "HTTP_PROXY": ("http_proxy", "ALL_PROXY", "all_proxy"),
+}
+"""Other spellings of a variable: where one of them is set, its owner has already decided."""
+
+
+def uv_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables to add to `environ` so that uv looks where pip would look.
+
+    Whatever `environ` already tells uv itself stays as it is. Raises ValueError for a pip.conf that cannot be parsed.
+
+    >>> uv_environment({"PIP_CONFIG_FILE": "/dev/null", "PIP_INDEX_URL": "https://mirror.example/simple"})
+    {'UV_DEFAULT_INDEX': 'https://mirror.example/simple'}
+    """
+    pip = pip_settings(environ)
+    extra = [_location(entry) for entry in pip.get("extra-index-url", "").split()]
+    links = [_location(entry) for entry in pip.get("find-links", "").split()]
+    cert, proxy = pip.get("cert", ""), pip.get("proxy", "")
+    spoken = {
+        "UV_DEFAULT_INDEX": _location(pip.get("index-url", "")),
+        "UV_INDEX": " ".join(extra),
+        # pip weighs all its indexes; uv stops at the first that knows a name, which in a partial mirror is often
+        # one without a wheel for this Python.
+        "UV_INDEX_STRATEGY": "unsafe-best-match" if extra else "",
+        "UV_FIND_LINKS": ",".join(link.replace(",", "%2C") for link in links if _readable(link)),
+        "UV_INSECURE_HOST": " ".join(pip.get("trusted-host", "").split()),
+        "UV_HTTP_TIMEOUT": _seconds(pip.get("timeout") or pip.get("default-timeout", "")),
+        "SSL_CERT_DIR" if os.path.isdir(cert) else "SSL_CERT_FILE": cert,  # noqa: PTH112 - Path("") is a folder
+        "SSL_CLIENT_CERT": pip.get("client-cert", ""),
+        "HTTPS_PROXY": proxy,
+        "HTTP_PROXY": proxy,
+    }
+    if pip.get("no-index", "").lower() in {"1", "true", "yes", "on", "y", "t"}:
+        spoken |= {"UV_DEFAULT_INDEX": NO_INDEX, "UV_INDEX": "", "UV_INDEX_STRATEGY": ""}
+    return {
+        name: value
+        for name, value in spoken.items()
+        if value and not any(environ.get(other) for other in (name, *_SPOKEN_FOR.get(name, ())))
+    }
+
+
+def pip_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """What `pip install` would go by, keyed as in pip.conf: [global], then [install], then PIP_* variables.
+
+    Like pip, an empty value counts as not said.
+    """
+    parser = configparser.RawConfigParser(strict=False)
+    parser.optionxform = _key  # type: ignore[assignment, method-assign]  # typeshed has it as a plain method
+    for path in config_files(environ):
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read pip's configuration {path}: {error}") from error
+    settings: dict[str, str] = {}
+    for section in ("global", "install"):
+        if parser.has_section(section):
+            settings |= {key: value for key, value in parser.items(section) if value}
+    prefix = "PIP_"
+    return settings | {_key(name[len(prefix) :]): v for name, v in environ.items() if name.startswith(prefix) and v}
+
+
+def config_files(environ: Mapping[str, str]) -> Iterator[Path]:
+    """The files that pip would read, whether they exist or not; a later one wins."""
+    chosen = environ.get("PIP_CONFIG_FILE", "")
+    if chosen == os.devnull:
+        return
+    home = Path(environ.get("HOME") or os.path.expanduser("~"))  # noqa: PTH111 - Path.home() raises without a home
+    yield from _machine_files(environ)
+    if not (chosen and Path(chosen).exists()):
+        yield home / ".pip" / "pip.conf"
+        yield Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "pip" / "pip.conf"
+        if sys.platform == "darwin":
+            yield home / "Library" / "Application Support" / "pip" / "pip.conf"
+    yield Path(environ.get("VIRTUAL_ENV") or sys.prefix) / "pip.conf"
+    if chosen:
+        yield Path(chosen)
+
+
+def _machine_files(environ: Mapping[str, str]) -> Iterator[Path]:
+    if sys.platform == "darwin":
+        yield Path("/Library/Application Support/pip/pip.conf")
+    else:
+        for folder in (environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep):
+            yield Path(folder) / "pip" / "pip.conf"
+    yield Path("/etc/pip.conf")
+
+
+def _key(name: str) -> str:
+    """`INDEX_URL`, `index_url` and `--index-url` are one key to pip."""
+    return name.lower().replace("_", "-").removeprefix("--")
+
+
+def _location(entry: str) -> str:
+    """A URL as it is; a folder as a file URL, which stays one word whatever is in its name."""
+    if not entry or "://" in entry:
+        return entry
+    return Path(os.path.abspath(os.path.expanduser(entry))).as_uri()  # noqa: PTH100, PTH111 - keeps symlinks, never raises
+
+
+def _readable(link: str) -> bool:
+    """False for a local folder that is not there: pip warns about it, uv refuses to start."""
+    url = urlsplit(link)
+    return url.scheme != "file" or Path(url2pathname(url.path)).is_dir()
+
+
+def _seconds(text: str) -> str:
+    """pip takes fractions of a second, uv does not."""
+    try:
+        return str(max(1, round(float(text))))
+    except (ValueError, OverflowError):
+        return ""
+
+
+def main() -> None:
+    """Print the translation of this process's environment as lines for a POSIX shell."""
+    for name, value in uv_environment(os.environ).items():
+        print(f"export {name}={shlex.quote(value)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""The errors skyfab raises: one tree, each error with its host, rank and a hint.
+
+::
+
+    SkyfabError
+    ├── UsageError (ValueError)              the caller asked for something that cannot be
+    │   └── InventoryError                   a mistake in an inventory file: file, table, key
+    │       └── UnknownHost (KeyError)       a name that no host, group or pattern has
+    ├── HostError                            one host could not do its part
+    │   ├── Unreachable (ConnectionError)    no answer, refused, or no such name
+    │   ├── AuthenticationRefused            every key, agent and password was turned down
+    │   ├── HostKeyRefused                   the host's key is unknown, or not the one on record
+    │   ├── HostUnfit                        reached, but it cannot run us: no Python, a full disk
+    │   └── HostLost (ConnectionError)       it was there and is no more
+    ├── PoolError (ExceptionGroup)           several hosts failed: all of them, at once
+    ├── ProtocolError                        bytes that are not what the two sides agreed on
+    ├── NotPicklable (TypeError)             an argument or a result cannot travel
+    ├── CallError                            a call that ended without result or exception of its own
+    │   ├── RankDied                         its process ended: exit code or signal
+    │   ├── RemoteError                      its exception could not travel; type and text did
+    │   ├── CallTimeout (TimeoutError)
+    │   └── CallCancelled
+    └── BroadcastError (ExceptionGroup)      some ranks of a gang failed; `.results` has the others
+
+    RemoteTraceback                          the cause of every exception that comes from a host
+
+The user's own exceptions are raised as their own type and are not in this tree.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+if sys.version_info >= (3, 11):
+    from builtins import ExceptionGroup
+else:
+    try:
+        from exceptiongroup import ExceptionGroup
+    except ImportError:  # on a host, where nothing but the standard library is promised
+
+        E = TypeVar("E")
+
+        class ExceptionGroup(Exception, Generic[E]):
+            """Stands in for the builtin, so that this module loads; hosts never raise it."""
+
+            def __init__(self, message: str, exceptions: Sequence[Exception]) -> None:
+                super().__init__(message, exceptions)
+                self.exceptions = tuple(exceptions)
+
+
+class SkyfabError(Exception):
+    """What went wrong, where, and what to type next."""
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        host: str | None = None,
+        rank: int | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.host = host
+        self.rank = rank
+        self.hint = hint
+
+    def __str__(self) -> str:
+        place = "" if self.host is None else f"{self.host}: "
+        if self.rank is not None:
+            place = f"{self.host or 'rank'}[{self.rank}]: "
+        tail = "" if self.hint is None else f"\nhint: {self.hint}"
+        return f"{place}{self.message}{tail}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[SkyfabError], args: tuple[Any, ...], state: dict[str, Any]) -> SkyfabError:
+    """Unpickles an error without running its constructor, whose arguments are keyword-only."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class UsageError(SkyfabError, ValueError):
+    """The caller asked for something that cannot be done as asked."""
+
+    exit_code = 2
+
+
+class InventoryError(UsageError):
+    """A mistake in an inventory: the message names file, table and key."""
+
+
+class UnknownHost(InventoryError, KeyError):
+    """A selector names no host, group or pattern of the inventory."""
+
+
+class HostError(SkyfabError):
+    """One host could not do its part."""
+
+    exit_code = 3
+
+
+class Unreachable(HostError, ConnectionError):
+    """The host does not answer, refuses the connection, or has no such name."""
+
+
+class AuthenticationRefused(HostError):
+    """The host turned down every key, agent and password offered."""
+
+
+class HostKeyRefused(HostError):
+    """The host's key is not on record, or differs from the one on record."""
+
+
+class HostUnfit(HostError):
+    """The host was reached but cannot run skyfab: no Python, no room, another version."""
+
+
+class HostLost(HostError, ConnectionError):
+    """The host was there and no longer answers."""
+
+
+class ProtocolError(SkyfabError):
+    """The other side sent bytes that are not what was agreed."""
+
+    exit_code = 3
+
+
+class NotPicklable(SkyfabError, TypeError):
+    """An argument, a function or a result cannot be pickled; the message names the part."""
+
+
+class CallError(SkyfabError):
+    """A call ended without a result and without an exception of its own."""
+
+
+class RankDied(CallError):
+    """The process that ran the call is gone."""
+
+    def __init__(self, message: str, *, exitcode: int | None = None, **place: Any) -> None:
+        super().__init__(message, **place)
+        self.exitcode = exitcode
+        """As in `subprocess`: negative is the number of the signal."""
+
+
+class RemoteError(CallError):
+    """The call raised an exception that cannot be pickled; this carries its type and text."""
+
+    def __init__(self, message: str, *, kind: str = "", **place: Any) -> None:
+        super().__init__(message, **place)
+        self.kind = kind
+        """The qualified name of the exception's type on the host."""
+
+
+class CallTimeout(CallError, TimeoutError):
+    """The call ran longer than its timeout and was stopped on the host."""
+
+
+class CallCancelled(CallError):
+    """The call was cancelled and stopped on the host."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback as it was on the host: the cause of the exception it belongs to."""
+
+    def __init__(self, text: str, host: str = "", rank: int | None = None) -> None:
+        super().__init__(text, host, rank)
+        self.text = text
+        self.host = host
+        self.rank = rank
+
+    def __str__(self) -> str:
+        where = self.host if self.rank is None else f"{self.host}[{self.rank}]"
+        return f"on {where}\n{self.text.rstrip()}"
+
+
+class _Group(ExceptionGroup[Exception], SkyfabError):
+    """Several failures as one error; ExceptionGroup brings `message` and `exceptions`."""
+
+    def __new__(cls, message: str, errors: Sequence[Exception], *rest: Any) -> Self:
+        return super().__new__(cls, message, list(errors))
+
+    def __init__(self, message: str, errors: Sequence[Exception]) -> None:
+        self.host = self.rank = self.hint = None
+
+    def __str__(self) -> str:
+        return "\n".join([self.message, *(f"  {_indent(error)}" for error in self.exceptions)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, list(self.exceptions))
+
+
+class PoolError(_Group):
+    """Several hosts failed; every failure is in `.exceptions`."""
+
+    exit_code = 3
+
+    def derive(self, excs: Sequence[Exception], /) -> PoolError:  # type: ignore[override]
+        return PoolError(self.message, excs)
+
+
+class BroadcastError(_Group):
+    """Some ranks of a gang failed; the first failure comes first."""
+
+    def __init__(self, message: str, errors: Sequence[Exception], results: Sequence[Any] = ()) -> None:
+        super().__init__(message, errors)
+        self.results = list(results)
+        """One entry per rank: what it returned, or the exception it raised."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BroadcastError, (self.message, list(self.exceptions), self.results)
+
+    def derive(self, excs: Sequence[Exception], /) -> BroadcastError:  # type: ignore[override]
+        return BroadcastError(self.message, excs, self.results)
+
+
+def _indent(error: Exception) -> str:
+    text = str(error) if isinstance(error, SkyfabError) else f"{type(error).__name__}: {error}"
+    return text.replace("\n", "\n  ")

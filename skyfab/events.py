@@ -1,0 +1,128 @@
+"""What happens in a pool, as frozen values; the screen, logs and tests subscribe.
+
+``str(event)`` is the line a person would read.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["connecting", "preparing", "ready", "reconnecting", "lost", "failed", "closed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened on one host."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostState(Event):
+    """A host moved to another state."""
+
+    state: State
+    detail: str = ""
+    """What a person would want to know about it: a version, a size, a reason."""
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.state}" + (f" ({self.detail})" if self.detail else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output(Event):
+    """One line that a rank wrote."""
+
+    rank: int | None
+    """The global rank in a gang; None for a solo call."""
+    stream: Literal["stdout", "stderr"]
+    text: str
+    """The line without its end."""
+    end: str = "\n"
+    """``"\\r"`` when the line asks to be overwritten, as progress bars do."""
+
+    def __str__(self) -> str:
+        place = self.host if self.rank is None else f"{self.host}[{self.rank}]"
+        return f"{place} {self.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallStarted(Event):
+    """A call was handed to a host."""
+
+    call: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.function} started"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallEnded(Event):
+    """A call came back."""
+
+    call: int
+    function: str
+    seconds: float
+    error: str | None = None
+    """The type's name of what it raised."""
+
+    def __str__(self) -> str:
+        how = "done" if self.error is None else f"raised {self.error}"
+        return f"{self.host}: {self.function} {how} after {self.seconds:.2f} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved(Event):
+    """Bytes on their way to or from a host."""
+
+    what: str
+    done: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.what} {self.done / 1e6:.0f} of {self.total / 1e6:.0f} MB"
+
+
+Subscriber = Callable[[Event], None]
+
+
+class Events:
+    """Hands each event to every subscriber, in order of emission per host."""
+
+    def __init__(self) -> None:
+        self._subscribers: tuple[Subscriber, ...] = ()
+        self._lock = threading.Lock()
+
+    def subscribe(self, callback: Subscriber) -> Callable[[], None]:
+        """Calls `callback` with each event from now on, on the thread that emits it.
+
+        Returns a function that ends the subscription.
+        """
+        with self._lock:
+            self._subscribers = (*self._subscribers, callback)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                self._subscribers = tuple(s for s in self._subscribers if s is not callback)
+
+        return unsubscribe
+
+    @property
+    def active(self) -> bool:
+        """Somebody listens."""
+        return bool(self._subscribers)
+
+    def emit(self, event: Event) -> None:
+        """A subscriber that raises is reported and does not disturb the others."""
+        for subscriber in self._subscribers:
+            try:
+                subscriber(event)
+            except Exception:
+                print(f"skyfab: a subscriber failed on {event!r}", file=sys.stderr)
+                traceback.print_exc()

@@ -1,0 +1,137 @@
+"""Functions and calls: what the user says.
+
+``train(x)`` is a `Call`, a value that has not run. An operator with a pool runs it; each is one line over a method
+of the pool that has a name.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
+
+if TYPE_CHECKING:
+    from skyfab.compute import Compute
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Function(Generic[P, R]):
+    """A function that runs on hosts. Calling it makes a `Call`; the plain function is `.fn`."""
+
+    def __init__(self, fn: Callable[P, R], *, timeout: float | None = None) -> None:
+        self.fn = fn
+        self.timeout = timeout
+        """Seconds after which a call is stopped on its host."""
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+        return Call(self, args, kwargs)
+
+    @property
+    def label(self) -> str:
+        return str(getattr(self.fn, "__qualname__", None) or repr(self.fn)).replace("<locals>.", "")
+
+    def rewrap(self, decorate: Callable[[Callable[P, R]], Callable[P, R]]) -> Function[P, R]:
+        """The same with a decorator around the plain function."""
+        return Function(decorate(self.fn), timeout=self.timeout)
+
+    def __repr__(self) -> str:
+        return f"<sky.function {self.label}>"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """By name where a host can import it, as functions are; else by value."""
+        return self.__qualname__ if self.is_importable else (_rebuild, (self.fn, self.timeout))
+
+    @property
+    def is_importable(self) -> bool:
+        module = sys.modules.get(self.__module__)
+        if module is None or self.__module__ == "__main__":
+            return False
+        found: Any = module
+        for name in self.__qualname__.split("."):
+            found = getattr(found, name, None)
+        return found is self
+
+
+def _rebuild(fn: Callable[P, R], timeout: float | None) -> Function[P, R]:
+    return Function(fn, timeout=timeout)
+
+
+@overload
+def function(fn: Callable[P, R], /) -> Function[P, R]: ...
+@overload
+def function(*, timeout: float | None = None) -> Callable[[Callable[P, R]], Function[P, R]]: ...
+def function(fn: Any = None, /, *, timeout: float | None = None) -> Any:
+    """Makes a function one that runs on hosts: ``@sky.function`` or ``@sky.function(timeout=60)``."""
+    if fn is None:
+        return lambda fn: Function(fn, timeout=timeout)
+    return Function(fn)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call(Generic[R]):
+    """A function with its arguments, ready to run somewhere."""
+
+    function: Function[..., R]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __rshift__(self, compute: Compute) -> R:
+        return compute.run(self)
+
+    def __matmul__(self, compute: Compute) -> list[R]:
+        return compute.broadcast(self)
+
+    def __gt__(self, compute: Compute) -> Future[R]:
+        return compute.submit(self)
+
+    def __and__(self, other: Call[Any] | Group) -> Group:
+        return gather(self, *(other.calls if isinstance(other, Group) else (other,)))
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self.function.label}(…) has not run: write {self.function.label}(…) >> compute")
+
+    def __repr__(self) -> str:
+        return f"<call of {self.function.label}>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Calls that run side by side."""
+
+    calls: tuple[Call[Any], ...]
+    stream: bool = False
+    ordered: bool = True
+
+    def __rshift__(self, compute: Compute) -> Any:
+        return compute.gather(self)
+
+    def __and__(self, other: Call[Any] | Group) -> Group:
+        more = other.calls if isinstance(other, Group) else (other,)
+        return Group((*self.calls, *more), self.stream, self.ordered)
+
+
+def gather(*calls: Call[Any], stream: bool = False, ordered: bool = True) -> Group:
+    """Runs calls side by side: ``sky.gather(f(1), f(2)) >> compute`` is a tuple of their results.
+
+    With `stream` it is an iterator that yields each result as soon as it may: in the order of the calls, or with
+    ``ordered=False`` as they come.
+    """
+    for call in calls:
+        if not isinstance(call, Call):
+            raise TypeError(f"gather() takes calls such as f(1), not {call!r:.80}")
+    return Group(calls, stream, ordered)
+
+
+def as_function(fn: Any) -> Function[..., Any]:
+    """`fn` itself, or a plain function made one that runs on hosts."""
+    if isinstance(fn, Function):
+        return fn
+    if not callable(fn):
+        raise TypeError(f"not a function: {fn!r:.80}")
+    return Function(fn)

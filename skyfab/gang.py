@@ -1,0 +1,194 @@
+"""A gang: one process per rank on every node, each with its place in the whole.
+
+Its processes stay for later calls. When one of them ends, the next call gets a new gang.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from skyfab.answers import resolve
+from skyfab.dispatch import CallFuture
+from skyfab.errors import BroadcastError, HostLost, SkyfabError
+from skyfab.node import Node, SeatPlan
+from skyfab.parcel import FunctionParcel
+from skyfab.protocol import codec, messages
+
+GRACE: Final = 5.0
+"""Seconds that the other ranks have left when one has failed: they may wait for it in vain."""
+
+
+class Member:
+    """One rank: the node and seat where it lives."""
+
+    __slots__ = ("node", "plan", "rank", "seat", "stream")
+
+    def __init__(self, node: Node, seat: str, plan: SeatPlan, rank: int) -> None:
+        self.node = node
+        self.seat = seat
+        self.plan = plan
+        self.rank = rank
+        self.stream = 0
+
+
+class Gang:
+    """The ranks of a pool, ready to be called together."""
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        ranks: Sequence[int],
+        *,
+        name: str,
+        tree: str,
+        port: int,
+        env: Callable[[Node], Mapping[str, str]],
+    ) -> None:
+        self.tree = tree
+        self.broken = False
+        self.members: list[Member] = []
+        world = sum(ranks)
+        for node, local_world in zip(nodes, ranks, strict=True):
+            for local in range(local_world):
+                info = {
+                    "node": node.index,
+                    "total_nodes": len(nodes),
+                    "rank": len(self.members),
+                    "world_size": world,
+                    "local_rank": local,
+                    "local_world_size": local_world,
+                    "head_addr": nodes[0].agent.address,
+                    "head_port": port,
+                    "hostname": node.agent.hostname,
+                    "accelerators": len(node.gpus),
+                    "total_accelerators": sum(len(n.gpus) for n in nodes),
+                    "peers": [n.agent.address for n in nodes],
+                    "job_id": name,
+                }
+                plan = SeatPlan(tree=tree, env={**rank_env(info, node), **env(node)}, info=info)
+                self.members.append(Member(node, f"{name}.{local}", plan, len(self.members)))
+
+    def release(self) -> None:
+        """Ends its processes."""
+        self.broken = True
+        for member in self.members:
+            try:
+                member.node.release(member.seat)
+            except SkyfabError:
+                pass  # a lost host has nothing left to release
+
+    def call(
+        self, function: FunctionParcel, arguments: codec.Payload, *, timeout: float | None, label: str
+    ) -> CallFuture:
+        """Runs a function on every rank; the future's result is a list in rank order."""
+        round_ = _Round(self, label)
+        for member in self.members:
+            round_.start(member, function, arguments, timeout)
+        return round_.future
+
+
+class _Round:
+    """One call of a gang, while it is under way."""
+
+    def __init__(self, gang: Gang, label: str) -> None:
+        self.future = CallFuture()
+        self.future.node = gang.members[0].node
+        self.future.on_cancel = self._stop_others
+        self._gang = gang
+        self._label = label
+        self._results: list[Any] = [None] * len(gang.members)
+        self._open = set(range(len(gang.members)))
+        self._failures: list[Exception] = []
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+
+    def start(
+        self, member: Member, function: FunctionParcel, arguments: codec.Payload, timeout: float | None
+    ) -> None:
+        def answer(message: messages.Message, buffers: list[memoryview]) -> None:
+            self._answered(member, message, buffers)
+
+        try:
+            member.node.call(
+                member.seat,
+                member.plan,
+                function,
+                arguments,
+                timeout=timeout,
+                answer=answer,
+                failure=lambda error: self._ended(member, error, failed=True),
+                sent=lambda stream: setattr(member, "stream", stream),
+                shared=len(self._gang.members) > 1,
+            )
+        except SkyfabError as error:
+            self._ended(member, error, failed=True)
+
+    def _answered(self, member: Member, message: messages.Message, buffers: list[memoryview]) -> None:
+        if isinstance(message, (messages.Ended, messages.Failed)) and message.op != "unpicklable":
+            member.node.vacated(member.seat)
+            self._gang.broken = True
+        try:
+            value = resolve(message, buffers, host=member.node.name, rank=member.rank, label=self._label)
+        except BaseException as error:
+            self._ended(member, error, failed=True)
+        else:
+            self._ended(member, value, failed=False)
+
+    def _ended(self, member: Member, value: Any, *, failed: bool) -> None:
+        with self._lock:
+            if member.rank not in self._open:
+                return
+            self._open.discard(member.rank)
+            self._results[member.rank] = value
+            first = failed and not self._failures
+            if failed:
+                self._failures.append(value)
+                self._gang.broken = self._gang.broken or isinstance(value, HostLost)
+            done = not self._open
+        if done:
+            self._finish()
+        elif first:
+            self._timer = threading.Timer(GRACE, self._stop_others)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _stop_others(self) -> None:
+        self._gang.broken = True
+        with self._lock:
+            waiting = [member for member in self._gang.members if member.rank in self._open]
+        for member in waiting:
+            try:
+                member.node.cancel(member.stream)
+            except SkyfabError:
+                pass  # lost: its failure is on its way
+
+    def _finish(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._failures:
+            count, total = len(self._failures), len(self._results)
+            error = BroadcastError(f"{self._label} failed on {count} of {total} ranks", self._failures, self._results)
+            self.future.settle(None, error)
+        else:
+            self.future.settle(self._results)
+
+
+def rank_env(info: Mapping[str, Any], node: Node) -> dict[str, str]:
+    """The variables that torchrun sets, for one rank."""
+    env = {
+        "MASTER_ADDR": info["head_addr"],
+        "MASTER_PORT": info["head_port"],
+        "WORLD_SIZE": info["world_size"],
+        "RANK": info["rank"],
+        "LOCAL_RANK": info["local_rank"],
+        "LOCAL_WORLD_SIZE": info["local_world_size"],
+        "NODE_RANK": info["node"],
+        "GROUP_RANK": info["node"],
+    }
+    if node.host.gpus != "auto":
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, node.host.gpus))
+    if info["local_world_size"] > 1:
+        env["OMP_NUM_THREADS"] = 1
+    return {key: str(value) for key, value in env.items()}

@@ -1,0 +1,351 @@
+"""Host: one machine, how it is reached and what it may be used for."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import ipaddress
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+from skyfab.errors import UsageError
+
+# Lists of what is allowed, not of what is not: these words end up on ssh's command line and in its ProxyCommand.
+NAME = re.compile(r"\w[\w.+-]*")
+_USER = re.compile(r"\w([\w.+\\@-]*[\w-])?")
+_PLACE = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>\w[\w.+-]*))(?::(?P<port>[0-9]{1,5}))?")
+_IPV6 = re.compile(r"([0-9a-fA-F:.]+)(%\w[\w.-]*)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PYTHON = re.compile(r"auto|/.*|[0-9]+\.[0-9]+(\.[0-9]+)?")
+
+
+class Address(NamedTuple):
+    """``user@host:port``, of which only the host must be there."""
+
+    user: str | None
+    host: str
+    port: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> Address | None:
+        """The parts of an address as ssh's command line takes it; None when it is none."""
+        user, at, place = text.rpartition("@")
+        if at and not _USER.fullmatch(user):
+            return None
+        if _is_ipv6(place):
+            return cls(user or None, place, None)
+        match = _PLACE.fullmatch(place)
+        if match is None or (match["ipv6"] and not _is_ipv6(match["ipv6"])):
+            return None
+        port = None if match["port"] is None else int(match["port"])
+        if port is not None and not 1 <= port <= 65535:
+            return None
+        return cls(user or None, match["ipv6"] or match["host"], port)
+
+
+class Env(dict[str, str]):
+    """Environment variables. Their values may be secrets, so they never print."""
+
+    def __repr__(self) -> str:
+        return "{" + ", ".join(f"{name!r}: [secret]" for name in self) + "}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One machine. Every field is checked, whoever makes it: a Host that exists is safe to hand to ssh.
+
+    Raises `UsageError` for a value that cannot be.
+
+    >>> Host(name="node1", address="10.0.0.11", port=2222, user="ada").login
+    'ada@10.0.0.11:2222'
+    """
+
+    name: str
+    """What people and logs call it; for a host of no inventory, the word it was selected with."""
+    address: str | None = None
+    """None: the name, through ssh_config."""
+    port: int | None = None
+    """None: ssh_config's, or 22."""
+    user: str | None = None
+    identity: str | None = None
+    """The private key's file; ``~`` is this machine's home."""
+    jump: str | None = None
+    """Hosts of the inventory or ssh addresses, comma-separated; ``"none"``: directly, whatever ssh_config says."""
+    host_key: str | None = None
+    """``"ssh-ed25519 AAAA…"``; None: known_hosts'."""
+    python: str = "auto"
+    gpus: Literal["auto"] | tuple[int, ...] = "auto"
+    slots: int = 1
+    """Solo calls at a time."""
+    cache: str = "~/.cache/skyfab"
+    """``~`` is the home on the host, and is expanded there."""
+    transport: Literal["auto", "openssh", "fabric", "local"] = "auto"
+    interface: str = "auto"
+    tags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=Env, hash=False)
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is None and item.default is None:
+                continue
+            try:
+                object.__setattr__(self, item.name, CHECKS[item.name](value))
+            except UsageError as error:
+                raise UsageError(f"Host {self.name!r}: {item.name} {error.message}", hint=error.hint) from None
+
+    @property
+    def destination(self) -> str:
+        """What ssh is told to connect to, and what a person would see."""
+        return self.address or self.name
+
+    @property
+    def login(self) -> str:
+        """``user@address:port``, as ssh's ``-J`` takes it, without the parts that are ssh_config's matter."""
+        place = f"[{self.destination}]" if _is_ipv6(self.destination) else self.destination
+        return (f"{self.user}@" if self.user else "") + place + (f":{self.port}" if self.port else "")
+
+    @classmethod
+    def ad_hoc(cls, word: str) -> Host | None:
+        """The host of an ssh address or ssh_config alias that is in no inventory; None when it cannot be one."""
+        name = word.removeprefix("ssh://")
+        address = Address.parse(name)
+        if address is None:
+            return None
+        place = None if address.host == name else address.host
+        return cls(name=name, address=place, port=address.port, user=address.user)
+
+
+def did_you_mean(words: str | Iterable[str], known: Iterable[str]) -> str | None:
+    """A hint with the nearest right word for each wrong one, if any is near."""
+    candidates = list(known)
+    wrong = [words] if isinstance(words, str) else words
+    near = [match for word in wrong for match in difflib.get_close_matches(word, candidates, n=1)]
+    return f"did you mean {', '.join(dict.fromkeys(near))}?" if near else None
+
+
+def kind(value: object) -> str:
+    """What TOML calls a value's type. Never the value, which may be a secret."""
+    names: list[tuple[type | tuple[type, ...], str]] = [
+        (bool, "a boolean"),
+        (str, "a string"),
+        (int, "an integer"),
+        (float, "a float"),
+        ((list, tuple), "an array"),
+        (Mapping, "a table"),
+    ]
+    return next((name for types, name in names if isinstance(value, types)), f"a {type(value).__name__}")
+
+
+def expanded(text: str) -> Path:
+    """A path with its ``~`` expanded, where there is a home: a user made up for a container may have none."""
+    with suppress(RuntimeError):
+        return Path(text).expanduser()
+    return Path(text)
+
+
+def _is_ipv6(text: str) -> bool:
+    match = _IPV6.fullmatch(text)
+    if match is None:
+        return False
+    try:
+        ipaddress.IPv6Address(match[1])
+    except ValueError:
+        return False
+    return True
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"must be a string, not {kind(value)}", hint="write it in quotes")
+    if not value.strip():
+        raise UsageError("is empty", hint="leave the key out, or give it a value")
+    if value.startswith("-"):
+        raise UsageError(f"starts with '-': {value!r}", hint="ssh would read it as an option")
+    if not value.isprintable():
+        raise UsageError("has control characters", hint="a newline or tab that slipped in?")
+    return value
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        hint = "write it without quotes" if isinstance(value, str) else "a whole number, without a point"
+        raise UsageError(f"must be an integer, not {kind(value)}", hint=hint)
+    if abs(value) >= 2**63:
+        raise UsageError("is larger than TOML's integers are", hint="is it a slip of the finger?")
+    return value
+
+
+def _items(value: object, example: str) -> Iterable[object]:
+    if not isinstance(value, (list, tuple)):
+        raise UsageError(f"must be an array, not {kind(value)}", hint=f"for instance {example}")
+    return value
+
+
+def _name(value: object) -> str:
+    text = _text(value)
+    if Address.parse(text) is None:
+        raise UsageError(f"cannot be a host's name: {text!r}", hint="letters, digits, '.', '_', '+' and '-'")
+    return text
+
+
+def _address(value: object) -> str:
+    text = _text(value)
+    address = Address.parse(text)
+    if address is None:
+        raise UsageError(f"is not a host's name or IP address: {text!r}", hint='for instance address = "10.0.0.11"')
+    for key, part in (("user", address.user), ("port", address.port)):
+        if part is not None:
+            raise UsageError(f"has a {key} in it: {text!r}", hint=f"{key} is a key of its own")
+    return address.host
+
+
+def _port(value: object) -> int:
+    port = _integer(value)
+    if not 1 <= port <= 65535:
+        raise UsageError(f"must be from 1 to 65535, not {port}", hint="sshd's is 22 unless somebody changed it")
+    return port
+
+
+def _user(value: object) -> str:
+    text = _text(value)
+    if not _USER.fullmatch(text):
+        raise UsageError(f"cannot be a user's name: {text!r}", hint="letters, digits, '.', '_', '+' and '-'")
+    return text
+
+
+def _identity(value: object) -> str:
+    return str(expanded(_text(value)))
+
+
+def _jump(value: object) -> str:
+    hops = [hop.strip().removeprefix("ssh://") for hop in _text(value).split(",")]
+    for hop in hops:
+        if Address.parse(hop) is None:
+            raise UsageError(
+                f"cannot be reached: {hop!r}",
+                hint="a host of the inventory, an ssh_config alias, or user@address:port; several with commas",
+            )
+    return ",".join(hops)
+
+
+def _host_key(value: object) -> str:
+    algorithm, encoded = [*_text(value).split(), "", ""][:2]  # what may follow is a comment
+    try:
+        blob = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        blob = b""
+    parts = _parts(blob)
+    if len(parts) < 2 or parts[0] != algorithm.encode():
+        raise UsageError(
+            "is not a public host key",
+            hint='type and base64, as in the host\'s /etc/ssh/ssh_host_ed25519_key.pub: "ssh-ed25519 AAAA…"',
+        )
+    return f"{algorithm} {encoded}"
+
+
+def _parts(blob: bytes) -> list[bytes]:
+    """The strings that a public key consists of; empty for one that was cut when it was copied."""
+    parts = []
+    while blob:
+        end = 4 + int.from_bytes(blob[:4], "big")
+        if len(blob) < end:
+            return []
+        parts.append(blob[4:end])
+        blob = blob[end:]
+    return parts
+
+
+def _python(value: object) -> str:
+    text = _text(value)
+    if not _PYTHON.fullmatch(text):
+        raise UsageError(f"is no Python: {text!r}", hint='"auto", "3.11", or an absolute path on the host')
+    return text
+
+
+def _gpus(value: object) -> Literal["auto"] | tuple[int, ...]:
+    if value == "auto":
+        return "auto"
+    numbers = tuple(map(_integer, _items(value, 'gpus = [0, 1], or gpus = "auto"')))
+    if any(number < 0 for number in numbers) or len(set(numbers)) < len(numbers):
+        raise UsageError("must be different numbers from 0", hint="as nvidia-smi counts them: gpus = [0, 1]")
+    return numbers
+
+
+def _slots(value: object) -> int:
+    slots = _integer(value)
+    if slots < 1:
+        raise UsageError(f"must be 1 or more, not {slots}", hint="leave a host out of a selection with !name")
+    return slots
+
+
+def _cache(value: object) -> str:
+    text = _text(value)
+    if not text.startswith(("/", "~")):
+        raise UsageError(f"must be an absolute path on the host: {text!r}", hint="start it with / or ~/")
+    return text
+
+
+def _transport(value: object) -> str:
+    text = _text(value)
+    choices = ("auto", "openssh", "fabric", "local")
+    if text not in choices:
+        hint = did_you_mean(text, choices) or f"one of {', '.join(choices)}"
+        raise UsageError(f"is not a transport: {text!r}", hint=hint)
+    return text
+
+
+def _interface(value: object) -> str:
+    text = _text(value)
+    if re.search(r"[\s/]", text):
+        raise UsageError(f"is not a network interface: {text!r}", hint='"auto", or a name that `ip link` prints')
+    return text
+
+
+def _tags(value: object) -> tuple[str, ...]:
+    tags = tuple(map(_text, _items(value, 'tags = ["a100"]')))
+    for tag in tags:
+        if not NAME.fullmatch(tag):
+            raise UsageError(f"cannot have {tag!r}", hint="letters, digits, '.', '_', '+' and '-'")
+    return tags
+
+
+def _env(value: object) -> Env:
+    if not isinstance(value, Mapping):
+        raise UsageError(f"must be a table, not {kind(value)}", hint='for instance env = { OMP_NUM_THREADS = "8" }')
+    for name, text in cast("Mapping[object, object]", value).items():
+        if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
+            raise UsageError(f"cannot set {name!r}", hint="letters, digits and '_', not a digit first")
+        if not isinstance(text, str):
+            raise UsageError(f"must set {name} to a string, not {kind(text)}", hint="write the value in quotes")
+        if "\0" in text:
+            raise UsageError(f"has a NUL character in {name}", hint="no variable can hold one")
+    return Env(value)
+
+
+CHECKS: Mapping[str, Callable[[object], Any]] = {
+    "name": _name,
+    "address": _address,
+    "port": _port,
+    "user": _user,
+    "identity": _identity,
+    "jump": _jump,
+    "host_key": _host_key,
+    "python": _python,
+    "gpus": _gpus,
+    "slots": _slots,
+    "cache": _cache,
+    "transport": _transport,
+    "interface": _interface,
+    "tags": _tags,
+    "env": _env,
+}
+"""For each field, what makes of a raw value the one that `Host` holds, or raises `UsageError`."""
+
+LOCAL = Host(name="local", transport="local")
+"""This machine, without SSH."""

@@ -1,0 +1,40 @@
+"""What an environment on a host must be. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class PipIndex:
+    """A package index that serves the named packages and no others."""
+
+    url: str
+    packages: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packages", tuple(self.packages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """The interpreter, packages, variables and project code that a function needs."""
+
+    python: str = "auto"
+    """``"auto"``: this machine's major.minor; ``"3.11"``; or an absolute path on the host, used as it is."""
+    pip: tuple[str, ...] = ()
+    pip_indexes: tuple[PipIndex, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    apt: tuple[str, ...] = ()
+    includes: tuple[str, ...] = ()
+    """Local modules and folders that the function imports, beside the caller's own project."""
+    excludes: tuple[str, ...] = ()
+    """Patterns, as in .gitignore, of project files that stay here."""
+    lock: str | None = None
+    """A pylock.toml to use as it is."""
+
+    def __post_init__(self) -> None:
+        for name in ("pip", "pip_indexes", "apt", "includes", "excludes"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))

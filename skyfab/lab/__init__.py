@@ -1,0 +1,23 @@
+"""Throw-away hosts for tests and trials: node1, node2 …, each with its own files, address, users and host key.
+
+::
+
+    from skyfab.lab import Lab
+
+    with Lab.start(count=2) as lab:
+        lab.inventory                      # the path of an inventory.toml
+        lab.hosts[0].run(["hostname"])     # without SSH
+        lab.hosts[1].cut()                 # pull its cable
+
+As root on Linux the hosts are namespaces; elsewhere sshd on high ports of 127.0.0.1, and `lab.limits` says what
+that cannot show.
+"""
+
+from __future__ import annotations
+
+from .host import LabHost
+from .lab import Lab, sweep
+from .process import LabProcess
+from .standing import HostStatus, down, status, up
+
+__all__ = ["HostStatus", "Lab", "LabHost", "LabProcess", "down", "status", "sweep", "up"]

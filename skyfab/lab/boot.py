@@ -1,0 +1,167 @@
+"""How a namespace host comes up: the script that makes its world, and the talk with it while it starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import sshd
+from .process import Process, spawn
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+TOOLS = ("ip", "unshare", "nsenter", "mount", "umount", "pivot_root")
+UNSHARE = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child")
+
+TRIAL = r"""
+set -eu
+cd "$1"
+ip link add trial0 type bridge
+ip link add trial1 type veth peer name trial2
+mount -t overlay -o lowerdir=/,upperdir=upper,workdir=work overlay root
+mount -t proc proc root/proc
+mount -t sysfs sysfs root/sys
+mount -t tmpfs tmpfs root/run
+"""
+
+SCRIPT = r"""
+set -eu
+umask 022
+folder=$1 name=$2 address=$3 sshd=$4
+shift 4
+
+read -r pid rest </proc/self/stat   # our number on the machine: its /proc is still the one in sight
+echo "$pid"
+read -r word                        # until the cable is in; if whoever starts us dies first, so do we
+exec 3>&1 >&2 </dev/null
+
+echo "$name" >/proc/sys/kernel/hostname
+ip link set lo up
+ip address add "$address/24" dev eth0
+ip link set eth0 up
+
+cd "$folder"
+mount -t overlay -o lowerdir=/,upperdir=upper,workdir=work overlay root
+cd root
+for lent; do
+    mkdir -p ".$lent"
+    mount --bind "$lent" ".$lent"
+    mount -o remount,bind,ro ".$lent"
+done
+mount -t proc proc proc
+mount -t sysfs sysfs sys
+mount -t tmpfs -o mode=755 tmpfs run
+mount -t tmpfs -o mode=755 tmpfs dev
+for device in null zero full random urandom tty kfd dri $(cd /dev && echo nvidia*); do
+    if [ -d "/dev/$device" ]; then mkdir "dev/$device"
+    elif [ -e "/dev/$device" ]; then : >"dev/$device"
+    else continue; fi
+    mount --bind "/dev/$device" "dev/$device"
+done
+mkdir dev/pts dev/shm run/old run/sshd run/lock
+ln -s pts/ptmx dev/ptmx
+ln -s /proc/self/fd dev/fd
+ln -s fd/0 dev/stdin
+ln -s fd/1 dev/stdout
+ln -s fd/2 dev/stderr
+mount -t devpts -o newinstance,ptmxmode=666,mode=620,gid=5 devpts dev/pts
+mount -t tmpfs -o mode=1777 tmpfs dev/shm
+
+pivot_root . run/old
+cd /
+umount -l /run/old
+rmdir /run/old
+echo up >&3
+exec 3>&-
+exec chroot . "$sshd" -D -e
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One host on its way up. It waits for `go`; when this is closed before, it ends by itself."""
+
+    process: Process
+    """The program that holds the host's namespaces, the parent of its first process."""
+    answer: int
+    word: int
+
+    @classmethod
+    def begin(cls, folder: Path, *, name: str, address: str, lent: Sequence[str], log: Path) -> Start:
+        for layer in ("root", "work"):
+            (folder / layer).mkdir(exist_ok=True)
+        argv = [*UNSHARE, "sh", "-c", SCRIPT, "boot", str(folder), name, address, sshd.program(), *lent]
+        answer, its_answer = os.pipe()
+        its_word, word = os.pipe()
+        try:
+            process = spawn(argv, env={"PATH": PATH}, stdin=its_word, stdout=its_answer, log=log)
+        except BaseException:
+            os.close(answer)
+            os.close(word)
+            raise
+        finally:
+            os.close(its_answer)
+            os.close(its_word)
+        return cls(process=process, answer=answer, word=word)
+
+    def first(self) -> int:
+        """Waits for the number of the host's first process. Raises EOFError when it died before it could tell."""
+        told = os.read(self.answer, 32)
+        if not told:
+            raise EOFError
+        return int(told)
+
+    def go(self) -> None:
+        """Its cable is in: it may go on."""
+        os.write(self.word, b"go\n")
+
+    def up(self) -> bool:
+        """Waits until its world is made and sshd next; False when it died over it."""
+        return os.read(self.answer, 32) != b""
+
+    def __enter__(self) -> Start:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self.answer)
+        os.close(self.word)
+
+
+def make_room(folder: Path) -> str | None:
+    """Readies `folder` for the files of namespace hosts; returns why that cannot be, or None.
+
+    The upper layer of a root cannot lie on every file system (in a container, say): then memory holds it.
+    """
+    if sys.platform != "linux":
+        return f"network namespaces are Linux's, and this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "making network namespaces takes root"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"programs are missing: {', '.join(missing)} (packages iproute2, util-linux)"
+    obstacle = _try(folder)
+    if obstacle is None:
+        return None
+    memory = ["mount", "-t", "tmpfs", "-o", "mode=700", "skyfab-lab", str(folder)]
+    if subprocess.run(memory, capture_output=True).returncode:
+        return obstacle
+    return _try(folder)
+
+
+def give_back(folder: Path) -> None:
+    """Undoes `make_room` where it took memory; the files there are gone."""
+    if folder.is_mount():
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def _try(folder: Path) -> str | None:
+    trial = folder / "trial"
+    for name in ("upper", "work", "root"):
+        (trial / name).mkdir(parents=True)
+    tried = subprocess.run([*UNSHARE, "sh", "-c", TRIAL, "trial", str(trial)], capture_output=True, text=True)
+    shutil.rmtree(trial)
+    return None if tried.returncode == 0 else tried.stderr.strip() or "namespaces are refused"

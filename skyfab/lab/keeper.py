@@ -1,0 +1,44 @@
+"""The keeper of a lab: a small process that takes it down when its owner is gone, however it went."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from .process import Process, spawn
+
+SCRIPT = """
+read -r word
+exec "$0" -c 'import sys; from skyfab.lab.lab import take_down; take_down(sys.argv[1])' "$1"
+"""
+
+_leashes: dict[Path, int] = {}
+"""By lab folder, the end of the pipe that tells the keeper we live: the kernel closes it with us."""
+
+
+def watch(folder: Path) -> None:
+    """Starts the keeper of the lab in that folder, owned by this process."""
+    its_end, ours = os.pipe()
+    package = str(Path(__file__).resolve().parents[2])
+    env = {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": package}
+    try:
+        keeper = spawn(["sh", "-c", SCRIPT, sys.executable, str(folder)], env=env, stdin=its_end)
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(its_end)
+    (folder / "keeper.pid").write_text(str(keeper))
+    _leashes[folder] = ours
+
+
+def dismiss(folder: Path) -> None:
+    """Ends the keeper, if there is one and it is not this process."""
+    try:
+        Process.parse((folder / "keeper.pid").read_text()).end()
+    except FileNotFoundError:
+        pass
+    leash = _leashes.pop(folder, None)
+    if leash is not None:
+        os.close(leash)

@@ -1,0 +1,265 @@
+"""A lab: throw-away hosts that are up together, the folder they live in, and the end of them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from skyfab.errors import SkyfabError, UsageError
+
+from . import boot, keeper, loopback, namespace, sshd
+from .host import LabHost, Plan
+from .namespace import NamespaceHost
+from .process import Process
+from .record import INVENTORY, STATE, Kind, Record, inventory, write
+
+MOST = 200
+OWNER = "owner.pid"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab:
+    """Hosts that are up. `with` takes them down; so does the end of the program, however it ends.
+
+    ::
+
+        with Lab.start(count=2) as lab:
+            compute = sky.Compute(hosts="lab", inventory=lab.inventory)
+
+    A persistent lab stays until `stop`, and is found again by `Lab.load`.
+    """
+
+    folder: Path
+    record: Record
+
+    @classmethod
+    def start(
+        cls,
+        count: int = 4,
+        *,
+        kind: Literal["auto", "namespace", "loopback"] = "auto",
+        folder: Path | str | None = None,
+        user: str = "root",
+        python: str | None = None,
+        lend: Sequence[str] = (),
+        persistent: bool = False,
+    ) -> Lab:
+        """Starts hosts node1, node2 … and returns when all of them greet.
+
+        `user` is who the inventory logs in as (on loopback: always the current one), `python` the interpreter
+        it names (by default this one). A namespace host sees this machine's system folders, copied when it
+        writes, and read-only the interpreter and the folders that `lend` names; nothing else.
+        Raises UsageError where the machine cannot do it.
+        """
+        if not 1 <= count <= MOST:
+            raise UsageError(f"a lab has 1 to {MOST} hosts, not {count}")
+        interpreter = str(Path(python or sys.executable).absolute())
+        if not os.access(interpreter, os.X_OK):
+            raise UsageError(f"no Python interpreter at {interpreter}")
+        sshd.program()
+        sweep()
+        place = _fresh(folder)
+        try:
+            (place / OWNER).write_text(str(Process.of(os.getpid())))
+            keeper.watch(place)
+            chosen, limits = _choose(kind, place / "hosts")
+            plan = Plan(
+                folder=place / "hosts",
+                count=count,
+                user=user,
+                python=interpreter,
+                identity=place / "id_ed25519",
+                client_key=sshd.make_key(place / "id_ed25519", "skyfab-lab"),
+                password=secrets.token_urlsafe(9),
+                lend=tuple(lend),
+            )
+            lab = cls(folder=place, record=_start(plan, chosen, limits))
+            if persistent:
+                keeper.dismiss(place)
+                (place / OWNER).unlink()
+        except BaseException:
+            take_down(place)
+            raise
+        return lab
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Lab:
+        """The lab in that folder, whoever started it. Raises UsageError when there is none."""
+        place = Path(folder).absolute()
+        return cls(folder=place, record=Record.load(place))
+
+    @property
+    def kind(self) -> Kind:
+        return self.record.kind
+
+    @property
+    def hosts(self) -> list[LabHost]:
+        return list(self.record.hosts)
+
+    @property
+    def password(self) -> str:
+        """What the user `pat` of a namespace host logs in with."""
+        return self.record.password
+
+    @property
+    def limits(self) -> list[str]:
+        """What cannot be tested here, a sentence each."""
+        return list(self.record.limits)
+
+    @property
+    def inventory(self) -> Path:
+        return self.folder / INVENTORY
+
+    def inventory_as(self, user: str) -> Path:
+        """An inventory of the same hosts that logs in as another user."""
+        path = self.folder / f"inventory-{user}.toml"
+        write(path, inventory([replace(host, user=user) for host in self.record.hosts]))
+        return path
+
+    def cut(self) -> None:
+        """Pulls every host's cable, as when this machine loses its network."""
+        for host in self.hosts:
+            host.cut()
+
+    def restore(self) -> None:
+        """Puts every cable back."""
+        for host in self.hosts:
+            host.restore()
+
+    def stop(self) -> None:
+        """Ends the hosts and everything on them, and removes the network and the folder. Twice is fine."""
+        take_down(self.folder)
+
+    def __getitem__(self, name: str) -> LabHost:
+        for host in self.record.hosts:
+            if host.name == name:
+                return host
+        raise KeyError(name)
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+def sweep() -> None:
+    """Takes down the labs of this user whose owners are gone, and whose keepers are too."""
+    for place in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
+        with suppress(SkyfabError, OSError):
+            if _abandoned(place):
+                take_down(place)
+
+
+def _start(plan: Plan, kind: Kind, limits: tuple[str, ...]) -> Record:
+    """Writes the record as soon as there is something to take down, then starts the hosts."""
+    if kind == "loopback":
+        servers = loopback.build(plan)
+        record = _recorded(plan, kind, servers, limits)
+        loopback.boot(servers)
+        return record
+    hosts = namespace.build(plan)
+    record = _recorded(plan, kind, hosts, limits)
+    namespace.prepare(hosts, plan)
+    namespace.boot(hosts)
+    return record
+
+
+def _recorded(plan: Plan, kind: Kind, hosts: Sequence[LabHost], limits: tuple[str, ...]) -> Record:
+    record = Record(kind=kind, hosts=tuple(hosts), password=plan.password, limits=limits)
+    record.save(plan.folder.parent)
+    return record
+
+
+def _choose(kind: str, folder: Path) -> tuple[Kind, tuple[str, ...]]:
+    """What the hosts will be, and what that leaves untested."""
+    folder.mkdir()
+    if kind == "loopback":
+        return "loopback", loopback.LIMITS
+    obstacle = boot.make_room(folder)
+    if obstacle is None:
+        return "namespace", ()
+    if kind == "namespace":
+        raise UsageError(f"this machine cannot have namespace hosts: {obstacle}", hint='Lab.start(kind="loopback")')
+    return "loopback", (f"This machine cannot have namespace hosts: {obstacle}.", *loopback.LIMITS)
+
+
+def _fresh(folder: Path | str | None) -> Path:
+    """A folder that is empty and ours alone."""
+    if folder is None:
+        return Path(tempfile.mkdtemp(prefix=_prefix()))
+    place = Path(folder).absolute()
+    if _abandoned(place):
+        take_down(place)
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if (place / STATE).exists():
+        raise UsageError(f"a lab is already in {place}", hint="skyfab lab.down")
+    try:
+        (place / OWNER).touch(exist_ok=False)  # of two who start at once, one is told
+        only = len(list(place.iterdir())) == 1
+    except FileExistsError:
+        raise UsageError(f"another program is just starting a lab in {place}", hint="wait for it") from None
+    if not only:
+        (place / OWNER).unlink()
+        raise UsageError(f"{place} is not empty: a lab would remove what is in it", hint="name a new folder")
+    place.chmod(0o700)
+    return place
+
+
+def _abandoned(place: Path) -> bool:
+    """Whether a lab was started there by a program of this user that is no more."""
+    owner = place / OWNER
+    try:
+        return owner.stat().st_uid == os.getuid() and not Process.parse(owner.read_text()).alive
+    except (OSError, ValueError):
+        return False
+
+
+def _prefix() -> str:
+    return f"skyfab-lab-{os.getuid()}-"
+
+
+def take_down(folder: Path | str) -> None:
+    """Ends whatever the folder's record names, then the folder. Several at once wait for one another."""
+    place = Path(folder)
+    with _alone(place) as there:
+        if not there:
+            return
+        if (place / STATE).exists():
+            _end(Record.load(place).hosts)
+        keeper.dismiss(place)
+        boot.give_back(place / "hosts")
+        shutil.rmtree(place)
+
+
+def _end(hosts: Sequence[LabHost]) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda host: host.kill(), hosts))
+    for host in hosts[:1]:
+        if isinstance(host, NamespaceHost):
+            host.network.close()
+
+
+@contextmanager
+def _alone(place: Path) -> Iterator[bool]:
+    """Holds the folder against others who would take it down; yields whether it is still there."""
+    try:
+        handle = os.open(place, os.O_RDONLY)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield place.exists()
+    finally:
+        os.close(handle)

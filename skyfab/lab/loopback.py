@@ -1,0 +1,147 @@
+"""A lab host without root: an sshd of the current user on a high port of 127.0.0.1."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+import subprocess
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from . import sshd
+from .host import LabHost, Plan
+from .process import LabProcess, Process, listed, spawn
+
+LIMITS = (
+    "All hosts share this machine's files, users, processes and hostname; only their caches differ.",
+    "There is one user, and no password login.",
+    "A host cannot be cut off, slowed, kept from its peers, or given a small disk.",
+    "Hosts have whatever route to the internet this machine has.",
+)
+MARK = "SKYFAB_LAB_HOST"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopbackHost(LabHost):
+    """A host that is this machine under another port. What it runs is known by a mark in its environment."""
+
+    kind: ClassVar[str] = "loopback"
+
+    @property
+    def mark(self) -> str:
+        return f"{MARK}={self.folder}"
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        user: str | None = None,
+        stdin: str | None = None,
+        check: bool = True,
+        timeout: float | None = 60,
+    ) -> subprocess.CompletedProcess[str]:
+        if user not in (None, self.user):
+            self._cannot("be another user")
+        return subprocess.run(
+            argv,
+            env={**os.environ, MARK: str(self.folder)},
+            input=stdin or "",
+            capture_output=True,
+            text=True,
+            check=check,
+            timeout=timeout,
+        )
+
+    def path(self, path: str) -> Path:
+        return Path(path)
+
+    def processes(self) -> list[LabProcess]:
+        if not Path("/proc/self/environ").exists():
+            self._cannot("list its processes here")
+        return listed(self._ours)
+
+    def kill(self) -> None:
+        process = self.recorded("init")
+        if process is not None:
+            process.end()
+        if Path("/proc/self/environ").exists():
+            for left in self.processes():
+                self._end(left)
+        (self.folder / "init.pid").unlink(missing_ok=True)
+
+    def reboot(self) -> None:
+        self.kill()
+        boot([self])
+
+    def _ours(self, pid: int) -> bool:
+        try:
+            return self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+
+    def _end(self, left: LabProcess) -> None:
+        try:
+            process = Process.of(left.outside)
+        except ProcessLookupError:
+            return
+        if self._ours(process.pid):  # asked again: the number may have changed hands since
+            process.end()
+
+
+def build(plan: Plan) -> list[LoopbackHost]:
+    """Makes the hosts' keys and settings, and finds them ports. Nothing runs yet."""
+    keys_file = plan.folder / "authorized_keys"
+    keys_file.write_text(f"{plan.client_key}\n")
+    return [_build(plan, number, port, keys_file) for number, port in enumerate(_ports(plan.count), 1)]
+
+
+def boot(hosts: Sequence[LoopbackHost]) -> None:
+    """Starts the servers, and returns when all of them greet."""
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd insists on it; it stays, for other servers
+    for host in hosts:
+        argv = [sshd.program(), "-D", "-e", "-f", str(host.folder / "sshd_config")]
+        host.record("init", spawn(argv, env=os.environ, log=host.log))
+    for host in hosts:
+        sshd.wait(host)
+
+
+def _build(plan: Plan, number: int, port: int, keys_file: Path) -> LoopbackHost:
+    name = plan.names[number - 1]
+    folder = plan.folder / name
+    (folder / "cache").mkdir(parents=True)
+    host = LoopbackHost(
+        name=name,
+        number=number,
+        address="127.0.0.1",
+        port=port,
+        user=pwd.getpwuid(os.geteuid()).pw_name,
+        identity=plan.identity,
+        host_key=sshd.make_key(folder / "key", name),
+        python=plan.python,
+        cache=str(folder / "cache"),
+        folder=folder,
+    )
+    settings = sshd.Settings(
+        host_key=folder / "key",
+        authorized_keys=keys_file,
+        port=port,
+        listen="127.0.0.1",
+        strict=False,
+        mark=host.mark,
+    )
+    (folder / "sshd_config").write_text(settings.text())
+    return host
+
+
+def _ports(count: int) -> list[int]:
+    """Ports that were free a moment ago; all are held until the last is found, so they differ."""
+    with ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in held:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in held]

@@ -1,0 +1,195 @@
+"""A lab host made of Linux namespaces: its own network, processes, names, mounts and root folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from skyfab.errors import Unreachable
+
+from . import accounts, root, sshd
+from .boot import PATH, Start
+from .host import LabHost, Plan
+from .network import INTERFACE, Network, shape
+from .process import LabProcess, Process, listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamespaceHost(LabHost):
+    """A host in namespaces of this machine's kernel. Its first process is its sshd."""
+
+    kind: ClassVar[str] = "namespace"
+
+    network: Network
+    lent: tuple[str, ...]
+    """Folders of this machine, mounted read-only so that its interpreter runs there."""
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        user: str | None = None,
+        stdin: str | None = None,
+        check: bool = True,
+        timeout: float | None = 60,
+    ) -> subprocess.CompletedProcess[str]:
+        account = accounts.find(self.path("/"), user or "root")
+        enter = self._enter("mount", "uts", "ipc", "net", "pid")
+        if account.uid:
+            enter += [f"--setuid={account.uid}", f"--setgid={account.gid}"]
+        return subprocess.run(
+            [*enter, "--root", "--wd", "--", *argv],
+            env={"PATH": PATH, "HOME": account.home, "USER": account.name, "LOGNAME": account.name},
+            input=stdin or "",
+            capture_output=True,
+            text=True,
+            check=check,
+            timeout=timeout,
+        )
+
+    def path(self, path: str) -> Path:
+        return Path(f"/proc/{self.init.pid}/root") / path.lstrip("/")
+
+    def processes(self) -> list[LabProcess]:
+        space = _pid_space(self.init.pid)
+        return listed(lambda pid: _pid_space(pid) == space)
+
+    def add_user(
+        self,
+        name: str,
+        *,
+        shell: str = "/bin/sh",
+        home: str | None = None,
+        password: str | None = None,
+        bashrc: str | None = None,
+    ) -> None:
+        account = accounts.add(self.path("/"), name, shell=shell, home=home, password=password)
+        if bashrc is not None:
+            file = self.path(account.home) / ".bashrc"
+            file.write_text(bashrc)
+            os.chown(file, account.uid, account.gid)
+
+    def kill(self) -> None:
+        for role in ("init", "parent"):
+            process = self.recorded(role)
+            if process is not None:
+                process.end()
+                (self.folder / f"{role}.pid").unlink(missing_ok=True)
+        self.network.unplug(self.number)
+
+    def reboot(self) -> None:
+        self.kill()
+        boot([self])
+
+    def cut(self) -> None:
+        self.network.switch([self.number], on=False)
+
+    def restore(self) -> None:
+        self.network.switch([self.number], on=True)
+
+    def slow(self, mbit: float | None) -> None:
+        shape(self.network.cable(self.number), mbit)
+        shape(INTERFACE, mbit, inside=self._enter("net"))
+
+    def block(self, other: LabHost) -> None:
+        self.run(["ip", "route", "replace", "blackhole", other.address])
+
+    def unblock(self, other: LabHost) -> None:
+        self.run(["ip", "route", "delete", "blackhole", other.address])
+
+    def small_disk(self, path: str, megabytes: float) -> None:
+        self.run(["mkdir", "-p", path])
+        was = self.path(path).stat()
+        options = f"size={int(megabytes * 1024)}k,uid={was.st_uid},gid={was.st_gid},mode={was.st_mode & 0o7777:o}"
+        self.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path])
+
+    def _enter(self, *spaces: str) -> list[str]:
+        return ["nsenter", f"--target={self.init.pid}", *(f"--{space}" for space in spaces)]
+
+
+def build(plan: Plan) -> list[NamespaceHost]:
+    """Makes the hosts' keys and their network. Nothing runs yet."""
+    lent = tuple(root.lent(plan.python, plan.lend))
+    with ThreadPoolExecutor(8) as pool:
+        keys = list(pool.map(lambda name: _key(plan.folder / name, name), plan.names))
+    wires = Network.open()
+    return [
+        NamespaceHost(
+            name=name,
+            number=number,
+            address=wires.address(10 + number),
+            port=22,
+            user=plan.user,
+            identity=plan.identity,
+            host_key=key,
+            python=plan.python,
+            cache=None,
+            folder=plan.folder / name,
+            network=wires,
+            lent=lent,
+        )
+        for number, (name, key) in enumerate(zip(plan.names, keys, strict=True), 1)
+    ]
+
+
+def prepare(hosts: Sequence[NamespaceHost], plan: Plan) -> None:
+    """Fills the hosts' root folders before their first boot."""
+    names = {host.name: host.address for host in hosts}
+    for host in hosts:
+        root.prepare(
+            host.folder / "upper",
+            name=host.name,
+            names=names,
+            key=host.folder / "key",
+            client_key=plan.client_key,
+            password=plan.password,
+        )
+
+
+def boot(hosts: Sequence[NamespaceHost]) -> None:
+    """Starts hosts side by side, and returns when all of them greet."""
+    with ExitStack() as stack:
+        starting = [(host, stack.enter_context(_start(host))) for host in hosts]
+        pids = {host.number: _first(host, start) for host, start in starting}
+        hosts[0].network.plug(pids)
+        for _, start in starting:
+            start.go()
+        for host, start in starting:
+            if not start.up():
+                raise Unreachable(f"it did not come up: {sshd.last_words(host.log)}", host=host.name)
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(sshd.wait, hosts))
+
+
+def _pid_space(pid: int) -> int | None:
+    try:
+        return Path(f"/proc/{pid}/ns/pid").stat().st_ino
+    except OSError:  # it ended while we looked
+        return None
+
+
+def _key(folder: Path, name: str) -> str:
+    folder.mkdir(parents=True)
+    return sshd.make_key(folder / "key", name)
+
+
+def _start(host: NamespaceHost) -> Start:
+    start = Start.begin(host.folder, name=host.name, address=host.address, lent=host.lent, log=host.log)
+    host.record("parent", start.process)
+    return start
+
+
+def _first(host: NamespaceHost, start: Start) -> int:
+    """The number, on this machine, of the host's first process."""
+    try:
+        pid = start.first()
+        host.record("init", Process.of(pid))
+    except (EOFError, ProcessLookupError):
+        raise Unreachable(f"its namespaces could not be made: {sshd.last_words(host.log)}", host=host.name) from None
+    return pid

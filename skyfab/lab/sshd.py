@@ -1,0 +1,112 @@
+"""The SSH server of a lab host: its program, keys and settings, and when it is ready."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from skyfab.errors import Unreachable, UsageError
+
+from .host import LabHost
+
+INSTALL = "apt-get install openssh-server  (or your system's package of that name)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What differs between the servers of a lab."""
+
+    host_key: Path
+    authorized_keys: Path
+    port: int = 22
+    listen: str = "0.0.0.0"
+    passwords: bool = False
+    strict: bool = True
+    """Whether sshd checks who owns the key files: not where the folder's parents are not ours."""
+    mark: str = ""
+    """`NAME=value`, set for everything that a session runs."""
+
+    def text(self) -> str:
+        """The sshd_config: logins are fast, nothing is printed, limits stay at their defaults."""
+        lines = [
+            f"Port {self.port}",
+            f"ListenAddress {self.listen}",
+            f'HostKey "{self.host_key}"',
+            f'AuthorizedKeysFile "{self.authorized_keys}"',
+            f"StrictModes {_word(self.strict)}",
+            f"PasswordAuthentication {_word(self.passwords)}",
+            "KbdInteractiveAuthentication no",
+            "PermitRootLogin prohibit-password",
+            "UsePAM no",
+            "UseDNS no",
+            "PrintMotd no",
+            "PrintLastLog no",
+            "PidFile none",
+            "Subsystem sftp internal-sftp",
+        ]
+        if self.mark:
+            lines.append(f'SetEnv "{self.mark}"')
+        if _knows("PerSourcePenalties no"):  # tests fail to log in on purpose, and often
+            lines.append("PerSourcePenalties no")
+        return "\n".join(lines) + "\n"
+
+
+def program() -> str:
+    """The absolute path of sshd, which must be started by it. Raises UsageError when missing."""
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/sbin"])
+    found = shutil.which("sshd", path=path)
+    if found is None or shutil.which("ssh-keygen") is None:
+        raise UsageError("a lab needs sshd and ssh-keygen, and this machine has none", hint=INSTALL)
+    return str(Path(found).absolute())
+
+
+def make_key(path: Path, comment: str) -> str:
+    """Makes an ed25519 key pair at `path` and returns the public half without its comment."""
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)],
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
+    return " ".join(path.with_name(f"{path.name}.pub").read_text().split()[:2])
+
+
+def wait(host: LabHost, timeout: float = 20.0) -> None:
+    """Returns when the host's server greets. Raises Unreachable, with its last words, when it does not."""
+    deadline = time.monotonic() + timeout
+    while not (host.up and _greets(host.address, host.port)):
+        if not host.up or time.monotonic() > deadline:
+            raise Unreachable(f"its sshd did not start: {last_words(host.log)}", host=host.name)
+        time.sleep(0.01)
+
+
+def last_words(log: Path) -> str:
+    """The end of a host's log, on one line."""
+    words = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
+    return " / ".join(words) or "no word from it"
+
+
+def _greets(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=1.0) as connection:
+            return connection.recv(4) == b"SSH-"
+    except OSError:
+        return False
+
+
+@cache
+def _knows(line: str) -> bool:
+    """Whether this sshd has the option; older ones refuse to start over it."""
+    tried = subprocess.run(
+        [program(), "-G", "-f", os.devnull, "-o", line], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    return "Bad configuration option" not in tried.stderr and "unknown option" not in tried.stderr
+
+
+def _word(value: bool) -> str:
+    return "yes" if value else "no"

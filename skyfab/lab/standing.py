@@ -1,0 +1,82 @@
+"""The lab that stays up between programs: what `lab.up`, `lab.down` and `lab.status` do."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyfab.errors import UsageError
+
+from .lab import Lab
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostStatus:
+    """One host of the standing lab."""
+
+    name: str
+    kind: str
+    user: str
+    address: str
+    port: int
+    up: bool
+
+    def __str__(self) -> str:
+        state = "up" if self.up else "down"
+        return f"{self.name}  {self.user}@{self.address}:{self.port}  {self.kind}  {state}"
+
+
+def up(count: int = 4, folder: Path | str | None = None) -> Path:
+    """Starts the lab if it is not up, and what is down of it if it is; returns its inventory's path.
+
+    Raises UsageError when it is up with another number of hosts.
+    """
+    place = home(folder)
+    lab = find(place)
+    if lab is not None and not any(host.up for host in lab.hosts):  # the machine was restarted
+        lab.stop()
+        lab = None
+    if lab is None:
+        return Lab.start(count, folder=place, persistent=True).inventory
+    if len(lab.hosts) != count:
+        raise UsageError(
+            f"a lab of {len(lab.hosts)} hosts is already up, not of {count}",
+            hint=f"skyfab lab.down, then skyfab lab.up --count={count}",
+        )
+    for host in lab.hosts:
+        if not host.up:
+            host.reboot()
+    return lab.inventory
+
+
+def down(folder: Path | str | None = None) -> bool:
+    """Takes the lab down and leaves nothing of it; returns whether there was one."""
+    lab = find(folder)
+    if lab is not None:
+        lab.stop()
+    return lab is not None
+
+
+def status(folder: Path | str | None = None) -> list[HostStatus]:
+    """The hosts of the lab, up or not; none when there is no lab."""
+    lab = find(folder)
+    return [
+        HostStatus(name=h.name, kind=h.kind, user=h.user, address=h.address, port=h.port, up=h.up)
+        for h in (lab.hosts if lab is not None else [])
+    ]
+
+
+def find(folder: Path | str | None = None) -> Lab | None:
+    """The standing lab, or None."""
+    place = home(folder)
+    return Lab.load(place) if (place / "state.json").exists() else None
+
+
+def home(folder: Path | str | None = None) -> Path:
+    """Where the standing lab lives: as told, or `$SKYFAB_LAB`, or the user's state folder."""
+    told = folder or os.environ.get("SKYFAB_LAB")
+    if told:
+        return Path(told).expanduser().absolute()
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "skyfab" / "lab"

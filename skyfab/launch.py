@@ -1,0 +1,186 @@
+"""The launch: the first command that a host's shell is given, and how it answers.
+
+It is optimistic: it starts the link of this bundle at once, and asks for the bundle only where that is
+missing. It is plain POSIX sh, in words that every login shell passes on unchanged (no quotes, ``!``, backslashes
+or newlines inside), and finds its answer in whatever a .bashrc prints first.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import sys
+import time
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from skyfab.bundle import Bundle
+from skyfab.errors import HostLost, HostUnfit, Unreachable
+from skyfab.inventory import Host
+from skyfab.transport.base import Stream
+
+_SCRIPT: Final = "; ".join(
+    (
+        "SKYFAB_UMASK=$(umask)",
+        "export SKYFAB_UMASK",
+        "umask 077",
+        "d() { printf %bx $1; }",
+        "c=$(d $1)",
+        "c=${c%x}",
+        "p=$(d $2)",
+        "p=${p%x}",
+        'm="=sky""fab=$4="',
+        'case $c in /*) ;; "~/"*) c=$HOME/${c#"~/"};; *) c=$HOME/$c;; esac',
+        "case $p in /*) ;; *) v=$p; for q in python$v python3 python; do"
+        ' p=$(command -v $q) && break; done;; esac',
+        'test -x "$p" || { echo "${m}nopython"; exit 0; }',
+        "b=$c/bundles/$3",
+        'if test -f "$b/__main__.py"; then echo "${m}link"; exec "$p" -S "$b" "$c" $4 $5; fi',
+        'echo "${m}bundle"',
+        'exec "$p" -S -c "import sys;f=sys.stdin.buffer;exec(f.read(int(f.readline())))" "$c" $3 $4 $5',
+    )
+)
+
+_UNPACK: Final = """
+import hashlib, io, os, shutil, tarfile
+cache, digest, session, mode = sys.argv[1:]
+def say(text):
+    print("=sky" + "fab=" + session + "=" + text.replace(chr(10), " "), flush=True)
+try:
+    content = f.read(int(f.readline()))
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise OSError("the bundle arrived damaged")
+    target = os.path.join(cache, "bundles", digest)
+    draft = target + "." + session
+    os.makedirs(draft, mode=0o700)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+            for entry in tar:
+                path = os.path.join(draft, entry.name)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "wb") as file:
+                    file.write(tar.extractfile(entry).read())
+        if not os.path.isdir(target):
+            os.rename(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+except OSError as error:
+    if not os.path.isdir(os.path.join(cache, "bundles", digest)):
+        say("failed " + str(error))
+        sys.exit(0)
+say("link")
+os.execv(sys.executable, [sys.executable, "-S", target, cache, session, mode])
+"""
+_NOISE: Final = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How one pool's agent is started on one host, or found again."""
+
+    host: Host
+    session: str
+    """A random name: it also marks the answer, so that no banner can be taken for it."""
+    bundle: Bundle
+    python: str
+    """A path on the host, or major.minor."""
+
+    def command(self, mode: Literal["start", "resume"] = "start") -> str:
+        """The line for the host's login shell."""
+        words = (self.host.cache, self.python, self.bundle.digest, self.session, mode)
+        return f"exec /bin/sh -c '{_SCRIPT}' skyfab " + " ".join(f"'{spelled(word)}'" for word in words)
+
+    def join(self, stream: Stream, *, deadline: float) -> None:
+        """Reads the answer and sends what is asked for; afterwards the stream speaks frames.
+
+        Raises HostUnfit where the host cannot run us, or what the transport says of a lost connection.
+        """
+        marker = f"=skyfab={self.session}=".encode()
+        while True:
+            word, _, detail = _answer(stream, marker, self.host, deadline).partition(" ")
+            if word == "link":
+                return
+            if word == "bundle":
+                _push(stream, self.bundle, deadline, self.host)
+            elif word == "nopython":
+                raise HostUnfit(
+                    f"no Python {self.python} there" if self.python[0] != "/" else f"no interpreter at {self.python}",
+                    host=self.host.name,
+                    hint='name one that is there: Image(python="/usr/bin/python3"), or python = … in the inventory',
+                )
+            else:
+                raise HostUnfit(f"skyfab could not be set up there: {detail}", host=self.host.name, hint=_room(detail))
+
+
+def _room(detail: str) -> str | None:
+    if "No space left" in detail or "quota" in detail:
+        return "free some space there, or put the cache on another disk (cache = … in the inventory)"
+    if "Read-only" in detail or "Permission denied" in detail:
+        return "choose a folder that can be written to (cache = … in the inventory)"
+    return None
+
+
+def spelled(word: str) -> str:
+    """`word` in characters that no shell touches; ``printf %b`` reads it back."""
+    return re.sub(r"[^A-Za-z0-9/._~-]", lambda m: "".join(f"\\0{byte:03o}" for byte in m[0].encode()), word)
+
+
+def _answer(stream: Stream, marker: bytes, host: Host, deadline: float) -> str:
+    """The rest of the line that begins with the marker, byte by byte: what follows it are frames."""
+    seen = bytearray()
+    at = -1
+    one = memoryview(bytearray(1))
+    while True:
+        if not _recv(stream, one, deadline, host):
+            raise _silence(stream, bytes(seen), host)
+        seen += one
+        if at < 0 and seen.endswith(marker):
+            at = len(seen)
+        elif at >= 0 and one[0] == 10:
+            return seen[at:-1].decode(errors="replace")
+        if len(seen) > _NOISE:
+            raise HostUnfit("its shell prints without end before our command runs", host=host.name)
+
+
+def _silence(stream: Stream, noise: bytes, host: Host) -> Exception:
+    error = stream.explain()
+    if isinstance(error, HostLost):
+        said = noise.decode(errors="replace").strip() or error.message.partition(": ")[2]
+        return HostUnfit(
+            f"its login shell did not run our command{'; it said: ' + said[-400:] if said else ''}",
+            host=host.name,
+            hint=f"try: ssh {host.destination} true",
+        )
+    return error
+
+
+def _recv(stream: Stream, view: memoryview, deadline: float, host: Host) -> int:
+    while True:
+        try:
+            return stream.recv_into(view)
+        except BlockingIOError:
+            wait = deadline - time.monotonic()
+            if wait <= 0:
+                raise Unreachable(
+                    "no answer in time", host=host.name, hint=f"try: ssh {host.destination} true"
+                ) from None
+            select.select([stream], [], [], wait)
+
+
+def _push(stream: Stream, bundle: Bundle, deadline: float, host: Host) -> None:
+    lines = f"{len(_UNPACK)}\n{_UNPACK}{len(bundle.archive)}\n".encode()
+    rest = memoryview(lines + bundle.archive)
+    while rest:
+        try:
+            rest = rest[stream.send([rest]) :]
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise Unreachable("it takes no more data", host=host.name) from None
+            sink = stream.sink()
+            select.select([], [] if sink is None else [sink], [], 0.002 if sink is None else 1.0)
+        except BrokenPipeError:
+            return  # the reason stands in its answer
+
+
+def local_python() -> str:
+    return f"{sys.version_info[0]}.{sys.version_info[1]}"

@@ -1,0 +1,133 @@
+"""Parcels: functions and arguments made ready to travel.
+
+A function is pickled again only when something it refers to may have changed; it is named by its content, so that a
+host is sent it once.
+"""
+
+from __future__ import annotations
+
+import linecache
+import types
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from skyfab.errors import NotPicklable
+from skyfab.function import Call, Function
+from skyfab.protocol import codec
+from skyfab.protocol.blobs import name_of
+
+_ATOMS: Final = (int, float, complex, bool, str, bytes, type(None), types.ModuleType, types.BuiltinFunctionType)
+_SOURCE: Final = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionParcel:
+    """A pickled function under the digest that calls name it by."""
+
+    digest: str
+    payload: codec.Payload
+
+
+_packed: weakref.WeakKeyDictionary[Any, tuple[Any, FunctionParcel]] = weakref.WeakKeyDictionary()
+
+
+def pack_function(function: Function[..., Any]) -> FunctionParcel:
+    """The function's parcel. Raises NotPicklable."""
+    fn = function.fn
+    state = _state(fn)
+    if state is not None:
+        known = _packed.get(fn)
+        if known is not None and known[0] == state:
+            return known[1]
+    travels: Any = function if function.is_importable else fn
+    try:
+        payload = codec.dumps((travels, _sources(fn) if travels is fn else {}))
+    except Exception as error:
+        raise NotPicklable(f"{function.label} cannot be pickled: {error}", hint=_culprit(fn)) from error
+    parcel = FunctionParcel(name_of(payload.data, *payload.buffers), payload)
+    if state is not None:
+        _packed[fn] = (state, parcel)
+    return parcel
+
+
+def pack_arguments(call: Call[Any]) -> codec.Payload:
+    """The pickled arguments. Raises NotPicklable, naming the one that cannot travel."""
+    try:
+        return codec.dumps((call.args, call.kwargs))
+    except Exception as error:
+        for name, value in [*enumerate(call.args, 1), *call.kwargs.items()]:
+            try:
+                codec.dumps(value)
+            except Exception as found:
+                raise NotPicklable(
+                    f"argument {name!r} of {call.function.label}, a {type(value).__qualname__}, "
+                    f"cannot be pickled: {found}",
+                    hint="make it inside the function, or pass what it is made from",
+                ) from error
+        raise NotPicklable(f"the arguments of {call.function.label} cannot be pickled: {error}") from error
+
+
+def _state(fn: Any) -> tuple[Any, ...] | None:
+    """What the pickle of a function depends on, where comparing that is safe and cheap; else None.
+
+    Values that can change in place are not compared: such a function is pickled at every call.
+    """
+    if not isinstance(fn, types.FunctionType) or fn.__dict__.get("__wrapped__") is not None:
+        return None
+    found: list[Any] = [fn.__code__, fn.__defaults__, fn.__module__]
+    if fn.__kwdefaults__:
+        return None
+    for value in fn.__defaults__ or ():
+        if type(value) not in _ATOMS:
+            return None
+    for cell in fn.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:
+            return None
+        if type(value) not in _ATOMS:
+            return None
+        found.append((type(value), value))
+    for name in _global_names(fn.__code__):
+        if name in fn.__globals__:
+            value = fn.__globals__[name]
+            if type(value) not in _ATOMS:
+                return None
+            found.append((type(value), value))
+    return tuple(found)
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
+
+
+def _sources(fn: Any) -> dict[str, str]:
+    """The text of the file of a function that travels by value, for its tracebacks on the host."""
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return {}
+    text = "".join(linecache.getlines(code.co_filename))
+    return {code.co_filename: text} if 0 < len(text) < _SOURCE else {}
+
+
+def _culprit(fn: Any) -> str | None:
+    """Which of the names that a function uses cannot be pickled."""
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return None
+    used = {name: fn.__globals__[name] for name in _global_names(code) if name in fn.__globals__}
+    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False):
+        used[name] = cell.cell_contents
+    for name, value in used.items():
+        if isinstance(value, types.ModuleType):
+            continue
+        try:
+            codec.dumps(value)
+        except Exception:
+            return f"it uses {name!r}, a {type(value).__qualname__}: make that inside the function"
+    return None

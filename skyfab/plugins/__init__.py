@@ -1,0 +1,1 @@
+"""Plugins: what frameworks need before a function's first line."""

@@ -1,0 +1,280 @@
+"""The project: the caller's own modules, as content that hosts import.
+
+What is sent are the folders from which this program imports its own code: their Python files, and small data files inside
+packages, as .gitignore allows. Files are named by content; a host gets what it lacks.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import pathspec
+
+from skyfab.errors import UsageError
+from skyfab.image import Image
+from skyfab.protocol.blobs import name_of
+
+_DATA: Final = 1024 * 1024
+"""Data files beside modules travel up to this size; larger ones only by `includes`."""
+_MOST_FILES: Final = 5000
+_MOST_BYTES: Final = 256 * 1024 * 1024
+_SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
+
+Stamp = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A folder that goes onto `sys.path`."""
+
+    path: Path
+    only: tuple[str, ...] = ()
+    """Names in it that travel; empty for all."""
+    everything: bool = False
+    """Whatever the files are, as `includes` promises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Files under a digest: pairs of path and blob name, and where each blob's content is."""
+
+    digest: str
+    files: tuple[tuple[str, str], ...]
+    sources: dict[str, Path]
+
+
+EMPTY: Final = Tree("", (), {})
+
+
+class Project:
+    """What the functions of this program import, looked at again as it changes."""
+
+    def __init__(self, image: Image) -> None:
+        self._includes = [_included(word) for word in image.includes]
+        self._excludes = pathspec.GitIgnoreSpec.from_lines(image.excludes)
+        self._tree = EMPTY
+        self._stamps: dict[Path, Stamp] = {}
+        self._names: dict[tuple[Path, Stamp], str] = {}
+        self._watched: list[tuple[str, Stamp]] = []
+        self._modules = 0
+        self._next_scan = 0.0
+
+    def tree(self) -> Tree:
+        """The project as it is now.
+
+        The files of loaded modules are looked at every time; the folders as often as costs little.
+        """
+        now = time.monotonic()
+        if now >= self._next_scan or len(sys.modules) != self._modules or self._touched():
+            self._scan()
+            spent = time.monotonic() - now
+            self._next_scan = time.monotonic() + max(0.005, 20 * spent)
+        return self._tree
+
+    def _touched(self) -> bool:
+        return any(_stamp(path) != stamp for path, stamp in self._watched)
+
+    def _scan(self) -> None:
+        self._modules = len(sys.modules)
+        loaded = list(_own_modules())
+        roots = _roots(loaded, self._includes)
+        found: dict[str, Path] = {}
+        total = 0
+        for number, root in enumerate(roots):
+            for path in _Walk(root, self._excludes):
+                found[f"{number:03d}/{path.relative_to(root.path).as_posix()}"] = path
+        stamps = {path: _stamp(str(path)) for path in found.values()}
+        total = sum(stamp[1] for stamp in stamps.values())
+        if total > _MOST_BYTES or len(found) > _MOST_FILES:
+            raise UsageError(
+                f"the project has {len(found)} files, {total / 1e6:.0f} MB: too much to send",
+                hint="leave some out: Image(excludes=[…]) takes patterns as in .gitignore",
+            )
+        if stamps != self._stamps:
+            self._stamps = stamps
+            self._tree = self._pack(found, stamps)
+        self._watched = [(file, _stamp(file)) for file in loaded]
+
+    def _pack(self, found: dict[str, Path], stamps: dict[Path, Stamp]) -> Tree:
+        files: list[tuple[str, str]] = []
+        sources: dict[str, Path] = {}
+        for inner, path in sorted(found.items()):
+            key = (path, stamps[path])
+            name = self._names.get(key)
+            if name is None:
+                try:
+                    name = self._names[key] = name_of(path.read_bytes())
+                except OSError:
+                    continue  # it went away while we looked
+            files.append((inner, name))
+            sources[name] = path
+        if not files:
+            return EMPTY
+        return Tree(name_of(*(f"{inner}\0{name}\n".encode() for inner, name in files)), tuple(files), sources)
+
+
+def _stamp(path: str) -> Stamp:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+# ---- which folders
+
+
+def _roots(loaded: Sequence[str], includes: Sequence[Root]) -> list[Root]:
+    """The folders of sys.path from which this program's own modules come, and those that were asked for."""
+    paths = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
+    wanted = {path for path in paths if any(file.startswith(path + os.sep) for file in loaded)}
+    main = _main_folder()
+    if main:
+        wanted.add(main)
+        paths.append(main)
+    home = str(Path.home())
+    roots = [Root(Path(path)) for path in dict.fromkeys(paths) if path in wanted and path not in (home, "/")]
+    inner = [root for root in roots if not any(_holds(other.path, root.path) and _package(root.path) for other in roots)]
+    return [*includes, *inner]
+
+
+def _holds(outer: Path, inner: Path) -> bool:
+    return outer != inner and outer in inner.parents
+
+
+def _package(folder: Path) -> bool:
+    return (folder / "__init__.py").exists()
+
+
+def _main_folder() -> str | None:
+    """Where the program itself lives: its script's folder, or where an interactive one was started."""
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    if file is None:
+        return os.getcwd()
+    path = os.path.abspath(file)
+    return os.path.dirname(path) if os.path.exists(path) and _is_own(path) else None
+
+
+def _own_modules() -> Iterator[str]:
+    """The files of loaded modules that belong to neither Python, nor an installed package, nor skyfab."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and name.partition(".")[0] != "skyfab" and _is_own(file):
+            yield os.path.abspath(file)
+
+
+_own: dict[str, bool] = {}
+
+
+def _is_own(file: str) -> bool:
+    known = _own.get(file)
+    if known is None:
+        real = os.path.realpath(file)
+        known = not any(file.startswith(place) or real.startswith(place) for place in _INSTALLED)
+        _own[file] = known = known and "site-packages" not in real and "dist-packages" not in real
+    return known
+
+
+def _installed() -> tuple[str, ...]:
+    places = {*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()}
+    places |= {os.path.realpath(place) for place in places}
+    places.add(os.path.dirname(os.path.realpath(os.__file__)))
+    places.discard("/")
+    return tuple(place.rstrip(os.sep) + os.sep for place in places if place not in (sys.prefix, sys.base_prefix))
+
+
+_INSTALLED: Final = _installed()
+
+
+def _included(word: str) -> Root:
+    """What ``Image(includes=[…])`` names: a folder, a file or an importable module."""
+    path = Path(word).expanduser()
+    if not path.exists():
+        spec = find_spec(word) if word.isidentifier() else None
+        if spec is None or spec.origin is None:
+            raise UsageError(f"Image(includes=…) names {word!r}, which is neither a file nor a module here")
+        path = Path(spec.origin)
+        path = path.parent if path.name == "__init__.py" else path
+    path = path.resolve()
+    if path.is_file() or _package(path):
+        return Root(path.parent, only=(path.name,), everything=True)
+    return Root(path, everything=True)
+
+
+# ---- which files
+
+
+class _Walk:
+    """The files below a root that travel."""
+
+    def __init__(self, root: Root, excludes: pathspec.GitIgnoreSpec) -> None:
+        self._root = root
+        self._excludes = excludes
+        self._ignores = [(folder, spec) for folder in _up_to_repository(root.path) if (spec := _ignore_file(folder))]
+
+    def __iter__(self) -> Iterator[Path]:
+        yield from self._folder(self._root.path, self._ignores, depth=0)
+
+    def _folder(self, folder: Path, ignores: list[tuple[Path, pathspec.GitIgnoreSpec]], depth: int) -> Iterator[Path]:
+        if depth and (spec := _ignore_file(folder)):
+            ignores = [*ignores, (folder, spec)]
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError:
+            return
+        package = any(entry.name == "__init__.py" for entry in entries)
+        for entry in entries:
+            if depth == 0 and self._root.only and entry.name not in self._root.only:
+                continue
+            path = Path(entry.path)
+            if entry.is_dir():
+                if self._enters(entry) and not self._ignored(path, ignores, folder=True):
+                    yield from self._folder(path, ignores, depth + 1)
+            elif self._takes(entry, package) and not self._ignored(path, ignores):
+                yield path
+
+    def _enters(self, entry: os.DirEntry[str]) -> bool:
+        if entry.name in _SKIPPED or entry.name.startswith(".") or entry.is_symlink():
+            return False
+        return not os.path.exists(os.path.join(entry.path, "pyvenv.cfg"))
+
+    def _takes(self, entry: os.DirEntry[str], package: bool) -> bool:
+        if not entry.is_file() or entry.name.endswith((".pyc", ".pyo")):
+            return False
+        if entry.name.endswith(".py") or self._root.everything:
+            return True
+        return package and not entry.name.startswith(".") and entry.stat().st_size <= _DATA
+
+    def _ignored(
+        self, path: Path, ignores: list[tuple[Path, pathspec.GitIgnoreSpec]], *, folder: bool = False
+    ) -> bool:
+        tail = "/" if folder else ""
+        if self._excludes.match_file(path.relative_to(self._root.path).as_posix() + tail):
+            return True
+        return any(spec.match_file(path.relative_to(base).as_posix() + tail) for base, spec in ignores)
+
+
+def _up_to_repository(folder: Path) -> list[Path]:
+    """The folder and its parents up to the repository's top; only the folder itself outside of one."""
+    chain = [folder, *folder.parents]
+    for place, parent in enumerate(chain):
+        if (parent / ".git").exists():
+            return chain[: place + 1]
+    return [folder]
+
+
+def _ignore_file(folder: Path) -> pathspec.GitIgnoreSpec | None:
+    try:
+        return pathspec.GitIgnoreSpec.from_lines((folder / ".gitignore").read_text().splitlines())
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,111 @@
+"""Blobs: content named by its sha256, and the memory in which parts of a message land."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import re
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from skyfab.errors import ProtocolError
+from skyfab.protocol.messages import Part
+from skyfab.protocol.streams import SMALL, Buffer
+
+LARGE: Final = 1024 * 1024
+"""Buffers of this size and more may be stored under their name instead of being sent again."""
+_NAME: Final = re.compile(r"[0-9a-f]{64}")
+
+
+def name_of(*pieces: Buffer) -> str:
+    """The name of the content that these pieces make up together."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def check_name(name: object) -> str:
+    """Names become file names: anything but a sha256 is refused."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ProtocolError(f"not the name of a blob: {name!r:.80}")
+    return name
+
+
+def allocate(size: int) -> memoryview:
+    """Writable memory of that size. Large memory is mapped, so that only what arrives is ever touched."""
+    if size < LARGE:
+        return memoryview(bytearray(size))
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # a fault per 2 MiB instead of one per page
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(area)
+
+
+def inline_size(parts: Sequence[Part]) -> int:
+    """How many bytes follow a message with these parts. Raises ProtocolError for nonsense."""
+    total = 0
+    for part in parts:
+        if isinstance(part, int) and not isinstance(part, bool) and part >= 0:
+            total += part
+        elif isinstance(part, list) and len(part) == 2:
+            check_name(part[0])
+        else:
+            raise ProtocolError(f"not a part: {part!r:.80}")
+    return total
+
+
+class Assembly:
+    """The parts of one message, filled as its data arrives."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        resolve: Callable[[str], memoryview] | None = None,
+        limit: int | None = None,
+    ) -> None:
+        self.missing = inline_size(parts)
+        if limit is not None and self.missing > limit:
+            raise ProtocolError(f"a message of {self.missing} bytes; at most {limit} are accepted")
+        self._parts = parts
+        self._resolve = resolve
+        self._whole = allocate(self.missing) if self.missing <= SMALL else None
+        self._views = [] if self._whole else [allocate(p) for p in parts if isinstance(p, int)]
+        self._at = 0
+        self._offset = 0
+
+    def place(self, length: int) -> memoryview:
+        """The memory for the next `length` bytes."""
+        if length > self.missing:
+            raise ProtocolError(f"{length} bytes of data where {self.missing} were announced")
+        if self._whole is not None:
+            return self._whole[self._offset : self._offset + length]
+        while self._offset == len(self._views[self._at]):
+            self._at, self._offset = self._at + 1, 0
+        return self._views[self._at][self._offset : self._offset + length]
+
+    def advance(self, length: int) -> bool:
+        """Those bytes have arrived. True when the message is complete."""
+        self._offset += length
+        self.missing -= length
+        return self.missing == 0
+
+    def buffers(self) -> list[memoryview]:
+        """All parts in order, each in memory of its own; blobs come from `resolve`."""
+        found: list[memoryview] = []
+        inline = iter(self._views)
+        offset = 0
+        for part in self._parts:
+            if not isinstance(part, int):
+                if self._resolve is None:
+                    raise ProtocolError("a blob where none was expected")
+                found.append(self._resolve(check_name(part[0])))
+            elif self._whole is not None:
+                piece = self._whole[offset : offset + part]
+                # Memory of its own: arrays want to start at an aligned address.
+                found.append(piece if not offset else memoryview(bytearray(piece)))
+                offset += part
+            else:
+                found.append(next(inline))
+        return found

@@ -1,0 +1,122 @@
+"""The codec: user data to bytes and back, without copying what is large.
+
+Pickle protocol 5 hands out large buffers as views of the caller's memory. Torch tensors leave by
+storage, so that views and tied weights stay tied; what was on a GPU arrives on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import Any, Final
+
+import cloudpickle
+
+from skyfab.protocol.streams import Buffer
+
+IN_BAND: Final = 4096
+"""Buffers below this size are cheaper inside the pickle than beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A pickled object: the pickle, and the buffers that it refers to in order."""
+
+    data: bytes
+    buffers: tuple[memoryview, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return len(self.data) + sum(map(len, self.buffers))
+
+
+def dumps(value: Any) -> Payload:
+    """Pickles `value`. The buffers are views of its memory: leave it alone until they are sent.
+
+    Raises whatever pickling raises.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    return Payload(file.getvalue(), tuple(pickler.buffers))
+
+
+def loads(data: Buffer, buffers: list[memoryview] | tuple[memoryview, ...] = ()) -> Any:
+    """The object again. Its arrays and tensors live in the given buffers."""
+    return pickle.loads(data, buffers=buffers)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    def __init__(self, file: io.BytesIO) -> None:
+        self.buffers: list[memoryview] = []
+        self._storages: dict[int, _Storage] = {}
+        torch = sys.modules.get("torch")
+        self._typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
+        self._untyped = getattr(torch, "UntypedStorage", None)
+        super().__init__(file, protocol=5, buffer_callback=self._beside)
+
+    def _beside(self, buffer: pickle.PickleBuffer) -> bool:
+        try:
+            view = buffer.raw()
+        except BufferError:  # not contiguous: pickle copies it
+            return True
+        if view.nbytes < IN_BAND:
+            return True
+        self.buffers.append(view)
+        return False
+
+    def reducer_override(self, obj: Any) -> Any:
+        if self._untyped is not None:
+            if type(obj) is self._typed:
+                return _typed, (self._holder(obj._untyped_storage), obj.dtype)
+            if type(obj) is self._untyped:
+                return _same, (self._holder(obj),)
+        return super().reducer_override(obj)
+
+    def _holder(self, untyped: Any) -> _Storage:
+        """One holder per storage: pickle's memo then sends it once and ties it again."""
+        return self._storages.setdefault(untyped._cdata, _Storage(untyped))
+
+
+class _Storage:
+    """Stands for a torch storage while it is pickled."""
+
+    __slots__ = ("untyped",)
+
+    def __init__(self, untyped: Any) -> None:
+        self.untyped = untyped
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        import ctypes  # only where there are tensors: a cold host has no time for it
+
+        untyped = self.untyped if self.untyped.device.type == "cpu" else self.untyped.cpu()
+        size = untyped.nbytes()
+        if not size:
+            return _storage, (b"", str(self.untyped.device))
+        memory = (ctypes.c_ubyte * size).from_address(untyped.data_ptr())
+        memory.owner = untyped  # the view below must keep the storage alive
+        return _storage, (pickle.PickleBuffer(memory), str(self.untyped.device))
+
+
+def _storage(memory: Any, device: str) -> Any:
+    import torch
+
+    if not len(memory):
+        return torch.UntypedStorage(0)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    if device.startswith("cuda") and torch.cuda.is_available():
+        index = int(device.partition(":")[2] or 0)
+        flat = flat.to(f"cuda:{index if index < torch.cuda.device_count() else 0}")
+    return flat.untyped_storage()
+
+
+def _typed(untyped: Any, dtype: Any) -> Any:
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def _same(untyped: Any) -> Any:
+    return untyped

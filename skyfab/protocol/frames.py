@@ -1,0 +1,160 @@
+"""Frames: how one byte stream is cut into pieces that belong to numbered streams.
+
+A frame is a 16-byte header (kind, stream, length) and a payload. Control frames are small and handed
+over as views; the payload of a DATA frame is received straight into the memory that its owner names.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from skyfab.errors import ProtocolError
+
+HEADER: Final = struct.Struct("<BxxxIQ")
+COUNT: Final = struct.Struct("<Q")
+
+HELLO: Final = 1
+"""JSON: who speaks, and how far it has heard the other side. The first frame of every connection."""
+ACK: Final = 2
+"""How many sequenced frames have arrived."""
+PING: Final = 3
+PONG: Final = 4
+BYE: Final = 5
+"""The connection ends on purpose: no lease, no reconnect."""
+HEAD: Final = 16
+"""JSON: a message opens; its data follows on the same stream."""
+DATA: Final = 17
+CREDIT: Final = 18
+"""So many more bytes of DATA may be sent on this stream."""
+
+CHUNK: Final = 256 * 1024
+"""The largest DATA payload that is sent: small enough that a heartbeat never waits long behind one."""
+LIMIT: Final = 4 * 1024 * 1024
+"""The largest payload that is accepted."""
+KINDS: Final = frozenset({HELLO, ACK, PING, PONG, BYE, HEAD, DATA, CREDIT})
+
+RecvInto = Callable[[memoryview], int]
+
+
+def is_sequenced(kind: int) -> bool:
+    """Sequenced frames are kept until acknowledged and sent again after a reconnect."""
+    return kind >= HEAD
+
+
+def frame(kind: int, stream: int = 0, payload: bytes = b"") -> bytes:
+    """A whole frame in one piece, so that it leaves in one write."""
+    return HEADER.pack(kind, stream, len(payload)) + payload
+
+
+class Receiver(Protocol):
+    """Who gets the frames."""
+
+    def place(self, stream: int, length: int) -> memoryview:
+        """The memory where the payload of a DATA frame is to land."""
+
+    def arrived(self, kind: int, stream: int, payload: memoryview) -> None:
+        """A frame is complete. A control payload is valid only during this call."""
+
+
+class Reader:
+    """Turns what `recv_into` delivers into frames, one system call at a time.
+
+    It never blocks by itself and can be left in the middle of a frame.
+    """
+
+    def __init__(self, receiver: Receiver, *, size: int = 64 * 1024) -> None:
+        self._receiver = receiver
+        self._scratch = memoryview(bytearray(size))
+        self._start = 0
+        self._end = 0
+        self._stream = 0
+        self._payload: memoryview | None = None
+        self._filled = 0
+        self._control = bytearray()
+        self._missing = 0
+        self._kind = 0
+
+    @property
+    def pending(self) -> bool:
+        """A frame has begun and is not complete."""
+        return self._payload is not None or self._end > self._start or self._missing > 0
+
+    def pump(self, recv_into: RecvInto) -> bool:
+        """Reads once and hands over every frame that is now complete. False at the end of the stream.
+
+        Raises whatever `recv_into` raises (BlockingIOError when there is nothing), and
+        ProtocolError when the bytes are not frames.
+        """
+        if self._payload is not None:
+            got = recv_into(self._payload[self._filled :])
+            self._filled += got
+            if self._filled == len(self._payload):
+                payload, self._payload = self._payload, None
+                self._receiver.arrived(DATA, self._stream, payload)
+            return got > 0
+        got = recv_into(self._scratch[self._end :])
+        self._end += got
+        self._parse()
+        return got > 0
+
+    def _parse(self) -> None:
+        scratch, receiver = self._scratch, self._receiver
+        while True:
+            if self._missing:
+                if not self._collect():
+                    return
+                continue
+            have = self._end - self._start
+            if have < HEADER.size:
+                break
+            kind, stream, length = HEADER.unpack_from(scratch, self._start)
+            if kind not in KINDS or length > LIMIT:
+                raise ProtocolError(f"not a frame: kind {kind}, length {length}")
+            self._start += HEADER.size
+            have -= HEADER.size
+            if kind == DATA:
+                if not self._land(stream, length, have):
+                    return
+            elif length <= have:
+                view = scratch[self._start : self._start + length]
+                self._start += length
+                receiver.arrived(kind, stream, view)
+            else:
+                self._kind, self._stream, self._missing = kind, stream, length
+                self._control.clear()
+        self._compact()
+
+    def _land(self, stream: int, length: int, have: int) -> bool:
+        """Puts a DATA payload into its place. False: the rest comes with later reads, directly."""
+        place = self._receiver.place(stream, length)
+        if len(place) != length:
+            raise ProtocolError(f"{length} bytes of data where {len(place)} were announced")
+        take = min(length, have)
+        place[:take] = self._scratch[self._start : self._start + take]
+        self._start += take
+        if take == length:
+            self._receiver.arrived(DATA, stream, place)
+            return True
+        self._stream, self._payload, self._filled = stream, place, take
+        self._start = self._end = 0
+        return False
+
+    def _collect(self) -> bool:
+        """Gathers a control frame that did not fit into the scratch memory."""
+        take = min(self._missing, self._end - self._start)
+        self._control += self._scratch[self._start : self._start + take]
+        self._start += take
+        self._missing -= take
+        if self._missing:
+            self._start = self._end = 0
+            return False
+        self._receiver.arrived(self._kind, self._stream, memoryview(bytes(self._control)))
+        return True
+
+    def _compact(self) -> None:
+        rest = self._end - self._start
+        if rest and self._start:
+            self._scratch[:rest] = bytes(self._scratch[self._start : self._end])
+        self._start, self._end = 0, rest

@@ -1,0 +1,320 @@
+"""Streams: many conversations over one connection, which may break and be replaced.
+
+`Mux` is the state of one side. It does no I/O: its owner gives it ways to read and write. Frames that
+carry messages are counted; each side keeps what it has sent until the other side acknowledges it, and after
+a reconnect sends again just what was not heard. Control goes before data, data takes turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from skyfab.errors import ProtocolError
+from skyfab.protocol import frames
+from skyfab.protocol.frames import ACK, BYE, COUNT, CREDIT, DATA, HEAD, HEADER, HELLO, PING, PONG, frame
+
+CREDIT_WINDOW: Final = 4 * 1024 * 1024
+"""DATA bytes that one stream may send before its receiver has used them."""
+SMALL: Final = 32 * 1024
+"""Messages up to this size leave in one write, ahead of bulk data."""
+ACK_BYTES: Final = 16 * 1024
+ACK_FRAMES: Final = 32
+
+Buffer = bytes | bytearray | memoryview
+Send = Callable[[Sequence[Buffer]], int]
+
+
+class Handler(Protocol):
+    """The owner of a Mux, told what arrives."""
+
+    def hello(self, payload: bytes) -> None:
+        """The other side introduced itself on a new connection."""
+
+    def opened(self, stream: int, head: bytes) -> None:
+        """A message opens on this stream."""
+
+    def place(self, stream: int, length: int) -> memoryview:
+        """The memory for the next bytes of this stream."""
+
+    def data(self, stream: int, view: memoryview) -> None:
+        """Those bytes are there. Call `Mux.used` once there is room for as many again."""
+
+    def bye(self, reason: str) -> None:
+        """The other side ends the conversation for good."""
+
+
+class Window:
+    """How many bytes may be under way: enough to fill the wire, not the queues along it.
+
+    A slow link with deep buffers would otherwise hold megabytes ahead of a cancel.
+    """
+
+    FLOOR: Final = 64 * 1024
+    CEILING: Final = 32 * 1024 * 1024
+
+    def __init__(self) -> None:
+        self.size = 256 * 1024
+        self._base = float("inf")
+        self._hold = 0.0
+
+    def observe(self, elapsed: float, now: float) -> None:
+        """A frame was acknowledged `elapsed` seconds after it was sent."""
+        self._base = min(self._base, elapsed)
+        queued = elapsed - self._base
+        if queued < 0.05:
+            self.size = min(self.size + self.size // 4, self.CEILING)
+        elif queued > 0.15 and now > self._hold:
+            self.size = max(self.size * 3 // 4, self.FLOOR)
+            self._hold = now + elapsed
+
+    @property
+    def chunk(self) -> int:
+        return min(frames.CHUNK, max(8 * 1024, self.size // 8))
+
+
+class _Outgoing:
+    """What one stream still has to send, and may."""
+
+    __slots__ = ("credit", "pending")
+
+    def __init__(self) -> None:
+        self.pending: deque[memoryview] = deque()
+        self.credit = CREDIT_WINDOW
+
+
+class _Sent:
+    """A sequenced frame that the other side has not acknowledged."""
+
+    __slots__ = ("at", "buffers", "size")
+
+    def __init__(self, buffers: tuple[Buffer, ...], size: int, at: float) -> None:
+        self.buffers = buffers
+        self.size = size
+        self.at = at
+
+
+class Mux:
+    """One side of a conversation of many streams. Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, handler: Handler, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._handler = handler
+        self._clock = clock
+        self._reader = frames.Reader(self)
+        self._control: deque[bytes] = deque()
+        self._urgent: deque[bytes] = deque()
+        self._outgoing: dict[int, _Outgoing] = {}
+        self._turns: deque[int] = deque()
+        self._unacked: deque[_Sent] = deque()
+        self._replay: deque[_Sent] = deque()
+        self._batch: deque[Buffer] = deque()
+        self._used: dict[int, int] = {}
+        self._flight = 0
+        self._acked = 0
+        self._owed_bytes = 0
+        self._owed_frames = 0
+        self.received = 0
+        """Sequenced frames that have arrived, over all connections."""
+        self.heard = clock()
+        """When the last frame arrived."""
+        self.bytes_out = 0
+        self.bytes_in = 0
+        self.window = Window()
+
+    # ---- connections
+
+    def attach(self, hello: bytes) -> None:
+        """A new connection begins: forget half-done reads and writes, and say hello."""
+        self._reader = frames.Reader(self)
+        self._batch.clear()
+        self._control.clear()
+        self._replay.clear()
+        self._control.append(frame(HELLO, 0, hello))
+        self.heard = self._clock()
+
+    def resume(self, received: int) -> None:
+        """The other side has heard `received` frames: what comes after is sent again."""
+        self._acknowledge(received)
+        self._replay = deque(self._unacked)
+
+    # ---- sending
+
+    def send(self, stream: int, head: bytes, parts: Sequence[Buffer] = (), *, urgent: bool = False) -> None:
+        """Queues a message. With `urgent` its data keeps its place in line whatever its size."""
+        total = sum(map(len, parts))
+        if total <= SMALL:
+            self._urgent.append(frame(HEAD, stream, head))
+            if total:
+                self._urgent.append(frame(DATA, stream, b"".join(parts)))
+            return
+        self._urgent.append(frame(HEAD, stream, head))
+        for part in parts:
+            if urgent:
+                view = memoryview(part)
+                for at in range(0, len(view), frames.CHUNK):
+                    self._urgent.append(frame(DATA, stream, bytes(view[at : at + frames.CHUNK])))
+            else:
+                self.send_data(stream, part)
+
+    def send_data(self, stream: int, data: Buffer) -> None:
+        """Queues more data of a message that `send` has opened."""
+        if not len(data):
+            return
+        outgoing = self._outgoing.get(stream)
+        if outgoing is None:
+            outgoing = self._outgoing[stream] = _Outgoing()
+        if not outgoing.pending:
+            self._turns.append(stream)
+        outgoing.pending.append(memoryview(data).cast("B"))
+
+    def queued(self, stream: int) -> int:
+        """Bytes of this stream that wait to be sent."""
+        outgoing = self._outgoing.get(stream)
+        return sum(map(len, outgoing.pending)) if outgoing else 0
+
+    def forget(self, stream: int) -> None:
+        """The conversation on this stream is over; what it still had to send is dropped."""
+        self._outgoing.pop(stream, None)
+        self._used.pop(stream, None)
+
+    def ping(self) -> None:
+        self._control.append(frame(PING))
+
+    def bye(self, reason: str = "") -> None:
+        self._control.append(frame(BYE, 0, reason.encode()))
+
+    def used(self, stream: int, length: int) -> None:
+        """The receiver has used `length` bytes of this stream: the sender may send as many more."""
+        owed = self._used.get(stream, 0) + length
+        if owed >= CREDIT_WINDOW // 4:
+            self._urgent.append(frame(CREDIT, stream, COUNT.pack(owed)))
+            owed = 0
+        self._used[stream] = owed
+
+    def flush(self, send: Send) -> bool:
+        """Writes until everything is out (True) or `send` takes no more (False)."""
+        batch = self._batch
+        while batch or self._fill():
+            try:
+                sent = send(batch if len(batch) == 1 else list(batch))
+            except BlockingIOError:
+                return False
+            self.bytes_out += sent
+            while sent:
+                first = batch[0]
+                if sent < len(first):
+                    batch[0] = memoryview(first)[sent:]
+                    break
+                sent -= len(first)
+                batch.popleft()
+        return True
+
+    @property
+    def has_output(self) -> bool:
+        """Something could be written now."""
+        return bool(self._batch or self._control or self._replay or self._urgent) or self._may_send_data()
+
+    def _may_send_data(self) -> bool:
+        if self._flight >= self.window.size:
+            return False
+        return any(o.credit > 0 for s in self._turns if (o := self._outgoing.get(s)) is not None)
+
+    def _fill(self) -> bool:
+        batch = self._batch
+        while self._control:
+            batch.append(self._control.popleft())
+        if self._replay:
+            while self._replay and len(batch) < 64:
+                batch.extend(self._replay.popleft().buffers)
+            return True
+        now = self._clock() if self._urgent or self._turns else 0.0
+        while self._urgent and len(batch) < 64:
+            whole = self._urgent.popleft()
+            self._unacked.append(_Sent((whole,), 0, now))
+            batch.append(whole)
+        if not batch and self._turns and self._flight < self.window.size:
+            self._take_turn(now)
+        return bool(batch)
+
+    def _take_turn(self, now: float) -> None:
+        """Moves one chunk of the next stream that has credit into the batch."""
+        for _ in range(len(self._turns)):
+            stream = self._turns.popleft()
+            outgoing = self._outgoing.get(stream)
+            if outgoing is None or not outgoing.pending:
+                continue
+            if outgoing.credit <= 0:
+                self._turns.append(stream)
+                continue
+            view = outgoing.pending[0]
+            size = min(len(view), self.window.chunk, outgoing.credit)
+            chunk = view[:size]
+            if size == len(view):
+                outgoing.pending.popleft()
+            else:
+                outgoing.pending[0] = view[size:]
+            outgoing.credit -= size
+            if outgoing.pending:
+                self._turns.append(stream)
+            header = HEADER.pack(DATA, stream, size)
+            self._unacked.append(_Sent((header, chunk), size, now))
+            self._flight += size
+            self._batch.extend((header, chunk))
+            return
+
+    # ---- receiving
+
+    def read(self, recv_into: frames.RecvInto) -> bool:
+        """Reads once, tells the handler what is complete, queues what must be answered. False: the end."""
+        alive = self._reader.pump(recv_into)
+        if self._owed_bytes >= ACK_BYTES or self._owed_frames >= ACK_FRAMES:
+            self._owed_bytes = self._owed_frames = 0
+            self._control.append(frame(ACK, 0, COUNT.pack(self.received)))
+        return alive
+
+    def place(self, stream: int, length: int) -> memoryview:
+        return self._handler.place(stream, length)
+
+    def arrived(self, kind: int, stream: int, payload: memoryview) -> None:
+        self.heard = self._clock()
+        self.bytes_in += len(payload) + HEADER.size
+        if frames.is_sequenced(kind):
+            self.received += 1
+            self._owed_frames += 1
+        if kind == DATA:
+            self._owed_bytes += len(payload)
+            self._handler.data(stream, payload)
+        elif kind == HEAD:
+            self._handler.opened(stream, bytes(payload))
+        elif kind == CREDIT:
+            outgoing = self._outgoing.get(stream)
+            if outgoing is not None:
+                outgoing.credit += _count(payload)
+        elif kind == ACK:
+            self._acknowledge(_count(payload))
+        elif kind == PING:
+            self._control.append(frame(PONG))
+            self._control.append(frame(ACK, 0, COUNT.pack(self.received)))
+        elif kind == HELLO:
+            self._handler.hello(bytes(payload))
+        elif kind == BYE:
+            self._handler.bye(bytes(payload[:4096]).decode(errors="replace"))
+
+    def _acknowledge(self, count: int) -> None:
+        if count > self._acked + len(self._unacked):
+            raise ProtocolError(f"{count} frames acknowledged, {self._acked + len(self._unacked)} sent")
+        now = self._clock()
+        while self._acked < count:
+            sent = self._unacked.popleft()
+            self._acked += 1
+            self._flight -= sent.size
+            if sent.size:
+                self.window.observe(now - sent.at, now)
+
+
+def _count(payload: memoryview) -> int:
+    if len(payload) != COUNT.size:
+        raise ProtocolError(f"a count of {len(payload)} bytes")
+    return int(COUNT.unpack(payload)[0])

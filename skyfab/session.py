@@ -1,0 +1,412 @@
+"""A session: one agent on one host, as this machine talks to it.
+
+One stream, many exchanges. A thread of the session's own reads it; a caller that waits takes over the
+reading meanwhile, so that an answer wakes nobody but the one who asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from skyfab.errors import HostError, HostLost, HostUnfit, ProtocolError, SkyfabError
+from skyfab.inventory import Host
+from skyfab.launch import Launch, local_python
+from skyfab.output import Lines
+from skyfab.protocol import VERSION, messages
+from skyfab.protocol.blobs import Assembly
+from skyfab.protocol.messages import AgentHello, ClientHello, Message
+from skyfab.protocol.streams import Buffer, Mux
+from skyfab.transport.base import Stream, Transport
+
+CONNECT: Final = 30.0
+"""Seconds from the first byte to the agent's hello."""
+PING: Final = 5.0
+SILENCE: Final = 30.0
+"""Seconds without a word after which a host counts as lost."""
+_LINGER: Final = 0.004
+"""The reader leaves the stream to callers for so long after the last of them."""
+
+Answer = Callable[[Message, list[memoryview]], None]
+Failure = Callable[[Exception], None]
+
+
+class Listener(Protocol):
+    """Who hears what a host says without being asked."""
+
+    def wrote(self, seat: str, lines: Lines) -> None:
+        """A seat's process wrote these lines."""
+
+    def exited(self, seat: str, text: str) -> None:
+        """A seat's process ended."""
+
+    def lost(self, error: HostError) -> None:
+        """The host is gone."""
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """A request whose answer is awaited."""
+
+    answer: Answer
+    failure: Failure
+    seat: str | None = None
+    message: Message | None = None
+    assembly: Assembly | None = None
+
+
+@dataclass(slots=True)
+class _Follower:
+    """A caller that waits while another one reads."""
+
+    event: threading.Event = field(default_factory=threading.Event)
+
+
+class Session:
+    """The conversation with one host's agent. Thread-safe."""
+
+    def __init__(self, host: Host, transport: Transport, launch: Launch, listener: Listener, *, lease: float) -> None:
+        self.host = host
+        self.agent: AgentHello | None = None
+        """What the host said of itself, once it is open."""
+        self._transport = transport
+        self._launch = launch
+        self._listener = listener
+        self._lease = lease
+        self._mux = Mux(self)
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._exchanges: dict[int, _Exchange] = {}
+        self._output: dict[int, tuple[str, Lines]] = {}
+        self._after: list[Callable[[], None]] = []
+        self._followers: list[_Follower] = []
+        self._callers = 0
+        self._last_call = 0.0
+        self._next_stream = 1
+        self._stream: Stream | None = None
+        self._ended: Exception | None = None
+        self._farewell = False
+        self._pinged = 0.0
+        self._waker: tuple[int, int] | None = None
+        self._reading = False
+        self._thread: threading.Thread | None = None
+
+    # ---- opening and closing
+
+    def open(self) -> AgentHello:
+        """Connects and waits for the agent's hello. Raises a HostError."""
+        deadline = time.monotonic() + CONNECT
+        self._stream = self._transport.open(self._launch.command())
+        try:
+            self._launch.join(self._stream, deadline=deadline)
+            self._mux.attach(self._hello())
+            self._waker = os.pipe()
+            for fd in self._waker:
+                os.set_blocking(fd, False)
+            while self.agent is None and self._ended is None and time.monotonic() < deadline:
+                self._pump(0.5)
+            if self._ended is not None:
+                raise self._ended
+            if self.agent is None:
+                raise HostUnfit("its agent does not answer", host=self.host.name)
+            _check(self.agent, self.host)
+        except BaseException:
+            self._shut()
+            raise
+        self._thread = threading.Thread(target=self._read_on, name=f"skyfab-{self.host.name}", daemon=True)
+        self._thread.start()
+        return self.agent
+
+    def _hello(self) -> bytes:
+        received = self._mux.received
+        return ClientHello(protocol=VERSION, received=received, lease=self._lease, name=self.host.name).encode()
+
+    def close(self) -> None:
+        """Says goodbye: the agent ends its ranks and itself. Waits for that, but not for long."""
+        with self._lock:
+            if not self._farewell and self._ended is None:
+                self._mux.bye()
+            self._farewell = True
+        self._poke()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5)
+        self._shut()
+
+    def _shut(self) -> None:
+        with self._turn:
+            if self._stream is not None:
+                self._stream.close()
+                self._stream = None
+            self._transport.close()
+            if self._waker is not None:
+                for fd in self._waker:
+                    os.close(fd)
+                self._waker = None
+
+    # ---- speaking
+
+    def send(
+        self,
+        message: Message,
+        parts: Sequence[Buffer] = (),
+        *,
+        answer: Answer | None = None,
+        failure: Failure | None = None,
+        urgent: bool = False,
+    ) -> int:
+        """Sends a message. `answer` or `failure` is called once, on whatever thread reads.
+
+        Returns the stream's number. Raises HostLost when the host is gone.
+        """
+        head = message.encode()
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            stream = self._next_stream
+            self._next_stream += 2
+            if answer is not None:
+                self._exchanges[stream] = _Exchange(answer, failure or (lambda error: None), getattr(message, "seat", None))
+            self._mux.send(stream, head, parts, urgent=urgent)
+            drained = self._flush()
+        if not drained:
+            self._poke()
+        return stream
+
+    def ask(self, message: Message, parts: Sequence[Buffer] = ()) -> Message:
+        """Sends a message and waits for its answer. Raises what the host says went wrong."""
+        found: list[Message] = []
+        failed: list[Exception] = []
+        self.send(message, parts, answer=lambda reply, _: found.append(reply), failure=failed.append)
+        self.wait(lambda: bool(found or failed))
+        if failed:
+            raise failed[0]
+        if isinstance(found[0], messages.Failed):
+            raise HostUnfit(found[0].text, host=self.host.name, hint=found[0].hint)
+        return found[0]
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes sent and received so far."""
+        return self._mux.bytes_out, self._mux.bytes_in
+
+    # ---- waiting and reading
+
+    def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Reads until `done()`; lets another caller read where one already does. False: time is up."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            self._callers += 1
+            poke = self._reading
+        if poke:
+            self._poke()
+        try:
+            while not done():
+                rest = None if deadline is None else deadline - time.monotonic()
+                if rest is not None and rest <= 0:
+                    return False
+                if self._turn.acquire(blocking=False):
+                    try:
+                        if self._ended is not None:
+                            return done()
+                        self._pump(rest)
+                    finally:
+                        self._turn.release()
+                else:
+                    self._follow(rest)
+            return True
+        finally:
+            with self._lock:
+                self._callers -= 1
+                self._last_call = time.monotonic()
+                if self._followers:
+                    self._followers[0].event.set()
+
+    def _follow(self, timeout: float | None) -> None:
+        """Waits for the one who reads to finish something or to leave."""
+        follower = _Follower()
+        with self._lock:
+            self._followers.append(follower)
+        follower.event.wait(0.05 if timeout is None else min(timeout, 0.05))
+        with self._lock:
+            self._followers.remove(follower)
+
+    def _read_on(self) -> None:
+        """The session's own thread: reads while no caller does."""
+        while self._ended is None:
+            if self._callers or time.monotonic() - self._last_call < _LINGER:
+                time.sleep(_LINGER)
+                continue
+            with self._turn:
+                self._reading = True
+                try:
+                    while self._ended is None and not self._callers:
+                        self._pump(PING)
+                finally:
+                    self._reading = False
+
+    def _poke(self) -> None:
+        if self._waker is not None:
+            with contextlib.suppress(BlockingIOError, OSError):
+                os.write(self._waker[1], b"!")
+
+    def _pump(self, timeout: float | None) -> None:
+        """Waits for the stream once, reads and writes what it can, and hands out what has arrived."""
+        stream = self._stream
+        assert stream is not None and self._waker is not None
+        sources: list[int] = [stream.fileno(), self._waker[0]]
+        sinks: list[int] = []
+        wait = PING if timeout is None else min(timeout, PING)
+        with self._lock:
+            if self._mux.has_output:
+                sink = stream.sink()
+                if sink is not None:
+                    sinks.append(sink)
+                else:
+                    wait = 0.002  # nothing tells when there is room: try again soon
+        ready, _, _ = select.select(sources, sinks, [], wait)
+        if self._waker[0] in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._waker[0], 4096)
+        with self._lock:
+            if sources[0] in ready:
+                self._read(stream)
+            if self._ended is None:
+                self._keep_alive()
+                self._flush()
+            after, self._after = self._after, []
+        for action in after:
+            action()
+        if after and self._followers:
+            with self._lock:
+                for follower in self._followers:
+                    follower.event.set()
+
+    def _read(self, stream: Stream) -> None:
+        try:
+            if not self._mux.read(stream.recv_into):
+                self._end(None)
+        except BlockingIOError:
+            pass
+        except (OSError, EOFError) as error:
+            self._end(HostLost(f"the connection broke: {error}", host=self.host.name))
+        except SkyfabError as error:
+            error.host = error.host or self.host.name
+            self._end(error)
+
+    def _flush(self) -> bool:
+        if self._stream is None:
+            return True
+        try:
+            return self._mux.flush(self._stream.send)
+        except OSError:
+            return True  # the reading side finds out why
+
+    def _keep_alive(self) -> None:
+        now = time.monotonic()
+        if now - self._mux.heard > SILENCE:
+            self._end(HostLost(f"not a word for {SILENCE:.0f} s", host=self.host.name, hint="is it up?"))
+        elif now - self._mux.heard > PING and now - self._pinged > PING:
+            self._pinged = now
+            self._mux.ping()
+
+    def _end(self, error: Exception | None) -> None:
+        """The stream is over: everybody who waits is told."""
+        if self._ended is not None:
+            return
+        assert self._stream is not None
+        if error is None and not self._farewell:
+            error = self._stream.explain()
+        self._ended = error or HostLost("the pool is closed", host=self.host.name)
+        exchanges, self._exchanges = self._exchanges, {}
+        for exchange in exchanges.values():
+            self._after.append(lambda exchange=exchange: exchange.failure(self._ended))  # type: ignore[misc]
+        if not self._farewell and self.agent is not None:
+            lost = self._ended if isinstance(self._ended, HostError) else HostLost(str(error), host=self.host.name)
+            self._after.append(lambda: self._listener.lost(lost))
+
+    # ---- what the mux tells, with the lock held
+
+    def hello(self, payload: bytes) -> None:
+        hello = messages.expect(AgentHello, payload)
+        if hello.protocol != VERSION:
+            raise HostUnfit(f"its agent speaks protocol {hello.protocol}, not {VERSION}", host=self.host.name)
+        self.agent = hello
+        self._mux.resume(hello.received)
+
+    def bye(self, reason: str) -> None:
+        pass  # the end of the stream follows
+
+    def opened(self, stream: int, head: bytes) -> None:
+        message = messages.decode(head)
+        if isinstance(message, messages.Log):
+            self._output[stream] = (message.seat, Lines("stdout" if message.fd == 1 else "stderr"))
+        elif isinstance(message, messages.Exited):
+            self._flush_lines(message.seat)
+            self._after.append(lambda: self._listener.exited(message.seat, message.text))
+        else:
+            exchange = self._exchanges.get(stream)
+            if exchange is None:
+                return
+            exchange.message = message
+            exchange.assembly = Assembly(getattr(message, "parts", ()))
+            if not exchange.assembly.missing:
+                self._complete(stream, exchange)
+
+    def place(self, stream: int, length: int) -> memoryview:
+        exchange = self._exchanges.get(stream)
+        if exchange is not None and exchange.assembly is not None:
+            return exchange.assembly.place(length)
+        return memoryview(bytearray(length))
+
+    def data(self, stream: int, view: memoryview) -> None:
+        self._mux.used(stream, len(view))
+        exchange = self._exchanges.get(stream)
+        if exchange is not None:
+            if exchange.assembly is None:
+                raise ProtocolError("data before its message")
+            if exchange.assembly.advance(len(view)):
+                self._complete(stream, exchange)
+        elif stream in self._output:
+            seat, lines = self._output[stream]
+            if complete := lines.feed(bytes(view)):
+                self._after.append(lambda: self._listener.wrote(seat, complete))
+
+    def _complete(self, stream: int, exchange: _Exchange) -> None:
+        del self._exchanges[stream]
+        self._mux.forget(stream)
+        message, assembly = exchange.message, exchange.assembly
+        assert message is not None and assembly is not None
+        if exchange.seat is not None:
+            self._flush_lines(exchange.seat)
+        self._after.append(lambda: exchange.answer(message, assembly.buffers()))
+
+    def _flush_lines(self, seat: str) -> None:
+        """A call is over: what it wrote without an end of line is shown too."""
+        for name, lines in self._output.values():
+            if lines.partial and name == seat:
+                rest = lines.rest()
+                self._after.append(lambda name=name, rest=rest: self._listener.wrote(name, rest))  # type: ignore[misc]
+
+
+def _check(agent: AgentHello, host: Host) -> None:
+    """Functions travel as byte code: the interpreters must agree before anything is unpickled."""
+    import cloudpickle
+
+    if agent.python != local_python():
+        raise HostUnfit(
+            f"it runs Python {agent.python}, this program Python {local_python()}: functions cannot travel between them",
+            host=host.name,
+            hint=f'name an interpreter {local_python()} there: Image(python="/path/to/python{local_python()}")',
+        )
+    if agent.cloudpickle != cloudpickle.__version__:
+        raise HostUnfit(
+            f"it has cloudpickle {agent.cloudpickle}, this program {cloudpickle.__version__}",
+            host=host.name,
+            hint="make them the same version",
+        )

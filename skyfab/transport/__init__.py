@@ -1,0 +1,27 @@
+"""Transports: one byte stream to a process on a host, by `openssh`, `fabric` or `local`."""
+
+from __future__ import annotations
+
+import shutil
+
+from skyfab.inventory import Host, Inventory
+from skyfab.transport.base import Stream, Transport
+from skyfab.transport.local import Local
+from skyfab.transport.openssh import OpenSSH
+
+
+def transport_for(host: Host, inventory: Inventory) -> Transport:
+    """The transport that the host asks for; `auto` is the ssh program where there is one, else Fabric."""
+    kind = host.transport
+    if kind == "auto":
+        kind = "openssh" if shutil.which("ssh") else "fabric"
+    if kind == "local":
+        return Local(host)
+    if kind == "openssh":
+        return OpenSSH(host, inventory)
+    from skyfab.transport.fabric import Fabric
+
+    return Fabric(host, inventory)
+
+
+__all__ = ["Stream", "Transport", "transport_for"]

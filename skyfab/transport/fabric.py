@@ -1,0 +1,205 @@
+"""Fabric as a transport: its connection, our channel.
+
+Fabric gives ssh_config, jump hosts, passwords and forwarding. Bytes do not pass through `Connection.run`; host keys
+are checked, which Fabric leaves out.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import fabric
+import paramiko
+
+from skyfab.errors import AuthenticationRefused, HostError, HostKeyRefused, HostLost, Unreachable
+from skyfab.inventory import Host, Inventory
+from skyfab.protocol.streams import Buffer
+from skyfab.transport.openssh import CONFIG
+
+_PACKET: Final = 1024 * 1024
+"""paramiko slows to a crawl when it is handed larger pieces."""
+
+
+def connection(host: Host, inventory: Inventory, *, password: str | None = None) -> fabric.Connection:
+    """A Fabric connection to the host, not yet open, that refuses unknown and changed host keys."""
+    gateway = None
+    for jump in inventory.jump_chain(host):
+        gateway = _connection(jump, gateway=gateway)
+    return _connection(host, gateway=gateway, password=password)
+
+
+def _connection(host: Host, *, gateway: Any = None, password: str | None = None) -> fabric.Connection:
+    config = fabric.Config(runtime_ssh_path=os.environ.get(CONFIG))
+    keywords: dict[str, Any] = {"disabled_algorithms": {}}
+    if host.identity is not None:
+        keywords |= {"key_filename": host.identity, "look_for_keys": False, "allow_agent": False}
+    if password is not None:
+        keywords |= {"password": password, "look_for_keys": False, "allow_agent": False}
+    made = fabric.Connection(
+        host.destination,
+        user=host.user,
+        port=host.port,
+        config=config,
+        gateway=gateway,
+        connect_timeout=10,
+        connect_kwargs=keywords,
+        forward_agent=False,
+    )
+    _check_keys(made, host)
+    return made
+
+
+def _check_keys(made: fabric.Connection, host: Host) -> None:
+    client = made.client
+    client.set_missing_host_key_policy(paramiko.RejectPolicy())
+    if host.host_key is None:
+        client.load_system_host_keys()
+        return
+    kind, content = host.host_key.split()[:2]
+    entry = paramiko.hostkeys.HostKeyEntry.from_line(f"{made.host} {kind} {content}")
+    place = made.host if made.port == 22 else f"[{made.host}]:{made.port}"
+    client.get_host_keys().add(place, kind, entry.key)
+    # Only the kind of key on record can be compared.
+    keys = [name for name in paramiko.Transport._preferred_keys if not _same_kind(name, kind)]
+    made.connect_kwargs["disabled_algorithms"] = {"keys": keys}
+
+
+def _same_kind(name: str, kind: str) -> bool:
+    return name == kind or (kind == "ssh-rsa" and name.startswith("rsa-sha2"))
+
+
+class Fabric:
+    """Opens one channel on a Fabric connection."""
+
+    def __init__(self, host: Host, inventory: Inventory) -> None:
+        self._host = host
+        self._inventory = inventory
+        self._connection: fabric.Connection | None = None
+
+    def open(self, command: str) -> ChannelStream:
+        self._connection = self._connect()
+        transport = self._connection.client.get_transport()
+        try:
+            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except (AttributeError, OSError):  # a jump host's channel stands in for the socket
+            pass
+        channel = transport.open_session(window_size=64 * 1024 * 1024, max_packet_size=32768)
+        channel.exec_command(command)
+        return ChannelStream(channel, self._host)
+
+    def _connect(self) -> fabric.Connection:
+        """With keys; with a password, asked once, where the host takes one and a person is there."""
+        try:
+            return self._try(None)
+        except AuthenticationRefused:
+            password = Passwords.ask(self._host)
+            if password is None:
+                raise
+            return self._try(password)
+
+    def _try(self, password: str | None) -> fabric.Connection:
+        made = connection(self._host, self._inventory, password=password)
+        try:
+            made.open()
+        except Exception as error:
+            made.close()
+            raise _explain(self._host, error) from error
+        return made
+
+    def close(self) -> None:
+        if self._connection is not None:
+            gateway = self._connection.gateway
+            self._connection.close()
+            while isinstance(gateway, fabric.Connection):
+                gateway.close()
+                gateway = gateway.gateway
+
+
+class Passwords:
+    """Passwords that a person has typed, kept in memory for this program alone."""
+
+    _known: dict[str, str] = {}
+
+    @classmethod
+    def ask(cls, host: Host) -> str | None:
+        """Asked once for a user and host, never echoed; None where nobody can be asked."""
+        who = f"{host.user or getpass.getuser()}@{host.destination}"
+        if who not in cls._known:
+            if not sys.stdin.isatty():
+                return None
+            cls._known[who] = getpass.getpass(f"{who}'s password: ")
+        return cls._known[who]
+
+
+class ChannelStream:
+    """A paramiko channel that never blocks."""
+
+    def __init__(self, channel: paramiko.Channel, host: Host) -> None:
+        self._channel = channel
+        self._host = host
+        channel.settimeout(0.0)
+        self._fd = channel.fileno()
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def sink(self) -> int | None:
+        return None
+
+    def recv_into(self, view: memoryview) -> int:
+        try:
+            data = self._channel.recv(min(len(view), _PACKET))
+        except socket.timeout:
+            raise BlockingIOError from None
+        view[: len(data)] = data
+        return len(data)
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        """Small pieces leave together: a frame in two packets costs a delayed acknowledgement."""
+        data = buffers[0] if len(buffers) == 1 else b"".join(buffers[:64])
+        view = memoryview(data)[:_PACKET]
+        try:
+            sent = int(self._channel.send(view))
+        except socket.timeout:
+            raise BlockingIOError from None
+        if not sent:
+            raise BrokenPipeError("the channel is closed")
+        return sent
+
+    def explain(self) -> Exception:
+        said = ""
+        if self._channel.recv_stderr_ready():
+            said = self._channel.recv_stderr(65536).decode(errors="replace").strip().rpartition("\n")[2]
+        return HostLost(f"the connection ended{': ' + said if said else ''}", host=self._host.name)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def _explain(host: Host, error: Exception) -> HostError:
+    """What paramiko and Fabric raised, as ours."""
+    where = host.destination + (f":{host.port}" if host.port else "")
+    if isinstance(error, paramiko.BadHostKeyException):
+        return HostKeyRefused(
+            "its host key is not the one on record: the machine was set up anew, or somebody is in between",
+            host=host.name,
+            hint=f"if that is right, skyfab trust --hosts={host.name} --replace",
+        )
+    text = str(error) or type(error).__name__
+    if "not found in known_hosts" in text:
+        return HostKeyRefused("its host key is unknown", host=host.name, hint=f"skyfab trust --hosts={host.name}")
+    if isinstance(error, (paramiko.AuthenticationException, paramiko.PasswordRequiredException)) or (
+        "No authentication methods" in text
+    ):
+        who = f" for {host.user}" if host.user else ""
+        return AuthenticationRefused(
+            f"every key was refused{who}: {text}",
+            host=host.name,
+            hint=f"try: ssh {host.user + '@' if host.user else ''}{host.destination}",
+        )
+    return Unreachable(f"{where}: {text}", host=host.name, hint=f"is it up? try: ssh {where}")

@@ -1,0 +1,151 @@
+"""The ssh program as a transport: the fast lane, with everything ssh_config can say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostLost, Unreachable
+from skyfab.inventory import Host, Inventory
+from skyfab.transport.process import ProcessStream
+
+CONFIG = "SKYFAB_SSH_CONFIG"
+"""Names the file to read in place of the user's ssh_config."""
+
+_OPTIONS = {
+    "BatchMode": "yes",
+    "StrictHostKeyChecking": "yes",
+    "UpdateHostKeys": "no",
+    "ConnectTimeout": "10",
+    "ServerAliveInterval": "0",
+    "ControlMaster": "no",
+    "ClearAllForwardings": "yes",
+    "ForwardAgent": "no",
+    "ForwardX11": "no",
+    "PermitLocalCommand": "no",
+    "RemoteCommand": "none",
+    "EscapeChar": "none",
+    "LogLevel": "ERROR",
+    "Ciphers": "^aes128-gcm@openssh.com",
+}
+
+
+class OpenSSH:
+    """Runs commands through ``ssh``, one process a stream."""
+
+    def __init__(self, host: Host, inventory: Inventory) -> None:
+        self._host = host
+        self._jumps = inventory.jump_chain(host)
+        self._known: Path | None = None
+        self._config: Path | None = None
+
+    def open(self, command: str) -> ProcessStream:
+        return ProcessStream(self.argv(command), self._explain)
+
+    def argv(self, command: str) -> list[str]:
+        """The whole command line. Nothing secret is ever on it."""
+        words = ["ssh", "-T"]
+        if config := self._config_file():
+            words += ["-F", str(config)]
+        for key, value in self._options(self._host).items():
+            words += ["-o", f"{key}={value}"]
+        if self._jumps:
+            words += ["-J", ",".join(f"skyfab-jump-{number}" for number in range(len(self._jumps)))]
+        return [*words, "--", self._host.destination, command]
+
+    def _options(self, host: Host) -> dict[str, str]:
+        options = dict(_OPTIONS)
+        if host.port is not None:
+            options["Port"] = str(host.port)
+        if host.user is not None:
+            options["User"] = host.user
+        if host.identity is not None:
+            options["IdentityFile"] = _quoted(host.identity)
+            options["IdentitiesOnly"] = "yes"
+        if host.host_key is not None:
+            options["HostKeyAlias"] = _alias(host)
+            options["UserKnownHostsFile"] = _quoted(str(self._known_hosts()))
+            options["GlobalKnownHostsFile"] = "none"
+            options["HostKeyAlgorithms"] = _algorithms(host.host_key.split()[0])
+        return options
+
+    def _known_hosts(self) -> Path:
+        """A known_hosts file with the keys that the inventory gives."""
+        if self._known is None:
+            fd, name = tempfile.mkstemp(prefix="skyfab-known-")
+            self._known = Path(name)
+            with os.fdopen(fd, "w") as file:
+                for host in (self._host, *self._jumps):
+                    if host.host_key is not None:
+                        file.write(f"{_alias(host)} {host.host_key}\n")
+        return self._known
+
+    def _config_file(self) -> Path | None:
+        """Jump hosts have keys, ports and users of their own: only a configuration file can say so."""
+        base = os.environ.get(CONFIG)
+        if not self._jumps:
+            return Path(base) if base else None
+        if self._config is None:
+            fd, name = tempfile.mkstemp(prefix="skyfab-ssh-")
+            self._config = Path(name)
+            with os.fdopen(fd, "w") as file:
+                for number, jump in enumerate(self._jumps):
+                    file.write(f"Host skyfab-jump-{number}\n  HostName {jump.destination}\n")
+                    for key, value in self._options(jump).items():
+                        file.write(f"  {key} {value}\n")
+                file.write("Match all\n")
+                for path in [base] if base else ["~/.ssh/config", "/etc/ssh/ssh_config"]:
+                    file.write(f"Include {_quoted(os.path.expanduser(path))}\n")
+        return self._config
+
+    def _explain(self, code: int, errors: str) -> Exception:
+        return explain(self._host, code, errors)
+
+    def close(self) -> None:
+        for path in (self._known, self._config):
+            if path is not None:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+
+def explain(host: Host, code: int, errors: str) -> Exception:
+    """What ssh's last words mean, as the error to raise."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    if "REMOTE HOST IDENTIFICATION HAS CHANGED" in errors:
+        return HostKeyRefused(
+            "its host key is not the one on record: the machine was set up anew, or somebody is in between",
+            host=host.name,
+            hint=f"if that is right, skyfab trust --hosts={host.name} --replace",
+        )
+    if "Host key verification failed" in errors or "host key is known for" in errors:
+        return HostKeyRefused("its host key is unknown", host=host.name, hint=f"skyfab trust --hosts={host.name}")
+    if "Permission denied" in errors or "Too many authentication failures" in errors:
+        methods = re.search(r"Permission denied \((.*?)\)", errors)
+        offered = f" (the host takes {methods[1]})" if methods else ""
+        who = f" for {host.user}" if host.user else ""
+        return AuthenticationRefused(
+            f"every key was refused{who}{offered}",
+            host=host.name,
+            hint=f"try: ssh {host.user + '@' if host.user else ''}{host.destination}",
+        )
+    if code == 255:
+        where = host.destination + (f":{host.port}" if host.port else "")
+        return Unreachable(f"{where}: {last or 'no answer'}", host=host.name, hint=f"is it up? try: ssh {where}")
+    return HostLost(f"the connection ended{': ' + last if last else ''}", host=host.name)
+
+
+def _alias(host: Host) -> str:
+    return "skyfab-" + re.sub(r"[^A-Za-z0-9.-]", "_", host.name)
+
+
+def _quoted(path: str) -> str:
+    """A path as ssh_config reads it."""
+    return '"' + path.replace("%", "%%") + '"' if re.search(r"[\s%]", path) else path
+
+
+def _algorithms(kind: str) -> str:
+    return "rsa-sha2-512,rsa-sha2-256,ssh-rsa" if kind == "ssh-rsa" else kind

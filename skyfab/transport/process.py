@@ -1,0 +1,82 @@
+"""A stream that is a process on this machine: ssh, or the command itself."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from skyfab.protocol.streams import Buffer
+
+_F_SETPIPE_SZ: Final = 1031
+_PIPE: Final = 1024 * 1024
+
+
+class ProcessStream:
+    """The pipes of a child process, without blocking.
+
+    It runs in a session of its own: Ctrl-C is for us, and we tell the host in good order.
+    """
+
+    def __init__(self, argv: Sequence[str], explain: Callable[[int, str], Exception]) -> None:
+        self._explain = explain
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the stream
+        self._process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert self._process.stdin and self._process.stdout
+        self._in = self._process.stdout.fileno()
+        self._out = self._process.stdin.fileno()
+        for fd in (self._in, self._out):
+            os.set_blocking(fd, False)
+            with contextlib.suppress(OSError):  # fewer, larger reads and writes
+                fcntl.fcntl(fd, _F_SETPIPE_SZ, _PIPE)
+
+    def fileno(self) -> int:
+        return self._in
+
+    def sink(self) -> int | None:
+        return self._out
+
+    def recv_into(self, view: memoryview) -> int:
+        return os.readv(self._in, [view])
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        return os.writev(self._out, buffers)
+
+    def explain(self) -> Exception:
+        try:
+            code = self._process.wait(2)
+        except subprocess.TimeoutExpired:
+            code = 0
+        return self._explain(code, self.errors())
+
+    def errors(self) -> str:
+        """The end of what it has said on stderr."""
+        size = os.fstat(self._errors.fileno()).st_size
+        return os.pread(self._errors.fileno(), 65536, max(0, size - 65536)).decode(errors="replace")
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe
+            with contextlib.suppress(OSError):
+                pipe.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            try:
+                self._process.wait(2)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._errors.close()

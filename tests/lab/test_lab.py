@@ -1,0 +1,511 @@
+"""The lab itself: its hosts are separate machines to their users, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import paramiko
+import pytest
+
+from skyfab import lab as lab_module
+from skyfab.errors import Unreachable, UsageError
+from skyfab.lab import Lab, LabHost
+from skyfab.lab.namespace import NamespaceHost
+from skyfab.lab.process import Process
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+pytestmark = pytest.mark.lab
+PROJECT = Path(lab_module.__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with _start(count=2) as lab:
+        yield lab
+
+
+@pytest.fixture
+def node(lab: Lab) -> Iterator[LabHost]:
+    """A host, put right again after whatever the test did to it."""
+    host = lab.hosts[0]
+    yield host
+    host.reboot()
+
+
+def _start(count: int = 1, **options: object) -> Lab:
+    try:
+        return Lab.start(count, kind="namespace", **options)  # type: ignore[arg-type]
+    except UsageError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+
+def ssh(host: LabHost, command: str, user: str | None = None) -> str:
+    """Runs a command by the ssh program, with the host's key checked and nothing of the user's read."""
+    known = host.folder / "known_hosts"
+    known.write_text(f"[{host.address}]:{host.port} {host.host_key}\n{host.address} {host.host_key}\n")
+    options = {
+        "UserKnownHostsFile": f'"{known}"',
+        "StrictHostKeyChecking": "yes",
+        "BatchMode": "yes",
+        "ConnectTimeout": "5",
+    }
+    argv = ["ssh", "-F", "none", "-i", str(host.identity), "-p", str(host.port), "-o", "IdentitiesOnly=yes"]
+    for name, value in options.items():
+        argv += ["-o", f"{name}={value}"]
+    done = subprocess.run([*argv, f"{user or host.user}@{host.address}", command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to be in time"
+        time.sleep(0.02)
+
+
+def answers(host: LabHost, timeout: float = 0.5) -> bool:
+    try:
+        with socket.create_connection((host.address, host.port), timeout) as connection:
+            return connection.recv(4) == b"SSH-"
+    except OSError:
+        return False
+
+
+def links() -> set[str]:
+    return {entry.name for entry in Path("/sys/class/net").iterdir()}
+
+
+def mentions(text: str) -> list[str]:
+    """Mounts and processes of this machine that have the text in them."""
+    found = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if text in line]
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().decode(errors="replace") if entry.name.isdigit() else ""
+        except OSError:
+            continue
+        if text in words:
+            found.append(words)
+    return found
+
+
+def children() -> set[str]:
+    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+def network_spaces() -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            found |= {(entry / "ns/net").stat().st_ino} if entry.name.isdigit() else set()
+        except OSError:
+            continue
+    return found
+
+
+# What a host is
+
+
+def test_each_host_has_its_own_name_files_and_processes(lab: Lab) -> None:
+    first, second = lab.hosts
+    assert [host.run(["hostname"]).stdout.strip() for host in lab.hosts] == ["node1", "node2"]
+    first.run(["sh", "-c", "echo mine > /etc/mark; echo mine > /tmp/mark"])
+    assert first.path("/etc/mark").read_text() == "mine\n"
+    assert not second.path("/etc/mark").exists()
+    assert not Path("/etc/mark").exists()
+    assert not Path("/tmp/mark").exists()
+    assert first.processes()[0].pid == 1
+    assert {p.outside for p in first.processes()}.isdisjoint(p.outside for p in second.processes())
+
+
+def test_nothing_private_of_this_machine_is_in_sight(lab: Lab, tmp_path: Path) -> None:
+    host = lab.hosts[1]
+    (tmp_path / "secret").touch()
+    assert not host.path(str(tmp_path)).exists()
+    assert not host.path(__file__).exists()
+    assert host.path("/home").is_dir()
+    assert sorted(entry.name for entry in host.path("/home").iterdir()) == ["ada", "pat"]
+    assert host.path("/etc/resolv.conf").read_text() == ""
+    assert not host.path("/run/netns").exists()
+
+
+def test_there_is_no_way_out_but_to_the_peers(lab: Lab) -> None:
+    first, second = lab.hosts
+    routes = first.run(["ip", "route"]).stdout.splitlines()
+    assert [line.split()[2] for line in routes] == ["eth0"]
+    assert "default" not in routes[0]
+    assert first.run(["getent", "hosts", "node2"]).stdout.split() == [second.address, "node2"]
+    greeting = "import socket; print(socket.create_connection(('node2', 22), 5).recv(4))"
+    assert first.run([first.python, "-c", greeting]).stdout.strip() == "b'SSH-'"
+
+
+def test_every_user_runs_the_interpreter_of_the_inventory(lab: Lab) -> None:
+    for user in ("root", "ada"):
+        said = ssh(lab.hosts[0], f"id -un; {lab.hosts[0].python} -c 'import sys; print(sys.prefix)'; pwd", user)
+        assert said.splitlines() == [user, sys.prefix, "/root" if user == "root" else f"/home/{user}"]
+
+
+def test_what_a_host_borrows_it_cannot_change(lab: Lab) -> None:
+    host = lab.hosts[0]
+    assert isinstance(host, NamespaceHost)
+    for folder in host.lent:
+        assert host.run(["touch", f"{folder}/mark"], check=False).returncode != 0
+
+
+def test_a_folder_can_be_lent(tmp_path: Path) -> None:
+    (tmp_path / "with 'quotes' here").mkdir()
+    (tmp_path / "with 'quotes' here" / "data").write_text("hello")
+    with _start(lend=[str(tmp_path)]) as lab:
+        assert ssh(lab.hosts[0], f"cat {tmp_path}/*/data") == "hello"
+
+
+def test_an_interpreter_behind_a_chain_of_links_is_lent_whole(tmp_path: Path) -> None:
+    """As uv lays them out: an environment's python is a link through a folder that is itself a link."""
+    real = Path(sys.executable).resolve()
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed/3").symlink_to(real.parents[1])
+    (tmp_path / "env/bin").mkdir(parents=True)
+    python = tmp_path / "env/bin/python"
+    python.symlink_to(tmp_path / "installed/3/bin" / real.name)
+    with _start(python=str(python)) as lab:
+        assert lab.hosts[0].python == str(python)
+        assert ssh(lab.hosts[0], f"{python} -c 'import json; print(json.dumps(1))'", "ada") == "1\n"
+
+
+def test_the_inventory_says_how_to_reach_every_host(lab: Lab) -> None:
+    read = tomllib.loads(lab.inventory.read_text())
+    assert read["defaults"] == {"user": "root", "identity": str(lab.folder / "id_ed25519")}
+    assert read["groups"] == {"lab": ["node[1-2]"]}
+    for host in lab.hosts:
+        expected = {"address": host.address, "port": 22, "host_key": host.host_key, "python": sys.executable}
+        assert read["hosts"][host.name] == expected
+    assert lab.inventory.stat().st_mode & 0o077 == 0
+
+
+def test_an_inventory_for_another_user(lab: Lab) -> None:
+    read = tomllib.loads(lab.inventory_as("ada").read_text())
+    assert read["defaults"]["user"] == "ada"
+    assert read["hosts"] == tomllib.loads(lab.inventory.read_text())["hosts"]
+
+
+def test_a_host_has_terminals_of_its_own(lab: Lab) -> None:
+    tty = "import os, pty; pty.spawn(['tty'])"
+    assert lab.hosts[0].run([lab.hosts[0].python, "-c", tty]).stdout.strip() == "/dev/pts/0"
+
+
+def test_orphans_on_a_host_are_collected(lab: Lab) -> None:
+    host = lab.hosts[0]
+    host.run(["sh", "-c", "(sleep 0.05 &)"])
+    until(lambda: "sleep" not in host.run(["ps", "-e"]).stdout)
+
+
+# Users
+
+
+def test_a_password_lets_pat_in_and_a_wrong_one_does_not(lab: Lab) -> None:
+    host = lab.hosts[0]
+    for password, right in ((lab.password, True), ("wrong", False)):
+        with paramiko.SSHClient() as client:
+            kind, key = host.host_key.split()
+            client.get_host_keys().add(host.address, kind, paramiko.PKey.from_type_string(kind, base64.b64decode(key)))
+            login = {"username": "pat", "password": password, "look_for_keys": False, "allow_agent": False}
+            if not right:
+                with pytest.raises(paramiko.AuthenticationException):
+                    client.connect(host.address, **login)
+                continue
+            client.connect(host.address, **login)
+            assert client.exec_command("id -un")[1].read() == b"pat\n"
+            with client.open_sftp() as files:
+                assert files.normalize(".") == "/home/pat"
+
+
+def test_users_may_have_odd_homes_shells_and_startup_files(lab: Lab) -> None:
+    host = lab.hosts[1]
+    host.add_user("odd", shell="/bin/bash", home='/home/o\'dd "one" $x', bashrc="echo noise\n")  # noqa: S604 - no shell=True
+    assert ssh(host, "pwd", "odd") == 'noise\n/home/o\'dd "one" $x\n'
+    host.add_user("none", shell="/usr/sbin/nologin")  # noqa: S604
+    with pytest.raises(AssertionError):
+        ssh(host, "true", "none")
+    assert host.run(["id", "-un"], user="odd").stdout == "odd\n"
+    with pytest.raises(UsageError, match="no user"):
+        host.run(["true"], user="nobody-here")
+
+
+# Faults
+
+
+def test_a_cut_cable_is_silence_and_comes_back(node: LabHost, lab: Lab) -> None:
+    node.cut()
+    assert not answers(node)
+    assert answers(lab.hosts[1])
+    node.restore()
+    until(lambda: answers(node))
+    lab.cut()
+    assert not any(answers(host) for host in lab.hosts)
+    lab.restore()
+    until(lambda: all(answers(host) for host in lab.hosts))
+
+
+def test_a_killed_host_is_gone_and_a_reboot_brings_it_back_with_its_files(node: LabHost, lab: Lab) -> None:
+    node.path("/root/kept").write_text("still here")
+    node.run(["sh", "-c", "sleep 1000 >/dev/null 2>&1 &"])
+    running = [Process.of(process.outside) for process in node.processes()]
+    assert "sleep 1000" in [" ".join(process.cmdline) for process in node.processes()]
+    node.kill()
+    assert not any(process.alive for process in running)
+    assert not node.up
+    assert not answers(node)
+    with pytest.raises(Unreachable, match="node1: the lab host is down"):
+        node.processes()
+    other = lab.hosts[1]
+    assert answers(other)  # who must not lose sight of us for it
+    node.reboot()
+    assert answers(other)
+    assert ssh(node, "cat /root/kept") == "still here"
+    until(lambda: len(node.processes()) == 1)
+
+
+def test_a_small_disk_fills_up(node: LabHost) -> None:
+    node.run(["mkdir", "/home/ada/small"], user="ada")
+    node.small_disk("/home/ada/small", 1)
+    done = node.run(["dd", "if=/dev/zero", "of=/home/ada/small/x", "bs=1M", "count=2"], user="ada", check=False)
+    assert "No space left" in done.stderr
+
+
+def test_a_slow_link_is_slow_both_ways(node: LabHost) -> None:
+    def seconds() -> float:
+        began = time.monotonic()
+        assert len(ssh(node, "head -c 300000 /dev/zero")) == 300_000
+        return time.monotonic() - began
+
+    node.slow(2)
+    assert seconds() > 1
+    node.slow(None)
+    assert seconds() < 1
+
+
+def test_a_host_can_be_kept_from_a_peer_only(node: LabHost, lab: Lab) -> None:
+    other = lab.hosts[1]
+    greet = f"import socket; socket.create_connection(('{other.address}', 22), 2)"
+    node.block(other)
+    assert node.run([node.python, "-c", greet], check=False).returncode != 0
+    assert answers(node)
+    node.unblock(other)
+    node.run([node.python, "-c", greet])
+
+
+# Beginnings and ends
+
+
+def test_stopping_leaves_nothing(tmp_path: Path) -> None:
+    before = children()
+    lab = _start(2, folder=tmp_path / "lab with, 'odd' name")
+    with lab:
+        host = lab.hosts[0]
+        assert isinstance(host, NamespaceHost)
+        bridge = host.network.bridge
+        space = host.path("/proc/1/ns/net").stat().st_ino
+        ssh(host, "setsid sleep 1000 >/dev/null 2>&1 &")
+        host.small_disk("/mnt", 1)
+        assert {bridge, f"{bridge}n1", f"{bridge}n2"} <= links()
+        assert space in network_spaces()
+        assert mentions(str(lab.folder))
+    assert not {name for name in links() if name == bridge or name.startswith(f"{bridge}n")}
+    assert space not in network_spaces()
+    assert mentions(str(lab.folder)) == []
+    assert children() == before
+    assert list(tmp_path.iterdir()) == []
+    lab.stop()
+
+
+def test_two_labs_at_once_do_not_meet(lab: Lab) -> None:
+    with _start(2) as other:
+        assert {host.address for host in lab.hosts}.isdisjoint(host.address for host in other.hosts)
+        assert ssh(other.hosts[1], "hostname") == ssh(lab.hosts[1], "hostname")
+        reached = lab.hosts[0].run(["ip", "route", "get", other.hosts[0].address], check=False)
+        assert "unreachable" in reached.stderr
+    assert all(answers(host) for host in lab.hosts)
+
+
+def test_another_process_can_come_back_to_a_lab(lab: Lab) -> None:
+    again = Lab.load(lab.folder)
+    assert again == lab
+    assert again["node2"].run(["hostname"]).stdout == "node2\n"
+    code = "import sys; from skyfab.lab import Lab; Lab.load(sys.argv[1])['node2'].reboot()"
+    subprocess.run([sys.executable, "-c", code, str(lab.folder)], check=True, env=_importable())
+    assert lab["node2"].up
+    assert answers(lab["node2"])
+
+
+def test_a_lab_whose_owner_is_killed_is_taken_down(tmp_path: Path) -> None:
+    folder = tmp_path / "lab"
+    _abandon(folder)
+    until(lambda: not folder.exists())
+    until(lambda: mentions(str(folder)) == [])
+
+
+def test_the_next_lab_sweeps_one_that_lost_its_owner_and_its_keeper(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    kill_keeper = "from skyfab.lab.process import Process; Process.parse((lab.folder / 'keeper.pid').read_text()).end()"
+    _abandon(None, kill_keeper)
+    (left,) = tmp_path.iterdir()
+    hosts = Lab.load(left).hosts
+    assert all(host.up for host in hosts)
+    lab_module.sweep()
+    assert not any(host.up for host in hosts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _abandon(folder: Path | None, then: str = "") -> None:
+    """Starts a lab in another process, which is then killed as hard as can be."""
+    code = f"""
+import os, sys, tempfile
+from skyfab.lab import Lab
+lab = Lab.start(1, folder={None if folder is None else str(folder)!r}, kind="namespace")
+{then}
+os.kill(os.getpid(), {signal.SIGKILL.value})
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=_importable() | {"TMPDIR": tempfile.gettempdir()})
+    assert done.returncode == -signal.SIGKILL
+
+
+def _importable() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(PROJECT)}
+
+
+def test_up_status_and_down_from_one_program_to_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "standing"
+    assert lab_module.status(folder) == []
+    code = "import sys; from skyfab import lab; print(lab.up(2, sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(folder)]
+    said = subprocess.run(command, env=_importable(), check=True, capture_output=True, text=True).stdout
+    inventory = Path(said.strip())
+    try:
+        assert lab_module.up(2, folder) == inventory
+        assert [host.up for host in lab_module.status(folder)] == [True, True]
+        with pytest.raises(UsageError, match="a lab of 2 hosts is already up, not of 3"):
+            lab_module.up(3, folder)
+        Lab.load(folder).hosts[1].kill()
+        assert [host.up for host in lab_module.status(folder)] == [True, False]
+        lab_module.up(2, folder)
+        assert [host.up for host in lab_module.status(folder)] == [True, True]
+    finally:
+        assert lab_module.down(folder) is True
+    assert lab_module.down(folder) is False
+    assert not folder.exists()
+
+
+def test_a_lab_is_not_put_where_something_else_is(tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    with pytest.raises(UsageError, match="is not empty"):
+        Lab.start(1, folder=tmp_path)
+    assert (tmp_path / "precious").exists()
+    for count in (0, 1000):
+        with pytest.raises(UsageError, match="a lab has 1 to"):
+            Lab.start(count)
+    with pytest.raises(UsageError, match="no Python interpreter"):
+        Lab.start(1, python="/no/python")
+    with pytest.raises(UsageError, match="no lab is up"):
+        Lab.load(tmp_path)
+
+
+def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _start(1, folder=tmp_path / "works").stop()
+    before = children()
+    monkeypatch.setattr("skyfab.lab.root._server", lambda *_: None)  # no settings: sshd will not start
+    with pytest.raises(Unreachable, match=r"node\d: .*sshd"):
+        Lab.start(2, folder=tmp_path / "lab")
+    assert list(tmp_path.iterdir()) == []
+    assert mentions(str(tmp_path)) == []
+    assert children() == before
+
+
+def test_a_machine_without_sshd_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    with pytest.raises(UsageError, match="openssh-server"):
+        Lab.start(1)
+
+
+# Without root
+
+
+def test_loopback_hosts_answer_and_say_what_they_cannot_show(tmp_path: Path) -> None:
+    before = children()
+    with Lab.start(2, kind="loopback", folder=tmp_path / "lab") as lab:
+        assert lab.kind == "loopback"
+        assert lab.limits
+        first, second = lab.hosts
+        assert first.host_key != second.host_key
+        ssh(first, "sleep 1000 >/dev/null 2>&1 & echo started")
+        until(lambda: [process.cmdline for process in first.processes()] == [("sleep", "1000")])
+        assert second.processes() == []
+        left = Process.of(first.processes()[0].outside)
+        first.reboot()
+        assert not left.alive
+        assert ssh(first, "echo again") == "again\n"
+        assert Lab.load(lab.folder) == lab
+        caches = [host["cache"] for host in tomllib.loads(lab.inventory.read_text())["hosts"].values()]
+        assert len(set(caches)) == 2
+        for cannot in (first.cut, lambda: first.slow(1), lambda: first.add_user("x"), lambda: first.block(second)):
+            with pytest.raises(UsageError, match="a loopback host cannot"):
+                cannot()
+    assert children() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_root_a_lab_falls_back_to_loopback_and_says_why(nested: Lab) -> None:
+    assert _inside(nested, "ada", "auto") == [
+        "loopback This machine cannot have namespace hosts: making network namespaces takes root.",
+        "node1 ada@127.0.0.1",
+    ]
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        _inside(nested, "ada", "namespace")
+    assert "UsageError: this machine cannot have namespace hosts" in failed.value.stderr
+    assert "skyfab-lab" not in nested.hosts[0].run(["ls", "-A", "/tmp"]).stdout
+
+
+def test_a_lab_within_a_container_keeps_its_files_in_memory(nested: Lab) -> None:
+    """A lab host's root is an overlay, as a container's is, and no overlay can write to another."""
+    host = nested.hosts[0]
+    kind, first = _inside(nested, "root", "auto")
+    assert kind == "namespace"
+    assert first.startswith("node1 root@198.18.")
+    assert first.split("@")[1] != host.address
+    assert "skyfab-lab" not in host.run(["ls", "-A", "/tmp"]).stdout
+    assert "skyfab-lab" not in host.run(["mount"]).stdout
+    assert "sky" not in host.run(["ip", "link"]).stdout
+
+
+@pytest.fixture(scope="module")
+def nested() -> Iterator[Lab]:
+    """A lab on whose host labs can be started."""
+    with _start(lend=[str(PROJECT)], python=sys.executable) as lab:
+        yield lab
+
+
+def _inside(lab: Lab, user: str, kind: str) -> list[str]:
+    code = f"""
+from skyfab.lab import Lab
+with Lab.start(2, kind={kind!r}) as lab:
+    print(lab.kind, *lab.limits[:1])
+    print(lab.hosts[0].name, f"{{lab.hosts[0].user}}@{{lab.hosts[0].address}}")
+"""
+    host = lab.hosts[0]
+    return host.run(["env", f"PYTHONPATH={PROJECT}", host.python, "-c", code], user=user).stdout.splitlines()

@@ -1,0 +1,330 @@
+"""./inv and what it stands on: pip's configuration in uv's words, the set-up of .venv, the wheel.
+
+The set-ups run the real ./inv with the real uv, offline, against an index that each test writes to a folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from skyfab.env.pipconf import NO_INDEX, pip_settings, uv_environment
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+HAS_GPU = runpy.run_path(str(ROOT / "tools" / "bootstrap.py"))["has_gpu"]()
+NO_FILES = {"PIP_CONFIG_FILE": os.devnull}
+
+
+# pip's configuration
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, {}),
+        ({"PIP_INDEX_URL": "https://m.example/simple"}, {"UV_DEFAULT_INDEX": "https://m.example/simple"}),
+        (
+            {"PIP_EXTRA_INDEX_URL": "https://a.example/s\n  file:///srv/simple"},
+            {"UV_INDEX": "https://a.example/s file:///srv/simple", "UV_INDEX_STRATEGY": "unsafe-best-match"},
+        ),
+        ({"PIP_TRUSTED_HOST": "a.example  b.example:8443"}, {"UV_INSECURE_HOST": "a.example b.example:8443"}),
+        ({"PIP_CERT": "/etc/lab.pem"}, {"SSL_CERT_FILE": "/etc/lab.pem"}),
+        ({"PIP_CERT": "/"}, {"SSL_CERT_DIR": "/"}),
+        ({"PIP_CLIENT_CERT": "/etc/me.pem"}, {"SSL_CLIENT_CERT": "/etc/me.pem"}),
+        ({"PIP_DEFAULT_TIMEOUT": "7.6"}, {"UV_HTTP_TIMEOUT": "8"}),
+        ({"PIP_TIMEOUT": "soon"}, {}),
+        ({"PIP_PROXY": "http://p:1"}, {"HTTPS_PROXY": "http://p:1", "HTTP_PROXY": "http://p:1"}),
+        ({"PIP_FIND_LINKS": "/ https://m.example/wheels"}, {"UV_FIND_LINKS": "file:///,https://m.example/wheels"}),
+        ({"PIP_FIND_LINKS": "/no/such/folder"}, {}),
+        ({"PIP_NO_INDEX": "yes", "PIP_EXTRA_INDEX_URL": "https://a.example"}, {"UV_DEFAULT_INDEX": NO_INDEX}),
+        ({"PIP_INDEX_URL": ""}, {}),
+    ],
+)
+def test_each_setting_of_pip_has_its_words_in_uv(said: dict[str, str], expected: dict[str, str]) -> None:
+    assert uv_environment({**NO_FILES, **said}) == expected
+
+
+@pytest.mark.parametrize("name", ["UV_DEFAULT_INDEX", "UV_INDEX_URL"])
+def test_what_uv_was_told_directly_wins(name: str) -> None:
+    said = {**NO_FILES, "PIP_INDEX_URL": "https://pip.example/simple", name: "https://uv.example/simple"}
+    assert uv_environment(said) == {}
+
+
+def test_later_files_win_and_variables_win_over_files(tmp_path: Path) -> None:
+    def write(name: str, index: str, section: str = "global") -> Path:
+        path = tmp_path / name / "pip.conf"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"[{section}]\nindex_url = https://{index}.example\n")
+        return path
+
+    environ = {"HOME": str(tmp_path), "VIRTUAL_ENV": str(tmp_path / "venv")}
+
+    def index() -> str:
+        return pip_settings(environ)["index-url"].removeprefix("https://").removesuffix(".example")
+
+    write(".pip", "legacy")
+    assert index() == "legacy"
+    write(".config/pip", "user")
+    assert index() == "user"
+    write("venv", "site")
+    assert index() == "site"
+    environ["PIP_CONFIG_FILE"] = str(write("chosen", "chosen"))
+    assert index() == "chosen"
+    environ["PIP_CONFIG_FILE"] = str(write("command", "command", section="install"))
+    assert index() == "command"
+    environ["PIP_INDEX_URL"] = "https://variable.example"
+    assert index() == "variable"
+
+
+def test_a_broken_pip_conf_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "pip.conf"
+    broken.write_text("index-url = there is no section above\n")
+    with pytest.raises(ValueError, match=str(broken)):
+        uv_environment({"PIP_CONFIG_FILE": str(broken)})
+
+
+def test_the_printed_exports_survive_a_shell() -> None:
+    hostile = "https://u:p$(exit 9)'\"`;&@m.example/simple"
+    script = 'eval "$("$0" -I "$1")" && printf %s "$UV_DEFAULT_INDEX"'
+    command = ["sh", "-c", script, sys.executable, str(ROOT / "skyfab" / "env" / "pipconf.py")]
+    environ = {**NO_FILES, "PATH": os.defpath, "PIP_INDEX_URL": hostile}
+    assert subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout == hostile
+
+
+# ./inv
+
+
+@dataclass
+class Checkout:
+    """A small project with the real ./inv, and an index in a folder for everything that it installs."""
+
+    folder: Path
+    index: Path
+    links: Path
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def inv(self, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        options = {"env": self.environ, "capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+        return subprocess.run([self.folder / "inv", *arguments], cwd=cwd, **options)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+        return subprocess.Popen([self.folder / "inv", *arguments], env=self.environ, text=True, **pipes)
+
+    def installed(self, package: str) -> list[str]:
+        found = self.folder.glob(f".venv/lib/python*/site-packages/{package}-*.dist-info")
+        return [path.name.removesuffix(".dist-info") for path in found]
+
+
+PYPROJECT = """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+[project]
+name = "sample"
+version = "1"
+optional-dependencies = { torch = ["torch>=2.6"] }
+[dependency-groups]
+dev = ["invoke"]
+"""
+BACKEND = """
+import shutil
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    return shutil.copy("sample-1-py3-none-any.whl", folder).rpartition("/")[2]
+"""
+INVOKE = "import os, sys\ndef main(): print(os.getcwd(), *sys.argv[1:], sep='|')\n"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    """Nothing set up yet. The index's newest torch wants CUDA; find-links has an older one for the CPU."""
+    made = Checkout(tmp_path / "a check'out", tmp_path / "simple", tmp_path / "wheels")
+    for name in ("inv", "tools/bootstrap.py", "skyfab/env/pipconf.py"):
+        target = made.folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    (made.folder / "pyproject.toml").write_text(PYPROJECT)
+    (made.folder / "backend.py").write_text(BACKEND)
+    (made.folder / "constraints.txt").touch()
+    wheel(made.folder, "sample", "1")
+    wheel(made.index / "invoke", "invoke", "2.2", files={"invoke.py": INVOKE}, scripts="invoke = invoke:main")
+    wheel(made.index / "torch", "torch", "3.0", requires=("nvidia-everything",))
+    wheel(made.index / "nvidia-everything", "nvidia_everything", "1")
+    wheel(made.links, "torch", "2.13.0+cpu")
+    made.environ = {
+        **NO_FILES,
+        "PATH": os.pathsep.join([str(BIN), "/usr/bin", "/bin"]),
+        "HOME": str(tmp_path),
+        "PIP_INDEX_URL": str(made.index),
+        "PIP_FIND_LINKS": str(made.links),
+        "UV_OFFLINE": "1",  # PyTorch's own index is the last place to look: not from a test
+    }
+    return made
+
+
+def wheel(
+    folder: Path,
+    name: str,
+    version: str,
+    *,
+    requires: tuple[str, ...] = (),
+    files: dict[str, str] | None = None,
+    scripts: str = "",
+) -> None:
+    """Write a wheel, and the page that lists it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+    content = {
+        **(files or {}),
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[console_scripts]\n{scripts}\n",
+    }
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, text in content.items():
+            archive.writestr(member, text)
+        archive.writestr(f"{info}/RECORD", "".join(f"{member},,\n" for member in content) + f"{info}/RECORD,,\n")
+    (folder / "index.html").write_text(f'<a href="{path.name}">{path.name}</a>')
+
+
+def test_the_first_run_sets_up_and_the_second_says_nothing(checkout: Checkout, tmp_path: Path) -> None:
+    first = checkout.inv("train", "--epochs=1", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "inv: making .venv" in first.stderr
+    # The caller's folder and words arrive as they are.
+    assert first.stdout == f"{tmp_path}|--search-root|{checkout.folder}|train|--epochs=1\n"
+    second = checkout.inv(cwd=tmp_path)
+    assert (second.stderr, second.stdout) == ("", f"{tmp_path}|--search-root|{checkout.folder}|--list\n")
+
+
+def test_without_a_gpu_no_cuda_is_installed(checkout: Checkout) -> None:
+    done = checkout.inv()
+    assert done.returncode == 0, done.stderr
+    assert checkout.installed("torch") == ["torch-3.0" if HAS_GPU else "torch-2.13.0+cpu"]
+    assert bool(checkout.installed("nvidia_everything")) == HAS_GPU
+
+
+def test_a_cpu_build_in_an_extra_index_is_found(checkout: Checkout, tmp_path: Path) -> None:
+    wheel(tmp_path / "extra" / "torch", "torch", "2.14.0+cpu")
+    checkout.environ |= {"PIP_EXTRA_INDEX_URL": (tmp_path / "extra").as_uri(), "PIP_FIND_LINKS": ""}
+    done = checkout.inv()
+    assert done.returncode == 0, done.stderr
+    assert checkout.installed("torch") == ["torch-3.0" if HAS_GPU else "torch-2.14.0+cpu"]
+
+
+@pytest.mark.skipif(HAS_GPU, reason="with a GPU the torch of the index is wanted")
+def test_without_a_fitting_torch_the_rest_is_set_up(checkout: Checkout) -> None:
+    del checkout.environ["PIP_FIND_LINKS"]
+    done = checkout.inv("--version")
+    assert done.returncode == 0, done.stderr
+    assert "torch from the index: is built for CUDA" in done.stderr
+    assert "going on without torch" in done.stderr
+    assert checkout.installed("torch") == []
+
+
+def test_a_changed_file_refreshes_in_place(checkout: Checkout) -> None:
+    checkout.inv()
+    wheel(checkout.index / "invoke", "invoke", "2.3", files={"invoke.py": INVOKE}, scripts="invoke = invoke:main")
+    (checkout.folder / "constraints.txt").write_text("invoke>=2.3\n")
+    again = checkout.inv()
+    assert "inv: installing" in again.stderr
+    assert "inv: making" not in again.stderr
+    assert checkout.installed("invoke") == ["invoke-2.3"]
+
+
+def test_an_interrupted_set_up_is_done_again(checkout: Checkout) -> None:
+    running = checkout.start()
+    until((checkout.folder / ".venv").exists)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.communicate()
+    assert not (checkout.folder / ".venv" / ".inv-stamp").exists()
+    after = checkout.inv("after")
+    assert "inv: making .venv" in after.stderr
+    assert after.stdout.endswith("|after\n")
+
+
+def test_two_at_once_make_one_environment(checkout: Checkout) -> None:
+    both = [checkout.start("one"), checkout.start("two")]
+    ends = [process.communicate() for process in both]
+    assert [out.rpartition("|")[2] for out, _ in ends] == ["one\n", "two\n"], ends
+    assert sum("inv: making .venv" in err for _, err in ends) == 1
+
+
+def test_a_moved_checkout_is_set_up_where_it_is(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.inv()
+    checkout.folder = checkout.folder.rename(tmp_path / "elsewhere")
+    done = checkout.inv("train")
+    assert "inv: making .venv" in done.stderr
+    assert str(tmp_path / "elsewhere") in done.stdout
+
+
+@pytest.mark.parametrize("change", [{"HOME": ""}, {"HOME": "/proc/nowhere"}, {"XDG_CACHE_HOME": "/proc/nowhere"}])
+def test_a_home_that_cannot_be_written_is_not_needed(checkout: Checkout, change: dict[str, str]) -> None:
+    checkout.environ |= change
+    done = checkout.inv()
+    assert done.returncode == 0, done.stderr
+    assert (checkout.folder / ".inv" / "cache").is_dir()
+
+
+def test_without_python_it_says_what_to_install(checkout: Checkout, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("sh", "cat", "cksum", "id", "readlink"):
+        (tools / name).symlink_to(str(shutil.which(name)))
+    checkout.environ["PATH"] = str(tools)
+    done = checkout.inv()
+    assert done.returncode == 1
+    assert "no Python 3.10" in done.stderr
+    assert "hint:" in done.stderr
+
+
+def test_a_python_without_ensurepip_uses_its_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Debian without python3-venv: `-m venv` fails and leaves half of one behind."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    bootstrap = importlib.import_module("bootstrap")
+    folder = tmp_path / "uv"
+
+    def refuse(command: list[str]) -> str:
+        assert command[1:3] == ["-m", "venv"]
+        (folder / "bin").mkdir(parents=True)
+        raise bootstrap.SetupError("ensurepip is not available")
+
+    monkeypatch.setattr(bootstrap, "_run", refuse)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert bootstrap.pip_install_into(folder)[-2:] == ["--target", str(folder)]
+    assert not folder.exists()
+
+
+def until(condition: object, seconds: float = 60) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# The wheel
+
+
+def test_the_wheel_carries_the_examples(tmp_path: Path) -> None:
+    build = [BIN / "uv", "build", "--quiet", "--wheel", "--no-build-isolation", "--offline", "--python", sys.executable]
+    subprocess.run([*build, "--out-dir", tmp_path, ROOT], check=True)
+    (built,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(built).namelist()
+    assert "skyfab/__init__.py" in names
+    assert any(name.startswith("skyfab/examples/") for name in names)

@@ -1,0 +1,902 @@
+"""Inventories: what a file means, how hosts are selected, and that every mistake is one clear error."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import doctest
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import skyfab.host
+import skyfab.inventory
+import skyfab.selection
+from skyfab.errors import InventoryError, UnknownHost, UsageError
+from skyfab.host import Address
+from skyfab.inventory import LOCAL, Host, Inventory
+from skyfab.selection import MOST, expand, split
+
+T = TypeVar("T")
+
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGifrC2TEtlDqvu01rFE2MKRF/J8lbSByLau0+8Ie1SJ"
+EXAMPLE = Path(__file__).parent.parent / "inventory.example.toml"
+
+CLUSTER = """
+[defaults]
+user = "ada"
+
+[hosts."node[1-4]"]
+address = "10.0.0.[11-14]"
+tags = ["a100"]
+
+[hosts.web1]
+address = "10.0.1.1"
+tags = ["front", "node1"]
+
+[hosts.web2]
+address = "fe80::2"
+port = 2222
+
+[groups]
+gpu = ["node[1-3]"]
+front = ["web2"]
+everything = ["gpu", "web*", "node4"]
+most = ["!node3"]
+nobody = []
+"""
+
+fuzz = settings(database=None, deadline=None, max_examples=300)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Inventory:
+    return Inventory.parse(CLUSTER, "cluster.toml")
+
+
+def names(hosts: tuple[Host, ...]) -> list[str]:
+    return [host.name for host in hosts]
+
+
+def mistake(text: str) -> InventoryError:
+    """The error of an inventory that must have one."""
+    with pytest.raises(InventoryError) as caught:
+        Inventory.parse(text, "inv.toml")
+    return caught.value
+
+
+# What a file means
+
+
+def test_the_example_that_users_copy_loads_and_means_what_its_comments_say() -> None:
+    inventory = Inventory.load(EXAMPLE)
+    assert list(inventory.hosts) == ["gateway", "node1", "node2", "node3", "node4", "workstation"]
+    assert inventory.groups == {"gpu": ("node1", "node2", "node3", "node4"), "small": ("workstation",)}
+    assert inventory.hosts["node3"].address == "10.0.0.13"
+    assert inventory.hosts["node3"].env == {"OMP_NUM_THREADS": "8", "NCCL_DEBUG": "WARN"}
+    assert inventory.hosts["workstation"].destination == "workstation"
+    assert [hop.login for hop in inventory.jump_chain(inventory.hosts["node1"])] == ["ada@gateway.example.com:2222"]
+
+
+def test_the_example_shows_every_key_of_a_host() -> None:
+    text = EXAMPLE.read_text(encoding="utf-8")
+    for field in dataclasses.fields(Host):
+        assert field.name == "name" or f"{field.name} = " in text
+
+
+def test_every_key_reaches_its_host() -> None:
+    text = f"""
+    [hosts.a]
+    address = "10.0.0.1"
+    port = 2222
+    user = "ada"
+    identity = "~/key file"
+    jump = "gw, ssh://root@gw2:23"
+    host_key = "{KEY} root@a"
+    python = "3.11"
+    gpus = [0, 1]
+    slots = 4
+    cache = "/scratch/with space"
+    transport = "openssh"
+    interface = "ib0"
+    tags = ["x", "y"]
+    env = {{ A = "1" }}
+    """
+    assert Inventory.parse(text).hosts["a"] == Host(
+        name="a",
+        address="10.0.0.1",
+        port=2222,
+        user="ada",
+        identity=str(Path("~/key file").expanduser()),
+        jump="gw,root@gw2:23",
+        host_key=KEY,
+        python="3.11",
+        gpus=(0, 1),
+        slots=4,
+        cache="/scratch/with space",
+        transport="openssh",
+        interface="ib0",
+        tags=("x", "y"),
+        env={"A": "1"},
+    )
+
+
+def test_defaults_fill_in_and_variables_are_joined_one_by_one() -> None:
+    inventory = Inventory.parse(
+        """
+        [defaults]
+        user = "ada"
+        slots = 2
+        tags = ["all-of-them"]
+        env = { A = "1", B = "1" }
+        [hosts.a]
+        [hosts.b]
+        user = "bob"
+        tags = ["mine"]
+        env = { B = "2", C = "2" }
+        """
+    )
+    a, b = inventory.hosts.values()
+    assert (a.user, a.slots, a.tags, a.env) == ("ada", 2, ("all-of-them",), {"A": "1", "B": "1"})
+    assert (b.user, b.slots, b.tags, b.env) == ("bob", 2, ("mine",), {"A": "1", "B": "2", "C": "2"})
+
+
+def test_a_name_may_be_a_range_whose_addresses_count_in_step() -> None:
+    inventory = Inventory.parse('[hosts."node[08-10]"]\naddress = "10.0.0.[8-10]"')
+    assert {host.name: host.address for host in inventory.hosts.values()} == {
+        "node08": "10.0.0.8",
+        "node09": "10.0.0.9",
+        "node10": "10.0.0.10",
+    }
+
+
+def test_groups_keep_their_order_and_resolve_groups_patterns_tags_and_exclusions(cluster: Inventory) -> None:
+    assert cluster.groups["everything"] == ("node1", "node2", "node3", "web1", "web2", "node4")
+    assert cluster.groups["most"] == ("node1", "node2", "node4", "web1", "web2")
+    assert list(cluster.groups) == ["gpu", "front", "everything", "most", "nobody"]
+
+
+def test_a_group_may_name_a_group_that_comes_later() -> None:
+    inventory = Inventory.parse('[hosts.a]\n[groups]\nouter = ["inner"]\ninner = ["a"]')
+    assert inventory.groups == {"outer": ("a",), "inner": ("a",)}
+
+
+def test_a_group_may_have_this_machine() -> None:
+    inventory = Inventory.parse('[hosts.a]\n[groups]\nboth = ["local", "a"]')
+    assert inventory.select("both") == (LOCAL, inventory.hosts["a"])
+
+
+def test_local_may_be_declared_and_never_gets_what_is_for_ssh() -> None:
+    inventory = Inventory.parse(
+        '[defaults]\nuser = "ada"\njump = "gw"\ntransport = "openssh"\n[hosts.local]\nslots = 3'
+    )
+    assert inventory.hosts["local"] == Host(name="local", transport="local", slots=3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param('[hosts.a]\naddress = "h"\n[hosts.b]\naddress = "h"\nport = 2222', id="another port"),
+        pytest.param('[hosts.a]\naddress = "h"\n[hosts.b]\naddress = "h"\njump = "gw"', id="behind a jump"),
+        pytest.param('[defaults]\ntransport = "local"\naddress = "h"\n[hosts.a]\n[hosts.b]', id="this machine twice"),
+    ],
+)
+def test_one_address_may_be_several_hosts(text: str) -> None:
+    assert len(Inventory.parse(text).hosts) == 2
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "inv.toml"
+    path.write_bytes(b'\xef\xbb\xbf[hosts.a]\r\nuser = "ada"\r\n')
+    assert Inventory.load(path).hosts["a"].user == "ada"
+
+
+# Where the file is found
+
+
+def test_find_takes_the_variable_then_the_folder_then_the_users_configuration(tmp_path: Path) -> None:
+    cwd, config = tmp_path / "cwd", tmp_path / "config"
+    files = {"named": cwd / "named.toml", "here": cwd / "inventory.toml", "mine": config / "skyfab" / "inventory.toml"}
+    for name, path in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"[hosts.{name}]")
+    environ = {"XDG_CONFIG_HOME": str(config), "SKYFAB_INVENTORY": "named.toml"}
+    for name, path in files.items():
+        found = Inventory.find(environ, cwd)
+        assert (list(found.hosts), found.source) == ([name], path)
+        environ["SKYFAB_INVENTORY"] = ""
+        path.unlink()
+    assert Inventory.find(environ, cwd) == Inventory(hosts={"local": LOCAL}, source=None)
+
+
+def test_find_looks_in_the_home_folder_when_xdg_config_home_is_not_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / ".config" / "skyfab" / "inventory.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text("[hosts.a]")
+    assert Inventory.find({"XDG_CONFIG_HOME": "relative"}, tmp_path).source == path
+
+
+def test_find_reads_the_environment_and_folder_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.toml").write_text("[hosts.a]")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SKYFAB_INVENTORY", "mine.toml")
+    assert Inventory.find().source == Path("mine.toml")
+
+
+def test_a_variable_that_names_no_file_is_an_error_and_not_another_inventory(tmp_path: Path) -> None:
+    (tmp_path / "inventory.toml").write_text("[hosts.a]")
+    with pytest.raises(InventoryError, match=r"gone\.toml: cannot be read: No such file") as caught:
+        Inventory.find({"SKYFAB_INVENTORY": "gone.toml"}, tmp_path)
+    assert "$SKYFAB_INVENTORY" in str(caught.value.hint)
+
+
+def test_a_dangling_link_is_an_error_and_not_another_inventory(tmp_path: Path) -> None:
+    (tmp_path / "inventory.toml").symlink_to("gone")
+    with pytest.raises(InventoryError, match="cannot be read"):
+        Inventory.find({"XDG_CONFIG_HOME": str(tmp_path)}, tmp_path)
+
+
+# Selection
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (None, ["node1", "node2", "node3", "node4", "web1", "web2"]),
+        ("all", ["node1", "node2", "node3", "node4", "web1", "web2"]),
+        ("node2", ["node2"]),
+        ("gpu", ["node1", "node2", "node3"]),
+        ("a100", ["node1", "node2", "node3", "node4"]),
+        ("node1", ["node1"]),  # the host, not web1 that has the tag
+        ("front", ["web2"]),  # the group, not web1 that has the tag
+        ("node[2-4]", ["node2", "node3", "node4"]),
+        ("node[3,1-2]", ["node3", "node1", "node2"]),
+        ("[::1]:22", ["[::1]:22"]),
+        ("web*", ["web1", "web2"]),
+        ("node?", ["node1", "node2", "node3", "node4"]),
+        ("*[!34]", ["node1", "node2", "web1", "web2"]),
+        ("node[1-2],web*", ["node1", "node2", "web1", "web2"]),
+        (" web1 , node1 ,", ["web1", "node1"]),
+        (["web1", "node1,node2"], ["web1", "node1", "node2"]),
+        ("node1,gpu,node1", ["node1", "node2", "node3"]),
+        ("!node3", ["node1", "node2", "node4", "web1", "web2"]),
+        ("!gpu,!web*", ["node4"]),
+        ("!node[1-3],!front", ["node4", "web1"]),
+        ("gpu,!node2", ["node1", "node3"]),
+        ("!node2,gpu", ["node1", "node3"]),
+        ("gpu,!web1", ["node1", "node2", "node3"]),
+        ("gpu,! node2", ["node1", "node3"]),
+        ("local", ["local"]),
+        ("local,node1", ["local", "node1"]),
+        ("all,local,!local", ["node1", "node2", "node3", "node4", "web1", "web2"]),
+        ("nobody,node1", ["node1"]),
+        ("10.0.0.11", ["node1"]),
+        ("ada@10.0.0.11:22", ["node1"]),
+        ("fe80::2", ["fe80::2"]),  # port 22, while web2's is 2222
+        ("[fe80::2]:2222", ["web2"]),
+        ("all,!10.0.1.1", ["node1", "node2", "node3", "node4", "web2"]),
+        ("10.0.0.[98-99]", ["10.0.0.98", "10.0.0.99"]),
+        ("root@node1,node1,node2,!node1", ["node2"]),  # one machine, by whatever name
+        ("bob@10.0.0.11,node2,!node1", ["node2"]),
+        ("gpu,bob@10.9.9.9,!bob@10.9.9.9", ["node1", "node2", "node3"]),
+    ],
+)
+def test_a_selection_means_these_hosts_in_this_order(
+    cluster: Inventory, selection: str | list[str] | None, expected: list[str]
+) -> None:
+    assert names(cluster.select(selection)) == expected
+
+
+def test_hosts_themselves_can_be_selected_and_mixed_with_words(cluster: Inventory) -> None:
+    mine = Host(name="mine", address="10.9.9.9")
+    assert cluster.select(mine) == (mine,)
+    assert names(cluster.select([mine, "gpu", cluster.hosts["node1"], "!node2"])) == ["mine", "node1", "node3"]
+    assert names(cluster.select(host for host in (mine,))) == ["mine"]
+
+
+def test_two_different_hosts_of_one_name_are_refused(cluster: Inventory) -> None:
+    with pytest.raises(UsageError, match="two different hosts are called node1"):
+        cluster.select(["node1", Host(name="node1")])
+
+
+@pytest.mark.parametrize(
+    ("word", "host"),
+    [
+        ("10.0.0.5", Host(name="10.0.0.5")),
+        ("host.example.com", Host(name="host.example.com")),
+        ("host:2222", Host(name="host:2222", address="host", port=2222)),
+        ("ada@host", Host(name="ada@host", address="host", user="ada")),
+        ("ada@10.0.0.5:2222", Host(name="ada@10.0.0.5:2222", address="10.0.0.5", user="ada", port=2222)),
+        ("ssh://ada@host:22", Host(name="ada@host:22", address="host", user="ada", port=22)),
+        ("[::1]:22", Host(name="[::1]:22", address="::1", port=22)),
+        ("[::1]", Host(name="[::1]", address="::1")),
+        ("::1", Host(name="::1")),
+        ("ada@[fe80::1%eth0]:22", Host(name="ada@[fe80::1%eth0]:22", address="fe80::1%eth0", user="ada", port=22)),
+        ("ada@fe80::1", Host(name="ada@fe80::1", address="fe80::1", user="ada")),
+        ("ada@corp.example@host", Host(name="ada@corp.example@host", address="host", user="ada@corp.example")),
+        ("CORP\\ada@host", Host(name="CORP\\ada@host", address="host", user="CORP\\ada")),
+    ],
+)
+def test_an_address_needs_no_inventory_and_is_not_stopped_by_one(cluster: Inventory, word: str, host: Host) -> None:
+    assert Inventory(hosts={}).select(word) == (host,)
+    assert cluster.select(word) == (host,)
+
+
+def test_an_address_with_a_hosts_name_is_that_host_as_another_user(cluster: Inventory) -> None:
+    (host,) = cluster.select("root@node1:2222")
+    assert host == dataclasses.replace(cluster.hosts["node1"], name="root@node1:2222", user="root", port=2222)
+    assert host.address == "10.0.0.11"
+
+
+def test_without_a_file_any_word_is_an_alias_of_ssh_config(tmp_path: Path) -> None:
+    inventory = Inventory.find({"XDG_CONFIG_HOME": str(tmp_path)}, tmp_path)
+    assert inventory.select() == inventory.select("all") == (LOCAL,)
+    assert inventory.select("work,node[1-2],!node1") == (Host(name="work"), Host(name="node2"))
+
+
+def test_with_a_file_a_word_is_an_alias_only_if_the_caller_says_so(cluster: Inventory) -> None:
+    assert names(cluster.select("work,node1", alias=lambda word: word == "work")) == ["work", "node1"]
+    with pytest.raises(UnknownHost):
+        cluster.select("work", alias=lambda word: False)
+
+
+@pytest.mark.parametrize(
+    ("selection", "message", "hint"),
+    [
+        ("nod1", "cluster.toml: no host, group or tag fits nod1", "did you mean node1?"),
+        ("gpus", "cluster.toml: no host, group or tag fits gpus", "did you mean gpu?"),
+        ("node[3-5]", "cluster.toml: no host, group or tag fits node5", "did you mean node4?"),
+        ("wob1,nod2", "cluster.toml: no host, group or tag fits wob1, nod2", "did you mean web1, node2?"),
+        ("zebra", "cluster.toml: no host, group or tag fits zebra", "there are node1, node2, node3, node4, web1 and"),
+        ("db*", "cluster.toml: no host, group or tag fits db*", "there are"),
+        ("n[2-1]", "[2-1] counts down", "write [1-2]"),
+        ("[z-a]", "cluster.toml: no host, group or tag fits [z-a]", "there are"),
+        ("all,!nod3", "cluster.toml: no host, group or tag fits nod3", "did you mean node3?"),
+        ("all,!10.9.9.9", "cluster.toml: no host, group or tag fits 10.9.9.9", "there are"),
+        ("all,!", "cluster.toml: no host, group or tag fits ''", "there are"),
+        ("node1 node2", "cluster.toml: no host, group or tag fits node1 node2", "separate names with commas"),
+        ("-oProxyCommand=x", "cluster.toml: no host, group or tag fits -oProxyCommand=x", "there are"),
+        ("-oProxyCommand=a.b@c:1", "cluster.toml: no host, group or tag fits -oProxyCommand=a.b@c:1", "there are"),
+        (
+            "node[1-5000]",
+            "cluster.toml: no host, group or tag fits node5, node6, node7, node8, node9 and 4991 more",
+            "",
+        ),
+        ("node[1-", "'node[1-' has brackets that are no range", "ranges look like"),
+        ("node[1-]", "'node[1-]' has brackets that are no range", "ranges look like"),
+        ("node[1, 3]", "'node[1, 3]' has brackets that are no range", "node[01-10,12]"),
+        ("node[1-99999999]", "[1-99999999] stands for more than 10000 hosts", "slip"),
+        ("n[1-999]m[1-999]", "'n[1-999]m[1-999]' stands for more than 10000 hosts", "group"),
+        ("", "no hosts are selected", "name some"),
+        ([], "no hosts are selected", "name some"),
+        (" , ", "no hosts are selected", "name some"),
+        ("!all", "no hosts are selected", "exclude fewer"),
+        ("gpu,!node*", "no hosts are selected", "exclude fewer"),
+        ("nobody", "no hosts are selected", "name some"),
+        (7, "cannot select hosts by 7", 'as in "node1,node2"'),
+        ([b"node1"], "cannot select hosts by b'node1'", 'as in "node1,node2"'),
+    ],
+)
+def test_a_selection_that_cannot_be_says_why_and_what_to_type(
+    cluster: Inventory, selection: str | list[str], message: str, hint: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        cluster.select(selection)
+    assert caught.value.message == message
+    assert hint in str(caught.value.hint)
+    assert caught.value.exit_code == 2
+
+
+def test_nodes_takes_the_first_so_many(cluster: Inventory) -> None:
+    assert names(cluster.select("web*,gpu", nodes=3)) == ["web1", "web2", "node1"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [(4, "nodes=4, but only 3 selected"), (0, "from 1, not 0"), (-1, "not -1"), (True, "not True"), ("2", "not '2'")],
+)
+def test_nodes_that_cannot_be_are_refused(cluster: Inventory, nodes: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        cluster.select("gpu", nodes=nodes)
+
+
+# Ranges and addresses
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("node", ["node"]),
+        ("node[1-3]", ["node1", "node2", "node3"]),
+        ("node[08-11]", ["node08", "node09", "node10", "node11"]),
+        ("node[0-1]", ["node0", "node1"]),
+        ("node[1,3-4,2]", ["node1", "node3", "node4", "node2"]),
+        ("r[1-2]n[1-2]x", ["r1n1x", "r1n2x", "r2n1x", "r2n2x"]),
+        ("node[ab]", ["node[ab]"]),
+        ("[::1]:22", ["[::1]:22"]),
+    ],
+)
+def test_ranges_count_and_keep_their_zeros(word: str, expected: list[str]) -> None:
+    assert expand(word) == expected
+
+
+def test_commas_inside_brackets_do_not_part_words() -> None:
+    assert split("a, b[1,2],!c[3,4]d,,e") == ["a", "b[1,2]", "!c[3,4]d", "e"]
+
+
+HOSTILE = """
+    @h a@ h: h:0 h:65536 h:x h:22:23x :22 [h] [::1 [::1]x a/b a,b a* !a -h -u@h ada@-h a;b a`b`
+    $(a) u$(a)@h a'b a"b a|b a&b
+    ada:password@h u\\@h fe80::1%$(a) [fe80::1%-o]:22 ::1%
+"""
+
+
+@pytest.mark.parametrize("text", [*HOSTILE.split(), "", "a b", "a\n", "a\0", "[fe80::1%a b]", "a\u202eb", "a\u00a0b"])
+def test_what_ssh_or_a_shell_could_take_for_something_else_is_no_address(text: str) -> None:
+    assert Address.parse(text) is None
+    assert Host.ad_hoc(text) is None
+    with pytest.raises(UsageError):
+        Host(name=text)
+    with pytest.raises(UsageError):
+        Host(name="a", address=text)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("", "has no hosts", "[hosts.node1]"),
+        ("# nothing", "has no hosts", "[hosts.node1]"),
+        ("[hosts]", "has no hosts", "[hosts.node1]"),
+        ("x = " + "[" * 10_000, "is nested too deeply", "three tables"),
+        ("[host.a]", "[host]: is no table of an inventory", "did you mean hosts?"),
+        ("[zzz]", "[zzz]: is no table of an inventory", "there are defaults, hosts, groups"),
+        ('user = "ada"', "[user]: is no table of an inventory", "move it below [defaults]"),
+        ("hosts = 1", "[hosts]: must be a table, not an integer", "[hosts] on a line of its own"),
+        ("[[hosts]]", "[hosts]: must be a table, not an array", "[hosts] on a line of its own"),
+        ("defaults = 1\n[hosts.a]", "[defaults]: must be a table, not an integer", "line of its own"),
+        ('[hosts]\na = "10.0.0.1"', "[hosts.a]: must be a table, not a string", "address = …"),
+        ("[defaults]\nprot = 1\n[hosts.a]", "[defaults] prot: is no key of a host", "did you mean port?"),
+        ("[hosts.a]\nidentiy = 'x'", "[hosts.a] identiy: is no key of a host", "did you mean identity?"),
+        ("[hosts.a]\nname = 'x'", "[hosts.a] name: is no key of a host", "the keys are address, port,"),
+        ("[hosts.a.b]", "[hosts.a] b: is no key of a host", 'put it in quotes: [hosts."name.b"]'),
+        ("[hosts.'']", '[hosts.""]: cannot be a host\'s name', "letters, digits"),
+        ('[hosts."a\\nb"]', '[hosts."a\\nb"]: cannot be a host\'s name', "letters, digits"),
+        ("[hosts.'a[1-']", "[hosts.\"a[1-\"]: 'a[1-' has brackets that are no range", "node[1-4]"),
+        ("[hosts.all]", "[hosts.all]: all is a word of its own in selections", "another name"),
+        ("[hosts.none]", "[hosts.none]: none is a word of its own in selections", "another name"),
+        ("[hosts.a2]\n[hosts.'a[1-2]']", '[hosts."a[1-2]"]: declares a2 again', "[hosts.a2] has it"),
+        (
+            "[hosts.'a[1-3]']\naddress = 'b[1-2]'",
+            '[hosts."a[1-3]"] address: stands for 2 addresses, and the name for 3',
+            "in step",
+        ),
+        ("[hosts.a]\naddress = 'b[1-2]'", "[hosts.a] address: stands for 2 addresses, and the name for 1", "in step"),
+        ("[hosts.a]\naddress = 'b[2-1]'", "[hosts.a] address: [2-1] counts down", "[1-2]"),
+        (
+            "[hosts.a]\naddress = 'H'\n[hosts.b]\naddress = 'h'\nport = 22",
+            "[hosts.b] address: b has h, as a has",
+            "different ports",
+        ),
+        ("[hosts.local]\nport = 22", "[hosts.local] port: local is this machine, without SSH", "rename the host"),
+        (
+            "[hosts.local]\ntransport = 'fabric'",
+            "[hosts.local] transport: local is this machine, without SSH",
+            "rename the host",
+        ),
+        ("[hosts.a]\njump = 'a'", "[hosts.a] jump: goes in a circle: a → a", 'jump = "none"'),
+        ("[hosts.a]\njump = 'root@a:22'", "[hosts.a] jump: goes in a circle: a → a", 'jump = "none"'),
+        ("[hosts.a]\njump = 'x,a'", "[hosts.a] jump: goes in a circle: a → a", 'jump = "none"'),
+        (
+            "[hosts.a]\njump = 'b'\n[hosts.b]\njump = 'a'",
+            "[hosts.a] jump: goes in a circle: a → b → a",
+            'jump = "none"',
+        ),
+        ("[defaults]\njump = 'g'\n[hosts.g]\n[hosts.a]", "[hosts.g] jump: goes in a circle: g → g", 'jump = "none"'),
+        ("[hosts.a]\njump = 'local'", "[hosts.a] jump: local is this machine", "leave the jump out"),
+        ("[hosts.a]\n[groups]\na = []", "[groups] a: a host has that name: [hosts.a]", "another name"),
+        ("[hosts.a]\n[groups]\nall = []", "[groups] all: all is a word of its own in selections", "another name"),
+        ("[hosts.a]\n[groups]\nlocal = []", "[groups] local: local is a word of its own in selections", "another name"),
+        ("[hosts.a]\n[groups]\n'x y' = []", '[groups] "x y": cannot be a group\'s name', "letters, digits"),
+        ("[hosts.a]\n[groups]\n'-x' = []", "[groups] -x: cannot be a group's name", "letters, digits"),
+        ("[hosts.a]\n[groups]\ng = 'a'", "[groups] g: must be an array, not a string", 'g = ["node1", "node[2-4]"]'),
+        ("[hosts.a]\n[groups.g]", "[groups] g: must be an array, not a table", 'g = ["node1", "node[2-4]"]'),
+        ("[hosts.a]\n[groups]\ng = [1]", "[groups] g: must have strings in it, not an integer", "quotes"),
+        ("[hosts.a]\n[groups]\ng = ['a[2-1]']", "[groups] g: [2-1] counts down", "[1-2]"),
+        ("[hosts.node1]\n[groups]\ng = ['nod1']", "[groups] g: no host, group or tag fits nod1", "did you mean node1?"),
+        ("[hosts.a]\n[groups]\ng = ['10.0.0.1']", "[groups] g: no host, group or tag fits 10.0.0.1", "there are a"),
+        ("[hosts.a]\n[groups]\ng = ['g']", "[groups] g: contains itself: g → g", "take one of them out"),
+        ("[hosts.a]\n[groups]\ng = ['all', '!g']", "[groups] g: contains itself: g → g", "take one of them out"),
+        (
+            "[hosts.a]\n[groups]\ng = ['h']\nh = ['a', 'i']\ni = ['g']",
+            "[groups] g: contains itself: g → h → i → g",
+            "take one of them out",
+        ),
+    ],
+)
+def test_a_mistake_is_one_error_with_file_table_key_and_hint(text: str, message: str, hint: str) -> None:
+    error = mistake(text)
+    assert error.message == f"inv.toml: {message}"
+    assert hint in str(error.hint)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message", "hint"),
+    [
+        ("address", "1", "must be a string, not an integer", "quotes"),
+        ("address", '""', "is empty", "leave the key out"),
+        ("address", '"-oProxyCommand=x"', "starts with '-': '-oProxyCommand=x'", "option"),
+        ("address", '"a b"', "is not a host's name or IP address: 'a b'", "10.0.0.11"),
+        ("address", '"a\\tb"', "has control characters", "newline"),
+        ("address", '"a:22"', "has a port in it: 'a:22'", "key of its own"),
+        ("address", '"ada@a"', "has a user in it: 'ada@a'", "key of its own"),
+        ("port", '"22"', "must be an integer, not a string", "without quotes"),
+        ("port", "true", "must be an integer, not a boolean", ""),
+        ("port", "22.0", "must be an integer, not a float", ""),
+        ("port", "0", "must be from 1 to 65535, not 0", "22"),
+        ("port", "65536", "must be from 1 to 65535, not 65536", "22"),
+        ("user", "1", "must be a string, not an integer", "quotes"),
+        ("user", '"-ada"', "starts with '-': '-ada'", "option"),
+        ("user", '"ada lovelace"', "cannot be a user's name: 'ada lovelace'", "letters"),
+        ("user", '"a;b"', "cannot be a user's name: 'a;b'", "letters"),
+        ("identity", "[]", "must be a string, not an array", "quotes"),
+        ("identity", '"a\\u0000b"', "has control characters", "newline"),
+        ("jump", '"a,,b"', "cannot be reached: ''", "user@address:port"),
+        ("jump", '"-oX=y"', "starts with '-': '-oX=y'", "option"),
+        ("jump", '"a,-oX"', "cannot be reached: '-oX'", "user@address:port"),
+        ("jump", '"a b"', "cannot be reached: 'a b'", "user@address:port"),
+        ("host_key", '"AAAA"', "is not a public host key", "ssh-ed25519 AAAA…"),
+        ("host_key", f'"10.0.0.1 {KEY}"', "is not a public host key", "ssh-ed25519 AAAA…"),
+        ("host_key", f'"{KEY[:-4]}"', "is not a public host key", "ssh-ed25519 AAAA…"),
+        ("host_key", f'"{KEY[:-1]}"', "is not a public host key", "ssh-ed25519 AAAA…"),
+        ("host_key", f'"{KEY.replace("ed25519", "rsa")}"', "is not a public host key", "ssh-ed25519 AAAA…"),
+        ("host_key", '"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5"', "is not a public host key", "ssh-ed25519 AAAA…"),
+        ("host_key", '"ssh-ed25519 AAAA…"', "is not a public host key", "ssh-ed25519 AAAA…"),
+        ("host_key", '" "', "is empty", "leave the key out"),
+        ("python", "3.11", "must be a string, not a float", "quotes"),
+        ("python", '"python3"', "is no Python: 'python3'", "absolute path"),
+        ("gpus", "0", "must be an array, not an integer", "[0, 1]"),
+        ("gpus", '"all"', "must be an array, not a string", '"auto"'),
+        ("gpus", "[true]", "must be an integer, not a boolean", ""),
+        ("gpus", "[0, 0]", "must be different numbers from 0", "nvidia-smi"),
+        ("gpus", "[-1]", "must be different numbers from 0", "nvidia-smi"),
+        ("slots", "0", "must be 1 or more, not 0", "!name"),
+        ("slots", "false", "must be an integer, not a boolean", ""),
+        ("cache", '"scratch"', "must be an absolute path on the host: 'scratch'", "~/"),
+        ("transport", '"openshh"', "is not a transport: 'openshh'", "did you mean openssh?"),
+        ("transport", '"tcp"', "is not a transport: 'tcp'", "one of auto, openssh, fabric, local"),
+        ("interface", '"eth 0"', "is not a network interface: 'eth 0'", "ip link"),
+        ("tags", '"a100"', "must be an array, not a string", 'tags = ["a100"]'),
+        ("tags", "[1]", "must be a string, not an integer", "quotes"),
+        ("tags", '["a,b"]', "cannot have 'a,b'", "letters"),
+        ("env", "[]", "must be a table, not an array", "OMP_NUM_THREADS"),
+        ("env", "{ A = 8 }", "must set A to a string, not an integer", "quotes"),
+        ("env", '{ "A=B" = "x" }', "cannot set 'A=B'", "letters"),
+        ("env", '{ "" = "x" }', "cannot set ''", "letters"),
+        ("env", '{ A = "\\u0000" }', "has a NUL character in A", "no variable"),
+        ("env", "{ A = 1979-05-27 }", "must set A to a string, not a date", "quotes"),
+    ],
+)
+def test_a_value_that_cannot_be_names_its_key(key: str, value: str, message: str, hint: str) -> None:
+    for table in ("hosts.a", "defaults"):
+        error = mistake(f"[{table}]\n{key} = {value}\n[hosts.b]")
+        assert error.message == f"inv.toml: [{table}] {key}: {message}"
+        assert hint in str(error.hint)
+
+
+@pytest.mark.parametrize(
+    "name", ["-a", "a,b", "!a", "a[", "a]", "a b", "a@b", "a/b", "a:b", "a*", "a?", "", ".a", "a\t"]
+)
+def test_a_hosts_name_cannot_be_taken_for_an_option_a_selector_or_an_address(name: str) -> None:
+    error = mistake(f"[hosts.{json.dumps(name)}]")
+    assert error.message.startswith(f"inv.toml: [hosts.{json.dumps(name)}]: ") or name == "-a"
+    assert error.hint
+
+
+@pytest.mark.parametrize(
+    "text", ["[hosts.a]\nport = =", "[hosts.a]\n[hosts.a]", "[hosts.a]\nport = 1 1", "[hosts.a]\n\0"]
+)
+def test_what_is_not_toml_is_told_with_its_line(text: str) -> None:
+    error = mistake(text)
+    assert error.message.startswith("inv.toml: is not TOML: ")
+    assert "line 2" in error.message
+    assert error.hint
+
+
+def test_all_mistakes_are_told_at_once_the_count_first_each_on_its_line() -> None:
+    error = mistake("""
+        [defaults]
+        slots = 0
+        [hosts.a]
+        prot = 22
+        port = "22"
+        [hosts.b]
+        jump = "b"
+        [groups]
+        g = ["c"]
+        h = ["h"]
+        """)
+    assert str(error).splitlines() == [
+        "inv.toml: 6 mistakes",
+        "  [defaults] slots: must be 1 or more, not 0 (leave a host out of a selection with !name)",
+        "  [hosts.a] prot: is no key of a host (did you mean port?)",
+        "  [hosts.a] port: must be an integer, not a string (write it without quotes)",
+        '  [hosts.b] jump: goes in a circle: b → b (write jump = "none" for the one that is reached directly)',
+        "  [groups] h: contains itself: h → h (take one of them out)",
+        "  [groups] g: no host, group or tag fits c (there are a, b, g, h, all and 1 more)",
+    ]
+
+
+def test_a_host_with_a_mistake_is_not_also_missing_from_its_group() -> None:
+    assert "mistakes" not in mistake('[hosts.a]\nport = 0\n[groups]\ng = ["a"]').message
+
+
+def test_several_circles_are_all_told() -> None:
+    error = mistake('[hosts.x]\n[groups]\na = ["b"]\nb = ["a"]\nc = ["d"]\nd = ["c"]\ne = ["a"]')
+    assert "2 mistakes" in error.message
+    assert "a → b → a" in error.message
+    assert "c → d → c" in error.message
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("folder", "cannot be read: Is a directory"),
+        (b"\xff\xfe[", "is not a text file"),
+        (b"", "has no hosts"),
+    ],
+)
+def test_a_file_that_is_no_inventory_is_named(tmp_path: Path, content: bytes | str | None, message: str) -> None:
+    path = tmp_path / "inv.toml"
+    if content == "folder":
+        path.mkdir()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    with pytest.raises(InventoryError) as caught:
+        Inventory.load(path)
+    assert str(path) in caught.value.message
+    assert message in caught.value.message
+    assert caught.value.hint
+    assert caught.value.exit_code == 2
+
+
+def test_a_path_that_cannot_be_one_is_an_inventory_error() -> None:
+    with pytest.raises(InventoryError):
+        Inventory.load("a\0b")
+
+
+# Host
+
+
+def test_a_host_made_in_python_is_checked_like_one_in_a_file() -> None:
+    with pytest.raises(UsageError, match="Host 'a': address starts with '-'"):
+        Host(name="a", address="-oProxyCommand=x")
+    with pytest.raises(UsageError, match="Host 'a': python must be a string"):
+        Host(name="a", python=None)  # type: ignore[arg-type]
+    assert Host(name="a", gpus=[0], tags=["x"]) == Host(name="a", gpus=(0,), tags=("x",))  # type: ignore[arg-type]
+
+
+def test_a_host_shows_the_names_of_its_variables_and_never_their_values() -> None:
+    host = Host(name="a", env={"TOKEN": "hunter2", "PIN": "1234"})
+    for text in (repr(host), str(host), f"{host.env}", repr([host.env]), repr(dataclasses.replace(host, port=1))):
+        assert "TOKEN" in text
+        assert "[secret]" in text
+        assert "hunter2" not in text
+        assert "1234" not in text
+
+
+def test_a_mistake_in_variables_does_not_show_their_values() -> None:
+    for text in ("[hosts.a]\nenv = { TOKEN = 1234567 }", '[hosts.a]\nenv = ["hunter2"]', '[hosts.a]\nenv = "hunter2"'):
+        error = str(mistake(text))
+        assert "1234567" not in error
+        assert "hunter2" not in error
+
+
+def test_a_host_is_a_value() -> None:
+    host = Host(name="a", env={"A": "1"}, tags=("x",))
+    assert {host: 1}[dataclasses.replace(host)] == 1
+    assert pickle.loads(pickle.dumps(host)) == copy.deepcopy(host) == host
+    assert json.loads(json.dumps(dataclasses.asdict(host)))["env"] == {"A": "1"}
+    assert host != dataclasses.replace(host, env={})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        host.name = "b"  # type: ignore[misc]
+
+
+def test_a_host_does_not_change_with_the_dictionary_it_was_made_from() -> None:
+    env = {"A": "1"}
+    host = Host(name="a", env=env)
+    env["A"] = "2"
+    assert host.env == {"A": "1"}
+
+
+@pytest.mark.parametrize(
+    ("host", "login"),
+    [
+        (Host(name="a"), "a"),
+        (Host(name="a", address="b", user="ada"), "ada@b"),
+        (Host(name="a", address="fe80::1", port=22), "[fe80::1]:22"),
+        (Host(name="a", address="[::1]"), "[::1]"),
+    ],
+)
+def test_login_is_what_ssh_takes_for_a_jump(host: Host, login: str) -> None:
+    assert host.login == login
+
+
+def test_an_identity_of_nobodys_home_stays_as_it_is() -> None:
+    assert Host(name="a", identity="~no-such-user/key").identity == "~no-such-user/key"
+
+
+# Jumps
+
+
+@pytest.mark.parametrize(
+    ("jump", "chain"),
+    [
+        (None, []),
+        ("none", []),
+        ("inner", ["outer.example.com:2222", "ada@10.0.0.1"]),
+        ("outer,inner", ["outer.example.com:2222", "ada@10.0.0.1"]),
+        ("bob@elsewhere:23", ["bob@elsewhere:23"]),
+        ("alias", ["alias"]),
+        ("root@inner", ["outer.example.com:2222", "root@10.0.0.1"]),
+        ("x,outer", ["x", "outer.example.com:2222"]),
+    ],
+)
+def test_a_jump_is_resolved_to_hosts_the_nearest_first(jump: str | None, chain: list[str]) -> None:
+    inventory = Inventory.parse("""
+        [hosts.outer]
+        address = "outer.example.com"
+        port = 2222
+        [hosts.inner]
+        address = "10.0.0.1"
+        user = "ada"
+        jump = "outer"
+        """)
+    assert [hop.login for hop in inventory.jump_chain(Host(name="a", jump=jump))] == chain
+
+
+def test_a_hop_of_the_inventory_keeps_its_key_and_identity() -> None:
+    inventory = Inventory.parse(f'[hosts.gw]\nhost_key = "{KEY}"\nidentity = "/k"\n[hosts.a]\njump = "gw"')
+    assert inventory.jump_chain(inventory.hosts["a"]) == (inventory.hosts["gw"],)
+
+
+def test_a_circle_of_jumps_made_in_python_ends_in_an_error() -> None:
+    a, b = Host(name="a", jump="b"), Host(name="b", jump="a")
+    with pytest.raises(InventoryError, match="circle"):
+        Inventory(hosts={"a": a, "b": b}).jump_chain(a)
+
+
+def test_a_group_of_strangers_made_in_python_is_refused() -> None:
+    with pytest.raises(UsageError, match="group g has b"):
+        Inventory(hosts={"a": Host(name="a")}, groups={"g": ("a", "b")})
+
+
+# Whatever people type
+
+WORDS = st.one_of(
+    st.text(max_size=30),
+    st.text("node1234[]-,!*?@:.%ab \\", max_size=20),
+    st.lists(st.sampled_from(["node1", "gpu", "a100", "!", ",", "[1-2]", "*", "local", "10.0.0.1", "@", ":22"])).map(
+        "".join
+    ),
+)
+VALUES = st.recursive(
+    st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False), WORDS),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORDS, inner, max_size=3)),
+    max_leaves=5,
+)
+FIELDS = st.sampled_from([field.name for field in dataclasses.fields(Host)])
+
+
+def outcome(function: Callable[..., T], *args: object) -> T | UsageError:
+    """What a function returns, or the one kind of error it may raise."""
+    try:
+        return function(*args)
+    except UsageError as error:
+        return error
+
+
+@fuzz
+@given(st.one_of(WORDS, st.lists(WORDS, max_size=4)))
+@example("[z-a]")
+@example("node[" + "1" * 5000 + "]")
+def test_any_selection_gives_hosts_or_a_usage_error(selection: str | list[str]) -> None:
+    for inventory in (Inventory.parse(CLUSTER), Inventory(hosts={})):
+        hosts = outcome(inventory.select, selection)
+        if isinstance(hosts, UsageError):
+            assert hosts.hint
+        else:
+            assert len(set(names(hosts))) == len(hosts) > 0
+            assert not any(host.login.startswith("-") or " " in host.login for host in hosts)
+
+
+@fuzz
+@given(WORDS)
+def test_any_word_expands_to_no_more_than_so_many(word: str) -> None:
+    expanded = outcome(expand, word)
+    assert expanded.hint if isinstance(expanded, UsageError) else 1 <= len(expanded) <= MOST
+
+
+@fuzz
+@given(st.integers(0, 500), st.integers(0, 50), st.integers(1, 5))
+def test_a_range_counts_from_its_first_to_its_last(first: int, more: int, width: int) -> None:
+    expected = [f"n{number:0{width}}" for number in range(first, first + more + 1)]
+    low = f"{first:0{width}}"
+    if not low.startswith("0"):
+        expected = [f"n{number}" for number in range(first, first + more + 1)]
+    assert expand(f"n[{low}-{first + more}]") == expected
+
+
+@fuzz
+@given(st.lists(st.sampled_from([f"node{number}" for number in range(1, 5)]), min_size=1))
+def test_order_is_that_of_mention_and_once_each(words: list[str]) -> None:
+    inventory = Inventory.parse(CLUSTER)
+    assert names(inventory.select(words)) == names(inventory.select(",".join(words))) == list(dict.fromkeys(words))
+
+
+@fuzz
+@given(WORDS)
+def test_an_address_read_and_written_is_the_same(word: str) -> None:
+    host = Host.ad_hoc(word)
+    if host is not None:
+        again = Host.ad_hoc(host.login)
+        assert again is not None
+        assert (again.destination, again.user, again.port) == (host.destination.strip("[]"), host.user, host.port)
+
+
+@fuzz
+@given(st.text())
+@example("a = " + "1" * 5000)
+@example("\ufeff")
+@example("[hosts.a]\nport = 0x" + "f" * 5000)
+def test_any_text_is_an_inventory_or_an_inventory_error(text: str) -> None:
+    assert isinstance(outcome(Inventory.parse, text), Inventory | InventoryError)
+
+
+@fuzz
+@given(
+    st.dictionaries(WORDS | st.just("local"), st.dictionaries(FIELDS | WORDS, VALUES, max_size=3) | VALUES, max_size=4),
+    st.dictionaries(FIELDS, VALUES, max_size=2),
+    st.dictionaries(WORDS, VALUES, max_size=4) | VALUES,
+)
+def test_any_document_is_an_inventory_or_an_inventory_error(hosts: object, defaults: object, groups: object) -> None:
+    tables = {"hosts": hosts, "defaults": defaults, "groups": groups}
+    inventory = outcome(
+        Inventory.parse, "".join(f"{key} = {_toml(table)}\n" for key, table in tables.items()), "inv.toml"
+    )
+    if isinstance(inventory, UsageError):
+        assert str(inventory).startswith("inv.toml: ")
+        assert "is not TOML" not in str(inventory)
+        first, *lines = str(inventory).splitlines()
+        assert len(lines) == (int(first.split()[1]) if first.endswith("mistakes") else 1)
+        return
+    assert inventory.select()
+    for host in inventory.hosts.values():
+        inventory.jump_chain(host)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, str):
+        return '"' + "".join(f"\\U{ord(char):08x}" for char in value) + '"'
+    return str(value).lower()
+
+
+@pytest.mark.parametrize("module", [skyfab.host, skyfab.inventory, skyfab.selection])
+def test_the_examples_in_the_documentation_are_true(module: object) -> None:
+    assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]

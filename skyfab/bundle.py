@@ -19,7 +19,7 @@ import cloudpickle
 
 from skyfab.protocol.blobs import name_of
 
-_LEFT_OUT: Final = frozenset({"lab", "examples", "cli.py", "ui.py"})
+_LEFT_OUT: Final = frozenset({"lab", "examples", "commands", "cli.py", "ui.py", "terminal.py"})
 """What no host ever needs."""
 _MAIN: Final = "import sys\nfrom skyfab.agent.link import main\nsys.exit(main(sys.argv[1:]))\n"
 

@@ -28,6 +28,7 @@ from skyfab.session import Session
 from skyfab.transport import transport_for
 
 R = TypeVar("R")
+_calls = itertools.count(1)
 
 
 class Compute:
@@ -67,7 +68,7 @@ class Compute:
         self._timeout = timeout
         self._ui = ui
         self._project = Project(self._image)
-        self._queue = Queue(self._call_ended)
+        self._queue = Queue(lambda task, host: self._started([host], task.label))
         self._gang: Gang | None = None
         self._gangs = itertools.count(1)
         self._lock = threading.Lock()
@@ -111,8 +112,10 @@ class Compute:
         nodes = [self._node(index, host) for index, host in enumerate(self._selected)]
         errors: dict[int, BaseException] = {}
 
-        def enter(node: Node) -> None:
+        for node in nodes:
             self.events.emit(HostState(host=node.name, state="connecting"))
+
+        def enter(node: Node) -> None:
             try:
                 agent = node.session.open()
             except BaseException as error:
@@ -220,11 +223,11 @@ class Compute:
         timeout = self._timeout if call.function.timeout is None else call.function.timeout
         label = call.function.label
         if on == "all":
-            return self._current_gang(tree).call(function, arguments, timeout=timeout, label=label)
+            gang = self._current_gang(tree)
+            ended = self._started([node.name for node in self.hosts], label)
+            return gang.call(function, arguments, timeout=timeout, label=label, ended=ended)
         node = None if on == "one" else self.hosts[0] if on == "head" else self._named(on)
         task = Task(function, arguments, label=label, timeout=timeout, on=node)
-        if self.events.active:
-            self.events.emit(CallStarted(host=on, call=id(task), function=label))
         self._queue.add(task)
         return task.future
 
@@ -316,17 +319,21 @@ class Compute:
             self._seats.update({f"{m.node.index}/{m.seat}": m.rank for m in self._gang.members})
             return self._gang
 
-    def _call_ended(self, task: Task, error: BaseException | None) -> None:
-        if self.events.active and task.slot is not None:
-            self.events.emit(
-                CallEnded(
-                    host=task.slot.node.name,
-                    call=id(task),
-                    function=task.label,
-                    seconds=time.monotonic() - task.started,
-                    error=None if error is None else type(error).__name__,
-                )
-            )
+    def _started(self, hosts: Sequence[str], label: str) -> Callable[[BaseException | None], None]:
+        """Tells that a call began on these hosts; returns what tells that it ended."""
+        call, began = next(_calls), time.monotonic()
+        if self.events.active:
+            for host in hosts:
+                self.events.emit(CallStarted(host=host, call=call, function=label))
+
+        def ended(error: BaseException | None) -> None:
+            if self.events.active:
+                kind = None if error is None else type(error).__name__
+                for host in hosts:
+                    seconds = time.monotonic() - began
+                    self.events.emit(CallEnded(host=host, call=call, function=label, seconds=seconds, error=kind))
+
+        return ended
 
 
 class _Listener:

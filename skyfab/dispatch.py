@@ -6,6 +6,7 @@ than the way to the host, a few ahead of that.
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections import deque
@@ -69,7 +70,7 @@ class CallFuture(Future[Any]):
 class Task:
     """One solo call: what to run, and who waits for it."""
 
-    __slots__ = ("arguments", "function", "future", "label", "on", "slot", "started", "stream", "timeout")
+    __slots__ = ("arguments", "ended", "function", "future", "label", "on", "slot", "started", "stream", "timeout")
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class Task:
         self.on = on
         """The only node where it may run; None for any."""
         self.future = CallFuture()
+        self.ended: Callable[[BaseException | None], None] | None = None
         self.slot: Slot | None = None
         self.stream = 0
         self.started = 0.0
@@ -105,15 +107,19 @@ class Slot:
         """Calls given and not answered."""
 
 
+_load = operator.attrgetter("load")
+
+
 class Queue:
     """Places solo calls on slots, the least loaded first."""
 
-    def __init__(self, ended: Callable[[Task, BaseException | None], None]) -> None:
+    def __init__(self, started: Callable[[Task, str], Callable[[BaseException | None], None]]) -> None:
+        """`started` is told of each call and its host, and returns what is to be told of its end."""
         self._slots: list[Slot] = []
         self._waiting: deque[Task] = deque()
         self._lock = threading.Lock()
         self._mean = 1.0
-        self._ended = ended
+        self._started = started
 
     def open(self, slots: Iterable[Slot]) -> None:
         self._slots = list(slots)
@@ -140,10 +146,12 @@ class Queue:
             self._give(*placed)
 
     def _place(self) -> tuple[Task, Slot] | None:
+        if not self._waiting:
+            return None
         ahead = max(1, min(_MOST, int(_AHEAD / self._mean)))
         for position, task in enumerate(self._waiting):
             fitting = [slot for slot in self._slots if slot.node.lost is None and task.on in (None, slot.node)]
-            slot = min(fitting, key=lambda slot: slot.load, default=None)
+            slot = min(fitting, key=_load, default=None)
             if slot is None or slot.load < ahead:
                 del self._waiting[position]
                 if slot is None:
@@ -164,6 +172,7 @@ class Queue:
     def _give(self, task: Task, slot: Slot) -> None:
         task.slot, task.started = slot, time.monotonic()
         task.future.node = slot.node
+        task.ended = self._started(task, slot.node.name)
         try:
             slot.node.call(
                 slot.seat,
@@ -209,8 +218,9 @@ class Queue:
         self.advance()
 
     def _finish(self, task: Task, result: Any = None, error: BaseException | None = None) -> None:
+        if task.ended is not None:
+            task.ended(error)  # before anybody who waits goes on
         task.future.settle(result, error)
-        self._ended(task, error)
 
     def _cancel(self, task: Task) -> None:
         with self._lock:

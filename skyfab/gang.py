@@ -80,10 +80,19 @@ class Gang:
                 pass  # a lost host has nothing left to release
 
     def call(
-        self, function: FunctionParcel, arguments: codec.Payload, *, timeout: float | None, label: str
+        self,
+        function: FunctionParcel,
+        arguments: codec.Payload,
+        *,
+        timeout: float | None,
+        label: str,
+        ended: Callable[[BaseException | None], None],
     ) -> CallFuture:
-        """Runs a function on every rank; the future's result is a list in rank order."""
-        round_ = _Round(self, label)
+        """Runs a function on every rank; the future's result is a list in rank order.
+
+        `ended` is called with the failure, if any, before the future is resolved.
+        """
+        round_ = _Round(self, label, ended)
         for member in self.members:
             round_.start(member, function, arguments, timeout)
         return round_.future
@@ -92,7 +101,8 @@ class Gang:
 class _Round:
     """One call of a gang, while it is under way."""
 
-    def __init__(self, gang: Gang, label: str) -> None:
+    def __init__(self, gang: Gang, label: str, ended: Callable[[BaseException | None], None]) -> None:
+        self._told = ended
         self.future = CallFuture()
         self.future.node = gang.members[0].node
         self.future.on_cancel = self._stop_others
@@ -170,8 +180,10 @@ class _Round:
         if self._failures:
             count, total = len(self._failures), len(self._results)
             error = BroadcastError(f"{self._label} failed on {count} of {total} ranks", self._failures, self._results)
+            self._told(error)
             self.future.settle(None, error)
         else:
+            self._told(None)
             self.future.settle(self._results)
 
 

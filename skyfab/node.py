@@ -108,11 +108,12 @@ class Node:
 
         def go() -> None:
             with self._lock:
-                self._seat(seat, plan)
+                if self._seats.get(seat) is not plan:
+                    self._seat(seat, plan)
                 self._teach(function, names)
                 parts, inline = _parts(arguments, names)
-                message = messages.Call(seat=seat, function=function.digest, parts=parts, timeout=timeout)
-                sent(self.session.send(message, inline, answer=answer, failure=failure))
+                head = messages.Call.head(seat=seat, function=function.digest, parts=parts, timeout=timeout)
+                sent(self.session.send(head, inline, answer=answer, failure=failure, seat=seat))
 
         if names:
             self._store({names[id(buffer)]: buffer for buffer in stored}, go, failure)
@@ -212,10 +213,10 @@ class Node:
         self.session.ask(messages.Blob(name=name, parts=[len(content)], keep=True), [content])
 
 
-def _parts(payload: codec.Payload, names: Mapping[int, str]) -> tuple[list[messages.Part], Sequence[Any]]:
+def _parts(payload: codec.Payload, names: Mapping[int, str]) -> tuple[tuple[messages.Part, ...], Sequence[Any]]:
     """How a payload travels: the pieces that are stored by name, the others inline."""
     if not names:
-        return [len(payload.data), *map(len, payload.buffers)], (payload.data, *payload.buffers)
+        return (len(payload.data), *map(len, payload.buffers)), (payload.data, *payload.buffers)
     parts: list[messages.Part] = [len(payload.data)]
     inline: list[Any] = [payload.data]
     for buffer in payload.buffers:
@@ -224,5 +225,5 @@ def _parts(payload: codec.Payload, names: Mapping[int, str]) -> tuple[list[messa
             parts.append(len(buffer))
             inline.append(buffer)
         else:
-            parts.append([name, len(buffer)])
-    return parts, inline
+            parts.append((name, len(buffer)))
+    return tuple(parts), inline

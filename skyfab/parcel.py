@@ -41,9 +41,9 @@ def pack_function(function: Function[..., Any]) -> FunctionParcel:
         known = _packed.get(fn)
         if known is not None and known[0] == state:
             return known[1]
-    travels: Any = function if function.is_importable else fn
+    by_name = function.is_importable
     try:
-        payload = codec.dumps((travels, _sources(fn) if travels is fn else {}))
+        payload = codec.dumps((function if by_name else fn, by_name, {} if by_name else _sources(fn)))
     except Exception as error:
         raise NotPicklable(f"{function.label} cannot be pickled: {error}", hint=_culprit(fn)) from error
     parcel = FunctionParcel(name_of(payload.data, *payload.buffers), payload)
@@ -55,7 +55,7 @@ def pack_function(function: Function[..., Any]) -> FunctionParcel:
 def pack_arguments(call: Call[Any]) -> codec.Payload:
     """The pickled arguments. Raises NotPicklable, naming the one that cannot travel."""
     try:
-        return codec.dumps((call.args, call.kwargs))
+        return codec.dumps((*call.args, call.kwargs) if call.kwargs else (*call.args, None))
     except Exception as error:
         for name, value in [*enumerate(call.args, 1), *call.kwargs.items()]:
             try:

@@ -66,6 +66,7 @@ class Project:
         self._names: dict[tuple[Path, Stamp], str] = {}
         self._watched: list[tuple[str, Stamp]] = []
         self._modules = 0
+        self._loaded: list[str] = []
         self._next_scan = 0.0
 
     def tree(self) -> Tree:
@@ -77,15 +78,17 @@ class Project:
         if now >= self._next_scan or len(sys.modules) != self._modules or self._touched():
             self._scan()
             spent = time.monotonic() - now
-            self._next_scan = time.monotonic() + max(0.005, 20 * spent)
+            self._next_scan = time.monotonic() + max(0.02, 20 * spent)
         return self._tree
 
     def _touched(self) -> bool:
         return any(_stamp(path) != stamp for path, stamp in self._watched)
 
     def _scan(self) -> None:
-        self._modules = len(sys.modules)
-        loaded = list(_own_modules())
+        if len(sys.modules) != self._modules:
+            self._modules = len(sys.modules)
+            self._loaded = list(_own_modules())
+        loaded = self._loaded
         roots = _roots(loaded, self._includes)
         found: dict[str, Path] = {}
         total = 0

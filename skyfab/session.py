@@ -7,6 +7,7 @@ reading meanwhile, so that an answer wakes nobody but the one who asked.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import threading
@@ -20,7 +21,7 @@ from skyfab.inventory import Host
 from skyfab.launch import Launch, local_python
 from skyfab.output import Lines
 from skyfab.protocol import VERSION, messages
-from skyfab.protocol.blobs import Assembly
+from skyfab.protocol.blobs import Assembly, split
 from skyfab.protocol.messages import AgentHello, ClientHello, Message
 from skyfab.protocol.streams import Buffer, Mux
 from skyfab.transport.base import Stream, Transport
@@ -94,6 +95,7 @@ class Session:
         self._farewell = False
         self._pinged = 0.0
         self._waker: tuple[int, int] | None = None
+        self._poll = select.poll()
         self._reading = False
         self._thread: threading.Thread | None = None
 
@@ -109,6 +111,8 @@ class Session:
             self._waker = os.pipe()
             for fd in self._waker:
                 os.set_blocking(fd, False)
+            for fd in (self._stream.fileno(), self._waker[0]):
+                self._poll.register(fd, select.POLLIN)
             while self.agent is None and self._ended is None and time.monotonic() < deadline:
                 self._pump(0.5)
             if self._ended is not None:
@@ -153,25 +157,27 @@ class Session:
 
     def send(
         self,
-        message: Message,
+        message: Message | bytes,
         parts: Sequence[Buffer] = (),
         *,
         answer: Answer | None = None,
         failure: Failure | None = None,
+        seat: str | None = None,
         urgent: bool = False,
     ) -> int:
         """Sends a message. `answer` or `failure` is called once, on whatever thread reads.
 
-        Returns the stream's number. Raises HostLost when the host is gone.
+        With `seat`, what the process in it has written so far is shown before the answer. Returns the stream's number.
+        Raises HostLost when the host is gone.
         """
-        head = message.encode()
+        head = message if isinstance(message, bytes) else message.encode()
         with self._lock:
             if self._ended is not None:
                 raise self._ended
             stream = self._next_stream
             self._next_stream += 2
             if answer is not None:
-                self._exchanges[stream] = _Exchange(answer, failure or (lambda error: None), getattr(message, "seat", None))
+                self._exchanges[stream] = _Exchange(answer, failure or _ignore, seat)
             self._mux.send(stream, head, parts, urgent=urgent)
             drained = self._flush()
         if not drained:
@@ -217,6 +223,7 @@ class Session:
                         self._pump(rest)
                     finally:
                         self._turn.release()
+                    # Nobody else is told: this caller reads on until it is done.
                 else:
                     self._follow(rest)
             return True
@@ -224,8 +231,7 @@ class Session:
             with self._lock:
                 self._callers -= 1
                 self._last_call = time.monotonic()
-                if self._followers:
-                    self._followers[0].event.set()
+            self._wake_follower()
 
     def _follow(self, timeout: float | None) -> None:
         """Waits for the one who reads to finish something or to leave."""
@@ -235,6 +241,13 @@ class Session:
         follower.event.wait(0.05 if timeout is None else min(timeout, 0.05))
         with self._lock:
             self._followers.remove(follower)
+
+    def _wake_follower(self) -> None:
+        """The turn is free: somebody who waits may read."""
+        if self._followers:
+            with self._lock:
+                if self._followers:
+                    self._followers[0].event.set()
 
     def _read_on(self) -> None:
         """The session's own thread: reads while no caller does."""
@@ -249,6 +262,7 @@ class Session:
                         self._pump(PING)
                 finally:
                     self._reading = False
+            self._wake_follower()
 
     def _poke(self) -> None:
         if self._waker is not None:
@@ -259,26 +273,27 @@ class Session:
         """Waits for the stream once, reads and writes what it can, and hands out what has arrived."""
         stream = self._stream
         assert stream is not None and self._waker is not None
-        sources: list[int] = [stream.fileno(), self._waker[0]]
-        sinks: list[int] = []
         wait = PING if timeout is None else min(timeout, PING)
+        if self._mux.has_output:
+            sink = stream.sink()
+            if sink is None:
+                wait = 0.002  # nothing tells when there is room: try again soon
+            else:
+                self._poll.register(sink, select.POLLOUT)
+        ready = self._poll.poll(wait * 1000)
         with self._lock:
-            if self._mux.has_output:
-                sink = stream.sink()
-                if sink is not None:
-                    sinks.append(sink)
+            for fd, _ in ready:
+                if fd == self._waker[0]:
+                    os.read(fd, 4096)
+                elif fd == stream.fileno():
+                    self._read(stream)
                 else:
-                    wait = 0.002  # nothing tells when there is room: try again soon
-        ready, _, _ = select.select(sources, sinks, [], wait)
-        if self._waker[0] in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._waker[0], 4096)
-        with self._lock:
-            if sources[0] in ready:
-                self._read(stream)
+                    self._poll.unregister(fd)
             if self._ended is None:
-                self._keep_alive()
-                self._flush()
+                if not ready or self._mux.heard - self._pinged > PING:
+                    self._keep_alive()
+                if self._mux.has_output:
+                    self._flush()
             after, self._after = self._after, []
         for action in after:
             action()
@@ -342,21 +357,21 @@ class Session:
     def bye(self, reason: str) -> None:
         pass  # the end of the stream follows
 
-    def opened(self, stream: int, head: bytes) -> None:
+    def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
         message = messages.decode(head)
-        if isinstance(message, messages.Log):
+        exchange = self._exchanges.get(stream)
+        if exchange is not None:
+            parts = getattr(message, "parts", ())
+            if data is not None:
+                self._complete(stream, exchange, message, split(parts, data))
+            else:
+                exchange.message = message
+                exchange.assembly = Assembly(parts)
+        elif isinstance(message, messages.Log):
             self._output[stream] = (message.seat, Lines("stdout" if message.fd == 1 else "stderr"))
         elif isinstance(message, messages.Exited):
             self._flush_lines(message.seat)
             self._after.append(lambda: self._listener.exited(message.seat, message.text))
-        else:
-            exchange = self._exchanges.get(stream)
-            if exchange is None:
-                return
-            exchange.message = message
-            exchange.assembly = Assembly(getattr(message, "parts", ()))
-            if not exchange.assembly.missing:
-                self._complete(stream, exchange)
 
     def place(self, stream: int, length: int) -> memoryview:
         exchange = self._exchanges.get(stream)
@@ -368,23 +383,21 @@ class Session:
         self._mux.used(stream, len(view))
         exchange = self._exchanges.get(stream)
         if exchange is not None:
-            if exchange.assembly is None:
+            if exchange.assembly is None or exchange.message is None:
                 raise ProtocolError("data before its message")
             if exchange.assembly.advance(len(view)):
-                self._complete(stream, exchange)
+                self._complete(stream, exchange, exchange.message, exchange.assembly.buffers())
         elif stream in self._output:
             seat, lines = self._output[stream]
             if complete := lines.feed(bytes(view)):
                 self._after.append(lambda: self._listener.wrote(seat, complete))
 
-    def _complete(self, stream: int, exchange: _Exchange) -> None:
+    def _complete(self, stream: int, exchange: _Exchange, message: Message, buffers: list[memoryview]) -> None:
         del self._exchanges[stream]
         self._mux.forget(stream)
-        message, assembly = exchange.message, exchange.assembly
-        assert message is not None and assembly is not None
         if exchange.seat is not None:
             self._flush_lines(exchange.seat)
-        self._after.append(lambda: exchange.answer(message, assembly.buffers()))
+        self._after.append(functools.partial(exchange.answer, message, buffers))
 
     def _flush_lines(self, seat: str) -> None:
         """A call is over: what it wrote without an end of line is shown too."""
@@ -392,6 +405,10 @@ class Session:
             if lines.partial and name == seat:
                 rest = lines.rest()
                 self._after.append(lambda name=name, rest=rest: self._listener.wrote(name, rest))  # type: ignore[misc]
+
+
+def _ignore(error: Exception) -> None:
+    """For requests whose failure nobody waits for."""
 
 
 def _check(agent: AgentHello, host: Host) -> None:

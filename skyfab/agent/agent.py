@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 from skyfab.agent.connection import Connection
@@ -27,7 +28,6 @@ from skyfab.agent.zygote import Zygote
 from skyfab.errors import ProtocolError
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.blobs import Assembly, inline_size
-from skyfab.protocol.frames import DATA, HEAD
 from skyfab.protocol.messages import AgentHello, ClientHello, Done, Failed
 from skyfab.protocol.streams import Mux
 
@@ -55,12 +55,17 @@ class Agent:
         self._routes: dict[int, Route] = {}
         """Where the data of a message goes; None drops it."""
         self._missing: dict[int, int] = {}
-        self._functions: dict[str, tuple[bytes, Assembly | None]] = {}
+        self._functions: dict[str, tuple[bytes, bytes | Assembly]] = {}
         self._next_stream = 2
         self._ranks = 0
         self._lease = _FIRST_LEASE
         self._silent_since = time.monotonic()
         self._done = False
+        self._busy = False
+        """There is more to pass on than one round could."""
+        self._behind: set[LogPipe] = set()
+        self.dirty: set[Seat] = set()
+        self.stuck: set[Seat] = set()
         self.mux = Mux(self)
 
     # ---- the loop
@@ -87,19 +92,31 @@ class Agent:
 
     def _patience(self) -> float:
         """Seconds until something must be done without being asked."""
+        if self._busy:
+            return 0.0
         now = self.now()
-        times = [deadline for seat in self._seats.values() if (deadline := seat.check_time(now)) is not None]
+        until = now + 60.0
+        for seat in self._seats.values():
+            if seat.calls and seat.calls[0].deadline is not None:
+                until = min(until, seat.check_time(now) or until)
         if self._connection is None:
-            times.append(self._silent_since + self._lease)
-        return max(0.0, min(times) - now) if times else 60.0
+            until = min(until, self._silent_since + self._lease)
+        return max(0.0, until - now)
 
     def _look_after(self) -> None:
-        for seat in self._seats.values():
-            if seat.paused:
-                seat.resume()
-            for log in seat.logs:
-                log.catch_up()
-        self._write()
+        """Passes on what this round of events has brought, and what had to wait for room."""
+        while self.dirty:
+            self.dirty.pop().flush()
+        self._busy = False
+        if self._behind or self.stuck:
+            for log in list(self._behind):
+                self._busy |= log.catch_up()
+                if not log.waiting:
+                    self._behind.discard(log)
+            for seat in list(self.stuck):
+                self._busy |= seat.resume()
+        if self.mux.has_output:
+            self._write()
         if self._connection is None and self.now() >= self._silent_since + self._lease:
             self._done = True
 
@@ -189,10 +206,10 @@ class Agent:
     def bye(self, reason: str) -> None:
         self._done = True
 
-    def opened(self, stream: int, head: bytes) -> None:
+    def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
         message = messages.decode(head)
         try:
-            _OPERATIONS[type(message)](self, stream, message, head)
+            _OPERATIONS[type(message)](self, stream, message, head, data)
         except (KeyError, OSError, ProtocolError) as error:
             self._fail(stream, error)
 
@@ -205,7 +222,7 @@ class Agent:
     def data(self, stream: int, view: memoryview) -> None:
         route = self._routes.get(stream)
         if isinstance(route, Seat):
-            route.deliver(DATA, stream, view)
+            route.deliver_data(stream, view)
         else:
             self.mux.used(stream, len(view))
             if isinstance(route, Assembly):
@@ -229,7 +246,8 @@ class Agent:
             else:
                 self.mux.send(stream, Done().encode())
 
-    def _expect(self, stream: int, parts: list[messages.Part], route: Route) -> None:
+    def _expect(self, stream: int, parts: Sequence[messages.Part], route: Route) -> None:
+        """The data of a large message will follow."""
         self._routes[stream] = route
         self._missing[stream] = inline_size(parts)
         if not self._missing[stream]:
@@ -250,7 +268,7 @@ class Agent:
 
     # ---- operations
 
-    def _spawn(self, stream: int, message: messages.Spawn, head: bytes) -> None:
+    def _spawn(self, stream: int, message: messages.Spawn, head: bytes, data: memoryview | None) -> None:
         old = self._seats.pop(message.seat, None)
         if old is not None:
             old.kill()
@@ -287,58 +305,74 @@ class Agent:
         folder = self._store.tree(tree)
         return [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
 
-    def _call(self, stream: int, message: messages.Call, head: bytes) -> None:
+    def _call(self, stream: int, message: messages.Call, head: bytes, data: memoryview | None) -> None:
         seat = self._seats.get(message.seat)
         if seat is None or seat.condemned:
             self.mux.send(stream, messages.Ended(why="unstarted").encode())
-            self._expect(stream, message.parts, None)
-            return
-        if message.function not in seat.functions:
-            self._teach(seat, message.function)
-        seat.give(Running(stream=stream, timeout=message.timeout))
-        seat.deliver(HEAD, stream, head)
-        self._expect(stream, message.parts, seat)
+            seat = None
+        else:
+            if message.function not in seat.functions:
+                self._teach(seat, message.function)
+            seat.give(Running(stream, message.timeout))
+            seat.deliver(stream, head, data)
+        if data is None:
+            self._expect(stream, message.parts, seat)
 
     def _teach(self, seat: Seat, digest: str) -> None:
         """Passes a function on to a rank that has not seen it."""
         head, content = self._functions[digest]
         seat.functions.add(digest)
-        seat.deliver(HEAD, 0, head)
-        if content is not None:
-            seat.deliver(DATA, 0, content.buffers()[0])
+        if isinstance(content, bytes):
+            seat.deliver(0, head, content)
+        else:
+            seat.deliver(0, head, None)
+            seat.deliver_data(0, content.buffers()[0])
 
-    def _function(self, stream: int, message: messages.Function, head: bytes) -> None:
-        content = Assembly([sum(p for p in message.parts if isinstance(p, int))])
-        self._functions[message.digest] = (head, content if content.missing else None)
-        self._expect(stream, message.parts, content)
+    def _function(self, stream: int, message: messages.Function, head: bytes, data: memoryview | None) -> None:
+        if data is not None:
+            self._functions[message.digest] = (head, bytes(data))
+        else:
+            content = Assembly([inline_size(message.parts)])
+            self._functions[message.digest] = (head, content)
+            self._expect(stream, [inline_size(message.parts)], content)
 
-    def _forget(self, stream: int, message: messages.Forget, head: bytes) -> None:
+    def _forget(self, stream: int, message: messages.Forget, head: bytes, data: memoryview | None) -> None:
         for digest in message.digests:
             self._functions.pop(digest, None)
         for seat in self._seats.values():
             seat.functions.difference_update(message.digests)
-            seat.deliver(HEAD, 0, head)
+            seat.deliver(0, head, b"")
 
-    def _cancel(self, stream: int, message: messages.Cancel, head: bytes) -> None:
+    def _cancel(self, stream: int, message: messages.Cancel, head: bytes, data: memoryview | None) -> None:
         for seat in self._seats.values():
             seat.cancel(message.stream)
 
-    def _release(self, stream: int, message: messages.Release, head: bytes) -> None:
+    def _release(self, stream: int, message: messages.Release, head: bytes, data: memoryview | None) -> None:
         seat = self._seats.get(message.seat)
         if seat is not None:
             seat.kill()
 
-    def _has(self, stream: int, message: messages.Has, head: bytes) -> None:
+    def _has(self, stream: int, message: messages.Has, head: bytes, data: memoryview | None) -> None:
         self.mux.send(stream, messages.Missing(names=self._store.missing(message.names)).encode())
 
-    def _blob(self, stream: int, message: messages.Blob, head: bytes) -> None:
-        self._expect(stream, message.parts, self._store.writer(message.name, keep=message.keep))
+    def _blob(self, stream: int, message: messages.Blob, head: bytes, data: memoryview | None) -> None:
+        writer = self._store.writer(message.name, keep=message.keep)
+        if data is None:
+            self._expect(stream, message.parts, writer)
+            return
+        try:
+            writer.write(data)
+            writer.commit()
+        except OSError:
+            writer.abort()
+            raise
+        self.mux.send(stream, Done().encode())
 
-    def _tree(self, stream: int, message: messages.Tree, head: bytes) -> None:
+    def _tree(self, stream: int, message: messages.Tree, head: bytes, data: memoryview | None) -> None:
         self._store.lay_out(message.digest, message.files)
         self.mux.send(stream, Done().encode())
 
-    def _port(self, stream: int, message: messages.Port, head: bytes) -> None:
+    def _port(self, stream: int, message: messages.Port, head: bytes, data: memoryview | None) -> None:
         with socket.socket() as probe:
             probe.bind(("", 0))
             self.mux.send(stream, Done(text=str(probe.getsockname()[1])).encode())
@@ -372,6 +406,8 @@ class Agent:
     def _drain(self, log: LogPipe) -> None:
         if not log.drain():
             self._selector.unregister(log)
+        if log.waiting:
+            self._behind.add(log)
 
     def _heed_zygote(self, events: int) -> None:
         try:
@@ -405,6 +441,8 @@ class Agent:
             log.drain()
             with contextlib.suppress(KeyError):
                 self._selector.unregister(log)
+        self.dirty.discard(seat)
+        self.stuck.discard(seat)
         for stream, route in list(self._routes.items()):
             if route is seat:  # data still under way for it goes nowhere
                 self._routes[stream] = None

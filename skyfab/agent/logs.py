@@ -81,18 +81,20 @@ class LogPipe:
         """Something that was read has not been handed to the connection."""
         return self._sent < self._end or self._mux.queued(self._stream) > 0
 
-    def catch_up(self) -> None:
-        """Forwards more of the file, as there is room."""
+    def catch_up(self) -> bool:
+        """Forwards more of the file, as there is room. True: it did."""
+        before = self._sent
         while self._sent < self._end and self._file >= 0 and self._mux.queued(self._stream) < _ROOM:
             data = os.pread(self._file, 256 * 1024, self._sent)
             if not data:
-                return
+                break
             self._forward(data)
             self._sent += len(data)
+        return self._sent > before
 
     def _forward(self, data: bytes) -> None:
         if self._announce is not None:
-            self._mux.send(self._stream, self._announce)
+            self._mux.send(self._stream, self._announce, large=True)
             self._announce = None
         self._mux.send_data(self._stream, data)
 

@@ -22,8 +22,8 @@ from typing import Any
 from skyfab import context
 from skyfab.agent.store import map_blob
 from skyfab.protocol import codec, messages
-from skyfab.protocol.blobs import Assembly
-from skyfab.protocol.frames import CHUNK, DATA, HEAD, HEADER, Reader, frame
+from skyfab.protocol.blobs import Assembly, split
+from skyfab.protocol.frames import CHUNK, DATA, HEAD, HEADER, Reader, data_header, frame
 from skyfab.protocol.streams import SMALL, Buffer
 
 
@@ -56,56 +56,59 @@ class Rank:
         self._stores = stores
         self._reader = Reader(self)
         self._opening: dict[int, tuple[messages.Message, Assembly]] = {}
-        self._ready: deque[tuple[int, messages.Message, Assembly]] = deque()
+        self._ready: deque[tuple[int, messages.Message, list[memoryview]]] = deque()
         self._functions: dict[str, Any] = {}
         self._fflush = ctypes.CDLL(None).fflush
+        self._fflush.argtypes = [ctypes.c_void_p]
 
     def serve(self) -> None:
         while True:
             while self._ready:
-                stream, message, assembly = self._ready.popleft()
-                if isinstance(message, messages.Function):
-                    self._functions[message.digest] = assembly
+                stream, message, buffers = self._ready.popleft()
+                if isinstance(message, messages.Call):
+                    self._call(stream, message, buffers)
+                elif isinstance(message, messages.Function):
+                    self._functions[message.digest] = buffers
                 elif isinstance(message, messages.Forget):
                     for digest in message.digests:
                         self._functions.pop(digest, None)
-                elif isinstance(message, messages.Call):
-                    self._call(stream, message, assembly)
             if not self._reader.pump(self._socket.recv_into):
                 return
 
     # ---- receiving
 
-    def arrived(self, kind: int, stream: int, payload: memoryview) -> None:
-        if kind == DATA:
+    def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
+        if kind == HEAD:
+            message = messages.decode(bytes(payload[:head] if head else payload))
+            parts = getattr(message, "parts", ())
+            if head:
+                self._ready.append((stream, message, split(parts, payload[head:], self._blob)))
+            else:
+                self._opening[stream] = (message, Assembly(parts, resolve=self._blob))
+        elif kind == DATA:
             message, assembly = self._opening[stream]
             if assembly.advance(len(payload)):
                 del self._opening[stream]
-                self._ready.append((stream, message, assembly))
-        elif kind == HEAD:
-            message = messages.decode(bytes(payload))
-            parts = getattr(message, "parts", [])
-            assembly = Assembly(parts, resolve=lambda name: map_blob(self._stores, name))
-            if assembly.missing:
-                self._opening[stream] = (message, assembly)
-            else:
-                self._ready.append((stream, message, assembly))
+                self._ready.append((stream, message, assembly.buffers()))
+
+    def _blob(self, name: str) -> memoryview:
+        return map_blob(self._stores, name)
 
     def place(self, stream: int, length: int) -> memoryview:
         return self._opening[stream][1].place(length)
 
     # ---- calling
 
-    def _call(self, stream: int, call: messages.Call, assembly: Assembly) -> None:
+    def _call(self, stream: int, call: messages.Call, buffers: list[memoryview]) -> None:
         try:
             function = self._function(call.function)
-            args, kwargs = codec.loads(*_split(assembly))
-            del assembly  # the arguments alone keep their memory
-            result = function(*args, **kwargs)
+            *args, kwargs = codec.loads(buffers[0], buffers[1:])
+            buffers.clear()  # the arguments alone keep their memory
+            result = function(*args, **(kwargs or {}))
             del args, kwargs
         except SystemExit as error:
             self._flush()
-            self._answer(stream, _exited(error))
+            self._answer(stream, _exited(error).encode())
             return
         except BaseException as error:
             self._flush()
@@ -116,14 +119,15 @@ class Rank:
             payload = codec.dumps(result)
         except Exception as error:
             text = f"the result, a {type(result).__qualname__}, cannot be pickled: {error}"
-            self._answer(stream, messages.Ended(why="unpicklable", text=text, traceback=_trace(error)))
+            self._answer(stream, messages.Ended(why="unpicklable", text=text, traceback=_trace(error)).encode())
             return
-        self._answer(stream, messages.Result(parts=_sizes(payload)), payload)
+        self._answer(stream, messages.Result.head(parts=_sizes(payload)), payload)
 
     def _function(self, digest: str) -> Any:
         found = self._functions[digest]
-        if isinstance(found, Assembly):
-            function, sources = codec.loads(*_split(found))
+        if isinstance(found, list):  # called for the first time
+            function, wrapped, sources = codec.loads(found[0], found[1:])
+            function = function.fn if wrapped else function
             for filename, text in sources.items():  # so that tracebacks show the lines
                 linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
             found = self._functions[digest] = function
@@ -141,30 +145,31 @@ class Rank:
             with contextlib.suppress(Exception):
                 payload = codec.dumps(_bare(error))
         message = messages.Raised(parts=_sizes(payload) if payload else [], kind=kind, text=said, traceback=text)
-        self._answer(stream, message, payload)
+        self._answer(stream, message.encode(), payload)
 
     def _flush(self) -> None:
         """What the call wrote must be out before its answer, C code's buffers included."""
-        for out in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                out.flush()
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except Exception:
+            pass  # user code may have closed or replaced them
         self._fflush(None)
 
     # ---- answering
 
-    def _answer(self, stream: int, message: messages.Message, payload: codec.Payload | None = None) -> None:
-        head = frame(HEAD, stream, message.encode())
-        if payload is None:
-            self._socket.sendall(head)
-        elif payload.size <= SMALL:
-            data = b"".join((payload.data, *payload.buffers))
-            self._socket.sendall(head + frame(DATA, stream, data))
-        else:
-            self._socket.sendall(head)
-            for part in (memoryview(payload.data), *payload.buffers):
-                for at in range(0, len(part), CHUNK):
-                    chunk = part[at : at + CHUNK]
-                    self._send(HEADER.pack(DATA, stream, len(chunk)), chunk)
+    def _answer(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
+        pieces: tuple[Buffer, ...] = () if payload is None else (payload.data, *payload.buffers)
+        total = sum(map(len, pieces))
+        if total <= SMALL and len(message) <= SMALL:
+            header = HEADER.pack(HEAD, len(message), stream, len(message) + total)
+            self._socket.sendall(b"".join((header, message, *pieces)))
+            return
+        self._socket.sendall(frame(HEAD, stream, message))
+        for part in map(memoryview, pieces):
+            for at in range(0, len(part), CHUNK):
+                chunk = part[at : at + CHUNK]
+                self._send(data_header(stream, len(chunk)), chunk)
 
     def _send(self, header: bytes, chunk: memoryview) -> None:
         sent = self._socket.sendmsg([header, chunk]) - len(header)
@@ -175,13 +180,8 @@ class Rank:
             self._socket.sendall(chunk[sent:])
 
 
-def _split(assembly: Assembly) -> tuple[Buffer, list[memoryview]]:
-    data, *buffers = assembly.buffers()
-    return data, buffers
-
-
-def _sizes(payload: codec.Payload) -> list[messages.Part]:
-    return [len(payload.data), *map(len, payload.buffers)]
+def _sizes(payload: codec.Payload) -> tuple[messages.Part, ...]:
+    return (len(payload.data), *map(len, payload.buffers))
 
 
 def _exited(error: SystemExit) -> messages.Ended:

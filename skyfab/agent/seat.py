@@ -7,17 +7,20 @@ Calls run in the order in which they came; the first one without an answer is th
 from __future__ import annotations
 
 import contextlib
+import itertools
+import select
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from selectors import EVENT_WRITE
 from typing import Final, Protocol
 
 from skyfab.agent.logs import LogPipe
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import inline_size
-from skyfab.protocol.frames import DATA, HEAD, HEADER, Reader, frame
-from skyfab.protocol.streams import SMALL, Buffer, Mux
+from skyfab.protocol.frames import DATA, HEAD, HEADER, Reader, data_header
+from skyfab.protocol.streams import Buffer, Mux
 
 _BACKLOG: Final = 2 * 1024 * 1024
 """Bytes of an answer that may wait for the connection before the rank is left waiting."""
@@ -39,6 +42,10 @@ class Owner(Protocol):
     """What a seat needs of its agent."""
 
     mux: Mux
+    dirty: set[Seat]
+    """Seats with something to flush."""
+    stuck: set[Seat]
+    """Seats that wait for the connection."""
 
     def now(self) -> float: ...
     def flush(self) -> None: ...
@@ -64,27 +71,36 @@ class Seat:
         """What the agent's selector watches for."""
         self.paused = False
         self.condemned = False
+        self._poll = select.poll()
+        for log in logs:
+            self._poll.register(log, select.POLLIN)
         self._reader = Reader(self)
         self._out: deque[tuple[Buffer, int, int]] = deque()
-        self._stalled: deque[tuple[int, int, bytes]] = deque()
+        self._stalled: deque[tuple[int, int, bytes, int]] = deque()
         """Frames of answers that wait for the logs before them."""
-        self._answer: tuple[int, bytes | None, int] | None = None
-        """The answer under way: stream, head unless that has been sent, missing bytes."""
+        self._answer: tuple[int, int] | None = None
+        """The large answer under way: its stream, and how many bytes are missing."""
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
     # ---- towards the rank
 
-    def deliver(self, kind: int, stream: int, payload: Buffer) -> None:
-        """Passes a frame on. Data gives its credit back once the rank's socket has taken it."""
-        if kind == DATA:
-            self._out.append((HEADER.pack(DATA, stream, len(payload)), 0, 0))
-            self._out.append((payload, stream, len(payload)))
-        else:
-            self._out.append((frame(kind, stream, bytes(payload)), 0, 0))
-        if len(self._out) <= 2:
-            self.flush()
+    def deliver(self, stream: int, head: bytes, data: Buffer | None) -> None:
+        """Passes the opening of a message on, with its data if that is small."""
+        size = len(head) + (len(data) if data is not None else 0)
+        header = HEADER.pack(HEAD, len(head) if data is not None else 0, stream, size)
+        self._queue(b"".join((header, head, data or b"")), 0, 0)
+
+    def deliver_data(self, stream: int, data: Buffer) -> None:
+        """Passes data of a large message on. Its credit goes back once the rank's socket has taken it."""
+        self._queue(data_header(stream, len(data)), 0, 0)
+        self._queue(data, stream, len(data))
+
+    def _queue(self, buffer: Buffer, stream: int, length: int) -> None:
+        self._out.append((buffer, stream, length))
+        if not self.events & EVENT_WRITE:
+            self._owner.dirty.add(self)  # frames that arrive together leave together
 
     def give(self, call: Running) -> None:
         """Notes a call whose frames are being delivered."""
@@ -95,7 +111,7 @@ class Seat:
     def flush(self) -> None:
         try:
             while self._out:
-                buffers = [entry[0] for entry, _ in zip(self._out, range(32), strict=False)]
+                buffers = [entry[0] for entry in itertools.islice(self._out, 32)]
                 self._consume(self.socket.sendmsg(buffers))
         except BlockingIOError:
             self._owner.writable(self, True)
@@ -129,59 +145,54 @@ class Seat:
     def place(self, stream: int, length: int) -> memoryview:
         return memoryview(bytearray(length))
 
-    def arrived(self, kind: int, stream: int, payload: memoryview) -> None:
+    def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         if self._stalled or (kind == HEAD and not self._silent()):
-            self._stalled.append((kind, stream, bytes(payload)))
+            self._stalled.append((kind, stream, bytes(payload), head))
             self._pause()
         else:
-            self._pass_on(kind, stream, payload)
+            self._pass_on(kind, stream, payload, head)
 
     def _silent(self) -> bool:
         """What the process has written so far is on its way: it must come before the answer that follows."""
-        for log in self.logs:
-            log.drain()
-        if any(log.waiting for log in self.logs):
-            self._owner.flush()
+        if self._poll.poll(0):
+            for log in self.logs:
+                log.drain()
+        if not any(log.waiting for log in self.logs):
+            return True
+        self._owner.flush()
         return not any(log.waiting for log in self.logs)
 
-    def _pass_on(self, kind: int, stream: int, payload: Buffer) -> None:
-        if kind == HEAD:
-            self._open(stream, bytes(payload))
-        elif kind == DATA and self._answer is not None:
+    def _pass_on(self, kind: int, stream: int, payload: Buffer, head: int) -> None:
+        mux = self._owner.mux
+        if kind == DATA:
             self._relay(stream, payload)
+        elif head:
+            mux.send(stream, bytes(payload[:head]), (payload[head:],))
+            self._close(stream)
+        elif kind == HEAD:
+            content = bytes(payload)
+            mux.send(stream, content, large=True)
+            self._answer = (stream, inline_size(getattr(messages.decode(content), "parts", ())))
 
     def _pause(self) -> None:
         self.paused = True
+        self._owner.stuck.add(self)
         self._owner.readable(self, False)
 
-    def _open(self, stream: int, head: bytes) -> None:
-        missing = inline_size(getattr(messages.decode(head), "parts", ()))
-        self._answer = (stream, head, missing)
-        if missing > SMALL or not missing:
-            self._owner.mux.send(stream, head)
-            self._answer = (stream, None, missing)
-        if not missing:
-            self._close()
-
     def _relay(self, stream: int, payload: Buffer) -> None:
-        assert self._answer is not None
-        _, head, missing = self._answer
-        missing -= len(payload)
-        self._answer = (stream, None, missing)
-        mux = self._owner.mux
-        if head is not None:  # a small answer is one frame: it leaves in one piece
-            mux.send(stream, head, (payload,))
-        else:
-            mux.send_data(stream, payload)
-        if not missing:
-            self._close()
-        elif mux.queued(stream) > _BACKLOG:
+        if self._answer is None:
+            return
+        missing = self._answer[1] - len(payload)
+        self._answer = (stream, missing)
+        self._owner.mux.send_data(stream, payload)
+        if missing <= 0:
+            self._answer = None
+            self._close(stream)
+        elif self._owner.mux.queued(stream) > _BACKLOG:
             self._pause()
 
-    def _close(self) -> None:
-        """The answer is complete: the next call, if any, has begun."""
-        assert self._answer is not None
-        stream, self._answer = self._answer[0], None
+    def _close(self, stream: int) -> None:
+        """An answer is complete: the next call, if any, has begun."""
         if self.calls and self.calls[0].stream == stream:
             self.calls.popleft()
         if self.calls:
@@ -194,19 +205,23 @@ class Seat:
         if call.cancelled:
             self.condemn("cancelled")
 
-    def resume(self) -> None:
-        """Goes on where it paused: the logs are out, and the connection has taken enough of a large answer."""
-        if not self.paused or (self._stalled and not self._silent()):
-            return
+    def resume(self) -> bool:
+        """Goes on where it paused: the logs are out, and the connection has taken enough of a large answer.
+
+        True: it did.
+        """
+        if self._stalled and not self._silent():
+            return False
         while self._stalled:
-            kind, stream, payload = self._stalled.popleft()
-            if kind == HEAD and not self._silent():
-                self._stalled.appendleft((kind, stream, payload))
-                return
-            self._pass_on(kind, stream, payload)
-        if self._answer is None or self._owner.mux.queued(self._answer[0]) < _BACKLOG // 2:
-            self.paused = False
-            self._owner.readable(self, True)
+            if self._stalled[0][0] == HEAD and not self._silent():
+                return True
+            self._pass_on(*self._stalled.popleft())
+        if self._answer is not None and self._owner.mux.queued(self._answer[0]) >= _BACKLOG // 2:
+            return False
+        self.paused = False
+        self._owner.stuck.discard(self)
+        self._owner.readable(self, True)
+        return True
 
     # ---- endings
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from skyfab.errors import ProtocolError
 from skyfab.protocol.messages import Part
-from skyfab.protocol.streams import SMALL, Buffer
+from skyfab.protocol.streams import Buffer
 
 LARGE: Final = 1024 * 1024
 """Buffers of this size and more may be stored under their name instead of being sent again."""
@@ -55,32 +55,47 @@ def inline_size(parts: Sequence[Part]) -> int:
     return total
 
 
-class Assembly:
-    """The parts of one message, filled as its data arrives."""
+Resolve = Callable[[str], memoryview]
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        *,
-        resolve: Callable[[str], memoryview] | None = None,
-        limit: int | None = None,
-    ) -> None:
+
+def split(parts: Sequence[Part], data: memoryview, resolve: Resolve | None = None) -> list[memoryview]:
+    """The parts of a small message, each in memory of its own: arrays want to start at an aligned address."""
+    if inline_size(parts) != len(data):
+        raise ProtocolError(f"{len(data)} bytes of data where {inline_size(parts)} were announced")
+    found: list[memoryview] = []
+    offset = 0
+    for part in parts:
+        if isinstance(part, int):
+            found.append(memoryview(bytearray(data[offset : offset + part])))
+            offset += part
+        else:
+            found.append(_named(part, resolve))
+    return found
+
+
+def _named(part: Part, resolve: Resolve | None) -> memoryview:
+    if resolve is None:
+        raise ProtocolError("a blob where none was expected")
+    return resolve(check_name(part[0]))
+
+
+class Assembly:
+    """The parts of a large message, filled as its data arrives."""
+
+    def __init__(self, parts: Sequence[Part], *, resolve: Resolve | None = None, limit: int | None = None) -> None:
         self.missing = inline_size(parts)
         if limit is not None and self.missing > limit:
             raise ProtocolError(f"a message of {self.missing} bytes; at most {limit} are accepted")
         self._parts = parts
         self._resolve = resolve
-        self._whole = allocate(self.missing) if self.missing <= SMALL else None
-        self._views = [] if self._whole else [allocate(p) for p in parts if isinstance(p, int)]
+        self._views = [allocate(part) for part in parts if isinstance(part, int)]
         self._at = 0
         self._offset = 0
 
     def place(self, length: int) -> memoryview:
-        """The memory for the next `length` bytes."""
+        """The memory for the next `length` bytes, which never span two parts."""
         if length > self.missing:
             raise ProtocolError(f"{length} bytes of data where {self.missing} were announced")
-        if self._whole is not None:
-            return self._whole[self._offset : self._offset + length]
         while self._offset == len(self._views[self._at]):
             self._at, self._offset = self._at + 1, 0
         return self._views[self._at][self._offset : self._offset + length]
@@ -92,20 +107,6 @@ class Assembly:
         return self.missing == 0
 
     def buffers(self) -> list[memoryview]:
-        """All parts in order, each in memory of its own; blobs come from `resolve`."""
-        found: list[memoryview] = []
+        """All parts in order; blobs come from `resolve`."""
         inline = iter(self._views)
-        offset = 0
-        for part in self._parts:
-            if not isinstance(part, int):
-                if self._resolve is None:
-                    raise ProtocolError("a blob where none was expected")
-                found.append(self._resolve(check_name(part[0])))
-            elif self._whole is not None:
-                piece = self._whole[offset : offset + part]
-                # Memory of its own: arrays want to start at an aligned address.
-                found.append(piece if not offset else memoryview(bytearray(piece)))
-                offset += part
-            else:
-                found.append(next(inline))
-        return found
+        return [next(inline) if isinstance(part, int) else _named(part, self._resolve) for part in self._parts]

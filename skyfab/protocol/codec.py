@@ -20,6 +20,9 @@ IN_BAND: Final = 4096
 """Buffers below this size are cheaper inside the pickle than beside it."""
 
 
+_ATOMS: Final = frozenset({type(None), bool, int, float, str})
+
+
 @dataclass(frozen=True, slots=True)
 class Payload:
     """A pickled object: the pickle, and the buffers that it refers to in order."""
@@ -37,6 +40,8 @@ def dumps(value: Any) -> Payload:
 
     Raises whatever pickling raises.
     """
+    if type(value) in _ATOMS or (type(value) is tuple and all(type(v) in _ATOMS for v in value)):
+        return Payload(pickle.dumps(value, protocol=5))  # nothing in there for cloudpickle to do
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)

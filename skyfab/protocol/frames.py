@@ -1,7 +1,8 @@
 """Frames: how one byte stream is cut into pieces that belong to numbered streams.
 
-A frame is a 16-byte header (kind, stream, length) and a payload. Control frames are small and handed
-over as views; the payload of a DATA frame is received straight into the memory that its owner names.
+A frame is a 16-byte header (kind, head, stream, length) and a payload. A small message is one HEAD frame: `head` bytes
+of JSON, then all its data. A large one is a HEAD frame of JSON alone (`head` is 0) and DATA frames, whose payload is received
+straight into the memory that its owner names.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Final, Protocol
 
 from skyfab.errors import ProtocolError
 
-HEADER: Final = struct.Struct("<BxxxIQ")
+HEADER: Final = struct.Struct("<BxHIQ")
 COUNT: Final = struct.Struct("<Q")
 
 HELLO: Final = 1
@@ -43,9 +44,13 @@ def is_sequenced(kind: int) -> bool:
     return kind >= HEAD
 
 
-def frame(kind: int, stream: int = 0, payload: bytes = b"") -> bytes:
+def frame(kind: int, stream: int = 0, payload: bytes = b"", head: int = 0) -> bytes:
     """A whole frame in one piece, so that it leaves in one write."""
-    return HEADER.pack(kind, stream, len(payload)) + payload
+    return HEADER.pack(kind, head, stream, len(payload)) + payload
+
+
+def data_header(stream: int, length: int) -> bytes:
+    return HEADER.pack(DATA, 0, stream, length)
 
 
 class Receiver(Protocol):
@@ -54,8 +59,8 @@ class Receiver(Protocol):
     def place(self, stream: int, length: int) -> memoryview:
         """The memory where the payload of a DATA frame is to land."""
 
-    def arrived(self, kind: int, stream: int, payload: memoryview) -> None:
-        """A frame is complete. A control payload is valid only during this call."""
+    def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
+        """A frame is complete. Its payload is valid only during this call, unless it was placed."""
 
 
 class Reader:
@@ -75,6 +80,7 @@ class Reader:
         self._control = bytearray()
         self._missing = 0
         self._kind = 0
+        self._head = 0
 
     @property
     def pending(self) -> bool:
@@ -92,7 +98,7 @@ class Reader:
             self._filled += got
             if self._filled == len(self._payload):
                 payload, self._payload = self._payload, None
-                self._receiver.arrived(DATA, self._stream, payload)
+                self._receiver.arrived(DATA, self._stream, payload, 0)
             return got > 0
         got = recv_into(self._scratch[self._end :])
         self._end += got
@@ -109,9 +115,9 @@ class Reader:
             have = self._end - self._start
             if have < HEADER.size:
                 break
-            kind, stream, length = HEADER.unpack_from(scratch, self._start)
-            if kind not in KINDS or length > LIMIT:
-                raise ProtocolError(f"not a frame: kind {kind}, length {length}")
+            kind, head, stream, length = HEADER.unpack_from(scratch, self._start)
+            if kind not in KINDS or length > LIMIT or head > length:
+                raise ProtocolError(f"not a frame: kind {kind}, length {length}, head {head}")
             self._start += HEADER.size
             have -= HEADER.size
             if kind == DATA:
@@ -120,9 +126,9 @@ class Reader:
             elif length <= have:
                 view = scratch[self._start : self._start + length]
                 self._start += length
-                receiver.arrived(kind, stream, view)
+                receiver.arrived(kind, stream, view, head)
             else:
-                self._kind, self._stream, self._missing = kind, stream, length
+                self._kind, self._head, self._stream, self._missing = kind, head, stream, length
                 self._control.clear()
         self._compact()
 
@@ -135,7 +141,7 @@ class Reader:
         place[:take] = self._scratch[self._start : self._start + take]
         self._start += take
         if take == length:
-            self._receiver.arrived(DATA, stream, place)
+            self._receiver.arrived(DATA, stream, place, 0)
             return True
         self._stream, self._payload, self._filled = stream, place, take
         self._start = self._end = 0
@@ -150,7 +156,7 @@ class Reader:
         if self._missing:
             self._start = self._end = 0
             return False
-        self._receiver.arrived(self._kind, self._stream, memoryview(bytes(self._control)))
+        self._receiver.arrived(self._kind, self._stream, memoryview(bytes(self._control)), self._head)
         return True
 
     def _compact(self) -> None:

@@ -5,8 +5,9 @@ User data never stands in a message: it follows as parts, whose sizes or names t
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -27,6 +28,12 @@ class Message:
         for name in _NAMES[type(self)]:
             document[name] = getattr(self, name)
         return _dumps(document).encode()
+
+    @classmethod
+    @functools.lru_cache(maxsize=1024)
+    def head(cls, **fields: Any) -> bytes:
+        """An encoded message, remembered: the calls of a busy seat differ in their data alone."""
+        return cls(**fields).encode()
 
 
 # ---- from this machine to a host
@@ -52,7 +59,7 @@ class Call(Message):
     op: ClassVar[str] = "call"
     seat: str
     function: str
-    parts: list[Part]
+    parts: Sequence[Part]
     timeout: float | None = None
 
 
@@ -62,7 +69,7 @@ class Function(Message):
 
     op: ClassVar[str] = "function"
     digest: str
-    parts: list[Part]
+    parts: Sequence[Part]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +110,7 @@ class Blob(Message):
 
     op: ClassVar[str] = "blob"
     name: str
-    parts: list[Part]
+    parts: Sequence[Part]
     keep: bool = False
     """In the cache, for later pools too; else it goes with this pool."""
 
@@ -133,7 +140,7 @@ class Result(Message):
     """The call returned; its parts are the pickled value."""
 
     op: ClassVar[str] = "result"
-    parts: list[Part]
+    parts: Sequence[Part]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +148,7 @@ class Raised(Message):
     """The call raised; its parts are the pickled exception, absent where that cannot be pickled."""
 
     op: ClassVar[str] = "raised"
-    parts: list[Part]
+    parts: Sequence[Part]
     kind: str
     text: str
     traceback: str
@@ -260,7 +267,14 @@ M = TypeVar("M", bound=Message)
 
 
 def decode(data: bytes) -> Message:
-    """The message in `data`. Raises ProtocolError for anything else."""
+    """The message in `data`. Raises ProtocolError for anything else.
+
+    Short ones are remembered: most of them come again and again.
+    """
+    return _decode_short(data) if len(data) <= 512 else _decode(data)
+
+
+def _decode(data: bytes) -> Message:
     try:
         document = _loads(data.decode())
         kind = _ALL[document.pop("op")]
@@ -271,6 +285,9 @@ def decode(data: bytes) -> Message:
         if not isinstance(getattr(message, name), types):
             raise ProtocolError(f"{kind.op}.{name} is {getattr(message, name)!r:.80}")
     return message
+
+
+_decode_short = functools.lru_cache(maxsize=1024)(_decode)
 
 
 def expect(kind: type[M], data: bytes) -> M:

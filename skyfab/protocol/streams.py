@@ -33,8 +33,8 @@ class Handler(Protocol):
     def hello(self, payload: bytes) -> None:
         """The other side introduced itself on a new connection."""
 
-    def opened(self, stream: int, head: bytes) -> None:
-        """A message opens on this stream."""
+    def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
+        """A message opens on this stream. A small one has all its data with it, valid during this call; else None."""
 
     def place(self, stream: int, length: int) -> memoryview:
         """The memory for the next bytes of this stream."""
@@ -141,13 +141,16 @@ class Mux:
 
     # ---- sending
 
-    def send(self, stream: int, head: bytes, parts: Sequence[Buffer] = (), *, urgent: bool = False) -> None:
-        """Queues a message. With `urgent` its data keeps its place in line whatever its size."""
+    def send(
+        self, stream: int, head: bytes, parts: Sequence[Buffer] = (), *, urgent: bool = False, large: bool = False
+    ) -> None:
+        """Queues a message. With `urgent` its data keeps its place in line whatever its size.
+
+        With `large` only the head is there, and `send_data` brings the rest.
+        """
         total = sum(map(len, parts))
-        if total <= SMALL:
-            self._urgent.append(frame(HEAD, stream, head))
-            if total:
-                self._urgent.append(frame(DATA, stream, b"".join(parts)))
+        if total <= SMALL and len(head) <= SMALL and not large:
+            self._urgent.append(b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + total), head, *parts)))
             return
         self._urgent.append(frame(HEAD, stream, head))
         for part in parts:
@@ -198,7 +201,7 @@ class Mux:
         batch = self._batch
         while batch or self._fill():
             try:
-                sent = send(batch if len(batch) == 1 else list(batch))
+                sent = send(list(batch))
             except BlockingIOError:
                 return False
             self.bytes_out += sent
@@ -214,10 +217,9 @@ class Mux:
     @property
     def has_output(self) -> bool:
         """Something could be written now."""
-        return bool(self._batch or self._control or self._replay or self._urgent) or self._may_send_data()
-
-    def _may_send_data(self) -> bool:
-        if self._flight >= self.window.size:
+        if self._batch or self._control or self._replay or self._urgent:
+            return True
+        if not self._turns or self._flight >= self.window.size:
             return False
         return any(o.credit > 0 for s in self._turns if (o := self._outgoing.get(s)) is not None)
 
@@ -258,7 +260,7 @@ class Mux:
             outgoing.credit -= size
             if outgoing.pending:
                 self._turns.append(stream)
-            header = HEADER.pack(DATA, stream, size)
+            header = frames.data_header(stream, size)
             self._unacked.append(_Sent((header, chunk), size, now))
             self._flight += size
             self._batch.extend((header, chunk))
@@ -277,17 +279,20 @@ class Mux:
     def place(self, stream: int, length: int) -> memoryview:
         return self._handler.place(stream, length)
 
-    def arrived(self, kind: int, stream: int, payload: memoryview) -> None:
+    def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         self.heard = self._clock()
         self.bytes_in += len(payload) + HEADER.size
-        if frames.is_sequenced(kind):
+        if kind >= HEAD:
             self.received += 1
             self._owed_frames += 1
-        if kind == DATA:
+        if kind == HEAD:
+            if head:
+                self._handler.opened(stream, bytes(payload[:head]), payload[head:])
+            else:
+                self._handler.opened(stream, bytes(payload), None)
+        elif kind == DATA:
             self._owed_bytes += len(payload)
             self._handler.data(stream, payload)
-        elif kind == HEAD:
-            self._handler.opened(stream, bytes(payload))
         elif kind == CREDIT:
             outgoing = self._outgoing.get(stream)
             if outgoing is not None:

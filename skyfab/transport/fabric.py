@@ -10,8 +10,9 @@ import getpass
 import os
 import socket
 import sys
+import threading
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import fabric
 import paramiko
@@ -123,17 +124,19 @@ class Fabric:
 class Passwords:
     """Passwords that a person has typed, kept in memory for this program alone."""
 
-    _known: dict[str, str] = {}
+    _known: ClassVar[dict[str, str]] = {}
+    _asking: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
     def ask(cls, host: Host) -> str | None:
         """Asked once for a user and host, never echoed; None where nobody can be asked."""
         who = f"{host.user or getpass.getuser()}@{host.destination}"
-        if who not in cls._known:
-            if not sys.stdin.isatty():
-                return None
-            cls._known[who] = getpass.getpass(f"{who}'s password: ")
-        return cls._known[who]
+        with cls._asking:  # one prompt at a time, however many hosts connect
+            if who not in cls._known:
+                if not sys.stdin.isatty():
+                    return None
+                cls._known[who] = getpass.getpass(f"{who}'s password: ")
+            return cls._known[who]
 
 
 class ChannelStream:

@@ -1,0 +1,64 @@
+"""``python -m benchmarks``: measure, print the table. The bars are reported, not enforced."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks import table
+from benchmarks.arena import Arena
+from benchmarks.facts import Facts
+from benchmarks.result import Result
+from benchmarks.rows import ROWS, Row
+from benchmarks.scale import TASTE, Scale
+from benchmarks.skip import Skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 whatever the figures are; 1 when a row could not be measured because something broke."""
+    options = _parser().parse_args(argv)
+    scale = TASTE if options.quick else Scale()
+    if options.size:
+        scale = replace(scale, size=options.size)
+    rows = [row for row in ROWS if options.only in (None, row.name)]
+    with Arena.open(scale) as arena:
+        facts = Facts.of(arena)
+        results, notes = measure(rows, arena)
+    table.show(results, [*notes, str(facts)])
+    if options.json:
+        document = {"facts": facts.document(), "results": [result.document() for result in results], "notes": notes}
+        options.json.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    return 1 if any("crashed" in note for note in notes) else 0
+
+
+def measure(rows: list[Row], arena: Arena) -> tuple[list[Result], list[str]]:
+    """The results of all rows, and a note for each row that has none. One that breaks does not stop the others."""
+    results: list[Result] = []
+    notes: list[str] = []
+    for row in rows:
+        print(f"{row.name}: {row.about}", file=sys.stderr)
+        try:
+            results.extend(row.run(arena))
+        except Skip as reason:
+            notes.append(f"{row.name} skipped: {reason}")
+        except Exception as error:
+            traceback.print_exc()
+            notes.append(f"{row.name} crashed: {type(error).__name__}: {error}")
+    return results, notes
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", metavar="NAME", choices=[row.name for row in ROWS], help="one row")
+    parser.add_argument("--size", type=int, metavar="MIB", help="of the large tensor (default: 1024)")
+    parser.add_argument("--quick", action="store_true", help="a taste of everything, in seconds; the figures say little")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""The arena: the lab's hosts, and the two ways to them that are compared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import skyfab as sky
+from benchmarks.scale import Scale
+from skyfab.inventory import Host, Inventory
+from skyfab.lab import Lab, LabHost
+from skyfab.transport.openssh import OpenSSH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arena:
+    """Hosts that are up, and how much is to be measured on them."""
+
+    lab: Lab
+    inventory: Inventory
+    scale: Scale
+
+    @classmethod
+    @contextmanager
+    def open(cls, scale: Scale, *, hosts: int = 4) -> Iterator[Arena]:
+        """Starts a lab of its own. All its hosts are reached by the ssh program."""
+        with Lab.start(count=hosts, python=sys.executable) as lab:
+            found = Inventory.load(lab.inventory)
+            by_ssh = {name: replace(host, transport="openssh") for name, host in found.hosts.items()}
+            yield cls(lab=lab, inventory=replace(found, hosts=by_ssh), scale=scale)
+
+    @property
+    def hosts(self) -> list[Host]:
+        return list(self.inventory.hosts.values())
+
+    @property
+    def first(self) -> Host:
+        return self.hosts[0]
+
+    @property
+    def first_machine(self) -> LabHost:
+        """The first host as the lab sees it."""
+        return self.lab.hosts[0]
+
+    def pool(self, *hosts: Host) -> sky.Compute:
+        """A pool of these hosts that shows nothing."""
+        return sky.Compute(hosts, inventory=self.inventory, ui="none")
+
+    @contextmanager
+    def ssh(self, host: Host, command: str) -> Iterator[list[str]]:
+        """The words that run a command on a host by the same ssh, with the same options, as a pool."""
+        transport = OpenSSH(host, self.inventory)
+        try:
+            yield transport.argv(command)
+        finally:
+            transport.close()
+
+    @contextmanager
+    def ssh_config(self) -> Iterator[Path]:
+        """A configuration file with which a plain ``ssh NAME`` does the same for every host of the lab."""
+        transports = {host.name: OpenSSH(host, self.inventory) for host in self.hosts}
+        path = self.lab.folder / "ssh_config"
+        with path.open("w") as file:
+            for name, transport in transports.items():
+                words = transport.argv("")
+                options = [words[at + 1] for at, word in enumerate(words) if word == "-o"]
+                file.write(f"Host {name}\n  HostName {words[-2]}\n")
+                file.writelines("  {} {}\n".format(*option.split("=", 1)) for option in options)
+        try:
+            yield path
+        finally:
+            path.unlink()
+            for transport in transports.values():
+                transport.close()

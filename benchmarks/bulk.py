@@ -1,0 +1,168 @@
+"""A large tensor out and back, its rate and the memory it takes, against `ssh host cat`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import skyfab as sky
+from benchmarks.arena import Arena
+from benchmarks.memory import OwnPeak, Peak
+from benchmarks.pipe import Pipe
+from benchmarks.remote import identity, make, swallow
+from benchmarks.result import Bar, Result
+from benchmarks.sample import Sample, alternate
+from benchmarks.skip import Skip
+
+_GIB = 1024**3
+
+
+class Bulk:
+    name = "bulk"
+    about = "a tensor of 1 GiB out and back, against as much through `ssh host cat`; and the memory that it takes"
+
+    def run(self, arena: Arena) -> Iterator[Result]:
+        cargo = Cargo.load(arena.scale.size * 1024**2)
+        with arena.pool(arena.first) as compute:
+            identity(cargo.library.ones(8)) >> compute  # the host imports it
+            yield from self._memory(arena, compute, cargo)
+            ferry = Ferry(arena, compute, cargo)
+            yield self._rates(arena, "out and back", 2, ferry.both, ferry.both_raw, Bar(0.8, "at least"))
+            yield self._rates(arena, "out", 1, ferry.out, ferry.out_raw)
+            yield self._rates(arena, "back", 1, ferry.back, ferry.back_raw)
+
+    def _memory(self, arena: Arena, compute: sky.Compute, cargo: Cargo) -> Iterator[Result]:
+        pids = [process.outside for process in arena.first_machine.processes() if _is_ours(process.cmdline)]
+        cargo.refresh()
+        with OwnPeak() as here, Peak(pids) as there:
+            returned = identity(cargo.array) >> compute
+        assert bool((returned == cargo.array).all())
+        for side, peak in (("on this side", here.above), ("on the host", there.above)):
+            yield Result(
+                row=self.name,
+                what=f"memory {side}",
+                unit="GiB",
+                ours=Sample.of(peak / _GIB),
+                # The bar is for 1 GiB; a smaller try is held against as many times its size.
+                bar=Bar(1.3 * cargo.size / _GIB, on="value"),
+            )
+
+    def _rates(
+        self,
+        arena: Arena,
+        what: str,
+        times: int,
+        ours: Callable[[], float],
+        raw: Callable[[], float],
+        bar: Bar | None = None,
+    ) -> Result:
+        moved = times * arena.scale.size * 1024**2
+        taken, baseline = alternate(arena.scale.bulk, ours, raw)
+        return Result(
+            row=self.name,
+            what=f"{arena.scale.size} MiB {what}",
+            unit="MB/s",
+            ours=taken.each(lambda seconds: moved / seconds / 1e6),
+            baseline=baseline.each(lambda seconds: moved / seconds / 1e6),
+            against="ssh cat",
+            bar=bar,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """What is moved: an array of torch, else of numpy."""
+
+    library: ModuleType
+    array: Any
+    view: memoryview
+    """Its bytes."""
+    landing: memoryview
+    """As many bytes for a raw reader, already touched: it pays for no page faults."""
+
+    @classmethod
+    def load(cls, size: int) -> Cargo:
+        library = _library()
+        array = library.arange(size // 8)
+        return cls(library, array, memoryview(_numbers(array)).cast("B"), memoryview(bytearray(b"x") * size))
+
+    @property
+    def size(self) -> int:
+        return len(self.view)
+
+    def refresh(self) -> None:
+        """Makes it new: what a host has seen before need not be sent again."""
+        array = self.array
+        array += 1  # in place
+
+
+@dataclass(frozen=True, slots=True)
+class Ferry:
+    """The ways the cargo goes; each returns the seconds it took."""
+
+    arena: Arena
+    compute: sky.Compute
+    cargo: Cargo
+
+    def both(self) -> float:
+        return self._timed(lambda: identity(self.cargo.array) >> self.compute)
+
+    def out(self) -> float:
+        return self._timed(lambda: swallow(self.cargo.array) >> self.compute)
+
+    def back(self) -> float:
+        call = make(self.cargo.size, self.cargo.library.__name__)
+        swallow(0) >> self.compute
+        return self._timed(lambda: call >> self.compute)
+
+    def _timed(self, action: Callable[[], object]) -> float:
+        self.cargo.refresh()
+        started = time.perf_counter()
+        kept = action()
+        taken = time.perf_counter() - started
+        del kept
+        return taken
+
+    def both_raw(self) -> float:
+        with self.arena.ssh(self.arena.first, "exec cat") as argv, Pipe(argv) as pipe:
+            pipe.echo(b"ready")
+            return pipe.exchange(self.cargo.view, self.cargo.landing)
+
+    def out_raw(self) -> float:
+        with self.arena.ssh(self.arena.first, "echo ready; exec cat >/dev/null") as argv, Pipe(argv) as pipe:
+            pipe.line()
+            started = time.perf_counter()
+            pipe.send(self.cargo.view)
+            pipe.wait()
+            return time.perf_counter() - started
+
+    def back_raw(self) -> float:
+        count = self.cargo.size // 1024**2
+        command = f"echo ready; exec dd if=/dev/zero bs=1048576 count={count} 2>/dev/null"
+        with self.arena.ssh(self.arena.first, command) as argv, Pipe(argv) as pipe:
+            pipe.line()
+            started = time.perf_counter()
+            pipe.receive(self.cargo.landing)
+            return time.perf_counter() - started
+
+
+def _library() -> ModuleType:
+    for name in ("torch", "numpy"):
+        try:
+            return __import__(name)
+        except ImportError:
+            continue
+    raise Skip("neither torch nor numpy is installed")
+
+
+def _numbers(array: Any) -> Any:
+    """A torch tensor as a numpy array over the same memory."""
+    return array.numpy() if hasattr(array, "numpy") else array
+
+
+def _is_ours(cmdline: tuple[str, ...]) -> bool:
+    """A process of skyfab on the host: link, agent, zygote or rank."""
+    return any("/bundles/" in word for word in cmdline)

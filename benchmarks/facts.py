@@ -1,0 +1,60 @@
+"""The machine that the figures were taken on, in a line."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.arena import Arena
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What figures depend on."""
+
+    cores: int
+    arch: str
+    kernel: str
+    python: str
+    ssh: str
+    cipher: str
+    lab: str
+    load: float
+    """How busy the machine was when the run began."""
+
+    @classmethod
+    def of(cls, arena: Arena) -> Facts:
+        version = subprocess.run(["ssh", "-V"], capture_output=True, text=True, check=True).stderr
+        return cls(
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            arch=platform.machine(),
+            kernel=platform.release(),
+            python=platform.python_version(),
+            ssh=version.split(",")[0].split()[0],
+            cipher=_cipher(arena),
+            lab=arena.lab.kind,
+            load=os.getloadavg()[0],
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cores} cores, {self.arch}, kernel {self.kernel}, Python {self.python}, {self.ssh}, {self.cipher}; "
+            f"{self.lab} hosts; load {self.load:.1f} before"
+        )
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _cipher(arena: Arena) -> str:
+    """The one that client and server agree on."""
+    with arena.ssh(arena.first, "true") as argv:
+        said = subprocess.run(
+            [argv[0], "-v", *argv[1:]], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+        ).stderr
+    found = re.search(r"client->server cipher: (\S+)", said)
+    return found[1] if found else "unknown cipher"

@@ -1,0 +1,78 @@
+"""Memory: the most that processes hold at a time, above what they held before."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+_EVERY: Final = 0.02
+
+
+class Peak:
+    """Watches processes, while in `with`; afterwards `above` is how many bytes more than at the start they held.
+
+    What several of them share counts once: it is the sum of their proportional sizes, sampled.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._start = 0
+        self._most = 0
+
+    def __enter__(self) -> Peak:
+        self._start = self._most = self._now()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def above(self) -> int:
+        return self._most - self._start
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_EVERY):
+            self._most = max(self._most, self._now())
+
+    def _now(self) -> int:
+        return sum(map(_proportional, self._pids))
+
+
+class OwnPeak:
+    """The same for this process, by the kernel's own high-water mark: nothing is missed between samples."""
+
+    def __init__(self) -> None:
+        self._start = 0
+        self.above = 0
+
+    def __enter__(self) -> OwnPeak:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the mark
+        self._start = _status("VmRSS")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.above = _status("VmHWM") - self._start
+
+
+def _proportional(pid: int) -> int:
+    try:
+        return _kilobytes(Path(f"/proc/{pid}/smaps_rollup").read_text(), "Pss")
+    except OSError:  # it ended
+        return 0
+
+
+def _status(name: str) -> int:
+    return _kilobytes(Path("/proc/self/status").read_text(), name)
+
+
+def _kilobytes(text: str, name: str) -> int:
+    """The value of a line such as ``VmRSS:  123 kB``, in bytes; 0 when there is none, as for a process that ends."""
+    found = re.search(rf"^{name}:\s*(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0

@@ -1,0 +1,28 @@
+"""The rows of the table, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from benchmarks.arena import Arena
+from benchmarks.bulk import Bulk
+from benchmarks.cold import Cold
+from benchmarks.map import Map
+from benchmarks.output import Lines
+from benchmarks.result import Result
+from benchmarks.warm import Warm
+
+
+class Row(Protocol):
+    """Something measured. It may use all hosts of the arena and leaves nothing running on them."""
+
+    name: str
+    about: str
+    """What is measured, against what."""
+
+    def run(self, arena: Arena) -> Iterator[Result]:
+        """Measures, and yields a line of the table for each figure. Raises Skip where that cannot be done."""
+
+
+ROWS: tuple[Row, ...] = (Warm(), Cold(), Map(), Bulk(), Lines())

@@ -1,0 +1,53 @@
+"""Samples: repeated measurements, their middle and their noise."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Measurements of one thing."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, *values: float) -> Sample:
+        return cls(values)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def noise(self) -> float:
+        """Half the distance between the quartiles, as a part of the median; 0 for a single value."""
+        if len(self.values) < 2 or not self.median:
+            return 0.0
+        low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
+        return (high - low) / 2 / abs(self.median)
+
+    def percentile(self, percent: int) -> float:
+        if len(self.values) < 2:
+            return self.values[0]
+        return statistics.quantiles(self.values, n=100, method="inclusive")[percent - 1]
+
+    def each(self, change: Callable[[float], float]) -> Sample:
+        """The same measurements in another unit."""
+        return Sample(tuple(map(change, self.values)))
+
+    def over(self, other: Sample) -> Sample:
+        """The ratio of each pair: what disturbs both at the same time falls out."""
+        return Sample(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
+
+
+def alternate(rounds: int, *measures: Callable[[], float]) -> tuple[Sample, ...]:
+    """Takes each measurement so many times, in turns; every other round in reverse, so that none is always first."""
+    taken: list[list[float]] = [[] for _ in measures]
+    for number in range(rounds):
+        turns: Sequence[int] = range(len(measures))
+        for turn in turns if number % 2 == 0 else reversed(turns):
+            taken[turn].append(measures[turn]())
+    return tuple(Sample(tuple(values)) for values in taken)

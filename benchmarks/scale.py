@@ -1,0 +1,31 @@
+"""How much is measured: enough for steady medians, or a taste."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """The sizes and repetitions of all rows."""
+
+    calls: int = 200
+    """Warm calls in a block."""
+    blocks: int = 10
+    cold: int = 10
+    """Cold starts."""
+    first: int = 3
+    """Cold starts on a host that has never seen skyfab."""
+    tasks: int = 1000
+    """Items of a map."""
+    maps: int = 10
+    size: int = 1024
+    """MiB of the large tensor."""
+    bulk: int = 3
+    lines: int = 200_000
+    """Lines that a rank prints."""
+    output: int = 3
+
+
+TASTE = Scale(calls=20, blocks=2, cold=1, first=1, tasks=40, maps=2, size=8, bulk=1, lines=2000, output=1)
+"""Seconds for everything: shows that the harness works, not how fast skyfab is."""

@@ -1,0 +1,56 @@
+"""A call that does nothing, on a pool that is warm: the time that skyfab itself takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from benchmarks.arena import Arena
+from benchmarks.pipe import Pipe
+from benchmarks.remote import nothing
+from benchmarks.result import Bar, Result
+from benchmarks.sample import Sample, alternate
+
+_MESSAGE = b"x" * 64
+
+
+class Warm:
+    name = "warm"
+    about = "a call that does nothing, against one small message through the same ssh to `cat` and back"
+
+    def run(self, arena: Arena) -> Iterator[Result]:
+        scale = arena.scale
+        every: list[float] = []
+        with arena.pool(arena.first) as compute, arena.ssh(arena.first, "exec cat") as argv, Pipe(argv) as pipe:
+
+            def calls() -> float:
+                block = Sample(tuple(_times(lambda: nothing() >> compute, scale.calls)))
+                every.extend(block.values)
+                return block.median
+
+            def echoes() -> float:
+                return Sample(tuple(_times(lambda: pipe.echo(_MESSAGE), scale.calls))).median
+
+            calls(), echoes()  # the first ones find everything cold
+            every.clear()
+            ours, baseline = alternate(scale.blocks, calls, echoes)
+        millis = [sample.each(lambda seconds: seconds * 1e3) for sample in (ours, baseline)]
+        yield Result(
+            row=self.name,
+            what="no-op >>",
+            unit="ms",
+            ours=millis[0],
+            baseline=millis[1],
+            against="raw echo",
+            bar=Bar(3.0),
+        )
+        worst = Sample.of(Sample(tuple(every)).percentile(99) * 1e3)
+        yield Result(row=self.name, what="no-op >>, 99 % below", unit="ms", ours=worst)
+
+
+def _times(action: Callable[[], object], count: int) -> Iterator[float]:
+    clock = time.perf_counter
+    for _ in range(count):
+        started = clock()
+        action()
+        yield clock() - started

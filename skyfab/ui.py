@@ -1,0 +1,175 @@
+"""What a person sees: rank output, host states, progress and tables; rich on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, Literal, TextIO
+
+from skyfab.events import Events, HostState, Output, State
+from skyfab.terminal import RESET, Live, clean, echoes, is_rich, put
+from skyfab.view import Line, View
+
+_SPARSE: Final = 5.0
+"""Seconds between two states of a bar where none can be overwritten."""
+_TICK: Final = 0.1
+"""Seconds between two states of what is live on a terminal."""
+_SPINNER: Final = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_COLOURS: Final = tuple(f"\x1b[{code}m" for code in (36, 32, 33, 35, 34, 96, 92, 93, 95, 94))
+_DIM, _RED, _GREEN = "\x1b[2m", "\x1b[31m", "\x1b[32m"
+
+
+def attach(
+    events: Events,
+    kind: Literal["auto", "rich", "plain"] = "auto",
+    *,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Callable[[], None]:
+    """Shows a pool's events from now on; returns a function that writes what is left and ends it.
+
+    `auto` is `rich` where stdout and stderr are both a terminal that can do it, else `plain`.
+    """
+    files = stdout or sys.stdout, stderr or sys.stderr
+    rich = kind == "rich" or (kind == "auto" and is_rich(*files))
+    view: View = Screen(files[0], clock) if rich else Plain(stdout, stderr, clock)
+    unsubscribe = events.subscribe(view)
+
+    def detach() -> None:
+        unsubscribe()
+        view.close()
+
+    return detach
+
+
+class Plain(View):
+    """Lines for files, pipes and notebooks: ``node1[0] text``, each to the stream that it was written to.
+
+    The files are looked up at every write, as `print` does, unless they are given.
+    """
+
+    def __init__(self, stdout: TextIO | None, stderr: TextIO | None, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self._files = {"stdout": stdout, "stderr": stderr}
+        self._shown: dict[tuple[str, int | None], float] = {}
+        self._colour = not os.environ.get("NO_COLOR")
+
+    def _line(self, event: Output) -> str:
+        text = event.text if event.text.isprintable() else clean(event.text, colour=self._colour)
+        return f"{event.host} {text}\n" if event.rank is None else f"{event.host}[{event.rank}] {text}\n"
+
+    def _bar(self, event: Output) -> None:
+        """Now and then a sign of life; always the last state, with the line that follows or at the end."""
+        now = self._clock()
+        if now - self._shown.setdefault((event.host, event.rank), now) >= _SPARSE:
+            self._shown[event.host, event.rank] = now
+            self._say(event.stream, self._line(event))
+
+    def _state(self, event: HostState, before: State | None) -> None:
+        if event.state in ("failed", "lost", "reconnecting") or (event.state, before) == ("ready", "reconnecting"):
+            self._say("stderr", clean(str(event)) + "\n")
+
+    def _write(self, lines: list[Line]) -> None:
+        for stream, group in itertools.groupby(lines, key=lambda line: line[0]):
+            put(self._files[stream] or getattr(sys, stream), "".join(text for _, text in group))
+
+
+class Screen(View):
+    """A terminal: a coloured prefix for each host; below, what is under way, redrawn in place."""
+
+    def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self._file = file
+        self._live = Live()
+        self._width = 0
+        self._colours: dict[str, str] = {}
+        self._details: dict[str, str] = {}
+        """Hosts that are on their way, and what they are doing."""
+        self._ready: list[str] = []
+        self._since = 0.0
+
+    def _line(self, event: Output) -> str:
+        return f"{self._prefix(event)} {clean(event.text)}\n"
+
+    def _prefix(self, event: Output) -> str:
+        place = event.host if event.rank is None else f"{event.host}[{event.rank}]"
+        self._width = max(self._width, len(place))
+        mark = _DIM if event.stream == "stdout" else _RED
+        return f"{self._colour(event.host)}{place:<{self._width}}{RESET} {mark}│{RESET}"
+
+    def _colour(self, host: str) -> str:
+        return self._colours.setdefault(host, _COLOURS[len(self._colours) % len(_COLOURS)])
+
+    def _bar(self, event: Output) -> None:
+        self._waiting += 1
+
+    def _state(self, event: HostState, before: State | None) -> None:
+        self._colour(event.host)
+        if event.state in ("connecting", "preparing", "reconnecting"):
+            if event.host != "local":
+                if not self._details:
+                    self._since, self._ready = self._clock(), []
+                self._details[event.host] = clean(f"{event.host} {event.detail or event.state}", colour=False)
+        elif event.state in ("failed", "lost"):
+            self._details.pop(event.host, None)
+            self._say("stderr", f"{_RED}✗{RESET} {clean(str(event))}\n")
+        elif event.state == "ready" and self._details.pop(event.host, None):
+            self._ready.append(event.host)
+        self._waiting += 1
+        if self._ready and not self._details:
+            self._summary()
+
+    def _summary(self) -> None:
+        """All that were on their way have arrived, or failed: then the error says more."""
+        ready, self._ready = self._ready, []
+        if "failed" not in self._states.values():
+            who = ready[0] if len(ready) == 1 else f"{len(ready)} hosts"
+            self._say("stderr", f"{_GREEN}✓{RESET} {who} ready in {self._clock() - self._since:.1f} s\n")
+
+    def flush(self) -> None:
+        if not self._details or echoes():  # a host that is on its way may be asking for a password
+            super().flush()
+
+    def _write(self, lines: list[Line]) -> None:
+        with self._lock:
+            spinner = _SPINNER[int(self._clock() / _TICK) % len(_SPINNER)]
+            live = [f"{spinner} {detail}" for detail in self._details.values()]
+            live += [f"{self._prefix(bar)} {clean(bar.text, colour=False)}" for bar in self._bars.values()]
+        put(self._file, self._live.frame("".join(text for _, text in lines), live))
+
+    def close(self) -> None:
+        with self._lock:
+            self._details.clear()
+        super().close()
+
+    def _pace(self) -> float:
+        return _TICK if self._details or self._bars else super()._pace()
+
+    def _restless(self) -> float | None:
+        return _TICK if self._details else None
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:
+    """Prints a table to stdout; the columns that `right` names are aligned to the right."""
+    cells = [[clean(cell, colour=False) for cell in row] for row in rows]
+    if is_rich(sys.stdout):
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        made = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for name in head:
+            made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        for row in cells:
+            made.add_row(*map(Text, row))
+        Console(file=sys.stdout).print(made)
+        return
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    for row in [list(head), *cells]:
+        aligned = [f"{cell:{'>' if name in right else '<'}{width}}" for cell, name, width in zip(row, head, widths)]
+        put(sys.stdout, "  ".join(aligned).rstrip() + "\n")

@@ -1,0 +1,201 @@
+"""Hosts for every test, pools over every transport, and the guard that nothing is read or left that should not be.
+
+The lab is namespace hosts where the machine can have them; elsewhere sshd on loopback, and the summary says what that
+left untested. In CI a missing lab is a failure. ``SKYFAB_TEST_LAB=loopback`` asks for the fallback.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage import traces
+from stage.spot import Spot
+
+import skyfab as sky
+from skyfab.events import Event
+from skyfab.lab import Lab
+
+TRANSPORTS = ("local", "fabric", "openssh")
+USERS = {"fabric": "ada", "openssh": "root"}
+"""Who logs in, so that the same suite runs as root and as an ordinary user."""
+
+_home = pytest.StashKey[Path]()
+_lab = pytest.StashKey[Lab]()
+
+
+# ---- what a test may see of this machine
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A home of the run's own, before anything looks for one: nothing of the user's is read or written.
+
+    The ssh program goes by passwd and not by $HOME: its settings name this home too.
+    """
+    home = Path(tempfile.mkdtemp(prefix="skyfab-home-"))
+    config.stash[_home] = home
+    (home / ".ssh").mkdir(mode=0o700)
+    key = home / ".ssh" / "id_ed25519"  # a key that no host knows, as people have them
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True, stdin=subprocess.DEVNULL)
+    (home / ".ssh" / "known_hosts").touch()
+    settings = home / "ssh_config"
+    settings.write_text(
+        f"Host *\n  UserKnownHostsFile {home}/.ssh/known_hosts\n  GlobalKnownHostsFile none\n  IdentityFile {key}\n"
+    )
+    os.environ["HOME"] = str(home)
+    os.environ["SKYFAB_SSH_CONFIG"] = str(settings)
+    for name in ("SSH_AUTH_SOCK", "SSH_ASKPASS", "SKYFAB_INVENTORY", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        os.environ.pop(name, None)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_home], ignore_errors=True)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    lab = config.stash.get(_lab, None)
+    if lab is not None and lab.limits:
+        terminalreporter.section("not tested on this machine")
+        for limit in lab.limits:
+            terminalreporter.write_line(limit)
+
+
+@pytest.fixture(scope="session")
+def home(pytestconfig: pytest.Config) -> Path:
+    """The home folder that this run believes to be the user's."""
+    return pytestconfig.stash[_home]
+
+
+# ---- hosts
+
+
+@pytest.fixture(scope="session")
+def lab(pytestconfig: pytest.Config) -> Iterator[Lab]:
+    """Four hosts for the whole run, with the interpreter that runs the tests."""
+    kind: Any = os.environ.get("SKYFAB_TEST_LAB", "auto")
+    with Lab.start(count=4, kind=kind, python=sys.executable) as lab:
+        if lab.kind != "namespace" and os.environ.get("CI"):
+            pytest.fail(f"CI has no namespace hosts: {' '.join(lab.limits)}")
+        pytestconfig.stash[_lab] = lab
+        yield lab
+
+
+@pytest.fixture
+def namespaces(lab: Lab) -> Lab:
+    """The lab, where its hosts are real enough to be broken and looked into."""
+    if lab.kind != "namespace":
+        pytest.skip(lab.limits[0])
+    return lab
+
+
+@pytest.fixture(scope="session")
+def hosts_of(lab: Lab, home: Path) -> Callable[..., list[sky.Host]]:
+    """``hosts_of("fabric", count=2)``: hosts that are reached by that transport."""
+
+    def hosts(transport: str, count: int = 2, *, user: str | None = None, **changes: Any) -> list[sky.Host]:
+        if transport == "local":
+            caches = [str(home / f"cache{number}") for number in range(1, count + 1)]
+            return [
+                sky.Host(**{"name": f"here{number}", "transport": "local", "cache": cache, **changes})
+                for number, cache in enumerate(caches, 1)
+            ]
+        inventory = sky.Inventory.load(lab.inventory)
+        if lab.kind == "namespace":
+            changes["user"] = user or USERS[transport]
+        return [replace(host, transport=transport, **changes) for host in list(inventory.hosts.values())[:count]]
+
+    return hosts
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    """Each transport in turn: one suite runs over all of them."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def pool(transport: str, hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
+    """Two hosts with a rank each, open for the whole module."""
+    with sky.Compute(hosts_of(transport), ui="none") as compute:
+        yield compute
+
+
+@pytest.fixture
+def open_pool(hosts_of: Callable[..., list[sky.Host]]) -> Iterator[Callable[..., sky.Compute]]:
+    """``open_pool("local", count=1, ranks=2)``: a pool of the test's own, closed after it."""
+    with ExitStack() as stack:
+
+        def open_it(transport: str = "local", count: int = 1, user: str | None = None, **options: Any) -> sky.Compute:
+            hosts = hosts_of(transport, count, user=user, **options.pop("host", {}))
+            return stack.enter_context(sky.Compute(hosts, **{"ui": "none", **options}))
+
+        yield open_it
+
+
+@pytest.fixture
+def events(pool: sky.Compute) -> Iterator[list[Event]]:
+    """What happens in the pool during the test."""
+    found: list[Event] = []
+    unsubscribe = pool.events.subscribe(found.append)
+    yield found
+    unsubscribe()
+
+
+@pytest.fixture
+def spot(lab: Lab) -> Iterator[Spot]:
+    """A folder that functions and the test both see, whichever host they are on."""
+    place = Spot(lab.hosts)
+    yield place
+    place.close()
+
+
+@pytest.fixture
+def runs_on(lab: Lab) -> Callable[[str, int], bool]:
+    """``runs_on("node1", pid)``: whether a process with that number is alive there; other names are this machine."""
+
+    def alive(host: str, pid: int) -> bool:
+        names = {each.name: each for each in lab.hosts if each.kind == "namespace"}
+        if host in names:
+            return any(process.pid == pid for process in names[host].processes())
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    return alive
+
+
+# ---- nothing is left
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_in_this_process() -> Iterator[None]:
+    """A test leaves no thread, file descriptor or child process of this program."""
+    looks = (traces.threads, traces.descriptors, traces.children)
+    before = {trace for look in looks for trace in look()}
+    yield
+    left = traces.left(looks, before)
+    assert not left, f"left behind by this test: {sorted(left)}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_stays_on_hosts(request: pytest.FixtureRequest, home: Path) -> Iterator[None]:
+    """A module leaves no process and no run folder, on any host or on this machine."""
+    yield
+    lab = request.config.stash.get(_lab, None)
+    up = [host for host in lab.hosts if host.up] if lab is not None else []
+    looks: list[Callable[[], set[str]]] = [lambda: traces.here(home)]
+    looks += [lambda host=host: traces.on(host) for host in up]  # type: ignore[misc]
+    looks += [lambda host=host: traces.folders(host) for host in up]  # type: ignore[misc]
+    looks += [lambda: {str(path) for path in home.glob("**/run/*/*")}]
+    left = traces.left(looks)
+    assert not left, f"left behind by this module: {sorted(left)}"

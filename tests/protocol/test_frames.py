@@ -1,0 +1,254 @@
+"""frames.Reader: however the bytes come, the same frames come out; bytes that are not frames are one typed error."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyfab.errors import ProtocolError
+from skyfab.protocol.frames import ACK, CREDIT, DATA, HEAD, HEADER, HELLO, KINDS, LIMIT, PING, Reader, frame
+
+Frame = tuple[int, int, bytes, int]
+"""Kind, stream, payload, and how many bytes of it are the head."""
+
+quick = settings(deadline=None, max_examples=60)
+
+
+class Collector:
+    """Keeps every frame; data lands in memory of its own, as it does in real life."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.placed = 0
+
+    def place(self, stream: int, length: int) -> memoryview:
+        self.placed += length
+        return memoryview(bytearray(length))
+
+    def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
+        self.frames.append((kind, stream, bytes(payload), head))
+
+
+class Trickle:
+    """A `recv_into` that gives the wire in pieces of the given sizes, then all the rest, then the end."""
+
+    def __init__(self, wire: bytes, sizes: list[int]) -> None:
+        self._wire = memoryview(wire)
+        self._sizes = iter(sizes)
+
+    def __call__(self, view: memoryview) -> int:
+        assert len(view), "an empty read would look like the end of the stream"
+        size = min(next(self._sizes, len(self._wire)), len(view), len(self._wire))
+        view[:size] = self._wire[:size]
+        self._wire = self._wire[size:]
+        return size
+
+
+def read_all(wire: bytes, sizes: list[int], *, scratch: int = 64 * 1024) -> list[Frame]:
+    collector = Collector()
+    reader = Reader(collector, size=scratch)
+    recv = Trickle(wire, sizes)
+    while reader.pump(recv):
+        pass
+    assert not reader.pending
+    return collector.frames
+
+
+payloads = st.one_of(st.binary(max_size=40), st.integers(0, 700).map(lambda n: bytes(i % 251 for i in range(n))))
+
+
+@st.composite
+def frames(draw: st.DrawFn) -> Frame:
+    kind, payload = draw(st.sampled_from(sorted(KINDS))), draw(payloads)
+    head = draw(st.integers(0, len(payload))) if kind == HEAD else 0
+    return kind, draw(st.integers(0, 2**32 - 1)), payload, head
+
+
+frames_of_any_kind = st.lists(frames(), max_size=12)
+piece_sizes = st.lists(st.integers(1, 200), max_size=200)
+
+
+@quick
+@given(frames_of_any_kind, piece_sizes, st.sampled_from([32, 64, 300, 65536]))
+def test_any_split_of_the_stream_gives_the_same_frames(sent: list[Frame], sizes: list[int], scratch: int) -> None:
+    """The split, and the size of the scratch memory (payloads and control frames outgrow it), make no difference."""
+    wire = b"".join(frame(*one) for one in sent)
+    assert read_all(wire, sizes, scratch=scratch) == sent
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_frame_read_byte_by_byte(kind: int) -> None:
+    wire = frame(kind, 7, b"payload") + frame(kind, 8)
+    assert read_all(wire, [1] * len(wire)) == [(kind, 7, b"payload", 0), (kind, 8, b"", 0)]
+
+
+def test_zero_length_frames_arrive_without_waiting_for_more() -> None:
+    collector = Collector()
+    Reader(collector).pump(Trickle(frame(DATA, 3) + frame(HEAD, 3) + frame(PING), []))
+    assert collector.frames == [(DATA, 3, b"", 0), (HEAD, 3, b"", 0), (PING, 0, b"", 0)]
+
+
+def test_data_lands_in_the_memory_its_owner_names() -> None:
+    """A payload larger than the scratch memory is received straight into its place, with no copy in between."""
+    target = bytearray(1_000_000)
+    reads: list[int] = []
+
+    class Owner(Collector):
+        def place(self, stream: int, length: int) -> memoryview:
+            return memoryview(target)
+
+    content = bytes(range(250)) * 4000
+    wire = Trickle(frame(DATA, 1, content), [])
+
+    def recv(view: memoryview) -> int:
+        reads.append(len(view))
+        return wire(view)
+
+    owner = Owner()
+    reader = Reader(owner)
+    while reader.pump(recv):
+        pass
+    assert bytes(target) == content
+    assert reads[1] == len(content) - (64 * 1024 - HEADER.size), "the second read asks for all the rest at once"
+
+
+def test_a_control_payload_is_whole_when_it_outgrows_the_scratch_memory() -> None:
+    """A HELLO or HEAD may be megabytes; the frames behind it are not disturbed."""
+    big = bytes(range(256)) * 1200
+    sent = [(HELLO, 0, big, 0), (HEAD, 5, big[:-1], 60_000), (DATA, 5, b"tail", 0), (ACK, 0, bytes(8), 0)]
+    assert read_all(b"".join(frame(*one) for one in sent), [70_000, 3, 16, 999]) == sent
+
+
+def test_pending_says_whether_a_frame_was_cut() -> None:
+    """The owner tells an end between frames from an end inside one."""
+    whole = frame(HEAD, 1, b"head") + frame(DATA, 1, b"x" * 100)
+    for cut in range(len(whole) + 1):
+        reader = Reader(Collector(), size=32)
+        recv = Trickle(whole[:cut], [])
+        while reader.pump(recv):
+            pass
+        assert reader.pending == (cut not in (0, 20, len(whole))), f"cut after {cut} bytes"
+
+
+def test_blocking_is_passed_on_and_nothing_is_lost() -> None:
+    """BlockingIOError in the middle of a frame leaves the reader ready to go on."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        collector = Collector()
+        reader = Reader(collector, size=64)
+        wire = frame(HEAD, 1, b"h" * 100) + frame(DATA, 1, b"d" * 100) + frame(PING)
+        for at in range(0, len(wire), 7):
+            theirs.sendall(wire[at : at + 7])
+            with pytest.raises(BlockingIOError):
+                while True:
+                    reader.pump(ours.recv_into)
+        assert collector.frames == [(HEAD, 1, b"h" * 100, 0), (DATA, 1, b"d" * 100, 0), (PING, 0, b"", 0)]
+
+
+def test_a_real_socket_carries_large_frames() -> None:
+    """Through a socketpair, with the kernel choosing the pieces."""
+    sent = [(DATA, n, bytes([n]) * size, 0) for n, size in enumerate([0, 1, LIMIT, 65_520, 65_521, LIMIT])]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+
+        def write() -> None:
+            for one in sent:
+                theirs.sendall(frame(*one))
+            theirs.shutdown(socket.SHUT_WR)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        collector = Collector()
+        reader = Reader(collector)
+        while reader.pump(ours.recv_into):
+            pass
+        writer.join()
+    assert collector.frames == sent
+
+
+@pytest.mark.parametrize("kind", [kind for kind in (0, 6, 15, 19, 127, 255) if kind not in KINDS])
+def test_an_unknown_kind_is_refused(kind: int) -> None:
+    with pytest.raises(ProtocolError):
+        read_all(HEADER.pack(kind, 0, 0, 0), [])
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_head_longer_than_its_frame_is_refused(kind: int) -> None:
+    with pytest.raises(ProtocolError):
+        read_all(HEADER.pack(kind, 5, 1, 4) + b"abcd", [])
+
+
+@pytest.mark.parametrize("length", [LIMIT + 1, 2**40, 2**64 - 1])
+@pytest.mark.parametrize("kind", [DATA, HEAD, HELLO, CREDIT])
+def test_an_oversized_length_is_refused_before_anything_is_allocated(kind: int, length: int) -> None:
+    collector = Collector()
+    reader = Reader(collector)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            reader.pump(Trickle(HEADER.pack(kind, 0, 1, length), []))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert collector.placed == 0
+    assert peak < 100_000
+
+
+def test_a_control_frame_costs_memory_only_as_it_arrives() -> None:
+    """A host that announces 4 MiB and sends nothing has cost nothing."""
+    reader = Reader(Collector())
+    tracemalloc.start()
+    try:
+        reader.pump(Trickle(HEADER.pack(HEAD, 0, 1, LIMIT) + b"x", []))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert reader.pending
+    assert peak < 100_000
+
+
+def test_a_place_of_another_size_is_refused() -> None:
+    """The owner has less room than was sent: the wire is out of step."""
+
+    class Small(Collector):
+        def place(self, stream: int, length: int) -> memoryview:
+            return memoryview(bytearray(length - 1))
+
+    with pytest.raises(ProtocolError):
+        Reader(Small()).pump(Trickle(frame(DATA, 1, b"abc"), []))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.binary(max_size=400), piece_sizes)
+def test_random_bytes_are_frames_or_one_typed_error(noise: bytes, sizes: list[int]) -> None:
+    """Nothing but ProtocolError, whatever comes; and what was accepted fits into what was sent."""
+    collector = Collector()
+    reader = Reader(collector, size=64)
+    recv = Trickle(noise, sizes)
+    try:
+        while reader.pump(recv):
+            pass
+    except ProtocolError:
+        pass
+    assert sum(HEADER.size + len(payload) for _, _, payload, _ in collector.frames) <= len(noise)
+
+
+@quick
+@given(frames_of_any_kind.filter(bool), st.data())
+def test_a_flipped_byte_in_a_header_never_breaks_the_reader(sent: list[Frame], data: st.DataObject) -> None:
+    """Damage to a real conversation gives frames or ProtocolError, no other exception."""
+    wire = bytearray(b"".join(frame(*one) for one in sent))
+    wire[data.draw(st.integers(0, len(wire) - 1))] ^= data.draw(st.integers(1, 255))
+    reader = Reader(Collector(), size=64)
+    recv = Trickle(bytes(wire), data.draw(piece_sizes))
+    try:
+        while reader.pump(recv):
+            pass
+    except ProtocolError:
+        pass

@@ -1,0 +1,29 @@
+"""What test functions do on a host. Standard library only: hosts import it as a part of the project."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+def leave(path: str, text: str = "") -> None:
+    """Writes a file, whole or not at all, for whoever waits for it."""
+    Path(f"{path}.{os.getpid()}.new").write_text(text)
+    Path(f"{path}.{os.getpid()}.new").replace(path)
+
+
+def wait_for(path: str, timeout: float = 60.0) -> str:
+    """The text of a file, once it is there."""
+    deadline = time.monotonic() + timeout
+    while not Path(path).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} never came")
+        time.sleep(0.005)
+    return Path(path).read_text()
+
+
+def linger(path: str) -> None:
+    """Leaves this process's number at `path` and stays until somebody ends it."""
+    leave(path, str(os.getpid()))
+    wait_for(f"{path}.never", timeout=600)

@@ -1,0 +1,80 @@
+"""Traces: what a program of ours could leave behind, on this machine and on hosts."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from skyfab.lab import LabHost
+
+
+def threads() -> set[str]:
+    return {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
+
+
+def descriptors() -> set[str]:
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(f"file descriptor {entry.name} → {entry.readlink()}")
+        except FileNotFoundError:  # the one that lists this folder
+            continue
+    return found
+
+
+def children() -> set[str]:
+    """Child processes, those included that have ended and were not waited for."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found |= {f"child {pid}: {_words(int(pid))}" for pid in (task / "children").read_text().split()}
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def here(home: Path) -> set[str]:
+    """Processes of this machine that work for a pool whose cache is below `home`."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid() and str(home) in (words := _words(int(entry.name))):
+            found.add(f"process {entry.name}: {words}")
+    return found
+
+
+def on(host: LabHost) -> set[str]:
+    """Whatever runs on a host beside its SSH server."""
+    return {f"{host.name}: {process}" for process in host.processes() if "sshd" not in process.cmdline[0]}
+
+
+def folders(host: LabHost) -> set[str]:
+    """Run folders on a host: a pool has one while it is open."""
+    homes = [host.path(host.cache)] if host.cache else [host.path("/root/.cache/skyfab")]
+    if host.cache is None:
+        homes += [home / ".cache/skyfab" for home in host.path("/home").iterdir()]
+    return {f"{host.name}: {path}" for home in homes for path in home.glob("run/*/*")}
+
+
+def left(looks: Sequence[Callable[[], set[str]]], before: set[str] | None = None, timeout: float = 10.0) -> set[str]:
+    """What is there now and was not before, once it no longer goes away by itself."""
+    deadline = time.monotonic() + timeout
+    collected = False
+    while True:
+        found = {trace for look in looks for trace in look()} - (before or set())
+        if not found or time.monotonic() > deadline:
+            return found
+        if not collected:
+            gc.collect()
+            collected = True
+        time.sleep(0.01)
+
+
+def _words(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""

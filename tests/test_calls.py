@@ -1,0 +1,1266 @@
+"""Calls: what a user says with >>, @, >, &, gather, map and submit does what it says, over every transport."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import math
+import os
+import pathlib
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from stage.remote import leave, linger, wait_for
+from stage.spot import Spot, until
+
+import skyfab as sky
+from skyfab.events import CallEnded, CallStarted, Event
+
+pytestmark = pytest.mark.lab
+
+MB = 1 << 20
+FACTOR = 3
+
+
+@sky.function
+def add(a: int, b: int = 10, *, c: int = 0) -> int:
+    return a + b + c
+
+
+@sky.function
+def identity(value: Any) -> Any:
+    return value
+
+
+@sky.function
+def where() -> sky.InstanceInfo:
+    return sky.instance_info()
+
+
+@sky.function
+def process() -> tuple[str, int]:
+    return sky.instance_info().hostname, os.getpid()
+
+
+@sky.function
+def stay(path: str) -> None:
+    linger(path)
+
+
+@sky.function
+def wait_at(path: str, value: Any = None) -> Any:
+    wait_for(path)
+    return value
+
+
+def square(x: int) -> int:
+    return x * x
+
+
+def name_of(pool: sky.Compute, hostname: str) -> str:
+    """The pool's name for the host that calls itself so; all hosts of a local pool are one machine."""
+    return next((node.name for node in pool.hosts if node.name == hostname), pool.hosts[0].name)
+
+
+# ---- the operators and what they are made of
+
+
+def test_run_returns_what_the_function_returns(pool: sky.Compute) -> None:
+    assert add(1) >> pool == 11
+    assert pool.run(add(1, 2, c=3)) == 6
+
+
+def test_the_function_runs_on_the_host_and_not_here(pool: sky.Compute) -> None:
+    hostname, pid = process() >> pool
+    assert pid != os.getpid()
+    assert hostname in {node.agent.hostname for node in pool.hosts}
+
+
+def test_broadcast_returns_one_result_for_each_rank_in_rank_order(pool: sky.Compute) -> None:
+    infos = where() @ pool
+    assert [info.rank for info in infos] == [0, 1]
+    assert pool.world_size == 2
+    assert [info.rank for info in pool.broadcast(where())] == [0, 1]
+
+
+def test_every_rank_knows_its_place(pool: sky.Compute, transport: str) -> None:
+    infos = where() @ pool
+    for rank, info in enumerate(infos):
+        assert (info.node, info.total_nodes) == (rank, 2)
+        assert (info.rank, info.world_size) == (rank, 2)
+        assert (info.local_rank, info.local_world_size) == (0, 1)
+        assert info.is_head is (rank == 0)
+        assert info.hostname == pool.hosts[rank].agent.hostname
+        assert info.head_addr == infos[0].peers[0]
+        assert info.head_port == infos[0].head_port > 0
+        assert len(info.peers) == 2
+        assert info.job_id == infos[0].job_id != ""
+        assert (info.accelerators, info.total_accelerators) == (len(pool.hosts[rank].gpus), 2 * len(pool.hosts[0].gpus))
+    if transport != "local":
+        assert list(infos[0].peers) == [node.host.address for node in pool.hosts]
+
+
+def test_ranks_have_the_variables_that_torchrun_sets(pool: sky.Compute) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+    @sky.function
+    def variables() -> dict[str, str | None]:
+        return {name: os.environ.get(name) for name in names}
+
+    first, second = variables() @ pool
+    info = (where() @ pool)[0]
+    shared = {"MASTER_ADDR": info.head_addr, "MASTER_PORT": str(info.head_port), "WORLD_SIZE": "2"}
+    assert first == {**shared, "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0", "GROUP_RANK": "0"}
+    assert second == {**shared, "RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "1", "GROUP_RANK": "1"}
+
+
+def test_a_solo_call_is_a_world_of_its_own(pool: sky.Compute) -> None:
+    """It must not wait for others in a rendezvous, whatever the size of the pool."""
+    info = where() >> pool
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (0, 1, 0, 1)
+    assert info.is_head
+
+    @sky.function
+    def variables() -> list[str | None]:
+        return [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
+
+    assert variables() >> pool == [None, None, None]
+
+
+def test_several_ranks_on_a_host_have_local_ranks(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("openssh", count=2, ranks=2)
+    infos = where() @ pool
+    assert pool.world_size == 4
+    assert [(i.node, i.rank, i.local_rank, i.local_world_size) for i in infos] == [
+        (0, 0, 0, 2),
+        (0, 1, 1, 2),
+        (1, 2, 0, 2),
+        (1, 3, 1, 2),
+    ]
+    assert len({pid for _, pid in process() @ pool}) == 4
+
+
+def test_submit_returns_a_future_at_once(pool: sky.Compute, spot: Spot) -> None:
+    future = wait_at(spot / "go", 7) > pool
+    assert isinstance(future, Future)
+    assert not future.done()
+    spot.leave("go")
+    assert future.result(60) == 7
+    assert future.done()
+
+
+def test_ampersand_runs_calls_side_by_side_and_keeps_their_order(pool: sky.Compute, spot: Spot) -> None:
+    """The first waits for the second: one after the other would never end."""
+
+    @sky.function
+    def first() -> str:
+        wait_for(spot_go)
+        return "first"
+
+    spot_go = spot / "go"
+    futures = (first() & add(1)) >> _Started(pool, spot)
+    assert futures == ("first", 11)
+
+
+class _Started:
+    """A pool that opens the gate as soon as the group's last call is through."""
+
+    def __init__(self, pool: sky.Compute, spot: Spot) -> None:
+        self.pool, self.spot = pool, spot
+
+    def gather(self, group: Any) -> Any:
+        ended = threading.Event()
+        unsubscribe = self.pool.events.subscribe(lambda event: ended.set() if isinstance(event, CallEnded) else None)
+        opener = threading.Thread(target=lambda: (ended.wait(60), self.spot.leave("go")))
+        opener.start()
+        try:
+            return self.pool.gather(group)
+        finally:
+            ended.set()
+            opener.join()
+            unsubscribe()
+
+
+def test_groups_of_any_length_keep_their_order(pool: sky.Compute) -> None:
+    assert (add(1) & add(2) & add(3)) >> pool == (11, 12, 13)
+    assert (add(1) & (add(2) & add(3))) >> pool == (11, 12, 13)
+    assert sky.gather(*(identity(n) for n in range(20))) >> pool == tuple(range(20))
+    assert sky.gather() >> pool == ()
+
+
+def test_a_stream_yields_results_as_they_come(pool: sky.Compute, spot: Spot) -> None:
+    """The slow call is let go only after the fast one's result is in our hands."""
+    stream = sky.gather(wait_at(spot / "go", "slow"), identity("fast"), stream=True, ordered=False) >> pool
+    assert next(stream) == "fast"
+    spot.leave("go")
+    assert list(stream) == ["slow"]
+
+
+def test_an_ordered_stream_keeps_the_order_of_the_calls(pool: sky.Compute, spot: Spot) -> None:
+    stream = sky.gather(wait_at(spot / "go", "slow"), identity("fast"), stream=True) >> pool
+    opener = threading.Timer(0, spot.leave, ["go"])
+    opener.start()
+    assert list(stream) == ["slow", "fast"]
+    opener.join()
+
+
+def test_an_ordered_stream_yields_the_first_before_the_last_is_done(pool: sky.Compute, spot: Spot) -> None:
+    stream = sky.gather(identity("fast"), wait_at(spot / "go", "slow"), stream=True) >> pool
+    assert next(stream) == "fast"
+    spot.leave("go")
+    assert list(stream) == ["slow"]
+
+
+def test_leaving_a_stream_stops_what_still_runs(
+    pool: sky.Compute, spot: Spot, runs_on: Callable[[str, int], bool]
+) -> None:
+    stream = sky.gather(identity(1), stay(spot / "pid"), stream=True) >> pool
+    assert next(stream) == 1
+    ((machine, pid),) = spot.wait("pid").items()
+    stream.close()
+    until(lambda: not runs_on(machine, int(pid)), "the end of the abandoned call")
+    assert add(1) >> pool == 11
+
+
+# ---- map
+
+
+def test_map_returns_results_in_order(pool: sky.Compute) -> None:
+    assert pool.map(square, range(500)) == [n * n for n in range(500)]
+
+
+def test_map_uses_every_host(pool: sky.Compute, spot: Spot) -> None:
+    """As many calls as there are slots wait for each other: they can only end if all slots have one."""
+
+    def meet(name: str, others: list[str]) -> str:
+        leave(f"{folder}/{name}", "")
+        return sky.instance_info().hostname + str(os.getpid())
+
+    folder = spot / ""
+    assert len(set(pool.map(meet, ["a", "b"] * 50, [[]] * 100))) == 2
+
+
+def test_map_gives_the_next_item_to_whoever_is_free(pool: sky.Compute, spot: Spot) -> None:
+    """One item blocks its host until all the others are through, so these must all go to the other host."""
+
+    def work(item: int) -> int:
+        if item == 0:
+            wait_for(go)
+        return item
+
+    go = spot / "go"
+    ended: list[Event] = []
+
+    def count(event: Event) -> None:
+        if isinstance(event, CallEnded):
+            ended.append(event)
+            if len(ended) == 20:
+                spot.leave("go")
+
+    unsubscribe = pool.events.subscribe(count)
+    assert pool.map(work, range(21)) == list(range(21))
+    unsubscribe()
+
+
+def test_map_takes_several_iterables_and_any_callable(pool: sky.Compute) -> None:
+    assert pool.map(add, [1, 2], [3, 4]) == [4, 6]
+    assert pool.map(pow, [2, 3], [4, 2]) == [16, 9]
+    assert pool.map(lambda x: x + FACTOR, iter([1, 2])) == [4, 5]
+    assert pool.map(str.upper, ["a", "b"]) == ["A", "B"]
+    assert pool.map(functools.partial(pow, 2), range(4)) == [1, 2, 4, 8]
+    assert pool.map("x-y".split, ["-"]) == [["x", "y"]]
+    assert pool.map(Adder(5), [1]) == [6]
+    assert pool.map(Adder(5).twice, [1]) == [7]
+    assert pool.map(Adder, [1]) == [Adder(1)]
+    assert pool.map(square, []) == []
+
+
+@dataclass
+class Adder:
+    n: int
+
+    def __call__(self, x: int) -> int:
+        return x + self.n
+
+    def twice(self, x: int) -> int:
+        return 2 * x + self.n
+
+
+def test_a_failure_in_map_is_raised_and_the_rest_is_not_run(pool: sky.Compute, spot: Spot) -> None:
+    def work(item: int) -> None:
+        if item == 3:
+            raise KeyError(item)
+        if item > 10:
+            leave(f"{folder}/{item}")
+            wait_for(f"{folder}/never", 300)
+
+    folder = spot / ""
+    with pytest.raises(KeyError) as caught:
+        pool.map(work, range(400))
+    assert caught.value.args == (3,)
+    assert add(1) >> pool == 11
+    assert pool.map(square, range(10)) == [n * n for n in range(10)]
+    begun = spot.names()
+    assert len(begun) < 100, "most of what came after the failure must never begin"
+
+
+# ---- where a call runs
+
+
+def test_submit_says_where_a_call_runs(pool: sky.Compute, transport: str) -> None:
+    for index, node in enumerate(pool.hosts):
+        assert pool.submit(where(), on=node.name).result().node == index
+    assert pool.submit(where(), on="head").result().node == 0
+    assert [info.rank for info in pool.submit(where(), on="all").result()] == [0, 1]
+    assert pool.submit(where(), on="one").result().world_size == 1
+
+
+def test_a_name_that_no_host_has_is_refused_with_those_that_there_are(pool: sky.Compute) -> None:
+    with pytest.raises(sky.UsageError) as caught:
+        pool.submit(where(), on="node77")
+    assert "node77" in str(caught.value)
+    assert all(node.name in caught.value.hint for node in pool.hosts)
+    assert caught.value.exit_code == 2
+
+
+def test_a_host_that_is_busy_does_not_hold_up_calls_for_another(pool: sky.Compute, spot: Spot) -> None:
+    first, second = (node.name for node in pool.hosts)
+    busy = [pool.submit(wait_at(spot / "go", n), on=first) for n in range(40)]
+    assert pool.submit(add(1), on=second).result(60) == 11
+    assert add(2) >> pool == 12
+    spot.leave("go")
+    assert [future.result(60) for future in busy] == list(range(40))
+
+
+def test_slots_are_calls_at_a_time(open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
+    """Two calls on one host wait for each other: with one slot they would never end."""
+    pool = open_pool("local", count=1, host={"slots": 2})
+
+    def meet(mine: str, other: str) -> int:
+        leave(f"{folder}/{mine}")
+        wait_for(f"{folder}/{other}")
+        return os.getpid()
+
+    folder = spot / ""
+    pids = pool.map(meet, ["a", "b"], ["b", "a"])
+    assert len(set(pids)) == 2
+
+
+def test_calls_on_one_slot_run_one_after_another(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("local", count=1)
+
+    @sky.function
+    def overlap() -> bool:
+        held = running.acquire(blocking=False)
+        time.sleep(0.002)
+        if held:
+            running.release()
+        return held
+
+    running = Lock()
+    assert all((sky.gather(*(overlap() for _ in range(50)))) >> pool)
+
+
+class Lock:
+    """One lock in each process, however often it is pickled."""
+
+    lock = threading.Lock()
+
+    def acquire(self, blocking: bool) -> bool:
+        return Lock.lock.acquire(blocking=blocking)
+
+    def release(self) -> None:
+        Lock.lock.release()
+
+
+# ---- futures
+
+
+def test_cancelling_a_running_call_ends_its_process_on_the_host(
+    pool: sky.Compute, spot: Spot, runs_on: Callable[[str, int], bool]
+) -> None:
+    future = stay(spot / "pid") > pool
+    ((machine, pid),) = spot.wait("pid").items()
+    assert runs_on(machine, int(pid))
+    assert future.cancel()
+    assert future.cancelled()
+    with pytest.raises(CancelledError):
+        future.result(60)
+    until(lambda: not runs_on(machine, int(pid)), "the end of the cancelled call")
+    assert [add(n) >> pool for n in range(4)] == [10, 11, 12, 13]
+
+
+def test_cancelling_ends_what_the_call_has_started_too(
+    pool: sky.Compute, spot: Spot, runs_on: Callable[[str, int], bool]
+) -> None:
+    @sky.function
+    def start_others() -> None:
+        import subprocess
+
+        child = subprocess.Popen(["sleep", "600"])
+        leave(note, f"{os.getpid()} {child.pid}")
+        child.wait()
+
+    note = spot / "pids"
+    future = start_others() > pool
+    ((machine, pids),) = spot.wait("pids").items()
+    future.cancel()
+    for pid in pids.split():
+        until(lambda pid=pid: not runs_on(machine, int(pid)), "the end of the cancelled call's process group")
+
+
+def test_cancelling_a_queued_call_means_it_never_begins(open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
+    pool = open_pool("local", count=1)
+    running = wait_at(spot / "go", "ran") > pool
+    queued = [pool.submit(sky.function(leave)(spot / f"queued{n}")) for n in range(5)]
+    assert all(future.cancel() for future in queued)
+    spot.leave("go")
+    assert running.result(60) == "ran"
+    assert add(1) >> pool == 11
+    assert not [name for name in spot.names() if name.startswith("queued")]
+
+
+def test_cancelling_a_call_leaves_those_behind_it_in_the_queue(
+    open_pool: Callable[..., sky.Compute], spot: Spot
+) -> None:
+    """They may have been handed to the process that had to be ended for the cancelled one."""
+    pool = open_pool("local", count=1)
+    assert [add(n) >> pool for n in range(50)]  # short calls: the queue hands them out ahead
+    running = stay(spot / "pid") > pool
+    behind = [add(n) > pool for n in range(50)]
+    spot.wait("pid")
+    assert running.cancel()
+    assert [future.result(60) for future in behind] == [n + 10 for n in range(50)]
+
+
+def test_cancelling_a_call_that_is_done_changes_nothing(pool: sky.Compute) -> None:
+    future = add(1) > pool
+    assert future.result(60) == 11
+    assert not future.cancel()
+    assert future.result() == 11
+
+
+def test_cancelling_a_broadcast_ends_all_its_ranks(
+    pool: sky.Compute, spot: Spot, runs_on: Callable[[str, int], bool]
+) -> None:
+    @sky.function
+    def stay_each() -> None:
+        linger(f"{folder}/rank{sky.instance_info().rank}")
+
+    folder = spot / ""
+    future = pool.submit(stay_each(), on="all")
+    pids = [(machine, int(pid)) for rank in (0, 1) for machine, pid in spot.wait(f"rank{rank}").items()]
+    assert future.cancel()
+    for machine, pid in pids:
+        until(lambda m=machine, p=pid: not runs_on(m, p), "the end of the cancelled ranks")
+    assert [info.rank for info in where() @ pool] == [0, 1]
+
+
+def test_a_function_has_a_timeout_after_which_it_is_stopped(
+    pool: sky.Compute, spot: Spot, runs_on: Callable[[str, int], bool]
+) -> None:
+    slow = sky.function(timeout=0.3)(linger)
+    with pytest.raises(sky.CallTimeout) as caught:
+        slow(spot / "pid") >> pool
+    assert isinstance(caught.value, TimeoutError)
+    assert caught.value.host in {node.name for node in pool.hosts}
+    ((machine, pid),) = spot.wait("pid").items()
+    until(lambda: not runs_on(machine, int(pid)), "the end of the call that took too long")
+    assert sky.function(timeout=60)(square)(3) >> pool == 9
+
+
+def test_a_timeout_of_one_rank_ends_the_broadcast(pool: sky.Compute) -> None:
+    @sky.function(timeout=0.3)
+    def slow() -> int:
+        if sky.instance_info().rank == 1:
+            time.sleep(600)
+        return 1
+
+    with pytest.raises(sky.BroadcastError) as caught:
+        slow() @ pool
+    assert isinstance(caught.value.exceptions[0], sky.CallTimeout)
+    assert caught.value.results[0] == 1
+    assert caught.value.exceptions[0].rank == 1
+    assert len(where() @ pool) == 2
+
+
+def test_the_time_in_the_queue_does_not_count(open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
+    """The first call holds the only slot for longer than the second may take."""
+    pool = open_pool("local", count=1)
+
+    @sky.function(timeout=1.5)
+    def brief() -> str:
+        return "done"
+
+    first = sky.function(time.sleep)(2) > pool
+    second = brief() > pool
+    assert second.result(60) == "done"
+    assert first.result(60) is None
+
+
+def test_a_pool_has_a_timeout_for_functions_that_have_none(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("local", count=1, timeout=0.3)
+    with pytest.raises(sky.CallTimeout):
+        sky.function(time.sleep)(600) >> pool
+    assert sky.function(timeout=60)(time.sleep)(0.6) >> pool is None
+
+
+def test_waiting_for_a_result_with_a_timeout_leaves_the_call_running(pool: sky.Compute, spot: Spot) -> None:
+    future = wait_at(spot / "go", 5) > pool
+    with pytest.raises(TimeoutError):
+        future.result(0.05)
+    with pytest.raises(TimeoutError):
+        future.exception(0.05)
+    spot.leave("go")
+    assert future.result(60) == 5
+    assert future.exception(60) is None
+
+
+def test_futures_work_with_the_standard_library(pool: sky.Compute, spot: Spot) -> None:
+    futures = [add(n) > pool for n in range(10)]
+    done, open_ = wait(futures, timeout=60)
+    assert len(done) == 10
+    assert not open_
+    assert sorted(future.result() for future in as_completed([add(n) > pool for n in range(10)])) == list(range(10, 20))
+    called: list[Any] = []
+    future = add(5) > pool
+    future.add_done_callback(called.append)
+    until(lambda: called == [future], "the callback, though nobody waits for the result")
+
+
+def test_a_callback_may_submit_the_next_call(pool: sky.Compute) -> None:
+    """A chain of calls, each started from the callback of the one before."""
+    done: Future[int] = Future()
+
+    def step(future: Future[int]) -> None:
+        count = future.result()
+        if count >= 30:
+            done.set_result(count)
+        else:
+            pool.submit(add(count, 1)).add_done_callback(step)
+
+    pool.submit(add(0, 1)).add_done_callback(step)
+    assert done.result(60) == 30
+
+
+def test_a_callback_may_wait_for_another_call(pool: sky.Compute) -> None:
+    done: Future[int] = Future()
+    (add(0, 1) > pool).add_done_callback(lambda future: done.set_result(add(future.result(), 1) >> pool))
+    assert done.result(60) == 2
+
+
+# ---- many at once
+
+
+def test_many_threads_may_use_a_pool_at_once(pool: sky.Compute) -> None:
+    def work(thread: int) -> list[int]:
+        return [add(1000 * thread, n) >> pool for n in range(25)]
+
+    with ThreadPoolExecutor(16) as threads:
+        found = list(threads.map(work, range(16)))
+    assert found == [[1000 * thread + n for n in range(25)] for thread in range(16)]
+
+
+def test_broadcasts_and_solo_calls_from_several_threads_do_not_mix(pool: sky.Compute) -> None:
+    def broadcast(n: int) -> Any:
+        return identity(("all", n)) @ pool
+
+    def solo(n: int) -> Any:
+        return identity(("one", n)) >> pool
+
+    with ThreadPoolExecutor(8) as threads:
+        both = [(threads.submit(broadcast, n), threads.submit(solo, n)) for n in range(40)]
+        for n, (all_, one) in enumerate(both):
+            assert all_.result(60) == [("all", n)] * 2
+            assert one.result(60) == ("one", n)
+
+
+def test_five_hundred_calls_in_flight_are_all_answered(pool: sky.Compute) -> None:
+    futures = [identity(n) > pool for n in range(500)]
+    assert [future.result(60) for future in futures] == list(range(500))
+
+
+def test_a_small_call_is_answered_while_a_large_one_is_under_way(pool: sky.Compute) -> None:
+    """Two small ones can overtake 32 MB on its way to the same host."""
+    large = np.random.default_rng(1).integers(0, 255, 32 * MB, dtype=np.uint8)
+    first, second = (node.name for node in pool.hosts)
+    heavy = pool.submit(identity(large), on=first)
+    assert pool.submit(add(1), on=second).result(60) == 11
+    assert np.array_equal(heavy.result(60), large)
+
+
+# ---- data
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@dataclass
+class Tree:
+    value: Any
+    children: list[Tree] = field(default_factory=list)
+
+
+DATA: list[Any] = [
+    None,
+    True,
+    -(2**200),
+    1.5,
+    math.inf,
+    3 + 4j,
+    "ünïcode \U0001f600 \0 \x1b[31m",
+    "\ud800",
+    b"\x00\xff" * 1000,
+    bytearray(b"abc"),
+    (1, (2, (3,))),
+    [[], {}, (), set()],
+    {"a": [1, {"b": (2, 3)}], 4: None, (5, 6): {7}},
+    frozenset({1, 2}),
+    range(3, 9, 2),
+    slice(1, None, 2),
+    Ellipsis,
+    datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc),
+    decimal.Decimal("1.10"),
+    fractions.Fraction(1, 3),
+    uuid.UUID(int=7),
+    pathlib.PurePosixPath("/a/b"),
+    collections.OrderedDict(a=1),
+    collections.Counter("aab"),
+    collections.deque([1, 2], maxlen=5),
+    Point(1, 2),
+    Colour.RED,
+    Tree(1, [Tree(2), Tree(3, [Tree(4)])]),
+    ValueError("an exception is a value too"),
+    int,
+    len,
+    "x" * (3 * MB),
+]
+
+
+def test_data_of_all_kinds_arrives_and_comes_back_the_same(pool: sky.Compute) -> None:
+    for value, found in zip(DATA, identity(DATA) >> pool, strict=True):
+        assert type(found) is type(value)
+        if not isinstance(value, Exception):
+            assert found == value
+
+
+def test_parts_that_are_one_object_stay_one_object(pool: sky.Compute) -> None:
+    shared = [1]
+    loop: list[Any] = [shared, shared]
+    loop.append(loop)
+    found = identity(loop) >> pool
+    assert found[0] is found[1]
+    assert found[2] is found
+
+
+def test_nan_and_identity_constants_survive(pool: sky.Compute) -> None:
+    nan, nothing, yes = identity((math.nan, None, True)) >> pool
+    assert math.isnan(nan)
+    assert nothing is None
+    assert yes is True
+
+
+def test_arrays_of_every_kind_come_back_the_same(pool: sky.Compute) -> None:
+    base = np.arange(24, dtype=np.float64).reshape(2, 3, 4)
+    arrays = [
+        base,
+        base.T,
+        base[:, ::2],
+        np.asfortranarray(base),
+        np.array(5),
+        np.zeros((0, 3)),
+        np.array(["a", "bb"]),
+        np.array([1, "x", None], dtype=object),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.datetime64("2026-01-01") + np.arange(3),
+        np.arange(5, dtype=">i2"),
+        np.ma.masked_array([1, 2], [True, False]),
+        np.random.default_rng(0).standard_normal(100_000),
+    ]
+    for sent, found in zip(arrays, identity(arrays) >> pool, strict=True):
+        assert found.dtype == sent.dtype
+        assert found.shape == sent.shape
+        assert np.array_equal(found, sent) or sent.dtype == object
+    assert list((identity(arrays[7]) >> pool)) == [1, "x", None]
+
+
+@pytest.mark.parametrize("size", [100, 8 * 1024, 5 * MB], ids=["small", "middle", "large"])
+def test_arrays_can_be_written_to_on_both_sides(pool: sky.Compute, size: int) -> None:
+    @sky.function
+    def change(array: np.ndarray) -> np.ndarray:
+        array[0] = 7
+        return array
+
+    sent = np.zeros(size, dtype=np.uint8)
+    for _ in range(3):  # inline, into the store, from the store
+        found = pool.submit(change(sent), on="head").result()
+        assert found[0] == 7
+        assert found.flags.writeable
+        found[1] = 8
+        assert sent[:2].tolist() == [0, 0]
+
+
+def test_what_a_call_writes_into_a_stored_argument_is_not_seen_by_the_next(pool: sky.Compute) -> None:
+    @sky.function
+    def change(array: np.ndarray) -> int:
+        before = int(array[0])
+        array[:] = 99
+        return before
+
+    sent = np.ones(2 * MB, dtype=np.uint8)
+    assert [pool.submit(change(sent), on="head").result() for _ in range(5)] == [1] * 5
+    assert change(sent) @ pool == [1, 1]
+
+
+def test_sixty_four_megabytes_go_there_and_back(pool: sky.Compute) -> None:
+    sent = np.random.default_rng(2).integers(0, 255, 64 * MB, dtype=np.uint8)
+
+    @sky.function
+    def invert(array: np.ndarray) -> np.ndarray:
+        return 255 - array
+
+    assert np.array_equal(invert(sent) >> pool, 255 - sent)
+
+
+def moved(pool: sky.Compute) -> int:
+    """Bytes sent to the pool's first host so far."""
+    return int(pool.hosts[0].session.moved[0])
+
+
+def test_a_large_argument_is_not_sent_a_third_time(pool: sky.Compute) -> None:
+    sent = np.random.default_rng().integers(0, 255, 5 * MB, dtype=np.uint8)
+    total = sky.function(lambda array: int(array.sum()))
+    for _ in range(2):
+        pool.submit(total(sent), on="head").result()
+    before = moved(pool)
+    assert pool.submit(total(sent), on="head").result() == int(sent.sum())
+    assert moved(pool) - before < 100_000
+
+
+def test_a_changed_argument_is_sent_again_whatever_it_looks_like_from_afar(pool: sky.Compute) -> None:
+    """Only one byte differs, where a sample of the content would not look."""
+    sent = np.zeros(4 * MB, dtype=np.uint8)
+    total = sky.function(lambda array: int(array.sum()))
+    for count in range(5):
+        assert pool.submit(total(sent), on="head").result() == count
+        sent[100 + 1000 * count] = 1
+
+
+def test_a_large_argument_of_a_broadcast_is_sent_to_a_host_once(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("local", count=1, ranks=3)
+    sent = np.random.default_rng().integers(0, 255, 8 * MB, dtype=np.uint8)
+    before = moved(pool)
+    assert sky.function(lambda array: int(array.sum()))(sent) @ pool == [int(sent.sum())] * 3
+    assert moved(pool) - before < 9 * MB
+
+
+def test_a_function_is_sent_once(pool: sky.Compute) -> None:
+    """Even one that carries a large array in its closure."""
+    weights = np.random.default_rng().integers(0, 255, 5 * MB, dtype=np.uint8)
+
+    @sky.function
+    def use(n: int) -> int:
+        return int(weights[n])
+
+    assert pool.submit(use(3), on="head").result() == weights[3]
+    before = moved(pool)
+    assert [pool.submit(use(n), on="head").result() for n in range(5)] == weights[:5].tolist()
+    assert moved(pool) - before < 100_000
+
+
+def test_deeply_nested_data_is_an_error_that_names_the_argument(pool: sky.Compute) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(sky.NotPicklable, match="argument 1 of identity"):
+        identity(deep) >> pool
+    while deep:  # its destruction in one go would be as deep
+        deep = deep[0]
+    assert add(1) >> pool == 11
+
+
+# ---- torch
+
+
+@pytest.mark.torch
+def test_tensors_that_share_memory_still_do_on_arrival(pool: sky.Compute) -> None:
+    torch = pytest.importorskip("torch")
+
+    @sky.function
+    def touch(tensors: dict[str, Any]) -> dict[str, Any]:
+        tensors["base"][0] = 42
+        return {**tensors, "seen": tensors["view"][0].item()}
+
+    base = torch.zeros(4000)
+    sent = {"base": base, "view": base[:10], "every_other": base[::2], "grid": base.view(40, 100)}
+    found = touch(sent) >> pool
+    assert found["seen"] == 42
+    assert base[0] == 0
+    found["base"][2] = 5
+    assert found["view"][2] == found["every_other"][1] == found["grid"][0, 2] == 5
+
+
+@pytest.mark.torch
+def test_a_model_comes_back_trained_with_its_weights_still_tied(pool: sky.Compute) -> None:
+    torch = pytest.importorskip("torch")
+
+    class Tied(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(50, 8)
+            self.out = torch.nn.Linear(8, 50, bias=False)
+            self.out.weight = self.embed.weight
+            self.register_buffer("steps", torch.zeros(1))
+
+        def forward(self, x: Any) -> Any:
+            return self.out(self.embed(x))
+
+    @sky.function
+    def train(model: Any, optimizer: Any) -> tuple[Any, Any]:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(50)).sum().backward()
+            optimizer.step()
+            model.steps += 1
+        return model, optimizer
+
+    torch.manual_seed(0)
+    model = Tied()
+    before = model.embed.weight.detach().clone()
+    optimizer = torch.optim.Adam(model.parameters())
+    trained, stepped = train(model, optimizer) >> pool
+    assert trained.out.weight is trained.embed.weight
+    assert not torch.equal(trained.embed.weight, before)
+    assert torch.equal(model.embed.weight, before)
+    assert trained.steps.item() == 3
+    assert stepped.param_groups[0]["params"][0] is trained.embed.weight
+    here, _ = train.fn(model, optimizer)
+    assert torch.allclose(here.embed.weight, trained.embed.weight)
+
+
+@pytest.mark.torch
+def test_tensors_of_all_kinds_come_back_the_same(pool: sky.Compute) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = [
+        torch.arange(10),
+        torch.randn(3, 4, requires_grad=True),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.randn(1000, 30).t(),
+        torch.empty(0, 5),
+        torch.tensor(True),
+        torch.randn(5000).to(torch.bfloat16),
+        torch.eye(3).to_sparse(),
+        torch.complex(torch.ones(2), torch.ones(2)),
+        torch.arange(20)[5:10],
+    ]
+    found = identity(tensors) >> pool
+    for sent, got in zip(tensors, found, strict=True):
+        assert type(got) is type(sent)
+        assert got.dtype is sent.dtype
+        assert got.requires_grad == sent.requires_grad
+        assert torch.equal(got.to_dense(), sent.to_dense())
+    assert found[3].stride() == tensors[3].stride()
+    found[5].fill_(False)
+    found[0][0] = 5
+
+
+# ---- functions
+
+
+def test_a_call_is_a_value_that_has_not_run() -> None:
+    call = add(1)
+    assert repr(call) == "<call of add>"
+    assert repr(add) == "<sky.function add>"
+    assert add.fn(1) == 11
+    with pytest.raises(TypeError, match="has not run: write add"):
+        bool(call)
+    with pytest.raises(TypeError, match="takes calls"):
+        sky.gather(1)  # type: ignore[arg-type]
+
+
+def test_only_calls_can_be_run(pool: sky.Compute) -> None:
+    for wrong in (square, add, 5, None, "add(1)"):
+        with pytest.raises(sky.UsageError, match="is not a call") as caught:
+            pool.run(wrong)  # type: ignore[arg-type]
+        assert "@sky.function" in caught.value.hint
+
+
+def test_a_pool_that_is_not_open_says_so() -> None:
+    pool = sky.Compute("local", ui="none")
+    with pytest.raises(sky.UsageError, match="not open"):
+        add(1) >> pool
+    with pool:
+        assert add(1) >> pool == 11
+    with pytest.raises(sky.UsageError, match="not open"):
+        add(1) >> pool
+
+
+def test_a_pool_can_be_opened_again() -> None:
+    pool = sky.Compute("local", ui="none")
+    for _ in range(2):
+        with pool:
+            assert add(1) >> pool == 11
+
+
+def test_two_names_of_one_machine_are_two_hosts_of_the_pool(home: pathlib.Path) -> None:
+    """They share a cache folder there, and must not share an agent."""
+    hosts = [sky.Host(name=name, transport="local") for name in ("a", "b")]
+    with sky.Compute(hosts, ui="none") as pool:
+        assert [info.rank for info in where() @ pool] == [0, 1]
+        assert [pool.submit(where(), on=name).result(60).node for name in ("a", "b")] == [0, 1]
+
+
+def test_several_pools_on_the_same_hosts_do_not_meet(pool: sky.Compute, transport: str, open_pool: Any) -> None:
+    other = open_pool(transport, count=2)
+    pids = {pid for _, pid in process() @ pool}
+    others = {pid for _, pid in process() @ other}
+    if transport == "local":
+        assert not pids & others
+    other.close()
+    assert {pid for _, pid in process() @ pool} == pids
+
+
+def test_lambdas_and_nested_functions_travel(pool: sky.Compute) -> None:
+    offset = 5
+    assert sky.function(lambda x: x + offset)(1) >> pool == 6
+
+    def outer(x: int) -> Callable[[int], int]:
+        def inner(y: int) -> int:
+            return x * y + offset
+
+        return inner
+
+    assert sky.function(outer(3))(4) >> pool == 17
+    returned = sky.function(outer)(2) >> pool
+    assert returned(10) == 25
+
+
+def test_a_change_of_captured_state_is_seen_by_the_next_call(pool: sky.Compute) -> None:
+    names = ["a"]
+    settings = {"rate": 1}
+    count = 1
+
+    @sky.function
+    def look() -> tuple[Any, ...]:
+        return list(names), dict(settings), count, FACTOR
+
+    assert look() >> pool == (["a"], {"rate": 1}, 1, 3)
+    names.append("b")
+    settings["rate"] = 2
+    count = 2
+    assert look() >> pool == (["a", "b"], {"rate": 2}, 2, 3)
+    names.clear()
+    assert look() >> pool == ([], {"rate": 2}, 2, 3)
+
+
+def test_a_change_of_a_global_is_seen_by_the_next_call(pool: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = sky.function(lambda x: x * FACTOR)
+    assert scale(2) >> pool == 6
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 10)
+    assert scale(2) >> pool == 20
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", [1, 2])
+    assert scale(2) >> pool == [1, 2, 1, 2]
+
+
+def test_a_change_inside_a_captured_object_is_seen_by_the_next_call(pool: sky.Compute) -> None:
+    tree = Tree(1, [Tree(2)])
+    array = np.zeros(2 * MB, dtype=np.uint8)
+    look = sky.function(lambda: (tree.children[0].value, int(array[5])))
+    assert look() >> pool == (2, 0)
+    tree.children[0].value = 3
+    array[5] = 9
+    assert look() >> pool == (3, 9)
+
+
+def test_a_change_of_a_helper_that_a_closure_calls_is_seen(pool: sky.Compute) -> None:
+    rate = [1]
+
+    def helper() -> int:
+        return rate[0]
+
+    call = sky.function(lambda: helper())
+    assert call() >> pool == 1
+    rate[0] = 2
+    assert call() >> pool == 2
+
+    def helper() -> int:  # noqa: F811
+        return 77
+
+    assert call() >> pool == 77
+
+
+def test_equal_values_of_other_types_are_another_state(pool: sky.Compute) -> None:
+    """1, True and 1.0 are equal, and 0.0 equals -0.0: a function that captured one has not captured the other."""
+    for value in (1, True, 1.0, 0.0, -0.0, "1", b"1"):
+        captured = value
+        assert sky.function(lambda: repr(captured))() >> pool == repr(value)  # noqa: B023
+
+    box: Any = 0.0
+    look = sky.function(lambda: repr(box))
+    assert look() >> pool == "0.0"
+    box = -0.0
+    assert look() >> pool == "-0.0"
+
+
+def test_defaults_keywords_and_stars_are_passed_on(pool: sky.Compute) -> None:
+    @sky.function
+    def everything(a: Any, /, b: Any = 2, *args: Any, c: Any, d: Any = (4,), **rest: Any) -> Any:
+        return a, b, args, c, d, rest
+
+    assert everything(1, c=3) >> pool == (1, 2, (), 3, (4,), {})
+    assert everything(1, 5, 6, 7, c=8, d=9, self=10, seat=11, timeout=12) >> pool == (
+        1,
+        5,
+        (6, 7),
+        8,
+        9,
+        {"self": 10, "seat": 11, "timeout": 12},
+    )
+
+
+def test_a_mutable_default_is_pickled_as_it_is_now(pool: sky.Compute) -> None:
+    @sky.function
+    def remember(items: list[int] = [1]) -> list[int]:  # noqa: B006
+        return items
+
+    assert remember() >> pool == [1]
+    remember.fn.__defaults__[0].append(2)
+    assert remember() >> pool == [1, 2]
+
+
+def test_recursive_functions_travel(pool: sky.Compute) -> None:
+    @sky.function
+    def fact(n: int) -> int:
+        return 1 if n < 2 else n * fact.fn(n - 1)
+
+    def even(n: int) -> bool:
+        return n == 0 or odd(n - 1)
+
+    def odd(n: int) -> bool:
+        return n != 0 and even(n - 1)
+
+    assert fact(20) >> pool == math.factorial(20)
+    assert sky.function(even)(10) >> pool is True
+
+
+def test_classes_of_the_test_come_back_as_themselves(pool: sky.Compute) -> None:
+    class Local:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Local) and other.value == self.value
+
+    found = sky.function(lambda: Local(5))() >> pool
+    assert isinstance(found, Local)
+    assert found == Local(5)
+    assert isinstance(sky.function(lambda: Tree(1))() >> pool, Tree)
+
+
+def test_generators_cannot_be_arguments_and_the_error_says_which(pool: sky.Compute) -> None:
+    with pytest.raises(sky.NotPicklable) as caught:
+        add(1, (n for n in range(3))) >> pool
+    assert "argument 2 of add, a generator" in str(caught.value)
+    assert caught.value.hint
+
+
+def test_a_function_may_start_processes_of_its_own(pool: sky.Compute) -> None:
+    @sky.function
+    def spread(method: str) -> list[int]:
+        import multiprocessing
+
+        with multiprocessing.get_context(method).Pool(2) as workers:
+            return workers.map(square, range(5))
+
+    for method in ("fork", "spawn", "forkserver"):
+        assert spread(method) >> pool == [0, 1, 4, 9, 16]
+
+
+def test_a_function_may_start_threads_that_go_on_after_it(pool: sky.Compute) -> None:
+    @sky.function
+    def start() -> str:
+        threading.Thread(target=time.sleep, args=(0.5,), daemon=True).start()
+        return "started"
+
+    assert start() >> pool == "started"
+    assert add(1) >> pool == 11
+
+
+def test_nobody_is_at_the_keyboard_of_a_rank(pool: sky.Compute) -> None:
+    with pytest.raises(EOFError):
+        sky.function(lambda: input())() >> pool
+
+
+def test_a_rank_looks_like_a_python_that_was_started_for_the_function(pool: sky.Compute) -> None:
+    @sky.function
+    def look() -> dict[str, Any]:
+        import numpy
+        import subprocess
+
+        said = subprocess.run(
+            [sys.executable, "-c", "import sys, numpy; print(sys.prefix, numpy.__version__)"],
+            capture_output=True,
+            text=True,
+        )
+        return {
+            "prefix": f"{sys.prefix} {numpy.__version__}\n",
+            "child": said.stdout + said.stderr,
+            "argv": sys.argv,
+            "main": sys.modules["__main__"].__name__,
+            "umask": oct(os.umask(0o22)),
+            "limit": sys.getrecursionlimit(),
+            "home": os.environ["HOME"] == os.path.expanduser("~"),
+            "threads": threading.active_count(),
+        }
+
+    found = look() >> pool
+    assert found["child"] == found["prefix"]
+    assert found["argv"] == [""]
+    assert found["main"] == "__main__"
+    assert found["umask"] == "0o22"
+    assert found["limit"] == sys.getrecursionlimit()
+    assert found["home"]
+    assert found["threads"] == 1
+
+
+def test_variables_come_from_host_image_and_pool_the_nearest_last(open_pool: Callable[..., sky.Compute]) -> None:
+    host = {"env": {"A": "host", "B": "host", "C": "host"}}
+    image = sky.Image(env={"B": "image", "C": "image", "D": "$HOME 'quotes' \"both\" \\ \n ü"})
+    pool = open_pool("openssh", count=1, host=host, image=image, env={"C": "pool", "EMPTY": ""})
+    look = sky.function(lambda: [os.environ.get(name) for name in ("A", "B", "C", "D", "EMPTY")])
+    expected = ["host", "image", "pool", "$HOME 'quotes' \"both\" \\ \n ü", ""]
+    assert look() >> pool == expected
+    assert look() @ pool == [expected]
+
+
+def test_events_tell_of_each_call(pool: sky.Compute, events: list[Event]) -> None:
+    assert add(1) >> pool == 11
+    with pytest.raises(ZeroDivisionError):
+        sky.function(lambda: 1 / 0)() >> pool
+    until(lambda: len([e for e in events if isinstance(e, CallEnded)]) == 2, "the end of two calls")
+    started = [e for e in events if isinstance(e, CallStarted)]
+    ended = [e for e in events if isinstance(e, CallEnded)]
+    assert [e.function for e in started][0] == "add"
+    assert [(e.function, e.error) for e in ended][0] == ("add", None)
+    assert ended[1].error == "ZeroDivisionError"
+    assert all(e.host in {node.name for node in pool.hosts} for e in ended)
+    assert [e.call for e in started] == [e.call for e in ended]
+    assert "add done after" in str(ended[0])
+
+
+def test_a_subscriber_that_fails_does_not_disturb_calls(
+    pool: sky.Compute, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(event: Event) -> None:
+        raise RuntimeError("a broken subscriber")
+
+    unsubscribe = pool.events.subscribe(broken)
+    try:
+        assert add(1) >> pool == 11
+    finally:
+        unsubscribe()
+    assert "a broken subscriber" in capsys.readouterr().err
+
+
+# ---- shard
+
+
+@pytest.fixture
+def sharded(pool: sky.Compute) -> Iterator[Callable[..., list[Any]]]:
+    """What `shard` gives to each of the two ranks."""
+
+    def shares(*data: Any, **options: Any) -> list[Any]:
+        return sky.function(lambda: sky.shard(*data, **options))() @ pool
+
+    yield shares
+
+
+def test_shard_deals_out_by_rank(sharded: Callable[..., list[Any]]) -> None:
+    assert sharded(list(range(7))) == [[0, 2, 4, 6], [1, 3, 5]]
+    assert sharded([]) == [[], []]
+    assert sharded([1]) == [[1], []]
+
+
+def test_shard_with_drop_last_gives_equal_blocks(sharded: Callable[..., list[Any]]) -> None:
+    assert sharded(list(range(7)), drop_last=True) == [[0, 1, 2], [3, 4, 5]]
+    assert sharded([1], drop_last=True) == [[], []]
+
+
+def test_shard_keeps_the_type(sharded: Callable[..., list[Any]]) -> None:
+    torch = pytest.importorskip("torch")
+    for options in ({}, {"shuffle": True}, {"drop_last": True}, {"shuffle": True, "drop_last": True}):
+        for value in ([1, 2, 3], (1, 2, 3), "abc", b"abc", np.arange(3.0), torch.arange(3)):
+            shares = sharded(value, **options)
+            assert [type(share) for share in shares] == [type(value)] * 2
+            sizes = [1, 1] if options.get("drop_last") else [2, 1]
+            assert [len(share) for share in shares] == sizes
+
+
+def test_shard_of_rows_takes_rows(sharded: Callable[..., list[Any]]) -> None:
+    grid = np.arange(12).reshape(4, 3)
+    first, second = sharded(grid)
+    assert first.tolist() == grid[[0, 2]].tolist()
+    assert second.tolist() == grid[[1, 3]].tolist()
+    first, second = sharded(grid, shuffle=True)
+    assert sorted([*first.tolist(), *second.tolist()]) == grid.tolist()
+
+
+def test_shards_of_several_arguments_stay_aligned(sharded: Callable[..., list[Any]]) -> None:
+    xs, ys = list(range(11)), np.arange(11) * 10
+    for options in ({}, {"shuffle": True}, {"drop_last": True}, {"shuffle": True, "drop_last": True, "seed": 3}):
+        for x, y in sharded(xs, ys, **options):
+            assert [10 * n for n in x] == y.tolist()
+
+
+def test_shuffled_shards_are_one_permutation_drawn_from_the_seed(sharded: Callable[..., list[Any]]) -> None:
+    data = list(range(100))
+    first = sharded(data, shuffle=True, seed=1)
+    assert sorted(first[0] + first[1]) == data
+    assert first[0] != sorted(first[0])
+    assert sharded(data, shuffle=True, seed=1) == first
+    assert sharded(data, shuffle=True, seed=2) != first
+    assert not set(sharded(data, shuffle=True, drop_last=True)[0]) & set(sharded(data, shuffle=True, drop_last=True)[1])
+
+
+def test_shard_refuses_arguments_of_unequal_length(pool: sky.Compute) -> None:
+    with pytest.raises(ValueError, match="3, 2"):
+        sky.function(lambda: sky.shard([1, 2, 3], [1, 2]))() >> pool
+    with pytest.raises(ValueError, match="3, 2"):
+        sky.shard([1, 2, 3], [1, 2])
+    with pytest.raises(TypeError):
+        sky.shard()
+
+
+def test_shard_outside_a_call_returns_its_input() -> None:
+    data = [3, 1, 2]
+    assert sky.shard(data) is data
+    assert sky.shard(data, shuffle=True, drop_last=True) is data
+    pair = sky.shard(data, (1, 2, 3))
+    assert pair == (data, (1, 2, 3))
+
+
+def test_shard_in_a_solo_call_is_everything(pool: sky.Compute) -> None:
+    assert sky.function(lambda: sky.shard([1, 2, 3]))() >> pool == [1, 2, 3]
+
+
+def test_instance_info_outside_a_call_is_a_world_of_one() -> None:
+    info = sky.instance_info()
+    assert (info.rank, info.world_size, info.node, info.total_nodes, info.is_head) == (0, 1, 0, 1, True)

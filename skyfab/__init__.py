@@ -12,11 +12,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
+    from typing import Any
+
     from skyfab import lab as lab
     from skyfab.compute import Compute as Compute
     from skyfab.context import InstanceInfo as InstanceInfo
@@ -45,10 +47,10 @@ if TYPE_CHECKING:
     from skyfab.errors import UnknownHost as UnknownHost
     from skyfab.errors import Unreachable as Unreachable
     from skyfab.errors import UsageError as UsageError
-    from skyfab.function import Call as Call
-    from skyfab.function import Function as Function
-    from skyfab.function import function as function
-    from skyfab.function import gather as gather
+    from skyfab.calls import Call as Call
+    from skyfab.calls import Function as Function
+    from skyfab.calls import function as function
+    from skyfab.calls import gather as gather
     from skyfab.image import Image as Image
     from skyfab.image import PipIndex as PipIndex
     from skyfab.inventory import Host as Host
@@ -79,7 +81,7 @@ _HOMES = {
         "Unreachable",
         "UsageError",
     ),
-    "function": ("Call", "Function", "function", "gather"),
+    "calls": ("Call", "Function", "function", "gather"),
     "image": ("Image", "PipIndex"),
     "inventory": ("Host", "Inventory"),
 }

@@ -24,26 +24,32 @@ _LEFT_OUT: Final = frozenset({"lab", "examples", "commands", "cli.py", "ui.py", 
 _MAIN: Final = "import sys\nfrom skyfab.agent.link import main\nsys.exit(main(sys.argv[1:]))\n"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bundle:
-    """The files, packed."""
+    """The files under a digest; packed only when a host asks for them."""
 
     digest: str
-    archive: bytes
-    """A .tar.gz, the same bytes for the same files."""
+    files: tuple[tuple[str, bytes], ...]
+
+    @functools.cached_property
+    def archive(self) -> bytes:
+        """A .tar.gz, the same bytes for the same files."""
+        archive = io.BytesIO()
+        with gzip.GzipFile(fileobj=archive, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+            for path, content in self.files:
+                entry = tarfile.TarInfo(path)
+                entry.size = len(content)
+                entry.mode = 0o600
+                tar.addfile(entry, io.BytesIO(content))
+        return archive.getvalue()
 
 
 @functools.cache
 def bundle() -> Bundle:
-    """This program's bundle, packed once."""
-    archive = io.BytesIO()
-    with gzip.GzipFile(fileobj=archive, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
-        for path, content in _files():
-            entry = tarfile.TarInfo(path)
-            entry.size = len(content)
-            entry.mode = 0o600
-            tar.addfile(entry, io.BytesIO(content))
-    return Bundle(name_of(archive.getvalue()), archive.getvalue())
+    """This program's bundle, read once."""
+    files = tuple(_files())
+    pieces = (piece for path, content in files for piece in (path.encode(), b"\0", name_of(content).encode()))
+    return Bundle(name_of(*pieces), files)
 
 
 def _files() -> Iterator[tuple[str, bytes]]:

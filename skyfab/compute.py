@@ -15,7 +15,7 @@ from skyfab.bundle import bundle
 from skyfab.dispatch import CallFuture, Queue, Slot, Task
 from skyfab.errors import HostError, PoolError, SkyfabError, UsageError
 from skyfab.events import CallEnded, CallStarted, Events, HostState, Output
-from skyfab.function import Call, Function, Group, as_function
+from skyfab.calls import Call, Function, Group, as_function
 from skyfab.gang import Gang
 from skyfab.image import Image
 from skyfab.inventory import Host, Inventory

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-import random
-import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceInfo:
+class InstanceInfo(NamedTuple):
     """The place of one rank. Outside a call: the only rank of the only node."""
 
     node: int = 0
@@ -29,7 +25,7 @@ class InstanceInfo:
     head_addr: str = "127.0.0.1"
     """Where the other hosts reach the head."""
     head_port: int = 0
-    hostname: str = field(default_factory=socket.gethostname)
+    hostname: str = ""
     accelerators: int = 0
     """GPUs of this host."""
     total_accelerators: int = 0
@@ -41,12 +37,6 @@ class InstanceInfo:
     def is_head(self) -> bool:
         """The first rank of the gang; a solo call is its own head."""
         return self.rank == 0
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> InstanceInfo:
-        known = {f.name for f in fields(cls)}
-        values = {key: value for key, value in document.items() if key in known}
-        return cls(**{**values, "peers": tuple(values.get("peers", ()))})
 
 
 _current: InstanceInfo | None = None
@@ -64,7 +54,7 @@ def instance_info() -> InstanceInfo:
     >>> instance_info().world_size
     1
     """
-    return _current or InstanceInfo()
+    return _current or InstanceInfo(hostname=os.uname().nodename)
 
 
 # ---- data
@@ -99,6 +89,8 @@ def _share(length: int, info: InstanceInfo, *, shuffle: bool, seed: int, drop_la
         mine = range(info.rank, length, info.world_size)
     if not shuffle:
         return mine
+    import random
+
     order = list(range(length))
     random.Random(seed).shuffle(order)
     return [order[i] for i in mine]

@@ -23,6 +23,8 @@ from skyfab.protocol import codec, messages
 _AHEAD: Final = 0.010
 """Seconds of work that a slot may hold ahead."""
 _MOST: Final = 32
+_SMALL: Final = 64 * 1024
+"""Larger arguments are not sent ahead."""
 
 
 class CallFuture(Future[Any]):
@@ -97,14 +99,20 @@ class Task:
 class Slot:
     """One process for solo calls on one node."""
 
-    __slots__ = ("load", "node", "plan", "seat")
+    __slots__ = ("answered", "node", "plan", "seat", "tasks")
 
     def __init__(self, node: Node, seat: str, plan: SeatPlan) -> None:
         self.node = node
         self.seat = seat
         self.plan = plan
-        self.load = 0
-        """Calls given and not answered."""
+        self.tasks: list[Task] = []
+        """Given and not answered; the first one runs."""
+        self.answered = 0.0
+        """When it last had an answer."""
+
+    @property
+    def load(self) -> int:
+        return len(self.tasks)
 
 
 _load = operator.attrgetter("load")
@@ -119,6 +127,7 @@ class Queue:
         self._waiting: deque[Task] = deque()
         self._lock = threading.Lock()
         self._mean = 1.0
+        self._looking = False
         self._started = started
 
     def open(self, slots: Iterable[Slot]) -> None:
@@ -148,16 +157,16 @@ class Queue:
     def _place(self) -> tuple[Task, Slot] | None:
         if not self._waiting:
             return None
-        ahead = max(1, min(_MOST, int(_AHEAD / self._mean)))
+        ahead = max(1, min(_MOST, int(_AHEAD / max(self._mean, 1e-6))))
         for position, task in enumerate(self._waiting):
             fitting = [slot for slot in self._slots if slot.node.lost is None and task.on in (None, slot.node)]
             slot = min(fitting, key=_load, default=None)
-            if slot is None or slot.load < ahead:
+            if slot is None or len(slot.tasks) < (ahead if task.arguments.size < _SMALL else 1):
                 del self._waiting[position]
                 if slot is None:
                     self._stranded(task)
                     return self._place()
-                slot.load += 1
+                slot.tasks.append(task)
                 return task, slot
             if task.on is None:
                 return None  # everything is busy
@@ -190,30 +199,65 @@ class Queue:
     def _answered(self, task: Task, message: messages.Message, buffers: list[memoryview]) -> None:
         slot = task.slot
         assert slot is not None
+        why = message.why if isinstance(message, messages.Ended) else ""
+        if why and why != "recalled":
+            slot.node.vacated(slot.seat)
         with self._lock:
-            slot.load -= 1
-            if isinstance(message, messages.Ended) and message.why == "unstarted" and not task.future.done():
-                slot.node.vacated(slot.seat)
+            self._left(task, slot)
+            again = why in ("unstarted", "recalled") and not task.future.done()
+            if again:
                 self._waiting.appendleft(task)
-                again = True
-            else:
-                again = False
-                elapsed = (time.monotonic() - task.started) / (slot.load + 1)
-                self._mean += (elapsed - self._mean) * (0.5 if self._mean == 1.0 else 0.2)
         if self._waiting:
             self.advance()
-        if not again:
-            if isinstance(message, messages.Ended):
-                slot.node.vacated(slot.seat)
+        elif not slot.tasks:
+            self._help(slot)
+        if again:
+            return
+        try:
+            result = resolve(message, buffers, host=slot.node.name, rank=None, label=task.label)
+        except BaseException as error:
+            self._finish(task, None, error)
+        else:
+            self._finish(task, result)
+
+    def _left(self, task: Task, slot: Slot) -> None:
+        now = time.monotonic()
+        slot.tasks.remove(task)
+        elapsed = now - max(task.started, slot.answered)
+        slot.answered = now
+        self._mean += (elapsed - self._mean) * (0.5 if self._mean == 1.0 else 0.2)
+
+    def _help(self, idle: Slot) -> None:
+        """A slot has run dry: what was given ahead to one that is stuck behind a long call comes back, a little later."""
+        if not self._looking and any(len(slot.tasks) > 1 for slot in self._slots):
+            self._looking = True
+            timer = threading.Timer(2 * _AHEAD, self._take_back)
+            timer.daemon = True
+            timer.start()
+
+    def _take_back(self) -> None:
+        self._looking = False
+        now = time.monotonic()
+        with self._lock:
+            if self._waiting or not any(not slot.tasks for slot in self._slots):
+                return
+            stuck = [slot for slot in self._slots if len(slot.tasks) > 1]
+            late = [(slot, slot.tasks[1:]) for slot in stuck if now - slot.answered > _AHEAD]
+        for slot, tasks in late:
             try:
-                self._finish(task, resolve(message, buffers, host=slot.node.name, rank=None, label=task.label))
-            except BaseException as error:
-                self._finish(task, None, error)
+                slot.node.recall([task.stream for task in tasks])
+            except SkyfabError:
+                pass  # lost: its failure is on its way
+        if stuck and not late:
+            self._help(stuck[0])
 
     def _failed(self, task: Task, error: Exception) -> None:
-        assert task.slot is not None
+        slot = task.slot
+        assert slot is not None
+        if isinstance(error, HostLost) and slot.node.lost is None:
+            slot.node.lost = error
         with self._lock:
-            task.slot.load -= 1
+            slot.tasks.remove(task)
         self._finish(task, None, error)
         self.advance()
 

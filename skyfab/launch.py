@@ -17,6 +17,7 @@ from typing import Final, Literal
 from skyfab.bundle import Bundle
 from skyfab.errors import HostLost, HostUnfit, Unreachable
 from skyfab.inventory import Host
+from skyfab.protocol.blobs import name_of
 from skyfab.transport.base import Stream
 
 _SCRIPT: Final = "; ".join(
@@ -47,8 +48,9 @@ cache, digest, session, mode = sys.argv[1:]
 def say(text):
     print("=sky" + "fab=" + session + "=" + text.replace(chr(10), " "), flush=True)
 try:
-    content = f.read(int(f.readline()))
-    if hashlib.sha256(content).hexdigest() != digest:
+    size, checksum = f.readline().decode().split()
+    content = f.read(int(size))
+    if hashlib.sha256(content).hexdigest() != checksum:
         raise OSError("the bundle arrived damaged")
     target = os.path.join(cache, "bundles", digest)
     draft = target + "." + session
@@ -168,7 +170,7 @@ def _recv(stream: Stream, view: memoryview, deadline: float, host: Host) -> int:
 
 
 def _push(stream: Stream, bundle: Bundle, deadline: float, host: Host) -> None:
-    lines = f"{len(_UNPACK)}\n{_UNPACK}{len(bundle.archive)}\n".encode()
+    lines = f"{len(_UNPACK)}\n{_UNPACK}{len(bundle.archive)} {name_of(bundle.archive)}\n".encode()
     rest = memoryview(lines + bundle.archive)
     while rest:
         try:

@@ -123,6 +123,10 @@ class Node:
     def cancel(self, stream: int) -> None:
         self.session.send(messages.Cancel(stream=stream))
 
+    def recall(self, streams: list[int]) -> None:
+        """Asks for calls back that have not begun."""
+        self.session.send(messages.Recall(streams=streams))
+
     def release(self, seat: str) -> None:
         """Ends the process in a seat."""
         with self._lock:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from skyfab.errors import NotPicklable
-from skyfab.function import Call, Function
+from skyfab.calls import Call, Function
 from skyfab.protocol import codec
 from skyfab.protocol.blobs import name_of
 

@@ -117,7 +117,7 @@ class Screen(View):
         elif event.state in ("failed", "lost"):
             self._details.pop(event.host, None)
             self._say("stderr", f"{_RED}✗{RESET} {clean(str(event))}\n")
-        elif event.state == "ready" and self._details.pop(event.host, None):
+        elif event.state == "ready" and self._details.pop(event.host, ""):
             self._ready.append(event.host)
         self._waiting += 1
         if self._ready and not self._details:
@@ -156,20 +156,25 @@ class Screen(View):
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:
     """Prints a table to stdout; the columns that `right` names are aligned to the right."""
     cells = [[clean(cell, colour=False) for cell in row] for row in rows]
-    if is_rich(sys.stdout):
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        made = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for name in head:
-            made.add_column(name, justify="right" if name in right else "left", overflow="fold")
-        for row in cells:
-            made.add_row(*map(Text, row))
-        Console(file=sys.stdout).print(made)
+    if not is_rich(sys.stdout):
+        put(sys.stdout, _aligned(head, cells, right))
         return
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    for row in [list(head), *cells]:
-        aligned = [f"{cell:{'>' if name in right else '<'}{width}}" for cell, name, width in zip(row, head, widths)]
-        put(sys.stdout, "  ".join(aligned).rstrip() + "\n")
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in head:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in cells:
+        made.add_row(*map(Text, row))
+    Console(file=sys.stdout).print(made)
+
+
+def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]) -> str:
+    columns = []
+    for name, *cells in zip(head, *rows, strict=True):
+        width = max(map(len, (name, *cells)))
+        columns.append([cell.rjust(width) if name in right else cell.ljust(width) for cell in (name, *cells)])
+    return "".join("  ".join(row).rstrip() + "\n" for row in zip(*columns, strict=True))

@@ -11,29 +11,33 @@ import contextlib
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any, Final
 
 from skyfab.agent.connection import Connection
-from skyfab.agent.machine import Machine
 from skyfab.agent.logs import LogPipe
+from skyfab.agent.machine import Machine
 from skyfab.agent.seat import Running, Seat
 from skyfab.agent.store import Store, Writer
 from skyfab.agent.zygote import Zygote
 from skyfab.errors import ProtocolError
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.blobs import Assembly, inline_size
+from skyfab.protocol.frames import CHUNK
 from skyfab.protocol.messages import AgentHello, ClientHello, Done, Failed
 from skyfab.protocol.streams import Mux
 
+TYPE_CHECKING = False  # a cold host has no time for `typing`
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any, Final
+
+    Route = Seat | Writer | Assembly | None
+
 _FIRST_LEASE: Final = 30.0
 """Seconds to wait for the first hello, which says how long later silences may be."""
-Route = Seat | Writer | Assembly | None
 _READ: Final = selectors.EVENT_READ
 _WRITE: Final = selectors.EVENT_WRITE
 
@@ -41,13 +45,13 @@ _WRITE: Final = selectors.EVENT_WRITE
 class Agent:
     """The pool's process on this host."""
 
-    def __init__(self, listener: socket.socket, *, cache: str, session: str) -> None:
+    def __init__(self, listener: socket.socket, zygote: Zygote, *, cache: str, session: str) -> None:
         self._listener = listener
         self._cache = cache
         self._run = os.getcwd()
         self._logs = os.path.join(cache, "logs", session)
         self._machine = Machine()
-        self._zygote = Zygote(os.path.join(self._run, "work"))
+        self._zygote = zygote
         self._selector = selectors.DefaultSelector()
         self._store = Store(run=self._run, cache=cache)
         self._connection: Connection | None = None
@@ -222,7 +226,7 @@ class Agent:
     def data(self, stream: int, view: memoryview) -> None:
         route = self._routes.get(stream)
         if isinstance(route, Seat):
-            route.deliver_data(stream, view)
+            route.give_data(stream, view)
         else:
             self.mux.used(stream, len(view))
             if isinstance(route, Assembly):
@@ -313,8 +317,7 @@ class Agent:
         else:
             if message.function not in seat.functions:
                 self._teach(seat, message.function)
-            seat.give(Running(stream, message.timeout))
-            seat.deliver(stream, head, data)
+            seat.give(Running(stream, message.timeout), head, data)
         if data is None:
             self._expect(stream, message.parts, seat)
 
@@ -323,29 +326,36 @@ class Agent:
         head, content = self._functions[digest]
         seat.functions.add(digest)
         if isinstance(content, bytes):
-            seat.deliver(0, head, content)
-        else:
-            seat.deliver(0, head, None)
-            seat.deliver_data(0, content.buffers()[0])
+            seat.tell(0, head, content)
+            return
+        seat.tell(0, head, None)
+        for part in content.inline:
+            for at in range(0, len(part), CHUNK):
+                seat.tell_data(0, part[at : at + CHUNK])
 
     def _function(self, stream: int, message: messages.Function, head: bytes, data: memoryview | None) -> None:
         if data is not None:
             self._functions[message.digest] = (head, bytes(data))
         else:
-            content = Assembly([inline_size(message.parts)])
+            content = Assembly(message.parts)
             self._functions[message.digest] = (head, content)
-            self._expect(stream, [inline_size(message.parts)], content)
+            self._expect(stream, message.parts, content)
 
     def _forget(self, stream: int, message: messages.Forget, head: bytes, data: memoryview | None) -> None:
         for digest in message.digests:
             self._functions.pop(digest, None)
         for seat in self._seats.values():
             seat.functions.difference_update(message.digests)
-            seat.deliver(0, head, b"")
+            seat.tell(0, head, b"")
 
     def _cancel(self, stream: int, message: messages.Cancel, head: bytes, data: memoryview | None) -> None:
         for seat in self._seats.values():
             seat.cancel(message.stream)
+
+    def _recall(self, stream: int, message: messages.Recall, head: bytes, data: memoryview | None) -> None:
+        for seat in self._seats.values():
+            for call in message.streams:
+                seat.take_back(call, "recalled")
 
     def _release(self, stream: int, message: messages.Release, head: bytes, data: memoryview | None) -> None:
         seat = self._seats.get(message.seat)
@@ -417,13 +427,18 @@ class Agent:
             self._selector.unregister(self._zygote)
             for seat in list(self._seats.values()):
                 self._bury(seat, -signal.SIGKILL)
-            self._zygote = Zygote(os.path.join(self._run, "work"))
+            self._zygote = Zygote()
             self._selector.register(self._zygote, _READ, self._heed_zygote)
             return
         for number, exitcode in notices:
             for seat in list(self._seats.values()):
                 if seat.number == number:
                     self._bury(seat, exitcode)
+
+    def abandon(self, stream: int) -> None:
+        """Data still under way on this stream goes nowhere."""
+        if stream in self._routes:
+            self._routes[stream] = None
 
     def kill(self, seat: Seat) -> None:
         self._zygote.kill(seat.number)
@@ -444,8 +459,8 @@ class Agent:
         self.dirty.discard(seat)
         self.stuck.discard(seat)
         for stream, route in list(self._routes.items()):
-            if route is seat:  # data still under way for it goes nowhere
-                self._routes[stream] = None
+            if route is seat:
+                self.abandon(stream)
         seat.close()
 
     # ---- the end
@@ -454,6 +469,8 @@ class Agent:
         """Nothing is left: ranks, socket, folder."""
         self._zygote.close()
         self._listener.close()
+        import shutil
+
         os.chdir("/")
         shutil.rmtree(self._run, ignore_errors=True)
         self.mux.bye("done")
@@ -467,6 +484,7 @@ _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
     messages.Function: Agent._function,
     messages.Forget: Agent._forget,
     messages.Cancel: Agent._cancel,
+    messages.Recall: Agent._recall,
     messages.Release: Agent._release,
     messages.Has: Agent._has,
     messages.Blob: Agent._blob,

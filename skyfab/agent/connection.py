@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Sequence
 
-from skyfab.protocol.streams import Buffer
+TYPE_CHECKING = False  # a cold host has no time for `typing`
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Sequence
+
+    from skyfab.protocol.streams import Buffer
 
 
 class Connection:

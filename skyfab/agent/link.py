@@ -79,16 +79,21 @@ def _start(listener: socket.socket, cache: str, session: str, *, inherited: tupl
     for fd in inherited:
         os.close(fd)
     nowhere = os.open(os.devnull, os.O_RDWR)
-    log = os.open("agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    logs = os.path.join(cache, "logs", session)
+    os.makedirs(logs, mode=0o700, exist_ok=True)
+    log = os.open(os.path.join(logs, "agent.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for fd, target in ((nowhere, 0), (nowhere, 1), (log, 2)):
         os.dup2(fd, target)
     os.close(nowhere)
     os.close(log)
     code = 1
     try:
+        from skyfab.agent.zygote import Zygote
+
+        zygote = Zygote()  # first: what it imports takes longest
         from skyfab.agent.agent import Agent
 
-        Agent(listener, cache=cache, session=session).run()
+        Agent(listener, zygote, cache=cache, session=session).run()
         code = 0
     except BaseException:
         import traceback

@@ -9,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from typing import Final
 
 from skyfab.protocol.messages import Log
-from skyfab.protocol.streams import Mux
+
+TYPE_CHECKING = False  # a cold host has no time for `typing`
+if TYPE_CHECKING:
+    from typing import Final
+
+    from skyfab.protocol.streams import Mux
 
 _ROOM: Final = 1024 * 1024
 """Bytes that may wait for the connection; the rest waits in the file."""
@@ -33,35 +37,37 @@ class LogPipe:
         self._file = -1
         with contextlib.suppress(OSError):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        self._end = self._sent = os.fstat(self._file).st_size if self._file >= 0 else 0
+        self.end = self._sent = os.fstat(self._file).st_size if self._file >= 0 else 0
+        """Bytes that the process has written."""
         self._announce: bytes | None = Log(seat=seat, fd=fd).encode()
 
     def fileno(self) -> int:
         return self.source
 
     def drain(self) -> bool:
-        """Takes what the rank has written so far. False when nobody can write any more."""
-        while True:
-            try:
-                data = os.read(self.source, _PIPE)
-            except BlockingIOError:
-                return True
-            if not data:
-                return False
+        """Takes what is in the pipe. False when nobody can write any more.
+
+        A pipeful at a time: a process that never stops writing does not keep the agent from its other work.
+        """
+        try:
+            data = os.read(self.source, _PIPE)
+        except BlockingIOError:
+            return True
+        if data:
             self._keep(data)
-            if len(data) < 65536:
-                return True
+        return bool(data)
 
     def _keep(self, data: bytes) -> None:
-        behind = self._sent < self._end
+        behind = self._sent < self.end
         if not self._write(data):
             self._forward(data)  # a full disk: the client at least hears it
-            self._sent = self._end
+            self.end += len(data)
+            self._sent = self.end
             return
-        self._end += len(data)
+        self.end += len(data)
         if not behind and self._mux.queued(self._stream) < _ROOM:
             self._forward(data)
-            self._sent = self._end
+            self._sent = self.end
 
     def _write(self, data: bytes) -> bool:
         if self._file < 0:
@@ -76,15 +82,19 @@ class LogPipe:
             return False
         return True
 
+    def told(self, mark: int) -> bool:
+        """Everything up to `mark` has been handed to the connection."""
+        return self._sent - self._mux.queued(self._stream) >= mark
+
     @property
     def waiting(self) -> bool:
         """Something that was read has not been handed to the connection."""
-        return self._sent < self._end or self._mux.queued(self._stream) > 0
+        return self._sent < self.end or self._mux.queued(self._stream) > 0
 
     def catch_up(self) -> bool:
         """Forwards more of the file, as there is room. True: it did."""
         before = self._sent
-        while self._sent < self._end and self._file >= 0 and self._mux.queued(self._stream) < _ROOM:
+        while self._sent < self.end and self._file >= 0 and self._mux.queued(self._stream) < _ROOM:
             data = os.pread(self._file, 256 * 1024, self._sent)
             if not data:
                 break

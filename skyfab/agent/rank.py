@@ -9,22 +9,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import linecache
 import os
 import signal
-import socket
 import sys
-import traceback
 import types
 from collections import deque
-from typing import Any
 
 from skyfab import context
 from skyfab.agent.store import map_blob
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import Assembly, split
 from skyfab.protocol.frames import CHUNK, DATA, HEAD, HEADER, Reader, data_header, frame
-from skyfab.protocol.streams import SMALL, Buffer
+from skyfab.protocol.streams import SMALL
+
+TYPE_CHECKING = False  # a cold host has no time for `typing`
+if TYPE_CHECKING:
+    import socket
+    from typing import Any
+
+    from skyfab.protocol.streams import Buffer
 
 
 def main(connection: socket.socket, request: dict[str, Any]) -> None:
@@ -35,6 +38,7 @@ def main(connection: socket.socket, request: dict[str, Any]) -> None:
 
 def _settle(request: dict[str, Any]) -> None:
     """Makes this process look as if it had been started for the user's code alone."""
+    os.umask(int(os.environ.pop("SKYFAB_UMASK", "022"), 8))
     os.environ.update(request["env"])
     os.environ["SKYFAB_SEAT"] = request["seat"]
     sys.path[:0] = request["path"]
@@ -45,7 +49,8 @@ def _settle(request: dict[str, Any]) -> None:
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(sys.stderr)
-    context.enter(context.InstanceInfo.from_json(request["info"]))
+    info = request["info"]
+    context.enter(context.InstanceInfo(**{**info, "peers": tuple(info["peers"])}))
 
 
 class Rank:
@@ -129,6 +134,8 @@ class Rank:
             function, wrapped, sources = codec.loads(found[0], found[1:])
             function = function.fn if wrapped else function
             for filename, text in sources.items():  # so that tracebacks show the lines
+                import linecache
+
                 linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
             found = self._functions[digest] = function
         return found
@@ -199,6 +206,8 @@ def _bare(error: Exception) -> Exception:
 
 def _trace(error: BaseException) -> str:
     """The traceback from the user's first frame on."""
+    import traceback
+
     shown = error.__traceback__
     while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
         shown = shown.tb_next

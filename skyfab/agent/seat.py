@@ -11,31 +11,42 @@ import itertools
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from selectors import EVENT_WRITE
-from typing import Final, Protocol
 
-from skyfab.agent.logs import LogPipe
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import inline_size
 from skyfab.protocol.frames import DATA, HEAD, HEADER, Reader, data_header
-from skyfab.protocol.streams import Buffer, Mux
+
+TYPE_CHECKING = False  # a cold host has no time for `typing`
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Final, Protocol
+
+    from skyfab.agent.logs import LogPipe
+    from skyfab.protocol.streams import Buffer, Mux
+
+    Piece = tuple[Buffer, int, int]
+    """Bytes for the rank; the stream and length whose credit goes back once they are taken."""
+else:
+    Protocol = object
 
 _BACKLOG: Final = 2 * 1024 * 1024
 """Bytes of an answer that may wait for the connection before the rank is left waiting."""
 
 
-@dataclass(slots=True)
 class Running:
     """A call that has been handed to the seat and not answered."""
 
-    stream: int
-    timeout: float | None
-    deadline: float | None = None
-    cancelled: bool = False
-    verdict: str = ""
-    """Why the process was ended on purpose: timeout or cancelled."""
+    __slots__ = ("deadline", "held", "stream", "timeout", "verdict")
+
+    def __init__(self, stream: int, timeout: float | None) -> None:
+        self.stream = stream
+        self.timeout = timeout
+        self.deadline: float | None = None
+        self.held: list[Piece] = []
+        """Its frames, while calls before it run."""
+        self.verdict = ""
+        """Why the process was ended on purpose: timeout or cancelled."""
 
 
 class Owner(Protocol):
@@ -50,6 +61,7 @@ class Owner(Protocol):
     def now(self) -> float: ...
     def flush(self) -> None: ...
     def kill(self, seat: Seat) -> None: ...
+    def abandon(self, stream: int) -> None: ...
     def writable(self, seat: Seat, wanted: bool) -> None: ...
     def readable(self, seat: Seat, wanted: bool) -> None: ...
 
@@ -75,9 +87,9 @@ class Seat:
         for log in logs:
             self._poll.register(log, select.POLLIN)
         self._reader = Reader(self)
-        self._out: deque[tuple[Buffer, int, int]] = deque()
-        self._stalled: deque[tuple[int, int, bytes, int]] = deque()
-        """Frames of answers that wait for the logs before them."""
+        self._out: deque[Piece] = deque()
+        self._stalled: deque[tuple[tuple[int, ...], int, int, bytes, int]] = deque()
+        """Frames of answers, each with how far the logs must be told before it."""
         self._answer: tuple[int, int] | None = None
         """The large answer under way: its stream, and how many bytes are missing."""
 
@@ -86,27 +98,33 @@ class Seat:
 
     # ---- towards the rank
 
-    def deliver(self, stream: int, head: bytes, data: Buffer | None) -> None:
+    def tell(self, stream: int, head: bytes, data: Buffer | None) -> None:
         """Passes the opening of a message on, with its data if that is small."""
-        size = len(head) + (len(data) if data is not None else 0)
-        header = HEADER.pack(HEAD, len(head) if data is not None else 0, stream, size)
-        self._queue(b"".join((header, head, data or b"")), 0, 0)
+        self._queue(self._out, _opening(stream, head, data))
 
-    def deliver_data(self, stream: int, data: Buffer) -> None:
-        """Passes data of a large message on. Its credit goes back once the rank's socket has taken it."""
-        self._queue(data_header(stream, len(data)), 0, 0)
-        self._queue(data, stream, len(data))
+    def tell_data(self, stream: int, data: Buffer) -> None:
+        """Passes on data of a message that is not a call's."""
+        self._queue(self._out, (data_header(stream, len(data)), 0, 0), (data, 0, 0))
 
-    def _queue(self, buffer: Buffer, stream: int, length: int) -> None:
-        self._out.append((buffer, stream, length))
-        if not self.events & EVENT_WRITE:
-            self._owner.dirty.add(self)  # frames that arrive together leave together
-
-    def give(self, call: Running) -> None:
-        """Notes a call whose frames are being delivered."""
+    def give(self, call: Running, head: bytes, data: Buffer | None) -> None:
+        """Takes a call. It goes to the rank when those before it are answered, so that it can be taken back till then."""
         self.calls.append(call)
-        if len(self.calls) == 1:
+        first = len(self.calls) == 1
+        self._queue(self._out if first else call.held, _opening(call.stream, head, data))
+        if first:
             self._begin()
+
+    def give_data(self, stream: int, data: Buffer) -> None:
+        """More data of a large call."""
+        pieces: tuple[Piece, ...] = ((data_header(stream, len(data)), 0, 0), (data, stream, len(data)))
+        for place, call in enumerate(self.calls):
+            if call.stream == stream:
+                self._queue(call.held if place else self._out, *pieces)
+
+    def _queue(self, line: list[Piece] | deque[Piece], *pieces: Piece) -> None:
+        line.extend(pieces)
+        if line is self._out and not self.events & EVENT_WRITE:
+            self._owner.dirty.add(self)  # frames that arrive together leave together
 
     def flush(self) -> None:
         try:
@@ -146,21 +164,25 @@ class Seat:
         return memoryview(bytearray(length))
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
-        if self._stalled or (kind == HEAD and not self._silent()):
-            self._stalled.append((kind, stream, bytes(payload), head))
-            self._pause()
-        else:
+        marks: tuple[int, ...] = ()
+        if kind == HEAD:
+            if self._poll.poll(0):
+                for log in self.logs:
+                    log.drain()
+            if any(log.waiting for log in self.logs):
+                marks = tuple(log.end for log in self.logs)
+        if not self._stalled and self._told(marks):
             self._pass_on(kind, stream, payload, head)
+        else:
+            self._stalled.append((marks, kind, stream, bytes(payload), head))
+            self._pause()
 
-    def _silent(self) -> bool:
-        """What the process has written so far is on its way: it must come before the answer that follows."""
-        if self._poll.poll(0):
-            for log in self.logs:
-                log.drain()
-        if not any(log.waiting for log in self.logs):
+    def _told(self, marks: tuple[int, ...]) -> bool:
+        """What the process had written before its answer is on its way: only then may the answer follow."""
+        if not marks or all(log.told(mark) for log, mark in zip(self.logs, marks, strict=True)):
             return True
         self._owner.flush()
-        return not any(log.waiting for log in self.logs)
+        return all(log.told(mark) for log, mark in zip(self.logs, marks, strict=True))
 
     def _pass_on(self, kind: int, stream: int, payload: Buffer, head: int) -> None:
         mux = self._owner.mux
@@ -202,22 +224,22 @@ class Seat:
         call = self.calls[0]
         if call.timeout is not None:
             call.deadline = self._owner.now() + call.timeout
-        if call.cancelled:
-            self.condemn("cancelled")
+        if call.held:
+            self._queue(self._out, *call.held)
+            call.held = []
 
     def resume(self) -> bool:
         """Goes on where it paused: the logs are out, and the connection has taken enough of a large answer.
 
         True: it did.
         """
-        if self._stalled and not self._silent():
-            return False
-        while self._stalled:
-            if self._stalled[0][0] == HEAD and not self._silent():
-                return True
-            self._pass_on(*self._stalled.popleft())
-        if self._answer is not None and self._owner.mux.queued(self._answer[0]) >= _BACKLOG // 2:
-            return False
+        before = len(self._stalled)
+        while self._stalled and self._told(self._stalled[0][0]):
+            self._pass_on(*self._stalled.popleft()[1:])
+        if self._stalled or (
+            self._answer is not None and self._owner.mux.queued(self._answer[0]) >= _BACKLOG // 2
+        ):
+            return len(self._stalled) < before
         self.paused = False
         self._owner.stuck.discard(self)
         self._owner.readable(self, True)
@@ -234,11 +256,19 @@ class Seat:
         return deadline
 
     def cancel(self, stream: int) -> None:
-        for place, call in enumerate(self.calls):
+        """Stops a call: by ending the process if it runs."""
+        if self.calls and self.calls[0].stream == stream:
+            self.condemn("cancelled")
+        else:
+            self.take_back(stream, "cancelled")
+
+    def take_back(self, stream: int, why: str) -> None:
+        """A call that has not begun never will."""
+        for call in list(self.calls)[1:]:
             if call.stream == stream:
-                call.cancelled = True
-                if not place:
-                    self.condemn("cancelled")
+                self.calls.remove(call)
+                self._owner.abandon(stream)
+                self._owner.mux.send(stream, messages.Ended(why=why).encode())
 
     def condemn(self, verdict: str) -> None:
         """Ends the process for the sake of the call that runs."""
@@ -260,7 +290,7 @@ class Seat:
         for log in self.logs:
             log.drain()
         while self._stalled:
-            self._pass_on(*self._stalled.popleft())
+            self._pass_on(*self._stalled.popleft()[1:])
         mux = self._owner.mux
         for place, call in enumerate(self.calls):
             if self._answer is not None and self._answer[0] == call.stream:
@@ -282,3 +312,10 @@ class Seat:
             log.close()
 
 
+
+
+def _opening(stream: int, head: bytes, data: Buffer | None) -> Piece:
+    """The HEAD frame of a message, with its data if that is small."""
+    if data is None:
+        return HEADER.pack(HEAD, 0, stream, len(head)) + head, 0, 0
+    return b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + len(data)), head, data)), 0, 0

@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Sequence
-from typing import Any
 
 from skyfab.errors import ProtocolError
 from skyfab.protocol.blobs import check_name
+
+TYPE_CHECKING = False  # a cold host has no time for `typing`
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
 
 
 def map_blob(stores: Sequence[str], name: str) -> memoryview:
@@ -62,12 +65,13 @@ class Store:
             os.utime(target)
             return target
         os.makedirs(self._trees, mode=0o700, exist_ok=True)
-        draft = f"{target}.{os.getpid()}.tmp"
+        import tempfile
+
+        draft = tempfile.mkdtemp(prefix=f".{digest[:16]}-", dir=self._trees)  # nobody else's, on any host
         try:
             for path, name in files:
                 _copy(self._find(check_name(name)), _inside(draft, path))
-            os.makedirs(draft, mode=0o700, exist_ok=True)
-            with contextlib.suppress(FileExistsError, OSError):
+            with contextlib.suppress(OSError):  # another one may have been faster
                 os.rename(draft, target)
             if not os.path.isdir(target):
                 raise OSError(f"{target} could not be made")
@@ -84,13 +88,13 @@ class Writer:
 
     def __init__(self, folder: str, name: str) -> None:
         import hashlib  # OpenSSL takes a while to load, and few pools have blobs
+        import tempfile
 
         os.makedirs(folder, mode=0o700, exist_ok=True)
         self._digest: Any = hashlib.sha256()
         self._name = name
         self._target = os.path.join(folder, name)
-        self._draft = f"{self._target}.{os.getpid()}.tmp"
-        self._fd = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._fd, self._draft = tempfile.mkstemp(prefix=f".{name[:16]}-", dir=folder)
 
     def write(self, view: memoryview) -> None:
         self._digest.update(view)

@@ -14,7 +14,10 @@ import select
 import signal
 import socket
 import sys
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False  # a cold host has no time for `typing`
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 _MESSAGE = 1 << 20
 
@@ -22,11 +25,12 @@ _MESSAGE = 1 << 20
 class Zygote:
     """The agent's handle on its zygote."""
 
-    def __init__(self, cwd: str) -> None:
+    def __init__(self) -> None:
+        """Forks it, in the pool's run folder."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if not self.pid:
-            _run(theirs, keep={theirs.fileno()}, cwd=cwd)
+            _run(theirs)
         theirs.close()
         ours.setblocking(False)
         self._socket = ours
@@ -77,12 +81,12 @@ class Zygote:
             os.waitpid(self.pid, 0)
 
 
-def _run(control: socket.socket, *, keep: set[int], cwd: str) -> NoReturn:
+def _run(control: socket.socket) -> NoReturn:
     code = 1
     try:
-        close_all_but({0, 1, 2} | keep)
+        _close_all_but({0, 1, 2, control.fileno()})
         _prepare()
-        _serve(control, cwd)
+        _serve(control, os.path.abspath("work"))
         code = 0
     except BaseException:
         import traceback
@@ -92,7 +96,7 @@ def _run(control: socket.socket, *, keep: set[int], cwd: str) -> NoReturn:
         os._exit(code)
 
 
-def close_all_but(keep: set[int]) -> None:
+def _close_all_but(keep: set[int]) -> None:
     """Closes every descriptor that a fork inherited, but these."""
     try:
         fds = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -110,7 +114,7 @@ def _prepare() -> None:
 
     from skyfab.agent import rank
 
-    assert rank
+    assert rank.main
     site.main()
     gc.collect()
     gc.freeze()  # shared pages stay shared: the collector does not write to them

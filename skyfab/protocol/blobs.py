@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
-import re
-from collections.abc import Callable, Sequence
-from typing import Final
 
 from skyfab.errors import ProtocolError
-from skyfab.protocol.messages import Part
-from skyfab.protocol.streams import Buffer
+
+TYPE_CHECKING = False  # see frames
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Final
+
+    from skyfab.protocol.messages import Part
+    from skyfab.protocol.streams import Buffer
+
+    Resolve = Callable[[str], memoryview]
 
 LARGE: Final = 1024 * 1024
 """Buffers of this size and more may be stored under their name instead of being sent again."""
-_NAME: Final = re.compile(r"[0-9a-f]{64}")
+_HEX: Final = frozenset("0123456789abcdef")
 
 
 def name_of(*pieces: Buffer) -> str:
     """The name of the content that these pieces make up together."""
+    import hashlib  # OpenSSL takes a while to load, and many pools have no blobs
+
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
@@ -27,7 +33,7 @@ def name_of(*pieces: Buffer) -> str:
 
 def check_name(name: object) -> str:
     """Names become file names: anything but a sha256 is refused."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or len(name) != 64 or not _HEX.issuperset(name):
         raise ProtocolError(f"not the name of a blob: {name!r:.80}")
     return name
 
@@ -53,9 +59,6 @@ def inline_size(parts: Sequence[Part]) -> int:
         else:
             raise ProtocolError(f"not a part: {part!r:.80}")
     return total
-
-
-Resolve = Callable[[str], memoryview]
 
 
 def split(parts: Sequence[Part], data: memoryview, resolve: Resolve | None = None) -> list[memoryview]:
@@ -88,7 +91,8 @@ class Assembly:
             raise ProtocolError(f"a message of {self.missing} bytes; at most {limit} are accepted")
         self._parts = parts
         self._resolve = resolve
-        self._views = [allocate(part) for part in parts if isinstance(part, int)]
+        self.inline = [allocate(part) for part in parts if isinstance(part, int)]
+        """The parts that came with the message."""
         self._at = 0
         self._offset = 0
 
@@ -96,9 +100,9 @@ class Assembly:
         """The memory for the next `length` bytes, which never span two parts."""
         if length > self.missing:
             raise ProtocolError(f"{length} bytes of data where {self.missing} were announced")
-        while self._offset == len(self._views[self._at]):
+        while self._offset == len(self.inline[self._at]):
             self._at, self._offset = self._at + 1, 0
-        return self._views[self._at][self._offset : self._offset + length]
+        return self.inline[self._at][self._offset : self._offset + length]
 
     def advance(self, length: int) -> bool:
         """Those bytes have arrived. True when the message is complete."""
@@ -108,5 +112,5 @@ class Assembly:
 
     def buffers(self) -> list[memoryview]:
         """All parts in order; blobs come from `resolve`."""
-        inline = iter(self._views)
+        inline = iter(self.inline)
         return [next(inline) if isinstance(part, int) else _named(part, self._resolve) for part in self._parts]

@@ -9,12 +9,15 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from dataclasses import dataclass
-from typing import Any, Final
 
 import cloudpickle
 
-from skyfab.protocol.streams import Buffer
+TYPE_CHECKING = False  # see frames
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any, Final
+
+    from skyfab.protocol.streams import Buffer
 
 IN_BAND: Final = 4096
 """Buffers below this size are cheaper inside the pickle than beside it."""
@@ -23,12 +26,14 @@ IN_BAND: Final = 4096
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 
 
-@dataclass(frozen=True, slots=True)
 class Payload:
     """A pickled object: the pickle, and the buffers that it refers to in order."""
 
-    data: bytes
-    buffers: tuple[memoryview, ...] = ()
+    __slots__ = ("buffers", "data")
+
+    def __init__(self, data: bytes, buffers: Sequence[memoryview] = ()) -> None:
+        self.data = data
+        self.buffers = tuple(buffers)
 
     @property
     def size(self) -> int:
@@ -45,10 +50,10 @@ def dumps(value: Any) -> Payload:
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
-    return Payload(file.getvalue(), tuple(pickler.buffers))
+    return Payload(file.getvalue(), pickler.buffers)
 
 
-def loads(data: Buffer, buffers: list[memoryview] | tuple[memoryview, ...] = ()) -> Any:
+def loads(data: Buffer, buffers: Sequence[memoryview] = ()) -> Any:
     """The object again. Its arrays and tensors live in the given buffers."""
     return pickle.loads(data, buffers=buffers)
 

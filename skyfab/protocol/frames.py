@@ -8,10 +8,17 @@ straight into the memory that its owner names.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import Final, Protocol
 
 from skyfab.errors import ProtocolError
+
+TYPE_CHECKING = False  # `typing` takes longer to import than this whole package, and a cold host waits for it
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Final, Protocol
+
+    RecvInto = Callable[[memoryview], int]
+else:
+    Protocol = object
 
 HEADER: Final = struct.Struct("<BxHIQ")
 COUNT: Final = struct.Struct("<Q")
@@ -25,7 +32,7 @@ PONG: Final = 4
 BYE: Final = 5
 """The connection ends on purpose: no lease, no reconnect."""
 HEAD: Final = 16
-"""JSON: a message opens; its data follows on the same stream."""
+"""JSON: a message opens. From here on kinds are sequenced: kept until acknowledged, sent again after a reconnect."""
 DATA: Final = 17
 CREDIT: Final = 18
 """So many more bytes of DATA may be sent on this stream."""
@@ -35,13 +42,6 @@ CHUNK: Final = 256 * 1024
 LIMIT: Final = 4 * 1024 * 1024
 """The largest payload that is accepted."""
 KINDS: Final = frozenset({HELLO, ACK, PING, PONG, BYE, HEAD, DATA, CREDIT})
-
-RecvInto = Callable[[memoryview], int]
-
-
-def is_sequenced(kind: int) -> bool:
-    """Sequenced frames are kept until acknowledged and sent again after a reconnect."""
-    return kind >= HEAD
 
 
 def frame(kind: int, stream: int = 0, payload: bytes = b"", head: int = 0) -> bytes:

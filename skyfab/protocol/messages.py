@@ -7,27 +7,68 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
 
 from skyfab.errors import ProtocolError
 
-Part = Any
-"""An `int`: so many bytes follow inline. ``[name, size]``: a blob that the host's store has."""
+TYPE_CHECKING = False  # see frames
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any, ClassVar, TypeVar
+
+    from typing_extensions import dataclass_transform
+
+    Part = Any
+    """An `int`: so many bytes follow inline. ``[name, size]``: a blob that the host's store has."""
+    M = TypeVar("M", bound="Message")
+else:
+
+    def dataclass_transform(**_):
+        return lambda kind: kind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 class Message:
-    """Anything that opens on a stream."""
+    """Anything that opens on a stream.
+
+    Its fields are its annotations, as in a dataclass; `dataclasses` itself would double a cold agent's start.
+    """
 
     op: ClassVar[str] = ""
+    _names: ClassVar[tuple[str, ...]]
+    _checks: ClassVar[dict[str, type | tuple[type, ...]]]
+
+    def __init_subclass__(cls) -> None:
+        fields = {name: kind for name, kind in cls.__annotations__.items() if not kind.startswith("ClassVar")}
+        cls._names = tuple(fields)
+        cls._checks = {name: _TYPES[kind] for name, kind in fields.items()}
+        _ALL[cls.op] = cls
+
+    def __init__(self, **values: Any) -> None:
+        for name in self._names:
+            if name not in values and not hasattr(type(self), name):
+                raise TypeError(f"{self.op} needs {name}")
+        for name in values:
+            if name not in self._names:
+                raise TypeError(f"{self.op} has no {name}")
+        self.__dict__.update(values)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{self.op} is frozen")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._document() == other._document()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self.op)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self._names)})"
+
+    def _document(self) -> dict[str, Any]:
+        return {"op": self.op, **{name: getattr(self, name) for name in self._names}}
 
     def encode(self) -> bytes:
-        document = {"op": self.op}
-        for name in _NAMES[type(self)]:
-            document[name] = getattr(self, name)
-        return _dumps(document).encode()
+        return _dumps(self._document()).encode()
 
     @classmethod
     @functools.lru_cache(maxsize=1024)
@@ -36,10 +77,27 @@ class Message:
         return cls(**fields).encode()
 
 
+_ALL: dict[str, type[Message]] = {}
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "str": str,
+    "str | None": (str, type(None)),
+    "int": int,
+    "int | None": (int, type(None)),
+    "bool": bool,
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
+    "Mapping[str, str]": dict,
+    "Mapping[str, Any]": dict,
+    "Sequence[Part]": (list, tuple),
+    "list[int]": list,
+    "list[str]": list,
+    "list[list[str]]": list,
+}
+
+
 # ---- from this machine to a host
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Spawn(Message):
     """Start a process in a seat. Calls to the seat may follow at once."""
 
@@ -47,12 +105,11 @@ class Spawn(Message):
     seat: str
     tree: str = ""
     """The digest of the project code it imports; empty for none."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    info: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str]
+    info: Mapping[str, Any]
     """What `instance_info()` says there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Message):
     """Run a function in a seat; answered by Result, Raised or Ended."""
 
@@ -63,7 +120,6 @@ class Call(Message):
     timeout: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Function(Message):
     """The function that calls name by this digest. Not answered."""
 
@@ -72,7 +128,6 @@ class Function(Message):
     parts: Sequence[Part]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Forget(Message):
     """Functions that will not be called again. Not answered."""
 
@@ -80,7 +135,6 @@ class Forget(Message):
     digests: list[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel(Message):
     """Stop the call that was made on that stream: it is answered by Ended. Not answered itself."""
 
@@ -88,7 +142,13 @@ class Cancel(Message):
     stream: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall(Message):
+    """Give these calls back, as far as they have not begun: each is answered by Ended. Not answered itself."""
+
+    op: ClassVar[str] = "recall"
+    streams: list[int]
+
+
 class Release(Message):
     """End the process in a seat. Not answered."""
 
@@ -96,7 +156,6 @@ class Release(Message):
     seat: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Has(Message):
     """Which of these blobs are missing? Answered by Missing."""
 
@@ -104,7 +163,6 @@ class Has(Message):
     names: list[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Blob(Message):
     """Keep this content under its name; answered by Done or Failed."""
 
@@ -115,7 +173,6 @@ class Blob(Message):
     """In the cache, for later pools too; else it goes with this pool."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Tree(Message):
     """Lay out these files, whose blobs the store has; answered by Done or Failed."""
 
@@ -125,7 +182,6 @@ class Tree(Message):
     """Pairs of relative path and blob name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Port(Message):
     """A free TCP port on the host; answered by Done with its number as text."""
 
@@ -135,7 +191,6 @@ class Port(Message):
 # ---- from a host to this machine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Result(Message):
     """The call returned; its parts are the pickled value."""
 
@@ -143,7 +198,6 @@ class Result(Message):
     parts: Sequence[Part]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Raised(Message):
     """The call raised; its parts are the pickled exception, absent where that cannot be pickled."""
 
@@ -154,19 +208,17 @@ class Raised(Message):
     traceback: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ended(Message):
     """The call ended otherwise."""
 
     op: ClassVar[str] = "ended"
     why: str
-    """exit, died, timeout, cancelled, unstarted, unpicklable, unloadable or refused."""
+    """exit, died, timeout, cancelled, unstarted, recalled or unpicklable."""
     text: str = ""
     exitcode: int | None = None
     traceback: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Missing(Message):
     """The answer to Has."""
 
@@ -174,7 +226,6 @@ class Missing(Message):
     names: list[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Done(Message):
     """It is done."""
 
@@ -182,7 +233,6 @@ class Done(Message):
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Message):
     """It could not be done on the host."""
 
@@ -191,7 +241,6 @@ class Failed(Message):
     hint: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Log(Message):
     """What a seat's process writes follows on this stream, until the pool ends."""
 
@@ -200,7 +249,6 @@ class Log(Message):
     fd: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Exited(Message):
     """A seat's process ended; calls that it had not begun were answered `unstarted`."""
 
@@ -213,7 +261,6 @@ class Exited(Message):
 # ---- hello
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClientHello(Message):
     """The first thing this machine says on a connection."""
 
@@ -225,7 +272,6 @@ class ClientHello(Message):
     """How this machine calls the host."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentHello(Message):
     """The first thing a host says on a connection."""
 
@@ -244,26 +290,8 @@ class AgentHello(Message):
     pid: int
 
 
-_ALL: dict[str, type[Message]] = {kind.op: kind for kind in Message.__subclasses__()}
-_NAMES: dict[type[Message], tuple[str, ...]] = {kind: tuple(f.name for f in fields(kind)) for kind in _ALL.values()}
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "str": str,
-    "str | None": (str, type(None)),
-    "int": int,
-    "int | None": (int, type(None)),
-    "bool": bool,
-    "float": (int, float),
-    "float | None": (int, float, type(None)),
-    "Mapping[str, str]": dict,
-    "Mapping[str, Any]": dict,
-}
-_CHECKS: dict[type[Message], dict[str, type | tuple[type, ...]]] = {
-    kind: {f.name: _TYPES.get(str(f.type), list) for f in fields(kind)} for kind in _ALL.values()
-}
-_dumps = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+_dumps = json.JSONEncoder(separators=(",", ":")).encode  # ASCII: text with lone surrogates travels too
 _loads = json.JSONDecoder().decode
-
-M = TypeVar("M", bound=Message)
 
 
 def decode(data: bytes) -> Message:
@@ -281,8 +309,9 @@ def _decode(data: bytes) -> Message:
         message = kind(**document)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"not a message: {data[:80]!r}") from error
-    for name, types in _CHECKS[kind].items():
-        if not isinstance(getattr(message, name), types):
+    for name, types in kind._checks.items():
+        value = getattr(message, name)
+        if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
             raise ProtocolError(f"{kind.op}.{name} is {getattr(message, name)!r:.80}")
     return message
 

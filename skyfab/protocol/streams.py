@@ -7,14 +7,24 @@ a reconnect sends again just what was not heard. Control goes before data, data 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
 
 from skyfab.errors import ProtocolError
 from skyfab.protocol import frames
 from skyfab.protocol.frames import ACK, BYE, COUNT, CREDIT, DATA, HEAD, HEADER, HELLO, PING, PONG, frame
+
+TYPE_CHECKING = False  # see frames
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Final, Protocol
+
+    Send = Callable[[Sequence["Buffer"]], int]
+else:
+    Protocol = object
+
+Buffer = bytes | bytearray | memoryview
 
 CREDIT_WINDOW: Final = 4 * 1024 * 1024
 """DATA bytes that one stream may send before its receiver has used them."""
@@ -22,9 +32,8 @@ SMALL: Final = 32 * 1024
 """Messages up to this size leave in one write, ahead of bulk data."""
 ACK_BYTES: Final = 16 * 1024
 ACK_FRAMES: Final = 32
-
-Buffer = bytes | bytearray | memoryview
-Send = Callable[[Sequence[Buffer]], int]
+_PIECES: Final = 256
+"""Buffers in one write: the system takes 1,024 at the most."""
 
 
 class Handler(Protocol):
@@ -57,6 +66,11 @@ class Window:
 
     def __init__(self) -> None:
         self.size = 256 * 1024
+        self._base = float("inf")
+        self._hold = 0.0
+
+    def restart(self) -> None:
+        """Another connection may have a longer way."""
         self._base = float("inf")
         self._hold = 0.0
 
@@ -111,8 +125,12 @@ class Mux:
         self._replay: deque[_Sent] = deque()
         self._batch: deque[Buffer] = deque()
         self._used: dict[int, int] = {}
+        self._joined = False
+        """The other side has said how far it has heard: before that, nothing but hello may be sent."""
         self._flight = 0
         self._acked = 0
+        self._pong_due = False
+        self._ack_due = False
         self._owed_bytes = 0
         self._owed_frames = 0
         self.received = 0
@@ -132,12 +150,17 @@ class Mux:
         self._control.clear()
         self._replay.clear()
         self._control.append(frame(HELLO, 0, hello))
+        self._joined = self._pong_due = self._ack_due = False
+        self.window.restart()
         self.heard = self._clock()
 
     def resume(self, received: int) -> None:
         """The other side has heard `received` frames: what comes after is sent again."""
+        if received < self._acked:
+            raise ProtocolError(f"the other side has forgotten frames that it had acknowledged: {received}, {self._acked}")
         self._acknowledge(received)
         self._replay = deque(self._unacked)
+        self._joined = True
 
     # ---- sending
 
@@ -201,7 +224,7 @@ class Mux:
         batch = self._batch
         while batch or self._fill():
             try:
-                sent = send(list(batch))
+                sent = send(list(batch) if len(batch) < _PIECES else list(itertools.islice(batch, _PIECES)))
             except BlockingIOError:
                 return False
             self.bytes_out += sent
@@ -217,7 +240,11 @@ class Mux:
     @property
     def has_output(self) -> bool:
         """Something could be written now."""
-        if self._batch or self._control or self._replay or self._urgent:
+        if self._batch or self._control or self._pong_due or self._ack_due:
+            return True
+        if not self._joined:
+            return False
+        if self._replay or self._urgent:
             return True
         if not self._turns or self._flight >= self.window.size:
             return False
@@ -227,11 +254,20 @@ class Mux:
         batch = self._batch
         while self._control:
             batch.append(self._control.popleft())
+        if not self._joined:
+            return bool(batch)
+        if self._pong_due:
+            batch.append(frame(PONG))
+        if self._ack_due:
+            batch.append(frame(ACK, 0, COUNT.pack(self.received)))
+        self._pong_due = self._ack_due = False
+        now = self._clock() if self._urgent or self._turns or self._replay else 0.0
         if self._replay:
             while self._replay and len(batch) < 64:
-                batch.extend(self._replay.popleft().buffers)
+                sent = self._replay.popleft()
+                sent.at = now
+                batch.extend(sent.buffers)
             return True
-        now = self._clock() if self._urgent or self._turns else 0.0
         while self._urgent and len(batch) < 64:
             whole = self._urgent.popleft()
             self._unacked.append(_Sent((whole,), 0, now))
@@ -273,7 +309,7 @@ class Mux:
         alive = self._reader.pump(recv_into)
         if self._owed_bytes >= ACK_BYTES or self._owed_frames >= ACK_FRAMES:
             self._owed_bytes = self._owed_frames = 0
-            self._control.append(frame(ACK, 0, COUNT.pack(self.received)))
+            self._ack_due = True
         return alive
 
     def place(self, stream: int, length: int) -> memoryview:
@@ -283,6 +319,8 @@ class Mux:
         self.heard = self._clock()
         self.bytes_in += len(payload) + HEADER.size
         if kind >= HEAD:
+            if not self._joined:
+                raise ProtocolError("a message before hello")
             self.received += 1
             self._owed_frames += 1
         if kind == HEAD:
@@ -300,9 +338,10 @@ class Mux:
         elif kind == ACK:
             self._acknowledge(_count(payload))
         elif kind == PING:
-            self._control.append(frame(PONG))
-            self._control.append(frame(ACK, 0, COUNT.pack(self.received)))
+            self._pong_due = self._ack_due = True
         elif kind == HELLO:
+            if self._joined:
+                raise ProtocolError("hello twice on one connection")
             self._handler.hello(bytes(payload))
         elif kind == BYE:
             self._handler.bye(bytes(payload[:4096]).decode(errors="replace"))

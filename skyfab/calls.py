@@ -1,4 +1,4 @@
-"""Functions and calls: what the user says.
+"""Calls: what the user says.
 
 ``train(x)`` is a `Call`, a value that has not run. An operator with a pool runs it; each is one line over a method
 of the pool that has a name.

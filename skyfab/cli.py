@@ -1,0 +1,226 @@
+"""The command line: the tasks of `skyfab`, as an invoke collection that users can add to their own tasks.py.
+
+``skyfab TASK``, ``invoke TASK`` and ``./inv TASK`` run the same tasks; what each of them does is in `skyfab.commands`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from invoke import Collection, Context, Exit, ParseError, Program, Task, task
+
+from skyfab import __version__
+from skyfab.commands import failure
+from skyfab.errors import UsageError
+
+SELECT = {
+    "hosts": "names, groups or tags of the inventory, node[1-4], !node3, user@10.0.0.5:2222; several with commas",
+    "inventory": "an inventory file; else $SKYFAB_INVENTORY, ./inventory.toml, the user's own",
+}
+
+
+def command(**help_: str) -> Callable[[Callable[..., int | None]], Task[Callable[..., None]]]:
+    """A task whose failures are a message and an exit code, whichever program runs it."""
+
+    def decorate(body: Callable[..., int | None]) -> Task[Callable[..., None]]:
+        @functools.wraps(body)
+        def run(context: Context, **options: Any) -> None:
+            code = _reported(functools.partial(body, context, **options))
+            if code:
+                raise Exit(code=code)
+
+        # Without short flags: -h is for help, not for hosts.
+        made: Task[Callable[..., None]] = task(help=help_, auto_shortflags=False, name=body.__name__.strip("_"))(run)
+        return made
+
+    return decorate
+
+
+def _reported(body: Callable[[], int | None]) -> int | None:
+    try:
+        return body()
+    except KeyboardInterrupt:
+        raise Exit("interrupted", code=130) from None
+    except BrokenPipeError:  # `| head` has seen enough; nothing is left to flush into it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise Exit(code=1) from None
+    except Exception as error:
+        if not failure.is_expected(error):
+            raise
+        if os.environ.get("SKYFAB_DEBUG"):
+            traceback.print_exc()
+        raise Exit(failure.text(error), code=failure.exit_code(error)) from error
+
+
+@command(**SELECT, epochs="how often each rank sees its share of the data; 10", ranks="ranks on each host")
+def train(
+    _: Context,
+    hosts: str | None = None,
+    inventory: str | None = None,
+    epochs: str = "10",
+    ranks: str | None = None,
+) -> None:
+    """Train a digit classifier, on hosts or here.
+
+    The model is built here, goes out untrained, is trained on every rank with its share of the data,
+    comes back and is evaluated here. Without hosts: two ranks on this machine.
+
+        skyfab train
+        skyfab train --hosts=node1,node2 --epochs=20
+        skyfab train --hosts=gpu --inventory=lab.toml --ranks=2
+    """
+    from skyfab.commands.train import train as run
+
+    run(hosts, inventory, epochs=_count("epochs", epochs), ranks=None if ranks is None else _count("ranks", ranks))
+
+
+@command(**SELECT, json="print a list for programs")
+def hosts(_: Context, hosts: str | None = None, inventory: str | None = None, json: bool = False) -> int:
+    """Show what each host is, or why it cannot be used.
+
+    Address, Python, platform, CPUs and GPUs, all hosts at once. Ends with 3 when one of them cannot be used.
+
+        skyfab hosts
+        skyfab hosts --hosts=gpu --json
+    """
+    from skyfab.commands.hosts import hosts as run
+
+    return run(hosts, inventory, as_json=json)
+
+
+@command(**SELECT)
+def exec_(_: Context, hosts: str | None = None, inventory: str | None = None) -> int:
+    """Run a shell command on every host.
+
+    exec [--hosts=…] -- COMMAND: it runs in the home folder there, by /bin/sh. As with ssh, the words after
+    the dashes are joined with spaces: quote what the shell there should see. Ends with 1 when it failed anywhere.
+
+        skyfab exec -- uptime
+        skyfab exec --hosts=gpu -- 'nvidia-smi -L | wc -l'
+    """
+    from skyfab.commands.shell import shell
+
+    # invoke keeps what comes after the dashes to itself.
+    words = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+    return shell(" ".join(words), hosts, inventory)
+
+
+@command(
+    **SELECT,
+    known_hosts="the file to record them in; else the one that ssh uses",
+    replace="put the new key in the place of another one on record",
+    yes="do not ask",
+)
+def trust(
+    _: Context,
+    hosts: str | None = None,
+    inventory: str | None = None,
+    known_hosts: str | None = None,
+    replace: bool = False,
+    yes: bool = False,
+) -> int:
+    """Record the keys of hosts that ssh does not know yet.
+
+    Shows their fingerprints first. Compare them with what the host itself says, on its own screen:
+    ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub
+
+        skyfab trust --hosts=node1
+        skyfab trust --hosts=node1 --replace
+    """
+    from skyfab.commands.trust import trust as run
+
+    return run(hosts, inventory, known_hosts=known_hosts, replace=replace, yes=yes)
+
+
+@command(count="how many hosts; 4")
+def up(_: Context, count: str = "4") -> None:
+    """Start throw-away hosts on this machine.
+
+    They are called node1, node2 …; the last line printed is the path of their inventory.
+
+    export SKYFAB_INVENTORY=$(skyfab lab.up --count=2)
+    skyfab hosts
+    """
+    from skyfab import lab
+
+    path = lab.up(_count("count", count))
+    for host in lab.status():
+        print(host, file=sys.stderr)
+    print(f"hint: export SKYFAB_INVENTORY={path}", file=sys.stderr)
+    print(path, flush=True)
+
+
+@command()
+def down(_: Context) -> None:
+    """Take the throw-away hosts down.
+
+    skyfab lab.down
+    """
+    from skyfab import lab
+
+    print("the lab is down" if lab.down() else "there was no lab", file=sys.stderr)
+
+
+@command()
+def status(_: Context) -> None:
+    """Show the throw-away hosts.
+
+    skyfab lab.status
+    """
+    from skyfab import lab
+
+    found = lab.status()
+    for host in found:
+        print(host)
+    if not found:
+        print("no lab is up\nhint: skyfab lab.up", file=sys.stderr)
+
+
+namespace = Collection(train, hosts, exec_, trust, Collection("lab", up, down, status))
+"""All of skyfab's tasks. In a tasks.py of your own: ``from skyfab.cli import namespace``."""
+
+
+def _count(option: str, text: str) -> int:
+    """invoke would answer a word that is no number with a traceback."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--{option}={text}: a whole number from 1 on")
+    return int(text)
+
+
+class _Skyfab(Program):
+    """invoke's program with our exit codes, and a help that starts with the tasks."""
+
+    def parse_tasks(self) -> None:
+        self._or_usage(super().parse_tasks)
+
+    def parse_cleanup(self) -> None:
+        self._or_usage(super().parse_cleanup)
+
+    def _or_usage(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except ParseError as error:
+            raise Exit(f"error: {error}\nhint: {self.binary} --help", code=2) from None
+
+    def task_list_opener(self, extra: str = "") -> str:
+        return "Tasks"
+
+    def print_help(self) -> None:
+        print(f"Usage: {self.binary} TASK [--options]\n")
+        self.list_tasks()
+        print(f"{self.binary} --help TASK tells more about one of them.")
+
+
+def main(argv: Sequence[str] | None = None, tasks: Collection = namespace) -> None:
+    """The program `skyfab`; with other tasks, the program of a project."""
+    program = _Skyfab(name="skyfab", version=__version__, namespace=tasks)
+    program.run(None if argv is None else list(argv))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,465 @@
+"""streams.Mux on one connection: everything arrives, small before large, and nobody is flooded."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_pair import Pair, Wire, content
+
+from skyfab.errors import ProtocolError
+from skyfab.protocol import frames
+from skyfab.protocol.frames import ACK, COUNT, CREDIT, HEAD, HELLO, PING, frame
+from skyfab.protocol.streams import CREDIT_WINDOW, SMALL, Window
+
+MB = 1024 * 1024
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["small", "large", "urgent", "log", "flush", "read", "read"]),
+        st.booleans(),
+        st.one_of(st.integers(0, 300), st.integers(0, 3 * SMALL), st.integers(0, 300_000)),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps)
+def test_all_messages_arrive_whole_and_in_order_whatever_the_pieces(steps: list[tuple[str, bool, int]]) -> None:
+    """Both sides speak at once over a connection that takes and gives arbitrary pieces."""
+    pair = Pair()
+    for number, (what, first, size) in enumerate(steps):
+        side = pair.a if first else pair.b
+        if what == "small":
+            side.say(1, content(number, size % (SMALL + 1)))
+        elif what == "large":
+            side.say(100 + number, content(number, size + SMALL))
+        elif what == "urgent":
+            side.say(100 + number, content(number, size), urgent=True)
+        elif what == "log":
+            if 7 not in side.sent_bodies:
+                side.say(7, large=True)
+            side.say_more(7, content(number, size))
+        elif what == "flush":
+            side.flush(size)
+        else:
+            side.read(max(1, size))
+        pair.now += 0.01
+    pair.settle()
+    pair.check()
+
+
+def test_a_message_and_its_data_leave_in_one_write() -> None:
+    """A header and a body in two packets would cost a delayed acknowledgement."""
+    pair = Pair()
+    pair.settle()
+    writes: list[int] = []
+    pair.a.say(1, b"x" * SMALL)
+    pair.a.mux.flush(lambda buffers: writes.append(len(buffers)) or sum(map(len, buffers)))
+    assert writes == [1]
+
+
+def test_an_empty_body_and_the_largest_small_one() -> None:
+    pair = Pair()
+    for stream, size in enumerate((0, 1, SMALL - 1, SMALL, SMALL + 1)):
+        pair.a.say(stream, content(stream, size))
+    pair.settle()
+    pair.check()
+
+
+def test_a_head_larger_than_a_small_message_travels_too() -> None:
+    """A list of many thousand blob names is one head."""
+    pair = Pair()
+    head = b"h" * (SMALL + 1)
+    pair.a.mux.send(1, head, (b"data",))
+    pair.settle()
+    assert pair.b.heads == [(1, head)]
+    assert pair.b.bodies[1] == b"data"
+
+
+def test_a_small_message_overtakes_bulk() -> None:
+    """A cancel behind 16 MiB waits for what the wire has taken already, and for no more."""
+    pair = Pair()
+    pair.settle()
+    pair.a.say(1, content(1, 16 * MB))
+    pair.a.flush(100_000)
+    on_the_wire = len(pair.a.sink)
+    pair.a.say(3, b"cancel")
+    while not any(stream == 3 for stream, _ in pair.b.heads):
+        pair.a.flush(10_000)
+        pair.b.read()
+    assert len(pair.b.bodies[1]) <= on_the_wire + frames.CHUNK
+    pair.settle()
+    pair.check()
+
+
+def test_a_heartbeat_overtakes_everything() -> None:
+    """PING goes out before messages that were queued earlier."""
+    pair = Pair()
+    pair.settle()
+    pair.a.say(1, content(1, MB))
+    for stream in range(3, 100, 2):
+        pair.a.say(stream, b"message")
+    pair.a.mux.ping()
+    out: list[bytes] = []
+
+    def send(buffers: list[bytes]) -> int:
+        out.append(b"".join(buffers))
+        return len(out[-1])
+
+    pair.a.mux.flush(send)
+    assert out[0][0] == PING
+
+
+def test_bulk_streams_take_turns() -> None:
+    """Two large messages share the connection: neither waits for the other to end."""
+    pair = Pair()
+    pair.a.say(1, content(1, 4 * MB))
+    pair.a.say(3, content(3, 4 * MB))
+    while len(pair.b.bodies.get(1, b"")) < MB:
+        pair.a.flush(50_000)
+        pair.b.read()
+        pair.b.flush()
+        pair.a.read()
+    assert abs(len(pair.b.bodies[1]) - len(pair.b.bodies[3])) <= 2 * frames.CHUNK
+    pair.settle()
+    pair.check()
+
+
+def test_data_is_sent_as_views_of_the_callers_memory() -> None:
+    """A large buffer is never copied on its way to `send`."""
+    pair = Pair()
+    pair.settle()
+    memory = bytearray(content(1, 2 * MB))
+    pair.a.mux.send(1, b"head", (memory,))
+    seen: set[int] = set()
+
+    def send(buffers: list[bytes | memoryview]) -> int:
+        seen.update(id(b.obj) for b in buffers if isinstance(b, memoryview))
+        return sum(map(len, buffers))
+
+    pair.a.mux.flush(send)
+    assert seen == {id(memory)}
+
+
+# ---- credits and windows
+
+
+def test_a_receiver_that_uses_nothing_is_sent_one_window_of_credit_and_no_more() -> None:
+    """Other streams go on meanwhile, and the stalled one goes on once its data is used."""
+    pair = Pair(uses=False)
+    pair.a.say(1, content(1, 6 * MB))
+    pair.settle()
+    assert len(pair.b.bodies[1]) == CREDIT_WINDOW
+    pair.a.say(3, content(3, 3 * MB))
+    pair.settle()
+    assert pair.b.bodies[3] == pair.a.sent_bodies[3]
+    assert len(pair.b.bodies[1]) == CREDIT_WINDOW
+    pair.b.mux.used(1, CREDIT_WINDOW)
+    pair.settle()
+    pair.check()
+
+
+def test_messages_that_fit_one_frame_need_no_credit() -> None:
+    pair = Pair(uses=False)
+    for number in range(300):
+        pair.a.say(1, content(number, SMALL))
+    pair.settle()
+    pair.check()
+
+
+def test_unheard_data_is_bounded_by_the_window() -> None:
+    """Into a connection that swallows everything and answers nothing goes one window, not the whole gigabyte."""
+    pair = Pair()
+    pair.settle()
+    pair.a.mux.send(1, b"head", [memoryview(bytearray(CREDIT_WINDOW))] * 8)
+    for stream in range(3, 40, 2):
+        pair.a.mux.send(stream, b"head", [memoryview(bytearray(CREDIT_WINDOW))])
+    before = pair.a.mux.bytes_out
+    pair.a.sink = Wire()
+    pair.a.sink.cut(0)
+    assert pair.a.flush()
+    taken = pair.a.mux.bytes_out - before
+    assert taken <= pair.a.mux.window.size + frames.CHUNK + 40 * 64
+    assert sum(sent.size for sent in pair.a.mux._unacked) <= pair.a.mux.window.size + frames.CHUNK
+    assert not pair.a.mux.has_output
+
+
+def test_nothing_is_kept_of_what_was_acknowledged() -> None:
+    """After a long conversation neither side holds on to old frames."""
+    pair = Pair()
+    for number in range(50):
+        pair.a.say(1001 + 2 * number, content(number, 100_000))
+        pair.b.say(1, b"small")
+        pair.settle()
+    for side in (pair.a, pair.b):
+        side.mux.ping()
+    pair.settle()
+    assert not pair.a.mux._unacked
+    assert not pair.b.mux._unacked
+
+
+def test_forget_drops_what_waits_and_leaves_the_others_alone() -> None:
+    pair = Pair()
+    pair.settle()
+    pair.a.say(1, content(1, 8 * MB))
+    pair.a.say(3, content(3, MB))
+    pair.a.flush(100_000)
+    pair.a.mux.forget(1)
+    assert pair.a.mux.queued(1) == 0
+    pair.a.mux.send(1, b"ended")
+    pair.settle()
+    assert pair.b.heads[-1] == (1, b"ended") or (1, b"ended") in pair.b.heads
+    assert len(pair.b.bodies[1]) < MB
+    assert pair.b.bodies[3] == pair.a.sent_bodies[3]
+
+
+def test_queued_counts_what_has_not_been_sent() -> None:
+    pair = Pair(uses=False)
+    assert pair.a.mux.queued(1) == 0
+    pair.a.mux.send(1, b"head", large=True)
+    pair.a.mux.send_data(1, bytes(CREDIT_WINDOW))
+    pair.a.mux.send_data(1, bytes(1234))
+    assert pair.a.mux.queued(1) == CREDIT_WINDOW + 1234
+    pair.settle()
+    assert pair.a.mux.queued(1) == 1234
+
+
+# ---- the window follows the link
+
+
+class Link:
+    """A link of `rate` bytes a second, `base` seconds there and back, and a queue as deep as it gets."""
+
+    def __init__(self, window: Window, *, rate: float, base: float) -> None:
+        self.window, self.rate, self.base = window, rate, base
+        self.now = self._free = 0.0
+        self._under_way: deque[tuple[float, float, int]] = deque()
+        self._flight = 0
+
+    def run(self, seconds: float) -> None:
+        """Sends as much as the window allows, and lets it see the acknowledgements."""
+        end = self.now + seconds
+        while self.now < end:
+            while self._flight < self.window.size:
+                size = self.window.chunk
+                self._free = max(self._free, self.now) + size / self.rate
+                self._under_way.append((self.now, self._free + self.base, size))
+                self._flight += size
+            sent, self.now, size = self._under_way.popleft()
+            self._flight -= size
+            self.window.observe(self.now - sent, self.now)
+
+    @property
+    def delay(self) -> float:
+        """How long a cancel waits behind what is under way."""
+        return max(0.0, self._free - self.now)
+
+
+def test_the_window_grows_on_a_fast_link() -> None:
+    """1 GB/s at 50 ms needs 50 MB under way: the window opens as far as it may."""
+    window = Window()
+    Link(window, rate=1e9, base=0.05).run(2)
+    assert window.size == Window.CEILING
+
+
+@pytest.mark.parametrize("rate", [1e6, 10e6, 100e6])
+def test_the_window_fills_a_link_without_filling_its_queues(rate: float) -> None:
+    """It carries the link's rate, and what a cancel waits behind stays around a third of a second."""
+    link = Link(Window(), rate=rate, base=0.02)
+    link.run(20)
+    assert link.window.size >= rate * 0.02
+    assert link.delay < 0.4
+
+
+def test_the_window_shrinks_when_the_link_slows_down() -> None:
+    """From a gigabit to ten megabits: once what was under way is through, the queue is short again."""
+    link = Link(Window(), rate=125e6, base=0.005)
+    link.run(5)
+    assert link.window.size > 2 * MB
+    link.rate = 1.25e6
+    link.run(60)
+    assert link.delay < 0.4
+
+
+def test_a_very_slow_link_is_held_to_the_floor() -> None:
+    """1 Mbit/s: half a second of that link may be under way, no more."""
+    link = Link(Window(), rate=125e3, base=0.05)
+    link.run(60)
+    assert link.window.size == Window.FLOOR
+    assert link.delay < 0.6
+
+
+def test_the_window_stays_within_its_bounds_whatever_it_observes() -> None:
+    window = Window()
+    for step in range(2000):
+        window.observe((step * 7919 % 1000) / 250, step * 0.01)
+        assert Window.FLOOR <= window.size <= Window.CEILING
+        assert 8 * 1024 <= window.chunk <= frames.CHUNK
+
+
+def test_a_new_connection_may_have_a_longer_way() -> None:
+    """From the office network to a phone: the old round trip is no measure for the new one."""
+    pair = Pair()
+    Link(pair.a.mux.window, rate=1e8, base=0.001).run(1)
+    pair.cut()
+    pair.attach(pair.a)
+    Link(pair.a.mux.window, rate=1e8, base=0.3).run(30)
+    assert pair.a.mux.window.size > 4 * MB, "a link of 100 MB/s and 300 ms is held to 64 KiB a round trip"
+
+
+# ---- what the other side may not do
+
+
+def feed(pair: Pair, data: bytes) -> None:
+    """The other side of `a` writes this."""
+    wire = Wire()
+    wire.sender(len(data))([data])
+    pair.a.source = wire
+    while pair.a.read():
+        pass
+
+
+def test_an_acknowledgement_of_frames_never_sent_is_refused() -> None:
+    pair = Pair()
+    pair.a.say(1, b"one")
+    pair.settle()
+    with pytest.raises(ProtocolError):
+        feed(pair, frame(ACK, 0, COUNT.pack(2)))
+
+
+def test_a_hello_that_has_heard_frames_never_sent_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        Pair().a.mux.resume(1)
+
+
+def test_a_hello_that_has_forgotten_what_it_acknowledged_is_refused() -> None:
+    """A side that starts anew under the old name: what it forgot cannot be sent again, so nothing may go on."""
+    pair = Pair()
+    for _ in range(5):
+        pair.a.say(1, b"one")
+    pair.settle()
+    pair.b.mux.ping()
+    pair.a.mux.ping()
+    pair.settle()
+    pair.cut()
+    pair.attach(pair.a)
+    with pytest.raises(ProtocolError):
+        pair.a.mux.resume(2)
+
+
+def test_an_old_acknowledgement_changes_nothing() -> None:
+    pair = Pair()
+    for _ in range(3):
+        pair.a.say(1, b"one")
+    pair.settle()
+    feed(pair, frame(ACK, 0, COUNT.pack(3)) + frame(ACK, 0, COUNT.pack(1)))
+    assert not pair.a.mux._unacked
+
+
+@pytest.mark.parametrize("kind", [ACK, CREDIT])
+@pytest.mark.parametrize("size", [0, 7, 9])
+def test_a_count_of_the_wrong_size_is_refused(kind: int, size: int) -> None:
+    pair = Pair()
+    pair.a.say(1, content(1, MB))
+    pair.settle()
+    with pytest.raises(ProtocolError):
+        feed(pair, frame(kind, 1, bytes(size)))
+
+
+def test_credit_for_an_unknown_stream_is_ignored() -> None:
+    pair = Pair()
+    pair.settle()
+    feed(pair, frame(CREDIT, 12345, COUNT.pack(2**64 - 1)))
+    pair.a.say(1, b"still fine")
+    pair.a.source = pair.b.sink
+    pair.settle()
+
+
+def test_messages_before_hello_are_refused() -> None:
+    """HELLO says which version is spoken and where the counting starts: nothing may come before it."""
+    pair = Pair()
+    with pytest.raises(ProtocolError):
+        feed(pair, frame(HEAD, 1, b"0:0", 3))
+    assert pair.a.heads == []
+
+
+def test_a_second_hello_on_one_connection_is_refused() -> None:
+    """It would make everything unacknowledged be sent a second time."""
+    pair = Pair()
+    pair.settle()
+    with pytest.raises(ProtocolError):
+        feed(pair, frame(HELLO, 0, b"0"))
+
+
+def test_a_flood_of_pings_costs_no_memory() -> None:
+    """A host that pings without reading our answers cannot make us keep one for each."""
+    pair = Pair()
+    pair.settle()
+    feed(pair, frame(PING) * 50_000)
+    before = pair.a.mux.bytes_out
+    assert pair.a.flush()
+    assert pair.a.mux.bytes_out - before < 10_000
+
+
+def test_no_write_has_more_pieces_than_the_system_takes() -> None:
+    """writev refuses more than IOV_MAX (1,024) buffers; a burst of answers must not run into that."""
+    pair = Pair()
+    pair.settle()
+    feed(pair, frame(PING) * 4000)
+    for number in range(3000):
+        pair.a.mux.send(1, b"x")
+        pair.a.mux.used(number, CREDIT_WINDOW)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for end in (ours, theirs):
+            end.setblocking(False)
+        done = False
+        while not done:
+            done = pair.a.mux.flush(lambda buffers: os.writev(ours.fileno(), buffers))
+            try:
+                while theirs.recv(1 << 20):
+                    pass
+            except BlockingIOError:
+                pass
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.sampled_from([*sorted(frames.KINDS), 0, 99]), st.binary(max_size=20)), max_size=20))
+def test_any_frames_in_any_order_give_nothing_but_protocol_error(sent: list[tuple[int, bytes]]) -> None:
+    """Frames out of order, twice, or where none belongs: accepted or refused, never another exception."""
+    pair = Pair()
+    pair.settle()
+    pair.a.bodies[1] = bytearray()
+    try:
+        for kind, payload in sent:
+            feed(pair, frame(kind, 1, payload if kind != HELLO else b"0"))
+            pair.a.flush()
+    except ProtocolError:
+        pass
+
+
+def test_bye_arrives_with_its_reason_bounded_and_printable() -> None:
+    pair = Pair()
+    pair.settle()
+    pair.b.mux.bye("done")
+    pair.settle()
+    assert pair.a.said_bye == ["done"]
+    feed(pair, frame(frames.BYE, 0, b"\xff" * 100_000))
+    assert len(pair.a.said_bye[-1]) <= 4096
+
+
+def test_heard_moves_with_every_frame() -> None:
+    """The owner tells a silent connection from a quiet one by it."""
+    pair = Pair()
+    pair.settle()
+    pair.now = 50.0
+    pair.b.mux.ping()
+    pair.settle()
+    assert pair.a.mux.heard >= 50.0
+    assert pair.b.mux.heard >= 50.0

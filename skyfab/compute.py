@@ -25,6 +25,7 @@ from skyfab.output import Lines
 from skyfab.parcel import pack_arguments, pack_function
 from skyfab.project import Project
 from skyfab.session import Session
+from skyfab.spread import Spread
 from skyfab.transport import transport_for
 
 R = TypeVar("R")
@@ -190,24 +191,14 @@ class Compute:
 
     def run(self, call: Call[R]) -> R:
         """Runs a call on one rank and waits for it: ``call >> compute``."""
-        future = self.submit(call)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
+        return self._wait(self.submit(call))
 
     def broadcast(self, call: Call[R]) -> list[R]:
         """Runs a call on every rank and waits for all: ``call @ compute``, a list in rank order.
 
         Raises BroadcastError, which has the results of the others.
         """
-        future = self.submit(call, on="all")
-        try:
-            return future.result()  # type: ignore[return-value]
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
+        return self._wait(self.submit(call, on="all"))  # type: ignore[return-value]
 
     def submit(self, call: Call[R], *, on: str = "one") -> Future[R]:
         """Starts a call: ``call > compute``. `on` is "one", "all", "head" or a host's name.
@@ -220,7 +211,7 @@ class Compute:
         function = pack_function(call.function)
         arguments = pack_arguments(call)
         tree = self._sync_tree()
-        timeout = self._timeout if call.function.timeout is None else call.function.timeout
+        timeout = self._timeout_of(call.function)
         label = call.function.label
         if on == "all":
             gang = self._current_gang(tree)
@@ -241,10 +232,26 @@ class Compute:
     def map(self, function: Callable[..., R] | Function[..., R], *items: Iterable[Any]) -> list[R]:
         """Applies a function to every item, balanced over all slots of all hosts, results in order.
 
-        The first failure is raised when the calls that have begun are done; the others are cancelled.
+        Short items travel in groups. The first failure is raised, and what has not begun is given up.
         """
+        self._check_open()
         fn = as_function(function)
-        return _all_results([self.submit(fn(*arguments)) for arguments in zip(*items, strict=False)])
+        calls = [fn(*arguments) for arguments in zip(*items, strict=False)]
+        parcel = pack_function(fn)
+        self._sync_tree()
+        slots = sum(node.host.slots for node in self.hosts)
+        future = Spread(self._queue, parcel, calls, slots=slots, timeout=self._timeout_of(fn)).start()
+        return self._wait(future)
+
+    def _wait(self, future: Future[R]) -> R:
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def _timeout_of(self, function: Function[..., Any]) -> float | None:
+        return self._timeout if function.timeout is None else function.timeout
 
     # ---- inside
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, Final
 
 from skyfab.answers import resolve
@@ -34,6 +34,8 @@ class CallFuture(Future[Any]):
         super().__init__()
         self.node: Node | None = None
         self.on_cancel: Callable[[], None] | None = None
+        self._waiter: tuple[int, Node] | None = None
+        """The thread that waits, and the node whose stream it reads meanwhile."""
 
     def result(self, timeout: float | None = None) -> Any:
         self._read(timeout)
@@ -46,6 +48,7 @@ class CallFuture(Future[Any]):
     def _read(self, timeout: float | None) -> None:
         node = self.node
         if node is not None and not self.done():
+            self._waiter = (threading.get_ident(), node)
             node.session.wait(self.done, timeout)
 
     def cancel(self) -> bool:
@@ -64,15 +67,17 @@ class CallFuture(Future[Any]):
                 self.set_result(result)
             else:
                 self.set_exception(error)
-        except Exception:
+        except InvalidStateError:
             if not self.cancelled():
                 raise
+        if self._waiter is not None and self._waiter[0] != threading.get_ident():
+            self._waiter[1].session.poke()  # another host's stream brought this
 
 
 class Task:
     """One solo call: what to run, and who waits for it."""
 
-    __slots__ = ("arguments", "ended", "function", "future", "label", "on", "slot", "started", "stream", "timeout")
+    __slots__ = ("arguments", "each", "ended", "function", "future", "label", "on", "slot", "started", "stream", "timeout")
 
     def __init__(
         self,
@@ -82,6 +87,7 @@ class Task:
         label: str,
         timeout: float | None,
         on: Node | None,
+        each: bool = False,
     ) -> None:
         self.function = function
         self.arguments = arguments
@@ -89,6 +95,8 @@ class Task:
         self.timeout = timeout
         self.on = on
         """The only node where it may run; None for any."""
+        self.each = each
+        """The one argument is a list of argument tuples; the result is the time it took and a list of results."""
         self.future = CallFuture()
         self.ended: Callable[[BaseException | None], None] | None = None
         self.slot: Slot | None = None
@@ -189,6 +197,7 @@ class Queue:
                 task.function,
                 task.arguments,
                 timeout=task.timeout,
+                each=task.each,
                 answer=lambda message, buffers: self._answered(task, message, buffers),
                 failure=lambda error: self._failed(task, error),
                 sent=lambda stream: setattr(task, "stream", stream),

@@ -97,8 +97,9 @@ class Node:
         failure: Failure,
         sent: Callable[[int], None] = lambda stream: None,
         shared: bool = False,
+        each: bool = False,
     ) -> None:
-        """Runs a function in a seat. With `shared`, large buffers go to the store, for other seats to use too.
+        """Runs a function in a seat, with `each` once for every item. With `shared`, large buffers go to the store, for other seats to use too.
 
         `sent` is told the stream's number. Raises HostLost when the host is gone.
         """
@@ -112,7 +113,7 @@ class Node:
                     self._seat(seat, plan)
                 self._teach(function, names)
                 parts, inline = _parts(arguments, names)
-                head = messages.Call.head(seat=seat, function=function.digest, parts=parts, timeout=timeout)
+                head = messages.Call.head(seat=seat, function=function.digest, parts=parts, timeout=timeout, each=each)
                 sent(self.session.send(head, inline, answer=answer, failure=failure, seat=seat))
 
         if names:
@@ -202,8 +203,7 @@ class Node:
         """Sends the project's files that the host lacks, and waits until they are laid out."""
         if tree.digest in self._trees:
             return
-        names = list(tree.sources)
-        missing = self.session.ask(messages.Has(names=names))
+        missing = self.session.ask(messages.Has(names=list(tree.sources)))
         assert isinstance(missing, messages.Missing)
         for name in missing.names:
             if name in tree.sources:  # else the host asks for what was never offered

@@ -34,6 +34,9 @@ SILENCE: Final = 30.0
 _LINGER: Final = 0.004
 """The reader leaves the stream to callers for so long after the last of them."""
 
+_MEMORY: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""A host may not announce more than this machine could hold."""
+
 Answer = Callable[[Message, list[memoryview]], None]
 Failure = Callable[[Exception], None]
 
@@ -137,7 +140,7 @@ class Session:
             if not self._farewell and self._ended is None:
                 self._mux.bye()
             self._farewell = True
-        self._poke()
+        self.poke()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5)
         self._shut()
@@ -181,7 +184,7 @@ class Session:
             self._mux.send(stream, head, parts, urgent=urgent)
             drained = self._flush()
         if not drained:
-            self._poke()
+            self.poke()
         return stream
 
     def ask(self, message: Message, parts: Sequence[Buffer] = ()) -> Message:
@@ -210,7 +213,7 @@ class Session:
             self._callers += 1
             poke = self._reading
         if poke:
-            self._poke()
+            self.poke()
         try:
             while not done():
                 rest = None if deadline is None else deadline - time.monotonic()
@@ -264,7 +267,8 @@ class Session:
                     self._reading = False
             self._wake_follower()
 
-    def _poke(self) -> None:
+    def poke(self) -> None:
+        """Makes whoever waits look again."""
         if self._waker is not None:
             with contextlib.suppress(BlockingIOError, OSError):
                 os.write(self._waker[1], b"!")
@@ -280,6 +284,7 @@ class Session:
                 wait = 0.002  # nothing tells when there is room: try again soon
             else:
                 self._poll.register(sink, select.POLLOUT)
+        self._mux.let_it_come()
         ready = self._poll.poll(wait * 1000)
         with self._lock:
             for fd, _ in ready:
@@ -366,7 +371,7 @@ class Session:
                 self._complete(stream, exchange, message, split(parts, data))
             else:
                 exchange.message = message
-                exchange.assembly = Assembly(parts)
+                exchange.assembly = Assembly(parts, limit=_MEMORY)
         elif isinstance(message, messages.Log):
             self._output[stream] = (message.seat, Lines("stdout" if message.fd == 1 else "stderr"))
         elif isinstance(message, messages.Exited):

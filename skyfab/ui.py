@@ -138,7 +138,8 @@ class Screen(View):
         with self._lock:
             spinner = _SPINNER[int(self._clock() / _TICK) % len(_SPINNER)]
             live = [f"{spinner} {detail}" for detail in self._details.values()]
-            live += [f"{self._prefix(bar)} {clean(bar.text, colour=False)}" for bar in self._bars.values()]
+            bars = sorted(self._bars.values(), key=lambda bar: bar.rank or 0)
+            live += [f"{self._prefix(bar)} {clean(bar.text, colour=False)}" for bar in bars]
         put(self._file, self._live.frame("".join(text for _, text in lines), live))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """A view: gathers text as events come, and writes it in batches.
 
-Nothing is rendered line by line. A view writes on a thread of its own, and at once when a call ends, so that what
-the program prints next comes after.
+Nothing is rendered line by line. A view writes on a thread of its own, and at once when a call ends or a host's state
+changes, so that what the program prints next comes after.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class View(ABC):
         with self._lock:
             self._take(event)
             waiting = self._waiting
-        if waiting > _MOST or (waiting and isinstance(event, CallEnded)):
+        if waiting > _MOST or (waiting and isinstance(event, (CallEnded, HostState))):
             self.flush()
         elif waiting and not self._wake.is_set():
             self._soon()

@@ -31,7 +31,7 @@ from skyfab.protocol.streams import Mux
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any, Final
 
     Route = Seat | Writer | Assembly | None
@@ -158,6 +158,7 @@ class Agent:
 
     def _read(self, events: int) -> None:
         assert self._connection is not None
+        self.mux.let_it_come()
         try:
             alive = self.mux.read(self._connection.recv_into)
         except BlockingIOError:
@@ -214,7 +215,7 @@ class Agent:
         message = messages.decode(head)
         try:
             _OPERATIONS[type(message)](self, stream, message, head, data)
-        except (KeyError, OSError, ProtocolError) as error:
+        except Exception as error:
             self._fail(stream, error)
 
     def place(self, stream: int, length: int) -> memoryview:
@@ -289,10 +290,11 @@ class Agent:
             "path": self._path(message.tree),
             "stores": self._store.folders,
         }
-        self._zygote.spawn(request, [seat.other.fileno(), *(log.sink for log in logs)])
-        seat.other.close()
+        theirs = [*seat.rank_ends, *(log.sink for log in logs)]
+        self._zygote.spawn(request, theirs)
+        for fd in theirs:
+            os.close(fd)
         for log in logs:
-            os.close(log.sink)
             self._selector.register(log, _READ, lambda _, log=log: self._drain(log))
         self.readable(seat, True)
 
@@ -389,29 +391,23 @@ class Agent:
 
     # ---- seats
 
-    def _seat_ready(self, seat: Seat, events: int) -> None:
-        if events & _WRITE:
-            seat.flush()
-        if events & _READ and not seat.read():
-            self._watch(seat, seat.events & ~_READ)
-
     def writable(self, seat: Seat, wanted: bool) -> None:
-        self._watch(seat, seat.events | _WRITE if wanted else seat.events & ~_WRITE)
+        self._watch(seat, seat.sink, _WRITE if wanted else 0, lambda _: seat.flush())
 
     def readable(self, seat: Seat, wanted: bool) -> None:
-        self._watch(seat, seat.events | _READ if wanted else seat.events & ~_READ)
+        self._watch(seat, seat.source, _READ if wanted else 0, lambda _: self._read_seat(seat))
 
-    def _watch(self, seat: Seat, events: int) -> None:
-        if events == seat.events:
-            return
-        callback = lambda ready: self._seat_ready(seat, ready)  # noqa: E731
-        if not events:
-            self._selector.unregister(seat)
-        elif not seat.events:
-            self._selector.register(seat, events, callback)
-        else:
-            self._selector.modify(seat, events, callback)
-        seat.events = events
+    def _read_seat(self, seat: Seat) -> None:
+        if not seat.read():
+            self.readable(seat, False)
+
+    def _watch(self, seat: Seat, fd: int, events: int, callback: Callable[[int], None]) -> None:
+        if events and fd not in seat.watched:
+            self._selector.register(fd, events, callback)
+            seat.watched.add(fd)
+        elif not events and fd in seat.watched:
+            self._selector.unregister(fd)
+            seat.watched.discard(fd)
 
     def _drain(self, log: LogPipe) -> None:
         if not log.drain():
@@ -451,7 +447,8 @@ class Agent:
         self._retire(seat)
 
     def _retire(self, seat: Seat) -> None:
-        self._watch(seat, 0)
+        self.readable(seat, False)
+        self.writable(seat, False)
         for log in seat.logs:
             log.drain()
             with contextlib.suppress(KeyError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from skyfab.protocol.pipes import widen
+
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
     import socket
@@ -24,6 +26,7 @@ class Connection:
         for fd in (source, sink):
             os.set_blocking(fd, False)
             os.set_inheritable(fd, False)
+            widen(fd)
 
     def recv_into(self, view: memoryview) -> int:
         return os.readv(self.source, [view])

@@ -7,10 +7,10 @@ catches up from the file.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 
 from skyfab.protocol.messages import Log
+from skyfab.protocol.pipes import ROOM, widen
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _ROOM: Final = 1024 * 1024
 """Bytes that may wait for the connection; the rest waits in the file."""
-_PIPE: Final = 1024 * 1024
-_F_SETPIPE_SZ: Final = 1031
 
 
 class LogPipe:
@@ -30,8 +28,7 @@ class LogPipe:
     def __init__(self, mux: Mux, stream: int, path: str, *, seat: str, fd: int) -> None:
         self.source, self.sink = os.pipe()
         os.set_blocking(self.source, False)
-        with contextlib.suppress(OSError):  # a roomy pipe: a burst of lines does not stop the rank
-            fcntl.fcntl(self.source, _F_SETPIPE_SZ, _PIPE)
+        widen(self.source)  # a burst of lines does not stop the rank
         self._mux = mux
         self._stream = stream
         self._file = -1
@@ -50,7 +47,7 @@ class LogPipe:
         A pipeful at a time: a process that never stops writing does not keep the agent from its other work.
         """
         try:
-            data = os.read(self.source, _PIPE)
+            data = os.read(self.source, ROOM)
         except BlockingIOError:
             return True
         if data:

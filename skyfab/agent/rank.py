@@ -1,6 +1,6 @@
 """A rank: the clean process in which calls run, one after another.
 
-Its socket to the agent carries the same frames as the connection. Everything it writes to its file
+Its pipes to the agent carry the same frames as the connection. Everything it writes to its file
 descriptors 1 and 2 goes to pipes that the agent reads.
 """
 
@@ -12,6 +12,7 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 import types
 from collections import deque
 
@@ -24,16 +25,18 @@ from skyfab.protocol.streams import SMALL
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
-    import socket
     from typing import Any
 
     from skyfab.protocol.streams import Buffer
 
 
-def main(connection: socket.socket, request: dict[str, Any]) -> None:
-    """Serves calls until the agent closes the socket."""
+_TEXT = 16 * 1024
+
+
+def main(source: int, sink: int, request: dict[str, Any]) -> None:
+    """Serves calls until the agent closes its end."""
     _settle(request)
-    Rank(connection, request["stores"]).serve()
+    Rank(source, sink, request["stores"]).serve()
 
 
 def _settle(request: dict[str, Any]) -> None:
@@ -56,8 +59,9 @@ def _settle(request: dict[str, Any]) -> None:
 class Rank:
     """Receives functions and calls, answers with results."""
 
-    def __init__(self, connection: socket.socket, stores: list[str]) -> None:
-        self._socket = connection
+    def __init__(self, source: int, sink: int, stores: list[str]) -> None:
+        self._source = source
+        self._sink = sink
         self._stores = stores
         self._reader = Reader(self)
         self._opening: dict[int, tuple[messages.Message, Assembly]] = {}
@@ -77,8 +81,11 @@ class Rank:
                 elif isinstance(message, messages.Forget):
                     for digest in message.digests:
                         self._functions.pop(digest, None)
-            if not self._reader.pump(self._socket.recv_into):
+            if not self._reader.pump(self._recv_into):
                 return
+
+    def _recv_into(self, view: memoryview) -> int:
+        return os.readv(self._source, [view])
 
     # ---- receiving
 
@@ -109,7 +116,7 @@ class Rank:
             function = self._function(call.function)
             *args, kwargs = codec.loads(buffers[0], buffers[1:])
             buffers.clear()  # the arguments alone keep their memory
-            result = function(*args, **(kwargs or {}))
+            result = _each(function, *args) if call.each else function(*args, **(kwargs or {}))
             del args, kwargs
         except SystemExit as error:
             self._flush()
@@ -123,8 +130,8 @@ class Rank:
         try:
             payload = codec.dumps(result)
         except Exception as error:
-            text = f"the result, a {type(result).__qualname__}, cannot be pickled: {error}"
-            self._answer(stream, messages.Ended(why="unpicklable", text=text, traceback=_trace(error)).encode())
+            text = _cut(f"the result, a {type(result).__qualname__}, cannot be pickled: {error}")
+            self._answer(stream, messages.Ended(why="unpicklable", text=text, traceback=_cut(_trace(error))).encode())
             return
         self._answer(stream, messages.Result.head(parts=_sizes(payload)), payload)
 
@@ -151,7 +158,8 @@ class Rank:
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 payload = codec.dumps(_bare(error))
-        message = messages.Raised(parts=_sizes(payload) if payload else [], kind=kind, text=said, traceback=text)
+        parts = _sizes(payload) if payload else ()
+        message = messages.Raised(parts=parts, kind=_cut(kind), text=_cut(said), traceback=_cut(text))
         self._answer(stream, message.encode(), payload)
 
     def _flush(self) -> None:
@@ -170,21 +178,28 @@ class Rank:
         total = sum(map(len, pieces))
         if total <= SMALL and len(message) <= SMALL:
             header = HEADER.pack(HEAD, len(message), stream, len(message) + total)
-            self._socket.sendall(b"".join((header, message, *pieces)))
+            self._send(b"".join((header, message, *pieces)))
             return
-        self._socket.sendall(frame(HEAD, stream, message))
+        self._send(frame(HEAD, stream, message))
         for part in map(memoryview, pieces):
             for at in range(0, len(part), CHUNK):
                 chunk = part[at : at + CHUNK]
                 self._send(data_header(stream, len(chunk)), chunk)
 
-    def _send(self, header: bytes, chunk: memoryview) -> None:
-        sent = self._socket.sendmsg([header, chunk]) - len(header)
-        if sent < 0:
-            self._socket.sendall(header[sent:])
-            sent = 0
-        if sent < len(chunk):
-            self._socket.sendall(chunk[sent:])
+    def _send(self, *buffers: Buffer) -> None:
+        pending = list(buffers)
+        while pending:
+            sent = os.writev(self._sink, pending)
+            while pending and sent >= len(pending[0]):
+                sent -= len(pending.pop(0))
+            if pending:
+                pending[0] = memoryview(pending[0])[sent:]
+
+
+def _each(function: Any, items: list[tuple[Any, ...]]) -> tuple[float, list[Any]]:
+    began = time.perf_counter()
+    results = [function(*item) for item in items]
+    return time.perf_counter() - began, results
 
 
 def _sizes(payload: codec.Payload) -> tuple[messages.Part, ...]:
@@ -195,7 +210,12 @@ def _exited(error: SystemExit) -> messages.Ended:
     """`sys.exit` ends the call, not the client's program."""
     code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     said = "" if error.code is None or isinstance(error.code, int) else f": {error.code}"
-    return messages.Ended(why="exit", text=f"the function called sys.exit({code}){said}", exitcode=code)
+    return messages.Ended(why="exit", text=_cut(f"the function called sys.exit({code}){said}"), exitcode=code)
+
+
+def _cut(text: str) -> str:
+    """What stands in a message's head is bounded: its beginning and its end are what people read."""
+    return text if len(text) <= 2 * _TEXT else f"{text[:_TEXT]}\n[… {len(text) - 2 * _TEXT} characters …]\n{text[-_TEXT:]}"
 
 
 def _bare(error: Exception) -> Exception:

@@ -1,6 +1,6 @@
 """A seat: one rank process as the agent sees it, and the calls it has been given.
 
-The agent relays frames between the connection and the seat's socket without looking into user data.
+The agent relays frames between the connection and the seat's pipes without looking into user data.
 Calls run in the order in which they came; the first one without an answer is the one that runs.
 """
 
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import select
-import socket
 from collections import deque
-from selectors import EVENT_WRITE
 
+from skyfab.errors import ProtocolError
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import inline_size
 from skyfab.protocol.frames import DATA, HEAD, HEADER, Reader, data_header
+from skyfab.protocol.pipes import widen
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
@@ -75,12 +76,16 @@ class Seat:
         """Names the process for the zygote; a seat's name can be taken again."""
         self.name = name
         self.logs = logs
-        self.socket, self.other = socket.socketpair()
-        self.socket.setblocking(False)
+        rank_in, self.sink = os.pipe()
+        self.source, rank_out = os.pipe()
         self.functions: set[str] = set()
         self.calls: deque[Running] = deque()
-        self.events = 0
-        """What the agent's selector watches for."""
+        self.rank_ends = (rank_in, rank_out)
+        for fd in (self.source, self.sink):
+            os.set_blocking(fd, False)
+            widen(fd)
+        self.watched: set[int] = set()
+        """Those of its descriptors that the agent watches."""
         self.paused = False
         self.condemned = False
         self._poll = select.poll()
@@ -92,9 +97,6 @@ class Seat:
         """Frames of answers, each with how far the logs must be told before it."""
         self._answer: tuple[int, int] | None = None
         """The large answer under way: its stream, and how many bytes are missing."""
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
 
     # ---- towards the rank
 
@@ -123,14 +125,14 @@ class Seat:
 
     def _queue(self, line: list[Piece] | deque[Piece], *pieces: Piece) -> None:
         line.extend(pieces)
-        if line is self._out and not self.events & EVENT_WRITE:
+        if line is self._out and self.sink not in self.watched:
             self._owner.dirty.add(self)  # frames that arrive together leave together
 
     def flush(self) -> None:
         try:
             while self._out:
                 buffers = [entry[0] for entry in itertools.islice(self._out, 32)]
-                self._consume(self.socket.sendmsg(buffers))
+                self._consume(os.writev(self.sink, buffers))
         except BlockingIOError:
             self._owner.writable(self, True)
             return
@@ -154,11 +156,17 @@ class Seat:
     def read(self) -> bool:
         """Takes what the rank has to say. False when it has hung up."""
         try:
-            return self._reader.pump(self.socket.recv_into)
+            return self._reader.pump(self._recv_into)
         except BlockingIOError:
             return True
         except OSError:
             return False
+        except ProtocolError:  # it wrote to our pipe: that is its end, not ours
+            self.kill()
+            return False
+
+    def _recv_into(self, view: memoryview) -> int:
+        return os.readv(self.source, [view])
 
     def place(self, stream: int, length: int) -> memoryview:
         return memoryview(bytearray(length))
@@ -284,8 +292,8 @@ class Seat:
 
     def ended(self, exitcode: int, describe: Callable[[int], str]) -> None:
         """The process is gone: answers the call that ran, and hands back those that had not begun."""
-        with contextlib.suppress(OSError):
-            while self._reader.pump(self.socket.recv_into):
+        with contextlib.suppress(OSError, ProtocolError):
+            while self._reader.pump(self._recv_into):
                 pass
         for log in self.logs:
             log.drain()
@@ -306,8 +314,8 @@ class Seat:
         mux.send(0, messages.Exited(seat=self.name, text=describe(exitcode), exitcode=exitcode).encode())
 
     def close(self) -> None:
-        self.socket.close()
-        self.other.close()
+        for fd in (self.source, self.sink):
+            os.close(fd)
         for log in self.logs:
             log.close()
 

@@ -39,7 +39,7 @@ class Zygote:
         return self._socket.fileno()
 
     def spawn(self, request: dict[str, Any], fds: list[int]) -> None:
-        """Asks for a rank with these descriptors as its socket, stdout and stderr. ``request["id"]`` names it."""
+        """Asks for a rank with these descriptors as its source, sink, stdout and stderr; ``request["id"]`` names it."""
         self._tell(request, fds)
 
     def kill(self, rank: int) -> None:
@@ -182,16 +182,17 @@ def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: s
             os.close(fd)
         os.setsid()
         _die_with_parent()
-        os.set_inheritable(fds[0], False)
-        os.dup2(fds[1], 1)
-        os.dup2(fds[2], 2)
-        for fd in fds[1:]:
+        source, sink, out, err = fds
+        for fd in (source, sink):
+            os.set_inheritable(fd, False)
+        for fd, target in ((out, 1), (err, 2)):
+            os.dup2(fd, target)
             os.close(fd)
         os.makedirs(cwd, mode=0o700, exist_ok=True)
         os.chdir(cwd)
         from skyfab.agent import rank
 
-        rank.main(socket.socket(fileno=fds[0]), request)
+        rank.main(source, sink, request)
         code = 0
     except BaseException:
         import traceback

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from skyfab.compute import Compute
 from skyfab.errors import SkyfabError
@@ -16,14 +16,8 @@ from skyfab.ui import attach
 
 R = TypeVar("R")
 
-
-@dataclass(slots=True)
-class Outcome(Generic[R]):
-    """What came of one host."""
-
-    host: Host
-    result: R | None = None
-    error: BaseException | None = None
+_FAREWELL: Final = 3.0
+"""Seconds that hosts have to end their work after Ctrl-C."""
 
 
 def load(path: str | None) -> Inventory:
@@ -31,32 +25,30 @@ def load(path: str | None) -> Inventory:
     return Inventory.find() if path is None else Inventory.load(path)
 
 
+class Outcome(Generic[R]):
+    """What came of the work on one host: a result or an error."""
+
+    def __init__(self, host: Host, inventory: Inventory) -> None:
+        self.host = host
+        self.result: R | None = None
+        self.error: BaseException | None = None
+        # None of the caller's project goes along.
+        self.pool = Compute([host], inventory=inventory, image=Image(excludes=("*",)), ui="none")
+
+
 def fan_out(work: Callable[[Compute], R], hosts: str | None, inventory: Inventory, *, show: bool) -> list[Outcome[R]]:
-    """Opens every selected host at once and does the work there; one outcome for each, in order.
+    """Does the work on every selected host at once; one outcome for each, in order. Ctrl-C ends it everywhere.
 
-    Ctrl-C closes them all. Raises what is not a SkyfabError: that is a mistake in the work.
+    Raises what is not a SkyfabError: that is a mistake in the work itself.
     """
-    outcomes: list[Outcome[R]] = [Outcome(host) for host in inventory.select(hosts)]
-    # None of the caller's project goes along.
-    pools = [
-        Compute([outcome.host], inventory=inventory, image=Image(excludes=("*",)), ui="none") for outcome in outcomes
-    ]
-
-    def run(outcome: Outcome[R], pool: Compute) -> None:
-        try:
-            with pool:
-                outcome.result = work(pool)
-        except BaseException as error:  # noqa: BLE001  # it is the caller's, on another thread
-            outcome.error = error
-
-    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in zip(outcomes, pools, strict=True)]
+    outcomes: list[Outcome[R]] = [Outcome(host, inventory) for host in inventory.select(hosts)]
     events = Events()
     detach = attach(events, "auto") if show else lambda: None
-    for outcome, pool in zip(outcomes, pools, strict=True):
+    for outcome in outcomes:
         events.emit(HostState(host=outcome.host.name, state="connecting"))
-        pool.events.subscribe(events.emit)
+        outcome.pool.events.subscribe(events.emit)
     try:
-        _together(threads, pools)
+        _run(work, outcomes)
     finally:
         detach()
     for outcome in outcomes:
@@ -65,16 +57,29 @@ def fan_out(work: Callable[[Compute], R], hosts: str | None, inventory: Inventor
     return outcomes
 
 
-def _together(threads: list[threading.Thread], pools: list[Compute]) -> None:
+def _run(work: Callable[[Compute], R], outcomes: list[Outcome[R]]) -> None:
+    over = threading.Event()
+
+    def run(outcome: Outcome[R]) -> None:
+        try:
+            with outcome.pool as pool:
+                if not over.is_set():
+                    outcome.result = work(pool)
+        except BaseException as error:  # noqa: BLE001  # the caller raises it, on its own thread
+            outcome.error = error
+
+    threads = [threading.Thread(target=run, args=(outcome,), daemon=True) for outcome in outcomes]
     try:
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     except BaseException:  # Ctrl-C
-        closing = [threading.Thread(target=pool.close, daemon=True) for pool in pools]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join(5)
+        over.set()
+        for outcome in outcomes:
+            threads.append(threading.Thread(target=outcome.pool.close, daemon=True))
+            threads[-1].start()
+        deadline = time.monotonic() + _FAREWELL
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         raise

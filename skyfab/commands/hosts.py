@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 
 from skyfab.commands.fanout import Outcome, fan_out, load
 from skyfab.errors import HostUnfit, SkyfabError
 from skyfab.protocol.messages import AgentHello
+from skyfab.terminal import clean_lines, is_rich
 from skyfab.ui import table
 
 
@@ -46,17 +48,21 @@ class Facts:
     @property
     def row(self) -> tuple[str, ...]:
         found = [self.python, self.platform, self.cpus, self.gpus]
-        state = "ready" if self.error is None else self.error + (f" (hint: {self.hint})" if self.hint else "")
-        return (self.name, self.address, *("–" if value is None else str(value) for value in found), state)
+        cells = ("–" if value is None else str(value) for value in found)
+        return (self.name, self.address, *cells, self.error or "ready")
 
 
 def hosts(selection: str | None, inventory: str | None, *, as_json: bool) -> int:
     """Prints what the hosts are; returns 3 when one of them cannot be used, else 0."""
-    outcomes = fan_out(lambda pool: pool.hosts[0].agent, selection, load(inventory), show=False)
+    show = not as_json and is_rich(sys.stdout, sys.stderr)  # elsewhere the table says it all
+    outcomes = fan_out(lambda pool: pool.hosts[0].agent, selection, load(inventory), show=show)
     found = [Facts.of(outcome) for outcome in outcomes]
     if as_json:
         print(json.dumps([asdict(facts) for facts in found], indent=2, ensure_ascii=False))
     else:
         head = ("host", "address", "python", "platform", "CPUs", "GPUs", "state")
         table(head, [facts.row for facts in found], right=("CPUs", "GPUs"))
+        for facts in found:
+            if facts.hint:
+                print(clean_lines(f"hint: {facts.name}: {facts.hint}"), file=sys.stderr)
     return 0 if all(facts.error is None for facts in found) else 3

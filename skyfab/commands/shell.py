@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from skyfab.calls import as_function
 from skyfab.commands import failure
 from skyfab.commands.fanout import fan_out, load
 from skyfab.errors import UsageError
-from skyfab.calls import as_function
 
 
 def shell(command: str, selection: str | None, inventory: str | None) -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import skyfab
+from skyfab.calls import Call, as_function
 from skyfab.compute import Compute
 from skyfab.errors import BroadcastError, RemoteTraceback, UsageError
-from skyfab.calls import as_function
 from skyfab.image import Image
 from skyfab.ui import table
 
@@ -19,40 +19,48 @@ from skyfab.ui import table
 def train(hosts: str | None, inventory: str | None, *, epochs: int, ranks: int | None) -> None:
     """Trains on every rank of the hosts, or on two ranks of this machine, and prints how well."""
     started = time.monotonic()
-    digits = _example()
+    folder = _example()
+    pool = _pool(hosts, inventory, ranks, folder)  # a mistake in the inventory shows before torch has loaded
+    digits = _imported(folder)
     data = digits.load()
     model = _untrained(digits, data)
     before = digits.evaluate(model, data.x_test, data.y_test)
-    print(f"{len(data.y_train)} handwritten digits to learn from, {len(data.y_test)} held out", flush=True)
-    print(f"untrained, the model reads {_percent(before)} of those right", flush=True)
+    _say(f"{len(data.y_train)} handwritten digits to learn from, {len(data.y_test)} held out")
+    _say(f"untrained, the model reads {_percent(before)} of those right")
 
     opening = time.monotonic()
-    with _pool(hosts, inventory, ranks, digits) as compute:
+    with pool as compute:
         calling = time.monotonic()
-        print(f"training on {_ranks(compute)}: the first epoch waits for torch", flush=True)
-        places, trained = _trained(compute, model, data, epochs)
-        trained_at = time.monotonic()
+        _say(f"training on {_counted(compute.world_size, 'rank')} of {_counted(len(compute.hosts), 'host')}")
+        trained = _broadcast(compute, as_function(digits.train)(model, data.x_train, data.y_train, epochs))
+        done = time.monotonic()
+        places = [node.name for node in compute.hosts for _ in range(ranks or max(1, len(node.gpus)))]
 
-    combined = digits.average([rank.model for rank in trained]) if len(trained) > 1 else trained[0].model
-    after = digits.evaluate(combined, data.x_test, data.y_test)
-    rows = [
-        (str(rank), place, f"{one.history[-1].loss:.3f}", _percent(one.history[-1].accuracy))
-        for rank, (place, one) in enumerate(zip(places, trained, strict=True))
-    ]
-    table(("rank", "host", "loss", "accuracy"), rows, right=("rank", "loss", "accuracy"))
-    print(f"evaluated here: {_percent(before)} before, {_percent(after)} after")
-    spent = f"connect {calling - opening:.1f} s, train {trained_at - calling:.1f} s"
-    print(f"{spent}, {time.monotonic() - started:.1f} s in all")
+    model = digits.average([rank.model for rank in trained])
+    after = digits.evaluate(model, data.x_test, data.y_test)
+    _table([rank.history[-1] for rank in trained], places)
+    _say(f"evaluated here: {_percent(before)} before, {_percent(after)} after")
+    _say(f"connect {calling - opening:.1f} s, train {done - calling:.1f} s, {time.monotonic() - started:.1f} s in all")
 
 
-def _example() -> Any:
-    """The module of the example: a folder of the checkout, or of the installed package."""
+def _example() -> Path:
+    """The example's folder, in the installed package or in the checkout."""
     package = Path(skyfab.__file__).resolve().parent
-    folder = next(
-        (place for place in (package / "examples/digits", package.parent / "examples/digits") if place.is_dir()), None
-    )
-    if folder is None:
-        raise UsageError("the digits example is missing from this installation", hint="install skyfab again")
+    for folder in (package / "examples" / "digits", package.parent / "examples" / "digits"):
+        if (folder / "digits.py").exists():
+            return folder
+    raise UsageError("the digits example is missing from this installation", hint="install skyfab again")
+
+
+def _pool(hosts: str | None, inventory: str | None, ranks: int | None, folder: Path) -> Compute:
+    # Only the example's module goes along, wherever it is installed and whatever else is loaded here.
+    image = Image(includes=(str(folder / "digits.py"),), excludes=("*", "!/digits.py"))
+    if hosts is None and inventory is None:
+        return Compute("local", ranks=ranks or 2, image=image)
+    return Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=image)
+
+
+def _imported(folder: Path) -> Any:
     sys.path.insert(0, str(folder))
     try:
         return importlib.import_module("digits")
@@ -63,16 +71,6 @@ def _example() -> Any:
         ) from None
 
 
-def _ranks(compute: Compute) -> str:
-    ranks = f"{compute.world_size} rank{'s' if compute.world_size > 1 else ''}"
-    names = [node.name for node in compute.hosts]
-    return f"{ranks} of {names[0] if len(names) == 1 else f'{len(names)} hosts'}"
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.1f} %"
-
-
 def _untrained(digits: Any, data: Any) -> Any:
     import torch
 
@@ -80,36 +78,32 @@ def _untrained(digits: Any, data: Any) -> Any:
     return digits.Classifier(data.x_train.shape[1])
 
 
-def _pool(hosts: str | None, inventory: str | None, ranks: int | None, digits: Any) -> Compute:
-    # Only the example's module goes along, wherever it is installed and whatever else is loaded here.
-    image = Image(includes=(digits.__file__,), excludes=("*", "!/digits.py"))
-    if hosts is None and inventory is None:
-        return Compute("local", ranks=ranks or 2, image=image)
-    return Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=image)
-
-
-def _trained(compute: Compute, model: Any, data: Any, epochs: int) -> tuple[list[str], list[Any]]:
-    """For each rank its host's name and what training gave."""
-
-    def run(model: Any, x: Any, y: Any, epochs: int) -> tuple[int, Any]:  # travels by value
-        import importlib
-
-        import skyfab as sky
-
-        return sky.instance_info().node, importlib.import_module("digits").train(model, x, y, epochs)
-
+def _broadcast(compute: Compute, call: Call[Any]) -> list[Any]:
     try:
-        results = compute.broadcast(as_function(run)(model, data.x_train, data.y_train, epochs))
+        return call @ compute
     except BroadcastError as error:
-        error.hint = _missing(error.exceptions[0])
+        first = error.exceptions[0]
+        if isinstance(first, ModuleNotFoundError) and isinstance(first.__cause__, RemoteTraceback):
+            host = first.__cause__.host
+            error.hint = f'give [hosts.{host}] of the inventory a python = "/path" that has {first.name}'
         raise
-    return [compute.hosts[node].name for node, _ in results], [one for _, one in results]
 
 
-def _missing(error: Exception) -> str | None:
-    """What to do about a host without torch."""
-    cause = error.__cause__
-    if not isinstance(error, ModuleNotFoundError) or not isinstance(cause, RemoteTraceback):
-        return None
-    where = f'python = "/path/on/{cause.host}/bin/python" under [hosts.{cause.host}] in the inventory'
-    return f"name an interpreter there that has {error.name}: {where}"
+def _table(epochs: list[Any], places: list[str]) -> None:
+    rows = [
+        (str(rank), place, f"{epoch.loss:.3f}", _percent(epoch.accuracy))
+        for rank, (place, epoch) in enumerate(zip(places, epochs, strict=True))
+    ]
+    table(("rank", "host", "loss", "accuracy"), rows, right=("rank", "loss", "accuracy"))
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("s" if count > 1 else "")
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"

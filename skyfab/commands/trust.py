@@ -61,19 +61,22 @@ def trust(selection: str | None, inventory: str | None, *, known_hosts: str | No
     for program in ("ssh", "ssh-keyscan", "ssh-keygen"):
         if shutil.which(program) is None:
             raise UsageError(f"{program} is not installed here", hint="it is in the package openssh-client")
+    new: list[Entry] = []
     failures: list[Exception] = []
-    declined = False
     with ThreadPoolExecutor(len(hosts)) as pool:
-        for entry in [pool.submit(_fetch, host, known_hosts) for host in hosts]:
+        for fetched in [pool.submit(_fetch, host, known_hosts) for host in hosts]:
             try:
-                declined |= not _settle(entry.result(), replace=replace, yes=yes)
+                entry = fetched.result()
+                if not _is_known(entry, replace=replace):
+                    new.append(entry)
             except SkyfabError as error:
                 failures.append(error)
-    if len(failures) == 1:
-        raise failures[0]
+    agreed = not new or _agreed(new, yes=yes)
+    for entry in new if agreed else ():
+        _record(entry)
     if failures:
-        raise PoolError(f"{len(failures)} of {len(hosts)} hosts failed", failures)
-    return int(declined)
+        raise failures[0] if len(failures) == 1 else PoolError(f"{len(failures)} of {len(hosts)} failed", failures)
+    return 0 if agreed else 1
 
 
 def _fetch(host: Host, known_hosts: str | None) -> Entry:
@@ -96,7 +99,9 @@ def _fetch(host: Host, known_hosts: str | None) -> Entry:
     said = _run("ssh-keyscan", "-T", str(_PATIENCE), "-p", port, "--", address)
     keys = tuple(_keys(said))
     if not keys:
-        raise Unreachable(f"no host key from {address}:{port}", host=host.name, hint=f"is it up? ssh {host.login}")
+        raise Unreachable(
+            f"no host key from {address}:{port}", host=host.name, hint=f"is it up? ssh -p {port} {address}"
+        )
     place = address if port == "22" else f"[{address}]:{port}"
     file = known_hosts or settings["userknownhostsfile"].split()[0]
     return Entry(
@@ -122,34 +127,35 @@ def _settings(host: Host) -> dict[str, str]:
     return pairs
 
 
-def _settle(entry: Entry, *, replace: bool, yes: bool) -> bool:
-    """Records a host's keys if that is needed and wanted; whether they are on record now."""
+def _is_known(entry: Entry, *, replace: bool) -> bool:
+    """Whether the keys are on record already. Raises HostKeyRefused where others are."""
     known = _known(entry)
-    kinds = {key.kind: key for key in entry.keys}
-    changed = any(key.kind in kinds and key != kinds[key.kind] for key in known)
-    if not changed and known & set(entry.keys):
-        print(f"{entry.host.name}: already on record in {entry.file}")
-        return True
-    if changed and not replace:
+    same = known.intersection(entry.keys)
+    kinds = {key.kind for key in known}
+    changed = not same or any(key.kind in kinds for key in set(entry.keys) - known)
+    if not known or (changed and replace):
+        return False
+    if changed:
         raise HostKeyRefused(
             f"its host key is not the one in {entry.file}: the machine was set up anew, or somebody is in between",
             host=entry.host.name,
             hint=f"if that is right, skyfab trust --hosts={entry.host.name} --replace",
         )
-    print(f"{entry.host.name} ({entry.address}) says that its host keys are")
-    for key in entry.keys:
-        print(f"  {key.kind:<20} {key.fingerprint}")
-    if not yes and not _agreed(f"record them in {entry.file}? [y/N] "):
-        return False
-    _record(entry, replace=changed)
-    print(f"{entry.host.name}: recorded in {entry.file}")
+    print(f"{entry.host.name}: already on record in {entry.file}")
     return True
 
 
-def _agreed(question: str) -> bool:
+def _agreed(entries: list[Entry], *, yes: bool) -> bool:
+    """Shows the keys and asks."""
+    for entry in entries:
+        print(f"{entry.host.name} ({entry.address}) says that its keys are")
+        for key in entry.keys:
+            print(f"  {key.kind:<20} {key.fingerprint}")
+    if yes:
+        return True
     if not sys.stdin.isatty():
         raise UsageError("nobody is here to agree", hint="compare the fingerprints, then type it again with --yes")
-    return input(question).strip().lower() in ("y", "yes")
+    return input(f"record them in {entries[0].file}? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _known(entry: Entry) -> set[Key]:
@@ -157,14 +163,14 @@ def _known(entry: Entry) -> set[Key]:
     return set(_keys(_run("ssh-keygen", "-F", entry.name, "-f", str(entry.file)))) if entry.file.exists() else set()
 
 
-def _record(entry: Entry, *, replace: bool) -> None:
-    """Adds the keys, in one step: a reader sees the old file or the new one."""
-    lines = "".join(f"{entry.name} {key.kind} {key.content}\n" for key in entry.keys)
+def _record(entry: Entry) -> None:
+    """Puts the keys in the place of any others, in one step: a reader sees the old file or the new one."""
+    lines = "".join(f"{entry.name} {key.kind} {key.content}\n" for key in entry.keys).encode()
     with _draft(entry.file) as draft:
-        if replace:
-            _run("ssh-keygen", "-R", entry.name, "-f", str(draft))
-        old = draft.read_text()
-        draft.write_text(old + ("\n" if old and not old.endswith("\n") else "") + lines)
+        _run("ssh-keygen", "-R", entry.name, "-f", str(draft))
+        old = draft.read_bytes()
+        draft.write_bytes(old + (b"\n" if old and not old.endswith(b"\n") else b"") + lines)
+    print(f"{entry.host.name}: recorded in {entry.file}")
 
 
 @contextmanager

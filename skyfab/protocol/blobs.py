@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 LARGE: Final = 1024 * 1024
 """Buffers of this size and more may be stored under their name instead of being sent again."""
+MOST_PARTS: Final = 8192
+"""Parts of one message: each costs memory of its own, however small."""
 _HEX: Final = frozenset("0123456789abcdef")
 
 
@@ -34,7 +36,7 @@ def name_of(*pieces: Buffer) -> str:
 def check_name(name: object) -> str:
     """Names become file names: anything but a sha256 is refused."""
     if not isinstance(name, str) or len(name) != 64 or not _HEX.issuperset(name):
-        raise ProtocolError(f"not the name of a blob: {name!r:.80}")
+        raise ProtocolError(f"not the name of a blob: {name if isinstance(name, str) else type(name)!s:.80}")
     return name
 
 
@@ -51,13 +53,15 @@ def allocate(size: int) -> memoryview:
 def inline_size(parts: Sequence[Part]) -> int:
     """How many bytes follow a message with these parts. Raises ProtocolError for nonsense."""
     total = 0
+    if len(parts) > MOST_PARTS:
+        raise ProtocolError(f"a message of {len(parts)} parts")
     for part in parts:
         if isinstance(part, int) and not isinstance(part, bool) and part >= 0:
             total += part
         elif isinstance(part, list) and len(part) == 2:
             check_name(part[0])
         else:
-            raise ProtocolError(f"not a part: {part!r:.80}")
+            raise ProtocolError(f"not a part: a {type(part).__name__}")
     return total
 
 
@@ -91,7 +95,10 @@ class Assembly:
             raise ProtocolError(f"a message of {self.missing} bytes; at most {limit} are accepted")
         self._parts = parts
         self._resolve = resolve
-        self.inline = [allocate(part) for part in parts if isinstance(part, int)]
+        try:
+            self.inline = [allocate(part) for part in parts if isinstance(part, int)]
+        except (OSError, OverflowError, MemoryError, ValueError) as error:
+            raise ProtocolError(f"a message of {self.missing} bytes, for which there is no memory") from error
         """The parts that came with the message."""
         self._at = 0
         self._offset = 0
@@ -100,6 +107,8 @@ class Assembly:
         """The memory for the next `length` bytes, which never span two parts."""
         if length > self.missing:
             raise ProtocolError(f"{length} bytes of data where {self.missing} were announced")
+        if not length:
+            return memoryview(bytearray())
         while self._offset == len(self.inline[self._at]):
             self._at, self._offset = self._at + 1, 0
         return self.inline[self._at][self._offset : self._offset + length]

@@ -23,6 +23,8 @@ IN_BAND: Final = 4096
 """Buffers below this size are cheaper inside the pickle than beside it."""
 
 
+_BESIDE: Final = 4096
+"""Buffers beside one pickle; past that they go inside: a message has only so many parts."""
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 
 
@@ -65,14 +67,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         torch = sys.modules.get("torch")
         self._typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
         self._untyped = getattr(torch, "UntypedStorage", None)
+        self._rebuild = getattr(getattr(torch, "_utils", None), "_rebuild_tensor_v3", None)
         super().__init__(file, protocol=5, buffer_callback=self._beside)
 
     def _beside(self, buffer: pickle.PickleBuffer) -> bool:
         try:
             view = buffer.raw()
-        except BufferError:  # not contiguous: pickle copies it
+        except BufferError:  # not contiguous: pickle says so itself
             return True
-        if view.nbytes < IN_BAND:
+        if view.nbytes < IN_BAND or len(self.buffers) >= _BESIDE:
             return True
         self.buffers.append(view)
         return False
@@ -83,6 +86,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                 return _typed, (self._holder(obj._untyped_storage), obj.dtype)
             if type(obj) is self._untyped:
                 return _same, (self._holder(obj),)
+            if obj is self._rebuild:
+                return _rebuilder, ()
         return super().reducer_override(obj)
 
     def _holder(self, untyped: Any) -> _Storage:
@@ -113,13 +118,13 @@ class _Storage:
 def _storage(memory: Any, device: str) -> Any:
     import torch
 
-    if not len(memory):
-        return torch.UntypedStorage(0)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    place = "cpu"
     if device.startswith("cuda") and torch.cuda.is_available():
         index = int(device.partition(":")[2] or 0)
-        flat = flat.to(f"cuda:{index if index < torch.cuda.device_count() else 0}")
-    return flat.untyped_storage()
+        place = f"cuda:{index if index < torch.cuda.device_count() else 0}"
+    if not len(memory):
+        return torch.UntypedStorage(0, device=place)
+    return torch.frombuffer(memory, dtype=torch.uint8).to(place).untyped_storage()
 
 
 def _typed(untyped: Any, dtype: Any) -> Any:
@@ -130,3 +135,14 @@ def _typed(untyped: Any, dtype: Any) -> Any:
 
 def _same(untyped: Any) -> Any:
     return untyped
+
+
+def _rebuilder() -> Any:
+    """Stands for torch's own, which takes types without a typed storage (uint16, float8) from `torch.save` alone."""
+    return _rebuild_v3
+
+
+def _rebuild_v3(storage: Any, *rest: Any) -> Any:
+    import torch
+
+    return torch._utils._rebuild_tensor_v3(_typed(storage, torch.uint8), *rest)

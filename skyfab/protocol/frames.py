@@ -83,9 +83,9 @@ class Reader:
         self._head = 0
 
     @property
-    def pending(self) -> bool:
-        """A frame has begun and is not complete."""
-        return self._payload is not None or self._end > self._start or self._missing > 0
+    def missing(self) -> int:
+        """How many bytes of a DATA frame under way are still to come."""
+        return 0 if self._payload is None else len(self._payload) - self._filled
 
     def pump(self, recv_into: RecvInto) -> bool:
         """Reads once and hands over every frame that is now complete. False at the end of the stream.

@@ -32,6 +32,8 @@ SMALL: Final = 32 * 1024
 """Messages up to this size leave in one write, ahead of bulk data."""
 ACK_BYTES: Final = 16 * 1024
 ACK_FRAMES: Final = 32
+_WORTH_WAITING: Final = 96 * 1024
+_MOMENT: Final = 0.0003
 _PIECES: Final = 256
 """Buffers in one write: the system takes 1,024 at the most."""
 
@@ -175,6 +177,8 @@ class Mux:
         if total <= SMALL and len(head) <= SMALL and not large:
             self._urgent.append(b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + total), head, *parts)))
             return
+        if len(head) > frames.LIMIT:
+            raise ProtocolError(f"a message whose head has {len(head)} bytes")
         self._urgent.append(frame(HEAD, stream, head))
         for part in parts:
             if urgent:
@@ -311,6 +315,11 @@ class Mux:
             self._owed_bytes = self._owed_frames = 0
             self._ack_due = True
         return alive
+
+    def let_it_come(self) -> None:
+        """In the middle of a large transfer, waits a moment for more: many small reads would cost more than they bring."""
+        if self._reader.missing > _WORTH_WAITING:
+            time.sleep(_MOMENT)
 
     def place(self, stream: int, length: int) -> memoryview:
         return self._handler.place(stream, length)

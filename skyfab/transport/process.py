@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Final
 
+from skyfab.protocol.pipes import widen
 from skyfab.protocol.streams import Buffer
-
-_F_SETPIPE_SZ: Final = 1031
-_PIPE: Final = 1024 * 1024
 
 
 class ProcessStream:
@@ -38,8 +34,7 @@ class ProcessStream:
         self._out = self._process.stdin.fileno()
         for fd in (self._in, self._out):
             os.set_blocking(fd, False)
-            with contextlib.suppress(OSError):  # fewer, larger reads and writes
-                fcntl.fcntl(fd, _F_SETPIPE_SZ, _PIPE)
+            widen(fd)
 
     def fileno(self) -> int:
         return self._in

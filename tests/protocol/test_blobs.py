@@ -111,6 +111,24 @@ def test_nonsense_for_a_part_is_refused(part: object) -> None:
         split([1, part], memoryview(b"x"))
 
 
+@pytest.mark.parametrize("stack", [0, 50, 100])
+def test_a_deeply_nested_part_is_refused_on_any_stack(stack: int) -> None:
+    """The parser managed it; saying what is wrong with it must not be what fails."""
+
+    def deeper(levels: int, part: object) -> None:
+        if levels:
+            deeper(levels - 1, part)
+        else:
+            inline_size([part])
+
+    for depth in range(700, 1000, 7):
+        nested: list[object] = []
+        for _ in range(depth):
+            nested = [nested]
+        with pytest.raises(ProtocolError):
+            deeper(stack, nested)
+
+
 def fill(assembly: Assembly, parts: list[bytes], cuts: list[int]) -> bool:
     """Delivers the parts in pieces that never span two, as a Mux does."""
     done = assembly.missing == 0

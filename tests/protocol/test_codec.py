@@ -1,0 +1,280 @@
+"""codec: user data comes back equal and of its own type; what is large leaves as views and lands where it is received."""
+
+from __future__ import annotations
+
+import array
+import pickle
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyfab.protocol.codec import IN_BAND, Payload, dumps, loads
+
+np = pytest.importorskip("numpy")
+
+Point = namedtuple("Point", "x y")
+
+
+def land(payload: Payload) -> list[memoryview]:
+    """The buffers as they arrive: in writable memory of their own."""
+    return [memoryview(bytearray(view)) for view in payload.buffers]
+
+
+def there(value: Any) -> Any:
+    """`value` after the journey."""
+    payload = dumps(value)
+    return loads(payload.data, land(payload))
+
+
+def address(view: Any) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
+
+
+# ---- plain data
+
+plain = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.complex_numbers(allow_nan=False),
+        st.text(), st.text(st.characters(codec=None)), st.binary(), st.binary().map(bytearray),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.tuples(inner, inner), st.dictionaries(st.text(), inner, max_size=4),
+        st.frozensets(st.integers(), max_size=4), st.sets(st.text(), max_size=4),
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=150)
+@given(plain)
+def test_plain_data_comes_back_equal_and_of_its_own_type(value: object) -> None:
+    again = there(value)
+    assert again == value
+    assert type(again) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        float("nan"),
+        float("-inf"),
+        -0.0,
+        10**4000,
+        "lone \udce9",
+        b"x" * 100_000,
+        bytearray(b"x" * 100_000),
+        array.array("d", range(10_000)),
+        Point(1, 2),
+        OrderedDict(b=1, a=2),
+        range(3, 100, 7),
+        slice(1, None, 2),
+        Ellipsis,
+        NotImplemented,
+        int,
+        ValueError("text", 3),
+    ],
+    ids=lambda value: ascii(value)[:30],
+)
+def test_a_value_comes_back_as_it_was(value: object) -> None:
+    again = there(value)
+    assert type(again) is type(value)
+    assert repr(again) == repr(value)
+
+
+def test_a_fast_path_keeps_subclasses() -> None:
+    """True is not 1, a named tuple is not a tuple, and an int with a class of its own keeps it."""
+    assert there((True, 1, 1.0)) == (True, 1, 1.0)
+    assert [type(v) for v in there((True, 1, 1.0, None, ""))] == [bool, int, float, type(None), str]
+    assert type(there(Point(1, 2))) is Point
+
+
+def test_one_object_stays_one_object() -> None:
+    shared = [1, 2]
+    first, second, loop = there((shared, shared, {}))
+    assert first is second
+    loop["self"] = loop
+    again = there(loop)
+    assert again["self"] is again
+
+
+def test_lambdas_and_local_classes_travel() -> None:
+    class Local:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+        def double(self) -> int:
+            return 2 * self.x
+
+    assert there(lambda x: x + 1)(2) == 3
+    assert there(Local(21)).double() == 42
+
+
+def test_what_cannot_be_pickled_raises_what_pickle_raises() -> None:
+    with pytest.raises(TypeError):
+        dumps(threading.Lock())
+    with Path(__file__).open("rb") as file, pytest.raises(TypeError):
+        dumps([file])
+
+
+def test_a_memoryview_comes_back_as_its_bytes() -> None:
+    assert bytes(there(memoryview(b"abc"))) == b"abc"
+
+
+# ---- numpy
+
+ARRAYS = {
+    "C order": lambda: np.arange(6000.0).reshape(60, 100),
+    "F order": lambda: np.asfortranarray(np.arange(6000.0).reshape(60, 100)),
+    "transposed": lambda: np.arange(6000.0).reshape(60, 100).T,
+    "every third": lambda: np.arange(6000.0)[::3],
+    "reversed": lambda: np.arange(6000.0)[::-1],
+    "a column": lambda: np.arange(6000.0).reshape(60, 100)[:, 7],
+    "broadcast": lambda: np.broadcast_to(np.arange(10.0), (500, 10)),
+    "small": lambda: np.arange(3),
+    "zero size": lambda: np.zeros((0, 5)),
+    "zero dim": lambda: np.array(3.5),
+    "bool": lambda: np.arange(9000) % 2 == 0,
+    "complex": lambda: np.arange(9000) * 1j,
+    "float16": lambda: np.arange(9000, dtype=np.float16),
+    "big endian": lambda: np.arange(9000, dtype=">i8"),
+    "structured": lambda: np.array([(1, 2.5, "x")] * 900, dtype=[("a", "i4"), ("b", "f8"), ("c", "U3")]),
+    "record": lambda: np.rec.array([(1, 2.5)] * 900, dtype=[("a", "i4"), ("b", "f8")]),
+    "text": lambda: np.array(["héllo", "x"] * 2000),
+    "bytes": lambda: np.array([b"ab", b"x"] * 4000),
+    "datetime": lambda: np.arange(9000).astype("datetime64[s]"),
+    "object": lambda: np.array([None, "x", [1, 2], {"a": 1}] * 500, dtype=object),
+    "masked": lambda: np.ma.masked_array(np.arange(9000), mask=np.arange(9000) % 3 == 0),
+}
+
+
+@pytest.mark.parametrize("make", ARRAYS.values(), ids=ARRAYS)
+def test_an_array_comes_back_equal_with_its_type_shape_and_order(make: Any) -> None:
+    value = make()
+    again = there(value)
+    assert type(again) is type(value)
+    assert again.dtype == value.dtype
+    assert again.shape == value.shape
+    assert np.array_equal(again, value)
+    if value.flags.c_contiguous or value.flags.f_contiguous:
+        assert again.flags.c_contiguous == value.flags.c_contiguous
+        assert again.flags.f_contiguous == value.flags.f_contiguous
+
+
+@pytest.mark.parametrize("size", [3, 511, 512, 100_000])
+def test_an_array_can_be_written_to_afterwards(size: int) -> None:
+    """Below and above the size from which buffers travel beside the pickle."""
+    again = there(np.arange(size))
+    assert again.flags.writeable
+    again += 1
+    assert again[-1] == size
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_a_read_only_array_stays_read_only(size: int) -> None:
+    value = np.arange(size)
+    value.flags.writeable = False
+    again = there(value)
+    assert not again.flags.writeable
+    assert np.array_equal(again, value)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_large_array_leaves_as_a_view_of_its_own_memory(order: Any) -> None:
+    value = np.zeros((1000, 1000), order=order)
+    payload = dumps({"x": value})
+    assert len(payload.data) < 1000
+    assert [view.nbytes for view in payload.buffers] == [value.nbytes]
+    assert address(payload.buffers[0]) == value.__array_interface__["data"][0]
+    assert payload.size == len(payload.data) + value.nbytes
+
+
+def test_an_array_lives_in_the_memory_it_was_received_in() -> None:
+    payload = dumps(np.arange(1_000_000))
+    memory = land(payload)
+    again = loads(payload.data, memory)
+    assert again.__array_interface__["data"][0] == address(memory[0])
+
+
+def test_nothing_large_is_copied_on_either_side() -> None:
+    """32 MB out and in costs kilobytes beyond the memory it is received in."""
+    value = [np.ones(2_000_000), np.ones((1000, 2000), order="F")]
+    tracemalloc.start()
+    try:
+        payload = dumps(value)
+        _, out = tracemalloc.get_traced_memory()
+        memory = land(payload)
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        again = loads(payload.data, memory)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert out < 200_000
+    assert peak - before < 200_000
+    assert np.array_equal(again[1], value[1])
+
+
+def test_small_buffers_stay_in_the_pickle() -> None:
+    assert dumps(np.zeros(IN_BAND // 8 - 1)).buffers == ()
+    assert len(dumps(np.zeros(IN_BAND // 8)).buffers) == 1
+
+
+def test_buffers_come_in_the_order_of_the_pickle() -> None:
+    values = [np.full(1000, n) for n in range(20)]
+    assert [int(a[0]) for a in there(values)] == list(range(20))
+
+
+def test_one_array_twice_travels_once() -> None:
+    value = np.zeros(10_000)
+    payload = dumps([value, value])
+    assert len(payload.buffers) == 1
+    first, second = loads(payload.data, land(payload))
+    assert first is second
+
+
+def test_buffers_outlive_the_object_they_were_taken_from() -> None:
+    """The caller may forget its array while the bytes are still on their way."""
+    payload = dumps(np.full(100_000, 7))
+    assert loads(payload.data, land(payload))[99_999] == 7
+
+
+def test_other_objects_may_hand_out_buffers_too() -> None:
+    """Anything that reduces to a PickleBuffer: pandas and arrow do."""
+    again = there(Blob(b"x" * 100_000))
+    assert bytes(again.content) == b"x" * 100_000
+    assert len(dumps(Blob(b"x" * 100_000)).buffers) == 1
+
+
+class Blob:
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        return Blob, (pickle.PickleBuffer(self.content),)
+
+
+def test_a_missing_buffer_is_an_error_and_no_crash() -> None:
+    payload = dumps(np.zeros(10_000))
+    with pytest.raises(pickle.UnpicklingError):
+        loads(payload.data, [])
+
+
+def test_the_pickle_may_lie_in_any_memory() -> None:
+    payload = dumps([1, "two"])
+    for data in (payload.data, bytearray(payload.data), memoryview(payload.data)):
+        assert loads(data) == [1, "two"]
+
+
+def test_importing_the_codec_does_not_import_numpy_or_torch() -> None:
+    """A host without them can run functions that need neither."""
+    code = "import sys, skyfab.protocol.codec as c; c.loads(c.dumps([1, lambda: 2]).data)[1](); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"numpy", "torch"} & set(loaded)

@@ -1,0 +1,591 @@
+"""What a person sees: plain lines are exact and calm, a terminal is live, and no host can steer it.
+
+Views are driven directly, with a clock of the test's own. What a terminal shows is read from a small one below.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyfab import ui, view
+from skyfab.events import CallEnded, Events, HostState, Output
+from skyfab.terminal import Live, clean, clean_lines, is_rich
+from skyfab.ui import Plain, Screen, attach, table
+
+SGR = re.compile(r"\x1b\[[0-9;:]*m")
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Tty:
+    """The screen of a terminal that knows what our live lines need of one."""
+
+    def __init__(self, columns: int = 80) -> None:
+        self._rows = [""]
+        self._y = self._x = 0
+        self._columns = columns
+        self._wraps = True
+
+    @property
+    def lines(self) -> list[str]:
+        return [row.rstrip() for row in self._rows if row.strip()]
+
+    def write(self, text: str) -> None:
+        for escape, arg, final, char in re.findall(r"(\x1b\[(\??[0-9;]*)([A-Za-z]))|(.)", text, re.DOTALL):
+            if not escape:
+                self._char(char)
+            elif final == "A":
+                self._y -= int(arg or 1)
+            elif final == "J":
+                self._rows[self._y :] = [self._rows[self._y][: self._x]]
+            elif arg == "?7":
+                self._wraps = final == "h"
+            else:
+                assert final == "m", escape
+
+    def _char(self, char: str) -> None:
+        if char == "\n":
+            self._y, self._x = self._y + 1, 0
+            if self._y == len(self._rows):
+                self._rows.append("")
+        elif char == "\r":
+            self._x = 0
+        elif self._x < self._columns or self._wraps:
+            row = self._rows[self._y].ljust(self._x)
+            self._rows[self._y] = row[: self._x] + char + row[self._x + 1 :]
+            self._x += 1
+
+
+class Recorder(io.StringIO):
+    """A file that counts its writes."""
+
+    writes = 0
+
+    def write(self, text: str) -> int:
+        self.writes += 1
+        return super().write(text)
+
+
+def out(text: str, host: str = "node1", rank: int | None = 0, *, err: bool = False, end: str = "\n") -> Output:
+    return Output(host=host, rank=rank, stream="stderr" if err else "stdout", text=text, end=end)
+
+
+def ended(host: str = "node1") -> CallEnded:
+    return CallEnded(host=host, call=1, function="f", seconds=0.1)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def stdout() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def stderr() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def plain(stdout: Recorder, stderr: Recorder, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plain]:
+    """A view whose thread never runs: only the test flushes."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(Plain, "_soon", lambda self: None)
+    made = Plain(stdout, stderr, clock)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def screen(stdout: Recorder, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
+    monkeypatch.setattr(Screen, "_soon", lambda self: None)
+    monkeypatch.setattr(ui, "echoes", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    made = Screen(stdout, clock)
+    yield made
+    made.close()
+
+
+def seen(file: io.StringIO) -> list[str]:
+    tty = Tty()
+    tty.write(file.getvalue())
+    return tty.lines
+
+
+# ---- plain lines
+
+
+def test_a_plain_line_reads_as_its_event_does(plain: Plain, stdout: Recorder) -> None:
+    for event in (out("hello"), out("solo", rank=None), out("other", "node2", 3)):
+        plain(event)
+        plain.flush()
+        assert stdout.getvalue().splitlines()[-1] == str(event)
+
+
+def test_each_stream_goes_to_its_own_file_in_order(plain: Plain, stdout: Recorder, stderr: Recorder) -> None:
+    for event in (out("a"), out("b", err=True), out("c")):
+        plain(event)
+    plain.flush()
+    assert stdout.getvalue() == "node1[0] a\nnode1[0] c\n"
+    assert stderr.getvalue() == "node1[0] b\n"
+
+
+def test_both_streams_in_one_file_keep_their_order(clock: Clock) -> None:
+    both = io.StringIO()
+    made = Plain(both, both, clock)
+    for number in range(6):
+        made(out(str(number), err=number % 2 == 1))
+    made.close()
+    assert both.getvalue() == "".join(f"node1[0] {number}\n" for number in range(6))
+
+
+def test_many_lines_are_one_write(plain: Plain, stdout: Recorder) -> None:
+    for number in range(10_000):
+        plain(out(f"line {number}"))
+    plain.flush()
+    assert stdout.writes == 1
+    assert stdout.getvalue().count("\n") == 10_000
+
+
+def test_whoever_speaks_too_much_waits_for_the_reader(
+    plain: Plain, stdout: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view, "_MOST", 1000)
+    for _ in range(100):
+        plain(out("x" * 90))
+    assert 9 <= stdout.writes <= 11
+
+
+def test_what_was_written_is_there_when_a_call_ends(plain: Plain, stdout: Recorder) -> None:
+    plain(out("before"))
+    assert stdout.getvalue() == ""
+    plain(ended())
+    assert stdout.getvalue() == "node1[0] before\n"
+
+
+@pytest.mark.parametrize("state", ["connecting", "preparing", "ready", "closed"])
+def test_plain_has_no_chatter_about_hosts(plain: Plain, stdout: Recorder, stderr: Recorder, state: str) -> None:
+    plain(HostState(host="node1", state=state))  # type: ignore[arg-type]
+    plain.flush()
+    assert stdout.getvalue() + stderr.getvalue() == ""
+
+
+def test_plain_tells_what_went_wrong_with_hosts(plain: Plain, stdout: Recorder, stderr: Recorder) -> None:
+    plain(HostState(host="node1", state="failed", detail="Unreachable"))
+    plain(HostState(host="node2", state="reconnecting"))
+    plain(HostState(host="node2", state="ready"))
+    plain(HostState(host="node3", state="lost", detail="no \x1b[2Jword"))
+    assert stderr.getvalue().splitlines() == [
+        "node1: failed (Unreachable)",
+        "node2: reconnecting",
+        "node2: ready",
+        "node3: lost (no word)",
+    ]
+    assert stdout.getvalue() == ""
+
+
+# ---- bars: lines that ask to be overwritten
+
+
+def test_a_log_has_only_the_last_state_of_a_bar(plain: Plain, stderr: Recorder) -> None:
+    for percent in range(100):
+        plain(out(f"{percent}%", err=True, end="\r"))
+    plain(out("100%", err=True))
+    plain.flush()
+    assert stderr.getvalue() == "node1[0] 100%\n"
+
+
+def test_an_empty_line_only_ends_a_bar(plain: Plain, stderr: Recorder) -> None:
+    plain(out("99%", err=True, end="\r"))
+    plain(out("", err=True))
+    plain(out("", err=True))
+    plain.flush()
+    assert stderr.getvalue() == "node1[0] 99%\nnode1[0] \n"
+
+
+def test_a_long_bar_gives_a_sign_of_life_now_and_then(plain: Plain, stdout: Recorder, clock: Clock) -> None:
+    for second in range(120):
+        plain(out(f"{second} s", end="\r"))
+        clock.now += 0.1
+    plain.flush()
+    assert stdout.getvalue() == "node1[0] 50 s\nnode1[0] 100 s\n"
+
+
+def test_bars_of_ranks_and_streams_do_not_mix(plain: Plain, stdout: Recorder, stderr: Recorder) -> None:
+    plain(out("bar", err=True, end="\r"))
+    plain(out("other", rank=1, end="\r"))
+    plain(out("line"))
+    plain.flush()
+    assert stdout.getvalue() == "node1[0] line\n"
+    plain.close()
+    assert stdout.getvalue() == "node1[0] line\nnode1[1] other\n"
+    assert stderr.getvalue() == "node1[0] bar\n"
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_a_bar_that_nobody_finished_stays_at_the_end(plain: Plain, stdout: Recorder, close: bool) -> None:
+    plain(out("70%", rank=None, end="\r"))
+    if close:
+        plain.close()
+    else:
+        plain(ended("node2"))
+        assert stdout.getvalue() == ""
+        plain(ended("node1"))
+    assert stdout.getvalue() == "node1 70%\n"
+
+
+# ---- the terminal
+
+
+def test_lines_on_a_terminal_are_aligned_and_coloured_by_host(screen: Screen, stdout: Recorder) -> None:
+    for host in ("node1", "gpu-node22"):
+        screen(HostState(host=host, state="connecting"))
+        screen(HostState(host=host, state="ready"))
+    for event in (out("a", "gpu-node22", 1), out("b"), out("c", err=True)):
+        screen(event)
+    screen.flush()
+    assert seen(stdout)[-3:] == ["gpu-node22[1] │ a", "node1[0]      │ b", "node1[0]      │ c"]
+    one, two, three = stdout.getvalue().splitlines()[-3:]
+    assert one.startswith("\x1b[32mgpu-node22[1]")
+    assert two.startswith("\x1b[36mnode1[0]")
+    assert "\x1b[2m│" in two and "\x1b[31m│" in three
+
+
+def test_a_terminal_shows_bars_in_place_below_the_lines(screen: Screen, stdout: Recorder) -> None:
+    for percent in (10, 20, 30):
+        for rank in (1, 0):
+            screen(out(f"{percent}%", rank=rank, err=True, end="\r"))
+        screen(out(f"note {percent}"))
+        screen.flush()
+    assert seen(stdout) == [
+        "node1[0] │ note 10",
+        "node1[0] │ note 20",
+        "node1[0] │ note 30",
+        "node1[0] │ 30%",
+        "node1[1] │ 30%",
+    ]
+    screen(out("100%", rank=1, err=True))
+    screen.close()
+    assert seen(stdout)[-2:] == ["node1[1] │ 100%", "node1[0] │ 30%"]
+
+
+def test_a_bar_is_drawn_once_for_all_its_states_between_two_frames(screen: Screen, stdout: Recorder) -> None:
+    for percent in range(1000):
+        screen(out(f"{percent}%", end="\r"))
+    screen.flush()
+    assert stdout.writes == 1
+    screen.flush()
+    assert stdout.writes in (1, 2) and stdout.getvalue().count("999%") == 1
+    assert screen._pace() >= 0.1  # at most ten frames a second
+
+
+def test_what_the_program_prints_over_a_bar_stays(screen: Screen, stdout: Recorder) -> None:
+    screen(out("10%", end="\r"))
+    screen.flush()
+    stdout.write("a line of the program's own\n")
+    screen(out("20%", end="\r"))
+    screen.flush()
+    assert seen(stdout) == ["a line of the program's own", "node1[0] │ 20%"]
+
+
+def test_a_long_bar_takes_one_row(screen: Screen, stdout: Recorder) -> None:
+    for text in ("x" * 500, "y" * 500):
+        screen(out(text, end="\r"))
+        screen.flush()
+    [row] = seen(stdout)
+    assert row.startswith("node1[0] │ yyy") and len(row) <= 80
+
+
+def test_a_long_line_is_not_cut(screen: Screen, stdout: Recorder) -> None:
+    screen(out("x" * 5000))
+    screen.flush()
+    assert "x" * 5000 in stdout.getvalue()
+
+
+def test_more_bars_than_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINES", "6")
+    monkeypatch.setenv("COLUMNS", "80")
+    tty = Tty()
+    live = Live()
+    for state in ("a", "b"):
+        tty.write(live.frame("", [f"{state}{number}" for number in range(64)]))
+    assert tty.lines == ["b0", "b1", "b2", "b3", "… and 60 more"]
+
+
+def test_hosts_on_their_way_become_one_line(screen: Screen, stdout: Recorder, clock: Clock) -> None:
+    names = [f"node{number}" for number in range(1, 5)]
+    for name in names:
+        screen(HostState(host=name, state="connecting"))
+    assert [line[2:] for line in seen(stdout)] == [f"{name} connecting" for name in names]
+    screen(HostState(host="node2", state="preparing", detail="sends 3 MB"))
+    screen(HostState(host="node1", state="ready", detail="Python 3.11"))
+    assert [line[2:] for line in seen(stdout)] == ["node2 sends 3 MB", "node3 connecting", "node4 connecting"]
+    clock.now += 0.9
+    for name in names[1:]:
+        screen(HostState(host=name, state="ready"))
+    assert seen(stdout) == ["✓ 4 hosts ready in 0.9 s"]
+
+
+def test_the_spinner_turns_by_itself(screen: Screen, stdout: Recorder, clock: Clock) -> None:
+    screen(HostState(host="node1", state="connecting"))
+    first = seen(stdout)
+    assert screen._restless() is not None
+    clock.now += 0.1
+    screen.flush()
+    assert len(seen(stdout)) == 1 and seen(stdout) != first
+    screen(HostState(host="node1", state="ready"))
+    assert screen._restless() is None
+
+
+def test_a_host_that_fails_leaves_its_line_and_no_summary(screen: Screen, stdout: Recorder) -> None:
+    for name in ("node1", "node2"):
+        screen(HostState(host=name, state="connecting"))
+    screen(HostState(host="node2", state="failed", detail="Unreachable"))
+    screen(HostState(host="node1", state="ready"))
+    screen.close()
+    assert seen(stdout) == ["✗ node2: failed (Unreachable)"]
+
+
+def test_a_host_that_comes_back_is_told(screen: Screen, stdout: Recorder, clock: Clock) -> None:
+    screen(HostState(host="node1", state="reconnecting", detail="no word for 30 s"))
+    assert [line[2:] for line in seen(stdout)] == ["node1 no word for 30 s"]
+    clock.now += 4.1
+    screen(HostState(host="node1", state="ready"))
+    assert seen(stdout) == ["✓ node1 ready in 4.1 s"]
+
+
+def test_this_machine_alone_is_not_worth_a_word(screen: Screen, stdout: Recorder) -> None:
+    for state in ("connecting", "ready", "closed"):
+        screen(HostState(host="local", state=state))  # type: ignore[arg-type]
+    screen.close()
+    assert stdout.getvalue() == ""
+
+
+def test_an_end_while_connecting_leaves_nothing_on_the_screen(screen: Screen, stdout: Recorder) -> None:
+    screen(HostState(host="node1", state="connecting"))
+    screen.close()
+    assert seen(stdout) == []
+
+
+def test_the_screen_is_left_alone_while_a_password_is_asked_for(
+    screen: Screen, stdout: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen(HostState(host="node1", state="connecting"))
+    before = stdout.writes
+    monkeypatch.setattr(ui, "echoes", lambda: False)
+    screen(HostState(host="node2", state="connecting"))
+    screen.flush()
+    assert stdout.writes == before
+    monkeypatch.setattr(ui, "echoes", lambda: True)
+    screen.flush()
+    assert len(seen(stdout)) == 2
+
+
+# ---- what hosts may not do to a terminal
+
+
+@pytest.mark.parametrize(
+    ("hostile", "harmless"),
+    [
+        ("plain ünïcödé 漢字 🙂", "plain ünïcödé 漢字 🙂"),
+        ("tab\tstays", "tab\tstays"),
+        ("\x1b]0;title\x07text", "text"),
+        ("\x1b]52;c;Y2xpcGJvYXJk\x1b\\text", "text"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x1b]0;never ends", ""),
+        ("\x1b[2J\x1b[Hcleared", "cleared"),
+        ("\x1b[?1049hscreen", "screen"),
+        ("\x1bPq#0;2;0;0;0\x1b\\sixel", "sixel"),
+        ("\x1b_apc\x1b\\\x1b^pm\x1b\\\x1bXsos\x1b\\x", "x"),
+        ("\x9b2J\x9d0;c1\x9cx", "x"),
+        ("\x1bcreset \x1b(0lines", "reset lines"),
+        ("bell\x07 back\x08 nul\0 del\x7f", "bell back nul del"),
+        ("half \x1b[", "half "),
+        ("half \x1b", "half "),
+        ("\x1b\x1b[2Jx", "x"),
+        ("two\r\nlines", "twolines"),
+        ("\x1b[6n\x1b[cx", "x"),
+    ],
+)
+def test_no_host_can_steer_the_terminal(hostile: str, harmless: str) -> None:
+    assert clean(hostile) == harmless
+    assert clean(hostile, colour=False) == harmless
+
+
+def test_colours_stay_and_end_with_their_line() -> None:
+    assert clean("\x1b[1;31mred") == "\x1b[1;31mred\x1b[0m"
+    assert clean("\x1b[38;2;1;2;3mrgb\x1b[m\x1b[2K") == "\x1b[38;2;1;2;3mrgb\x1b[m\x1b[0m"
+    assert clean("\x1b[1;31mred", colour=False) == "red"
+    assert clean_lines("a\x1b[2J\n\x1b[31mb") == "a\nb"
+
+
+@given(st.text(alphabet=st.sampled_from("ab;m[]?0123\\PX^_\x07\x1b\x9b\x9c\x9d\r\n\t\x00é"), max_size=40))
+def test_whatever_a_host_writes_only_colours_come_through(text: str) -> None:
+    left = SGR.sub("", clean(text))
+    assert not re.search(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]", left)
+    assert not re.search(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]", clean(text, colour=False))
+
+
+def test_no_color_takes_colours_out_of_plain_lines(
+    stdout: Recorder, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    made = Plain(stdout, stdout, clock)
+    made(out("\x1b[31mred\x1b[0m"))
+    made.close()
+    assert stdout.getvalue() == "node1[0] red\n"
+
+
+# ---- attached
+
+
+class FakeTty(io.StringIO):
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("environ", "rich"),
+    [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)],
+)
+def test_rich_is_for_terminals_that_can(environ: dict[str, str], rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TERM", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert is_rich(FakeTty(), FakeTty()) is rich
+    assert not is_rich(FakeTty(), io.StringIO())
+    assert not is_rich(FakeTty(), None)
+
+
+def test_auto_looks_at_both_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for other, mark in ((FakeTty(), "│ hi"), (io.StringIO(), "node1[0] hi")):
+        file, events = FakeTty(), Events()
+        detach = attach(events, "auto", stdout=file, stderr=other)
+        events.emit(out("hi"))
+        detach()
+        assert mark in SGR.sub("", file.getvalue())
+
+
+def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_lines_appear_without_anybody_asking_and_the_thread_ends(stdout: Recorder) -> None:
+    events = Events()
+    detach = attach(events, "plain", stdout=stdout, stderr=stdout)
+    events.emit(out("one"))
+    until(lambda: stdout.getvalue() == "node1[0] one\n")
+    events.emit(out("two"))
+    until(lambda: stdout.getvalue().endswith("two\n"))
+    detach()
+    assert not [thread for thread in threading.enumerate() if thread.name == "skyfab-ui"]
+    events.emit(out("unheard"))
+    assert "unheard" not in stdout.getvalue()
+
+
+def test_nothing_is_lost_or_torn_when_many_hosts_speak(stdout: Recorder) -> None:
+    events = Events()
+    detach = attach(events, "plain", stdout=stdout, stderr=stdout)
+
+    def speak(host: str) -> None:
+        for number in range(2000):
+            events.emit(out(f"{number}", host, None))
+
+    threads = [threading.Thread(target=speak, args=(f"node{number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    detach()
+    lines = stdout.getvalue().splitlines()
+    for number in range(4):
+        mine = [line for line in lines if line.startswith(f"node{number} ")]
+        assert mine == [f"node{number} {count}" for count in range(2000)]
+
+
+def test_a_pool_without_output_has_no_thread(stdout: Recorder) -> None:
+    events = Events()
+    detach = attach(events, "plain", stdout=stdout, stderr=stdout)
+    events.emit(HostState(host="local", state="ready"))
+    events.emit(ended("local"))
+    assert not [thread for thread in threading.enumerate() if thread.name == "skyfab-ui"]
+    detach()
+
+
+def test_plain_writes_where_print_would(capsys: pytest.CaptureFixture[str]) -> None:
+    events = Events()
+    detach = attach(events, "plain")
+    events.emit(out("to stdout"))
+    events.emit(out("to stderr", err=True))
+    detach()
+    assert tuple(capsys.readouterr()) == ("node1[0] to stdout\n", "node1[0] to stderr\n")
+
+
+def test_a_reader_that_left_does_not_disturb_the_call(capsys: pytest.CaptureFixture[str]) -> None:
+    source, sink = os.pipe()
+    os.close(source)
+    events = Events()
+    with open(sink, "w", closefd=False) as file:
+        detach = attach(events, "plain", stdout=file, stderr=file)
+        for _ in range(3):
+            events.emit(out("x" * 100_000))
+            events.emit(ended())
+        detach()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sink)  # what is left in its buffer has somewhere to go
+    os.close(sink)
+    assert tuple(capsys.readouterr()) == ("", "")
+
+
+def test_characters_that_the_file_cannot_hold_are_spelled_out() -> None:
+    raw = io.BytesIO()
+    events = Events()
+    detach = attach(events, "plain", stdout=io.TextIOWrapper(raw, encoding="ascii", write_through=True))
+    events.emit(out("naïve 🙂"))
+    events.emit(ended())
+    assert raw.getvalue() == b"node1[0] na\\xefve \\U0001f642\n"
+    detach()
+
+
+# ---- tables
+
+
+def test_a_plain_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    table(("host", "loss"), [("node1", "0.5"), ("n2", "10.25"), ("\x1b[2Jn3", "")], right=("loss",))
+    assert capsys.readouterr().out.splitlines() == ["host    loss", "node1    0.5", "n2     10.25", "n3"]
+
+
+def test_a_rich_table_takes_cells_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = FakeTty()
+    monkeypatch.setattr("sys.stdout", file)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    table(("host", "state"), [("node[1]", "[bold]not markup[/bold]")])
+    assert "node[1]" in file.getvalue() and "[bold]not markup[/bold]" in file.getvalue()

@@ -19,8 +19,6 @@ import cloudpickle
 
 from skyfab.protocol.blobs import name_of
 
-_LEFT_OUT: Final = frozenset({"lab", "examples", "commands", "cli.py", "ui.py", "terminal.py"})
-"""What no host ever needs."""
 _MAIN: Final = "import sys\nfrom skyfab.agent.link import main\nsys.exit(main(sys.argv[1:]))\n"
 
 
@@ -57,5 +55,5 @@ def _files() -> Iterator[tuple[str, bytes]]:
     for package in (Path(__file__).parent, Path(cloudpickle.__file__).parent):
         for file in sorted(package.rglob("*.py")):
             inner = file.relative_to(package)
-            if inner.parts[0] not in _LEFT_OUT:
+            if inner.parts[0] != "examples":
                 yield f"{package.name}/{inner.as_posix()}", file.read_bytes()

@@ -43,9 +43,11 @@ def command(**help_: str) -> Callable[[Callable[..., int | None]], Task[Callable
 
 def _reported(body: Callable[[], int | None]) -> int | None:
     try:
-        return body()
+        code = body()
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
-        raise Exit("interrupted", code=130) from None
+        raise Exit("\ninterrupted" if sys.stderr.isatty() else "interrupted", code=130) from None
     except BrokenPipeError:  # `| head` has seen enough; nothing is left to flush into it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise Exit(code=1) from None
@@ -143,8 +145,8 @@ def up(_: Context, count: str = "4") -> None:
 
     They are called node1, node2 …; the last line printed is the path of their inventory.
 
-    export SKYFAB_INVENTORY=$(skyfab lab.up --count=2)
-    skyfab hosts
+        export SKYFAB_INVENTORY=$(skyfab lab.up --count=2)
+        skyfab hosts
     """
     from skyfab import lab
 
@@ -159,7 +161,9 @@ def up(_: Context, count: str = "4") -> None:
 def down(_: Context) -> None:
     """Take the throw-away hosts down.
 
-    skyfab lab.down
+    Nothing of them is left: no process, network or file.
+
+        skyfab lab.down
     """
     from skyfab import lab
 
@@ -170,7 +174,9 @@ def down(_: Context) -> None:
 def status(_: Context) -> None:
     """Show the throw-away hosts.
 
-    skyfab lab.status
+    Name, address, kind, and whether it is up: one line for each.
+
+        skyfab lab.status
     """
     from skyfab import lab
 

@@ -76,6 +76,7 @@ class Compute:
         self._session = secrets.token_hex(8)
         self._seats: dict[str, int | None] = {}
         self._open = False
+        self._opening: Sequence[Node] = ()
         self._closers: list[Callable[[], None]] = []
         self.events = Events()
         self.hosts: Sequence[Node] = ()
@@ -110,7 +111,7 @@ class Compute:
         self._open = True
 
     def _connect(self) -> list[Node]:
-        nodes = [self._node(index, host) for index, host in enumerate(self._selected)]
+        nodes = self._opening = [self._node(index, host) for index, host in enumerate(self._selected)]
         errors: dict[int, BaseException] = {}
 
         for node in nodes:
@@ -133,8 +134,7 @@ class Compute:
             for thread in threads:
                 thread.join()
         except BaseException:  # Ctrl-C while connecting
-            for node in nodes:
-                threading.Thread(target=node.close, daemon=True).start()
+            _close_all(nodes)
             raise
         if errors:
             for node in nodes:
@@ -160,13 +160,11 @@ class Compute:
         if self._open:
             self._open = False
             self._queue.fail_all()
-            threads = [threading.Thread(target=node.close) for node in self.hosts]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            _close_all(self.hosts)
             for node in self.hosts:
                 self.events.emit(HostState(host=node.name, state="closed"))
+        else:
+            _close_all(self._opening)  # another thread may be connecting: it stops
         self._hide()
 
     def _show(self) -> None:
@@ -372,6 +370,14 @@ class _Listener:
         self.node.lost = error
         self._compute.events.emit(HostState(host=self._host.name, state="lost", detail=error.message))
         self._compute._queue.advance()
+
+
+def _close_all(nodes: Sequence[Node]) -> None:
+    threads = [threading.Thread(target=node.close) for node in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _inventory(given: str | os.PathLike[str] | Inventory | None) -> Inventory:

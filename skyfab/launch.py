@@ -11,6 +11,7 @@ import re
 import select
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -19,6 +20,7 @@ from skyfab.errors import HostLost, HostUnfit, Unreachable
 from skyfab.inventory import Host
 from skyfab.protocol.blobs import name_of
 from skyfab.transport.base import Stream
+from skyfab.transport.openssh import by_hand
 
 _SCRIPT: Final = "; ".join(
     (
@@ -92,18 +94,19 @@ class Launch:
         words = (self.host.cache, self.python, self.bundle.digest, self.session, mode)
         return f"exec /bin/sh -c '{_SCRIPT}' skyfab " + " ".join(f"'{spelled(word)}'" for word in words)
 
-    def join(self, stream: Stream, *, deadline: float) -> None:
+    def join(self, stream: Stream, *, deadline: float, stopped: Callable[[], bool] = lambda: False) -> None:
         """Reads the answer and sends what is asked for; afterwards the stream speaks frames.
 
         Raises HostUnfit where the host cannot run us, or what the transport says of a lost connection.
         """
         marker = f"=skyfab={self.session}=".encode()
+        wait = _Wait(self.host, deadline, stopped)
         while True:
-            word, _, detail = _answer(stream, marker, self.host, deadline).partition(" ")
+            word, _, detail = _answer(stream, marker, self.host, wait).partition(" ")
             if word == "link":
                 return
             if word == "bundle":
-                _push(stream, self.bundle, deadline, self.host)
+                _push(stream, self.bundle, wait)
             elif word == "nopython":
                 raise HostUnfit(
                     f"no Python {self.python} there" if self.python[0] != "/" else f"no interpreter at {self.python}",
@@ -127,13 +130,30 @@ def spelled(word: str) -> str:
     return re.sub(r"[^A-Za-z0-9/._~-]", lambda m: "".join(f"\\0{byte:03o}" for byte in m[0].encode()), word)
 
 
-def _answer(stream: Stream, marker: bytes, host: Host, deadline: float) -> str:
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """How long a host may take, and whether anybody still wants it."""
+
+    host: Host
+    deadline: float
+    stopped: Callable[[], bool]
+
+    def a_moment(self, sources: list[Stream], sinks: list[int]) -> None:
+        """Waits for the stream, a little while at a time. Raises Unreachable or HostLost when it is over."""
+        if self.stopped():
+            raise HostLost("the pool was closed", host=self.host.name)
+        if time.monotonic() > self.deadline:
+            raise Unreachable("no answer in time", host=self.host.name, hint=f"try: {by_hand(self.host, 'true')}")
+        select.select(sources, sinks, [], 0.2 if sources or sinks else 0.002)
+
+
+def _answer(stream: Stream, marker: bytes, host: Host, wait: _Wait) -> str:
     """The rest of the line that begins with the marker, byte by byte: what follows it are frames."""
     seen = bytearray()
     at = -1
     one = memoryview(bytearray(1))
     while True:
-        if not _recv(stream, one, deadline, host):
+        if not _recv(stream, one, wait):
             raise _silence(stream, bytes(seen), host)
         seen += one
         if at < 0 and seen.endswith(marker):
@@ -151,35 +171,28 @@ def _silence(stream: Stream, noise: bytes, host: Host) -> Exception:
         return HostUnfit(
             f"its login shell did not run our command{'; it said: ' + said[-400:] if said else ''}",
             host=host.name,
-            hint=f"try: ssh {host.destination} true",
+            hint=f"try: {by_hand(host, 'true')}",
         )
     return error
 
 
-def _recv(stream: Stream, view: memoryview, deadline: float, host: Host) -> int:
+def _recv(stream: Stream, view: memoryview, wait: _Wait) -> int:
     while True:
         try:
             return stream.recv_into(view)
         except BlockingIOError:
-            wait = deadline - time.monotonic()
-            if wait <= 0:
-                raise Unreachable(
-                    "no answer in time", host=host.name, hint=f"try: ssh {host.destination} true"
-                ) from None
-            select.select([stream], [], [], wait)
+            wait.a_moment([stream], [])
 
 
-def _push(stream: Stream, bundle: Bundle, deadline: float, host: Host) -> None:
+def _push(stream: Stream, bundle: Bundle, wait: _Wait) -> None:
     lines = f"{len(_UNPACK)}\n{_UNPACK}{len(bundle.archive)} {name_of(bundle.archive)}\n".encode()
     rest = memoryview(lines + bundle.archive)
     while rest:
         try:
             rest = rest[stream.send([rest]) :]
         except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise Unreachable("it takes no more data", host=host.name) from None
             sink = stream.sink()
-            select.select([], [] if sink is None else [sink], [], 0.002 if sink is None else 1.0)
+            wait.a_moment([], [] if sink is None else [sink])
         except BrokenPipeError:
             return  # the reason stands in its answer
 

@@ -38,8 +38,12 @@ class Lines:
                     pieces.append((text.decode(errors="replace"), "\r" if end[0] == b"\r" else "\n"))
             self._rest = data[at:]
         if len(self._rest) > _LONGEST:
-            pieces.append((self._rest.decode(errors="replace"), "\n"))
-            self._rest = b""
+            cut = len(self._rest)
+            while cut > len(self._rest) - 4 and self._rest[cut - 1] & 0xC0 == 0x80:
+                cut -= 1  # not in the middle of a character
+            cut -= self._rest[cut - 1] >= 0xC0
+            pieces.append((self._rest[:cut].decode(errors="replace"), "\n"))
+            self._rest = self._rest[cut:]
         return Lines(self.stream, pieces) if pieces else None
 
     @property

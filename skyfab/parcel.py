@@ -6,7 +6,9 @@ host is sent it once.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
+import sys
 import types
 import weakref
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from skyfab.calls import Call, Function
 from skyfab.protocol import codec
 from skyfab.protocol.blobs import name_of
 
-_ATOMS: Final = (int, float, complex, bool, str, bytes, type(None), types.ModuleType, types.BuiltinFunctionType)
+_ATOMS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _SOURCE: Final = 256 * 1024
 
 
@@ -74,29 +76,30 @@ def _state(fn: Any) -> tuple[Any, ...] | None:
 
     Values that can change in place are not compared: such a function is pickled at every call.
     """
-    if not isinstance(fn, types.FunctionType) or fn.__dict__.get("__wrapped__") is not None:
+    if type(fn) is not types.FunctionType or fn.__dict__ or fn.__kwdefaults__:
         return None
-    found: list[Any] = [fn.__code__, fn.__defaults__, fn.__module__]
-    if fn.__kwdefaults__:
+    used: list[tuple[str, Any]] = [("", value) for value in fn.__defaults__ or ()]
+    try:
+        used += [("", cell.cell_contents) for cell in fn.__closure__ or ()]
+    except ValueError:  # an empty cell
         return None
-    for value in fn.__defaults__ or ():
-        if type(value) not in _ATOMS:
+    used += [(name, fn.__globals__[name]) for name in _global_names(fn.__code__) if name in fn.__globals__]
+    found: list[Any] = [fn.__code__, fn.__module__]
+    for name, value in used:
+        if not _is_atom(value):
             return None
-    for cell in fn.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:
-            return None
-        if type(value) not in _ATOMS:
-            return None
-        found.append((type(value), value))
-    for name in _global_names(fn.__code__):
-        if name in fn.__globals__:
-            value = fn.__globals__[name]
-            if type(value) not in _ATOMS:
-                return None
-            found.append((type(value), value))
+        # Equal is not enough: True == 1, and 0.0 == -0.0.
+        found.append((name, type(value), repr(value) if type(value) in (float, complex) else value))
     return tuple(found)
+
+
+def _is_atom(value: Any) -> bool:
+    """It cannot change without becoming another object, and a host finds it as it is here."""
+    if type(value) is types.ModuleType:
+        return sys.modules.get(value.__name__) is value
+    if type(value) is types.BuiltinFunctionType:
+        return value.__self__ is None or type(value.__self__) is types.ModuleType
+    return type(value) in _ATOMS
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
@@ -122,7 +125,10 @@ def _culprit(fn: Any) -> str | None:
         return None
     used = {name: fn.__globals__[name] for name in _global_names(code) if name in fn.__globals__}
     for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False):
-        used[name] = cell.cell_contents
+        with contextlib.suppress(ValueError):  # an empty cell
+            used[name] = cell.cell_contents
+    names = code.co_varnames[: code.co_argcount]
+    used |= dict(zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)) | (fn.__kwdefaults__ or {})
     for name, value in used.items():
         if isinstance(value, types.ModuleType):
             continue

@@ -86,6 +86,8 @@ class Session:
         self._mux = Mux(self)
         self._lock = threading.Lock()
         self._turn = threading.Lock()
+        self._gate = threading.Lock()
+        self._deadline = 0.0
         self._exchanges: dict[int, _Exchange] = {}
         self._output: dict[int, tuple[str, Lines]] = {}
         self._after: list[Callable[[], None]] = []
@@ -100,34 +102,47 @@ class Session:
         self._waker: tuple[int, int] | None = None
         self._poll = select.poll()
         self._reading = False
+        self._pumper = 0
+        """The thread that holds the turn and runs callbacks."""
         self._thread: threading.Thread | None = None
 
     # ---- opening and closing
 
     def open(self) -> AgentHello:
         """Connects and waits for the agent's hello. Raises a HostError."""
-        deadline = time.monotonic() + CONNECT
+        with self._gate:
+            try:
+                self._join()
+                agent = self._introduce()
+            except BaseException:
+                self._leave()
+                raise
+            self._thread = threading.Thread(target=self._read_on, name=f"skyfab-{self.host.name}", daemon=True)
+            self._thread.start()
+            return agent
+
+    def _join(self) -> None:
+        """Starts the link on the host; from then on the stream speaks frames."""
+        self._deadline = time.monotonic() + CONNECT
         self._stream = self._transport.open(self._launch.command())
-        try:
-            self._launch.join(self._stream, deadline=deadline)
-            self._mux.attach(self._hello())
-            self._waker = os.pipe()
-            for fd in self._waker:
-                os.set_blocking(fd, False)
-            for fd in (self._stream.fileno(), self._waker[0]):
-                self._poll.register(fd, select.POLLIN)
-            while self.agent is None and self._ended is None and time.monotonic() < deadline:
-                self._pump(0.5)
-            if self._ended is not None:
-                raise self._ended
-            if self.agent is None:
-                raise HostUnfit("its agent does not answer", host=self.host.name)
-            _check(self.agent, self.host)
-        except BaseException:
-            self._shut()
-            raise
-        self._thread = threading.Thread(target=self._read_on, name=f"skyfab-{self.host.name}", daemon=True)
-        self._thread.start()
+        self._launch.join(self._stream, deadline=self._deadline, stopped=lambda: self._farewell)
+        self._mux.attach(self._hello())
+        self._waker = os.pipe()
+        for fd in self._waker:
+            os.set_blocking(fd, False)
+        for fd in (self._stream.fileno(), self._waker[0]):
+            self._poll.register(fd, select.POLLIN)
+
+    def _introduce(self) -> AgentHello:
+        while self.agent is None and self._ended is None and time.monotonic() < self._deadline:
+            self._pump(0.5)
+        if self._ended is not None:
+            raise self._ended
+        if self.agent is None:
+            raise HostUnfit("its agent does not answer", host=self.host.name)
+        _check(self.agent, self.host)
+        if self._farewell:
+            raise HostLost("the pool was closed", host=self.host.name)
         return self.agent
 
     def _hello(self) -> bytes:
@@ -135,17 +150,24 @@ class Session:
         return ClientHello(protocol=VERSION, received=received, lease=self._lease, name=self.host.name).encode()
 
     def close(self) -> None:
-        """Says goodbye: the agent ends its ranks and itself. Waits for that, but not for long."""
+        """Says goodbye: the agent ends its ranks and itself. Waits for that, but not for long.
+
+        While another thread opens the session, that fails first.
+        """
+        self._farewell = True
+        self.poke()
+        with self._gate:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._farewell = True
         with self._lock:
-            if not self._farewell and self._ended is None:
+            if self._waker is not None and self._ended is None:
                 self._mux.bye()
-            self._farewell = True
+                self._flush()
         self.poke()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5)
-        self._shut()
-
-    def _shut(self) -> None:
         with self._turn:
             if self._stream is not None:
                 self._stream.close()
@@ -219,14 +241,15 @@ class Session:
                 rest = None if deadline is None else deadline - time.monotonic()
                 if rest is not None and rest <= 0:
                     return False
-                if self._turn.acquire(blocking=False):
+                if self._ended is not None:
+                    return done()
+                if self._pumper == threading.get_ident():  # a callback waits for another call
+                    self._pump(rest)
+                elif self._turn.acquire(blocking=False):
                     try:
-                        if self._ended is not None:
-                            return done()
                         self._pump(rest)
                     finally:
                         self._turn.release()
-                    # Nobody else is told: this caller reads on until it is done.
                 else:
                     self._follow(rest)
             return True
@@ -269,9 +292,10 @@ class Session:
 
     def poke(self) -> None:
         """Makes whoever waits look again."""
-        if self._waker is not None:
-            with contextlib.suppress(BlockingIOError, OSError):
-                os.write(self._waker[1], b"!")
+        waker = self._waker
+        if waker is not None:
+            with contextlib.suppress(OSError):
+                os.write(waker[1], b"!")
 
     def _pump(self, timeout: float | None) -> None:
         """Waits for the stream once, reads and writes what it can, and hands out what has arrived."""
@@ -284,7 +308,6 @@ class Session:
                 wait = 0.002  # nothing tells when there is room: try again soon
             else:
                 self._poll.register(sink, select.POLLOUT)
-        self._mux.let_it_come()
         ready = self._poll.poll(wait * 1000)
         with self._lock:
             for fd, _ in ready:
@@ -300,8 +323,13 @@ class Session:
                 if self._mux.has_output:
                     self._flush()
             after, self._after = self._after, []
-        for action in after:
-            action()
+        if after:
+            outer, self._pumper = self._pumper, threading.get_ident()
+            try:
+                for action in after:
+                    action()
+            finally:
+                self._pumper = outer
         if after and self._followers:
             with self._lock:
                 for follower in self._followers:

@@ -114,7 +114,10 @@ class Agent:
         self._busy = False
         if self._behind or self.stuck:
             for log in list(self._behind):
+                stopped = log.stopped
                 self._busy |= log.catch_up()
+                if stopped and not log.stopped:
+                    self._selector.register(log, _READ, lambda _, log=log: self.drain(log))
                 if not log.waiting:
                     self._behind.discard(log)
             for seat in list(self.stuck):
@@ -158,7 +161,6 @@ class Agent:
 
     def _read(self, events: int) -> None:
         assert self._connection is not None
-        self.mux.let_it_come()
         try:
             alive = self.mux.read(self._connection.recv_into)
         except BlockingIOError:
@@ -295,7 +297,7 @@ class Agent:
         for fd in theirs:
             os.close(fd)
         for log in logs:
-            self._selector.register(log, _READ, lambda _, log=log: self._drain(log))
+            self._selector.register(log, _READ, lambda _, log=log: self.drain(log))
         self.readable(seat, True)
 
     def _log(self, seat: str, fd: int) -> LogPipe:
@@ -409,9 +411,11 @@ class Agent:
             self._selector.unregister(fd)
             seat.watched.discard(fd)
 
-    def _drain(self, log: LogPipe) -> None:
-        if not log.drain():
-            self._selector.unregister(log)
+    def drain(self, log: LogPipe) -> None:
+        """Takes what a process has written."""
+        if not log.drain() or log.stopped:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(log)
         if log.waiting:
             self._behind.add(log)
 
@@ -453,6 +457,7 @@ class Agent:
             log.drain()
             with contextlib.suppress(KeyError):
                 self._selector.unregister(log)
+            self._behind.discard(log)
         self.dirty.discard(seat)
         self.stuck.discard(seat)
         for stream, route in list(self._routes.items()):

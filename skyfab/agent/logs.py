@@ -36,6 +36,9 @@ class LogPipe:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self.end = self._sent = os.fstat(self._file).st_size if self._file >= 0 else 0
         """Bytes that the process has written."""
+        self._full = False
+        self._unkept = b""
+        """What neither the file nor the connection had room for."""
         self._announce: bytes | None = Log(seat=seat, fd=fd).encode()
 
     def fileno(self) -> int:
@@ -46,6 +49,8 @@ class LogPipe:
 
         A pipeful at a time: a process that never stops writing does not keep the agent from its other work.
         """
+        if self.stopped:
+            return True
         try:
             data = os.read(self.source, ROOM)
         except BlockingIOError:
@@ -55,29 +60,32 @@ class LogPipe:
         return bool(data)
 
     def _keep(self, data: bytes) -> None:
-        behind = self._sent < self.end
-        if not self._write(data):
-            self._forward(data)  # a full disk: the client at least hears it
-            self.end += len(data)
-            self._sent = self.end
-            return
-        self.end += len(data)
-        if not behind and self._mux.queued(self._stream) < _ROOM:
+        ahead = self._sent == self.end and self._mux.queued(self._stream) < _ROOM
+        kept = self._write(data)
+        if ahead:
             self._forward(data)
+        elif kept < len(data):  # a full disk, and a client that is behind: the process has to wait
+            self._unkept = data[kept:]
+        self.end += len(data) if ahead else kept
+        if ahead:
             self._sent = self.end
 
-    def _write(self, data: bytes) -> bool:
-        if self._file < 0:
-            return False
+    def _write(self, data: bytes) -> int:
+        """How much of it is in the file now. A file that has missed something is not written to again."""
+        if self._file < 0 or self._full:
+            return 0
+        view = memoryview(data)
         try:
-            view = memoryview(data)
             while view:
                 view = view[os.write(self._file, view) :]
         except OSError:
-            os.close(self._file)
-            self._file = -1
-            return False
-        return True
+            self._full = True
+        return len(data) - len(view)
+
+    @property
+    def stopped(self) -> bool:
+        """Nothing more is read until the client has caught up."""
+        return bool(self._unkept)
 
     def told(self, mark: int) -> bool:
         """Everything up to `mark` has been handed to the connection."""
@@ -86,17 +94,22 @@ class LogPipe:
     @property
     def waiting(self) -> bool:
         """Something that was read has not been handed to the connection."""
-        return self._sent < self.end or self._mux.queued(self._stream) > 0
+        return self._sent < self.end or bool(self._unkept) or self._mux.queued(self._stream) > 0
 
     def catch_up(self) -> bool:
         """Forwards more of the file, as there is room. True: it did."""
         before = self._sent
-        while self._sent < self.end and self._file >= 0 and self._mux.queued(self._stream) < _ROOM:
-            data = os.pread(self._file, 256 * 1024, self._sent)
+        while self._sent < self.end and self._mux.queued(self._stream) < _ROOM:
+            data = os.pread(self._file, min(256 * 1024, self.end - self._sent), self._sent)
             if not data:
                 break
             self._forward(data)
             self._sent += len(data)
+        if self._unkept and self._sent == self.end and self._mux.queued(self._stream) < _ROOM:
+            self._forward(self._unkept)
+            self.end += len(self._unkept)
+            self._sent = self.end
+            self._unkept = b""
         return self._sent > before
 
     def _forward(self, data: bytes) -> None:

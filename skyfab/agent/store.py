@@ -121,7 +121,7 @@ class Writer:
 def _inside(root: str, path: str) -> str:
     """The place of a relative path below `root`, and nowhere else."""
     clean = os.path.normpath(path)
-    if os.path.isabs(clean) or clean.startswith(".."):
+    if os.path.isabs(clean) or clean == ".." or clean.startswith("../") or "\0" in clean:
         raise ProtocolError(f"a path outside its tree: {path!r}")
     return os.path.join(root, clean)
 

@@ -20,6 +20,8 @@ def train(hosts: str | None, inventory: str | None, *, epochs: int, ranks: int |
     """Trains on every rank of the hosts, or on two ranks of this machine, and prints how well."""
     started = time.monotonic()
     folder = _example()
+    if hosts is None and inventory is None:
+        hosts, ranks = "local", ranks or 2
     pool = _pool(hosts, inventory, ranks, folder)  # a mistake in the inventory shows before torch has loaded
     digits = _imported(folder)
     data = digits.load()
@@ -55,8 +57,6 @@ def _example() -> Path:
 def _pool(hosts: str | None, inventory: str | None, ranks: int | None, folder: Path) -> Compute:
     # Only the example's module goes along, wherever it is installed and whatever else is loaded here.
     image = Image(includes=(str(folder / "digits.py"),), excludes=("*", "!/digits.py"))
-    if hosts is None and inventory is None:
-        return Compute("local", ranks=ranks or 2, image=image)
     return Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=image)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -103,7 +104,8 @@ def _fetch(host: Host, known_hosts: str | None) -> Entry:
             f"no host key from {address}:{port}", host=host.name, hint=f"is it up? ssh -p {port} {address}"
         )
     place = address if port == "22" else f"[{address}]:{port}"
-    file = known_hosts or settings["userknownhostsfile"].split()[0]
+    # ssh prints several files in one line, without quotes: the next begins with a slash or a tilde.
+    file = known_hosts or re.split(r" (?=[/~])", settings["userknownhostsfile"])[0]
     return Entry(
         host=host,
         address=f"{address}:{port}",

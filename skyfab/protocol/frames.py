@@ -82,11 +82,6 @@ class Reader:
         self._kind = 0
         self._head = 0
 
-    @property
-    def missing(self) -> int:
-        """How many bytes of a DATA frame under way are still to come."""
-        return 0 if self._payload is None else len(self._payload) - self._filled
-
     def pump(self, recv_into: RecvInto) -> bool:
         """Reads once and hands over every frame that is now complete. False at the end of the stream.
 

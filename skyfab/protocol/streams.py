@@ -26,14 +26,13 @@ else:
 
 Buffer = bytes | bytearray | memoryview
 
-CREDIT_WINDOW: Final = 4 * 1024 * 1024
+CREDIT_WINDOW: Final = 16 * 1024 * 1024
 """DATA bytes that one stream may send before its receiver has used them."""
 SMALL: Final = 32 * 1024
 """Messages up to this size leave in one write, ahead of bulk data."""
-ACK_BYTES: Final = 16 * 1024
+ACK_BYTES: Final = 1024 * 1024
 ACK_FRAMES: Final = 32
-_WORTH_WAITING: Final = 96 * 1024
-_MOMENT: Final = 0.0003
+"""How much may arrive before it is acknowledged unasked. A sender that may send no more asks, with a PING."""
 _PIECES: Final = 256
 """Buffers in one write: the system takes 1,024 at the most."""
 
@@ -81,7 +80,7 @@ class Window:
         self._base = min(self._base, elapsed)
         queued = elapsed - self._base
         if queued < 0.05:
-            self.size = min(self.size + self.size // 4, self.CEILING)
+            self.size = min(2 * self.size, self.CEILING)
         elif queued > 0.15 and now > self._hold:
             self.size = max(self.size * 3 // 4, self.FLOOR)
             self._hold = now + elapsed
@@ -131,6 +130,8 @@ class Mux:
         """The other side has said how far it has heard: before that, nothing but hello may be sent."""
         self._flight = 0
         self._acked = 0
+        self._asked = False
+        """An acknowledgement has been asked for."""
         self._pong_due = False
         self._ack_due = False
         self._owed_bytes = 0
@@ -152,7 +153,7 @@ class Mux:
         self._control.clear()
         self._replay.clear()
         self._control.append(frame(HELLO, 0, hello))
-        self._joined = self._pong_due = self._ack_due = False
+        self._joined = self._asked = self._pong_due = self._ack_due = False
         self.window.restart()
         self.heard = self._clock()
 
@@ -250,8 +251,10 @@ class Mux:
             return False
         if self._replay or self._urgent:
             return True
-        if not self._turns or self._flight >= self.window.size:
+        if not self._turns:
             return False
+        if self._flight >= self.window.size:
+            return not self._asked
         return any(o.credit > 0 for s in self._turns if (o := self._outgoing.get(s)) is not None)
 
     def _fill(self) -> bool:
@@ -276,8 +279,12 @@ class Mux:
             whole = self._urgent.popleft()
             self._unacked.append(_Sent((whole,), 0, now))
             batch.append(whole)
-        if not batch and self._turns and self._flight < self.window.size:
-            self._take_turn(now)
+        if not batch and self._turns:
+            if self._flight < self.window.size:
+                self._take_turn(now)
+            elif not self._asked:
+                self._asked = True
+                batch.append(frame(PING))
         return bool(batch)
 
     def _take_turn(self, now: float) -> None:
@@ -316,11 +323,6 @@ class Mux:
             self._ack_due = True
         return alive
 
-    def let_it_come(self) -> None:
-        """In the middle of a large transfer, waits a moment for more: many small reads would cost more than they bring."""
-        if self._reader.missing > _WORTH_WAITING:
-            time.sleep(_MOMENT)
-
     def place(self, stream: int, length: int) -> memoryview:
         return self._handler.place(stream, length)
 
@@ -358,13 +360,17 @@ class Mux:
     def _acknowledge(self, count: int) -> None:
         if count > self._acked + len(self._unacked):
             raise ProtocolError(f"{count} frames acknowledged, {self._acked + len(self._unacked)} sent")
-        now = self._clock()
+        newest: _Sent | None = None
         while self._acked < count:
             sent = self._unacked.popleft()
             self._acked += 1
-            self._flight -= sent.size
             if sent.size:
-                self.window.observe(now - sent.at, now)
+                self._flight -= sent.size
+                newest = sent
+        if newest is not None:  # those before it may have waited for this acknowledgement
+            self._asked = False
+            now = self._clock()
+            self.window.observe(now - newest.at, now)
 
 
 def _count(payload: memoryview) -> int:

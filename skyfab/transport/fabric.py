@@ -20,7 +20,7 @@ import paramiko
 from skyfab.errors import AuthenticationRefused, HostError, HostKeyRefused, HostLost, Unreachable
 from skyfab.inventory import Host, Inventory
 from skyfab.protocol.streams import Buffer
-from skyfab.transport.openssh import CONFIG
+from skyfab.transport.openssh import CONFIG, by_hand
 
 _PACKET: Final = 1024 * 1024
 """paramiko slows to a crawl when it is handed larger pieces."""
@@ -186,7 +186,6 @@ class ChannelStream:
 
 def _explain(host: Host, error: Exception) -> HostError:
     """What paramiko and Fabric raised, as ours."""
-    where = host.destination + (f":{host.port}" if host.port else "")
     if isinstance(error, paramiko.BadHostKeyException):
         return HostKeyRefused(
             "its host key is not the one on record: the machine was set up anew, or somebody is in between",
@@ -203,6 +202,6 @@ def _explain(host: Host, error: Exception) -> HostError:
         return AuthenticationRefused(
             f"every key was refused{who}: {text}",
             host=host.name,
-            hint=f"try: ssh {host.user + '@' if host.user else ''}{host.destination}",
+            hint=f"try: {by_hand(host)}",
         )
-    return Unreachable(f"{where}: {text}", host=host.name, hint=f"is it up? try: ssh {where}")
+    return Unreachable(f"{host.destination}: {text}", host=host.name, hint=f"is it up? try: {by_hand(host)}")

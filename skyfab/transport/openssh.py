@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -111,6 +112,13 @@ class OpenSSH:
                     path.unlink()
 
 
+def by_hand(host: Host, command: str = "") -> str:
+    """What a person would type to reach the host."""
+    words = ["ssh", *(["-p", str(host.port)] if host.port else []), *(["-i", host.identity] if host.identity else [])]
+    place = host.destination if host.user is None else f"{host.user}@{host.destination}"
+    return shlex.join([*words, place, *command.split()])
+
+
 def explain(host: Host, code: int, errors: str) -> Exception:
     """What ssh's last words mean, as the error to raise."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
@@ -130,11 +138,11 @@ def explain(host: Host, code: int, errors: str) -> Exception:
         return AuthenticationRefused(
             f"every key was refused{who}{offered}",
             host=host.name,
-            hint=f"try: ssh {host.user + '@' if host.user else ''}{host.destination}",
+            hint=f"try: {by_hand(host)}",
         )
     if code == 255:
-        where = host.destination + (f":{host.port}" if host.port else "")
-        return Unreachable(f"{where}: {last or 'no answer'}", host=host.name, hint=f"is it up? try: ssh {where}")
+        said = re.sub(r"^ssh: ", "", last) or f"{host.destination} does not answer"
+        return Unreachable(said, host=host.name, hint=f"is it up? try: {by_hand(host)}")
     return HostLost(f"the connection ended{': ' + last if last else ''}", host=host.name)
 
 

@@ -1,0 +1,349 @@
+"""parcel: a function travels once as long as it is the same, and anew as soon as anything it uses has changed."""
+
+from __future__ import annotations
+
+import gc
+import math
+import textwrap
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyfab import Call, Function, function
+from skyfab.errors import NotPicklable
+from skyfab.parcel import pack_arguments, pack_function
+from skyfab.protocol import codec
+
+
+def script(source: str, **names: Any) -> dict[str, Any]:
+    """The globals of a script that no host can import: its functions travel by value."""
+    space: dict[str, Any] = {"__name__": "script_of_a_user", "sky": types.SimpleNamespace(function=function), **names}
+    exec(compile(textwrap.dedent(source), "<a script>", "exec"), space)
+    return space
+
+
+def unpack(payload: codec.Payload) -> Any:
+    return codec.loads(payload.data, [memoryview(bytearray(view)) for view in payload.buffers])
+
+
+def there(wanted: Function[..., Any], *args: Any) -> Any:
+    """What the function returns on a host that has just been sent it."""
+    fn, by_name, _ = unpack(pack_function(wanted).payload)
+    return (fn.fn if by_name else fn)(*args)
+
+
+# ---- the cache
+
+
+def test_an_unchanged_function_is_packed_once() -> None:
+    wanted = Function(script("a = 1\nimport math\ndef f(): return a, math.pi, len('x')")["f"])
+    assert pack_function(wanted) is pack_function(wanted)
+
+
+def test_a_function_that_is_packed_again_keeps_its_digest() -> None:
+    """It uses a list, so it is looked at every time; a host is sent it once all the same."""
+    space = script("items = [1, 2]\ndef helper(): return items\ndef f(): return helper()")
+    wanted = Function(space["f"])
+    assert len({pack_function(wanted).digest for _ in range(5)}) == 1
+    space["items"].append(3)
+    assert there(wanted) == [1, 2, 3]
+
+
+def test_the_digest_names_the_content() -> None:
+    first = Function(script("def f(): return 1")["f"])
+    second = Function(script("def f(): return 2")["f"])
+    assert pack_function(first).digest != pack_function(second).digest
+
+
+atoms = st.sampled_from(
+    [0, 1, False, True, 0.0, -0.0, 1.0, 1 + 0j, math.nan, math.inf, "", "1", b"", b"1", None, 2**70, "text"]
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", "default", "cell", "attribute", "inner"]), atoms), min_size=2))
+def test_whatever_is_changed_the_host_gets_what_runs_here(changes: list[tuple[str, object]]) -> None:
+    """Globals, defaults, closures, attributes: after every change the packed function returns what the function does.
+
+    Values that compare equal and are not the same (1, True, 1.0; 0.0, -0.0) count as changes, too.
+    """
+    space = script(
+        """
+        def make(cell):
+            def f(default=0):
+                def nested():
+                    return [inner for _ in (1,)][0]
+                names = [default, cell]
+                for name in ("a", "b"):
+                    try:
+                        names.append(a if name == "a" else b)
+                    except NameError:
+                        names.append("absent")
+                return names, nested()
+            return f
+        inner = 0
+        f = make(0)
+        """
+    )
+    fn = space["f"]
+    wanted = Function(fn)
+    for what, value in changes:
+        if what in ("a", "b") and value is None:
+            space.pop(what, None)
+        elif what in ("a", "b", "inner"):
+            space[what] = value
+        elif what == "default":
+            fn.__defaults__ = (value,)
+        elif what == "cell":
+            fn.__closure__[0].cell_contents = value
+        else:
+            fn.marker = value
+        assert repr(there(wanted)) == repr(fn())
+        travelled, _, _ = unpack(pack_function(wanted).payload)
+        assert repr(getattr(travelled, "marker", "absent")) == repr(getattr(fn, "marker", "absent"))
+
+
+IN_PLACE: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+    "a list": ("x = [1]\ndef f(): return len(x)", lambda s: s["x"].append(2)),
+    "a dict": ("x = {}\ndef f(): return len(x)", lambda s: s["x"].update(a=1)),
+    "a list in a tuple": ("x = ([1],)\ndef f(): return len(x[0])", lambda s: s["x"][0].append(2)),
+    "an object": ("class C: n = 1\nx = C()\ndef f(): return x.n", lambda s: setattr(s["x"], "n", 2)),
+    "a class": ("class C: n = 1\ndef f(): return C.n", lambda s: setattr(s["C"], "n", 2)),
+    "a method of a list": ("x = [1]\nlook = x.__len__\ndef f(): return look()", lambda s: s["x"].append(2)),
+    "a builtin method": ("x = [1]\ncount = x.count\ndef f(): return count(1)", lambda s: s["x"].append(1)),
+    "a default": ("def f(x=[1]): return len(x)", lambda s: s["f"].__defaults__[0].append(2)),
+    "a keyword default": ("def f(*, x=[1]): return len(x)", lambda s: s["f"].__kwdefaults__["x"].append(2)),
+    "a helper's global": ("n = 1\ndef g(): return n\ndef f(): return g()", lambda s: s.update(n=2)),
+    "a helper's list": ("x = [1]\ndef g(): return len(x)\ndef f(): return g()", lambda s: s["x"].append(2)),
+    "a helper": ("def g(): return 1\ndef f(): return g()", lambda s: s.update(g=lambda: 2)),
+    "a nested function's global": ("n = 1\ndef f():\n  def g(): return n\n  return g()", lambda s: s.update(n=2)),
+    "a comprehension's global": ("n = 1\ndef f(): return [n for _ in range(1)]", lambda s: s.update(n=2)),
+    "a lambda's global": ("n = 1\ndef f(): return (lambda: n)()", lambda s: s.update(n=2)),
+    "a partial": (
+        "import functools\nx = [1]\ng = functools.partial(len, x)\ndef f(): return g()",
+        lambda s: s["x"].append(2),
+    ),
+    "a name that appears": ("def f():\n  try: return n\n  except NameError: return 0", lambda s: s.update(n=2)),
+    "a name that goes": ("n = 1\ndef f():\n  try: return n\n  except NameError: return 0", lambda s: s.pop("n")),
+    "one name for another": (
+        "a = 1\ndef f():\n  try: return 'a', a\n  except NameError: return 'b', b",
+        lambda s: s.update(b=s.pop("a")),
+    ),
+    "the code": ("def f(): return 1", lambda s: setattr(s["f"], "__code__", (lambda: 2).__code__)),
+    "another sky.function": (
+        "n = 1\n@sky.function\ndef g(): return n\ndef f(): return g.fn()",
+        lambda s: s.update(n=2),
+    ),
+    "a module made by hand": (
+        "import types\nm = types.ModuleType('made_by_hand')\nm.n = 1\ndef f(): return m.n",
+        lambda s: setattr(s["m"], "n", 2),
+    ),
+    "a true for a one": ("def f(x=1): return x", lambda s: setattr(s["f"], "__defaults__", (True,))),
+}
+
+
+@pytest.mark.parametrize(("source", "change"), IN_PLACE.values(), ids=IN_PLACE)
+def test_a_change_is_noticed(source: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """Also of what is changed in place: the second call sees it."""
+    space = script(source)
+    wanted = Function(space["f"])
+    before = space["f"]()
+    assert there(wanted) == before
+    change(space)
+    after = space["f"]()
+    assert repr(after) != repr(before), "the test changes nothing"
+    assert repr(there(wanted)) == repr(after)
+
+
+def test_a_closure_that_counts_is_sent_as_it_stands() -> None:
+    space = script("def make():\n  n = [0]\n  def f():\n    n[0] += 1\n    return n[0]\n  return f\nf = make()")
+    wanted = Function(space["f"])
+    assert there(wanted) == 1
+    space["f"]()
+    assert there(wanted) == 2
+
+
+def test_a_wrapped_function_notices_what_it_wraps() -> None:
+    space = script(
+        """
+        import functools
+        def loud(fn):
+            @functools.wraps(fn)
+            def wrapper(): return fn()
+            return wrapper
+        n = 1
+        @loud
+        def f(): return n
+        """
+    )
+    wanted = Function(space["f"])
+    assert there(wanted) == 1
+    space["n"] = 2
+    assert there(wanted) == 2
+
+
+def test_the_cache_does_not_keep_functions_alive() -> None:
+    """A notebook that defines a function a thousand times does not keep a thousand."""
+    fn = script("n = 1\ndef f(): return n")["f"]
+    pack_function(Function(fn))
+    gone = weakref.ref(fn)
+    fn.__globals__.pop("f")
+    del fn
+    gc.collect()
+    assert gone() is None
+
+
+def test_callables_that_are_no_functions_travel() -> None:
+    space = script("class Adder:\n  def __init__(self, n): self.n = n\n  def __call__(self, x): return x + self.n")
+    adder = space["Adder"](1)
+    wanted = Function(adder)
+    assert there(wanted, 2) == 3
+    adder.n = 10
+    assert there(wanted, 2) == 12
+    assert there(Function(len), "abc") == 3
+
+
+def test_a_large_constant_travels_beside_the_pickle() -> None:
+    np = pytest.importorskip("numpy")
+    space = script("def f(): return float(x.sum())", x=np.ones(100_000))
+    parcel = pack_function(Function(space["f"]))
+    assert [view.nbytes for view in parcel.payload.buffers] == [800_000]
+    assert len(parcel.payload.data) < 20_000
+    space["x"][0] = 5
+    assert there(Function(space["f"])) == 100_004
+
+
+# ---- by name
+
+
+@function
+def importable() -> int:
+    return 7
+
+
+def test_a_function_that_a_host_can_import_travels_by_name() -> None:
+    fn, by_name, sources = unpack(pack_function(importable).payload)
+    assert by_name
+    assert fn is importable
+    assert sources == {}
+
+
+def test_a_function_by_value_brings_the_text_of_its_file() -> None:
+    """For tracebacks on the host, where that file does not exist."""
+
+    def local() -> int:
+        return 1
+
+    fn, by_name, sources = unpack(pack_function(Function(local)).payload)
+    assert not by_name
+    assert fn() == 1
+    assert "def test_a_function_by_value_brings" in sources[__file__]
+
+
+# ---- arguments
+
+
+def test_arguments_come_back_in_place() -> None:
+    def f(*args: Any, **kwargs: Any) -> None: ...
+
+    for call in (Function(f)(), Function(f)(1, "two", None), Function(f)(1, x=2), Function(f)({"a": 1}), Function(f)(x={})):
+        *args, kwargs = unpack(pack_arguments(call))
+        assert tuple(args) == call.args
+        assert (kwargs or {}) == call.kwargs
+
+
+def test_one_array_in_two_arguments_travels_once() -> None:
+    np = pytest.importorskip("numpy")
+    x = np.zeros(100_000)
+    payload = pack_arguments(Call(importable, (x, [x]), {"again": x}))
+    assert len(payload.buffers) == 1
+    first, (second,), kwargs = unpack(payload)
+    assert first is second is kwargs["again"]
+
+
+# ---- what cannot travel
+
+
+def test_an_argument_that_cannot_travel_is_named() -> None:
+    with pytest.raises(NotPicklable, match=r"argument 2 of f, a lock, cannot be pickled") as caught:
+        pack_arguments(Function(script("def f(*a, **k): pass")["f"])(1, threading.Lock()))
+    assert caught.value.hint
+    with pytest.raises(NotPicklable, match=r"argument 'gate' of f, a list"):
+        pack_arguments(Function(script("def f(*a, **k): pass")["f"])(1, gate=[threading.Lock()]))
+
+
+def test_a_global_that_cannot_travel_is_named() -> None:
+    space = script("def f(): return gate, other", gate=threading.Lock(), other=1)
+    with pytest.raises(NotPicklable) as caught:
+        pack_function(Function(space["f"]))
+    assert "f cannot be pickled" in str(caught.value)
+    assert "'gate', a lock" in (caught.value.hint or "")
+
+
+def test_a_closure_that_cannot_travel_is_named() -> None:
+    space = script("def make(gate):\n  def f(): return gate\n  return f\nf = make(gate)", gate=threading.Lock())
+    with pytest.raises(NotPicklable) as caught:
+        pack_function(Function(space["f"]))
+    assert "'gate', a lock" in (caught.value.hint or "")
+
+
+def test_a_nested_functions_global_that_cannot_travel_is_named() -> None:
+    space = script("def f():\n  def g(): return gate\n  return g()", gate=threading.Lock())
+    with pytest.raises(NotPicklable) as caught:
+        pack_function(Function(space["f"]))
+    assert "'gate'" in (caught.value.hint or "")
+
+
+def test_a_default_that_cannot_travel_is_named() -> None:
+    space = script("def f(gate=gate): return gate", gate=threading.Lock())
+    with pytest.raises(NotPicklable) as caught:
+        pack_function(Function(space["f"]))
+    assert "'gate'" in (caught.value.hint or "")
+
+
+def test_an_empty_cell_does_not_hide_the_error() -> None:
+    """A closure over a name that was never set, beside something that cannot travel."""
+    space = script(
+        """
+        def make():
+            def f():
+                return gate, later
+            return f
+            later = 1
+        f = make()
+        """,
+        gate=threading.Lock(),
+    )
+    with pytest.raises(NotPicklable):
+        pack_function(Function(space["f"]))
+
+
+def test_whatever_pickling_raises_is_not_picklable() -> None:
+    """User code runs while it is pickled; its exception is the cause."""
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("boom")
+
+    with pytest.raises(NotPicklable) as caught:
+        pack_arguments(Function(script("def f(x): pass")["f"])(Bomb()))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_structure_too_deep_to_pickle_is_not_picklable() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    try:
+        with pytest.raises(NotPicklable):
+            pack_arguments(Function(script("def f(x): pass")["f"])(deep))
+    finally:
+        while deep:  # taken apart step by step: its own destructor would recurse as deep
+            deep = deep.pop()

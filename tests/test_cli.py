@@ -1,0 +1,398 @@
+"""The command line: its tasks, what they print where, their errors without tracebacks, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from skyfab import cli
+from skyfab.commands import failure
+from skyfab.errors import (
+    BroadcastError,
+    HostLost,
+    PoolError,
+    RankDied,
+    RemoteTraceback,
+    SkyfabError,
+    Unreachable,
+    UsageError,
+)
+from skyfab.lab import Lab
+
+PROGRAM = [sys.executable, "-m", "skyfab.cli"]
+NOBODY = "root@127.0.0.1:1"
+"""An address where nothing listens."""
+
+
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Skyfab = Callable[..., Ran]
+
+
+@pytest.fixture
+def skyfab(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Skyfab:
+    """``skyfab("hosts", "--json")``: the program, in this process and in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["skyfab", *words])
+        capfd.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Ran(code, *capfd.readouterr())
+
+    return run
+
+
+def program(*words: str, cwd: Path, **environ: str) -> Ran:
+    """The program in a process of its own."""
+    done = subprocess.run(
+        [*PROGRAM, *words], cwd=cwd, env={**os.environ, **environ}, capture_output=True, text=True, timeout=110
+    )
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+# ---- usage
+
+
+def test_without_a_task_it_lists_them(skyfab: Skyfab) -> None:
+    code, out, _ = skyfab()
+    assert code == 0
+    assert {"train", "hosts", "exec", "trust", "lab.up", "lab.down", "lab.status"} <= set(out.split())
+
+
+def test_every_task_teaches(tmp_path: Path) -> None:
+    """An example in each task's help, and a word on each of its options. In a process of its own: invoke hands out
+    the words only once."""
+    script = (
+        "import json; from skyfab.cli import namespace as ns; print(json.dumps({c.name: [ns[c.name].__doc__,"
+        " {a.name: a.help for a in c.args.values()}] for c in ns.to_contexts()}))"
+    )
+    said = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    tasks = json.loads(said.stdout)
+    assert len(tasks) >= 7
+    for name, (text, options) in tasks.items():
+        assert re.search(rf"^ {{8}}.*skyfab {re.escape(name)}\b", text, re.MULTILINE), name
+        for option, help_ in options.items():
+            assert help_, f"{name} --{option}"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nope"], "No idea what 'nope' is!"),
+        (["train", "--bogus"], "No idea what '--bogus' is!"),
+        (["train", "--hosts"], "needed value"),
+        (["--help", "nope"], "No idea what 'nope' is!"),
+        (["train", "--epochs=ten"], "error: --epochs=ten: a whole number from 1 on"),
+        (["train", "--ranks=0"], "error: --ranks=0: a whole number from 1 on"),
+        (["lab.up", "--count=-1"], "error: --count=-1: a whole number"),
+        (["exec"], "error: no command to run"),
+        (["exec", "--"], "error: no command to run"),
+        (["hosts", "--inventory=missing.toml"], "error: missing.toml: cannot be read"),
+        (["train", "--inventory=missing.toml"], "error: missing.toml: cannot be read"),
+        (["trust"], "error: only this machine is selected"),
+    ],
+)
+def test_a_slip_of_the_finger_is_one_message_and_2(skyfab: Skyfab, words: list[str], says: str) -> None:
+    code, out, err = skyfab(*words)
+    assert (code, out) == (2, "")
+    assert says in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("task", ["hosts", "exec", "train", "trust"])
+def test_a_host_that_is_not_there_is_named_with_the_nearest(skyfab: Skyfab, tmp_path: Path, task: str) -> None:
+    (tmp_path / "inventory.toml").write_text('[hosts."node[1-4]"]\n')
+    code, out, err = skyfab(task, "--hosts=mode3", *(["--", "true"] if task == "exec" else []))
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"error: .*mode3\nhint: did you mean node\d\?\n", err)
+
+
+def test_debug_shows_where_an_error_comes_from(skyfab: Skyfab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYFAB_DEBUG", "1")
+    code, _, err = skyfab("hosts", "--inventory=missing.toml")
+    assert code == 2 and "Traceback" in err and "error: missing.toml" in err
+
+
+def test_plain_invoke_runs_the_same_tasks_with_the_same_codes(tmp_path: Path) -> None:
+    (tmp_path / "tasks.py").write_text("from skyfab.cli import namespace\n")
+
+    def invoke(*words: str) -> Ran:
+        done = subprocess.run([sys.executable, "-m", "invoke", *words], cwd=tmp_path, capture_output=True, text=True)
+        return Ran(done.returncode, done.stdout, done.stderr)
+
+    code, out, err = invoke("hosts", "--inventory=no")
+    assert (code, out) == (2, "") and err.startswith("error: no: cannot be read")
+    assert invoke("exec", "--hosts=local", "--", "echo hi") == (0, "local hi\n", "")
+
+
+# ---- hosts
+
+
+FACTS = ["name", "address", "reachable", "python", "platform", "cpus", "gpus", "error", "hint"]
+
+
+def test_hosts_as_a_table(skyfab: Skyfab) -> None:
+    code, out, err = skyfab("hosts")
+    head, row = out.splitlines()
+    assert (code, err) == (0, "")
+    assert head.split() == ["host", "address", "python", "platform", "CPUs", "GPUs", "state"]
+    assert row.startswith("local  this machine") and row.endswith("ready")
+
+
+def test_hosts_as_json_has_the_one_that_failed_too(skyfab: Skyfab) -> None:
+    code, out, err = skyfab("hosts", f"--hosts=local,{NOBODY}", "--json")
+    here, nobody = json.loads(out)
+    assert (code, err) == (3, "")
+    assert list(here) == list(nobody) == FACTS
+    assert here["reachable"] and here["cpus"] >= 1 and here["error"] is None
+    assert here["python"] == f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert not nobody["reachable"] and "refused" in nobody["error"] and nobody["hint"]
+
+
+def test_a_host_that_failed_has_its_reason_in_the_table_and_its_hint_below(skyfab: Skyfab) -> None:
+    code, out, err = skyfab("hosts", f"--hosts=local,{NOBODY}")
+    assert code == 3
+    assert out.splitlines()[1].endswith("ready") and "refused" in out.splitlines()[2]
+    assert err.startswith(f"hint: {NOBODY}: ")
+
+
+# ---- exec
+
+
+def test_exec_runs_a_shell_line_at_home_and_keeps_the_streams_apart(skyfab: Skyfab, home: Path) -> None:
+    code, out, err = skyfab("exec", "--", "pwd; echo two words | tr a-z A-Z;", "echo oops >&2")
+    assert (code, err) == (0, "local oops\n")
+    assert out == f"local {home}\nlocal TWO WORDS\n"
+
+
+@pytest.mark.parametrize(("command", "how"), [("exit 7", "exit code 7"), ("kill -9 $$", "killed by signal 9")])
+def test_exec_says_who_failed_and_how(skyfab: Skyfab, command: str, how: str) -> None:
+    assert skyfab("exec", "--hosts=local", "--", command) == (1, "", f"local: {how}\n")
+
+
+def test_exec_goes_on_where_it_can(skyfab: Skyfab) -> None:
+    code, out, err = skyfab("exec", f"--hosts={NOBODY},local", "--", "echo", "here")
+    assert (code, out) == (3, "local here\n")
+    assert f"error: {NOBODY}: " in err and "Traceback" not in err
+
+
+def test_ctrl_c_ends_the_command_and_says_so_in_a_line(tmp_path: Path) -> None:
+    words = [*PROGRAM, "exec", "--hosts=local", "--", "echo $$; exec sleep 100"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None and running.stderr is not None
+        sleeper = int(running.stdout.readline().split()[1])
+        running.send_signal(signal.SIGINT)
+        assert running.wait(30) == 130
+        assert running.stderr.read() == "interrupted\n"
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{sleeper}").exists():
+        assert time.monotonic() < deadline, "the command runs on"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("task", [["hosts", "--json"], ["exec", "--", "seq 20000"]])
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, task: list[str]) -> None:
+    source, sink = os.pipe()
+    os.close(source)
+    done = subprocess.run([*PROGRAM, *task], cwd=tmp_path, stdout=sink, stderr=subprocess.PIPE, text=True)
+    os.close(sink)
+    assert done.stderr == ""
+    assert done.returncode in (0, 1)
+
+
+# ---- errors as they read
+
+
+def raised(error: Exception, host: str = "node1", rank: int | None = 0) -> Exception:
+    error.__cause__ = RemoteTraceback(f"Traceback on {host}\n{type(error).__name__}: {error}\n", host, rank)
+    return error
+
+
+def test_an_exception_of_the_users_shows_the_hosts_traceback() -> None:
+    error = raised(ValueError("boom"))
+    assert failure.text(error) == "Traceback on node1\nValueError: boom\nerror: node1[0]: ValueError: boom"
+    assert failure.exit_code(error) == 1 and failure.is_expected(error)
+
+
+def test_an_exception_of_our_own_making_is_not_hidden() -> None:
+    assert not failure.is_expected(ValueError("a bug"))
+
+
+def test_ranks_that_failed_alike_are_folded() -> None:
+    failures = [raised(ValueError("boom"), f"node{rank}", rank) for rank in (2, 0, 1)]
+    failures.insert(1, raised(KeyError("x"), "node3", 3))
+    text = failure.text(BroadcastError("f failed on 4 of 4 ranks", failures))
+    assert text == "\n".join(
+        [
+            "Traceback on node2",
+            "ValueError: boom",
+            "error: f failed on 4 of 4 ranks",
+            "  node2[2]: ValueError: boom (and 2 more ranks alike)",
+            "  node3[3]: KeyError: 'x'",
+        ]
+    )
+
+
+def test_a_broadcast_has_the_hint_and_code_of_its_first_failure() -> None:
+    lost = HostLost("no word", host="node2", hint="is it up?")
+    error = BroadcastError("f failed on 2 of 2 ranks", [lost, RankDied("f: cancelled", host="node1", rank=0)])
+    assert failure.exit_code(error) == 3
+    lines = failure.text(error).splitlines()
+    assert lines[1:] == ["  node2: no word", "  node1[0]: f: cancelled", "hint: is it up?"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("x"), 2),
+        (Unreachable("x", host="a"), 3),
+        (PoolError("2 of 2 hosts failed", [Unreachable("x", host="a"), Unreachable("y", host="b")]), 3),
+        (RankDied("x"), 1),
+    ],
+)
+def test_exit_codes(error: SkyfabError, code: int) -> None:
+    assert failure.exit_code(error) == code
+    assert failure.text(error) == f"error: {error}"
+
+
+def test_what_a_host_says_in_an_error_cannot_steer_the_terminal() -> None:
+    error = raised(ValueError("\x1b]0;title\x07a\nb"), "node1")
+    assert "\x1b" not in failure.text(error) and "\x07" not in failure.text(error)
+    assert "a\nb" in failure.text(error)
+
+
+# ---- train
+
+
+def test_train_without_torch_says_how_to_get_it(skyfab: Skyfab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "digits", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    code, out, err = skyfab("train")
+    assert (code, out) == (2, "")
+    assert "error: training needs torch" in err and "./inv train" in err and "skyfab[torch]" in err
+
+
+def trained(ran: Ran, hosts: list[str]) -> None:
+    assert ran.code == 0, ran.err
+    for rank, host in enumerate(hosts):
+        assert f"{host}[{rank}] epoch 3/3" in ran.out
+        assert re.search(rf"^ *{rank}  {host} +0\.\d+ +\d+\.\d %$", ran.out, re.MULTILINE)
+    figures = re.search(r"^evaluated here: (\S+) % before, (\S+) % after$", ran.out, re.MULTILINE)
+    assert figures is not None
+    assert float(figures[1]) < 30 and float(figures[2]) > 85
+    assert re.fullmatch(r"connect \S+ s, train \S+ s, \S+ s in all", ran.out.splitlines()[-1])
+
+
+@pytest.mark.torch
+@needs_torch
+def test_train_without_hosts_is_two_ranks_on_this_machine(tmp_path: Path) -> None:
+    trained(program("train", "--epochs=3", cwd=tmp_path), ["local", "local"])
+
+
+@pytest.mark.lab
+@pytest.mark.torch
+@needs_torch
+def test_train_on_hosts(lab: Lab, tmp_path: Path) -> None:
+    words = ("train", "--hosts=node1,node2", f"--inventory={lab.inventory}", "--epochs=3")
+    trained(program(*words, cwd=tmp_path), ["node1", "node2"])
+
+
+# ---- with hosts
+
+
+@pytest.mark.lab
+def test_exec_on_every_host(skyfab: Skyfab, lab: Lab) -> None:
+    code, out, err = skyfab("exec", f"--inventory={lab.inventory}", "--hosts=!node4", "--", "echo", "ready")
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == ["node1 ready", "node2 ready", "node3 ready"]
+
+
+@pytest.mark.lab
+def test_an_unknown_host_key_is_refused_until_it_is_trusted(
+    skyfab: Skyfab, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = tmp_path / "known hosts" / "file"
+    config = tmp_path / "ssh_config"
+    config.write_text(f'Host *\n  UserKnownHostsFile "{known}"\n  GlobalKnownHostsFile none\n')
+    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(config))
+    inventory = tmp_path / "inventory.toml"
+    inventory.write_text(re.sub(r"host_key = .*\n", "", lab.inventory.read_text()))
+
+    code, out, err = skyfab("hosts", "--hosts=node1")
+    assert code == 3 and "host key is unknown" in out and "hint: node1: skyfab trust --hosts=node1" in err
+
+    code, out, err = skyfab("trust", "--hosts=node1")
+    assert code == 2 and "nobody is here to agree" in err and not known.exists()
+    assert re.search(r"  ssh-ed25519 +SHA256:[\w+/]{43}\n", out)
+
+    assert skyfab("trust", "--hosts=node1", "--yes").code == 0
+    assert stat.S_IMODE(known.stat().st_mode) == 0o600
+    assert skyfab("hosts", "--hosts=node1").code == 0
+    before = known.read_text()
+    assert "already on record" in skyfab("trust", "--hosts=node1").out
+    assert known.read_text() == before
+
+
+@pytest.mark.lab
+def test_a_changed_host_key_needs_replace(skyfab: Skyfab, lab: Lab, tmp_path: Path) -> None:
+    one, two = lab.hosts[:2]
+    place = one.address if one.port == 22 else f"[{one.address}]:{one.port}"
+    known = tmp_path / "known_hosts"
+    known.write_text(f"other.example ssh-ed25519 AAAA\n{place} {two.host_key}")
+    (tmp_path / "inventory.toml").write_text(re.sub(r"host_key = .*\n", "", lab.inventory.read_text()))
+    trust = ("trust", "--hosts=node1", f"--known-hosts={known}", "--yes")
+
+    code, _, err = skyfab(*trust)
+    assert code == 3 and "--replace" in err and two.host_key in known.read_text()
+
+    assert skyfab(*trust, "--replace").code == 0
+    assert known.read_text() == f"other.example ssh-ed25519 AAAA\n{place} {' '.join(one.host_key.split()[:2])}\n"
+
+
+@pytest.mark.lab
+def test_trust_says_what_it_cannot_do(skyfab: Skyfab, lab: Lab, tmp_path: Path) -> None:
+    text = re.sub(r"host_key = .*\n", 'jump = "gate.example"\n', lab.inventory.read_text(), count=1)
+    (tmp_path / "inventory.toml").write_text(text)
+    code, _, err = skyfab("trust", "--hosts=node1,node2", f"--known-hosts={tmp_path / 'known'}", "--yes")
+    assert code == 3 and "ssh -J gate.example" in err and "the inventory has its host key" in err
+
+
+@pytest.mark.lab
+def test_lab_up_prints_an_inventory_that_works(tmp_path: Path) -> None:
+    """The path is the last line of stdout; everything else goes to stderr."""
+    place = {"SKYFAB_LAB": str(tmp_path / "lab")}
+    try:
+        code, out, err = program("lab.up", "--count=1", cwd=tmp_path, **place)
+        assert code == 0, err
+        [path] = out.splitlines()
+        assert f"export SKYFAB_INVENTORY={path}" in err
+        assert program("hosts", cwd=tmp_path, SKYFAB_INVENTORY=path).code == 0
+        assert program("lab.status", cwd=tmp_path, **place).out.startswith("node1 ")
+    finally:
+        assert program("lab.down", cwd=tmp_path, **place).code == 0
+    assert not Path(path).exists()
+    assert program("lab.status", cwd=tmp_path, **place).out == ""

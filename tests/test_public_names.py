@@ -1,0 +1,269 @@
+"""The public face: the names are pinned, load lazily, and each says what it is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import skyfab
+from skyfab import errors
+
+NAMES = [
+    "AuthenticationRefused",
+    "BroadcastError",
+    "Call",
+    "CallCancelled",
+    "CallError",
+    "CallTimeout",
+    "Compute",
+    "Function",
+    "Host",
+    "HostError",
+    "HostKeyRefused",
+    "HostLost",
+    "HostUnfit",
+    "Image",
+    "InstanceInfo",
+    "Inventory",
+    "InventoryError",
+    "NotPicklable",
+    "PipIndex",
+    "PoolError",
+    "ProtocolError",
+    "RankDied",
+    "RemoteError",
+    "RemoteTraceback",
+    "SkyfabError",
+    "UnknownHost",
+    "Unreachable",
+    "UsageError",
+    "function",
+    "gather",
+    "instance_info",
+    "shard",
+    "silent",
+    "stderr",
+    "stdout",
+]
+"""A name is added or taken away here on purpose, or not at all."""
+
+MODULES = ["lab", "plugins"]
+"""Reached as ``sky.lab`` and ``sky.plugins``."""
+
+SOURCE = Path(skyfab.__file__)
+
+
+def test_the_public_names_are_these() -> None:
+    assert skyfab.__all__ == NAMES
+
+
+def test_the_public_names_are_sorted() -> None:
+    assert sorted(NAMES) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_loads_and_has_a_docstring(name: str) -> None:
+    value = getattr(skyfab, name)
+    assert inspect.isclass(value) or callable(value)
+    assert (value.__doc__ or "").strip(), f"{name} has no docstring"
+    assert not (value.__doc__ or "").startswith(f"{name}("), "the docstring that dataclass makes up says nothing"
+
+
+def public_members() -> list[tuple[str, object]]:
+    """The public functions, methods and properties of the public classes that are our own."""
+    found = []
+    for name in NAMES:
+        value = getattr(skyfab, name)
+        if inspect.isclass(value):
+            for member, thing in vars(value).items():
+                if not member.startswith("_") and (inspect.isfunction(thing) or isinstance(thing, (property, classmethod))):
+                    found.append((f"{name}.{member}", thing))
+    return found
+
+
+def test_public_methods_have_docstrings() -> None:
+    """Those of errors and values that only repeat their name may go without: they are listed here."""
+    obvious = {"BroadcastError.derive", "PoolError.derive", "Function.label"}
+    bare = {name for name, thing in public_members() if not (getattr(thing, "__doc__", None) or "").strip()}
+    assert bare <= obvious
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_public_module_is_reached_from_the_face(name: str) -> None:
+    assert getattr(skyfab, name) is importlib.import_module(f"skyfab.{name}")
+    assert name in dir(skyfab)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Compoot'"):
+        skyfab.Compoot  # type: ignore[attr-defined]
+    assert not hasattr(skyfab, "__path_of_nothing__")
+
+
+def test_dir_shows_every_public_name() -> None:
+    assert set(NAMES) <= set(dir(skyfab))
+
+
+def test_star_import_gives_the_public_names() -> None:
+    space: dict[str, object] = {}
+    exec("from skyfab import *", space)
+    assert set(space) - {"__builtins__"} == set(NAMES)
+
+
+def typed_names() -> dict[str, str]:
+    """What type checkers are told, from the TYPE_CHECKING block: the public name and its module."""
+    (block,) = (
+        node
+        for node in ast.parse(SOURCE.read_text()).body
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    )
+    return {
+        alias.asname: str(statement.module).removeprefix("skyfab").removeprefix(".")
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+        if alias.asname is not None
+    }
+
+
+def test_type_checkers_see_what_is_loaded() -> None:
+    """The block for type checkers and the table for loading name the same things in the same modules."""
+    typed = typed_names()
+    modules = {name for name in typed if name in MODULES}
+    assert {name: module for name, module in typed.items() if name not in modules} == skyfab._HOME
+    assert modules <= set(MODULES)
+
+
+def test_names_live_where_the_table_says() -> None:
+    for name, module in skyfab._HOME.items():
+        value = getattr(skyfab, name)
+        assert getattr(importlib.import_module(f"skyfab.{module}"), name) is value
+
+
+def test_no_public_name_is_hidden_by_a_module() -> None:
+    """``skyfab/function.py`` would replace ``sky.function`` as soon as somebody imports it."""
+    modules = {path.stem for path in SOURCE.parent.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert not modules & set(NAMES)
+
+
+def test_importing_skyfab_loads_no_library() -> None:
+    """A host imports it with the standard library alone, and a program waits for nothing it does not use."""
+    code = (
+        "import sys, skyfab\n"
+        "print(*[m for m in sys.modules if m.partition('.')[0] in"
+        " ('fabric', 'invoke', 'paramiko', 'rich', 'cloudpickle', 'torch', 'numpy', 'pathspec')])\n"
+        "print(*[m for m in sys.modules if m.startswith('skyfab.')])\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == []
+
+
+def test_what_functions_use_loads_no_library() -> None:
+    """Inside a function on a host: the decorators, the rank's place, its share of the data, an image, an error."""
+    code = (
+        "import sys, skyfab as sky\n"
+        "sky.function(sky.stdout(only='head')(lambda: 1)), sky.instance_info(), sky.shard([1]), sky.Image(), sky.HostLost\n"
+        "print(*[m for m in sys.modules if m.partition('.')[0] in"
+        " ('fabric', 'invoke', 'paramiko', 'rich', 'cloudpickle', 'torch', 'numpy', 'pathspec')])\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == []
+
+
+# ---- the tree of errors
+
+
+def drawn() -> dict[str, tuple[str | None, str | None]]:
+    """The tree as it is drawn at the top of errors.py: each name with its parent and the builtin it also is."""
+    tree: dict[str, tuple[str | None, str | None]] = {}
+    above: dict[int, str] = {}
+    for line in (errors.__doc__ or "").splitlines():
+        found = re.match(r"    ((?:│   |    |├── |└── )*)(\w+)(?: \((\w+)\))?(?:  |$)", line)
+        if found:
+            depth = len(found[1]) // 4
+            above[depth] = found[2]
+            tree[found[2]] = (above[depth - 1] if depth else None, found[3])
+    return tree
+
+
+def defined() -> dict[str, tuple[str | None, str | None]]:
+    """The tree as it is."""
+    tree: dict[str, tuple[str | None, str | None]] = {}
+    for name, kind in vars(errors).items():
+        if inspect.isclass(kind) and issubclass(kind, Exception) and kind.__module__ == errors.__name__ and name[0] != "_":
+            ours = [base for base in kind.__mro__[1:] if base.__module__ == errors.__name__ and base.__name__[0] != "_"]
+            builtin = [
+                base.__name__
+                for parent in (kind, *(b for b in kind.__mro__ if b.__name__.startswith("_")))
+                for base in parent.__bases__
+                if base.__module__ in ("builtins", "exceptiongroup") and base not in (Exception, object)
+            ]
+            tree[name] = (ours[0].__name__ if ours else None, builtin[0] if builtin else None)
+    return tree
+
+
+def test_the_tree_of_errors_is_the_one_that_is_drawn() -> None:
+    found = {name: place for name, place in defined().items() if name != "ExceptionGroup"}
+    assert drawn() == found
+
+
+def test_every_error_is_public() -> None:
+    assert set(drawn()) <= set(NAMES)
+
+
+def test_every_error_but_the_traceback_is_a_skyfab_error() -> None:
+    for name in drawn():
+        kind = getattr(skyfab, name)
+        assert issubclass(kind, skyfab.SkyfabError) or kind is skyfab.RemoteTraceback
+
+
+def samples() -> list[Exception]:
+    place = {"host": "node1", "rank": 3, "hint": "try again"}
+    found: list[Exception] = [skyfab.RemoteTraceback("Traceback …", "node1", 3)]
+    for name in drawn():
+        kind = getattr(skyfab, name)
+        if kind is skyfab.RemoteTraceback:
+            continue
+        if issubclass(kind, (skyfab.PoolError, skyfab.BroadcastError)):
+            found.append(kind("two failed", [skyfab.HostLost("gone", **place), ValueError("x")]))
+        else:
+            found.append(kind("what went wrong", **place))
+    return found
+
+
+@pytest.mark.parametrize("error", samples(), ids=lambda error: type(error).__name__)
+def test_an_error_keeps_what_it_carries_when_it_is_pickled(error: Exception) -> None:
+    """Errors cross processes: type, text, host, rank and hint arrive."""
+    import pickle
+
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    for name in ("host", "rank", "hint", "message", "text", "exitcode", "kind"):
+        assert getattr(again, name, None) == getattr(error, name, None)
+
+
+@pytest.mark.parametrize("error", samples(), ids=lambda error: type(error).__name__)
+def test_an_error_says_where_and_what_to_do(error: Exception) -> None:
+    text = str(error)
+    assert "node1" in text
+    if not isinstance(error, skyfab.RemoteTraceback):
+        assert "hint: try again" in text
+        assert error.exit_code in (1, 2, 3)  # type: ignore[attr-defined]
+
+
+def test_groups_can_be_split_by_type() -> None:
+    """`except*` and `.split` keep our type."""
+    group = skyfab.BroadcastError("two failed", [skyfab.HostLost("gone"), ValueError("x")], [None, ValueError("x")])
+    lost, rest = group.split(skyfab.HostLost)
+    assert isinstance(lost, skyfab.BroadcastError)
+    assert isinstance(rest, skyfab.BroadcastError)
+    assert [type(e) for e in lost.exceptions] == [skyfab.HostLost]
+    assert lost.results == group.results

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from skyfab import lab as lab
+    from skyfab.calls import Call as Call
+    from skyfab.calls import Function as Function
+    from skyfab.calls import function as function
+    from skyfab.calls import gather as gather
     from skyfab.compute import Compute as Compute
     from skyfab.context import InstanceInfo as InstanceInfo
     from skyfab.context import instance_info as instance_info
@@ -47,10 +51,6 @@ if TYPE_CHECKING:
     from skyfab.errors import UnknownHost as UnknownHost
     from skyfab.errors import Unreachable as Unreachable
     from skyfab.errors import UsageError as UsageError
-    from skyfab.calls import Call as Call
-    from skyfab.calls import Function as Function
-    from skyfab.calls import function as function
-    from skyfab.calls import gather as gather
     from skyfab.image import Image as Image
     from skyfab.image import PipIndex as PipIndex
     from skyfab.inventory import Host as Host

@@ -33,7 +33,10 @@ class Bundle:
     def archive(self) -> bytes:
         """A .tar.gz, the same bytes for the same files."""
         archive = io.BytesIO()
-        with gzip.GzipFile(fileobj=archive, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+        with (
+            gzip.GzipFile(fileobj=archive, mode="wb", mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w") as tar,
+        ):
             for path, content in self.files:
                 entry = tarfile.TarInfo(path)
                 entry.size = len(content)

@@ -33,8 +33,12 @@ class Function(Generic[P, R]):
         return Call(self, args, kwargs)
 
     @property
+    def _name(self) -> str:
+        return str(getattr(self.fn, "__qualname__", ""))
+
+    @property
     def label(self) -> str:
-        return str(getattr(self.fn, "__qualname__", None) or repr(self.fn)).replace("<locals>.", "")
+        return (self._name or repr(self.fn)).replace("<locals>.", "")
 
     def rewrap(self, decorate: Callable[[Callable[P, R]], Callable[P, R]]) -> Function[P, R]:
         """The same with a decorator around the plain function."""
@@ -45,7 +49,7 @@ class Function(Generic[P, R]):
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """By name where a host can import it, as functions are; else by value."""
-        return self.__qualname__ if self.is_importable else (_rebuild, (self.fn, self.timeout))
+        return self._name if self.is_importable else (_rebuild, (self.fn, self.timeout))
 
     @property
     def is_importable(self) -> bool:
@@ -53,7 +57,7 @@ class Function(Generic[P, R]):
         if module is None or self.__module__ == "__main__":
             return False
         found: Any = module
-        for name in self.__qualname__.split("."):
+        for name in self._name.split("."):
             found = getattr(found, name, None)
         return found is self
 

@@ -12,10 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, Literal, TypeVar
 
 from skyfab.bundle import bundle
-from skyfab.dispatch import CallFuture, Queue, Slot, Task
+from skyfab.calls import Call, Function, Group, as_function
+from skyfab.dispatch import Queue, Slot, Task
 from skyfab.errors import HostError, PoolError, SkyfabError, UsageError
 from skyfab.events import CallEnded, CallStarted, Events, HostState, Output
-from skyfab.calls import Call, Function, Group, as_function
 from skyfab.gang import Gang
 from skyfab.image import Image
 from skyfab.inventory import Host, Inventory
@@ -57,7 +57,7 @@ class Compute:
 
         Raises InventoryError and UsageError for what cannot be.
         """
-        if ranks != "auto" and (not isinstance(ranks, int) or ranks < 1):
+        if ranks != "auto" and ranks < 1:
             raise UsageError(f"ranks={ranks!r}: a number from 1 on, or 'auto'")
         self.inventory = _inventory(inventory)
         self._selected = self.inventory.select(hosts, nodes=nodes)
@@ -196,7 +196,9 @@ class Compute:
 
         Raises BroadcastError, which has the results of the others.
         """
-        return self._wait(self.submit(call, on="all"))  # type: ignore[return-value]
+        future: Future[Any] = self.submit(call, on="all")
+        results: list[R] = self._wait(future)
+        return results
 
     def submit(self, call: Call[R], *, on: str = "one") -> Future[R]:
         """Starts a call: ``call > compute``. `on` is "one", "all", "head" or a host's name.
@@ -422,5 +424,3 @@ def _streamed(futures: Sequence[Future[Any]], *, ordered: bool) -> Iterator[Any]
     finally:
         for future in futures:
             future.cancel()
-
-

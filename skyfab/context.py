@@ -102,7 +102,7 @@ def _take(column: Any, indices: range | list[int]) -> Any:
     if isinstance(column, tuple):
         return tuple(column[i] for i in indices)
     if isinstance(column, (str, bytes)):
-        return type(column)().join(column[i : i + 1] for i in indices)  # type: ignore[arg-type, misc]
+        return type(column)().join(column[i : i + 1] for i in indices)  # type: ignore[misc]
     if isinstance(column, Sequence):
         return [column[i] for i in indices]
     return column[indices]  # numpy arrays and tensors take a list of positions
@@ -133,12 +133,12 @@ def silent(function: F) -> F:
 
 def _limited(fds: tuple[int, ...], only: Only) -> Callable[[F], F]:
     def speaks(info: InstanceInfo) -> bool:
-        return info.is_head if only == "head" else bool(only(info))  # type: ignore[operator]
+        return only(info) if callable(only) else info.is_head
 
     def decorate(function: F) -> F:
-        rewrap = getattr(function, "rewrap", None)
+        rewrap: Callable[[Any], F] | None = getattr(function, "rewrap", None)
         if rewrap is not None:  # a @sky.function: the limit goes inside
-            return rewrap(decorate)  # type: ignore[no-any-return]
+            return rewrap(decorate)
 
         @functools.wraps(function)
         def limited(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """Dispatch: calls on their way through a pool, and the queue that places them.
 
-Each slot of a host is one process for solo calls. A slot is given its next call when it is free; where calls are shorter
-than the way to the host, a few ahead of that.
+Each slot of a host is one process for solo calls. A slot is given its next call when it is free; where calls
+are shorter than the way to the host, a few ahead of that.
 """
 
 from __future__ import annotations
@@ -77,7 +77,19 @@ class CallFuture(Future[Any]):
 class Task:
     """One solo call: what to run, and who waits for it."""
 
-    __slots__ = ("arguments", "each", "ended", "function", "future", "label", "on", "slot", "started", "stream", "timeout")
+    __slots__ = (
+        "arguments",
+        "each",
+        "ended",
+        "function",
+        "future",
+        "label",
+        "on",
+        "slot",
+        "started",
+        "stream",
+        "timeout",
+    )
 
     def __init__(
         self,
@@ -219,7 +231,7 @@ class Queue:
         if self._waiting:
             self.advance()
         elif not slot.tasks:
-            self._help(slot)
+            self._help()
         if again:
             return
         try:
@@ -236,8 +248,8 @@ class Queue:
         slot.answered = now
         self._mean += (elapsed - self._mean) * (0.5 if self._mean == 1.0 else 0.2)
 
-    def _help(self, idle: Slot) -> None:
-        """A slot has run dry: what was given ahead to one that is stuck behind a long call comes back, a little later."""
+    def _help(self) -> None:
+        """A slot has run dry: what was given ahead to one that is stuck behind a long call comes back, soon."""
         if not self._looking and any(len(slot.tasks) > 1 for slot in self._slots):
             self._looking = True
             timer = threading.Timer(2 * _AHEAD, self._take_back)
@@ -258,7 +270,7 @@ class Queue:
             except SkyfabError:
                 pass  # lost: its failure is on its way
         if stuck and not late:
-            self._help(stuck[0])
+            self._help()
 
     def _failed(self, task: Task, error: Exception) -> None:
         slot = task.slot

@@ -42,7 +42,6 @@ else:
     try:
         from exceptiongroup import ExceptionGroup
     except ImportError:  # on a host, where nothing but the standard library is promised
-
         E = TypeVar("E")
 
         class ExceptionGroup(Exception, Generic[E]):
@@ -67,10 +66,14 @@ class SkyfabError(Exception):
         hint: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
         self.host = host
         self.rank = rank
         self.hint = hint
+
+    @property
+    def message(self) -> str:
+        """What failed, without place and hint."""
+        return str(self.args[0])
 
     def __str__(self) -> str:
         place = "" if self.host is None else f"{self.host}: "

@@ -114,9 +114,7 @@ class _Round:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
-    def start(
-        self, member: Member, function: FunctionParcel, arguments: codec.Payload, timeout: float | None
-    ) -> None:
+    def start(self, member: Member, function: FunctionParcel, arguments: codec.Payload, timeout: float | None) -> None:
         def answer(message: messages.Message, buffers: list[memoryview]) -> None:
             self._answered(member, message, buffers)
 

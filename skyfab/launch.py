@@ -34,8 +34,7 @@ _SCRIPT: Final = "; ".join(
         "p=${p%x}",
         'm="=sky""fab=$4="',
         'case $c in /*) ;; "~/"*) c=$HOME/${c#"~/"};; *) c=$HOME/$c;; esac',
-        "case $p in /*) ;; *) v=$p; for q in python$v python3 python; do"
-        ' p=$(command -v $q) && break; done;; esac',
+        "case $p in /*) ;; *) v=$p; for q in python$v python3 python; do p=$(command -v $q) && break; done;; esac",
         'test -x "$p" || { echo "${m}nopython"; exit 0; }',
         "b=$c/bundles/$3",
         'if test -f "$b/__main__.py"; then echo "${m}link"; exec "$p" -S "$b" "$c" $4 $5; fi',

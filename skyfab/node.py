@@ -1,7 +1,7 @@
 """A node: one host of a pool, and what it has been told so far.
 
-It sends a function, a tree or a blob when the host lacks it, and starts a process in a seat before the first call there.
-Nothing here waits except `learn_tree`.
+It sends a function, a tree or a blob when the host lacks it, and starts a process in a seat before the first
+call there. Nothing here waits except `learn_tree`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Node:
 
     @property
     def connection(self) -> fabric.Connection:
-        """A `fabric.Connection` to the host, for everything else one does there: ``run``, ``put``, ``forward_local``."""
+        """A `fabric.Connection` to the host, for everything else: ``run``, ``put``, ``forward_local``."""
         if self._connection is None:
             from skyfab.transport.fabric import connection
 
@@ -99,7 +99,9 @@ class Node:
         shared: bool = False,
         each: bool = False,
     ) -> None:
-        """Runs a function in a seat, with `each` once for every item. With `shared`, large buffers go to the store, for other seats to use too.
+        """Runs a function in a seat, with `each` once for every item.
+
+        With `shared`, large buffers go to the store, for other seats to use too.
 
         `sent` is told the stream's number. Raises HostLost when the host is gone.
         """

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from skyfab.errors import NotPicklable
 from skyfab.calls import Call, Function
+from skyfab.errors import NotPicklable
 from skyfab.protocol import codec
 from skyfab.protocol.blobs import name_of
 

@@ -1,7 +1,7 @@
 """The project: the caller's own modules, as content that hosts import.
 
-What is sent are the folders from which this program imports its own code: their Python files, and small data files inside
-packages, as .gitignore allows. Files are named by content; a host gets what it lacks.
+What is sent are the folders from which this program imports its own code: their Python files, and small data
+files inside packages, as .gitignore allows. Files are named by content; a host gets what it lacks.
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ def _roots(loaded: Sequence[str], includes: Sequence[Root]) -> list[Root]:
         paths.append(main)
     home = str(Path.home())
     roots = [Root(Path(path)) for path in dict.fromkeys(paths) if path in wanted and path not in (home, "/")]
-    inner = [root for root in roots if not any(_holds(other.path, root.path) and _package(root.path) for other in roots)]
+    inner = [
+        root for root in roots if not any(_holds(other.path, root.path) and _package(root.path) for other in roots)
+    ]
     return [*includes, *inner]
 
 
@@ -258,9 +260,7 @@ class _Walk:
             return True
         return package and not entry.name.startswith(".") and entry.stat().st_size <= _DATA
 
-    def _ignored(
-        self, path: Path, ignores: list[tuple[Path, pathspec.GitIgnoreSpec]], *, folder: bool = False
-    ) -> bool:
+    def _ignored(self, path: Path, ignores: list[tuple[Path, pathspec.GitIgnoreSpec]], *, folder: bool = False) -> bool:
         tail = "/" if folder else ""
         if self._excludes.match_file(path.relative_to(self._root.path).as_posix() + tail):
             return True

@@ -284,7 +284,7 @@ class Session:
             with self._turn:
                 self._reading = True
                 try:
-                    while self._ended is None and not self._callers:
+                    while not (self._ended or self._callers):
                         self._pump(PING)
                 finally:
                     self._reading = False
@@ -300,7 +300,8 @@ class Session:
     def _pump(self, timeout: float | None) -> None:
         """Waits for the stream once, reads and writes what it can, and hands out what has arrived."""
         stream = self._stream
-        assert stream is not None and self._waker is not None
+        assert stream is not None
+        assert self._waker is not None
         wait = PING if timeout is None else min(timeout, PING)
         if self._mux.has_output:
             sink = stream.sink()
@@ -450,7 +451,7 @@ def _check(agent: AgentHello, host: Host) -> None:
 
     if agent.python != local_python():
         raise HostUnfit(
-            f"it runs Python {agent.python}, this program Python {local_python()}: functions cannot travel between them",
+            f"it runs Python {agent.python}, this program {local_python()}: functions cannot travel between them",
             host=host.name,
             hint=f'name an interpreter {local_python()} there: Image(python="/path/to/python{local_python()}")',
         )

@@ -1,7 +1,7 @@
 """A spread: one function over many items, balanced over the slots of a pool.
 
-Items that are shorter than the way to a host travel in groups. Groups begin with a single item and grow while what a host
-says of its time makes them worth it, so that long items are spread one by one.
+Items that are shorter than the way to a host travel in groups. Groups begin with a single item and grow while
+what a host says of its time makes them worth it, so that long items are spread one by one.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ class Spread:
         arguments = _pack(group)
         if count == 1 and arguments.size * self._most > _BYTES:
             self._most = max(1, _BYTES // arguments.size)
-        task = Task(
-            self._function, arguments, label=group[0].function.label, timeout=self._timeout, on=None, each=True
-        )
+        task = Task(self._function, arguments, label=group[0].function.label, timeout=self._timeout, on=None, each=True)
         with self._lock:
             self._running.add(task)
         task.future.add_done_callback(lambda future: self._came(task, first, count, future))
@@ -130,5 +128,3 @@ def _pack(group: Sequence[Call[Any]]) -> codec.Payload:
         for call in group:
             pack_arguments(call)
         raise
-
-

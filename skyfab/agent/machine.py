@@ -10,7 +10,6 @@ import sys
 from importlib.util import find_spec
 
 
-
 class Machine:
     """Facts about this machine, read once and cheaply."""
 

@@ -47,13 +47,17 @@ def _settle(request: dict[str, Any]) -> None:
     sys.path[:0] = request["path"]
     sys.argv = [""]
     sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _text(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _text(2)  # type: ignore[misc]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(sys.stderr)
     info = request["info"]
     context.enter(context.InstanceInfo(**{**info, "peers": tuple(info["peers"])}))
+
+
+def _text(fd: int) -> Any:
+    """A text stream that writes line by line."""
+    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 class Rank:
@@ -181,7 +185,8 @@ class Rank:
             self._send(b"".join((header, message, *pieces)))
             return
         self._send(frame(HEAD, stream, message))
-        for part in map(memoryview, pieces):
+        for piece in pieces:
+            part = memoryview(piece)
             for at in range(0, len(part), CHUNK):
                 chunk = part[at : at + CHUNK]
                 self._send(data_header(stream, len(chunk)), chunk)
@@ -215,7 +220,9 @@ def _exited(error: SystemExit) -> messages.Ended:
 
 def _cut(text: str) -> str:
     """What stands in a message's head is bounded: its beginning and its end are what people read."""
-    return text if len(text) <= 2 * _TEXT else f"{text[:_TEXT]}\n[… {len(text) - 2 * _TEXT} characters …]\n{text[-_TEXT:]}"
+    if len(text) <= 2 * _TEXT:
+        return text
+    return f"{text[:_TEXT]}\n[… {len(text) - 2 * _TEXT} characters …]\n{text[-_TEXT:]}"
 
 
 def _bare(error: Exception) -> Exception:

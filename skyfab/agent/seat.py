@@ -110,7 +110,7 @@ class Seat:
         self._queue(self._out, (data_header(stream, len(data)), 0, 0), (data, 0, 0))
 
     def give(self, call: Running, head: bytes, data: Buffer | None) -> None:
-        """Takes a call. It goes to the rank when those before it are answered, so that it can be taken back till then."""
+        """Takes a call. It goes to the rank when those before it are answered; till then it can be taken back."""
         self.calls.append(call)
         first = len(self.calls) == 1
         self._queue(self._out if first else call.held, _opening(call.stream, head, data))
@@ -245,9 +245,7 @@ class Seat:
         before = len(self._stalled)
         while self._stalled and self._told(self._stalled[0][0]):
             self._pass_on(*self._stalled.popleft()[1:])
-        if self._stalled or (
-            self._answer is not None and self._owner.mux.queued(self._answer[0]) >= _BACKLOG // 2
-        ):
+        if self._stalled or (self._answer is not None and self._owner.mux.queued(self._answer[0]) >= _BACKLOG // 2):
             return len(self._stalled) < before
         self.paused = False
         self._owner.stuck.discard(self)
@@ -319,8 +317,6 @@ class Seat:
             os.close(fd)
         for log in self.logs:
             log.close()
-
-
 
 
 def _opening(stream: int, head: bytes, data: Buffer | None) -> Piece:

@@ -139,5 +139,3 @@ def _remove(folder: str) -> None:
     import shutil
 
     shutil.rmtree(folder, ignore_errors=True)
-
-

@@ -114,7 +114,7 @@ def _prepare() -> None:
 
     from skyfab.agent import rank
 
-    assert rank.main
+    rank.Rank  # noqa: B018  # loaded, for every rank to share
     site.main()
     gc.collect()
     gc.freeze()  # shared pages stay shared: the collector does not write to them
@@ -128,13 +128,14 @@ def _serve(control: socket.socket, cwd: str) -> None:
     signal.set_wakeup_fd(alarm_out, warn_on_full_buffer=False)
     children: dict[int, int] = {}
     own = {control.fileno(), alarm_in, alarm_out}
+    sources = [control.fileno(), alarm_in]
     while True:
-        ready, _, _ = select.select([control, alarm_in], [], [])
+        ready, _, _ = select.select(sources, [], [])
         if alarm_in in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(alarm_in, 4096)
             _reap(children, control)
-        if control in ready:
+        if sources[0] in ready:
             data, fds, _, _ = socket.recv_fds(control, _MESSAGE, 8)
             if not data:
                 break

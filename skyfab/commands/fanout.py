@@ -65,7 +65,7 @@ def _run(work: Callable[[Compute], R], outcomes: list[Outcome[R]]) -> None:
             with outcome.pool as pool:
                 if not over.is_set():
                     outcome.result = work(pool)
-        except BaseException as error:  # noqa: BLE001  # the caller raises it, on its own thread
+        except BaseException as error:  # the caller raises it, on its own thread
             outcome.error = error
 
     threads = [threading.Thread(target=run, args=(outcome,), daemon=True) for outcome in outcomes]

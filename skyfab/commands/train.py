@@ -82,10 +82,9 @@ def _broadcast(compute: Compute, call: Call[Any]) -> list[Any]:
     try:
         return call @ compute
     except BroadcastError as error:
-        first = error.exceptions[0]
-        if isinstance(first, ModuleNotFoundError) and isinstance(first.__cause__, RemoteTraceback):
-            host = first.__cause__.host
-            error.hint = f'give [hosts.{host}] of the inventory a python = "/path" that has {first.name}'
+        first, cause = error.exceptions[0], error.exceptions[0].__cause__
+        if isinstance(first, ModuleNotFoundError) and first.name == "torch" and isinstance(cause, RemoteTraceback):
+            error.hint = f'give [hosts.{cause.host}] of the inventory a python = "/path" that has torch'
         raise
 
 

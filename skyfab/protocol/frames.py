@@ -1,8 +1,8 @@
 """Frames: how one byte stream is cut into pieces that belong to numbered streams.
 
 A frame is a 16-byte header (kind, head, stream, length) and a payload. A small message is one HEAD frame: `head` bytes
-of JSON, then all its data. A large one is a HEAD frame of JSON alone (`head` is 0) and DATA frames, whose payload is received
-straight into the memory that its owner names.
+of JSON, then all its data. A large one is a HEAD frame of JSON alone (`head` is 0) and DATA frames, whose payload
+is received straight into the memory that its owner names.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Message:
         raise AttributeError(f"{self.op} is frozen")
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._document() == other._document()  # type: ignore[attr-defined]
+        return type(self) is type(other) and self._document() == other._document()
 
     def __hash__(self) -> int:
         return hash(self.op)

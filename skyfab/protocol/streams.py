@@ -160,7 +160,9 @@ class Mux:
     def resume(self, received: int) -> None:
         """The other side has heard `received` frames: what comes after is sent again."""
         if received < self._acked:
-            raise ProtocolError(f"the other side has forgotten frames that it had acknowledged: {received}, {self._acked}")
+            raise ProtocolError(
+                f"the other side has forgotten frames that it had acknowledged: {received}, {self._acked}"
+            )
         self._acknowledge(received)
         self._replay = deque(self._unacked)
         self._joined = True

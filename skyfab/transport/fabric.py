@@ -146,7 +146,7 @@ class ChannelStream:
         self._channel = channel
         self._host = host
         channel.settimeout(0.0)
-        self._fd = channel.fileno()
+        self._fd: int = channel.fileno()
 
     def fileno(self) -> int:
         return self._fd
@@ -157,7 +157,7 @@ class ChannelStream:
     def recv_into(self, view: memoryview) -> int:
         try:
             data = self._channel.recv(min(len(view), _PACKET))
-        except socket.timeout:
+        except TimeoutError:
             raise BlockingIOError from None
         view[: len(data)] = data
         return len(data)
@@ -167,8 +167,8 @@ class ChannelStream:
         data = buffers[0] if len(buffers) == 1 else b"".join(buffers[:64])
         view = memoryview(data)[:_PACKET]
         try:
-            sent = int(self._channel.send(view))
-        except socket.timeout:
+            sent: int = self._channel.send(view)
+        except TimeoutError:
             raise BlockingIOError from None
         if not sent:
             raise BrokenPipeError("the channel is closed")

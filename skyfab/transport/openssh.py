@@ -99,7 +99,7 @@ class OpenSSH:
                         file.write(f"  {key} {value}\n")
                 file.write("Match all\n")
                 for path in [base] if base else ["~/.ssh/config", "/etc/ssh/ssh_config"]:
-                    file.write(f"Include {_quoted(os.path.expanduser(path))}\n")
+                    file.write(f"Include {_quoted(str(Path(path).expanduser()))}\n")
         return self._config
 
     def _explain(self, code: int, errors: str) -> Exception:

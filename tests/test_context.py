@@ -1,0 +1,353 @@
+"""context: what a function sees of its place, its share of the data and its voice; the same code runs outside a call."""
+
+from __future__ import annotations
+
+import array
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import skyfab as sky
+from skyfab import context
+from skyfab.context import InstanceInfo, enter, instance_info, shard
+
+
+@pytest.fixture(autouse=True)
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test begins outside a call, and leaves no rank behind."""
+    monkeypatch.setattr(context, "_current", None)
+
+
+def become(rank: int, world_size: int, **more: Any) -> None:
+    enter(InstanceInfo(rank=rank, world_size=world_size, **more))
+
+
+# ---- the place
+
+
+def test_outside_a_call_there_is_one_rank_on_one_node() -> None:
+    info = instance_info()
+    assert (info.node, info.total_nodes, info.rank, info.world_size) == (0, 1, 0, 1)
+    assert (info.local_rank, info.local_world_size) == (0, 1)
+    assert info.is_head
+    assert info.hostname == os.uname().nodename
+    assert info.peers == ()
+
+
+def test_inside_a_call_it_is_what_the_rank_was_told() -> None:
+    become(3, 4, node=1, total_nodes=2, peers=("10.0.0.1", "10.0.0.2"), job_id="x", head_port=29500)
+    info = instance_info()
+    assert (info.rank, info.world_size, info.node, info.total_nodes) == (3, 4, 1, 2)
+    assert not info.is_head
+    assert info.peers == ("10.0.0.1", "10.0.0.2")
+
+
+def test_the_first_rank_is_the_head() -> None:
+    become(0, 4)
+    assert instance_info().is_head
+
+
+def test_info_has_the_fields_that_users_rely_on() -> None:
+    """The list in API.md."""
+    for name in (
+        "node total_nodes rank world_size local_rank local_world_size is_head head_addr head_port "
+        "hostname accelerators total_accelerators peers job_id"
+    ).split():
+        assert hasattr(instance_info(), name)
+
+
+def test_info_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        instance_info().rank = 3  # type: ignore[misc]
+
+
+# ---- shard
+
+
+def test_outside_a_call_shard_returns_its_input() -> None:
+    data, more = [1, 2, 3], (4, 5, 6)
+    assert shard(data) is data
+    first, second = shard(data, more, shuffle=True, drop_last=True)
+    assert first is data
+    assert second is more
+
+
+def test_inside_a_call_it_is_every_nth_element() -> None:
+    become(1, 3)
+    assert shard(list(range(10))) == [1, 4, 7]
+
+
+def test_with_drop_last_it_is_a_block_of_equal_length() -> None:
+    for rank, block in enumerate(([0, 1, 2], [3, 4, 5], [6, 7, 8])):
+        become(rank, 3)
+        assert shard(list(range(10)), drop_last=True) == block
+
+
+def all_shares(data: Any, world_size: int, **options: Any) -> list[Any]:
+    shares = []
+    for rank in range(world_size):
+        become(rank, world_size)
+        shares.append(shard(data, **options))
+    return shares
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 60), st.integers(1, 9), st.booleans(), st.booleans(), st.integers(0, 5))
+def test_all_ranks_together_have_everything_once(length: int, world: int, shuffle: bool, drop: bool, seed: int) -> None:
+    """Nothing twice, nothing lost but what drop_last drops, and shares that differ by at most one."""
+    before = context._current
+    try:
+        shares = all_shares(list(range(length)), world, shuffle=shuffle, drop_last=drop, seed=seed)
+    finally:
+        context._current = before
+    everything = [x for share in shares for x in share]
+    assert len(set(everything)) == len(everything)
+    sizes = {len(share) for share in shares}
+    if drop:
+        assert sizes == {length // world}
+    else:
+        assert sorted(everything) == list(range(length))
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_shuffling_depends_on_the_seed_and_on_nothing_else() -> None:
+    data = list(range(100))
+    first = all_shares(data, 4, shuffle=True, seed=1)
+    assert first == all_shares(data, 4, shuffle=True, seed=1)
+    assert first != all_shares(data, 4, shuffle=True, seed=2)
+    assert first != all_shares(data, 4)
+
+
+def test_several_arguments_stay_aligned() -> None:
+    for rank in range(3):
+        become(rank, 3)
+        for shuffle in (False, True):
+            x, y = shard(list(range(10)), tuple(str(n) for n in range(10)), shuffle=shuffle)
+            assert [str(n) for n in x] == list(y)
+            assert type(x) is list
+            assert type(y) is tuple
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [list, tuple, "".join, lambda x: b"".join(c.encode() for c in x), lambda x: bytearray("".join(x), "ascii")],
+    ids=["list", "tuple", "str", "bytes", "bytearray"],
+)
+def test_a_share_has_the_type_of_its_data(make: Callable[[Any], Any], shuffle: bool, drop_last: bool) -> None:
+    data = make("abcdefghij")
+    become(1, 3)
+    share = shard(data, shuffle=shuffle, drop_last=drop_last)
+    assert type(share) is type(data)
+    assert len(share) == 3
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_share_of_an_array_is_an_array(shuffle: bool) -> None:
+    become(1, 3)
+    share = shard(array.array("d", range(10)), shuffle=shuffle)
+    assert type(share) is array.array
+    assert len(share) == 3
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_numpy_arrays_and_tensors_keep_their_type_and_rows(shuffle: bool, drop_last: bool) -> None:
+    np = pytest.importorskip("numpy")
+    torch = pytest.importorskip("torch")
+    become(1, 3)
+    rows = np.arange(20).reshape(10, 2)
+    options = {"shuffle": shuffle, "drop_last": drop_last}
+    a, t, plain = shard(rows, torch.from_numpy(rows), list(range(10)), **options)
+    assert type(a) is np.ndarray
+    assert type(t) is torch.Tensor
+    assert a.tolist() == t.tolist() == [[2 * n, 2 * n + 1] for n in plain]
+
+
+def test_a_range_stays_one_where_it_can() -> None:
+    become(1, 3)
+    assert shard(range(10)) == range(1, 10, 3)
+    assert sorted(shard(range(10), shuffle=True)) == sorted(all_shares(range(10), 3, shuffle=True)[1])
+
+
+def test_empty_data_has_empty_shares() -> None:
+    become(1, 3)
+    assert shard([]) == []
+    assert shard((), shuffle=True) == ()
+
+
+def test_unequal_lengths_and_nothing_at_all_are_refused() -> None:
+    """Outside a call too: the mistake shows before the pool does."""
+    for inside in (False, True):
+        if inside:
+            become(0, 2)
+        with pytest.raises(ValueError, match="equally long, not 2, 3"):
+            shard([1, 2], [1, 2, 3])
+        with pytest.raises(TypeError):
+            shard()
+        with pytest.raises(TypeError):
+            shard(iter([1]))
+
+
+# ---- the voice
+
+
+@pytest.fixture
+def spoken(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[], tuple[str, str]]]:
+    """What has reached file descriptors 1 and 2."""
+    capfd.readouterr()
+    yield lambda: tuple(capfd.readouterr())  # type: ignore[return-value]
+
+
+def speak() -> int:
+    print("python")
+    print("error", file=sys.stderr)
+    os.write(1, b"descriptor\n")
+    subprocess.run(["/bin/sh", "-c", "echo child; echo child error >&2"], check=True)
+    return 42
+
+
+ALL = ("python\ndescriptor\nchild\n", "error\nchild error\n")
+
+
+def flat(text: tuple[str, str]) -> tuple[list[str], list[str]]:
+    """Lines, whatever their order: Python's buffer and the child's writes interleave as they like."""
+    return sorted(text[0].split()), sorted(text[1].split())
+
+
+DECORATED = {
+    "stdout, the head only": (sky.stdout(only="head"), {0: (True, True), 1: (False, True)}),
+    "stderr, the head only": (sky.stderr(only="head"), {0: (True, True), 1: (True, False)}),
+    "stdout, by predicate": (sky.stdout(only=lambda info: info.rank == 1), {0: (False, True), 1: (True, True)}),
+    "silent": (sky.silent, {0: (False, False), 1: (False, False)}),
+}
+
+
+@pytest.mark.parametrize(("decorate", "heard"), DECORATED.values(), ids=DECORATED)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_voice_is_limited_inside_a_call(spoken: Any, decorate: Any, heard: Any, rank: int) -> None:
+    """Python, the file descriptor itself and child processes alike; the result comes all the same."""
+    become(rank, 2)
+    limited = decorate(speak)
+    assert limited() == 42
+    out, err = spoken()
+    expected = tuple(text if shown else "" for text, shown in zip(ALL, heard[rank], strict=True))
+    assert flat((out, err)) == flat(expected)
+
+
+@pytest.mark.parametrize(("decorate", "heard"), DECORATED.values(), ids=DECORATED)
+def test_outside_a_call_everything_is_shown(spoken: Any, decorate: Any, heard: Any) -> None:
+    assert decorate(speak)() == 42
+    assert flat(spoken()) == flat(ALL)
+
+
+def test_the_voice_comes_back_afterwards_also_after_an_exception(spoken: Any) -> None:
+    @sky.silent
+    def fails() -> None:
+        print("unheard")
+        raise KeyError("x")
+
+    become(0, 1)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyError):
+        fails()
+    print("heard")
+    sys.stdout.flush()
+    assert spoken() == ("heard\n", "")
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_what_was_printed_before_is_not_swallowed(spoken: Any) -> None:
+    """Text that waits in Python's buffer when the silence begins belongs to the time before it."""
+    become(0, 1)
+    print("before", end="")
+    sky.silent(lambda: print("unheard", end=""))()
+    print("after")
+    sys.stdout.flush()
+    assert spoken()[0] == "beforeafter\n"
+
+
+def test_limits_nest(spoken: Any) -> None:
+    become(1, 2)
+    sky.stdout(only="head")(sky.stderr(only="head")(speak))()
+    assert spoken() == ("", "")
+
+
+def test_a_decorated_function_keeps_its_name_and_signature() -> None:
+    def mine(x: int) -> int:
+        """Says what it does."""
+        return x
+
+    for decorate, _ in DECORATED.values():
+        limited = decorate(mine)
+        assert limited.__name__ == "mine"
+        assert limited.__doc__ == "Says what it does."
+        assert limited(3) == 3
+
+
+@pytest.mark.parametrize("above", [False, True], ids=["below", "above"])
+def test_decorators_go_above_and_below_sky_function(spoken: Any, above: bool) -> None:
+    """In either order it is a function for hosts, and its limit holds inside."""
+    function = sky.silent(sky.function(timeout=5)(speak)) if above else sky.function(timeout=5)(sky.silent(speak))
+    assert isinstance(function, sky.Function)
+    assert function.timeout == 5
+    assert isinstance(function(), sky.Call)
+    become(0, 1)
+    assert function.fn() == 42
+    assert spoken() == ("", "")
+
+
+def in_a_rank(source: str, *, rank: int = 1) -> subprocess.CompletedProcess[str]:
+    """Packs ``f`` of a script here, and calls it in a fresh process that is this rank of two, as a host would."""
+    from skyfab.parcel import pack_function
+    from skyfab.protocol import codec
+
+    space: dict[str, Any] = {"__name__": "a_script", "sky": sky}
+    exec(textwrap.dedent(source), space)
+    payload = pack_function(space["f"]).payload
+    code = (
+        "import sys\n"
+        "from skyfab import context\n"
+        "from skyfab.protocol import codec\n"
+        f"context.enter(context.InstanceInfo(rank={rank}, world_size=2))\n"
+        "fn, by_name, _ = codec.loads(sys.stdin.buffer.read())\n"
+        "(fn.fn if by_name else fn)()\n"
+    )
+    assert isinstance(payload, codec.Payload)
+    assert not payload.buffers
+    done = subprocess.run([sys.executable, "-c", code], input=payload.data, capture_output=True, check=True)
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+@pytest.mark.parametrize("order", ["@sky.function\n@sky.stdout(only='head')", "@sky.stdout(only='head')\n@sky.function"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_limit_travels_with_a_function_that_is_sent_by_value(order: str, rank: int) -> None:
+    """Functions of scripts and notebooks are pickled whole: the limit must ask the rank it arrives in."""
+    done = in_a_rank(f"{order}\ndef f(): print('spoken')\n", rank=rank)
+    assert done.stdout == ("spoken\n" if rank == 0 else "")
+
+
+def test_silence_travels_with_a_function_that_is_sent_by_value() -> None:
+    assert in_a_rank("@sky.silent\n@sky.function\ndef f(): print('spoken')\n").stdout == ""
+
+
+def test_the_place_and_the_share_are_known_in_a_function_sent_by_value() -> None:
+    source = """
+        @sky.function
+        def f(): print(sky.instance_info().rank, sky.shard([1, 2, 3]))
+    """
+    assert in_a_rank(source).stdout == "1 [2]\n"
+    source = """
+        from skyfab import instance_info, shard
+        @sky.function
+        def f(): print(instance_info().rank, shard([1, 2, 3]))
+    """
+    assert in_a_rank(source).stdout == "1 [2]\n"

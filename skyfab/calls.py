@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 if TYPE_CHECKING:
@@ -77,13 +77,15 @@ def function(fn: Any = None, /, *, timeout: float | None = None) -> Any:
     return Function(fn)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Call(Generic[R]):
-    """A function with its arguments, ready to run somewhere."""
+    """A function with its arguments, ready to run somewhere. A value: nothing changes it."""
 
-    function: Function[..., R]
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    __slots__ = ("args", "function", "kwargs")
+
+    def __init__(self, function: Function[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
 
     def __rshift__(self, compute: Compute) -> R:
         return compute.run(self)

@@ -132,6 +132,9 @@ def silent(function: F) -> F:
 
 
 def _limited(fds: tuple[int, ...], only: Only) -> Callable[[F], F]:
+    if only != "head" and not callable(only):
+        raise ValueError(f'only={only!r}: "head", or a function of InstanceInfo that says where to speak')
+
     def speaks(info: InstanceInfo) -> bool:
         return only(info) if callable(only) else info.is_head
 

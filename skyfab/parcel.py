@@ -7,6 +7,7 @@ host is sent it once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import sys
 import types
@@ -22,6 +23,8 @@ from skyfab.protocol.blobs import name_of
 
 _ATOMS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _SOURCE: Final = 256 * 1024
+_NOTHING: Final = codec.dumps((None,))
+"""The arguments of a call without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,10 @@ def pack_function(function: Function[..., Any]) -> FunctionParcel:
 
 def pack_arguments(call: Call[Any]) -> codec.Payload:
     """The pickled arguments. Raises NotPicklable, naming the one that cannot travel."""
+    if not call.args and not call.kwargs:
+        return _NOTHING
     try:
-        return codec.dumps((*call.args, call.kwargs) if call.kwargs else (*call.args, None))
+        return codec.dumps((*call.args, call.kwargs or None))
     except Exception as error:
         for name, value in [*enumerate(call.args, 1), *call.kwargs.items()]:
             try:
@@ -83,7 +88,8 @@ def _state(fn: Any) -> tuple[Any, ...] | None:
         used += [("", cell.cell_contents) for cell in fn.__closure__ or ()]
     except ValueError:  # an empty cell
         return None
-    used += [(name, fn.__globals__[name]) for name in _global_names(fn.__code__) if name in fn.__globals__]
+    space = fn.__globals__
+    used += [(name, space[name]) for name in _names_in(fn.__code__) if name in space]
     found: list[Any] = [fn.__code__, fn.__module__]
     for name, value in used:
         if not _is_atom(value):
@@ -100,6 +106,11 @@ def _is_atom(value: Any) -> bool:
     if type(value) is types.BuiltinFunctionType:
         return value.__self__ is None or type(value.__self__) is types.ModuleType
     return type(value) in _ATOMS
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_global_names(code)))
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:

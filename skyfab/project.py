@@ -82,7 +82,10 @@ class Project:
         return self._tree
 
     def _touched(self) -> bool:
-        return any(_stamp(path) != stamp for path, stamp in self._watched)
+        for path, stamp in self._watched:
+            if _stamp(path) != stamp:
+                return True
+        return False
 
     def _scan(self) -> None:
         if len(sys.modules) != self._modules:

@@ -284,8 +284,10 @@ class Session:
             with self._turn:
                 self._reading = True
                 try:
-                    while not (self._ended or self._callers):
+                    while not self._callers:
                         self._pump(PING)
+                        if self._ended is not None:
+                            break
                 finally:
                     self._reading = False
             self._wake_follower()

@@ -70,11 +70,6 @@ def square(x: int) -> int:
     return x * x
 
 
-def name_of(pool: sky.Compute, hostname: str) -> str:
-    """The pool's name for the host that calls itself so; all hosts of a local pool are one machine."""
-    return next((node.name for node in pool.hosts if node.name == hostname), pool.hosts[0].name)
-
-
 # ---- the operators and what they are made of
 
 
@@ -150,7 +145,7 @@ def test_several_ranks_on_a_host_have_local_ranks(open_pool: Callable[..., sky.C
         (1, 2, 0, 2),
         (1, 3, 1, 2),
     ]
-    assert len({pid for _, pid in process() @ pool}) == 4
+    assert len(set(process() @ pool)) == 4
 
 
 def test_submit_returns_a_future_at_once(pool: sky.Compute, spot: Spot) -> None:
@@ -770,8 +765,16 @@ def test_deeply_nested_data_is_an_error_that_names_the_argument(pool: sky.Comput
 # ---- torch
 
 
+@pytest.fixture(scope="module")
+def torch_pool(hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
+    """One host, two ranks: importing torch takes seconds, and how tensors travel is the same on every transport."""
+    pytest.importorskip("torch")
+    with sky.Compute(hosts_of("openssh", 1), ranks=2, ui="none") as compute:
+        yield compute
+
+
 @pytest.mark.torch
-def test_tensors_that_share_memory_still_do_on_arrival(pool: sky.Compute) -> None:
+def test_tensors_that_share_memory_still_do_on_arrival(torch_pool: sky.Compute) -> None:
     torch = pytest.importorskip("torch")
 
     @sky.function
@@ -781,7 +784,7 @@ def test_tensors_that_share_memory_still_do_on_arrival(pool: sky.Compute) -> Non
 
     base = torch.zeros(4000)
     sent = {"base": base, "view": base[:10], "every_other": base[::2], "grid": base.view(40, 100)}
-    found = touch(sent) >> pool
+    found = touch(sent) >> torch_pool
     assert found["seen"] == 42
     assert base[0] == 0
     found["base"][2] = 5
@@ -789,7 +792,7 @@ def test_tensors_that_share_memory_still_do_on_arrival(pool: sky.Compute) -> Non
 
 
 @pytest.mark.torch
-def test_a_model_comes_back_trained_with_its_weights_still_tied(pool: sky.Compute) -> None:
+def test_a_model_comes_back_trained_with_its_weights_still_tied(torch_pool: sky.Compute) -> None:
     torch = pytest.importorskip("torch")
 
     class Tied(torch.nn.Module):  # type: ignore[misc,name-defined]
@@ -816,7 +819,7 @@ def test_a_model_comes_back_trained_with_its_weights_still_tied(pool: sky.Comput
     model = Tied()
     before = model.embed.weight.detach().clone()
     optimizer = torch.optim.Adam(model.parameters())
-    trained, stepped = train(model, optimizer) >> pool
+    trained, stepped = train(model, optimizer) >> torch_pool
     assert trained.out.weight is trained.embed.weight
     assert not torch.equal(trained.embed.weight, before)
     assert torch.equal(model.embed.weight, before)
@@ -827,7 +830,7 @@ def test_a_model_comes_back_trained_with_its_weights_still_tied(pool: sky.Comput
 
 
 @pytest.mark.torch
-def test_tensors_of_all_kinds_come_back_the_same(pool: sky.Compute) -> None:
+def test_tensors_of_all_kinds_come_back_the_same(torch_pool: sky.Compute) -> None:
     torch = pytest.importorskip("torch")
     tensors = [
         torch.arange(10),
@@ -841,7 +844,7 @@ def test_tensors_of_all_kinds_come_back_the_same(pool: sky.Compute) -> None:
         torch.complex(torch.ones(2), torch.ones(2)),
         torch.arange(20)[5:10],
     ]
-    found = identity(tensors) >> pool
+    found = identity(tensors) >> torch_pool
     for sent, got in zip(tensors, found, strict=True):
         assert type(got) is type(sent)
         assert got.dtype is sent.dtype
@@ -1174,14 +1177,28 @@ def test_shard_with_drop_last_gives_equal_blocks(sharded: Callable[..., list[Any
     assert sharded([1], drop_last=True) == [[], []]
 
 
-def test_shard_keeps_the_type(sharded: Callable[..., list[Any]]) -> None:
+OPTIONS: list[dict[str, Any]] = [{}, {"shuffle": True}, {"drop_last": True}, {"shuffle": True, "drop_last": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_shard_keeps_the_type(sharded: Callable[..., list[Any]], options: dict[str, Any]) -> None:
+    for value in ([1, 2, 3], (1, 2, 3), "abc", b"abc", np.arange(3.0)):
+        shares = sharded(value, **options)
+        assert [type(share) for share in shares] == [type(value)] * 2
+        assert [len(share) for share in shares] == ([1, 1] if "drop_last" in options else [2, 1])
+
+
+@pytest.mark.torch
+def test_shards_of_tensors_are_tensors(torch_pool: sky.Compute) -> None:
     torch = pytest.importorskip("torch")
-    for options in ({}, {"shuffle": True}, {"drop_last": True}, {"shuffle": True, "drop_last": True}):
-        for value in ([1, 2, 3], (1, 2, 3), "abc", b"abc", np.arange(3.0), torch.arange(3)):
-            shares = sharded(value, **options)
-            assert [type(share) for share in shares] == [type(value)] * 2
-            sizes = [1, 1] if options.get("drop_last") else [2, 1]
-            assert [len(share) for share in shares] == sizes
+    data = torch.arange(14.0).reshape(7, 2)
+    for options in OPTIONS:
+        shares = sky.function(lambda: sky.shard(data, **options))() @ torch_pool  # noqa: B023
+        assert [type(share) for share in shares] == [torch.Tensor] * 2
+        assert [tuple(share.shape) for share in shares] == ([(3, 2)] * 2 if "drop_last" in options else [(4, 2), (3, 2)])
+        rows = [row for share in shares for row in share.tolist()]
+        assert all(row in data.tolist() for row in rows)
+        assert len({tuple(row) for row in rows}) == len(rows)
 
 
 def test_shard_of_rows_takes_rows(sharded: Callable[..., list[Any]]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +19,11 @@ from hypothesis import strategies as st
 import skyfab as sky
 from skyfab import context
 from skyfab.context import InstanceInfo, enter, instance_info, shard
+
+try:  # here and not in the test: it keeps files open from its first import on
+    import torch
+except ImportError:
+    torch = None  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True)
@@ -158,11 +165,12 @@ def test_a_share_of_an_array_is_an_array(shuffle: bool) -> None:
     assert len(share) == 3
 
 
+@pytest.mark.torch
+@pytest.mark.skipif(torch is None, reason="needs torch")
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_numpy_arrays_and_tensors_keep_their_type_and_rows(shuffle: bool, drop_last: bool) -> None:
     np = pytest.importorskip("numpy")
-    torch = pytest.importorskip("torch")
     become(1, 3)
     rows = np.arange(20).reshape(10, 2)
     options = {"shuffle": shuffle, "drop_last": drop_last}
@@ -200,11 +208,28 @@ def test_unequal_lengths_and_nothing_at_all_are_refused() -> None:
 # ---- the voice
 
 
-@pytest.fixture
-def spoken(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[], tuple[str, str]]]:
-    """What has reached file descriptors 1 and 2."""
-    capfd.readouterr()
-    yield lambda: tuple(capfd.readouterr())  # type: ignore[return-value]
+def heard(function: Callable[[], object]) -> tuple[str, str]:
+    """What reaches file descriptors 1 and 2 while the function runs. Python's streams write there too, as in a rank."""
+    with contextlib.ExitStack() as stack:
+        files = []
+        for fd, name in ((1, "stdout"), (2, "stderr")):
+            file = stack.enter_context(tempfile.TemporaryFile("w+"))
+            saved = os.dup(fd)
+            stack.callback(os.close, saved)
+            stack.callback(os.dup2, saved, fd)
+            stack.callback(setattr, sys, name, getattr(sys, name))
+            os.dup2(file.fileno(), fd)
+            stream = stack.enter_context(open(fd, "w", closefd=False))  # noqa: PTH123
+            setattr(sys, name, stream)
+            files.append(file)
+        function()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        texts = []
+        for file in files:
+            file.seek(0)
+            texts.append(file.read())
+    return texts[0], texts[1]
 
 
 def speak() -> int:
@@ -231,54 +256,54 @@ DECORATED = {
 }
 
 
-@pytest.mark.parametrize(("decorate", "heard"), DECORATED.values(), ids=DECORATED)
+@pytest.mark.parametrize(("decorate", "shown"), DECORATED.values(), ids=DECORATED)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_voice_is_limited_inside_a_call(spoken: Any, decorate: Any, heard: Any, rank: int) -> None:
+def test_a_voice_is_limited_inside_a_call(decorate: Any, shown: Any, rank: int) -> None:
     """Python, the file descriptor itself and child processes alike; the result comes all the same."""
     become(rank, 2)
-    limited = decorate(speak)
-    assert limited() == 42
-    out, err = spoken()
-    expected = tuple(text if shown else "" for text, shown in zip(ALL, heard[rank], strict=True))
-    assert flat((out, err)) == flat(expected)
+    results = []
+    text = heard(lambda: results.append(decorate(speak)()))
+    assert results == [42]
+    assert flat(text) == flat((ALL[0] if shown[rank][0] else "", ALL[1] if shown[rank][1] else ""))
 
 
-@pytest.mark.parametrize(("decorate", "heard"), DECORATED.values(), ids=DECORATED)
-def test_outside_a_call_everything_is_shown(spoken: Any, decorate: Any, heard: Any) -> None:
-    assert decorate(speak)() == 42
-    assert flat(spoken()) == flat(ALL)
+@pytest.mark.parametrize(("decorate", "shown"), DECORATED.values(), ids=DECORATED)
+def test_outside_a_call_everything_is_shown(decorate: Any, shown: Any) -> None:
+    assert flat(heard(decorate(speak))) == flat(ALL)
 
 
-def test_the_voice_comes_back_afterwards_also_after_an_exception(spoken: Any) -> None:
+def test_the_voice_comes_back_afterwards_also_after_an_exception() -> None:
     @sky.silent
     def fails() -> None:
         print("unheard")
         raise KeyError("x")
 
+    def test() -> None:
+        descriptors = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(KeyError):
+            fails()
+        print("heard")
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+
     become(0, 1)
-    descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(KeyError):
-        fails()
-    print("heard")
-    sys.stdout.flush()
-    assert spoken() == ("heard\n", "")
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert heard(test) == ("heard\n", "")
 
 
-def test_what_was_printed_before_is_not_swallowed(spoken: Any) -> None:
+def test_what_was_printed_before_is_not_swallowed() -> None:
     """Text that waits in Python's buffer when the silence begins belongs to the time before it."""
+
+    def test() -> None:
+        print("before", end="")
+        sky.silent(lambda: print("unheard", end=""))()
+        print("after")
+
     become(0, 1)
-    print("before", end="")
-    sky.silent(lambda: print("unheard", end=""))()
-    print("after")
-    sys.stdout.flush()
-    assert spoken()[0] == "beforeafter\n"
+    assert heard(test)[0] == "beforeafter\n"
 
 
-def test_limits_nest(spoken: Any) -> None:
+def test_limits_nest() -> None:
     become(1, 2)
-    sky.stdout(only="head")(sky.stderr(only="head")(speak))()
-    assert spoken() == ("", "")
+    assert heard(sky.stdout(only="head")(sky.stderr(only="head")(speak))) == ("", "")
 
 
 def test_a_decorated_function_keeps_its_name_and_signature() -> None:
@@ -294,15 +319,14 @@ def test_a_decorated_function_keeps_its_name_and_signature() -> None:
 
 
 @pytest.mark.parametrize("above", [False, True], ids=["below", "above"])
-def test_decorators_go_above_and_below_sky_function(spoken: Any, above: bool) -> None:
+def test_decorators_go_above_and_below_sky_function(above: bool) -> None:
     """In either order it is a function for hosts, and its limit holds inside."""
     function = sky.silent(sky.function(timeout=5)(speak)) if above else sky.function(timeout=5)(sky.silent(speak))
     assert isinstance(function, sky.Function)
     assert function.timeout == 5
     assert isinstance(function(), sky.Call)
     become(0, 1)
-    assert function.fn() == 42
-    assert spoken() == ("", "")
+    assert heard(function.fn) == ("", "")
 
 
 def in_a_rank(source: str, *, rank: int = 1) -> subprocess.CompletedProcess[str]:

@@ -7,21 +7,19 @@ goes where is the client's business.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import selectors
 import signal
 import socket
 import sys
 import time
 
 from skyfab.agent.connection import Connection
-from skyfab.agent.logs import LogPipe
 from skyfab.agent.machine import Machine
 from skyfab.agent.seat import Running, Seat
+from skyfab.agent.seats import Seats
 from skyfab.agent.store import Store, Writer
-from skyfab.agent.zygote import Zygote
+from skyfab.agent.watch import READ, WRITE, Watch
 from skyfab.errors import ProtocolError
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.blobs import Assembly, inline_size
@@ -31,15 +29,19 @@ from skyfab.protocol.streams import Mux
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from typing import Any, Final
 
+    from skyfab.agent.zygote import Zygote
+
+    Data = memoryview | None
+    """What a small message has with it; a large one's data follows."""
     Route = Seat | Writer | Assembly | None
+    """Where the data of a large message goes; None drops it."""
 
 _FIRST_LEASE: Final = 30.0
 """Seconds to wait for the first hello, which says how long later silences may be."""
-_READ: Final = selectors.EVENT_READ
-_WRITE: Final = selectors.EVENT_WRITE
+_FULL: Final = (28, 122)  # ENOSPC, EDQUOT
 
 
 class Agent:
@@ -47,30 +49,27 @@ class Agent:
 
     def __init__(self, listener: socket.socket, zygote: Zygote, *, cache: str, session: str) -> None:
         self._listener = listener
-        self._cache = cache
         self._run = os.getcwd()
-        self._logs = os.path.join(cache, "logs", session)
         self._machine = Machine()
-        self._zygote = zygote
-        self._selector = selectors.DefaultSelector()
         self._store = Store(run=self._run, cache=cache)
         self._connection: Connection | None = None
-        self._seats: dict[str, Seat] = {}
         self._routes: dict[int, Route] = {}
-        """Where the data of a message goes; None drops it."""
         self._missing: dict[int, int] = {}
         self._functions: dict[str, tuple[bytes, bytes | Assembly]] = {}
-        self._next_stream = 2
-        self._ranks = 0
         self._lease = _FIRST_LEASE
         self._silent_since = time.monotonic()
         self._done = False
-        self._busy = False
-        """There is more to pass on than one round could."""
-        self._behind: set[LogPipe] = set()
-        self.dirty: set[Seat] = set()
-        self.stuck: set[Seat] = set()
-        self.mux = Mux(self)
+        self._mux = Mux(self)
+        self._watch = Watch()
+        self._seats = Seats(
+            self._mux,
+            self._watch,
+            zygote,
+            logs=os.path.join(cache, "logs", session),
+            describe_end=self._machine.describe_end,
+            flush=self._write,
+            abandon=self._abandon,
+        )
 
     # ---- the loop
 
@@ -78,58 +77,44 @@ class Agent:
         """Until the client says goodbye or its lease runs out."""
         signal.signal(signal.SIGTERM, self._terminated)
         self._listener.setblocking(False)
-        self._selector.register(self._listener, _READ, self._accept)
-        self._selector.register(self._zygote, _READ, self._heed_zygote)
+        self._watch.add(self._listener.fileno(), READ, self._accept)
         try:
             while not self._done:
-                for key, events in self._selector.select(self._patience()):
-                    key.data(events)
-                self._look_after()
+                self._watch.wait(self._patience())
+                self._seats.pass_on()
+                if self._mux.has_output:
+                    self._write()
+                if self._connection is None and time.monotonic() >= self._silent_since + self._lease:
+                    self._done = True
         finally:
             self._clean_up()
 
     def _terminated(self, *_: object) -> None:
         self._done = True
 
-    def now(self) -> float:
-        return time.monotonic()
-
     def _patience(self) -> float:
         """Seconds until something must be done without being asked."""
-        if self._busy:
+        if self._seats.busy:
             return 0.0
-        now = self.now()
-        until = now + 60.0
-        for seat in self._seats.values():
-            if seat.calls and seat.calls[0].deadline is not None:
-                until = min(until, seat.check_time(now) or until)
-        if self._connection is None:
-            until = min(until, self._silent_since + self._lease)
-        return max(0.0, until - now)
+        now = time.monotonic()
+        until = now + 60.0 if self._connection else self._silent_since + self._lease
+        return max(0.0, self._seats.next_deadline(until) - now)
 
-    def _look_after(self) -> None:
-        """Passes on what this round of events has brought, and what had to wait for room."""
-        while self.dirty:
-            self.dirty.pop().flush()
-        self._busy = False
-        if self._behind or self.stuck:
-            for log in list(self._behind):
-                stopped = log.stopped
-                self._busy |= log.catch_up()
-                if stopped and not log.stopped:
-                    self._selector.register(log, _READ, lambda _, log=log: self.drain(log))
-                if not log.waiting:
-                    self._behind.discard(log)
-            for seat in list(self.stuck):
-                self._busy |= seat.resume()
-        if self.mux.has_output:
-            self._write()
-        if self._connection is None and self.now() >= self._silent_since + self._lease:
-            self._done = True
+    def _clean_up(self) -> None:
+        """Nothing is left: ranks, socket, folder."""
+        import shutil
+
+        self._seats.close()
+        self._listener.close()
+        os.chdir("/")
+        shutil.rmtree(self._run, ignore_errors=True)
+        self._mux.bye("done")
+        self._write()
+        self._drop()
 
     # ---- the connection
 
-    def _accept(self, events: int) -> None:
+    def _accept(self) -> None:
         link, _ = self._listener.accept()
         link.settimeout(5)
         try:
@@ -141,14 +126,14 @@ class Agent:
         self._drop()
         self._machine.reached_through(about.get("connection", ""))
         self._connection = Connection(link, *fds)
-        self._selector.register(self._connection.source, _READ, self._read)
-        self.mux.attach(self._hello())
+        self._watch.add(self._connection.source, READ, self._read)
+        self._mux.attach(self._hello())
         self._write()
 
     def _hello(self) -> bytes:
         return AgentHello(
             protocol=VERSION,
-            received=self.mux.received,
+            received=self._mux.received,
             python=f"{sys.version_info[0]}.{sys.version_info[1]}",
             cloudpickle=self._machine.cloudpickle,
             hostname=self._machine.name,
@@ -159,10 +144,10 @@ class Agent:
             pid=os.getpid(),
         ).encode()
 
-    def _read(self, events: int) -> None:
+    def _read(self) -> None:
         assert self._connection is not None
         try:
-            alive = self.mux.read(self._connection.recv_into)
+            alive = self._mux.read(self._connection.recv_into)
         except BlockingIOError:
             return
         except (OSError, ProtocolError) as error:
@@ -171,49 +156,43 @@ class Agent:
         if not alive:
             self._drop()
 
-    def flush(self) -> None:
-        self._write()
-
-    def _write(self, events: int = 0) -> None:
+    def _write(self) -> None:
         connection = self._connection
         if connection is None:
             return
         try:
-            drained = self.mux.flush(connection.send)
+            drained = self._mux.flush(connection.send)
         except OSError:
             self._drop()
             return
-        if drained == connection.waiting:
-            connection.waiting = not drained
-            if drained:
-                self._selector.unregister(connection.sink)
-            else:
-                self._selector.register(connection.sink, _WRITE, self._write)
+        if not drained:
+            self._watch.add(connection.sink, WRITE, self._write)
+        elif connection.sink in self._watch:
+            self._watch.drop(connection.sink)
 
     def _drop(self) -> None:
         """The connection is gone; the client may come back."""
         if self._connection is None:
             return
-        self._selector.unregister(self._connection.source)
-        if self._connection.waiting:
-            self._selector.unregister(self._connection.sink)
+        self._watch.drop(self._connection.source)
+        self._watch.drop(self._connection.sink)
         self._connection.close()
         self._connection = None
-        self._silent_since = self.now()
+        self._silent_since = time.monotonic()
 
     # ---- what the mux tells
 
     def hello(self, payload: bytes) -> None:
         hello = messages.expect(ClientHello, payload)
         if hello.protocol != VERSION:
-            raise ProtocolError(f"protocol {hello.protocol} here, {VERSION} there")
+            raise ProtocolError(f"protocol {hello.protocol} there, {VERSION} here")
         self._lease = hello.lease
-        self.mux.resume(hello.received)
+        self._mux.resume(hello.received)
 
     def bye(self, reason: str) -> None:
         self._done = True
 
-    def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
+    def opened(self, stream: int, head: bytes, data: Data) -> None:
         message = messages.decode(head)
         try:
             _OPERATIONS[type(message)](self, stream, message, head, data)
@@ -222,36 +201,22 @@ class Agent:
 
     def place(self, stream: int, length: int) -> memoryview:
         route = self._routes.get(stream)
-        if isinstance(route, Assembly):
-            return route.place(length)
-        return memoryview(bytearray(length))
+        return route.place(length) if isinstance(route, Assembly) else memoryview(bytearray(length))
 
     def data(self, stream: int, view: memoryview) -> None:
         route = self._routes.get(stream)
         if isinstance(route, Seat):
             route.give_data(stream, view)
         else:
-            self.mux.used(stream, len(view))
+            self._mux.used(stream, len(view))
             if isinstance(route, Assembly):
                 route.advance(len(view))
             elif isinstance(route, Writer):
-                self._store_data(stream, route, view)
+                self._keep(stream, route, view)
         left = self._missing.get(stream, 0) - len(view)
         self._missing[stream] = left
         if left <= 0:
             self._complete(stream)
-
-    def _complete(self, stream: int) -> None:
-        """All data of a message is here."""
-        self._missing.pop(stream, None)
-        route = self._routes.pop(stream, None)
-        if isinstance(route, Writer):
-            try:
-                route.commit()
-            except (OSError, ProtocolError) as error:
-                self._fail(stream, error)
-            else:
-                self.mux.send(stream, Done().encode())
 
     def _expect(self, stream: int, parts: Sequence[messages.Part], route: Route) -> None:
         """The data of a large message will follow."""
@@ -260,64 +225,39 @@ class Agent:
         if not self._missing[stream]:
             self._complete(stream)
 
+    def _complete(self, stream: int) -> None:
+        """All data of a large message is here."""
+        self._missing.pop(stream, None)
+        route = self._routes.pop(stream, None)
+        if isinstance(route, Writer):
+            self._commit(stream, route)
+
+    def _abandon(self, stream: int) -> None:
+        """Data still under way on this stream goes nowhere."""
+        if stream in self._routes:
+            self._routes[stream] = None
+
     def _fail(self, stream: int, error: Exception) -> None:
-        self._routes.pop(stream, None)
-        full = isinstance(error, OSError) and error.errno in (28, 122)
+        self._abandon(stream)
+        full = isinstance(error, OSError) and error.errno in _FULL
         hint = "free some space there, or put the cache on another disk (cache = … in the inventory)" if full else None
-        self.mux.send(stream, Failed(text=str(error), hint=hint).encode())
+        self._mux.send(stream, Failed(text=str(error), hint=hint).encode())
 
-    def _store_data(self, stream: int, writer: Writer, view: memoryview) -> None:
-        try:
-            writer.write(view)
-        except OSError as error:
-            writer.abort()
-            self._fail(stream, error)
+    # ---- operations: processes and calls
 
-    # ---- operations
-
-    def _spawn(self, stream: int, message: messages.Spawn, head: bytes, data: memoryview | None) -> None:
-        old = self._seats.pop(message.seat, None)
-        if old is not None:
-            old.kill()
-            self._retire(old)
-        os.makedirs(self._logs, mode=0o700, exist_ok=True)
-        logs = [self._log(message.seat, fd) for fd in (1, 2)]
-        self._ranks += 1
-        seat = self._seats[message.seat] = Seat(self, self._ranks, message.seat, logs)
+    def _spawn(self, stream: int, message: messages.Spawn, head: bytes, data: Data) -> None:
         request = {
-            "id": seat.number,
-            "seat": message.seat,
             "env": message.env,
             "info": message.info,
-            "path": self._path(message.tree),
+            "path": self._store.roots(message.tree) if message.tree else [],
             "stores": self._store.folders,
         }
-        theirs = [*seat.rank_ends, *(log.sink for log in logs)]
-        self._zygote.spawn(request, theirs)
-        for fd in theirs:
-            os.close(fd)
-        for log in logs:
-            self._selector.register(log, _READ, lambda _, log=log: self.drain(log))
-        self.readable(seat, True)
+        self._seats.spawn(message.seat, request)
 
-    def _log(self, seat: str, fd: int) -> LogPipe:
-        stream = self._next_stream
-        self._next_stream += 2
-        path = os.path.join(self._logs, f"{seat}.{'out' if fd == 1 else 'err'}")
-        return LogPipe(self.mux, stream, path, seat=seat, fd=fd)
-
-    def _path(self, tree: str) -> list[str]:
-        """The roots of a tree, in order: its folders are numbered."""
-        if not tree:
-            return []
-        folder = self._store.tree(tree)
-        return [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
-
-    def _call(self, stream: int, message: messages.Call, head: bytes, data: memoryview | None) -> None:
+    def _call(self, stream: int, message: messages.Call, head: bytes, data: Data) -> None:
         seat = self._seats.get(message.seat)
-        if seat is None or seat.condemned:
-            self.mux.send(stream, messages.Ended(why="unstarted").encode())
-            seat = None
+        if seat is None:
+            self._mux.send(stream, messages.Ended(why="unstarted").encode())
         else:
             if message.function not in seat.functions:
                 self._teach(seat, message.function)
@@ -337,7 +277,7 @@ class Agent:
             for at in range(0, len(part), CHUNK):
                 seat.tell_data(0, part[at : at + CHUNK])
 
-    def _function(self, stream: int, message: messages.Function, head: bytes, data: memoryview | None) -> None:
+    def _function(self, stream: int, message: messages.Function, head: bytes, data: Data) -> None:
         if data is not None:
             self._functions[message.digest] = (head, bytes(data))
         else:
@@ -345,139 +285,63 @@ class Agent:
             self._functions[message.digest] = (head, content)
             self._expect(stream, message.parts, content)
 
-    def _forget(self, stream: int, message: messages.Forget, head: bytes, data: memoryview | None) -> None:
+    def _forget(self, stream: int, message: messages.Forget, head: bytes, data: Data) -> None:
         for digest in message.digests:
             self._functions.pop(digest, None)
-        for seat in self._seats.values():
+        for seat in self._seats:
             seat.functions.difference_update(message.digests)
             seat.tell(0, head, b"")
 
-    def _cancel(self, stream: int, message: messages.Cancel, head: bytes, data: memoryview | None) -> None:
-        for seat in self._seats.values():
+    def _cancel(self, stream: int, message: messages.Cancel, head: bytes, data: Data) -> None:
+        for seat in self._seats:
             seat.cancel(message.stream)
 
-    def _recall(self, stream: int, message: messages.Recall, head: bytes, data: memoryview | None) -> None:
-        for seat in self._seats.values():
+    def _recall(self, stream: int, message: messages.Recall, head: bytes, data: Data) -> None:
+        for seat in self._seats:
             for call in message.streams:
                 seat.take_back(call, "recalled")
 
-    def _release(self, stream: int, message: messages.Release, head: bytes, data: memoryview | None) -> None:
-        seat = self._seats.get(message.seat)
-        if seat is not None:
-            seat.kill()
+    def _release(self, stream: int, message: messages.Release, head: bytes, data: Data) -> None:
+        self._seats.release(message.seat)
 
-    def _has(self, stream: int, message: messages.Has, head: bytes, data: memoryview | None) -> None:
-        self.mux.send(stream, messages.Missing(names=self._store.missing(message.names)).encode())
+    # ---- operations: content
 
-    def _blob(self, stream: int, message: messages.Blob, head: bytes, data: memoryview | None) -> None:
+    def _has(self, stream: int, message: messages.Has, head: bytes, data: Data) -> None:
+        self._mux.send(stream, messages.Missing(names=self._store.missing(message.names)).encode())
+
+    def _blob(self, stream: int, message: messages.Blob, head: bytes, data: Data) -> None:
         writer = self._store.writer(message.name, keep=message.keep)
         if data is None:
             self._expect(stream, message.parts, writer)
-            return
+        elif self._keep(stream, writer, data):
+            self._commit(stream, writer)
+
+    def _keep(self, stream: int, writer: Writer, view: memoryview) -> bool:
         try:
-            writer.write(data)
-            writer.commit()
-        except OSError:
+            writer.write(view)
+        except OSError as error:
             writer.abort()
-            raise
-        self.mux.send(stream, Done().encode())
+            self._fail(stream, error)
+            return False
+        return True
 
-    def _tree(self, stream: int, message: messages.Tree, head: bytes, data: memoryview | None) -> None:
+    def _commit(self, stream: int, writer: Writer) -> None:
+        try:
+            writer.commit()
+        except (OSError, ProtocolError) as error:
+            writer.abort()
+            self._fail(stream, error)
+        else:
+            self._mux.send(stream, Done().encode())
+
+    def _tree(self, stream: int, message: messages.Tree, head: bytes, data: Data) -> None:
         self._store.lay_out(message.digest, message.files)
-        self.mux.send(stream, Done().encode())
+        self._mux.send(stream, Done().encode())
 
-    def _port(self, stream: int, message: messages.Port, head: bytes, data: memoryview | None) -> None:
+    def _port(self, stream: int, message: messages.Port, head: bytes, data: Data) -> None:
         with socket.socket() as probe:
             probe.bind(("", 0))
-            self.mux.send(stream, Done(text=str(probe.getsockname()[1])).encode())
-
-    # ---- seats
-
-    def writable(self, seat: Seat, wanted: bool) -> None:
-        self._watch(seat, seat.sink, _WRITE if wanted else 0, lambda _: seat.flush())
-
-    def readable(self, seat: Seat, wanted: bool) -> None:
-        self._watch(seat, seat.source, _READ if wanted else 0, lambda _: self._read_seat(seat))
-
-    def _read_seat(self, seat: Seat) -> None:
-        if not seat.read():
-            self.readable(seat, False)
-
-    def _watch(self, seat: Seat, fd: int, events: int, callback: Callable[[int], None]) -> None:
-        if events and fd not in seat.watched:
-            self._selector.register(fd, events, callback)
-            seat.watched.add(fd)
-        elif not events and fd in seat.watched:
-            self._selector.unregister(fd)
-            seat.watched.discard(fd)
-
-    def drain(self, log: LogPipe) -> None:
-        """Takes what a process has written."""
-        if not log.drain() or log.stopped:
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(log)
-        if log.waiting:
-            self._behind.add(log)
-
-    def _heed_zygote(self, events: int) -> None:
-        try:
-            notices = self._zygote.notices()
-        except EOFError:
-            print("the zygote died: starting another", file=sys.stderr)
-            self._selector.unregister(self._zygote)
-            for seat in list(self._seats.values()):
-                self._bury(seat, -signal.SIGKILL)
-            self._zygote = Zygote()
-            self._selector.register(self._zygote, _READ, self._heed_zygote)
-            return
-        for number, exitcode in notices:
-            for seat in list(self._seats.values()):
-                if seat.number == number:
-                    self._bury(seat, exitcode)
-
-    def abandon(self, stream: int) -> None:
-        """Data still under way on this stream goes nowhere."""
-        if stream in self._routes:
-            self._routes[stream] = None
-
-    def kill(self, seat: Seat) -> None:
-        self._zygote.kill(seat.number)
-
-    def _bury(self, seat: Seat, exitcode: int) -> None:
-        """The seat's process is gone."""
-        seat.ended(exitcode, self._machine.describe_end)
-        if self._seats.get(seat.name) is seat:
-            del self._seats[seat.name]
-        self._retire(seat)
-
-    def _retire(self, seat: Seat) -> None:
-        self.readable(seat, False)
-        self.writable(seat, False)
-        for log in seat.logs:
-            log.drain()
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(log)
-            self._behind.discard(log)
-        self.dirty.discard(seat)
-        self.stuck.discard(seat)
-        for stream, route in list(self._routes.items()):
-            if route is seat:
-                self.abandon(stream)
-        seat.close()
-
-    # ---- the end
-
-    def _clean_up(self) -> None:
-        """Nothing is left: ranks, socket, folder."""
-        self._zygote.close()
-        self._listener.close()
-        import shutil
-
-        os.chdir("/")
-        shutil.rmtree(self._run, ignore_errors=True)
-        self.mux.bye("done")
-        self._write()
-        self._drop()
+            self._mux.send(stream, Done(text=str(probe.getsockname()[1])).encode())
 
 
 _OPERATIONS: Final[dict[type[messages.Message], Any]] = {

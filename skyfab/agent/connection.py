@@ -21,8 +21,6 @@ class Connection:
         self._link = link
         self.source = source
         self.sink = sink
-        self.waiting = False
-        """Somebody watches for room to write."""
         for fd in (source, sink):
             os.set_blocking(fd, False)
             os.set_inheritable(fd, False)

@@ -20,7 +20,7 @@ from skyfab.protocol.pipes import widen
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from typing import Final, Protocol
 
     from skyfab.agent.logs import LogPipe
@@ -85,8 +85,8 @@ class Seat:
         for fd in (self.source, self.sink):
             os.set_blocking(fd, False)
             widen(fd)
-        self.watched: set[int] = set()
-        """Those of its descriptors that the agent watches."""
+        self.waits_to_write = False
+        """The rank's pipe is full: somebody watches for room in it."""
         self.paused = False
         self.condemned = False
         self._poll = select.poll()
@@ -126,7 +126,7 @@ class Seat:
 
     def _queue(self, line: list[Piece] | deque[Piece], *pieces: Piece) -> None:
         line.extend(pieces)
-        if line is self._out and self.sink not in self.watched:
+        if line is self._out and not self.waits_to_write:
             self._owner.dirty.add(self)  # frames that arrive together leave together
 
     def flush(self) -> None:
@@ -139,7 +139,8 @@ class Seat:
             return
         except OSError:  # the rank is gone; its end is told by the zygote
             self._out.clear()
-        self._owner.writable(self, False)
+        if self.waits_to_write:
+            self._owner.writable(self, False)
 
     def _consume(self, sent: int) -> None:
         while sent:
@@ -289,7 +290,7 @@ class Seat:
         self.condemned = True
         self._owner.kill(self)
 
-    def ended(self, exitcode: int, describe: Callable[[int], str]) -> None:
+    def ended(self, exitcode: int, text: str) -> None:
         """The process is gone: answers the call that ran, and hands back those that had not begun."""
         with contextlib.suppress(OSError, ProtocolError):
             while self._reader.pump(self._recv_into):
@@ -307,10 +308,11 @@ class Seat:
             elif call.verdict:
                 answer = messages.Ended(why=call.verdict, exitcode=exitcode)
             else:
-                answer = messages.Ended(why="died", text=describe(exitcode), exitcode=exitcode)
+                answer = messages.Ended(why="died", text=text, exitcode=exitcode)
             mux.send(call.stream, answer.encode())
+            self._owner.abandon(call.stream)
         self.calls.clear()
-        mux.send(0, messages.Exited(seat=self.name, text=describe(exitcode), exitcode=exitcode).encode())
+        mux.send(0, messages.Exited(seat=self.name, text=text, exitcode=exitcode).encode())
 
     def close(self) -> None:
         for fd in (self.source, self.sink):

@@ -79,8 +79,10 @@ class Store:
             _remove(draft)
         return target
 
-    def tree(self, digest: str) -> str:
-        return os.path.join(self._trees, check_name(digest))
+    def roots(self, digest: str) -> list[str]:
+        """The folders of a tree that go onto `sys.path`, in order: they are numbered."""
+        folder = os.path.join(self._trees, check_name(digest))
+        return [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
 
 
 class Writer:

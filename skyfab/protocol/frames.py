@@ -95,8 +95,16 @@ class Reader:
                 payload, self._payload = self._payload, None
                 self._receiver.arrived(DATA, self._stream, payload, 0)
             return got > 0
-        got = recv_into(self._scratch[self._end :])
+        scratch = self._scratch
+        got = recv_into(scratch[self._end :] if self._end else scratch)
         self._end += got
+        if got >= HEADER.size and self._end == got and not self._missing:
+            # Mostly it is one whole frame, and nothing else.
+            kind, head, stream, length = HEADER.unpack_from(scratch)
+            if got == HEADER.size + length and head <= length and kind in KINDS and kind != DATA:
+                self._end = 0
+                self._receiver.arrived(kind, stream, scratch[HEADER.size : got], head)
+                return True
         self._parse()
         return got > 0
 

@@ -101,13 +101,13 @@ class _Outgoing:
 
 
 class _Sent:
-    """A sequenced frame that the other side has not acknowledged."""
+    """A chunk of bulk data that the other side has not acknowledged."""
 
-    __slots__ = ("at", "buffers", "size")
+    __slots__ = ("at", "chunk", "header")
 
-    def __init__(self, buffers: tuple[Buffer, ...], size: int, at: float) -> None:
-        self.buffers = buffers
-        self.size = size
+    def __init__(self, header: bytes, chunk: memoryview, at: float) -> None:
+        self.header = header
+        self.chunk = chunk
         self.at = at
 
 
@@ -122,8 +122,8 @@ class Mux:
         self._urgent: deque[bytes] = deque()
         self._outgoing: dict[int, _Outgoing] = {}
         self._turns: deque[int] = deque()
-        self._unacked: deque[_Sent] = deque()
-        self._replay: deque[_Sent] = deque()
+        self._unacked: deque[bytes | _Sent] = deque()
+        self._replay: deque[bytes | _Sent] = deque()
         self._batch: deque[Buffer] = deque()
         self._used: dict[int, int] = {}
         self._joined = False
@@ -270,16 +270,19 @@ class Mux:
         if self._ack_due:
             batch.append(frame(ACK, 0, COUNT.pack(self.received)))
         self._pong_due = self._ack_due = False
-        now = self._clock() if self._urgent or self._turns or self._replay else 0.0
+        now = self._clock() if self._turns or self._replay else 0.0
         if self._replay:
             while self._replay and len(batch) < 64:
                 sent = self._replay.popleft()
-                sent.at = now
-                batch.extend(sent.buffers)
+                if isinstance(sent, bytes):
+                    batch.append(sent)
+                else:
+                    sent.at = now
+                    batch.extend((sent.header, sent.chunk))
             return True
         while self._urgent and len(batch) < 64:
             whole = self._urgent.popleft()
-            self._unacked.append(_Sent((whole,), 0, now))
+            self._unacked.append(whole)
             batch.append(whole)
         if not batch and self._turns:
             if self._flight < self.window.size:
@@ -310,7 +313,7 @@ class Mux:
             if outgoing.pending:
                 self._turns.append(stream)
             header = frames.data_header(stream, size)
-            self._unacked.append(_Sent((header, chunk), size, now))
+            self._unacked.append(_Sent(header, chunk, now))
             self._flight += size
             self._batch.extend((header, chunk))
             return
@@ -366,8 +369,8 @@ class Mux:
         while self._acked < count:
             sent = self._unacked.popleft()
             self._acked += 1
-            if sent.size:
-                self._flight -= sent.size
+            if not isinstance(sent, bytes):
+                self._flight -= len(sent.chunk)
                 newest = sent
         if newest is not None:  # those before it may have waited for this acknowledgement
             self._asked = False

@@ -1,0 +1,193 @@
+"""The seats of a host: which processes there are, and what waits to be passed on to or from them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from skyfab.agent.logs import LogPipe
+from skyfab.agent.seat import Seat
+from skyfab.agent.watch import READ, WRITE
+from skyfab.agent.zygote import Zygote
+
+TYPE_CHECKING = False  # a cold host has no time for `typing`
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+    from skyfab.agent.watch import Watch
+    from skyfab.protocol.streams import Mux
+
+
+class Seats:
+    """All rank processes of a pool on this host."""
+
+    def __init__(
+        self,
+        mux: Mux,
+        watch: Watch,
+        zygote: Zygote,
+        *,
+        logs: str,
+        describe_end: Callable[[int], str],
+        flush: Callable[[], None],
+        abandon: Callable[[int], None],
+    ) -> None:
+        self.mux = mux
+        self.flush = flush
+        self.abandon = abandon
+        self.dirty: set[Seat] = set()
+        self.stuck: set[Seat] = set()
+        self.busy = False
+        """There is more to pass on than one round could."""
+        self._behind: set[LogPipe] = set()
+        self._watch = watch
+        self._zygote = zygote
+        self._logs = logs
+        self._describe_end = describe_end
+        self._seats: dict[str, Seat] = {}
+        self._started = 0
+        self._next_stream = 2
+        watch.add(zygote.fileno(), READ, self._heed_zygote)
+
+    def get(self, name: str) -> Seat | None:
+        """The seat, unless its process is about to end."""
+        seat = self._seats.get(name)
+        return None if seat is None or seat.condemned else seat
+
+    def __iter__(self) -> Iterator[Seat]:
+        return iter(list(self._seats.values()))
+
+    def spawn(self, name: str, request: dict[str, Any]) -> None:
+        """Starts a process in a seat, in place of the one that is there."""
+        old = self._seats.pop(name, None)
+        if old is not None:
+            old.kill()
+            self._retire(old)
+        os.makedirs(self._logs, mode=0o700, exist_ok=True)
+        logs = [self._log(name, fd) for fd in (1, 2)]
+        self._started += 1
+        seat = self._seats[name] = Seat(self, self._started, name, logs)
+        theirs = [*seat.rank_ends, *(log.sink for log in logs)]
+        self._zygote.spawn({"id": seat.number, "seat": name, **request}, theirs)
+        for fd in theirs:
+            os.close(fd)
+        for log in logs:
+            self._hear(log)
+        self.readable(seat, True)
+
+    def _log(self, seat: str, fd: int) -> LogPipe:
+        stream = self._next_stream
+        self._next_stream += 2
+        path = os.path.join(self._logs, f"{seat}.{'out' if fd == 1 else 'err'}")
+        return LogPipe(self.mux, stream, path, seat=seat, fd=fd)
+
+    def release(self, name: str) -> None:
+        """Ends the process in a seat."""
+        seat = self._seats.get(name)
+        if seat is not None:
+            seat.kill()
+
+    # ---- what a seat asks for
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def kill(self, seat: Seat) -> None:
+        self._zygote.kill(seat.number)
+
+    def writable(self, seat: Seat, wanted: bool) -> None:
+        if wanted:
+            self._watch.add(seat.sink, WRITE, seat.flush)
+        else:
+            self._watch.drop(seat.sink)
+        seat.waits_to_write = wanted
+
+    def readable(self, seat: Seat, wanted: bool) -> None:
+        if wanted:
+            self._watch.add(seat.source, READ, lambda: self._read(seat))
+        else:
+            self._watch.drop(seat.source)
+
+    def _read(self, seat: Seat) -> None:
+        if not seat.read():
+            self.readable(seat, False)
+
+    def drain(self, log: LogPipe) -> None:
+        """Takes what a process has written."""
+        if not log.drain() or log.stopped:
+            self._watch.drop(log.source)
+        if log.waiting:
+            self._behind.add(log)
+
+    def _hear(self, log: LogPipe) -> None:
+        self._watch.add(log.source, READ, lambda: self.drain(log))
+
+    # ---- every round
+
+    def pass_on(self) -> None:
+        """Passes on what this round of events has brought, and what had to wait for room."""
+        while self.dirty:
+            self.dirty.pop().flush()
+        self.busy = False
+        if not self._behind and not self.stuck:
+            return
+        for log in list(self._behind):
+            stopped = log.stopped
+            self.busy |= log.catch_up()
+            if stopped and not log.stopped:
+                self._hear(log)
+            if not log.waiting:
+                self._behind.discard(log)
+        for seat in list(self.stuck):
+            self.busy |= seat.resume()
+
+    def next_deadline(self, until: float) -> float:
+        """Ends calls that are past their time; says when to look again, `until` at the latest."""
+        for seat in self:
+            if seat.calls and seat.calls[0].deadline is not None:
+                until = min(until, seat.check_time(self.now()) or until)
+        return until
+
+    # ---- endings
+
+    def _heed_zygote(self) -> None:
+        try:
+            ended = self._zygote.notices()
+        except EOFError:
+            print("the zygote died: starting another", file=sys.stderr)
+            self._watch.drop(self._zygote.fileno())
+            for seat in self:
+                self._bury(seat, -signal.SIGKILL)
+            self._zygote.close()
+            self._zygote = Zygote()
+            self._watch.add(self._zygote.fileno(), READ, self._heed_zygote)
+            return
+        for number, exitcode in ended:
+            for seat in self:
+                if seat.number == number:
+                    self._bury(seat, exitcode)
+
+    def _bury(self, seat: Seat, exitcode: int) -> None:
+        """The seat's process is gone."""
+        seat.ended(exitcode, self._describe_end(exitcode))
+        if self._seats.get(seat.name) is seat:
+            del self._seats[seat.name]
+        self._retire(seat)
+
+    def _retire(self, seat: Seat) -> None:
+        self.readable(seat, False)
+        self.writable(seat, False)
+        for log in seat.logs:
+            log.drain()
+            self._watch.drop(log.source)
+            self._behind.discard(log)
+        self.dirty.discard(seat)
+        self.stuck.discard(seat)
+        seat.close()
+
+    def close(self) -> None:
+        """Ends every process."""
+        self._zygote.close()

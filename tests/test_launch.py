@@ -1,0 +1,495 @@
+"""launch: the first command gets through every login shell unchanged, and its answer is found in whatever they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import skyfab as sky
+from skyfab import launch as launch_module
+from skyfab.bundle import bundle
+from skyfab.inventory import Host
+from skyfab.launch import Launch, local_python, spelled
+from skyfab.protocol import messages
+from skyfab.session import Session
+from skyfab.transport.local import Local
+
+SESSION = "0123456789abcdef"
+
+LOGIN_SHELLS = {
+    name: [path, *words]
+    for name, program, *words in (
+        ("sh", "sh"),
+        ("dash", "dash"),
+        ("bash", "bash"),
+        ("busybox", "busybox", "sh"),
+        ("ksh", "ksh"),
+        ("zsh", "zsh"),
+        ("tcsh", "tcsh"),
+        ("fish", "fish"),
+    )
+    if (path := shutil.which(program))
+}
+"""Those that are here, as they are called with ``-c``; sshd calls the user's so."""
+
+POSIX_SHELLS = {name: argv for name, argv in LOGIN_SHELLS.items() if name in ("sh", "dash", "bash", "busybox")}
+"""What /bin/sh is on one system or another."""
+
+HOSTILE = [
+    "plain/path-1.2_x~",
+    "",
+    " ",
+    "two words",
+    "  spaces  ",
+    "it's",
+    'say "hi"',
+    "back\\slash",
+    "\\",
+    "\\n",
+    "\\0101",
+    "\\c",
+    "%s%d%%",
+    "$HOME",
+    "${HOME}",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "; touch pwned",
+    "&& touch pwned",
+    "| touch pwned",
+    "> pwned",
+    "a\nb",
+    "ends with a newline\n",
+    "\n\n",
+    "a\ttab",
+    "a\rb",
+    "!history!",
+    "!!",
+    "*",
+    "?",
+    "[a-z]*",
+    "{a,b}",
+    "~",
+    "~root",
+    "#comment",
+    "-n",
+    "--help",
+    "=ls",
+    "^x^y",
+    "(list)",
+    "<(x)",
+    "1 2;3",
+    "7up after an escape: \x017",
+    "ünïcödé",
+    "日本語",
+    "\N{GRINNING FACE}",
+    "\x7f\x1b[31m",
+    "all'of\"it\n$(x)`y`\\!; *",
+]
+
+
+def say_back(login: Sequence[str], inner: Sequence[str], words: list[str]) -> list[str]:
+    """Passes words through a login shell to an inner sh, spelled and read back as `Launch.command` does it."""
+    script = 'd() { printf %bx $1; }; for w; do c=$(d $w); c=${c%x}; printf %s=END= "$c"; done'
+    line = f"exec {' '.join(inner)} -c '{script}' skyfab " + " ".join(f"'{spelled(word)}'" for word in words)
+    done = subprocess.run([*login, "-c", line], capture_output=True, check=True, stdin=subprocess.DEVNULL)
+    assert done.stderr == b""
+    return done.stdout.decode().split("=END=")[:-1]
+
+
+def test_at_least_dash_and_bash_are_tried() -> None:
+    assert {"dash", "bash"} <= set(LOGIN_SHELLS)
+
+
+@pytest.mark.parametrize("inner", POSIX_SHELLS.values(), ids=POSIX_SHELLS)
+@pytest.mark.parametrize("login", LOGIN_SHELLS.values(), ids=LOGIN_SHELLS)
+def test_hostile_words_come_through_every_login_shell(
+    login: list[str], inner: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the login shell, and whatever /bin/sh is: the word arrives, and nothing in it is carried out."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = [word for word in HOSTILE if word]
+    assert say_back(login, inner, words) == words
+    assert not (tmp_path / "pwned").exists()
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1), min_size=1, max_size=20))
+def test_any_text_comes_back_from_the_shell(words: list[str]) -> None:
+    words = [word.replace("=END=", "") or "x" for word in words]
+    for inner in POSIX_SHELLS.values():
+        assert say_back(["/bin/sh"], inner, words) == words
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text(st.characters(exclude_characters="\0")))
+def test_a_spelled_word_has_only_harmless_characters(word: str) -> None:
+    """Nothing that any shell looks at inside single quotes; names that are not UTF-8 can be spelled too."""
+    assert set(spelled(word)) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789/._~-\\")
+
+
+def test_a_name_that_is_not_utf8_is_spelled_byte_by_byte() -> None:
+    """An interpreter in a folder with a Latin-1 name, as os.fsdecode gives it."""
+    path = os.fsdecode(b"/opt/caf\xe9/python")
+    done = subprocess.run(["/bin/sh", "-c", f"printf %b '{spelled(path)}'"], capture_output=True, check=True)
+    assert done.stdout == b"/opt/caf\xe9/python"
+
+
+def test_the_script_is_safe_inside_single_quotes_of_any_shell() -> None:
+    """No quote, exclamation mark, backslash or newline: tcsh, fish and zsh have ideas about those."""
+    assert not set("'!\\\n") & set(launch_module._SCRIPT)
+    assert launch_module._UNPACK.isascii(), "its length is told in characters and read in bytes"
+
+
+# ---- the command itself, with an interpreter that only says what it was given
+
+
+@pytest.fixture
+def hostile_home(tmp_path: Path) -> Path:
+    home = tmp_path / "a home's \"folder\"\n$(touch pwned); \\x ü!"
+    home.mkdir()
+    return home
+
+
+def fake_interpreter(folder: Path) -> Path:
+    """An interpreter that writes down its arguments."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "py'th\"on\n !\\"
+    path.write_text(
+        f"#!{sys.executable} -I\n"
+        "import json, os, sys\n"
+        "print(json.dumps([sys.argv[1:], os.environ['SKYFAB_UMASK'], os.getcwd()]))\n"
+    )
+    path.chmod(0o700)
+    return path
+
+
+def run(shell: Sequence[str], made: Launch, home: Path, **env: str) -> tuple[list[str], list[Any]]:
+    """What the shell prints before the interpreter speaks, and what that was given."""
+    # fish takes names that are not ASCII apart where there is no locale at all.
+    environ = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **env}
+    done = subprocess.run([*shell, "-c", made.command()], capture_output=True, env=environ, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    *before, last = done.stdout.decode().rstrip("\n").split("\n")
+    return before, json.loads(last)
+
+
+@pytest.mark.parametrize("shell", LOGIN_SHELLS.values(), ids=LOGIN_SHELLS)
+def test_the_command_runs_the_right_interpreter_with_the_right_words(shell: list[str], hostile_home: Path) -> None:
+    """A home, a cache and an interpreter whose paths hold everything a shell could trip over."""
+    python = fake_interpreter(hostile_home / "bin")
+    host = Host(name="node", cache="~/my 'cache' $(x) ü")
+    made = Launch(host=host, session=SESSION, bundle=bundle(), python=str(python))
+    before, (argv, umask, _) = run(shell, made, hostile_home)
+    assert before == [f"=skyfab={SESSION}=bundle"]
+    assert argv[:2] == ["-S", "-c"]
+    assert argv[3:] == [f"{hostile_home}/my 'cache' $(x) ü", bundle().digest, SESSION, "start"]
+    assert int(umask, 8) == _umask()
+    assert not list(hostile_home.parent.rglob("pwned"))
+
+
+def _umask() -> int:
+    found = os.umask(0)
+    os.umask(found)
+    return found
+
+
+@pytest.mark.parametrize("shell", LOGIN_SHELLS.values(), ids=LOGIN_SHELLS)
+def test_a_bundle_that_is_there_is_started_at_once(shell: list[str], hostile_home: Path) -> None:
+    python = fake_interpreter(hostile_home / "bin")
+    host = Host(name="node", cache="~/c a c h e")
+    folder = hostile_home / "c a c h e" / "bundles" / bundle().digest
+    folder.mkdir(parents=True)
+    (folder / "__main__.py").touch()
+    made = Launch(host=host, session=SESSION, bundle=bundle(), python=str(python))
+    before, (argv, _, _) = run(shell, made, hostile_home)
+    assert before == [f"=skyfab={SESSION}=link"]
+    assert argv == ["-S", str(folder), f"{hostile_home}/c a c h e", SESSION, "start"]
+    assert made.command("resume").endswith("'resume'")
+
+
+@pytest.mark.parametrize(
+    ("cache", "place"), [("/abs/x", "/abs/x"), ("~/x", "{home}/x"), ("~", "{home}")], ids=["absolute", "home", "home itself"]
+)
+def test_the_cache_is_where_the_inventory_says(cache: str, place: str, tmp_path: Path) -> None:
+    python = fake_interpreter(tmp_path / "bin")
+    made = Launch(host=Host(name="node", cache=cache), session=SESSION, bundle=bundle(), python=str(python))
+    _, (argv, _, _) = run(["/bin/sh"], made, tmp_path)
+    assert argv[3].rstrip("/") == place.format(home=tmp_path)
+
+
+def answer(made: Launch, **env: str) -> str:
+    done = subprocess.run(["/bin/sh", "-c", made.command()], capture_output=True, env=env, stdin=subprocess.DEVNULL)
+    return done.stdout.decode().strip().rpartition("=")[2]
+
+
+def test_an_interpreter_is_found_by_its_version(tmp_path: Path) -> None:
+    """python3.11 first, then python3, then python; HELLO compares what was found."""
+    made = Launch(host=Host(name="node", cache=str(tmp_path)), session=SESSION, bundle=bundle(), python="3.11")
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    for name in ("python", "python3", "python3.11"):
+        (bin_ / name).write_text(f"#!/bin/sh\necho ={name}\n")
+        (bin_ / name).chmod(0o700)
+        assert answer(made, PATH=str(bin_), HOME=str(tmp_path)) == name
+
+
+@pytest.mark.parametrize("python", ["3.11", "/no/such/python", "/etc/passwd", "/usr"])
+def test_a_host_without_that_python_says_so(python: str, tmp_path: Path) -> None:
+    """None on the PATH, none at that path, a file that is no program, or the folder of a virtual environment."""
+    made = Launch(host=Host(name="node", cache=str(tmp_path)), session=SESSION, bundle=bundle(), python=python)
+    (tmp_path / "empty").mkdir()
+    assert answer(made, PATH=str(tmp_path / "empty"), HOME=str(tmp_path)) == "nopython"
+
+
+def test_a_version_is_one_word(tmp_path: Path) -> None:
+    """What stands in `Image(python=…)` names an interpreter; it is not a list of programs to try."""
+    (tmp_path / "evil").write_text("#!/bin/sh\necho =evil\n")
+    (tmp_path / "evil").chmod(0o700)
+    made = Launch(
+        host=Host(name="node", cache=str(tmp_path)), session=SESSION, bundle=bundle(), python=f"9.9 {tmp_path}/evil"
+    )
+    (tmp_path / "empty").mkdir()
+    assert answer(made, PATH=str(tmp_path / "empty"), HOME=str(tmp_path)) == "nopython"
+
+
+# ---- reading the answer
+
+
+class Script:
+    """A stream that a test writes; the seam between launch and transports."""
+
+    def __init__(self, said: bytes, *, end: bool = True) -> None:
+        self._source, sink = os.pipe()
+        os.set_blocking(self._source, False)
+        self.taken = bytearray()
+        self._sink = sink
+        self._writer = threading.Thread(target=self._write, args=(said, end))
+        self._writer.start()
+
+    def _write(self, said: bytes, end: bool) -> None:
+        rest = memoryview(said)
+        while rest:
+            try:
+                rest = rest[os.write(self._sink, rest) :]
+            except BrokenPipeError:
+                break
+        if end:
+            os.close(self._sink)
+            self._sink = -1
+
+    def fileno(self) -> int:
+        return self._source
+
+    def sink(self) -> int | None:
+        return None
+
+    def recv_into(self, view: memoryview) -> int:
+        return os.readv(self._source, [view])
+
+    def send(self, buffers: Sequence[bytes | memoryview]) -> int:
+        data = b"".join(buffers)
+        self.taken += data
+        return len(data)
+
+    def explain(self) -> Exception:
+        return sky.HostLost("the connection ended", host="node")
+
+    def close(self) -> None:
+        os.close(self._source)
+        self._writer.join()
+        if self._sink >= 0:
+            os.close(self._sink)
+
+
+def join(said: bytes, *, end: bool = True, seconds: float = 20) -> Script:
+    made = Launch(host=Host(name="node"), session=SESSION, bundle=bundle(), python=local_python())
+    stream = Script(said, end=end)
+    try:
+        made.join(stream, deadline=time.monotonic() + seconds)
+    finally:
+        stream.close()
+    return stream
+
+
+MARK = f"=skyfab={SESSION}=".encode()
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"",
+        b"Welcome to node!\n",
+        b"bash: warning: setlocale: LC_ALL: cannot change locale\n",
+        b"no newline at the end",
+        b"\x1b[2J\x1b[H\x00\xff\xfe binary \r\n",
+        b"=skyfab=",
+        b"=skyfab=another=link\n",
+        b"=skyfab=0123456789abcde=link\n",
+        b"=skyfab=0123456789abcdef\n",
+        b"==skyfab==skyfab=0123",
+        b"x" * 200_000,
+    ],
+    ids=lambda noise: repr(noise[:30]),
+)
+def test_the_answer_is_found_behind_whatever_is_printed_first(noise: bytes) -> None:
+    """A .bashrc that greets, warns or clears the screen; or that happens to print our name."""
+    assert join(noise + MARK + b"link\n").taken == b""
+
+
+def test_what_follows_the_answer_is_left_for_the_frames() -> None:
+    made = Launch(host=Host(name="node"), session=SESSION, bundle=bundle(), python=local_python())
+    stream = Script(b"hello\n" + MARK + b"link\nFRAMES")
+    made.join(stream, deadline=time.monotonic() + 20)
+    rest = bytearray(100)
+    assert bytes(rest[: stream.recv_into(memoryview(rest))]) == b"FRAMES"
+    stream.close()
+
+
+def test_the_bundle_is_sent_when_it_is_asked_for() -> None:
+    stream = join(MARK + b"bundle\n" + MARK + b"link\n")
+    assert bytes(stream.taken).endswith(bundle().archive)
+    size, _, rest = bytes(stream.taken).partition(b"\n")
+    assert compile(rest[: int(size)], "unpack", "exec")
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "text"),
+    [
+        (MARK + b"nopython\n", sky.HostUnfit, "no Python"),
+        (MARK + b"failed [Errno 28] No space left on device\n", sky.HostUnfit, "No space left"),
+        (MARK + b"failed [Errno 30] Read-only file system\n", sky.HostUnfit, "could not be set up"),
+        (MARK + b"something else entirely\n", sky.HostUnfit, "could not be set up"),
+        (b"This account is currently not available.\n", sky.HostUnfit, "not available"),
+        (b"", sky.HostUnfit, "did not run our command"),
+        (MARK + b"li", sky.HostUnfit, "did not run our command"),
+        (b"x" * 400_000, sky.HostUnfit, "prints without end"),
+        (MARK + b"x" * 400_000, sky.HostUnfit, "prints without end"),
+    ],
+    ids=["no python", "full", "read-only", "unknown", "nologin", "silent", "cut", "endless", "endless answer"],
+)
+def test_a_host_that_cannot_says_so_with_a_hint(said: bytes, error: type[sky.HostError], text: str) -> None:
+    with pytest.raises(error, match=text) as caught:
+        join(said)
+    assert caught.value.host == "node"
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_host_that_says_nothing_is_given_up_in_time() -> None:
+    with pytest.raises(sky.Unreachable, match="no answer in time"):
+        join(b"Welcome\n", end=False, seconds=0.3)
+
+
+# ---- all of it
+
+
+class Quiet:
+    """Nobody listens."""
+
+    def wrote(self, seat: str, lines: object) -> None: ...
+    def exited(self, seat: str, text: str) -> None: ...
+    def lost(self, error: Exception) -> None: ...
+
+
+def test_a_whole_session_below_a_hostile_home(hostile_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpack, link, agent and answer with a newline, quotes and $(…) in every path; then nothing is left running."""
+    monkeypatch.setenv("HOME", str(hostile_home))
+    host = Host(name="local", cache="~/my 'cache'; $(touch pwned)")
+    for _ in range(2):  # with an empty cache, and with one that has the bundle
+        made = Launch(host=host, session=os.urandom(8).hex(), bundle=bundle(), python=sys.executable)
+        session = Session(host, Local(host), made, Quiet(), lease=5)
+        agent = session.open()
+        try:
+            assert agent.python == local_python()
+            reply = session.ask(messages.Has(names=[bundle().digest]))
+            assert reply == messages.Missing(names=[bundle().digest])
+        finally:
+            session.close()
+        gone(agent.pid)
+    cache = hostile_home / "my 'cache'; $(touch pwned)"
+    assert [path.name for path in (cache / "bundles").iterdir()] == [bundle().digest]
+    assert not [path for path in (cache / "run").rglob("*") if path.is_file()]
+    assert not list(hostile_home.parent.rglob("pwned"))
+
+
+def gone(pid: int) -> None:
+    """Waits for a process that is no child of ours."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError(f"agent {pid} is still there")
+
+
+def test_a_damaged_bundle_is_not_installed(tmp_path: Path) -> None:
+    """The archive is checked before anything is unpacked."""
+    damaged = replace(bundle())
+    archive = bytearray(bundle().archive)
+    made = Launch(host=Host(name="local", cache=str(tmp_path)), session=SESSION, bundle=damaged, python=sys.executable)
+    stream = Local(made.host).open(made.command())
+
+    class Damaging:
+        """Flips a bit of the archive on its way."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(stream, name)
+
+        def send(self, buffers: Sequence[Any]) -> int:
+            data = bytearray(b"".join(buffers))
+            at = data.find(bytes(archive[:1000]))
+            if at >= 0:
+                data[at + 500] ^= 1
+            return stream.send([data])
+
+    try:
+        with pytest.raises(sky.HostUnfit, match="damaged"):
+            made.join(Damaging(), deadline=time.monotonic() + 30)
+    finally:
+        stream.close()
+    assert not (tmp_path / "bundles" / bundle().digest).exists()
+
+
+def test_two_programs_unpack_one_bundle_at_once(tmp_path: Path) -> None:
+    """Both get a link, and one bundle is there afterwards."""
+    launches = [
+        Launch(host=Host(name="local", cache=str(tmp_path)), session=os.urandom(8).hex(), bundle=bundle(), python=sys.executable)
+        for _ in range(3)
+    ]
+    sessions = [Session(made.host, Local(made.host), made, Quiet(), lease=5) for made in launches]
+    found: list[object] = []
+
+    def open_it(session: Session) -> None:
+        try:
+            found.append(session.open().pid)
+        except BaseException as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=open_it, args=(session,)) for session in sessions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for session in sessions:
+        session.close()
+    assert all(isinstance(pid, int) for pid in found), found
+    for pid in found:
+        gone(int(str(pid)))
+    assert [path.name for path in (tmp_path / "bundles").iterdir()] == [bundle().digest]

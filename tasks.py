@@ -9,6 +9,7 @@ from pathlib import Path
 
 from invoke import Context, Exit, task
 
+from skyfab.cli import main
 from skyfab.cli import namespace as ns
 
 ROOT = Path(__file__).resolve().parent
@@ -78,3 +79,6 @@ def install_lab_programs() -> None:
 
 for own in (test, check, bench):
     ns.add_task(own)
+
+if __name__ == "__main__":
+    main(["./inv", *sys.argv[1:]], tasks=ns)

@@ -29,7 +29,7 @@ class Function(Generic[P, R]):
         """Seconds after which a call is stopped on its host."""
         functools.update_wrapper(self, fn)
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
         return Call(self, args, kwargs)
 
     @property
@@ -53,8 +53,10 @@ class Function(Generic[P, R]):
 
     @property
     def is_importable(self) -> bool:
-        module = sys.modules.get(self.__module__)
-        if module is None or self.__module__ == "__main__":
+        """A host finds it by its name, in a module that is sent or installed."""
+        home = getattr(self.fn, "__module__", None)
+        module = sys.modules.get(home) if isinstance(home, str) else None
+        if module is None or home == "__main__" or not self._name:
             return False
         found: Any = module
         for name in self._name.split("."):

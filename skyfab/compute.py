@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
@@ -127,6 +128,7 @@ class Compute:
                 self.events.emit(HostState(host=node.name, state="ready", detail=f"Python {agent.python}"))
 
         threads = [threading.Thread(target=enter, args=(node,), daemon=True) for node in nodes[1:]]
+        threads.append(threading.Thread(target=self._look_ahead, daemon=True))
         try:
             for thread in threads:
                 thread.start()
@@ -142,6 +144,11 @@ class Compute:
                     node.close()
             raise _all_of([errors[index] for index in sorted(errors)], len(nodes))
         return nodes
+
+    def _look_ahead(self) -> None:
+        """Reads the project while the hosts are being reached."""
+        with contextlib.suppress(UsageError):  # raised again, where somebody hears it
+            self._project.tree()
 
     def _node(self, index: int, host: Host) -> Node:
         python = self._image.python if self._image.python != "auto" else host.python

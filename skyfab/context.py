@@ -99,10 +99,12 @@ def _share(length: int, info: InstanceInfo, *, shuffle: bool, seed: int, drop_la
 def _take(column: Any, indices: range | list[int]) -> Any:
     if isinstance(indices, range) and hasattr(column, "__getitem__") and not isinstance(column, dict):
         return column[indices.start : indices.stop : indices.step]
-    if isinstance(column, tuple):
-        return tuple(column[i] for i in indices)
     if isinstance(column, (str, bytes)):
         return type(column)().join(column[i : i + 1] for i in indices)  # type: ignore[misc]
+    if isinstance(column, (tuple, bytearray)):
+        return type(column)(column[i] for i in indices)
+    if hasattr(column, "typecode"):  # array.array
+        return type(column)(column.typecode, [column[i] for i in indices])
     if isinstance(column, Sequence):
         return [column[i] for i in indices]
     return column[indices]  # numpy arrays and tensors take a list of positions
@@ -135,9 +137,6 @@ def _limited(fds: tuple[int, ...], only: Only) -> Callable[[F], F]:
     if only != "head" and not callable(only):
         raise ValueError(f'only={only!r}: "head", or a function of InstanceInfo that says where to speak')
 
-    def speaks(info: InstanceInfo) -> bool:
-        return only(info) if callable(only) else info.is_head
-
     def decorate(function: F) -> F:
         rewrap: Callable[[Any], F] | None = getattr(function, "rewrap", None)
         if rewrap is not None:  # a @sky.function: the limit goes inside
@@ -145,7 +144,7 @@ def _limited(fds: tuple[int, ...], only: Only) -> Callable[[F], F]:
 
         @functools.wraps(function)
         def limited(*args: Any, **kwargs: Any) -> Any:
-            if _current is None or speaks(_current):
+            if may_speak(only):
                 return function(*args, **kwargs)
             with muted(fds):
                 return function(*args, **kwargs)
@@ -153,6 +152,13 @@ def _limited(fds: tuple[int, ...], only: Only) -> Callable[[F], F]:
         return limited  # type: ignore[return-value]
 
     return decorate
+
+
+def may_speak(only: Only) -> bool:
+    """Whether this rank is shown. Found by name on a host, where a function sent by value has copies of all else."""
+    if _current is None:
+        return True
+    return only(_current) if callable(only) else _current.is_head
 
 
 @contextmanager

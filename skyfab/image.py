@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from skyfab.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,10 @@ class Image:
     """A pylock.toml to use as it is."""
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|/.+|\d+\.\d+(\.\d+)?", self.python, re.DOTALL):
+            raise UsageError(
+                f"Image(python={self.python!r})", hint='"auto", a version such as "3.11", or an absolute path'
+            )
         for name in ("pip", "pip_indexes", "apt", "includes", "excludes"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))

@@ -7,6 +7,7 @@ or newlines inside), and finds its answer in whatever a .bashrc prints first.
 
 from __future__ import annotations
 
+import os
 import re
 import select
 import sys
@@ -33,9 +34,9 @@ _SCRIPT: Final = "; ".join(
         "p=$(d $2)",
         "p=${p%x}",
         'm="=sky""fab=$4="',
-        'case $c in /*) ;; "~/"*) c=$HOME/${c#"~/"};; *) c=$HOME/$c;; esac',
-        "case $p in /*) ;; *) v=$p; for q in python$v python3 python; do p=$(command -v $q) && break; done;; esac",
-        'test -x "$p" || { echo "${m}nopython"; exit 0; }',
+        'case $c in /*) ;; "~") c=$HOME;; "~/"*) c=$HOME/${c#"~/"};; *) c=$HOME/$c;; esac',
+        'case $p in /*) ;; *) v=$p; for q in "python$v" python3 python; do p=$(command -v "$q") && break; done;; esac',
+        'test -f "$p" && test -x "$p" || { echo "${m}nopython"; exit 0; }',
         "b=$c/bundles/$3",
         'if test -f "$b/__main__.py"; then echo "${m}link"; exec "$p" -S "$b" "$c" $4 $5; fi',
         'echo "${m}bundle"',
@@ -48,12 +49,12 @@ import hashlib, io, os, shutil, tarfile
 cache, digest, session, mode = sys.argv[1:]
 def say(text):
     print("=sky" + "fab=" + session + "=" + text.replace(chr(10), " "), flush=True)
+target = os.path.join(cache, "bundles", digest)
 try:
     size, checksum = f.readline().decode().split()
     content = f.read(int(size))
     if hashlib.sha256(content).hexdigest() != checksum:
         raise OSError("the bundle arrived damaged")
-    target = os.path.join(cache, "bundles", digest)
     draft = target + "." + session
     os.makedirs(draft, mode=0o700)
     try:
@@ -68,7 +69,7 @@ try:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 except OSError as error:
-    if not os.path.isdir(os.path.join(cache, "bundles", digest)):
+    if not os.path.isdir(target):
         say("failed " + str(error))
         sys.exit(0)
 say("link")
@@ -126,7 +127,7 @@ def _room(detail: str) -> str | None:
 
 def spelled(word: str) -> str:
     """`word` in characters that no shell touches; ``printf %b`` reads it back."""
-    return re.sub(r"[^A-Za-z0-9/._~-]", lambda m: "".join(f"\\0{byte:03o}" for byte in m[0].encode()), word)
+    return re.sub(r"[^A-Za-z0-9/._~-]", lambda m: "".join(f"\\0{byte:03o}" for byte in os.fsencode(m[0])), word)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import os
 import site
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Project:
         self._modules = 0
         self._loaded: list[str] = []
         self._next_scan = 0.0
+        self._lock = threading.Lock()
 
     def tree(self) -> Tree:
         """The project as it is now.
@@ -76,16 +78,14 @@ class Project:
         """
         now = time.monotonic()
         if now >= self._next_scan or len(sys.modules) != self._modules or self._touched():
-            self._scan()
+            with self._lock:
+                self._scan()
             spent = time.monotonic() - now
             self._next_scan = time.monotonic() + max(0.02, 20 * spent)
         return self._tree
 
     def _touched(self) -> bool:
-        for path, stamp in self._watched:
-            if _stamp(path) != stamp:
-                return True
-        return False
+        return any(_stamp(path) != stamp for path, stamp in self._watched)
 
     def _scan(self) -> None:
         if len(sys.modules) != self._modules:
@@ -228,7 +228,8 @@ class _Walk:
     def __init__(self, root: Root, excludes: pathspec.GitIgnoreSpec) -> None:
         self._root = root
         self._excludes = excludes
-        self._ignores = [(folder, spec) for folder in _up_to_repository(root.path) if (spec := _ignore_file(folder))]
+        above = [] if root.everything else _up_to_repository(root.path)  # what is asked for by name travels
+        self._ignores = [(folder, spec) for folder in above if (spec := _ignore_file(folder))]
 
     def __iter__(self) -> Iterator[Path]:
         yield from self._folder(self._root.path, self._ignores, depth=0)

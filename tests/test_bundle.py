@@ -1,0 +1,207 @@
+"""bundle: skyfab as hosts get it, run where there is nothing but an interpreter."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyfab.bundle import Bundle, bundle
+
+LIBRARIES = ("fabric", "paramiko", "invoke", "rich", "pathspec", "numpy", "torch", "uv", "exceptiongroup")
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle's folder, as a host unpacks it."""
+    folder = tmp_path_factory.mktemp("a host's cache") / bundle().digest
+    with tarfile.open(fileobj=io.BytesIO(bundle().archive)) as tar:
+        for entry in tar:
+            path = folder / entry.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = tar.extractfile(entry)
+            assert content is not None
+            path.write_bytes(content.read())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter with the standard library and nothing else: no pip, no site-packages."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False, symlinks=True)
+    return folder / "bin" / "python"
+
+
+def run(bare: Path, unpacked: Path, code: str, *options: str) -> Any:
+    """Runs code on the bare interpreter, isolated, with only the bundle to import; returns the JSON it prints."""
+    code = f"import sys\nsys.path.insert(0, {str(unpacked)!r})\n{code}"
+    done = subprocess.run(
+        [str(bare), "-I", *options, "-c", code], capture_output=True, text=True, env={}, cwd="/", stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_bare_interpreter_is_bare(bare: Path, unpacked: Path) -> None:
+    """Else the tests below prove nothing."""
+    code = """
+import importlib.util, json
+print(json.dumps([name for name in {names!r} if importlib.util.find_spec(name)]))
+"""
+    assert run(bare, unpacked, code.format(names=LIBRARIES)) == []
+
+
+def test_everything_a_host_runs_can_be_imported_there(bare: Path, unpacked: Path) -> None:
+    code = """
+import json
+import skyfab, skyfab.agent.link, skyfab.agent.agent, skyfab.agent.rank, skyfab.agent.zygote, cloudpickle
+print(json.dumps([skyfab.__file__, skyfab.agent.rank.__file__, cloudpickle.__file__]))
+"""
+    for file in run(bare, unpacked, code):
+        assert file.startswith(str(unpacked))
+
+
+def test_every_module_of_the_host_side_can_be_imported_there(bare: Path, unpacked: Path) -> None:
+    """Also those that are imported only when they are needed."""
+    names = [
+        ".".join(path.relative_to(unpacked).with_suffix("").parts).removesuffix(".__init__")
+        for package in ("agent", "protocol")
+        for path in sorted((unpacked / "skyfab" / package).rglob("*.py"))
+    ]
+    assert len(names) > 10
+    assert run(bare, unpacked, f"import importlib, json\nprint(json.dumps([importlib.import_module(n).__name__ for n in {names!r}]))") == names
+
+
+def test_what_functions_use_works_there(bare: Path, unpacked: Path) -> None:
+    """The decorators, the rank's place and its share of the data, images, errors: with the standard library alone."""
+    code = """
+import json
+import skyfab as sky
+
+@sky.function(timeout=3)
+def double(x): return 2 * x
+
+@sky.stdout(only="head")
+@sky.function
+def quiet(): return 1
+
+call = double(21)
+image = sky.Image(pip=["numpy"], env={"A": "1"})
+error = sky.HostLost("gone", host="node1", hint="look")
+print(json.dumps([
+    double.fn(21), call.args[0], quiet.fn(), list(image.pip), sky.instance_info().world_size, sky.shard([1, 2, 3]), str(error),
+    isinstance(sky.BroadcastError("x", [ValueError("y")]), sky.SkyfabError),
+]))
+"""
+    assert run(bare, unpacked, code) == [42, 21, 1, ["numpy"], 1, [1, 2, 3], "node1: gone\nhint: look", True]
+
+
+def test_a_function_travels_there_and_back(bare: Path, unpacked: Path) -> None:
+    """Pickled and unpickled by the bundle's own cloudpickle, a closure and an error included."""
+    code = """
+import json
+from skyfab.protocol import codec
+import skyfab as sky
+
+def make(n):
+    return lambda x: x + n
+
+there = lambda value: codec.loads(codec.dumps(value).data)
+error = there(sky.RankDied("gone", exitcode=-9, host="node1", rank=2))
+print(json.dumps([there(make(2))(40), str(error), error.exitcode]))
+"""
+    assert run(bare, unpacked, code) == [42, "node1[2]: gone", -9]
+
+
+def test_the_link_imports_little(bare: Path, unpacked: Path) -> None:
+    """It stands between a person and the first result: none of the client's libraries, and none of the client."""
+    code = "import json\nbefore = set(sys.modules)\nimport skyfab.agent.link\nprint(json.dumps(sorted(set(sys.modules) - before)))"
+    loaded = run(bare, unpacked, code, "-S")
+    assert not [name for name in loaded if name.partition(".")[0] in LIBRARIES]
+    ours = [name for name in loaded if name.startswith("skyfab")]
+    assert set(ours) <= {"skyfab", "skyfab.agent", "skyfab.agent.link", "skyfab.protocol"}
+    slow = {"typing", "dataclasses", "inspect", "asyncio", "hashlib", "ssl", "subprocess", "logging", "pathlib", "tempfile"}
+    assert not slow & set(loaded)
+
+
+@pytest.mark.parametrize("module", ["skyfab.agent.link", "skyfab.agent.agent", "skyfab.agent.rank"])
+def test_the_host_side_pulls_none_of_the_client_even_where_that_is_installed(module: str) -> None:
+    """In this very environment, which has fabric, rich, invoke and paramiko."""
+    code = f"import sys, json, {module}\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = json.loads(done.stdout)
+    assert not [name for name in loaded if name.partition(".")[0] in LIBRARIES]
+    client = {"skyfab.session", "skyfab.compute", "skyfab.inventory", "skyfab.transport", "skyfab.ui", "skyfab.launch"}
+    assert not client & set(loaded)
+
+
+# ---- the archive
+
+
+def test_the_bundle_is_the_same_every_time() -> None:
+    """Two programs with the same skyfab share what is on a host: same digest, same bytes."""
+    code = "from skyfab.bundle import bundle\nimport hashlib\nprint(bundle().digest, hashlib.sha256(bundle().archive).hexdigest())"
+    shown = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, check=True, cwd=folder, env={**os.environ, "PYTHONHASHSEED": seed}
+        ).stdout
+        for seed, folder in (("1", "/"), ("2", "/tmp"))
+    }
+    assert len(shown) == 1
+    again = bundle.__wrapped__()
+    assert again.digest == bundle().digest
+    assert again.archive == bundle().archive
+
+
+def test_another_file_makes_another_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its content, its name, and where one ends and the next begins: all of that is in the digest."""
+    digests = set()
+    for files in (), (("a", b"1"),), (("a", b"2"),), (("b", b"1"),), (("a", b"1"), ("b", b"1")), (("a", b"1b1"),):
+        monkeypatch.setattr("skyfab.bundle._files", lambda files=files: iter(files))
+        digests.add(bundle.__wrapped__().digest)
+    assert len(digests) == 6
+
+
+def test_the_archive_holds_plain_files_with_plain_names() -> None:
+    with tarfile.open(fileobj=io.BytesIO(bundle().archive)) as tar:
+        entries = tar.getmembers()
+    names = [entry.name for entry in entries]
+    assert len(set(names)) == len(names)
+    for entry in entries:
+        assert entry.isfile()
+        assert not entry.name.startswith("/")
+        assert ".." not in entry.name.split("/")
+        assert entry.name.endswith(".py")
+        assert (entry.uid, entry.gid, entry.mtime, entry.uname) == (0, 0, 0, "")
+    assert names[0] == "__main__.py"
+    assert {"skyfab/__init__.py", "skyfab/agent/link.py", "cloudpickle/__init__.py"} <= set(names)
+
+
+def test_the_archive_leaves_out_what_no_host_needs() -> None:
+    with tarfile.open(fileobj=io.BytesIO(bundle().archive)) as tar:
+        names = tar.getnames()
+    assert not [name for name in names if name.startswith("skyfab/examples")]
+    assert not [name for name in names if "__pycache__" in name or "/tests/" in name]
+
+
+def test_the_bundle_is_small() -> None:
+    """It is sent to every new host before anything else."""
+    assert len(bundle().archive) < 200_000
+    assert gzip.decompress(bundle().archive)
+
+
+def test_the_bundle_is_a_value() -> None:
+    with pytest.raises(AttributeError):
+        bundle().digest = "x"  # type: ignore[misc]
+    assert isinstance(bundle(), Bundle)
+    assert len(bundle().digest) == 64

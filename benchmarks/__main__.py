@@ -12,10 +12,9 @@ from pathlib import Path
 from benchmarks import table
 from benchmarks.arena import Arena
 from benchmarks.facts import Facts
-from benchmarks.result import Result
+from benchmarks.result import Result, Skip
 from benchmarks.rows import ROWS, Row
 from benchmarks.scale import TASTE, Scale
-from benchmarks.skip import Skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", metavar="NAME", choices=[row.name for row in ROWS], help="one row")
     parser.add_argument("--size", type=int, metavar="MIB", help="of the large tensor (default: 1024)")
-    parser.add_argument("--quick", action="store_true", help="a taste of everything, in seconds; the figures say little")
+    parser.add_argument("--quick", action="store_true", help="a taste of everything, in seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     return parser
 

@@ -26,11 +26,16 @@ class Arena:
     @classmethod
     @contextmanager
     def open(cls, scale: Scale, *, hosts: int = 4) -> Iterator[Arena]:
-        """Starts a lab of its own. All its hosts are reached by the ssh program."""
+        """Starts a lab of its own."""
         with Lab.start(count=hosts, python=sys.executable) as lab:
-            found = Inventory.load(lab.inventory)
-            by_ssh = {name: replace(host, transport="openssh") for name, host in found.hosts.items()}
-            yield cls(lab=lab, inventory=replace(found, hosts=by_ssh), scale=scale)
+            yield cls.on(lab, scale)
+
+    @classmethod
+    def on(cls, lab: Lab, scale: Scale) -> Arena:
+        """The hosts of a lab that is up, reached by the ssh program."""
+        found = Inventory.load(lab.inventory)
+        by_ssh = {name: replace(host, transport="openssh") for name, host in found.hosts.items()}
+        return cls(lab=lab, inventory=replace(found, hosts=by_ssh), scale=scale)
 
     @property
     def hosts(self) -> list[Host]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -13,9 +15,8 @@ from benchmarks.arena import Arena
 from benchmarks.memory import OwnPeak, Peak
 from benchmarks.pipe import Pipe
 from benchmarks.remote import identity, make, swallow
-from benchmarks.result import Bar, Result
+from benchmarks.result import Bar, Result, Skip
 from benchmarks.sample import Sample, alternate
-from benchmarks.skip import Skip
 
 _GIB = 1024**3
 
@@ -25,7 +26,7 @@ class Bulk:
     about = "a tensor of 1 GiB out and back, against as much through `ssh host cat`; and the memory that it takes"
 
     def run(self, arena: Arena) -> Iterator[Result]:
-        cargo = Cargo.load(arena.scale.size * 1024**2)
+        cargo = Cargo.load(arena.scale.size * 1024**2, arena.scale.arrays)
         with arena.pool(arena.first) as compute:
             identity(cargo.library.ones(8)) >> compute  # the host imports it
             yield from self._memory(arena, compute, cargo)
@@ -46,8 +47,7 @@ class Bulk:
                 what=f"memory {side}",
                 unit="GiB",
                 ours=Sample.of(peak / _GIB),
-                # The bar is for 1 GiB; a smaller try is held against as many times its size.
-                bar=Bar(1.3 * cargo.size / _GIB, on="value"),
+                bar=Bar(cargo.size / _GIB + 0.3, on="value"),
             )
 
     def _rates(
@@ -74,24 +74,31 @@ class Bulk:
 
 @dataclass(frozen=True, slots=True)
 class Cargo:
-    """What is moved: an array of torch, else of numpy."""
+    """What is moved: an array of torch or numpy."""
 
     library: ModuleType
     array: Any
     view: memoryview
     """Its bytes."""
-    landing: memoryview
-    """As many bytes for a raw reader, already touched: it pays for no page faults."""
 
     @classmethod
-    def load(cls, size: int) -> Cargo:
-        library = _library()
+    def load(cls, size: int, libraries: Sequence[str]) -> Cargo:
+        library = _library(libraries)
         array = library.arange(size // 8)
-        return cls(library, array, memoryview(_numbers(array)).cast("B"), memoryview(bytearray(b"x") * size))
+        return cls(library, array, memoryview(_numbers(array)).cast("B"))
 
     @property
     def size(self) -> int:
         return len(self.view)
+
+    @contextmanager
+    def landing(self) -> Iterator[memoryview]:
+        """As much memory for a raw reader. It is new, as that of a result is, and mapped for the fewest page faults."""
+        with mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                area.madvise(mmap.MADV_HUGEPAGE)
+            with memoryview(area) as view:
+                yield view
 
     def refresh(self) -> None:
         """Makes it new: what a host has seen before need not be sent again."""
@@ -129,7 +136,8 @@ class Ferry:
     def both_raw(self) -> float:
         with self.arena.ssh(self.arena.first, "exec cat") as argv, Pipe(argv) as pipe:
             pipe.echo(b"ready")
-            return pipe.exchange(self.cargo.view, self.cargo.landing)
+            with self.cargo.landing() as landing:
+                return pipe.exchange(self.cargo.view, landing)
 
     def out_raw(self) -> float:
         with self.arena.ssh(self.arena.first, "echo ready; exec cat >/dev/null") as argv, Pipe(argv) as pipe:
@@ -144,18 +152,19 @@ class Ferry:
         command = f"echo ready; exec dd if=/dev/zero bs=1048576 count={count} 2>/dev/null"
         with self.arena.ssh(self.arena.first, command) as argv, Pipe(argv) as pipe:
             pipe.line()
-            started = time.perf_counter()
-            pipe.receive(self.cargo.landing)
-            return time.perf_counter() - started
+            with self.cargo.landing() as landing:
+                started = time.perf_counter()
+                pipe.receive(landing)
+                return time.perf_counter() - started
 
 
-def _library() -> ModuleType:
-    for name in ("torch", "numpy"):
+def _library(names: Sequence[str]) -> ModuleType:
+    for name in names:
         try:
             return __import__(name)
         except ImportError:
             continue
-    raise Skip("neither torch nor numpy is installed")
+    raise Skip(f"none of {', '.join(names)} is installed")
 
 
 def _numbers(array: Any) -> Any:

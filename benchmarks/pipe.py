@@ -70,11 +70,13 @@ class Pipe:
             source = source[os.write(self._in, source[: 4 * _PIPE]) :]
 
     def receive(self, sink: memoryview) -> None:
-        while sink:
-            got = os.readv(self._out, [sink[: 4 * _PIPE]])
+        done = 0
+        while done < len(sink):
+            with sink[done : done + 4 * _PIPE] as room:
+                got = os.readv(self._out, [room])
             if not got:
                 raise EOFError(f"{self._process.args!r:.200} ended with {self._process.wait()}")
-            sink = sink[got:]
+            done += got
 
     def finish(self) -> None:
         """Ends its input and waits until it has read all of it and ended."""

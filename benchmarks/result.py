@@ -8,6 +8,10 @@ from typing import Any, Literal
 from benchmarks.sample import Sample
 
 
+class Skip(Exception):
+    """Why there is no result: the machine lacks what the row compares with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """What a result must reach: a limit of its ratio, or of its own value."""

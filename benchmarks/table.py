@@ -11,7 +11,7 @@ from benchmarks.sample import Sample
 
 HEADINGS = ("row", "measured", "ours", "baseline", "ratio", "bar", "")
 _LEFT = {0, 1, 6}
-_COLOURS = {"ok": "green", "over": "bold red"}
+_COLOURS = {"ok": "green", "over": "bold red", "": ""}
 
 
 def show(results: Sequence[Result], notes: Sequence[str] = (), file: TextIO | None = None) -> None:
@@ -69,13 +69,15 @@ def _aligned(cell: str, width: int, column: int) -> str:
 def _show_rich(results: Sequence[Result], notes: Sequence[str], out: TextIO) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     for column, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="left" if column in _LEFT else "right", no_wrap=column != 1)
     for result in results:
-        table.add_row(*cells(result), style=None if result.bar else "dim")
-        table.columns[-1]._cells[-1] = f"[{_COLOURS[result.verdict]}]{result.verdict}[/]" if result.verdict else ""
+        *figures, verdict = cells(result)
+        plain = "" if result.bar else "dim"
+        table.add_row(*(Text(figure, plain) for figure in figures), Text(verdict, _COLOURS[verdict]))
     console = Console(file=out)
     console.print(table)
     for note in notes:

@@ -31,7 +31,8 @@ class Warm:
             def echoes() -> float:
                 return Sample(tuple(_times(lambda: pipe.echo(_MESSAGE), scale.calls))).median
 
-            calls(), echoes()  # the first ones find everything cold
+            calls()
+            echoes()  # the first ones find everything cold
             every.clear()
             ours, baseline = alternate(scale.blocks, calls, echoes)
         millis = [sample.each(lambda seconds: seconds * 1e3) for sample in (ours, baseline)]

@@ -403,6 +403,8 @@ class Session:
             else:
                 exchange.message = message
                 exchange.assembly = Assembly(parts, limit=_MEMORY)
+                if not exchange.assembly.missing:  # a long head, and nothing else
+                    self._complete(stream, exchange, message, exchange.assembly.buffers())
         elif isinstance(message, messages.Log):
             self._output[stream] = (message.seat, Lines("stdout" if message.fd == 1 else "stderr"))
         elif isinstance(message, messages.Exited):

@@ -29,6 +29,11 @@ TRANSPORTS = ("local", "fabric", "openssh")
 USERS = {"fabric": "ada", "openssh": "root"}
 """Who logs in, so that the same suite runs as root and as an ordinary user."""
 
+_LEFT_OUT = (
+    *("SSH_AUTH_SOCK", "SSH_ASKPASS", "SKYFAB_INVENTORY", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"),
+    "PYTHONUNBUFFERED",  # `local` inherits it, and would not buffer as hosts do
+)
+
 _home = pytest.StashKey[Path]()
 _lab = pytest.StashKey[Lab]()
 
@@ -45,7 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_home] = home
     (home / ".ssh").mkdir(mode=0o700)
     key = home / ".ssh" / "id_ed25519"  # a key that no host knows, as people have them
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True, stdin=subprocess.DEVNULL)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True, stdin=subprocess.DEVNULL
+    )
     (home / ".ssh" / "known_hosts").touch()
     settings = home / "ssh_config"
     settings.write_text(
@@ -53,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     os.environ["HOME"] = str(home)
     os.environ["SKYFAB_SSH_CONFIG"] = str(settings)
-    for name in ("SSH_AUTH_SOCK", "SSH_ASKPASS", "SKYFAB_INVENTORY", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+    for name in _LEFT_OUT:
         os.environ.pop(name, None)
 
 

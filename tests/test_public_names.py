@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 import inspect
 import re
@@ -175,6 +176,22 @@ def test_what_functions_use_loads_no_library() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.split() == []
+
+
+# ---- examples
+
+WITH_EXAMPLES = [
+    ".".join(("skyfab", *path.relative_to(SOURCE.parent).with_suffix("").parts)).removesuffix(".__init__")
+    for path in sorted(SOURCE.parent.rglob("*.py"))
+    if ">>> " in path.read_text()
+]
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
+def test_the_examples_in_docstrings_do_what_they_say(module: str) -> None:
+    done = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
+    assert done.attempted
+    assert not done.failed
 
 
 # ---- the tree of errors

@@ -100,7 +100,11 @@ class Rank:
             if head:
                 self._ready.append((stream, message, split(parts, payload[head:], self._blob)))
             else:
-                self._opening[stream] = (message, Assembly(parts, resolve=self._blob))
+                assembly = Assembly(parts, resolve=self._blob)
+                if assembly.missing:
+                    self._opening[stream] = (message, assembly)
+                else:  # a long head, and nothing else
+                    self._ready.append((stream, message, assembly.buffers()))
         elif kind == DATA:
             message, assembly = self._opening[stream]
             if assembly.advance(len(payload)):

@@ -204,7 +204,11 @@ class Seat:
         elif kind == HEAD:
             content = bytes(payload)
             mux.send(stream, content, large=True)
-            self._answer = (stream, inline_size(getattr(messages.decode(content), "parts", ())))
+            missing = inline_size(getattr(messages.decode(content), "parts", ()))
+            if missing:
+                self._answer = (stream, missing)
+            else:
+                self._close(stream)
 
     def _pause(self) -> None:
         self.paused = True

@@ -60,7 +60,7 @@ class Store:
 
     def lay_out(self, digest: str, files: Sequence[Sequence[str]]) -> str:
         """Makes the folder of a tree, all or nothing. Raises FileNotFoundError for a missing blob."""
-        target = os.path.join(self._trees, check_name(digest))
+        target = self.tree(digest)
         if os.path.isdir(target):
             os.utime(target)
             return target
@@ -79,9 +79,13 @@ class Store:
             _remove(draft)
         return target
 
+    def tree(self, digest: str) -> str:
+        """The folder of a tree, whether it is there or not."""
+        return os.path.join(self._trees, check_name(digest))
+
     def roots(self, digest: str) -> list[str]:
         """The folders of a tree that go onto `sys.path`, in order: they are numbered."""
-        folder = os.path.join(self._trees, check_name(digest))
+        folder = self.tree(digest)
         return [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
 
 

@@ -82,6 +82,11 @@ class Reader:
         self._kind = 0
         self._head = 0
 
+    @property
+    def pending(self) -> bool:
+        """A frame has begun and is not complete."""
+        return self._payload is not None or self._end > self._start or self._missing > 0
+
     def pump(self, recv_into: RecvInto) -> bool:
         """Reads once and hands over every frame that is now complete. False at the end of the stream.
 

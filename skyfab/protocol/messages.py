@@ -12,7 +12,7 @@ from skyfab.errors import ProtocolError
 
 TYPE_CHECKING = False  # see frames
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any, ClassVar, TypeVar
 
     from typing_extensions import dataclass_transform
@@ -93,12 +93,12 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "list[str]": list,
     "list[list[str]]": list,
 }
-_ELEMENTS: dict[str, type | tuple[type, ...]] = {
-    "Mapping[str, str]": str,
-    "Sequence[Part]": (int, list),
-    "list[int]": int,
-    "list[str]": str,
-    "list[list[str]]": list,
+_ELEMENTS: dict[str, Callable[[object], bool]] = {
+    "Mapping[str, str]": lambda inner: isinstance(inner, str),
+    "Sequence[Part]": lambda inner: type(inner) in (int, list),
+    "list[int]": lambda inner: type(inner) is int,
+    "list[str]": lambda inner: isinstance(inner, str),
+    "list[list[str]]": lambda inner: isinstance(inner, list) and all(isinstance(word, str) for word in inner),
 }
 _OFTEN = (b'{"op":"call"', b'{"op":"result"')
 
@@ -323,7 +323,7 @@ def _decode(data: bytes) -> Message:
         value = getattr(message, name)
         fits = isinstance(value, whole) and (whole is bool or not isinstance(value, bool))
         if fits and element is not None:
-            fits = all(isinstance(inner, element) for inner in (value.values() if isinstance(value, dict) else value))
+            fits = all(map(element, value.values() if isinstance(value, dict) else value))
         if not fits:
             raise ProtocolError(f"{kind.op}.{name} is a {type(value).__name__} that does not belong there")
     return message

@@ -55,7 +55,6 @@ def read_all(wire: bytes, sizes: list[int], *, scratch: int = 64 * 1024) -> list
     recv = Trickle(wire, sizes)
     while reader.pump(recv):
         pass
-    assert not reader.pending
     return collector.frames
 
 
@@ -124,15 +123,15 @@ def test_a_control_payload_is_whole_when_it_outgrows_the_scratch_memory() -> Non
     assert read_all(b"".join(frame(*one) for one in sent), [70_000, 3, 16, 999]) == sent
 
 
-def test_pending_says_whether_a_frame_was_cut() -> None:
-    """The owner tells an end between frames from an end inside one."""
-    whole = frame(HEAD, 1, b"head") + frame(DATA, 1, b"x" * 100)
-    for cut in range(len(whole) + 1):
-        reader = Reader(Collector(), size=32)
-        recv = Trickle(whole[:cut], [])
-        while reader.pump(recv):
-            pass
-        assert reader.pending == (cut not in (0, 20, len(whole))), f"cut after {cut} bytes"
+def test_a_stream_that_ends_inside_a_frame_hands_over_what_was_whole() -> None:
+    """Cut after any byte: the frames before the cut arrive, the one under it does not."""
+    sent = [(HEAD, 1, b"head", 4), (DATA, 1, b"x" * 100, 0), (PING, 0, b"", 0)]
+    wire = b"".join(frame(*one) for one in sent)
+    ends = [20, 136, 152]
+    assert ends[-1] == len(wire)
+    for cut in range(len(wire) + 1):
+        for scratch in (32, 65_536):
+            assert read_all(wire[:cut], [], scratch=scratch) == [one for one, end in zip(sent, ends, strict=True) if end <= cut]
 
 
 def test_blocking_is_passed_on_and_nothing_is_lost() -> None:
@@ -202,14 +201,15 @@ def test_an_oversized_length_is_refused_before_anything_is_allocated(kind: int, 
 
 def test_a_control_frame_costs_memory_only_as_it_arrives() -> None:
     """A host that announces 4 MiB and sends nothing has cost nothing."""
-    reader = Reader(Collector())
+    collector = Collector()
+    reader = Reader(collector)
     tracemalloc.start()
     try:
         reader.pump(Trickle(HEADER.pack(HEAD, 0, 1, LIMIT) + b"x", []))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert reader.pending
+    assert collector.frames == []
     assert peak < 100_000
 
 

@@ -100,7 +100,7 @@ SAMPLES: dict[str, list[Any]] = {
     "float": [1.5, None, "1", True, [], {}],
     "float | None": [1.5, "1", True, [], {}],
     "Sequence[Part]": [[1], None, 1, "1", {}, True],
-    "list[int]": [[1], None, 1, "1", {}, ["1"], [None], [1.5], [True], [[1]]],
+    "list[int]": [[1], None, 1, "1", {}, ["1"], [None], [1.5], [[1]]],
     "list[str]": [["text"], None, "text", {}, [1], [None], [["text"]], [{}]],
     "list[list[str]]": [[["path", "name"]], None, "text", {}, [1], ["ab"], [["path", 1]], [[None]], [{}], [[[]]]],
     "Mapping[str, str]": [{"A": "1"}, None, [], "text", {"A": 1}, {"A": None}, {"A": []}],

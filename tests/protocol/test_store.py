@@ -37,6 +37,11 @@ def put(store: Store, content: bytes, *, keep: bool = False) -> str:
     return name
 
 
+def place_of(store: Store, digest: str) -> Path:
+    """Where a tree is laid out."""
+    return Path(store.folders[1]).parent / "trees" / digest
+
+
 def files(folder: Path) -> list[str]:
     """Every file below a folder, by its relative path."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
@@ -241,7 +246,8 @@ def test_parts_of_a_call_come_from_the_store(store: Store) -> None:
 def test_a_tree_is_laid_out_with_all_its_files(store: Store) -> None:
     one, two = put(store, b"one"), put(store, b"two", keep=True)
     target = Path(store.lay_out(TREE, [["0/a.py", one], ["0/pkg/b.py", two], ["1/ü x.py", one], ["0/c'\n.py", two]]))
-    assert target == Path(store.tree(TREE))
+    assert target == place_of(store, TREE)
+    assert store.roots(TREE) == [str(target / "0"), str(target / "1")]
     assert files(target) == sorted(["0/a.py", "0/pkg/b.py", "1/ü x.py", "0/c'\n.py"])
     assert (target / "0/pkg/b.py").read_bytes() == b"two"
 
@@ -296,7 +302,7 @@ def test_a_hostile_path_is_refused_and_nothing_is_written(store: Store, tmp_path
     with pytest.raises((ProtocolError, OSError)):
         store.lay_out(TREE, [["good.py", one], [path.replace("/etc", str(outside)), one]])
     assert files(tmp_path) == [f"cache/blobs/{one}"]
-    assert not Path(store.tree(TREE)).exists()
+    assert not place_of(store, TREE).exists()
 
 
 def test_a_file_cannot_be_a_folder_too(store: Store, tmp_path: Path) -> None:
@@ -319,7 +325,7 @@ def test_a_tree_has_a_sha256_for_a_name(store: Store, tmp_path: Path, digest: st
     with pytest.raises(ProtocolError):
         store.lay_out(digest, [])
     with pytest.raises(ProtocolError):
-        store.tree(digest)
+        store.roots(digest)
     assert files(tmp_path) == []
 
 
@@ -339,7 +345,8 @@ def test_a_blob_that_is_a_link_to_elsewhere_does_not_make_the_tree_one(store: St
 def test_what_an_agent_left_half_done_does_not_get_into_a_new_tree(store: Store) -> None:
     """Process numbers come again: a draft that a crash left behind belongs to nobody."""
     one = put(store, b"one", keep=True)
-    for stale in (f"{store.tree(TREE)}.{os.getpid()}.tmp", f"{store.tree(TREE)}.tmp", f"{store.tree(TREE)}-draft"):
+    for stale in (f".{os.getpid()}.tmp", ".tmp", "-draft"):
+        stale = f"{place_of(store, TREE)}{stale}"
         Path(stale).mkdir(parents=True)
         Path(stale, "stale.py").write_text("old")
     assert files(Path(store.lay_out(TREE, [["a.py", one]]))) == ["a.py"]

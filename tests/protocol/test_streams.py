@@ -153,7 +153,7 @@ def test_data_is_sent_as_views_of_the_callers_memory() -> None:
 def test_a_receiver_that_uses_nothing_is_sent_one_window_of_credit_and_no_more() -> None:
     """Other streams go on meanwhile, and the stalled one goes on once its data is used."""
     pair = Pair(uses=False)
-    pair.a.say(1, content(1, 6 * MB))
+    pair.a.say(1, content(1, CREDIT_WINDOW + 2 * MB))
     pair.settle()
     assert len(pair.b.bodies[1]) == CREDIT_WINDOW
     pair.a.say(3, content(3, 3 * MB))
@@ -177,16 +177,12 @@ def test_unheard_data_is_bounded_by_the_window() -> None:
     """Into a connection that swallows everything and answers nothing goes one window, not the whole gigabyte."""
     pair = Pair()
     pair.settle()
-    pair.a.mux.send(1, b"head", [memoryview(bytearray(CREDIT_WINDOW))] * 8)
-    for stream in range(3, 40, 2):
-        pair.a.mux.send(stream, b"head", [memoryview(bytearray(CREDIT_WINDOW))])
-    before = pair.a.mux.bytes_out
-    pair.a.sink = Wire()
+    for stream in range(1, 41, 2):
+        pair.a.mux.send(stream, b"head", [memoryview(bytearray(CREDIT_WINDOW))] * 3)
     pair.a.sink.cut(0)
+    before = pair.a.mux.bytes_out
     assert pair.a.flush()
-    taken = pair.a.mux.bytes_out - before
-    assert taken <= pair.a.mux.window.size + frames.CHUNK + 40 * 64
-    assert sum(sent.size for sent in pair.a.mux._unacked) <= pair.a.mux.window.size + frames.CHUNK
+    assert pair.a.mux.bytes_out - before <= pair.a.mux.window.size + frames.CHUNK + 40 * 64
     assert not pair.a.mux.has_output
 
 
@@ -214,7 +210,7 @@ def test_forget_drops_what_waits_and_leaves_the_others_alone() -> None:
     assert pair.a.mux.queued(1) == 0
     pair.a.mux.send(1, b"ended")
     pair.settle()
-    assert pair.b.heads[-1] == (1, b"ended") or (1, b"ended") in pair.b.heads
+    assert pair.b.heads[-1] == (1, b"ended")
     assert len(pair.b.bodies[1]) < MB
     assert pair.b.bodies[3] == pair.a.sent_bodies[3]
 

@@ -62,11 +62,15 @@ def folders(host: LabHost) -> set[str]:
 
 
 def left(looks: Sequence[Callable[[], set[str]]], before: set[str] | None = None, timeout: float = 10.0) -> set[str]:
-    """What is there now and was not before, once it no longer goes away by itself."""
+    """What is there now and was not before, once it no longer goes away by itself.
+
+    What follows a colon only describes a trace: a process may have become another program.
+    """
+    known = {trace.partition(": ")[0] for trace in before or ()}
     deadline = time.monotonic() + timeout
     collected = False
     while True:
-        found = {trace for look in looks for trace in look()} - (before or set())
+        found = {trace for look in looks for trace in look() if trace.partition(": ")[0] not in known}
         if not found or time.monotonic() > deadline:
             return found
         if not collected:

@@ -1,5 +1,0 @@
-"""Why a row cannot be measured here."""
-
-
-class Skip(Exception):
-    """The machine lacks what the row compares with."""

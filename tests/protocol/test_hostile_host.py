@@ -1,0 +1,413 @@
+"""A session with a host that lies: it cannot hang this side, fill its memory, or raise anything but a typed error.
+
+The host is a puppet at the seam between session and transport: one end of a socketpair that a test writes to by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import cloudpickle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import skyfab as sky
+from skyfab.bundle import bundle
+from skyfab.inventory import Host
+from skyfab.launch import Launch, local_python
+from skyfab.output import Lines
+from skyfab.protocol import VERSION, messages
+from skyfab.protocol.blobs import name_of
+from skyfab.protocol.frames import (
+    ACK,
+    BYE,
+    COUNT,
+    CREDIT,
+    DATA,
+    HEAD,
+    HEADER,
+    HELLO,
+    KINDS,
+    LIMIT,
+    PING,
+    PONG,
+    frame,
+)
+from skyfab.session import Session
+
+SESSION = "0123456789abcdef"
+NAME = name_of(b"x")
+
+
+class Stream:
+    """Our end of the socketpair, as a transport's stream."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        end.setblocking(False)
+        self._sink = os.dup(end.fileno())
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def sink(self) -> int | None:
+        return self._sink
+
+    def recv_into(self, view: memoryview) -> int:
+        return self._socket.recv_into(view)
+
+    def send(self, buffers: Sequence[bytes | memoryview]) -> int:
+        return self._socket.sendmsg(buffers)
+
+    def explain(self) -> Exception:
+        return sky.HostLost("the connection ended", host="node")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        os.close(self._sink)
+
+
+class Puppet:
+    """A transport whose host says what it is told to."""
+
+    def __init__(self) -> None:
+        self._ours, self.host = socket.socketpair()
+        self.host.sendall(f"=skyfab={SESSION}=link\n".encode())
+
+    def open(self, command: str) -> Stream:
+        return Stream(self._ours)
+
+    def close(self) -> None:
+        pass
+
+    def say(self, data: bytes) -> None:
+        """Until it is sent, or the other side has hung up."""
+        with contextlib.suppress(OSError):
+            self.host.sendall(data)
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self.lost_with: list[Exception] = []
+        self.exits: list[str] = []
+
+    def wrote(self, seat: str, lines: Lines) -> None:
+        self.lines += lines
+
+    def exited(self, seat: str, text: str) -> None:
+        self.exits.append(seat)
+
+    def lost(self, error: Exception) -> None:
+        self.lost_with.append(error)
+
+
+def hello(**changes: Any) -> bytes:
+    about = {
+        "protocol": VERSION,
+        "received": 0,
+        "python": local_python(),
+        "cloudpickle": cloudpickle.__version__,
+        "hostname": "node",
+        "address": "10.0.0.1",
+        "gpus": 0,
+        "cpus": 1,
+        "platform": "linux",
+        "pid": 1,
+    }
+    return frame(HELLO, 0, messages.AgentHello(**{**about, **changes}).encode())
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[tuple[Session, Puppet, Listener]]:
+    host = Host(name="node")
+    puppet, listener = Puppet(), Listener()
+    made = Launch(host=host, session=SESSION, bundle=bundle(), python=local_python())
+    session = Session(host, puppet, made, listener, lease=5)
+    try:
+        yield session, puppet, listener
+    finally:
+        puppet.host.close()
+        began = time.monotonic()
+        session.close()
+        assert time.monotonic() - began < 15
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[tuple[Session, Puppet, Listener]]:
+    """A session with a host that has introduced itself properly, and then does as the test says."""
+    with prepared() as (session, puppet, listener):
+        puppet.say(hello())
+        session.open()
+        yield session, puppet, listener
+
+
+def outcome(session: Session, puppet: Puppet, answer: bytes, message: messages.Message | None = None) -> Any:
+    """Asks the host something, lets it answer with these bytes, and hang up; the reply, or what was raised."""
+    replies: list[object] = []
+
+    def ask() -> None:
+        try:
+            replies.append(session.ask(message or messages.Has(names=[])))
+        except BaseException as error:
+            replies.append(error)
+
+    caller = threading.Thread(target=ask)
+    caller.start()
+    while not session._exchanges and caller.is_alive():
+        time.sleep(0.001)
+    puppet.say(answer)
+    with contextlib.suppress(OSError):
+        puppet.host.shutdown(socket.SHUT_WR)
+    caller.join(30)
+    assert not caller.is_alive(), "the call hangs"
+    return replies[0]
+
+
+def head(stream: int, message: messages.Message | bytes, data: bytes = b"", *, large: bool = False) -> bytes:
+    """A message as the wire carries it."""
+    content = message if isinstance(message, bytes) else message.encode()
+    return frame(HEAD, stream, content + data, 0 if large else len(content))
+
+
+# ---- the introduction
+
+
+def test_a_proper_host_is_heard() -> None:
+    """Else the tests below prove nothing."""
+    with opened() as (session, puppet, _):
+        assert outcome(session, puppet, head(1, messages.Missing(names=["a"]))) == messages.Missing(names=["a"])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        hello(protocol=VERSION + 1),
+        hello(python="2.7"),
+        hello(python="3.11; rm -rf /"),
+        hello(cloudpickle="0.0.1"),
+        hello(received=1),
+        frame(HELLO, 0, b""),
+        frame(HELLO, 0, b"[" * 100_000),
+        frame(HELLO, 0, messages.Done().encode()),
+        frame(HELLO, 0, b'{"op":"agent"}'),
+        frame(BYE, 0, b"no"),
+        head(1, messages.Done()) + hello(),
+        frame(DATA, 1, b"x") + hello(),
+        HEADER.pack(HELLO, 0, 0, 2**60),
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"Traceback (most recent call last):\n  File ...\n",
+        b"",
+    ],
+    ids=lambda said: ascii(said[:40]),
+)
+def test_a_host_that_does_not_introduce_itself_is_refused(said: bytes) -> None:
+    """Versions are compared, and nonsense refused, before anything else is believed."""
+    with prepared() as (session, puppet, _):
+        puppet.say(said)
+        puppet.host.shutdown(socket.SHUT_WR)
+        with pytest.raises(sky.SkyfabError) as caught:
+            session.open()
+        assert len(str(caught.value)) < 1000
+        with pytest.raises(sky.SkyfabError):
+            session.send(messages.Has(names=[]))
+
+
+def test_hello_twice_is_refused() -> None:
+    with opened() as (session, puppet, _):
+        assert isinstance(outcome(session, puppet, hello()), sky.SkyfabError)
+
+
+# ---- answers
+
+
+ANSWERS = {
+    "an exabyte": head(1, messages.Result(parts=[1 << 60]), large=True),
+    "more than a number holds": head(1, b'{"op":"result","parts":[%d]}' % 10**40, large=True),
+    "a negative size": head(1, b'{"op":"result","parts":[-5]}', large=True),
+    "a size that is no number": head(1, b'{"op":"result","parts":["5"]}'),
+    "parts that are none": head(1, b'{"op":"result","parts":5}'),
+    "deep nesting": head(1, b'{"op":"result","parts":' + b"[" * 950 + b"]" * 950 + b"}"),
+    "a blob of ours": head(1, messages.Result(parts=[[NAME, 3]])),
+    "a file of ours": head(1, messages.Result(parts=[["../../etc/passwd", 3]])),
+    "more data than announced": head(1, messages.Result(parts=[1]), b"xyz"),
+    "less data than announced": head(1, messages.Result(parts=[5]), b"xyz"),
+    "a million parts": head(1, messages.Result(parts=[1] * 1_000_000), large=True),
+    "data before its message": frame(DATA, 1, b"x"),
+    "too much data": head(1, messages.Result(parts=[100_000]), large=True) + frame(DATA, 1, bytes(100_001)),
+    "data across two parts": head(1, messages.Result(parts=[50_000, 50_000]), large=True) + frame(DATA, 1, bytes(60_000)),
+    "half an answer": head(1, messages.Result(parts=[100_000]), large=True) + frame(DATA, 1, bytes(99_999)),
+    "half a frame": head(1, messages.Missing(names=[]))[:-3],
+    "no JSON": head(1, b"\xff\xfe"),
+    "an unknown message": head(1, b'{"op":"format_disk"}'),
+    "a request": head(1, messages.Has(names=[])),
+    "a hello as an answer": head(1, messages.ClientHello(protocol=VERSION, received=0, lease=1.0, name="x")),
+    "an acknowledgement of what was not sent": frame(ACK, 0, COUNT.pack(2**63)),
+    "a short count": frame(ACK, 0, b"x"),
+    "a frame too large": HEADER.pack(DATA, 0, 1, LIMIT + 1),
+    "an unknown kind": HEADER.pack(99, 0, 1, 0),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_a_bad_answer_is_a_typed_error_for_whoever_asked(answer: bytes) -> None:
+    """At once, without a hang and without its weight in memory; whoever asks next is told too."""
+    with opened() as (session, puppet, _):
+        tracemalloc.start()
+        try:
+            found = outcome(session, puppet, answer)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert isinstance(found, (sky.SkyfabError, messages.Message))
+        if isinstance(found, messages.Message):  # understood, and of no use: the caller looks at what it got
+            assert answer in (ANSWERS["a request"], ANSWERS["a hello as an answer"])
+        else:
+            assert len(str(found)) < 1000
+        assert peak < 40_000_000
+
+
+def test_a_wrong_answer_ends_the_host_and_not_the_program() -> None:
+    """Everybody who waits is told, and the pool that the host is lost."""
+    with opened() as (session, puppet, listener):
+        errors: list[Exception] = []
+        for _ in range(5):
+            session.send(messages.Has(names=[]), answer=lambda *_: None, failure=errors.append)
+        puppet.say(HEADER.pack(99, 0, 0, 0))
+        session.wait(lambda: len(errors) == 5 and bool(listener.lost_with), timeout=20)
+        assert len(errors) == 5
+        assert len(listener.lost_with) == 1
+        with pytest.raises(sky.SkyfabError):
+            session.send(messages.Has(names=[]))
+
+
+def test_an_answer_that_comes_twice_is_taken_once() -> None:
+    with opened() as (session, puppet, _):
+        replies: list[object] = []
+        session.send(messages.Has(names=[]), answer=lambda reply, _: replies.append(reply))
+        session.send(messages.Has(names=[]), answer=lambda reply, _: replies.append(reply))
+        puppet.say(head(1, messages.Done(text="1")) * 2 + head(3, messages.Done(text="3")))
+        assert session.wait(lambda: len(replies) == 2, timeout=20)
+        assert replies == [messages.Done(text="1"), messages.Done(text="3")]
+
+
+def test_an_answer_nobody_asked_for_is_ignored() -> None:
+    with opened() as (session, puppet, _):
+        answer = head(99, messages.Result(parts=[]), b"") + head(1, messages.Done())
+        assert outcome(session, puppet, answer) == messages.Done()
+
+
+# ---- floods
+
+
+def growth(session: Session, puppet: Puppet, flood: bytes, times: int) -> int:
+    """How much memory this side holds after the flood; the host hears nothing of what is answered."""
+    replies: list[object] = []
+    session.send(messages.Has(names=[]), answer=lambda reply, _: replies.append(reply), failure=replies.append)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        writer = threading.Thread(target=lambda: [puppet.say(flood) for _ in range(times)] + [puppet.say(head(1, messages.Done()))])
+        writer.start()
+        assert session.wait(lambda: bool(replies), timeout=60), "the flood is not through"
+        with contextlib.suppress(OSError):
+            puppet.host.shutdown(socket.SHUT_RDWR)
+        writer.join()
+        now, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return now - before
+
+
+FLOODS = {
+    "pings": frame(PING) * 4000,
+    "pongs": frame(PONG) * 4000,
+    "credits": b"".join(frame(CREDIT, n, COUNT.pack(2**63)) for n in range(4000)),
+    "goodbyes": frame(BYE, 0, b"x" * 100) * 1000,
+    "answers nobody asked for": b"".join(head(2 * n + 1001, messages.Done()) for n in range(2000)),
+    "exits of nobody": head(0, messages.Exited(seat="x", text="y", exitcode=1)) * 1000,
+    "lines without end": head(2, messages.Log(seat="0", fd=1), large=True) + frame(DATA, 2, b"x" * 100_000) * 10,
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+def test_a_flood_costs_no_memory(flood: bytes) -> None:
+    """However much comes, what is kept does not grow with it."""
+    with opened() as (session, puppet, listener):
+        listener.wrote = lambda *_: None  # type: ignore[method-assign]
+        listener.exited = lambda *_: None  # type: ignore[method-assign]
+        assert growth(session, puppet, flood, 20) < 3_000_000
+
+
+@pytest.mark.parametrize("what", ["data", "logs"])
+def test_endless_new_streams_cost_no_memory(what: str) -> None:
+    """A host that opens stream after stream is refused, or its streams are not remembered."""
+    with opened() as (session, puppet, _):
+        log = messages.Log(seat="0", fd=1)
+        sent = b"".join(
+            frame(DATA, n, b"x") if what == "data" else head(n, log, large=True) for n in range(2, 200_002, 2)
+        )
+        assert growth(session, puppet, sent, 1) < 3_000_000
+
+
+def test_a_host_that_never_reads_does_not_hang_the_client() -> None:
+    """Sending goes on in the background, closing does not wait for it."""
+    with opened() as (session, _, _):
+        began = time.monotonic()
+        for _ in range(3):
+            session.send(messages.Blob(name=NAME, parts=[8_000_000]), [bytes(8_000_000)])
+        assert time.monotonic() - began < 10
+        session.close()
+        assert time.monotonic() - began < 20
+
+
+# ---- anything at all
+
+
+wire = st.lists(
+    st.one_of(
+        st.binary(max_size=60),
+        st.builds(
+            lambda kind, stream, payload, head: frame(kind, stream, payload, min(head, len(payload))),
+            st.sampled_from([*sorted(KINDS)]),
+            st.sampled_from([0, 1, 2, 3, 7, 2**32 - 1]),
+            st.one_of(
+                st.binary(max_size=30),
+                st.sampled_from(
+                    [
+                        messages.Done().encode(),
+                        messages.Result(parts=[3]).encode(),
+                        messages.Result(parts=[70_000]).encode(),
+                        messages.Log(seat="0", fd=1).encode(),
+                        messages.Exited(seat="0", text="", exitcode=0).encode(),
+                        COUNT.pack(0),
+                        COUNT.pack(1),
+                        COUNT.pack(2**64 - 1),
+                    ]
+                ),
+            ),
+            st.sampled_from([0, 0, 8, 12, 60]),
+        ),
+    ),
+    max_size=12,
+).map(b"".join)
+
+
+@settings(deadline=None, max_examples=60)
+@given(wire)
+def test_whatever_a_host_says_the_caller_gets_an_answer_or_a_typed_error(said: bytes) -> None:
+    """Random bytes and random frames, valid and not, in any order: no hang, and no exception but ours."""
+    with opened() as (session, puppet, _):
+        found = outcome(session, puppet, said)
+        assert isinstance(found, (messages.Message, sky.SkyfabError)), repr(found)

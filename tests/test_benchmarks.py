@@ -1,0 +1,226 @@
+"""The benchmark's arithmetic and its table are right, and every row runs on the lab. Speed itself is not tested."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as program
+from benchmarks import table
+from benchmarks.arena import Arena
+from benchmarks.facts import Facts
+from benchmarks.memory import OwnPeak, Peak
+from benchmarks.result import Bar, Result, Skip
+from benchmarks.rows import ROWS, Row
+from benchmarks.sample import Sample, alternate
+from benchmarks.scale import TASTE
+from skyfab.lab import Lab
+
+# ---- statistics
+
+
+def test_noise_is_half_the_distance_between_the_quartiles() -> None:
+    sample = Sample.of(1, 2, 3, 4, 5)
+    assert sample.median == 3
+    assert sample.noise == pytest.approx(1 / 3)
+
+
+def test_one_outlier_moves_neither_median_nor_noise_much() -> None:
+    sample = Sample.of(10, 10, 10, 11, 11, 1000)
+    assert sample.median == 10.5
+    assert sample.noise < 0.1
+
+
+def test_a_single_value_has_no_noise() -> None:
+    assert Sample.of(7).noise == 0
+    assert Sample.of(7).percentile(99) == 7
+
+
+def test_percentile() -> None:
+    assert Sample(tuple(range(101))).percentile(99) == 99
+
+
+def test_a_machine_that_slows_down_does_not_change_the_ratio() -> None:
+    baseline = Sample.of(1, 2, 4, 8)
+    ours = baseline.each(lambda value: 3 * value)
+    assert ours.over(baseline).median == 3
+    assert ours.over(baseline).noise == 0
+
+
+def test_measures_take_turns_and_none_is_always_first() -> None:
+    order: list[str] = []
+
+    def measure(name: str, value: float) -> float:
+        order.append(name)
+        return value
+
+    a, b = alternate(3, lambda: measure("a", 1), lambda: measure("b", 2))
+    assert "".join(order) == "abbaab"
+    assert a.values == (1, 1, 1)
+    assert b.values == (2, 2, 2)
+
+
+# ---- results
+
+
+def result(**changes: object) -> Result:
+    figures = {"unit": "ms", "ours": Sample.of(0.3, 0.3), "baseline": Sample.of(0.1, 0.1)}
+    rest = {"row": "warm", "what": "no-op", "against": "echo", "bar": Bar(3.1)}
+    return Result(**{**figures, **rest, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("bar", "verdict"),
+    [
+        (Bar(3.1), "ok"),
+        (Bar(2.9), "over"),
+        (Bar(2.9, "at least"), "ok"),
+        (Bar(3.1, "at least"), "over"),
+        (Bar(0.3, on="value"), "ok"),
+        (Bar(0.2, on="value"), "over"),
+        (None, ""),
+    ],
+)
+def test_verdict(bar: Bar | None, verdict: str) -> None:
+    assert result(bar=bar).verdict == verdict
+
+
+def test_a_ratio_of_unequal_numbers_of_measurements_is_that_of_the_medians() -> None:
+    ratio = result(ours=Sample.of(4, 6, 8)).ratio
+    assert ratio is not None
+    assert ratio.values == pytest.approx((60,))
+
+
+def test_a_bar_on_the_ratio_needs_a_baseline() -> None:
+    with pytest.raises(ValueError, match="baseline"):
+        result(baseline=None)
+
+
+def test_a_result_is_json() -> None:
+    document = json.loads(json.dumps(result().document()))
+    assert document["ratio"]["median"] == pytest.approx(3)
+    assert document["bar"] == {"limit": 3.1, "sense": "at most", "on": "ratio"}
+    assert document["verdict"] == "ok"
+
+
+# ---- the table
+
+
+def test_the_table_is_aligned_text() -> None:
+    bar = Bar(1.3, on="value")
+    memory = result(row="bulk", what="memory here", unit="GiB", ours=Sample.of(1.5), baseline=None, bar=bar)
+    lines = table.text([result(), result(what="longer than that", bar=None), memory])
+    assert lines == [
+        "row   measured                  ours             baseline      ratio         bar",
+        "warm  no-op             0.300 ms ±0%  0.100 ms ±0% (echo)  3.00× ±0%     ≤ 3.10×  ok",
+        "warm  longer than that  0.300 ms ±0%  0.100 ms ±0% (echo)  3.00× ±0%",
+        "bulk  memory here           1.50 GiB                                  ≤ 1.30 GiB  over",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0987, "0.099 ms"), (1.234, "1.23 ms"), (56.78, "56.8 ms"), (345.6, "346 ms"), (192750.1, "192,750 ms")],
+)
+def test_numbers_show_three_digits(value: float, shown: str) -> None:
+    assert table.number(value, "ms") == shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_and_a_file_show_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = []
+    for out in (Terminal(), io.StringIO()):
+        table.show([result(), result(bar=None)], ["2 cores"], out)
+        shown.append(re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).split())
+    assert shown[0] == shown[1]
+
+
+# ---- the program
+
+
+class Fails:
+    name, about = "fails", "a row that breaks"
+
+    def run(self, arena: Arena) -> Iterator[Result]:
+        yield result(row="fails")
+        raise RuntimeError("no such luck")
+
+
+class Lacks:
+    name, about = "lacks", "a row that cannot be measured"
+
+    def run(self, arena: Arena) -> Iterator[Result]:
+        raise Skip("execnet is not installed")
+        yield
+
+
+class Works:
+    name, about = "works", "a row"
+
+    def run(self, arena: Arena) -> Iterator[Result]:
+        yield result(row="works")
+
+
+def test_a_row_that_breaks_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    results, notes = program.measure([Fails(), Lacks(), Works()], None)  # type: ignore[arg-type]
+    assert [found.row for found in results] == ["fails", "works"]
+    assert notes == ["fails crashed: RuntimeError: no such luck", "lacks skipped: execnet is not installed"]
+    assert "no such luck" in capsys.readouterr().err
+
+
+def test_names_of_rows_differ() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+def test_only_takes_the_name_of_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program.main(["--only", "lukewarm"])
+    assert ended.value.code == 2
+    assert "warm" in capsys.readouterr().err
+
+
+# ---- memory
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="no /proc here")
+
+
+@needs_proc
+def test_the_peak_counts_what_was_held_for_a_moment_only() -> None:
+    with OwnPeak() as peak:
+        block = bytearray(b"x") * (64 << 20)
+        del block
+    assert 60 << 20 < peak.above < 80 << 20
+
+
+@needs_proc
+def test_a_process_that_is_gone_holds_nothing() -> None:
+    with Peak([2**22 + 1]) as peak:
+        pass
+    assert peak.above == 0
+
+
+# ---- on the lab
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_taste_of_every_row(row: Row, lab: Lab) -> None:
+    results = list(row.run(Arena.on(lab, TASTE)))
+    assert results
+    assert all(found.row == row.name and found.ours.median > 0 for found in results)
+    assert table.text(results)
+
+
+@pytest.mark.lab
+def test_the_facts_name_the_cipher_that_is_used(lab: Lab) -> None:
+    assert "aes128-gcm@openssh.com" in str(Facts.of(Arena.on(lab, TASTE)))

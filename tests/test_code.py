@@ -1,0 +1,839 @@
+"""Code: whatever a person runs, however it is started, its own functions and modules are there on the host.
+
+Each test writes a small project and runs it as people do. A program ends by printing one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyfab.lab import Lab
+
+pytestmark = pytest.mark.lab
+
+
+class Program:
+    """A project in a folder of its own, and the one host that it uses."""
+
+    def __init__(self, folder: Path, host: str, inventory: Path) -> None:
+        self.folder = folder
+        self.env = {**os.environ, "WHERE": host, "SKYFAB_INVENTORY": str(inventory), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.env.pop("PYTHONPATH", None)
+
+    def write(self, files: Mapping[str, str]) -> None:
+        for name, text in files.items():
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(text).lstrip("\n"))
+
+    def start(self, *words: str, cwd: str = "", **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, *words],
+            cwd=self.folder / cwd,
+            env={**self.env, **env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *words: str, stdin: str = "", cwd: str = "", **env: str) -> tuple[int, str, str]:
+        """Its exit code, and what it said on stdout and stderr."""
+        with self.start(*words, cwd=cwd, **env) as running:
+            out, err = running.communicate(stdin, timeout=60)
+        return running.returncode, out, err
+
+    def __call__(self, *words: str, stdin: str = "", cwd: str = "", **env: str) -> Any:
+        """What the program found, once it has ended well."""
+        code, out, err = self.run(*words, stdin=stdin, cwd=cwd, **env)
+        assert code == 0, err
+        assert out, err
+        return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture
+def program(lab: Lab, tmp_path: Path) -> Program:
+    """A project that uses a host which has none of this machine's files."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    return Program(folder, "node1", lab.inventory)
+
+
+@pytest.fixture
+def here(lab: Lab, tmp_path: Path) -> Program:
+    """A project that uses this machine, for what no transport has a say in."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    return Program(folder, "local", lab.inventory)
+
+
+# ---- how programs are started
+
+
+# Typed into an interpreter as it is: an empty line ends a block.
+BODY = """
+import json, os
+import skyfab as sky
+HELPER
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+@sky.function
+def shift(point, by):
+    return Point(double(point.x) + by)
+
+def adder(n):
+    return sky.function(lambda x: x + n)
+
+def found(compute):
+    moved = shift(Point(2), 1) >> compute
+    squares = compute.map(lambda n: n * n, range(4))
+    elsewhere = sky.function(os.getpid)() >> compute != os.getpid()
+    return [type(moved) is Point, moved.x, adder(5)(1) >> compute, squares, elsewhere]
+
+with sky.Compute(os.environ["WHERE"], ui="none") as compute:
+    print(json.dumps(found(compute)))
+
+"""
+FOUND = [True, 5, 6, [0, 1, 4, 9], True]
+DOUBLE = "def double(x):\n    return 2 * x\n"
+
+
+def body(helper: str = "from helper import double") -> str:
+    return BODY.replace("HELPER", helper).lstrip()
+
+
+def test_a_script_is_run(program: Program) -> None:
+    """Functions, lambdas, closures and classes of __main__ travel, with the module beside the script."""
+    program.write({"script.py": body(), "helper.py": DOUBLE})
+    assert program("script.py") == FOUND
+
+
+def test_a_script_is_run_from_another_folder(program: Program) -> None:
+    program.write({"deep/er/script.py": body(), "deep/er/helper.py": DOUBLE, "other/unrelated.py": ""})
+    assert program("../deep/er/script.py", cwd="other") == FOUND
+
+
+@pytest.mark.parametrize("helper", ["from app.helper import double", "from .helper import double"])
+def test_a_package_is_run_with_m(program: Program, helper: str) -> None:
+    program.write({"app/__init__.py": "", "app/__main__.py": body(helper), "app/helper.py": DOUBLE})
+    assert program("-m", "app") == FOUND
+
+
+def test_a_module_of_a_package_is_run_with_m(program: Program) -> None:
+    files = {
+        "app/__init__.py": "",
+        "app/jobs/__init__.py": "",
+        "app/jobs/train.py": body("from ..helper import double"),
+    }
+    program.write({**files, "app/helper.py": DOUBLE})
+    assert program("-m", "app.jobs.train") == FOUND
+
+
+def test_a_function_of_a_package_run_with_m_imports_its_neighbours_on_the_host(program: Program) -> None:
+    main = """
+        import json, os
+        import skyfab as sky
+
+        @sky.function
+        def late():
+            from .helper import double
+            from . import helper
+            return double(4), helper.__name__
+
+        with sky.Compute(os.environ["WHERE"], ui="none") as compute:
+            print(json.dumps(late() >> compute))
+    """
+    program.write({"app/__init__.py": "", "app/__main__.py": main, "app/helper.py": DOUBLE})
+    assert program("-m", "app") == [8, "app.helper"]
+
+
+def test_code_is_given_with_c(program: Program) -> None:
+    program.write({"helper.py": DOUBLE})
+    assert program("-c", body()) == FOUND
+
+
+def test_code_is_given_on_stdin(program: Program) -> None:
+    program.write({"helper.py": DOUBLE})
+    assert program("-", stdin=body()) == FOUND
+
+
+def test_code_is_typed_into_an_interpreter(program: Program) -> None:
+    """`python -i`: the same reading of statement after statement, without a terminal."""
+    program.write({"helper.py": DOUBLE})
+    assert program("-i", "-q", stdin=body()) == FOUND
+
+
+NOTEBOOK = """
+    import json, linecache, sys, types
+
+    main = sys.modules["__main__"] = types.ModuleType("__main__")  # a kernel's, without a file
+
+    def cell(number, text):
+        name = f"/tmp/ipykernel_{number}/123456789.py"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        exec(compile(text, name, "exec"), main.__dict__)
+
+"""
+
+
+def test_cells_of_a_notebook_are_run(program: Program) -> None:
+    program.write({"helper.py": DOUBLE, "kernel.py": textwrap.dedent(NOTEBOOK) + f"cell(1, {body()!r})\n"})
+    assert program("kernel.py") == FOUND
+
+
+def test_a_cell_that_is_run_again_means_the_new_function_and_the_new_class(program: Program) -> None:
+    cells = """
+        cell(1, "import os, skyfab as sky\\ncompute = sky.Compute(os.environ['WHERE'], ui='none')\\ncompute.open()")
+        cell(2, "class Kind:\\n    word = 'old'\\n@sky.function\\ndef f():\\n    return helper(), Kind()")
+        cell(3, "def helper():\\n    return limit\\nlimit = 1")
+        cell(4, "a, kind = f() >> compute\\nsame = [type(kind) is Kind]")
+        cell(5, "limit = 2")
+        cell(6, "b, _ = f() >> compute")
+        cell(2, "class Kind:\\n    word = 'new'\\n@sky.function\\ndef f():\\n    return -helper(), Kind()")
+        cell(7, "c, kind = f() >> compute\\nsame += [type(kind) is Kind, kind.word]\\ncompute.close()")
+        print(json.dumps([main.a, main.b, main.c, *main.same]))
+    """
+    program.write({"kernel.py": textwrap.dedent(NOTEBOOK) + textwrap.dedent(cells)})
+    assert program("kernel.py") == [1, 2, -2, True, True, "new"]
+
+
+# ---- what belongs to a program
+
+
+def script(text: str) -> str:
+    """A program that ends by printing what `find(compute)` returns."""
+    head = "import json, os, sys\nfrom pathlib import Path\nimport skyfab as sky\n"
+    tail = 'with sky.Compute(os.environ["WHERE"], ui="none") as compute:\n    print(json.dumps(find(compute)))\n'
+    return head + textwrap.dedent(text) + tail
+
+
+def test_classes_of_main_come_back_as_themselves(program: Program) -> None:
+    """Enums by identity, dataclasses equal, subclasses of both worlds, exceptions caught by their class."""
+    program.write(
+        {
+            "script.py": script("""
+        import enum
+        from dataclasses import dataclass
+        from typing import NamedTuple
+
+        class Color(enum.Enum):
+            RED = 1
+
+        @dataclass(frozen=True)
+        class Size:
+            width: int = 0
+
+        class Large(Size):
+            def area(self):
+                return super().__hash__() and self.width ** 2
+
+        class Pair(NamedTuple):
+            a: int
+            b: object
+
+        class Refused(Exception):
+            pass
+
+        @sky.function
+        def back(*args):
+            return [Pair(type(arg).__name__, arg) for arg in args]
+
+        @sky.function
+        def refuse():
+            raise Refused("no")
+
+        def find(compute):
+            (_, red), (_, size), (_, large) = pairs = back(Color.RED, Size(3), Large(4)) >> compute
+            try:
+                refuse() >> compute
+            except Refused as error:
+                caught = str(error)
+            return [red is Color.RED, size == Size(3), type(large) is Large, large.area(), type(pairs[0]) is Pair, caught]
+        """)
+        }
+    )
+    assert program("script.py") == [True, True, True, 16, True, "no"]
+
+
+def test_functions_of_user_modules_run_by_name_whatever_decorates_them(program: Program) -> None:
+    jobs = """
+        import functools
+        import skyfab as sky
+        from steps import Result
+
+        count = 0
+
+        def twice(fn):
+            @functools.wraps(fn)
+            def wrapper(*args):
+                return fn(fn(*args).value)
+            return wrapper
+
+        @sky.function
+        @twice
+        def step(x):
+            global count
+            count += 1
+            return Result(x + 1, count)
+
+        @sky.silent
+        @sky.function(timeout=60)
+        def quiet(x):
+            print("not to be heard")
+            return x
+
+        class Job:
+            @staticmethod
+            @sky.function
+            def nested(x):
+                return Result(-x, 0)
+    """
+    main = """
+        import jobs
+        from steps import Result
+
+        def find(compute):
+            a, b = jobs.step(1) >> compute, jobs.Job.nested(3) >> compute
+            return [type(a) is Result, a.value, a.count, b.value, jobs.quiet(5) >> compute, jobs.count]
+    """
+    steps = "class Result:\n    def __init__(self, value, count):\n        self.value, self.count = value, count\n"
+    program.write({"script.py": script(main), "jobs.py": jobs, "steps.py": steps})
+    assert program("script.py") == [True, 3, 2, -3, 5, 0]
+
+
+def test_a_package_with_relative_imports_and_data_files(program: Program) -> None:
+    files = {
+        "zoo/__init__.py": "from .animals import names\n",
+        "zoo/animals/__init__.py": "from ..tools import upper\nfrom .cats import cat\nnames = [upper(cat)]\n",
+        "zoo/animals/cats.py": "cat = 'cat'\n",
+        "zoo/tools.py": "def upper(x):\n    return x.upper()\n",
+        "zoo/food.txt": "fish",
+        "zoo/animals/sizes.json": '{"cat": 4}',
+        "script.py": script("""
+            from importlib import resources
+            import zoo
+
+            @sky.function
+            def look():
+                from zoo import animals
+                food = resources.files("zoo").joinpath("food.txt").read_text()
+                sizes = json.loads(Path(animals.__file__).with_name("sizes.json").read_text())
+                return zoo.names, food, sizes
+
+            def find(compute):
+                return look() >> compute
+        """),
+    }
+    program.write(files)
+    assert program("script.py") == [["CAT"], "fish", {"cat": 4}]
+
+
+def test_a_module_that_only_the_host_imports(program: Program) -> None:
+    """Nothing here has loaded it: it is found because it lies beside the script."""
+    text = """
+        @sky.function
+        def late():
+            import helper
+            from tools.deep import inner
+            return helper.double(inner.value)
+
+        def find(compute):
+            return [late() >> compute, "helper" in sys.modules]
+    """
+    program.write({"script.py": script(text), "helper.py": DOUBLE, "tools/deep/inner.py": "value = 21\n"})
+    assert program("script.py") == [42, False]
+
+
+def test_src_layout(program: Program) -> None:
+    """The package lies under src/, which is on the path; the script that uses it lies elsewhere."""
+    files = {
+        "src/pkg/__init__.py": "",
+        "src/pkg/core.py": "import skyfab as sky\nfrom pkg.more import add\n\n@sky.function\ndef f(x):\n    return add(x)\n",
+        "src/pkg/more.py": "def add(x):\n    return x + 1\n",
+        "scripts/run.py": script(
+            "from pkg.core import f\nimport beside\n\ndef find(compute):\n    return f(beside.n) >> compute\n"
+        ),
+        "scripts/beside.py": "n = 1\n",
+    }
+    program.write(files)
+    assert program("scripts/run.py", PYTHONPATH=str(program.folder / "src")) == 2
+
+
+def test_namespace_packages(program: Program) -> None:
+    """Folders without __init__, one name spread over two places of the path."""
+    files = {
+        "one/space/first.py": "value = 1\n",
+        "two/space/second.py": "import skyfab as sky\nfrom space.first import value\n\n@sky.function\ndef f():\n    return value + 1\n",
+        "script.py": script("""
+            from space import first, second
+            def find(compute):
+                return [second.f() >> compute, sky.function(lambda: first.value)() >> compute]
+        """),
+    }
+    program.write(files)
+    paths = os.pathsep.join(str(program.folder / name) for name in ("one", "two"))
+    assert program("script.py", PYTHONPATH=paths) == [2, 1]
+
+
+def test_names_that_are_no_plain_words(program: Program) -> None:
+    """Folders and data files with spaces, quotes and letters of all kinds; a link to a file; an empty module."""
+    folder = program.folder / "a 'b' \"c\" ü $HOME"
+    inner = Program(folder, program.env["WHERE"], Path(program.env["SKYFAB_INVENTORY"]))
+    text = """
+        import pack.größe
+
+        @sky.function
+        def look():
+            import linked, nothing
+            return pack.größe.n, linked.n, Path(pack.__file__).with_name("a b'c\\"ü.txt").read_text()
+
+        def find(compute):
+            return look() >> compute
+    """
+    files = {"pack/__init__.py": "", "pack/größe.py": "n = 3\n", "pack/a b'c\"ü.txt": "data", "nothing.py": ""}
+    inner.write({"script.py": script(text), **files})
+    program.write({"elsewhere/real.py": "n = 4\n"})
+    (folder / "linked.py").symlink_to(program.folder / "elsewhere/real.py")
+    assert inner("script.py") == [3, 4, "data"]
+
+
+def test_a_broken_file_that_nobody_imports_is_no_obstacle(here: Program) -> None:
+    here.write({"script.py": script("def find(compute):\n    return sky.function(lambda: 1)() >> compute\n")})
+    here.write({"broken.py": "def (:", "pack/__init__.py": ""})
+    (here.folder / "latin.py").write_bytes(b"x = '\xe9'")
+    (here.folder / "nowhere.py").symlink_to("/no/such/file.py")
+    (here.folder / "pack/data.bin").write_bytes(bytes(range(256)))
+    os.mkfifo(here.folder / "pack/pipe")
+    assert here("script.py") == 1
+
+
+# ---- what stays here
+
+LISTING = """
+    @sky.function
+    def listing():
+        found = []
+        for root in sys.path:
+            if "/trees/" in root:
+                found += [p.relative_to(root).as_posix() for p in Path(root).rglob("*") if p.is_file() and p.suffix != ".pyc"]
+        return sorted(found)
+
+    def find(compute):
+        return listing() >> compute
+"""
+
+
+def test_what_git_ignores_stays_here(program: Program) -> None:
+    """The repository's top above the script, ignore files in between and below: as git itself sees it."""
+    project = {
+        ".gitignore": "secret.py\n/lab/app/only_top.py\n*.tmp.py\nbuild/\n# comment\n",
+        "lab/.gitignore": "drafts\n",
+        "lab/app/.gitignore": "local_*.py\n!local_kept.py\n",
+        "lab/app/script.py": script(LISTING),
+        "lab/app/used.py": "",
+        "lab/app/secret.py": "key = 1\n",
+        "lab/app/only_top.py": "",
+        "lab/app/x.tmp.py": "",
+        "lab/app/build/made.py": "",
+        "lab/app/drafts/draft.py": "",
+        "lab/app/local_a.py": "",
+        "lab/app/local_kept.py": "",
+        "lab/app/sub/.gitignore": "/inner.py\nlocal_more.py\n",
+        "lab/app/sub/inner.py": "",
+        "lab/app/sub/deeper/inner.py": "",
+        "lab/app/sub/local_more.py": "",
+        "lab/app/sub/kept.py": "",
+    }
+    program.write(project)
+    git = ["git", "-c", "core.excludesFile=/dev/null"]
+    subprocess.run([*git, "init", "-q"], cwd=program.folder, check=True)
+    words = [*git, "ls-files", "--cached", "--others", "--exclude-standard", "--", "*.py"]
+    seen = subprocess.run(words, cwd=program.folder / "lab/app", check=True, capture_output=True, text=True)
+    expected = sorted(seen.stdout.split())
+    assert "used.py" in expected and "secret.py" not in expected
+    assert program("lab/app/script.py") == expected
+
+
+def test_a_deeper_ignore_file_has_the_last_word(program: Program) -> None:
+    program.write({".gitignore": "*_pb.py\n", "sub/.gitignore": "!kept_pb.py\n", "script.py": script(LISTING)})
+    program.write({"a_pb.py": "", "sub/b_pb.py": "", "sub/kept_pb.py": ""})
+    assert program("script.py") == ["script.py", "sub/kept_pb.py"]
+
+
+def test_ignore_files_above_the_repository_do_not_count(program: Program) -> None:
+    program.write({".gitignore": "*.py\n", "repo/script.py": script(LISTING), "repo/.git/HEAD": "", "repo/a.py": ""})
+    assert program("repo/script.py") == ["a.py", "script.py"]
+
+
+def test_what_is_no_code_of_the_program_stays_here(program: Program) -> None:
+    """Environments, caches, hidden folders, large data, data outside of packages."""
+    program.write({"script.py": script(LISTING), "pack/__init__.py": "", "pack/small.txt": "x", "loose.txt": "x"})
+    program.write({"env/pyvenv.cfg": "", "env/lib/a.py": "", ".hidden/a.py": "", "node_modules/a.py": ""})
+    program.write({"pack/__pycache__/a.cpython-311.pyc": "", "pack/.env": "token"})
+    (program.folder / "pack/large.bin").write_bytes(bytes(2 << 20))
+    assert program("script.py") == ["pack/__init__.py", "pack/small.txt", "script.py"]
+
+
+def test_excludes_leave_files_out(program: Program) -> None:
+    text = LISTING.replace("listing() >> compute", "listing() >> other()") + "\n"
+    text += """
+    def other():
+        other.pool = sky.Compute(os.environ["WHERE"], ui="none", image=sky.Image(excludes=["old_*.py", "/top/", "!old_b.py"]))
+        other.pool.open()
+        return other.pool
+
+    import atexit
+    atexit.register(lambda: other.pool.close())
+    """
+    program.write({"script.py": script(text), "old_a.py": "", "old_b.py": "", "top/a.py": "", "sub/top/a.py": ""})
+    assert program("script.py") == ["old_b.py", "script.py", "sub/top/a.py"]
+
+
+# ---- includes
+
+
+def included(*words: str, excludes: str = "()") -> str:
+    """A program whose pool includes these."""
+    text = script("def find(compute):\n    return sky.function(look)() >> compute\n")
+    return text.replace('ui="none"', f'ui="none", image=sky.Image(includes={list(words)!r}, excludes={excludes})')
+
+
+def test_includes_name_folders_files_and_modules(program: Program) -> None:
+    """A folder of modules, a package, a single file, and an installed module by name, data of all kinds with them."""
+    files = {
+        "app/script.py": "LOOK",
+        "shared/tool.py": "n = 1\n",
+        "shared/table.csv": "1,2",
+        "libs/pack/__init__.py": "n = 2\n",
+        "libs/pack/deep/data.bin": "x",
+        "libs/other.py": "",
+        "one/single.py": "n = 3\n",
+        "one/not_this.py": "",
+        "site/site-packages/installed.py": "n = 4\n",
+        "site/site-packages/suite/__init__.py": "n = 5\n",
+        "site/site-packages/suite/part.py": "n = 6\n",
+        "site/site-packages/unwanted.py": "",
+    }
+    look = """
+def look():
+    import importlib.util
+    import tool, pack, single, installed, suite.part
+    table = Path(tool.__file__).with_name("table.csv").read_text()
+    data = Path(pack.__file__).parent.joinpath("deep/data.bin").read_text()
+    strangers = [name for name in ("other", "not_this", "unwanted") if importlib.util.find_spec(name)]
+    return tool.n, pack.n, single.n, installed.n, suite.n, suite.part.n, table, data, strangers
+"""
+    words = ["../shared", "../libs/pack", "../one/single.py", "installed", "suite"]
+    files["app/script.py"] = included(*words).replace("def find", f"{look}\ndef find")
+    program.write(files)
+    path = str(program.folder / "site/site-packages")
+    assert program("script.py", cwd="app", PYTHONPATH=path) == [1, 2, 3, 4, 5, 6, "1,2", "x", []]
+
+
+def test_what_is_included_travels_even_if_git_ignores_it(program: Program) -> None:
+    look = "def look():\n    import made\n    return made.n\n"
+    program.write({".git/HEAD": "", ".gitignore": "out/\n", "out/made.py": "n = 1\n", "out/cut.py": ""})
+    program.write({"script.py": included("out", excludes="['cut.py']").replace("def find", f"{look}\ndef find")})
+    assert program("script.py") == 1
+
+
+def test_an_include_that_is_not_there_is_named(here: Program) -> None:
+    here.write({"script.py": included("no_such_thing").replace("def find", "def look():\n    pass\n\ndef find")})
+    code, _, err = here.run("script.py")
+    assert code == 1
+    assert "UsageError" in err and "no_such_thing" in err
+
+
+# ---- code that changes while the program runs
+
+
+def test_an_edited_module_is_used_at_once(program: Program) -> None:
+    """The function's own module, one that it imports, and one that only the host imports; alone and on every rank."""
+    text = """
+        import jobs
+
+        def edit(name, text):
+            Path(__file__).with_name(name).write_text(text)
+
+        def find(compute):
+            found = [jobs.work() >> compute]
+            edit("jobs.py", Path(jobs.__file__).read_text().replace("+ 1", "+ 100"))
+            found.append(jobs.work() >> compute)
+            edit("helper.py", "value = 2000\\n")
+            found.append(jobs.work() >> compute)
+            edit("late.py", "value = 30000\\n")
+            found.append(jobs.work() >> compute)
+            found += jobs.work() @ compute
+            edit("late.py", "value = 40000\\n")
+            found += jobs.work() @ compute
+            edit("helper.py", "value = 3000\\n")
+            found += compute.map(jobs.work, [()])
+            return found
+    """
+    jobs = """
+        import skyfab as sky
+        import helper
+
+        @sky.function
+        def work(*args):
+            import late
+            return late.value + helper.value + 1
+    """
+    files = {"script.py": script(text), "jobs.py": jobs, "helper.py": "value = 20\n", "late.py": "value = 300\n"}
+    program.write(files)
+    assert program("script.py") == [321, 420, 2400, 32100, 32100, 42100, 43100]
+
+
+def test_a_module_that_is_added_or_removed_while_the_program_runs(program: Program) -> None:
+    text = """
+        @sky.function
+        def work():
+            try:
+                import new.part
+            except ImportError as error:
+                return type(error).__name__
+            return new.part.value
+
+        def find(compute):
+            part = Path(__file__).parent / "new/part.py"
+            found = [work() >> compute]
+            part.parent.mkdir()
+            part.write_text("value = 1\\n")
+            found.append(work() >> compute)
+            part.unlink()
+            found.append(work() >> compute)
+            return found
+    """
+    program.write({"script.py": script(text)})
+    assert program("script.py") == ["ModuleNotFoundError", 1, "ModuleNotFoundError"]
+
+
+def test_many_edits_in_a_row_each_count(here: Program) -> None:
+    """As fast as a program can: the same size, within the same tick of the file system's clock."""
+    text = """
+        import helper
+
+        def find(compute):
+            found = []
+            for n in range(20):
+                Path(helper.__file__).write_text(f"value = {n:2d}\\n")
+                found.append(sky.function(lambda: helper.value)() >> compute)
+            return found
+    """
+    here.write({"script.py": script(text), "helper.py": "value = -1\n"})
+    assert here("script.py") == list(range(20))
+
+
+def test_a_reloaded_function_is_the_new_one(here: Program) -> None:
+    text = """
+        import importlib
+        import jobs
+
+        def find(compute):
+            found = [jobs.work() >> compute]
+            Path(jobs.__file__).write_text(Path(jobs.__file__).read_text().replace("'a'", "'bb'"))
+            old = jobs.work
+            importlib.reload(jobs)
+            return [*found, jobs.work() >> compute, old() >> compute]
+    """
+    here.write(
+        {"script.py": script(text), "jobs.py": "import skyfab as sky\n\n@sky.function\ndef work():\n    return 'a'\n"}
+    )
+    found = here("script.py")
+    assert found[:2] == ["a", "bb"]
+
+
+def test_only_what_has_changed_is_sent(program: Program) -> None:
+    text = """
+        import pack.code
+
+        def find(compute):
+            def sent(value):
+                before = session.moved[0]
+                assert sky.function(lambda: pack.code.value)() >> compute == value
+                return session.moved[0] - before
+
+            session = compute.hosts[0].session
+            first = sent(1)
+            Path(pack.code.__file__).write_text("value = 22\\n")
+            second = sent(22)
+            Path(pack.code.__file__).write_text("value = 1\\n")
+            return [first > 900_000, second < 100_000, sent(1) < 100_000]
+    """
+    program.write({"script.py": script(text), "pack/__init__.py": "", "pack/code.py": "value = 1\n"})
+    (program.folder / "pack/large.bin").write_bytes(os.urandom(900_000))
+    assert program("script.py") == [True, True, True]
+    again = program("script.py")
+    assert again == [False, True, True], "a host keeps content for the next program"
+
+
+# ---- projects that cannot travel
+
+
+@pytest.mark.parametrize("kind", ["bytes", "files"])
+def test_a_project_too_large_is_refused_with_what_to_do(here: Program, kind: str) -> None:
+    here.write({"script.py": script("def find(compute):\n    return sky.function(lambda: 1)() >> compute\n")})
+    if kind == "bytes":
+        (here.folder / "huge.py").touch()
+        os.truncate(here.folder / "huge.py", 300 << 20)
+    else:
+        (here.folder / "many").mkdir()
+        for number in range(5001):
+            (here.folder / f"many/{number}.py").touch()
+    code, _, err = here.run("script.py")
+    assert code == 1
+    assert "UsageError: the project has" in err
+    assert "too much to send" in err and "hint: " in err and "excludes" in err
+    text = (here.folder / "script.py").read_text()
+    (here.folder / "script.py").write_text(
+        text.replace('ui="none"', 'ui="none", image=sky.Image(excludes=["huge.py", "many/"])')
+    )
+    assert here("script.py") == 1
+
+
+def test_a_script_in_the_home_folder_does_not_send_it(here: Program) -> None:
+    """Where everything of a person lies, only what is imported is the program's."""
+    here.write({"script.py": script(LISTING), "private/diary.py": ""})
+    assert "private/diary.py" not in here("script.py", HOME=str(here.folder))
+
+
+# ---- several programs
+
+
+def test_two_programs_with_modules_of_the_same_name_use_one_host_at_once(lab: Lab, tmp_path: Path) -> None:
+    text = """
+        import common
+
+        def find(compute):
+            before = sky.function(lambda: common.value)() >> compute
+            print("ready", flush=True)
+            sys.stdin.readline()
+            after = sky.function(lambda: common.value)() @ compute
+            return [before, *after]
+    """
+    programs = []
+    for number in (1, 2):
+        program = Program(tmp_path / f"project{number}", "node1", lab.inventory)
+        program.write({"script.py": script(text), "common.py": f"value = {number}\n"})
+        programs.append(program.start("script.py"))
+    for running in programs:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "ready\n"
+    ends = [running.communicate("go\n", timeout=60) for running in programs]
+    assert [json.loads(out) for out, _ in ends] == [[1, 1], [2, 2]], ends
+
+
+# ---- what goes wrong is shown where it is
+
+
+def failing(program: Program, *words: str, **options: Any) -> str:
+    """What a person sees when a program dies of what happened on the host."""
+    code, _, err = program.run(*words, **options)
+    assert code == 1, err
+    return err
+
+
+def test_the_traceback_has_the_line_of_the_script(program: Program) -> None:
+    program.write(
+        {
+            "script.py": script("""
+        def inner(x):
+            return 1 / x  # the line in question
+
+        @sky.function
+        def outer(x):
+            return inner(x)
+
+        def find(compute):
+            outer(0) >> compute
+    """)
+        }
+    )
+    err = failing(program, "script.py")
+    assert err.rstrip().endswith("ZeroDivisionError: division by zero")
+    assert "return 1 / x  # the line in question" in err
+    assert f'File "{program.folder / "script.py"}"' in err
+    assert "in inner" in err and "on node1" in err
+
+
+def test_the_traceback_has_the_line_of_a_module(program: Program) -> None:
+    jobs = "import skyfab as sky\nimport helper\n\n@sky.function\ndef work():\n    return helper.divide(0)  # called from here\n"
+    helper = "def divide(x):\n    return 1 / x  # the line in question\n"
+    program.write({"jobs.py": jobs, "helper.py": helper})
+    program.write({"script.py": script("import jobs\n\ndef find(compute):\n    jobs.work() >> compute\n")})
+    err = failing(program, "script.py")
+    assert "return helper.divide(0)  # called from here" in err
+    assert "return 1 / x  # the line in question" in err
+    assert "helper.py" in err and "in divide" in err
+
+
+def test_the_traceback_has_the_line_of_a_cell(program: Program) -> None:
+    cell = script("""
+def work(x):
+    return 1 / x  # the line in question
+
+def find(compute):
+    sky.function(work)(0) >> compute
+""")
+    program.write({"kernel.py": textwrap.dedent(NOTEBOOK) + f"cell(3, {cell!r})\n"})
+    err = failing(program, "kernel.py")
+    assert 'File "/tmp/ipykernel_3/123456789.py"' in err
+    assert err.count("return 1 / x  # the line in question") >= 1
+
+
+def test_the_traceback_shows_the_edited_line(program: Program) -> None:
+    text = """
+        import jobs
+
+        def find(compute):
+            jobs.work(1) >> compute
+            Path(jobs.__file__).write_text("# a new line\\n" + Path(jobs.__file__).read_text().replace("old", "new"))
+            jobs.work(0) >> compute
+    """
+    jobs = "import skyfab as sky\n\n@sky.function\ndef work(x):\n    return 1 / x  # old line\n"
+    program.write({"script.py": script(text), "jobs.py": jobs})
+    err = failing(program, "script.py")
+    assert "return 1 / x  # new line" in err and "# old line" not in err
+
+
+def test_a_module_that_is_only_installed_here_is_named_with_what_to_do(program: Program) -> None:
+    program.write({"site/site-packages/only_here.py": "n = 1\n"})
+    program.write(
+        {
+            "script.py": script(
+                "import only_here\n\ndef find(compute):\n    sky.function(lambda: only_here.n)() >> compute\n"
+            )
+        }
+    )
+    err = failing(program, "script.py", PYTHONPATH=str(program.folder / "site/site-packages"))
+    assert "ModuleNotFoundError: No module named 'only_here'" in err
+    if sys.version_info >= (3, 11):
+        assert "hint: on node1" in err and "includes" in err
+
+
+def test_a_class_of_a_module_that_is_only_installed_here_is_named_as_an_argument_too(program: Program) -> None:
+    program.write({"site/site-packages/only_here.py": "class Thing:\n    pass\n"})
+    text = "import only_here\n\ndef find(compute):\n    sky.function(lambda x: 1)(only_here.Thing()) >> compute\n"
+    program.write({"script.py": script(text)})
+    err = failing(program, "script.py", PYTHONPATH=str(program.folder / "site/site-packages"))
+    assert "ModuleNotFoundError: No module named 'only_here'" in err
+
+
+@pytest.mark.parametrize("error", ["SyntaxError", "RuntimeError"])
+def test_a_module_that_breaks_on_the_host_says_where(program: Program, error: str) -> None:
+    line = "def broken(:" if error == "SyntaxError" else 'raise RuntimeError("at import")'
+    text = "def find(compute):\n    sky.function(look)() >> compute\n\ndef look():\n    import fragile\n"
+    program.write({"script.py": script(text), "fragile.py": f"{line}  # here\n"})
+    err = failing(program, "script.py")
+    assert error in err and f"{line}  # here" in err and "fragile.py" in err

@@ -1,0 +1,537 @@
+"""Leftovers: whatever ends a program, a pool or a part of one, nothing of it stays on any machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage import traces
+from stage.remote import leave, linger, wait_for
+from stage.spot import Spot, until
+
+import skyfab as sky
+from skyfab.lab import Lab, LabHost
+from skyfab.lab.process import LabProcess
+
+pytestmark = pytest.mark.lab
+
+LEASE = 2.0
+"""Seconds that a host waits for a client that is gone."""
+KEPT = {"bundles", "blobs", "trees", "logs", "run"}
+"""What a cache may hold."""
+
+
+# ---- what could be left
+
+
+def caches(host: LabHost) -> list[Path]:
+    homes = [host.path("/root"), *host.path("/home").iterdir()]
+    return [cache for home in homes if (cache := home / ".cache/skyfab").is_dir()]
+
+
+def drafts(host: LabHost) -> set[str]:
+    """Files that were begun and never finished, and whatever else a cache has no room for."""
+    found = set()
+    for cache in caches(host):
+        found |= {str(entry) for entry in cache.iterdir() if entry.name not in KEPT}
+        for kind in ("blobs", "trees", "bundles"):
+            entries = (cache / kind).iterdir() if (cache / kind).is_dir() else ()
+            found |= {str(entry) for entry in entries if "." in entry.name}
+        found |= {str(entry) for entry in cache.glob("run/*/*")}
+    return found
+
+
+def sockets(host: LabHost) -> set[str]:
+    """Unix sockets that have a name, by that."""
+    lines = host.run(["cat", "/proc/net/unix"]).stdout.splitlines()[1:]
+    return {words[7] for line in lines if len(words := line.split()) > 7}
+
+
+def listeners(host: LabHost) -> set[str]:
+    """Where TCP connections are taken, as the kernel writes it."""
+    lines = [line for name in ("tcp", "tcp6") for line in host.run(["cat", f"/proc/net/{name}"]).stdout.splitlines()]
+    return {line.split()[1] for line in lines if line.split()[3] == "0A"}
+
+
+def temporary(host: LabHost) -> set[str]:
+    return {f"{host.name}: {path}" for place in ("/tmp", "/var/tmp", "/dev/shm") for path in host.path(place).glob("*")}
+
+
+def here() -> set[str]:
+    """Our files in this machine's temporary folder. (A lab of its own, a spot and a home are the tests'.)"""
+    names = ("skyfab-known-*", "skyfab-ssh-*")
+    return {str(path) for name in names for path in Path("/tmp").glob(name)}
+
+
+@pytest.fixture
+def hosts(namespaces: Lab, spot: Spot) -> list[LabHost]:
+    return namespaces.hosts[:2]
+
+
+@pytest.fixture(autouse=True)
+def clean(hosts: list[LabHost], spot: Spot) -> Iterator[Callable[[], None]]:
+    """After each test, and whenever it asks: no process, socket, run folder, draft or temporary file is left."""
+    before = {place for host in hosts for place in (*temporary(host), *sockets(host), *listeners(host))} | here()
+
+    def check(timeout: float = 20.0) -> None:
+        looks: list[Callable[[], set[str]]] = [here]
+        for host in hosts:
+            for look in (traces.on, traces.folders, drafts, temporary):
+                looks.append(lambda look=look, host=host: look(host))  # type: ignore[misc]
+        left = traces.left(looks, before, timeout=timeout)
+        for host in hosts:
+            left |= (sockets(host) | listeners(host)) - before
+        assert not left, f"left behind: {sorted(left)}"
+
+    yield check
+    check()
+
+
+# ---- the ends of programs
+
+
+class Client:
+    """A program of a person, in a process of its own, with temporary files of its own."""
+
+    def __init__(self, folder: Path, lab: Lab, spot: Spot) -> None:
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        self._script = folder / "client.py"
+        self._env = {
+            **os.environ,
+            "SKYFAB_INVENTORY": str(lab.inventory),
+            "TMPDIR": str(self.temporary),
+            "SPOT": spot / "",
+        }
+
+    def start(self, text: str, *, lease: float = LEASE) -> subprocess.Popen[str]:
+        """`text` is what it does with `compute`."""
+        body = textwrap.indent(textwrap.dedent(text).strip(), "    ")
+        self._script.write_text(
+            f"{HEAD}\nwith sky.Compute('node1,node2', lease={lease}, ui='none') as compute:\n{body}\n"
+        )
+        return subprocess.Popen(
+            [sys.executable, str(self._script)],
+            env=self._env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self, running: subprocess.Popen[str]) -> tuple[int, str]:
+        """Its exit code and last words. Nothing of it is left on this machine."""
+        _, err = running.communicate(timeout=60)
+        looks = [lambda: traces.here(self._script.parent), lambda: set(map(str, self.temporary.iterdir()))]
+        left = traces.left(looks)
+        assert not left, f"left behind on this machine: {sorted(left)}"
+        return running.returncode, err
+
+
+HEAD = """
+import os, signal, subprocess, sys, threading, time
+import skyfab as sky
+
+spot = os.environ["SPOT"]
+
+def note(name, text):
+    with open(f"{spot}/{name}.new", "w") as file:
+        file.write(text)
+    os.rename(f"{spot}/{name}.new", f"{spot}/{name}")
+
+@sky.function
+def ok(x=1):
+    return x
+
+@sky.function
+def stay():
+    child = subprocess.Popen(["sleep", "600"])
+    note("pids", f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def client(tmp_path: Path, namespaces: Lab, spot: Spot) -> Client:
+    return Client(tmp_path, namespaces, spot)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("pass", 0),
+        ("raise LookupError('in the block')", 1),
+        ("sys.exit(7)", 7),
+        ("signal.raise_signal(signal.SIGINT)", 130),
+        ("(stay() > compute); (stay() > compute)", 0),
+    ],
+    ids=["normal", "exception", "exit", "interrupt", "calls-still-run"],
+)
+def test_the_end_of_the_block_is_the_end_on_the_hosts(
+    client: Client, clean: Callable[..., None], hosts: list[LabHost], ending: str, code: int
+) -> None:
+    """At once: the lease is far longer than this test."""
+    text = f"""
+        ok() >> compute
+        ok() @ compute
+        {ending}
+    """
+    found, err = client.end(client.start(text, lease=600))
+    assert found in ((130, -signal.SIGINT) if code == 130 else (code,)), err
+    clean()
+
+
+def test_a_program_that_never_closes_its_pool_ends_and_leaves_nothing(
+    client: Client, clean: Callable[..., None], hosts: list[LabHost]
+) -> None:
+    text = """
+        pass
+    compute = sky.Compute('node1,node2', lease=2, ui='none')
+    compute.open()
+    ok() @ compute
+    future = stay() > compute
+    """
+    code, err = client.end(client.start(textwrap.dedent(text).replace("\n    ", "\n")))
+    assert code == 0, err
+    clean()
+
+
+@pytest.mark.parametrize("way", ["stay() >> compute", "stay() @ compute", "(stay() & stay()) >> compute", "map"])
+def test_ctrl_c_stops_the_calls_that_run(
+    client: Client, spot: Spot, runs_on: Callable[[str, int], bool], clean: Callable[..., None], way: str
+) -> None:
+    """On the hosts too, with what they have started; the lease is not waited for."""
+    text = "compute.map(lambda n: stay.fn(), [1, 2])" if way == "map" else way
+    running = client.start(text, lease=600)
+    pids = spot.wait("pids", count=1 if way.startswith("stay() >>") else 2)
+    assert all(runs_on(machine, int(pid)) for machine, found in pids.items() for pid in found.split())
+    running.send_signal(signal.SIGINT)
+    code, err = client.end(running)
+    assert code in (130, -signal.SIGINT)
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    for machine, found in pids.items():
+        for pid in found.split():
+            until(lambda machine=machine, pid=pid: not runs_on(machine, int(pid)), "the end of the call")
+    clean()
+
+
+def test_ctrl_c_may_be_caught_and_the_pool_goes_on(client: Client, spot: Spot, clean: Callable[..., None]) -> None:
+    text = """
+        try:
+            stay() >> compute
+        except KeyboardInterrupt:
+            assert ok(5) @ compute == [5, 5]
+            sys.exit(9)
+    """
+    running = client.start(text, lease=600)
+    spot.wait("pids")
+    running.send_signal(signal.SIGINT)
+    assert client.end(running)[0] == 9
+    clean()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_client_that_is_killed_is_waited_for_no_longer_than_its_lease(
+    client: Client, spot: Spot, clean: Callable[..., None], number: signal.Signals
+) -> None:
+    running = client.start("stay() @ compute")
+    spot.wait("pids", count=2)
+    running.send_signal(number)
+    code, err = client.end(running)
+    assert code == -number, err
+    clean()
+
+
+def test_ctrl_c_while_connecting(client: Client, hosts: list[LabHost], clean: Callable[..., None]) -> None:
+    """One host answers, the other is cut off: the one that answered is let go of at once."""
+    hosts[1].cut()
+    try:
+        running = client.start("pass", lease=600)
+        until(lambda: traces.on(hosts[0]), "an agent on the first host")
+        running.send_signal(signal.SIGINT)
+        code, _ = client.end(running)
+    finally:
+        hosts[1].restore()
+    assert code in (130, -signal.SIGINT)
+    clean()
+
+
+def test_a_host_that_cannot_be_reached_leaves_nothing_on_the_others(
+    hosts_of: Callable[..., list[sky.Host]], clean: Callable[..., None]
+) -> None:
+    first, second = hosts_of("openssh", 2)
+    with pytest.raises(sky.SkyfabError):
+        with sky.Compute([first, sky.Host(name="nobody", address="127.0.0.1", port=1), second], lease=600, ui="none"):
+            pass
+    clean()
+
+
+# ---- the ends of parts
+
+
+def chain(host: LabHost, pid: int) -> tuple[LabProcess, LabProcess, LabProcess]:
+    """A rank, its zygote and their agent."""
+    by_number = {process.pid: process for process in host.processes()}
+    rank = by_number[pid]
+    zygote = by_number[rank.ppid]
+    return rank, zygote, by_number[zygote.ppid]
+
+
+def link(host: LabHost) -> LabProcess:
+    """The process that sshd started for the pool."""
+    found = {process.pid: process for process in host.processes()}
+    (one,) = [
+        process
+        for process in found.values()
+        if process.cmdline[-1] == "start" and process.ppid != 1 and "sshd" in found[process.ppid].cmdline[0]
+    ]
+    return one
+
+
+@sky.function
+def ok(value: int = 1) -> int:
+    return value
+
+
+@sky.function
+def pid() -> int:
+    return os.getpid()
+
+
+@sky.function
+def linger_with_a_child(path: str) -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    leave(f"{path}.child", str(child.pid))
+    linger(path)
+
+
+def test_a_rank_that_is_killed_takes_its_children_along_and_the_pool_goes_on(
+    hosts: list[LabHost], open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool]
+) -> None:
+    pool = open_pool("openssh", count=1, lease=600)
+    future = linger_with_a_child(spot / "rank") > pool
+    number = int(spot.wait("rank")["node1"])
+    rank, _, _ = chain(hosts[0], number)
+    os.kill(rank.outside, signal.SIGKILL)
+    with pytest.raises(sky.RankDied) as caught:
+        future.result(30)
+    assert caught.value.exitcode == -signal.SIGKILL
+    until(lambda: not runs_on("node1", int(spot.notes("rank.child")["node1"])), "the end of the child")
+    assert ok(1) >> pool == 1
+    assert ok(2) @ pool == [2]
+
+
+def test_a_zygote_that_is_killed_is_replaced_and_the_pool_goes_on(
+    hosts: list[LabHost], open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool]
+) -> None:
+    pool = open_pool("openssh", count=1, lease=600)
+    future = linger_with_a_child(spot / "rank") > pool
+    number = int(spot.wait("rank")["node1"])
+    _, zygote, _ = chain(hosts[0], number)
+    os.kill(zygote.outside, signal.SIGKILL)
+    with pytest.raises(sky.RankDied):
+        future.result(30)
+    until(lambda: not runs_on("node1", number), "the end of the rank")
+    assert ok(1) >> pool == 1
+    assert ok(2) @ pool == [2]
+    until(lambda: not runs_on("node1", int(spot.notes("rank.child")["node1"])), "the end of the child")
+
+
+@pytest.mark.parametrize("victim", ["agent", "link", "ssh"])
+def test_an_agent_or_a_connection_that_is_killed_is_a_host_lost_and_the_others_go_on(
+    hosts: list[LabHost],
+    open_pool: Callable[..., sky.Compute],
+    spot: Spot,
+    runs_on: Callable[[str, int], bool],
+    clean: Callable[..., None],
+    victim: str,
+) -> None:
+    pool = open_pool("openssh", count=2, lease=LEASE)
+    future = pool.submit(linger_with_a_child(spot / "rank"), on="node1")
+    number = int(spot.wait("rank")["node1"])
+    _, _, agent = chain(hosts[0], number)
+    assert agent.pid == pool.hosts[0].agent.pid
+    os.kill(
+        {"agent": lambda: agent.outside, "link": lambda: link(hosts[0]).outside, "ssh": ssh}[victim](), signal.SIGKILL
+    )
+    with pytest.raises(sky.HostError) as caught:
+        future.result(30)
+    assert caught.value.host == "node1"
+    for name in ("rank", "rank.child"):
+        until(lambda name=name: not runs_on("node1", int(spot.notes(name)["node1"])), f"the end of the {name}")
+    assert [ok(n) >> pool for n in range(3)] == [0, 1, 2]
+    until(lambda: not traces.on(hosts[0]), "the end of everything on the lost host, while the pool is open")
+    until(lambda: not traces.folders(hosts[0]), "the end of its run folder")
+    pool.close()
+    clean()
+
+
+def ssh() -> int:
+    """The ssh program of this process that leads to node1."""
+    children = [words.split(":")[0].split()[1] for words in traces.children() if "skyfab-node1" in words]
+    (one,) = children
+    return int(one)
+
+
+def test_an_agent_that_is_asked_to_end_cleans_up(
+    hosts: list[LabHost], open_pool: Callable[..., sky.Compute], spot: Spot
+) -> None:
+    """As when the host shuts down: SIGTERM."""
+    pool = open_pool("openssh", count=1, lease=600)
+    future = linger_with_a_child(spot / "rank") > pool
+    _, _, agent = chain(hosts[0], int(spot.wait("rank")["node1"]))
+    os.kill(agent.outside, signal.SIGTERM)
+    with pytest.raises(sky.HostError):
+        future.result(30)
+    until(lambda: not traces.on(hosts[0]) and not traces.folders(hosts[0]), "the end of everything on the host")
+
+
+# ---- the ends of pools
+
+
+def test_children_that_a_function_has_started_are_gone_when_the_pool_closes(
+    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool], clean: Callable[..., None]
+) -> None:
+    @sky.function
+    def start() -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    pool = open_pool("openssh", count=2, lease=600)
+    alone, together = pool.submit(start(), on="node1").result(30), start() @ pool
+    assert runs_on("node1", alone) and runs_on("node1", together[0]) and runs_on("node2", together[1])
+    pool.close()
+    clean()
+
+
+def test_two_pools_on_one_host_do_not_disturb_each_other(
+    hosts: list[LabHost], open_pool: Callable[..., sky.Compute], spot: Spot
+) -> None:
+    """One closes, one loses its agent, while calls of the third run."""
+
+    @sky.function
+    def wait() -> str:
+        leave(f"{folder}/begun")
+        wait_for(f"{folder}/go")
+        return "done"
+
+    folder = spot / ""
+    first, second, third = (open_pool("openssh", count=1, lease=LEASE) for _ in range(3))
+    future = wait() > third
+    spot.wait("begun")
+    pids = {pid() >> first, pid() >> second}
+    assert len(pids) == 2
+    assert len(traces.folders(hosts[0])) == 3
+    first.close()
+    until(lambda: len(traces.folders(hosts[0])) == 2, "the end of the first pool's folder")
+    _, _, agent = chain(hosts[0], pid() >> second)
+    os.kill(agent.outside, signal.SIGKILL)
+    with pytest.raises(sky.HostError):
+        ok() >> second
+    second.close()
+    assert ok(3) @ third == [3]
+    spot.leave("go")
+    assert future.result(30) == "done"
+
+
+def test_pools_that_open_at_once_on_a_fresh_host_all_work(
+    hosts: list[LabHost], hosts_of: Callable[..., list[sky.Host]], clean: Callable[..., None]
+) -> None:
+    """Nothing is there: each brings the bundle, one wins, and no draft stays."""
+    from stage.threads import at_once
+
+    for cache in caches(hosts[0]):
+        subprocess.run(["rm", "-rf", str(cache)], check=True)
+
+    def use(number: int) -> int:
+        with sky.Compute(hosts_of("openssh", 1), ui="none") as pool:
+            return ok(number) >> pool
+
+    assert at_once(use, range(4)) == [0, 1, 2, 3]
+    clean()
+
+
+def test_caches_are_for_their_owner_alone(
+    hosts: list[LabHost], open_pool: Callable[..., sky.Compute], spot: Spot
+) -> None:
+    """Whatever the umask: folders are 0700, and nothing in them can be read or written by others."""
+    host = hosts[0]
+    host.add_user("careless", shell="/bin/bash", bashrc="umask 000\n")
+    for user in ("root", "ada", "careless"):
+        pool = open_pool("openssh", count=1, user=user)
+        assert ok(1) @ pool == [1]
+        assert (sky.function(lambda: len(bytes(3 << 20)))() >> pool) == 3 << 20
+        home = host.path("/root" if user == "root" else f"/home/{user}")
+        cache = home / ".cache/skyfab"
+        assert {entry.name for entry in cache.iterdir()} <= KEPT
+        for folder in [cache, *(path for path in cache.rglob("*") if path.is_dir())]:
+            mode = stat.S_IMODE(folder.stat().st_mode)
+            assert mode == 0o700, f"{oct(mode)} {folder}"
+        logs = [path for path in cache.glob("logs/**/*") if path.is_file()]
+        assert logs
+        for path in logs:
+            assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
+        pool.close()
+
+
+def test_a_function_has_the_umask_of_its_user(hosts: list[LabHost], open_pool: Callable[..., sky.Compute]) -> None:
+    """The cache's care does not reach into the user's own files."""
+    pool = open_pool("openssh", count=1, user="ada")
+    assert (sky.function(lambda: os.umask(0o22))() >> pool) == 0o22
+
+
+def test_nothing_listens_on_the_network_but_sshd(
+    hosts: list[LabHost], open_pool: Callable[..., sky.Compute], spot: Spot
+) -> None:
+    """While a pool with ranks is open and works."""
+    before = [listeners(host) for host in hosts]
+    assert all(place.endswith(":0016") for places in before for place in places), "port 22"
+    pool = open_pool("openssh", count=2, ranks=2)
+    assert ok(1) @ pool == [1] * 4
+    future = pool.submit(sky.function(linger)(spot / "rank"), on="node1")
+    spot.wait("rank")
+    assert [listeners(host) for host in hosts] == before
+    future.cancel()
+
+
+def test_nothing_of_a_pool_is_in_the_way_of_others_on_the_host(
+    hosts: list[LabHost], open_pool: Callable[..., sky.Compute]
+) -> None:
+    """All its files lie in the cache while it is open, too: nothing in /tmp, sockets in the run folder only."""
+    before = {*temporary(hosts[0]), *sockets(hosts[0])}
+    pool = open_pool("openssh", count=1, ranks=2)
+    assert ok(1) @ pool == [1, 1]
+    assert temporary(hosts[0]) <= before
+    assert sockets(hosts[0]) - before == {"agent.sock"}, "a relative name: it lies in the run folder"
+
+
+@pytest.mark.parametrize("transport", ["openssh", "fabric"])
+def test_opening_and_closing_many_times_leaves_no_more_than_once(
+    hosts: list[LabHost],
+    hosts_of: Callable[..., list[sky.Host]],
+    clean: Callable[..., None],
+    transport: str,
+) -> None:
+    """Neither on the host nor here: content is named by itself, and only logs grow."""
+
+    def kept() -> set[str]:
+        return {
+            str(path)
+            for cache in caches(hosts[0])
+            for kind in ("bundles", "blobs", "trees")
+            for path in (cache / kind).glob("*")
+        }
+
+    counts: list[set[Any]] = []
+    for _ in range(3):
+        with sky.Compute(hosts_of(transport, 1), ui="none") as pool:
+            assert ok(1) >> pool == 1
+        counts.append(kept())
+    assert counts[0] == counts[1] == counts[2]
+    clean()

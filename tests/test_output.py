@@ -1,0 +1,547 @@
+"""Output: everything a rank writes arrives, line by line, with its host and rank, and stays on the host in files."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from stage.remote import leave, wait_for
+from stage.spot import Spot, until
+
+import skyfab as sky
+from skyfab.events import Event, Output
+
+if TYPE_CHECKING:
+    from skyfab.lab import Lab
+
+pytestmark = pytest.mark.lab
+
+
+def lines(events: list[Event], stream: str = "stdout", rank: int | None = None) -> list[str]:
+    return [e.text for e in events if isinstance(e, Output) and e.stream == stream and e.rank == rank]
+
+
+def printf(text: str) -> None:
+    """As C code prints: into a buffer of the C library's own."""
+    ctypes.CDLL(None).printf(b"%s", text.encode())
+
+
+# ---- where it comes from
+
+
+def test_what_python_prints_arrives_with_its_stream(pool: sky.Compute, events: list[Event]) -> None:
+    @sky.function
+    def speak() -> None:
+        print("to stdout")
+        print("to stderr", file=sys.stderr)
+        print("more", "words", sep="-")
+
+    speak() >> pool
+    assert lines(events) == ["to stdout", "more-words"]
+    assert lines(events, "stderr") == ["to stderr"]
+
+
+def test_what_bypasses_python_arrives_too(pool: sky.Compute, events: list[Event]) -> None:
+    """File descriptors, C code and child processes."""
+
+    @sky.function
+    def speak() -> None:
+        os.write(1, b"by descriptor\n")
+        printf("by C code\n")
+        ctypes.CDLL(None).fflush(None)
+        subprocess.run(["sh", "-c", "echo by a child; echo its error >&2"], check=True)
+        os.system("echo by the shell")  # noqa: S605
+
+    speak() >> pool
+    assert lines(events) == ["by descriptor", "by C code", "by a child", "by the shell"]
+    assert lines(events, "stderr") == ["its error"]
+
+
+def test_what_c_code_has_buffered_arrives_before_the_call_returns(pool: sky.Compute, events: list[Event]) -> None:
+    sky.function(printf)("never flushed\nnot even ended") >> pool
+    assert lines(events) == ["never flushed", "not even ended"]
+
+
+def test_logging_and_warnings_arrive_on_stderr(pool: sky.Compute, events: list[Event]) -> None:
+    @sky.function
+    def speak() -> None:
+        import warnings
+
+        logging.getLogger("a.b").warning("a logged warning")
+        warnings.simplefilter("always")
+        warnings.warn("a raised warning", stacklevel=1)
+
+    speak() >> pool
+    said = lines(events, "stderr")
+    assert "a logged warning" in said
+    assert any("UserWarning: a raised warning" in line for line in said)
+
+
+def test_what_a_thread_writes_after_the_call_arrives_as_well(
+    pool: sky.Compute, events: list[Event], spot: Spot
+) -> None:
+    @sky.function
+    def speak() -> None:
+        def later() -> None:
+            wait_for(go)
+            print("an afterthought")
+
+        threading.Thread(target=later, daemon=True).start()
+
+    go = spot / "go"
+    speak() >> pool
+    assert lines(events) == []
+    spot.leave("go")
+    until(lambda: lines(events) == ["an afterthought"], "what was written after the call")
+
+
+def test_what_is_written_arrives_while_the_call_still_runs(pool: sky.Compute, events: list[Event], spot: Spot) -> None:
+    @sky.function
+    def speak() -> None:
+        print("now")
+        wait_for(go)
+
+    go = spot / "go"
+    future = speak() > pool
+    until(lambda: lines(events) == ["now"], "a line of a call that runs")
+    assert not future.done()
+    spot.leave("go")
+    future.result(30)
+
+
+# ---- what a line is
+
+
+def test_text_without_an_end_of_line_is_shown_when_the_call_ends(pool: sky.Compute, events: list[Event]) -> None:
+    speak = sky.function(lambda text: print(text, end=""))
+    node = pool.hosts[0].name
+    pool.submit(speak("one\ntwo"), on=node).result(30)
+    assert lines(events) == ["one", "two"]
+    pool.submit(speak("three"), on=node).result(30)
+    assert lines(events) == ["one", "two", "three"]
+
+
+def test_progress_bars_are_lines_that_ask_to_be_overwritten(pool: sky.Compute, events: list[Event]) -> None:
+    @sky.function
+    def progress() -> None:
+        for percent in (10, 20, 30):
+            sys.stderr.write(f"\r{percent}%")
+            sys.stderr.flush()
+        sys.stderr.write("\n")
+
+    progress() >> pool
+    found = [(e.text, e.end) for e in events if isinstance(e, Output)]
+    assert found == [("10%", "\r"), ("20%", "\r"), ("30%", "\n")]
+
+
+def test_a_progress_bar_is_seen_to_move(pool: sky.Compute, events: list[Event], spot: Spot) -> None:
+    """Each state is shown by the time the next one is written, not when the call ends."""
+
+    @sky.function
+    def progress() -> None:
+        for step in range(3):
+            os.write(2, f"{step}\r".encode())
+            os.write(2, f"{step + 1}".encode())
+            wait_for(f"{folder}/step{step}")
+            os.write(2, b"\r")
+
+    folder = spot / ""
+    future = progress() > pool
+    for step in range(3):
+        until(lambda step=step: str(step) in lines(events, "stderr"), "the next state of the progress bar")
+        spot.leave(f"step{step}")
+    future.result(30)
+
+
+def test_line_ends_of_other_systems_are_line_ends(pool: sky.Compute, events: list[Event]) -> None:
+    sky.function(lambda: os.write(1, b"dos\r\nunix\n\nafter an empty one\r\n"))() >> pool
+    assert [(e.text, e.end) for e in events if isinstance(e, Output)] == [
+        ("dos", "\n"),
+        ("unix", "\n"),
+        ("", "\n"),
+        ("after an empty one", "\n"),
+    ]
+
+
+def test_a_dos_line_end_in_two_writes_is_one_line_end(pool: sky.Compute, events: list[Event], spot: Spot) -> None:
+    @sky.function
+    def speak() -> None:
+        os.write(1, b"first\nhalf\r")
+        wait_for(go)
+        os.write(1, b"\nnext\n")
+
+    go = spot / "go"
+    future = speak() > pool
+    until(lambda: "first" in lines(events), "the first half")
+    spot.leave("go")
+    future.result(30)
+    assert [(e.text, e.end) for e in events if isinstance(e, Output)] == [
+        ("first", "\n"),
+        ("half", "\n"),
+        ("next", "\n"),
+    ]
+
+
+def test_text_of_all_kinds_arrives_unchanged(pool: sky.Compute, events: list[Event]) -> None:
+    texts = [
+        "ünïcode ✓ \U0001f600 日本語",
+        "\x1b[31mred\x1b[0m",
+        "tab\there",
+        "nul\0byte",
+        " spaces around ",
+        "",
+        "%s %d",
+    ]
+
+    @sky.function
+    def speak() -> None:
+        for text in texts:
+            print(text)
+
+    speak() >> pool
+    assert lines(events) == texts
+
+
+def test_bytes_that_are_no_text_do_no_harm(pool: sky.Compute, events: list[Event]) -> None:
+    """They are shown as replacement characters; what is around them is intact."""
+
+    @sky.function
+    def speak() -> None:
+        os.write(1, b"before \xff\xfe after\n")
+        os.write(1, bytes(range(14, 256)) + b"\n")
+        print("lone \ud800 surrogate")
+        print("still here")
+
+    speak() >> pool
+    found = lines(events)
+    assert found[0] == "before �� after"
+    assert len(found) == 4
+    assert found[2].startswith("lone ")
+    assert found[3] == "still here"
+
+
+def test_a_character_in_two_writes_is_one_character(pool: sky.Compute, events: list[Event], spot: Spot) -> None:
+    @sky.function
+    def speak() -> None:
+        first, second = "é".encode()[:1], "é".encode()[1:]
+        os.write(1, b"start\nhalf " + first)
+        wait_for(go)
+        os.write(1, second + b"\n")
+
+    go = spot / "go"
+    future = speak() > pool
+    until(lambda: "start" in lines(events), "the first half")
+    spot.leave("go")
+    future.result(30)
+    assert lines(events) == ["start", "half é"]
+
+
+def test_a_line_of_a_megabyte_arrives_whole_or_in_pieces(pool: sky.Compute, events: list[Event]) -> None:
+    """No character is lost or cut, though most take several bytes."""
+    sky.function(lambda: print("x" + "é\U0001f600日" * 120_000))() >> pool
+    assert "".join(lines(events)) == "x" + "é\U0001f600日" * 120_000
+
+
+# ---- whose it is
+
+
+def test_lines_carry_the_host_and_rank_that_wrote_them(pool: sky.Compute, events: list[Event]) -> None:
+    @sky.function
+    def speak() -> None:
+        for number in range(2000):
+            print(f"rank {sky.instance_info().rank} line {number}")
+
+    speak() @ pool
+    for rank, node in enumerate(pool.hosts):
+        assert lines(events, rank=rank) == [f"rank {rank} line {number}" for number in range(2000)]
+        assert {e.host for e in events if isinstance(e, Output) and e.rank == rank} == {node.name}
+
+
+def test_lines_of_a_solo_call_carry_the_host_and_no_rank(pool: sky.Compute, events: list[Event]) -> None:
+    for node in pool.hosts:
+        pool.submit(sky.function(print)(f"I am {node.name}"), on=node.name).result(30)
+    assert [str(e) for e in events if isinstance(e, Output)] == [f"{n.name} I am {n.name}" for n in pool.hosts]
+    sky.function(print)("together") @ pool
+    assert {str(e) for e in events if isinstance(e, Output)} >= {
+        f"{node.name}[{rank}] together" for rank, node in enumerate(pool.hosts)
+    }
+
+
+# ---- a lot of it
+
+
+def test_two_hundred_thousand_lines_arrive_once_in_order_before_the_call_returns(
+    pool: sky.Compute, events: list[Event]
+) -> None:
+    @sky.function
+    def flood() -> str:
+        for number in range(200_000):
+            print(f"line {number}")
+        return "done"
+
+    assert flood() >> pool == "done"
+    assert lines(events) == [f"line {number}" for number in range(200_000)]
+
+
+def test_both_streams_of_both_ranks_can_flood_at_once(pool: sky.Compute, events: list[Event]) -> None:
+    @sky.function
+    def flood() -> None:
+        for number in range(20_000):
+            print(number)
+            print(number, file=sys.stderr)
+
+    flood() @ pool
+    expected = [str(number) for number in range(20_000)]
+    for rank in (0, 1):
+        for stream in ("stdout", "stderr"):
+            assert lines(events, stream, rank) == expected
+
+
+def test_whoever_reads_slowly_does_not_hold_up_the_function(pool: sky.Compute, spot: Spot) -> None:
+    """The subscriber takes no second line before the function has written its last: 30 MB wait in the host's file."""
+    found: list[str] = []
+
+    def slow(event: Event) -> None:
+        if isinstance(event, Output):
+            found.append(event.text)
+            if len(found) == 1:
+                spot.wait("written")
+
+    @sky.function
+    def flood() -> None:
+        for number in range(300_000):
+            print(f"{number:0100d}")
+        leave(note)
+
+    note = spot / "written"
+    unsubscribe = pool.events.subscribe(slow)
+    flood() >> pool
+    unsubscribe()
+    assert found == [f"{number:0100d}" for number in range(300_000)]
+
+
+def test_a_flood_nobody_listens_to_does_no_harm(pool: sky.Compute) -> None:
+    @sky.function
+    def flood() -> int:
+        for _ in range(50_000):
+            print("nobody hears this")
+        return 1
+
+    assert flood() >> pool == 1
+
+
+def test_a_flood_on_one_host_does_not_hold_up_calls_on_another(pool: sky.Compute, spot: Spot) -> None:
+    @sky.function
+    def flood() -> None:
+        leave(note)
+        while not Path(stop).exists():
+            print("x" * 1000)
+
+    note, stop = spot / "started", spot / "stop"
+    future = pool.submit(flood(), on=pool.hosts[0].name)
+    spot.wait("started")
+    for number in range(50):
+        assert pool.submit(sky.function(abs)(-number), on=pool.hosts[1].name).result(30) == number
+    spot.leave("stop")
+    future.result(60)
+
+
+def test_cancelling_gets_through_a_flood(pool: sky.Compute, spot: Spot, runs_on: Callable[[str, int], bool]) -> None:
+    @sky.function
+    def flood() -> None:
+        leave(note, str(os.getpid()))
+        while True:
+            print("x" * 1000)
+
+    note = spot / "pid"
+    future = flood() > pool
+    ((machine, pid),) = spot.wait("pid").items()
+    assert future.cancel()
+    until(lambda: not runs_on(machine, int(pid)), "the end of the flood")
+
+
+# ---- files
+
+
+def test_everything_is_kept_in_files_on_the_host(
+    lab: Lab, home: Path, transport: str, open_pool: Callable[..., sky.Compute]
+) -> None:
+    """Also after the pool is closed, and also what was not text."""
+    pool = open_pool(transport, count=1)
+    mark = f"mark-{time.time_ns()}"
+
+    @sky.function
+    def speak() -> None:
+        print(mark)
+        os.write(1, b"raw \xff bytes, no end")
+        print(mark, file=sys.stderr)
+
+    speak() >> pool
+    speak() @ pool
+    pool.close()
+    if transport == "local":
+        cache = home / "cache1"
+    elif lab.hosts[0].cache is not None:
+        cache = Path(lab.hosts[0].cache)
+    else:
+        cache = lab.hosts[0].path("/home/ada/.cache/skyfab" if transport == "fabric" else "/root/.cache/skyfab")
+    kept = [path.read_bytes() for path in cache.glob("logs/*/*") if mark.encode() in path.read_bytes()]
+    assert sorted(kept) == sorted(2 * [f"{mark}\n".encode()] + 2 * [f"{mark}\n".encode() + b"raw \xff bytes, no end"])
+
+
+def test_files_are_nobody_elses_business(lab: Lab, open_pool: Callable[..., sky.Compute], namespaces: Lab) -> None:
+    pool = open_pool("openssh", count=1)
+    sky.function(print)("secret") >> pool
+    logs = namespaces.hosts[0].path("/root/.cache/skyfab/logs")
+    for path in (logs, *logs.rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+# ---- who may speak
+
+
+def both_orders(decorate: Callable[[Any], Any], fn: Callable[..., Any]) -> list[Any]:
+    return [sky.function(decorate(fn)), decorate(sky.function(fn))]
+
+
+def shout() -> int:
+    print("from python")
+    print("error", file=sys.stderr)
+    os.write(1, b"from a descriptor\n")
+    printf("from C\n")
+    subprocess.run(["echo", "from a child"], check=True)
+    return 5
+
+
+LOUD = sorted(["from python", "from a descriptor", "from a child", "from C"])
+"""In any order: when the C library flushes is its own matter."""
+
+
+def test_stdout_of_the_head_alone(pool: sky.Compute, events: list[Event]) -> None:
+    for limited in both_orders(sky.stdout(only="head"), shout):
+        events.clear()
+        assert limited() @ pool == [5, 5]
+        assert sorted(lines(events, rank=0)) == LOUD
+        assert lines(events, rank=1) == []
+        assert lines(events, "stderr", rank=1) == ["error"]
+
+
+def test_stdout_where_a_predicate_holds(pool: sky.Compute, events: list[Event]) -> None:
+    for limited in both_orders(sky.stdout(only=lambda info: info.rank == 1), shout):
+        events.clear()
+        assert limited() @ pool == [5, 5]
+        assert lines(events, rank=0) == []
+        assert sorted(lines(events, rank=1)) == LOUD
+
+
+def test_stderr_of_the_head_alone(pool: sky.Compute, events: list[Event]) -> None:
+    for limited in both_orders(sky.stderr(only="head"), shout):
+        events.clear()
+        assert limited() @ pool == [5, 5]
+        assert lines(events, "stderr", rank=0) == ["error"]
+        assert lines(events, "stderr", rank=1) == []
+        assert sorted(lines(events, rank=1)) == LOUD
+
+
+def test_silent_means_silent_for_c_code_and_children_too(pool: sky.Compute, events: list[Event]) -> None:
+    for limited in both_orders(sky.silent, shout):
+        events.clear()
+        assert limited() @ pool == [5, 5]
+        assert limited() >> pool == 5
+        assert [e for e in events if isinstance(e, Output)] == []
+
+
+def test_both_limits_together(pool: sky.Compute, events: list[Event]) -> None:
+    limited = sky.stdout(only="head")(sky.function(sky.stderr(only=lambda info: False)(shout)))
+    limited() @ pool
+    assert sorted(lines(events, rank=0)) == LOUD
+    assert lines(events, rank=1) == lines(events, "stderr", 0) == lines(events, "stderr", 1) == []
+
+
+def test_a_silent_function_that_fails_is_heard_and_the_next_one_too(pool: sky.Compute, events: list[Event]) -> None:
+    @sky.silent
+    @sky.function
+    def fail() -> None:
+        print("hidden")
+        raise ValueError("shown")
+
+    node = pool.hosts[0].name
+    with pytest.raises(ValueError, match="shown"):
+        pool.submit(fail(), on=node).result(30)
+    pool.submit(sky.function(print)("audible"), on=node).result(30)
+    assert lines(events) == ["audible"]
+
+
+def test_what_was_written_before_a_silent_part_is_not_swallowed(pool: sky.Compute, events: list[Event]) -> None:
+    """C code's buffer is flushed at the border, not when it is full."""
+
+    @sky.function
+    def mixed() -> None:
+        printf("before\n")
+        sky.silent(shout)()
+        printf("after\n")
+
+    mixed() >> pool
+    assert lines(events) == ["before", "after"]
+
+
+def test_limits_keep_timeout_name_and_result() -> None:
+    @sky.silent
+    @sky.function(timeout=7)
+    def quiet(x: int) -> int:
+        """Says nothing."""
+        return x
+
+    assert quiet.timeout == 7
+    assert quiet.__name__ == "quiet"
+    assert quiet.__doc__ == "Says nothing."
+    assert quiet.fn(3) == 3
+
+
+def test_outside_a_call_limits_do_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    sky.silent(print)("here I speak")
+    assert capfd.readouterr().out == "here I speak\n"
+
+
+# ---- hostile to its own output
+
+
+@pytest.mark.parametrize("how", ["sys.stdout.close", "replace", "os.close", "dup2", "None"])
+def test_a_function_that_takes_its_output_apart_still_returns(pool: sky.Compute, how: str) -> None:
+    @sky.function
+    def tear() -> str:
+        import io
+
+        if how == "sys.stdout.close":
+            sys.stdout.close()
+            sys.stderr.close()
+        elif how == "replace":
+            sys.stdout = sys.stderr = io.StringIO()
+        elif how == "os.close":
+            os.close(1)
+            os.close(2)
+        elif how == "dup2":
+            os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+        else:
+            sys.stdout = sys.stderr = None  # type: ignore[assignment]
+        return how
+
+    node = pool.hosts[0].name
+    assert pool.submit(tear(), on=node).result(30) == how
+    assert pool.submit(sky.function(abs)(-3), on=node).result(30) == 3
+
+
+def test_a_function_that_closes_every_descriptor_is_an_error_and_not_a_hang(pool: sky.Compute) -> None:
+    node = pool.hosts[0].name
+    with pytest.raises(sky.RankDied):
+        pool.submit(sky.function(lambda: os.closerange(3, 1000))(), on=node).result(30)
+    assert pool.submit(sky.function(abs)(-3), on=node).result(30) == 3

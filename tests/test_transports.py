@@ -1,0 +1,673 @@
+"""Transports: one conformance suite for local, fabric and openssh, and every way of getting into a host with the two of SSH."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import paramiko
+import pytest
+from stage.spot import Spot, until
+
+import skyfab as sky
+from skyfab.lab import Lab
+from skyfab.transport import Stream, transport_for
+from skyfab.transport.fabric import Fabric
+from skyfab.transport.local import Local
+from skyfab.transport.openssh import OpenSSH
+
+pytestmark = pytest.mark.lab
+
+MB = 1024 * 1024
+both = pytest.mark.parametrize("by", ["openssh", "fabric"])
+"""The two that go over SSH."""
+
+Open = Callable[[str], Stream]
+Hosts = Callable[..., list[sky.Host]]
+
+
+# ---- the conformance suite
+
+
+@pytest.fixture
+def opened(transport: str, hosts_of: Hosts) -> Iterator[Open]:
+    """``opened("cat")``: the command's stream, by each transport in turn; closed after the test."""
+    with ExitStack() as stack:
+
+        def open_it(command: str) -> Stream:
+            host = hosts_of(transport, 1)[0]
+            way = transport_for(host, sky.Inventory(hosts={host.name: host}))
+            stack.callback(way.close)
+            stream = way.open(command)
+            stack.callback(stream.close)
+            return stream
+
+        yield open_it
+
+
+def wait_for(stream: Stream, *, room: bool = False) -> None:
+    """Waits as its protocol says: for bytes, or for room where something tells of it."""
+    sink = stream.sink() if room else None
+    blind = room and sink is None
+    select.select([stream.fileno()], [] if sink is None else [sink], [], 0.002 if blind else 60)
+
+
+def some(stream: Stream, size: int = MB) -> bytes:
+    """The next bytes; none at the end."""
+    buffer = bytearray(size)
+    while True:
+        try:
+            return bytes(buffer[: stream.recv_into(memoryview(buffer))])
+        except BlockingIOError:
+            wait_for(stream)
+
+
+def rest(stream: Stream) -> bytes:
+    """Everything until the end."""
+    return b"".join(iter(lambda: some(stream), b""))
+
+
+def exchange(
+    stream: Stream, pieces: Iterator[bytes], expected: int, take: Callable[[bytes], object]
+) -> tuple[int, bool]:
+    """Sends all pieces and takes so many bytes, both at once; says how many came and whether that was before the end."""
+    piece = memoryview(next(pieces, b""))
+    buffer = memoryview(bytearray(MB))
+    came = 0
+    while piece or came < expected:
+        moved = False
+        if piece:
+            try:
+                piece = piece[stream.send([piece]) :] or memoryview(next(pieces, b""))
+                moved = True
+            except BlockingIOError:
+                pass
+        try:
+            count = stream.recv_into(buffer)
+            if not count:
+                return came, False
+            take(bytes(buffer[:count]))
+            came += count
+            moved = True
+        except BlockingIOError:
+            pass
+        if not moved:
+            wait_for(stream, room=bool(piece))
+    return came, True
+
+
+def echo(stream: Stream, data: bytes) -> bytes:
+    found: list[bytes] = []
+    exchange(stream, iter([data]), len(data), found.append)
+    return b"".join(found)
+
+
+def test_every_byte_value_comes_back_unchanged(opened: Open) -> None:
+    data = bytes(range(256)) * 4 + b"\n~.\n~~\r\n\x00\x04\x1a\x03"  # with what terminals and ssh's escapes would take
+    assert echo(opened("cat"), data) == data
+
+
+def test_many_buffers_arrive_in_order(opened: Open) -> None:
+    """A send takes a list of buffers, as many as there are, and says how much of it went."""
+    stream = opened("cat")
+    data = [bytes([number % 256]) * (1 + number % 7) for number in range(200)]
+    whole = b"".join(data)
+    sent = stream.send(data)
+    assert 0 < sent <= len(whole)
+    found: list[bytes] = []
+    exchange(stream, iter([whole[sent:]]), len(whole), found.append)
+    assert b"".join(found) == whole
+
+
+def test_32_mb_each_way_at_once(opened: Open) -> None:
+    """Neither side waits for the other to read first."""
+    data = os.urandom(MB) * 32
+    assert hashlib.sha256(echo(opened("cat"), data)).digest() == hashlib.sha256(data).digest()
+
+
+def test_receiving_never_blocks(opened: Open) -> None:
+    stream = opened("cat")
+    with pytest.raises(BlockingIOError):
+        while True:
+            stream.recv_into(memoryview(bytearray(1)))
+
+
+def test_a_full_pipe_says_so_and_does_not_block(opened: Open) -> None:
+    """Nobody reads at the other end: at some point there is no room, and trying says so at once."""
+    stream = opened("read line; cat")
+    piece = bytes(MB)
+    with pytest.raises(BlockingIOError):
+        for _ in range(512):
+            stream.send([piece])
+
+
+def test_the_end_of_the_command_is_the_end_of_the_stream(opened: Open) -> None:
+    stream = opened("printf done")
+    assert rest(stream) == b"done"
+    assert some(stream) == b"", "and it stays ended"
+
+
+def test_closing_ends_the_input_of_the_command(transport: str, hosts_of: Hosts, spot: Spot) -> None:
+    host = hosts_of(transport, 1)[0]
+    way = transport_for(host, sky.Inventory(hosts={host.name: host}))
+    stream = way.open(f"echo ready; cat >/dev/null; echo over >{spot / 'over'}")
+    assert some(stream).startswith(b"ready")
+    stream.close()
+    way.close()
+    spot.wait("over")
+
+
+def test_sending_to_a_command_that_has_ended_is_an_error(opened: Open) -> None:
+    stream = opened("exec true")
+    assert rest(stream) == b""
+    with pytest.raises(OSError) as caught:
+        for _ in range(100):
+            stream.send([bytes(MB)])
+    assert not isinstance(caught.value, BlockingIOError)
+
+
+def test_a_command_that_fails_explains_itself(opened: Open) -> None:
+    """The last line of its stderr is what the user is told."""
+    stream = opened("echo first >&2; echo the reason >&2; exit 7")
+    assert rest(stream) == b""
+    error = stream.explain()
+    assert isinstance(error, sky.HostLost)
+    assert error.exit_code == 3
+    assert error.host
+    assert error.message == "the connection ended: the reason"
+
+
+def test_a_command_that_fails_in_silence_still_explains_itself(opened: Open) -> None:
+    stream = opened("exit 7")
+    assert rest(stream) == b""
+    assert isinstance(error := stream.explain(), sky.HostLost)
+    assert error.message == "the connection ended"
+
+
+def test_a_missing_program_is_named(opened: Open) -> None:
+    stream = opened("exec /no/such/program")
+    assert rest(stream) == b""
+    assert "/no/such/program" in str(stream.explain())
+
+
+def test_stderr_does_not_mix_in(opened: Open) -> None:
+    stream = opened("printf 1; echo noise >&2; printf 2; echo noise >&2; printf 3")
+    assert rest(stream) == b"123"
+
+
+def test_any_amount_of_stderr_does_not_hold_up_the_stream(opened: Open) -> None:
+    """80 MB: more than any window that a transport may have promised the host."""
+    stream = opened("head -c 80000000 /dev/zero >&2; printf after")
+    assert rest(stream) == b"after"
+
+
+def test_two_streams_to_one_host_do_not_meet(opened: Open) -> None:
+    one, two = opened("cat"), opened("cat")
+    assert echo(one, b"one") == b"one"
+    assert echo(two, b"two") == b"two"
+
+
+def test_closing_twice_is_fine(transport: str, hosts_of: Hosts) -> None:
+    host = hosts_of(transport, 1)[0]
+    way = transport_for(host, sky.Inventory(hosts={host.name: host}))
+    stream = way.open("cat")
+    for _ in range(2):
+        stream.close()
+        way.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@both
+def test_more_than_512_mb_each_way(by: str, hosts_of: Hosts) -> None:
+    """paramiko changes keys after 512 MB, in the middle of the traffic: nothing is lost, nothing hangs."""
+    host = hosts_of(by, 1)[0]
+    way = transport_for(host, sky.Inventory(hosts={host.name: host}))
+    stream = way.open("cat")
+    piece = os.urandom(MB)
+    there, back = hashlib.sha256(piece * 600), hashlib.sha256()
+    try:
+        assert exchange(stream, iter([piece] * 600), 600 * MB, back.update) == (600 * MB, True)
+        assert back.digest() == there.digest()
+    finally:
+        stream.close()
+        way.close()
+
+
+# ---- which transport
+
+
+def test_each_host_gets_the_transport_it_asks_for() -> None:
+    nobody = sky.Inventory(hosts={})
+    assert isinstance(transport_for(sky.Host(name="a", transport="local"), nobody), Local)
+    assert isinstance(transport_for(sky.Host(name="a", transport="fabric"), nobody), Fabric)
+    assert isinstance(transport_for(sky.Host(name="a", transport="openssh"), nobody), OpenSSH)
+
+
+def test_auto_is_the_ssh_program_and_fabric_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    host, nobody = sky.Host(name="a", transport="auto"), sky.Inventory(hosts={})
+    assert isinstance(transport_for(host, nobody), OpenSSH)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert isinstance(transport_for(host, nobody), Fabric)
+
+
+@sky.function
+def where() -> tuple[str, str, str]:
+    """The host's name, who we are there, and the address the login came from."""
+    return socket.gethostname(), os.environ.get("USER", ""), os.environ.get("SSH_CONNECTION", "?").split()[0]
+
+
+def test_auto_reaches_a_host(hosts_of: Hosts) -> None:
+    (host,) = hosts_of("openssh", 1)
+    with sky.Compute([replace(host, transport="auto")], ui="none") as compute:
+        assert len(where() >> compute) == 3
+
+
+# ---- jump hosts and ssh_config
+
+
+@pytest.fixture
+def known_hosts(home: Path) -> Iterator[Path]:
+    """The user's known_hosts, empty before and after."""
+    file = home / ".ssh" / "known_hosts"
+    file.write_text("")
+    yield file
+    file.write_text("")
+
+
+@pytest.fixture
+def ssh_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Puts lines before what the user's ssh_config says."""
+    base = Path(os.environ["SKYFAB_SSH_CONFIG"]).read_text()
+
+    def write(lines: str) -> None:
+        file = tmp_path / "ssh config"  # a name with a space, as some people have them
+        file.write_text(lines + "\n" + base)
+        monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(file))
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def no_temporary_files_stay() -> Iterator[None]:
+    """What a transport writes for the ssh program goes with it."""
+    place = Path(tempfile.gettempdir())
+    before = {*place.glob("skyfab-known-*"), *place.glob("skyfab-ssh-*")}
+    yield
+    assert {*place.glob("skyfab-known-*"), *place.glob("skyfab-ssh-*")} == before
+
+
+def record(file: Path, *pairs: tuple[str, str]) -> None:
+    """Writes known_hosts lines: address and key."""
+    file.write_text("".join(f"{address} {key}\n" for address, key in pairs))
+
+
+def pool_of(host: sky.Host, *others: sky.Host) -> sky.Compute:
+    """A pool of one host, in an inventory of several."""
+    return sky.Compute([host], inventory=sky.Inventory(hosts={each.name: each for each in (host, *others)}), ui="none")
+
+
+@both
+def test_a_jump_host_of_the_inventory(namespaces: Lab, hosts_of: Hosts, by: str) -> None:
+    """node2 is reached from node1, each with its own user and host key."""
+    jump, target = hosts_of(by, 2, user="root")
+    jump = replace(jump, user="ada")
+    with pool_of(replace(target, jump="node1"), jump) as compute:
+        assert where() >> compute == ("node2", "root", namespaces["node1"].address)
+        assert compute.hosts[0].connection.run("hostname", hide=True).stdout.strip() == "node2"
+
+
+@both
+def test_two_jump_hosts_in_a_row(namespaces: Lab, hosts_of: Hosts, by: str) -> None:
+    first, second, target = hosts_of(by, 3)
+    with pool_of(replace(target, jump="node2"), first, replace(second, jump="node1")) as compute:
+        name, _, came_from = where() >> compute
+    assert (name, came_from) == ("node3", namespaces["node2"].address)
+
+
+@both
+def test_an_unknown_key_of_the_jump_host_is_refused(namespaces: Lab, hosts_of: Hosts, by: str) -> None:
+    jump, target = hosts_of(by, 2)
+    with pytest.raises(sky.HostKeyRefused), pool_of(replace(target, jump="node1"), replace(jump, host_key=None)):
+        pass
+
+
+@both
+def test_a_target_that_refuses_behind_a_jump_host_leaves_no_connection(
+    namespaces: Lab, hosts_of: Hosts, by: str
+) -> None:
+    """The way there is taken down too: the threads and sockets of the jump host's connection."""
+    jump, target = hosts_of(by, 2)
+    with pytest.raises(sky.HostKeyRefused), pool_of(replace(target, jump="node1", host_key=jump.host_key), jump):
+        pass
+
+
+def alias(lab: Lab, name: str, host: str, more: str = "", user: str = "root") -> str:
+    address = lab[host].address
+    return f"Host {name}\n  HostName {address}\n  User {user}\n  IdentityFile {lab[host].identity}\n  {more}\n"
+
+
+@both
+def test_an_alias_of_ssh_config(
+    namespaces: Lab, by: str, known_hosts: Path, ssh_config: Callable[[str], None]
+) -> None:
+    """Address, user and key are ssh_config's matter; the host is known by its alias."""
+    ssh_config(alias(namespaces, "box", "node1", user="ada"))
+    record(known_hosts, (namespaces["node1"].address, namespaces["node1"].host_key))
+    with pool_of(sky.Host(name="box", transport=by, python=namespaces["node1"].python)) as compute:  # type: ignore[arg-type]
+        assert (where() >> compute)[:2] == ("node1", "ada")
+        assert compute.hosts[0].name == "box"
+
+
+@both
+def test_proxyjump_of_ssh_config(
+    namespaces: Lab, by: str, known_hosts: Path, ssh_config: Callable[[str], None]
+) -> None:
+    ssh_config(alias(namespaces, "bastion", "node1") + alias(namespaces, "inner", "node2", "ProxyJump bastion"))
+    record(known_hosts, *((host.address, host.host_key) for host in namespaces.hosts))
+    with pool_of(sky.Host(name="inner", transport=by, python=namespaces["node2"].python)) as compute:  # type: ignore[arg-type]
+        assert where() >> compute == ("node2", "root", namespaces["node1"].address)
+
+
+@both
+def test_the_key_of_a_proxyjump_is_checked_too(
+    namespaces: Lab, by: str, known_hosts: Path, ssh_config: Callable[[str], None]
+) -> None:
+    """Only the target is known: the bastion could be anybody."""
+    ssh_config(alias(namespaces, "bastion", "node1") + alias(namespaces, "inner", "node2", "ProxyJump bastion"))
+    record(known_hosts, (namespaces["node2"].address, namespaces["node2"].host_key))
+    with pytest.raises(sky.HostKeyRefused):
+        pool_of(sky.Host(name="inner", transport=by, python=namespaces["node2"].python)).open()  # type: ignore[arg-type]
+
+
+@both
+def test_a_jump_may_be_an_alias_of_ssh_config(
+    namespaces: Lab, hosts_of: Hosts, by: str, known_hosts: Path, ssh_config: Callable[[str], None]
+) -> None:
+    ssh_config(alias(namespaces, "bastion", "node1"))
+    record(known_hosts, (namespaces["node1"].address, namespaces["node1"].host_key))
+    target = hosts_of(by, 2)[1]
+    with pool_of(replace(target, jump="bastion")) as compute:
+        assert (where() >> compute)[2] == namespaces["node1"].address
+
+
+@both
+def test_jump_none_goes_directly_whatever_ssh_config_says(
+    namespaces: Lab, hosts_of: Hosts, by: str, known_hosts: Path, ssh_config: Callable[[str], None]
+) -> None:
+    ssh_config(alias(namespaces, "inner", "node2", "ProxyJump nobody@127.0.0.1:1"))
+    record(known_hosts, *((host.address, host.host_key) for host in namespaces.hosts))
+    host = sky.Host(name="inner", jump="none", transport=by, python=namespaces["node2"].python)  # type: ignore[arg-type]
+    with pool_of(host) as compute:
+        assert (where() >> compute)[0] == "node2"
+
+
+# ---- keys and agents
+
+
+@both
+def test_an_identity_file_is_the_only_key_offered(
+    namespaces: Lab, hosts_of: Hosts, home: Path, by: str, agent: Callable[[Path], None]
+) -> None:
+    """The agent has a key that would do; the inventory names another one, and that is what counts."""
+    agent(namespaces.hosts[0].identity)
+    host = hosts_of(by, 1, identity=str(home / ".ssh" / "id_ed25519"))[0]
+    with pytest.raises(sky.AuthenticationRefused), pool_of(host):
+        pass
+
+
+@both
+def test_an_identity_file_in_a_folder_with_a_space(hosts_of: Hosts, lab: Lab, tmp_path: Path, by: str) -> None:
+    key = tmp_path / "my keys 100%" / "id"
+    key.parent.mkdir()
+    shutil.copy(lab.hosts[0].identity, key)
+    key.chmod(0o600)
+    with pool_of(hosts_of(by, 1, identity=str(key))[0]) as compute:
+        assert len(where() >> compute) == 3
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """``agent(key)``: an ssh-agent of the test's own that holds the key."""
+    with ExitStack() as stack:
+
+        def start(key: Path) -> None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="skyfab-agent-"))
+            place = f"{folder}/socket"
+            process = subprocess.Popen(["ssh-agent", "-D", "-a", place], stdout=subprocess.DEVNULL)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            until(lambda: Path(place).exists(), "the agent's socket")
+            monkeypatch.setenv("SSH_AUTH_SOCK", place)
+            subprocess.run(["ssh-add", "-q", str(key)], check=True, capture_output=True)
+
+        yield start
+
+
+@both
+def test_a_key_in_the_agent_lets_us_in(
+    lab: Lab, hosts_of: Hosts, by: str, agent: Callable[[Path], None]
+) -> None:
+    host = hosts_of(by, 1, identity=None)[0]
+    with pytest.raises(sky.AuthenticationRefused):
+        pool_of(host).open()
+    agent(lab.hosts[0].identity)
+    with pool_of(host) as compute:
+        assert len(where() >> compute) == 3
+        assert compute.hosts[0].connection.run("echo in", hide=True).stdout == "in\n"
+
+
+# ---- passwords
+
+
+class Person:
+    """Somebody at a terminal, who is asked for passwords."""
+
+    def __init__(self, answers: list[str]) -> None:
+        self.answers = answers
+        self.prompts: list[str] = []
+
+    def __call__(self, prompt: str = "", stream: object = None) -> str:
+        self.prompts.append(prompt)
+        return self.answers.pop(0)
+
+
+@pytest.fixture
+def person(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Person]:
+    def sit_down(*answers: str) -> Person:
+        found = Person(list(answers))
+        monkeypatch.setattr("getpass.getpass", found)
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        return found
+
+    return sit_down
+
+
+def with_password(hosts_of: Hosts, user: str) -> sky.Host:
+    host: sky.Host = hosts_of("fabric", 1, user=user, identity=None)[0]
+    return host
+
+
+def test_a_password_is_asked_for_once_and_shows_nowhere(
+    namespaces: Lab, hosts_of: Hosts, person: Callable[..., Person], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not in the arguments of any process, not in paramiko's or our logs, not in what anything prints as."""
+    secret = namespaces.password
+    pat = person(secret)
+    host = with_password(hosts_of, "pat")
+    caplog.set_level(logging.DEBUG)
+    for _ in range(2):
+        with pool_of(host) as compute:
+            assert (where() >> compute)[:2] == ("node1", "pat")
+            node = compute.hosts[0]
+            arguments = b"\n".join(_bytes(path) for path in Path("/proc").glob("[0-9]*/cmdline"))
+            shown = f"{compute!r} {node!r} {node.host!r} {node.session!r} {vars(compute)!r} {vars(node.session)!r}"
+    assert len(pat.prompts) == 1
+    assert f"pat@{host.address}" in pat.prompts[0]
+    assert b"sshd" in arguments, "the processes of hosts are in sight"
+    assert secret.encode() not in arguments
+    assert secret not in shown
+    assert caplog.records, "paramiko was heard"
+    assert secret not in caplog.text
+
+
+def test_the_connection_of_a_host_with_a_password_does_not_ask_again(
+    namespaces: Lab, hosts_of: Hosts, person: Callable[..., Person]
+) -> None:
+    namespaces.hosts[0].add_user("paul", password="open, sesame")
+    paul = person("open, sesame")
+    with pool_of(with_password(hosts_of, "paul")) as compute:
+        connection = compute.hosts[0].connection
+        assert connection.run("id -un", hide=True).stdout == "paul\n"
+        assert "sesame" not in repr(connection)
+    assert len(paul.prompts) == 1
+
+
+def test_a_wrong_password_is_refused_and_forgotten(
+    namespaces: Lab, hosts_of: Hosts, person: Callable[..., Person], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next pool asks again, and the right one works."""
+    namespaces.hosts[0].add_user("petra", password="the right one")
+    petra = person("the wrong one", "the right one")
+    caplog.set_level(logging.DEBUG)
+    host = with_password(hosts_of, "petra")
+    with pytest.raises(sky.AuthenticationRefused) as caught:
+        pool_of(host).open()
+    assert "wrong one" not in f"{caught.value} {caught.value!r} {caplog.text}"
+    with pool_of(host) as compute:
+        assert (where() >> compute)[1] == "petra"
+    assert len(petra.prompts) == 2
+
+
+def test_nobody_is_asked_where_nobody_is(
+    namespaces: Lab, hosts_of: Hosts, person: Callable[..., Person], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespaces.hosts[0].add_user("pia", password="something")
+    pia = person()
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    with pytest.raises(sky.AuthenticationRefused) as caught:
+        pool_of(with_password(hosts_of, "pia")).open()
+    assert pia.prompts == []
+    assert caught.value.hint
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it ended while we looked
+        return b""
+
+
+# ---- host keys
+
+
+@pytest.fixture
+def stranger(hosts_of: Hosts) -> Callable[[str], sky.Host]:
+    """A host whose key is in no inventory."""
+    return lambda by: hosts_of(by, 1, host_key=None)[0]
+
+
+def place(host: sky.Host) -> str:
+    return str(host.address) if host.port in (None, 22) else f"[{host.address}]:{host.port}"
+
+
+@both
+def test_a_recorded_key_is_accepted(lab: Lab, stranger: Callable[[str], sky.Host], known_hosts: Path, by: str) -> None:
+    host = stranger(by)
+    record(known_hosts, (place(host), lab.hosts[0].host_key))
+    with pool_of(host) as compute:
+        assert len(where() >> compute) == 3
+
+
+@both
+def test_a_hashed_record_is_accepted(lab: Lab, stranger: Callable[[str], sky.Host], known_hosts: Path, by: str) -> None:
+    host = stranger(by)
+    record(known_hosts, (place(host), lab.hosts[0].host_key))
+    subprocess.run(["ssh-keygen", "-H", "-f", str(known_hosts)], check=True, capture_output=True)
+    known_hosts.with_suffix(".old").unlink()
+    assert str(host.address) not in known_hosts.read_text()
+    with pool_of(host) as compute:
+        assert len(where() >> compute) == 3
+
+
+@both
+def test_an_unknown_key_is_refused_with_the_command_that_records_it(
+    stranger: Callable[[str], sky.Host], known_hosts: Path, by: str
+) -> None:
+    host = stranger(by)
+    with pytest.raises(sky.HostKeyRefused) as caught:
+        pool_of(host).open()
+    assert (caught.value.host, caught.value.exit_code) == ("node1", 3)
+    assert "unknown" in caught.value.message
+    assert caught.value.hint == "skyfab trust --hosts=node1"
+    assert known_hosts.read_text() == "", "nothing is recorded without being asked"
+
+
+@both
+def test_a_changed_key_is_refused_and_says_so(
+    lab: Lab, stranger: Callable[[str], sky.Host], known_hosts: Path, by: str
+) -> None:
+    host = stranger(by)
+    record(known_hosts, (place(host), lab.hosts[1].host_key))
+    with pytest.raises(sky.HostKeyRefused) as caught:
+        pool_of(host).open()
+    assert "not the one on record" in caught.value.message
+    assert re.search(r"skyfab trust --hosts=node1 --replace", caught.value.hint or "")
+
+
+@both
+def test_a_wrong_key_in_the_inventory_is_refused(
+    lab: Lab, stranger: Callable[[str], sky.Host], known_hosts: Path, by: str
+) -> None:
+    """Even where known_hosts has the right one; `skyfab trust` cannot mend it, so the hint names the key to change."""
+    host = stranger(by)
+    record(known_hosts, (place(host), lab.hosts[0].host_key))
+    with pytest.raises(sky.HostKeyRefused) as caught:
+        pool_of(replace(host, host_key=lab.hosts[1].host_key)).open()
+    assert "not the one on record" in caught.value.message
+    assert "host_key" in (caught.value.hint or "")
+    assert "trust" not in (caught.value.hint or "")
+
+
+@both
+def test_a_key_in_the_inventory_counts_more_than_known_hosts(
+    lab: Lab, stranger: Callable[[str], sky.Host], known_hosts: Path, by: str
+) -> None:
+    host = stranger(by)
+    record(known_hosts, (place(host), lab.hosts[1].host_key))
+    with pool_of(replace(host, host_key=lab.hosts[0].host_key)) as compute:
+        assert len(where() >> compute) == 3
+
+
+# ---- the Fabric connection of a node
+
+
+@both
+def test_a_node_has_a_fabric_connection(namespaces: Lab, hosts_of: Hosts, by: str) -> None:
+    with pool_of(hosts_of(by, 1)[0]) as compute:
+        assert compute.hosts[0].connection.run("hostname", hide=True).stdout == "node1\n"
+        assert compute.hosts[0].connection is compute.hosts[0].connection
+
+
+@both
+def test_the_fabric_connection_refuses_unknown_keys_too(
+    lab: Lab, stranger: Callable[[str], sky.Host], known_hosts: Path, by: str
+) -> None:
+    host = stranger(by)
+    record(known_hosts, (place(host), lab.hosts[0].host_key))
+    with pool_of(host) as compute:
+        known_hosts.write_text("")
+        with pytest.raises((paramiko.SSHException, sky.HostKeyRefused), match="known"):
+            compute.hosts[0].connection.run("hostname", hide=True)

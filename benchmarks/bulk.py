@@ -31,9 +31,10 @@ class Bulk:
             identity(cargo.library.ones(8)) >> compute  # the host imports it
             yield from self._memory(arena, compute, cargo)
             ferry = Ferry(arena, compute, cargo)
-            yield self._rates(arena, "out and back", 2, ferry.both, ferry.both_raw, Bar(0.8, "at least"))
-            yield self._rates(arena, "out", 1, ferry.out, ferry.out_raw)
-            yield self._rates(arena, "back", 1, ferry.back, ferry.back_raw)
+            both = alternate(arena.scale.bulk, ferry.both, ferry.both_raw)
+            yield self._rates(cargo, "out and back", 2, both, Bar(0.8, "at least"))
+            yield self._rates(cargo, "out", 1, alternate(arena.scale.one_way, ferry.out, ferry.out_raw))
+            yield self._rates(cargo, "back", 1, alternate(arena.scale.one_way, ferry.back, ferry.back_raw))
 
     def _memory(self, arena: Arena, compute: sky.Compute, cargo: Cargo) -> Iterator[Result]:
         pids = [process.outside for process in arena.first_machine.processes() if _is_ours(process.cmdline)]
@@ -51,22 +52,15 @@ class Bulk:
             )
 
     def _rates(
-        self,
-        arena: Arena,
-        what: str,
-        times: int,
-        ours: Callable[[], float],
-        raw: Callable[[], float],
-        bar: Bar | None = None,
+        self, cargo: Cargo, what: str, times: int, seconds: tuple[Sample, ...], bar: Bar | None = None
     ) -> Result:
-        moved = times * arena.scale.size * 1024**2
-        taken, baseline = alternate(arena.scale.bulk, ours, raw)
+        ours, baseline = (taken.each(lambda each: times * cargo.size / each / 1e6) for taken in seconds)
         return Result(
             row=self.name,
-            what=f"{arena.scale.size} MiB {what}",
+            what=f"{cargo.size // 1024**2} MiB {what}",
             unit="MB/s",
-            ours=taken.each(lambda seconds: moved / seconds / 1e6),
-            baseline=baseline.each(lambda seconds: moved / seconds / 1e6),
+            ours=ours,
+            baseline=baseline,
             against="ssh cat",
             bar=bar,
         )

@@ -21,7 +21,8 @@ class Scale:
     maps: int = 10
     size: int = 1024
     """MiB of the large tensor."""
-    bulk: int = 3
+    bulk: int = 5
+    one_way: int = 2
     arrays: tuple[str, ...] = ("torch", "numpy")
     """Whose tensor it is: the first of these that is installed."""
     lines: int = 200_000
@@ -38,6 +39,7 @@ TASTE = Scale(
     maps=2,
     size=8,
     bulk=1,
+    one_way=1,
     arrays=("numpy", "torch"),  # torch takes longer to import than all the rest
     lines=2000,
     output=1,

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from skyfab.bundle import bundle
 from skyfab.calls import Call, Function, Group, as_function
@@ -156,10 +156,11 @@ class Compute:
             import sys
 
             python = sys.executable if host.transport == "local" else local_python()
-        launch = Launch(host=host, session=self._session, bundle=bundle(), python=python)
+        session = f"{self._session}-{index}"  # two names may be one machine
+        launch = Launch(host=host, session=session, bundle=bundle(), python=python)
         listener = _Listener(self, host)
-        session = Session(host, transport_for(host, self.inventory), launch, listener, lease=self._lease)
-        node = listener.node = Node(index, host, self.inventory, session)
+        talk = Session(host, transport_for(host, self.inventory), launch, listener, lease=self._lease)
+        node = listener.node = Node(index, host, self.inventory, talk)
         return node
 
     def close(self) -> None:
@@ -236,7 +237,11 @@ class Compute:
             return _streamed(futures, ordered=group.ordered)
         return tuple(_all_results(futures))
 
-    def map(self, function: Callable[..., R] | Function[..., R], *items: Iterable[Any]) -> list[R]:
+    @overload
+    def map(self, function: Function[..., R], *items: Iterable[Any]) -> list[R]: ...
+    @overload
+    def map(self, function: Callable[..., R], *items: Iterable[Any]) -> list[R]: ...
+    def map(self, function: Any, *items: Iterable[Any]) -> list[Any]:
         """Applies a function to every item, balanced over all slots of all hosts, results in order.
 
         Short items travel in groups. The first failure is raised, and what has not begun is given up.
@@ -316,7 +321,7 @@ class Compute:
             if gang is not None and not gang.broken and gang.tree == tree:
                 return gang
             if gang is not None:
-                gang.release()
+                gang.retire()
             alive = [node for node in self.hosts if node.lost is None]
             if len(alive) < len(self.hosts):
                 raise next(node.lost for node in self.hosts if node.lost is not None)
@@ -367,9 +372,9 @@ class _Listener:
         for text, end in lines:
             events.emit(Output(host=self._host.name, rank=rank, stream=lines.stream, text=text, end=end))
 
-    def exited(self, seat: str, text: str) -> None:
+    def exited(self, seat: str, generation: int) -> None:
         assert self.node is not None
-        self.node.vacated(seat)
+        self.node.vacated(seat, generation)
         gang = self._compute._gang
         if gang is not None and any(m.node is self.node and m.seat == seat for m in gang.members):
             gang.broken = True

@@ -180,6 +180,10 @@ def muted(fds: tuple[int, ...]) -> Iterator[None]:
 
 
 def _flush() -> None:
+    """Python's buffers, and those of C code."""
+    import ctypes
+
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
+    ctypes.CDLL(None).fflush(None)

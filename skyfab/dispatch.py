@@ -119,12 +119,15 @@ class Task:
 class Slot:
     """One process for solo calls on one node."""
 
-    __slots__ = ("answered", "node", "plan", "seat", "tasks")
+    __slots__ = ("answered", "given", "node", "plan", "seat", "tasks")
 
     def __init__(self, node: Node, seat: str, plan: SeatPlan) -> None:
         self.node = node
         self.seat = seat
         self.plan = plan
+        """What its process must be for the next call."""
+        self.given = plan
+        """What it is for the calls that it has."""
         self.tasks: list[Task] = []
         """Given and not answered; the first one runs."""
         self.answered = 0.0
@@ -133,6 +136,14 @@ class Slot:
     @property
     def load(self) -> int:
         return len(self.tasks)
+
+    def is_stuck(self, now: float) -> bool:
+        """Its first call takes long: nothing should wait behind it."""
+        return bool(self.tasks) and now - max(self.answered, self.tasks[0].started) > _AHEAD
+
+    def takes_ahead(self, task: Task, now: float) -> bool:
+        """A small call may wait behind the running one, in the same process."""
+        return task.arguments.size < _SMALL and self.given is self.plan and not self.is_stuck(now)
 
 
 _load = operator.attrgetter("load")
@@ -175,18 +186,22 @@ class Queue:
             self._give(*placed)
 
     def _place(self) -> tuple[Task, Slot] | None:
+        """The next task and the slot that takes it, if any does now."""
         if not self._waiting:
             return None
+        now = time.monotonic()
         ahead = max(1, min(_MOST, int(_AHEAD / max(self._mean, 1e-6))))
         for position, task in enumerate(self._waiting):
             fitting = [slot for slot in self._slots if slot.node.lost is None and task.on in (None, slot.node)]
             slot = min(fitting, key=_load, default=None)
-            if slot is None or len(slot.tasks) < (ahead if task.arguments.size < _SMALL else 1):
+            if slot is None:
                 del self._waiting[position]
-                if slot is None:
-                    self._stranded(task)
-                    return self._place()
+                self._stranded(task)
+                return self._place()
+            if not slot.tasks or (len(slot.tasks) < ahead and slot.takes_ahead(task, now)):
+                del self._waiting[position]
                 slot.tasks.append(task)
+                slot.given = slot.plan
                 return task, slot
             if task.on is None:
                 return None  # everything is busy
@@ -221,17 +236,15 @@ class Queue:
         slot = task.slot
         assert slot is not None
         why = message.why if isinstance(message, messages.Ended) else ""
-        if why and why != "recalled":
-            slot.node.vacated(slot.seat)
         with self._lock:
-            self._left(task, slot)
+            slot.tasks.remove(task)
             again = why in ("unstarted", "recalled") and not task.future.done()
             if again:
                 self._waiting.appendleft(task)
-        if self._waiting:
-            self.advance()
-        elif not slot.tasks:
-            self._help()
+            elif why != "recalled":
+                self._measure(task, slot)
+        self.advance()
+        self._help()
         if again:
             return
         try:
@@ -241,16 +254,17 @@ class Queue:
         else:
             self._finish(task, result)
 
-    def _left(self, task: Task, slot: Slot) -> None:
+    def _measure(self, task: Task, slot: Slot) -> None:
         now = time.monotonic()
-        slot.tasks.remove(task)
         elapsed = now - max(task.started, slot.answered)
         slot.answered = now
         self._mean += (elapsed - self._mean) * (0.5 if self._mean == 1.0 else 0.2)
 
     def _help(self) -> None:
         """A slot has run dry: what was given ahead to one that is stuck behind a long call comes back, soon."""
-        if not self._looking and any(len(slot.tasks) > 1 for slot in self._slots):
+        if self._looking or len(self._slots) < 2:
+            return
+        if any(not slot.tasks for slot in self._slots) and any(len(slot.tasks) > 1 for slot in self._slots):
             self._looking = True
             timer = threading.Timer(2 * _AHEAD, self._take_back)
             timer.daemon = True
@@ -260,17 +274,13 @@ class Queue:
         self._looking = False
         now = time.monotonic()
         with self._lock:
-            if self._waiting or not any(not slot.tasks for slot in self._slots):
-                return
-            stuck = [slot for slot in self._slots if len(slot.tasks) > 1]
-            late = [(slot, slot.tasks[1:]) for slot in stuck if now - slot.answered > _AHEAD]
-        for slot, tasks in late:
+            ahead = [(slot, slot.tasks[1:]) for slot in self._slots if slot.is_stuck(now) and len(slot.tasks) > 1]
+        for slot, tasks in ahead:
             try:
                 slot.node.recall([task.stream for task in tasks])
             except SkyfabError:
                 pass  # lost: its failure is on its way
-        if stuck and not late:
-            self._help()
+        self._help()
 
     def _failed(self, task: Task, error: Exception) -> None:
         slot = task.slot

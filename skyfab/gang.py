@@ -48,6 +48,9 @@ class Gang:
     ) -> None:
         self.tree = tree
         self.broken = False
+        self.rounds = 0
+        """Calls under way."""
+        self._retired = False
         self.members: list[Member] = []
         world = sum(ranks)
         for node, local_world in zip(nodes, ranks, strict=True):
@@ -70,8 +73,20 @@ class Gang:
                 plan = SeatPlan(tree=tree, env={**rank_env(info, node), **env(node)}, info=info)
                 self.members.append(Member(node, f"{name}.{local}", plan, len(self.members)))
 
+    def retire(self) -> None:
+        """Ends its processes, once nothing runs in them."""
+        self._retired = True
+        if not self.rounds or self.broken:
+            self.release()
+
+    def left(self) -> None:
+        """A call is over."""
+        self.rounds -= 1
+        if self._retired and not self.rounds:
+            self.release()
+
     def release(self) -> None:
-        """Ends its processes."""
+        """Ends its processes at once."""
         self.broken = True
         for member in self.members:
             try:
@@ -93,6 +108,7 @@ class Gang:
         `ended` is called with the failure, if any, before the future is resolved.
         """
         round_ = _Round(self, label, ended)
+        self.rounds += 1
         for member in self.members:
             round_.start(member, function, arguments, timeout)
         return round_.future
@@ -134,8 +150,7 @@ class _Round:
             self._ended(member, error, failed=True)
 
     def _answered(self, member: Member, message: messages.Message, buffers: list[memoryview]) -> None:
-        if isinstance(message, (messages.Ended, messages.Failed)) and message.op != "unpicklable":
-            member.node.vacated(member.seat)
+        if isinstance(message, messages.Ended) and message.why not in ("unpicklable", "exit"):
             self._gang.broken = True
         try:
             value = resolve(message, buffers, host=member.node.name, rank=member.rank, label=self._label)
@@ -175,6 +190,7 @@ class _Round:
     def _finish(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._gang.left()
         if self._failures:
             count, total = len(self._failures), len(self._results)
             error = BroadcastError(f"{self._label} failed on {count} of {total} ranks", self._failures, self._results)

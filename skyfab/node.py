@@ -6,11 +6,11 @@ call there. Nothing here waits except `learn_tree`.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from skyfab.errors import HostUnfit
@@ -20,6 +20,7 @@ from skyfab.project import Tree
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import LARGE, name_of
 from skyfab.protocol.messages import AgentHello
+from skyfab.protocol.streams import Buffer
 from skyfab.session import Answer, Failure, Session
 
 if TYPE_CHECKING:
@@ -48,10 +49,13 @@ class Node:
         self.lost: Exception | None = None
         self._inventory = inventory
         self._lock = threading.RLock()
-        self._seats: dict[str, SeatPlan] = {}
+        self._seats: dict[str, tuple[SeatPlan, int]] = {}
+        self._generation = 0
         self._functions: OrderedDict[str, None] = OrderedDict()
         self._trees = {""}
         self._blobs: set[str] = set()
+        self._coming: dict[str, list[Callable[[Exception | None], None]]] = {}
+        """Blobs on their way, with those who wait for them."""
         self._seen: set[tuple[int, bytes]] = set()
         self._connection: Any = None
 
@@ -111,8 +115,7 @@ class Node:
 
         def go() -> None:
             with self._lock:
-                if self._seats.get(seat) is not plan:
-                    self._seat(seat, plan)
+                self._seat(seat, plan)
                 self._teach(function, names)
                 parts, inline = _parts(arguments, names)
                 head = messages.Call.head(seat=seat, function=function.digest, parts=parts, timeout=timeout, each=each)
@@ -136,15 +139,24 @@ class Node:
             if self._seats.pop(seat, None) is not None:
                 self.session.send(messages.Release(seat=seat))
 
-    def vacated(self, seat: str) -> None:
-        """The process in a seat ended by itself."""
+    def vacated(self, seat: str, generation: int) -> None:
+        """The process in a seat has ended, if it is still that one."""
         with self._lock:
-            self._seats.pop(seat, None)
+            if seat in self._seats and self._seats[seat][1] == generation:
+                del self._seats[seat]
 
     def _seat(self, seat: str, plan: SeatPlan) -> None:
-        if self._seats.get(seat) != plan:
-            self._seats[seat] = plan
-            self.session.send(messages.Spawn(seat=seat, tree=plan.tree, env=dict(plan.env), info=dict(plan.info)))
+        """Starts a process for the plan, unless the seat has one."""
+        sitting = self._seats.get(seat)
+        if sitting is not None and (sitting[0] is plan or sitting[0] == plan):
+            return
+        self._generation += 1
+        self._seats[seat] = (plan, self._generation)
+        self.session.send(
+            messages.Spawn(
+                seat=seat, generation=self._generation, tree=plan.tree, env=dict(plan.env), info=dict(plan.info)
+            )
+        )
 
     def _teach(self, function: FunctionParcel, names: Mapping[int, str]) -> None:
         if function.digest in self._functions:
@@ -173,30 +185,43 @@ class Node:
         return known or shared
 
     def _store(self, content: dict[str, memoryview], then: Callable[[], None], failure: Failure) -> None:
-        """Sends the blobs that the host lacks, then goes on."""
+        """Sends the blobs that the host lacks and that are not on their way already, then goes on."""
         with self._lock:
-            missing = {name: buffer for name, buffer in content.items() if name not in self._blobs}
-            waiting = set(missing)
+            waiting = {name for name in content if name not in self._blobs}
+            new = [name for name in waiting if name not in self._coming]
 
-        def stored(name: str, reply: messages.Message) -> None:
-            if isinstance(reply, messages.Failed):
-                waiting.clear()
-                failure(HostUnfit(reply.text, host=self.name, hint=reply.hint))
-            elif name in waiting:
-                waiting.discard(name)
-                self._blobs.add(name)
-                if not waiting:
-                    then()
+            def settled(name: str, error: Exception | None) -> None:
+                if error is not None and waiting:
+                    waiting.clear()
+                    failure(error)
+                elif name in waiting:
+                    waiting.discard(name)
+                    if not waiting:
+                        then()
 
-        for name, buffer in missing.items():
-            self.session.send(
-                messages.Blob(name=name, parts=[len(buffer)]),
-                [buffer],
-                answer=lambda reply, _, name=name: stored(name, reply),  # type: ignore[misc]
-                failure=failure,
-            )
-        if not missing:
+            there = not waiting
+            for name in waiting:
+                self._coming.setdefault(name, []).append(functools.partial(settled, name))
+        for name in new:
+            self._send_blob(name, content[name])
+        if there:
             then()
+
+    def _send_blob(self, name: str, content: Buffer, *, keep: bool = False) -> None:
+        def done(error: Exception | None) -> None:
+            with self._lock:
+                if error is None:
+                    self._blobs.add(name)
+                listeners = self._coming.pop(name, [])
+            for listener in listeners:
+                listener(error)
+
+        def answer(reply: messages.Message, _: list[memoryview]) -> None:
+            failed = isinstance(reply, messages.Failed)
+            done(HostUnfit(reply.text, host=self.name, hint=reply.hint) if failed else None)  # type: ignore[attr-defined]
+
+        message = messages.Blob(name=name, parts=[len(content)], keep=keep)
+        self.session.send(message, [content], answer=answer, failure=done)
 
     def knows(self, tree: Tree) -> bool:
         return tree.digest in self._trees
@@ -207,16 +232,22 @@ class Node:
             return
         missing = self.session.ask(messages.Has(names=list(tree.sources)))
         assert isinstance(missing, messages.Missing)
-        for name in missing.names:
-            if name in tree.sources:  # else the host asks for what was never offered
-                self._send_file(name, tree.sources[name])
-        files = [list(pair) for pair in tree.files]
-        self.session.ask(messages.Tree(digest=tree.digest, files=files))
-        self._trees.add(tree.digest)
+        wanted = [name for name in missing.names if name in tree.sources]  # and nothing that was never offered
+        left, errors = set(wanted), list[Exception]()
 
-    def _send_file(self, name: str, path: Path) -> None:
-        content = path.read_bytes()
-        self.session.ask(messages.Blob(name=name, parts=[len(content)], keep=True), [content])
+        def settled(name: str, error: Exception | None) -> None:
+            left.discard(name)
+            if error is not None:
+                errors.append(error)
+
+        for name in wanted:
+            self._coming[name] = [functools.partial(settled, name)]
+            self._send_blob(name, tree.sources[name].read_bytes(), keep=True)
+        self.session.wait(lambda: not left or bool(errors))
+        if errors:
+            raise errors[0]
+        self.session.ask(messages.Tree(digest=tree.digest, files=[list(pair) for pair in tree.files]))
+        self._trees.add(tree.digest)
 
 
 def _parts(payload: codec.Payload, names: Mapping[int, str]) -> tuple[tuple[messages.Part, ...], Sequence[Any]]:

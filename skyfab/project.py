@@ -42,6 +42,8 @@ class Root:
     """Names in it that travel; empty for all."""
     everything: bool = False
     """Whatever the files are, as `includes` promises."""
+    packages: bool = False
+    """Of its folders only packages: a script may lie among things that are not its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +146,17 @@ def _roots(loaded: Sequence[str], includes: Sequence[Root]) -> list[Root]:
     paths = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
     wanted = {path for path in paths if any(file.startswith(path + os.sep) for file in loaded)}
     main = _main_folder()
+    script = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or "")
     if main:
         wanted.add(main)
         paths.append(main)
     home = str(Path.home())
-    roots = [Root(Path(path)) for path in dict.fromkeys(paths) if path in wanted and path not in (home, "/")]
+    used = {path for path in paths if any(file.startswith(path + os.sep) and file != script for file in loaded)}
+    roots = [
+        Root(Path(path), packages=path not in used)
+        for path in dict.fromkeys(paths)
+        if path in wanted and path not in (home, "/")
+    ]
     inner = [
         root for root in roots if not any(_holds(other.path, root.path) and _package(root.path) for other in roots)
     ]
@@ -247,6 +255,8 @@ class _Walk:
                 continue
             path = Path(entry.path)
             if entry.is_dir():
+                if depth == 0 and self._root.packages and not _package(path):
+                    continue
                 if self._enters(entry) and not self._ignored(path, ignores, folder=True):
                     yield from self._folder(path, ignores, depth + 1)
             elif self._takes(entry, package) and not self._ignored(path, ignores):

@@ -47,7 +47,7 @@ class Listener(Protocol):
     def wrote(self, seat: str, lines: Lines) -> None:
         """A seat's process wrote these lines."""
 
-    def exited(self, seat: str, text: str) -> None:
+    def exited(self, seat: str, generation: int) -> None:
         """A seat's process ended."""
 
     def lost(self, error: HostError) -> None:
@@ -409,7 +409,7 @@ class Session:
             self._output[stream] = (message.seat, Lines("stdout" if message.fd == 1 else "stderr"))
         elif isinstance(message, messages.Exited):
             self._flush_lines(message.seat)
-            self._after.append(lambda: self._listener.exited(message.seat, message.text))
+            self._after.append(lambda: self._listener.exited(message.seat, message.generation))
 
     def place(self, stream: int, length: int) -> memoryview:
         exchange = self._exchanges.get(stream)

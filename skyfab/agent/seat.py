@@ -71,11 +71,12 @@ class Owner(Protocol):
 class Seat:
     """One rank process: its socket, its logs, its calls."""
 
-    def __init__(self, owner: Owner, number: int, name: str, logs: Sequence[LogPipe]) -> None:
+    def __init__(self, owner: Owner, number: int, name: str, generation: int, logs: Sequence[LogPipe]) -> None:
         self._owner = owner
         self.number = number
         """Names the process for the zygote; a seat's name can be taken again."""
         self.name = name
+        self.generation = generation
         self.logs = logs
         rank_in, self.sink = os.pipe()
         self.source, rank_out = os.pipe()
@@ -304,6 +305,8 @@ class Seat:
         while self._stalled:
             self._pass_on(*self._stalled.popleft()[1:])
         mux = self._owner.mux
+        exited = messages.Exited(seat=self.name, generation=self.generation, text=text, exitcode=exitcode)
+        mux.send(0, exited.encode())  # first: those who hear the answers want to know that the seat is free
         for place, call in enumerate(self.calls):
             if self._answer is not None and self._answer[0] == call.stream:
                 mux.forget(call.stream)
@@ -316,7 +319,6 @@ class Seat:
             mux.send(call.stream, answer.encode())
             self._owner.abandon(call.stream)
         self.calls.clear()
-        mux.send(0, messages.Exited(seat=self.name, text=text, exitcode=exitcode).encode())
 
     def close(self) -> None:
         for fd in (self.source, self.sink):

@@ -60,16 +60,16 @@ class Seats:
     def __iter__(self) -> Iterator[Seat]:
         return iter(list(self._seats.values()))
 
-    def spawn(self, name: str, request: dict[str, Any]) -> None:
+    def spawn(self, name: str, generation: int, request: dict[str, Any]) -> None:
         """Starts a process in a seat, in place of the one that is there."""
-        old = self._seats.pop(name, None)
+        old = self._seats.get(name)
         if old is not None:
             old.kill()
-            self._retire(old)
+            self._bury(old, -signal.SIGKILL)
         os.makedirs(self._logs, mode=0o700, exist_ok=True)
         logs = [self._log(name, fd) for fd in (1, 2)]
         self._started += 1
-        seat = self._seats[name] = Seat(self, self._started, name, logs)
+        seat = self._seats[name] = Seat(self, self._started, name, generation, logs)
         theirs = [*seat.rank_ends, *(log.sink for log in logs)]
         self._zygote.spawn({"id": seat.number, "seat": name, **request}, theirs)
         for fd in theirs:

@@ -81,6 +81,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return False
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, BaseException) and _is_plain(type(obj)):
+            return _exception, (type(obj), obj.args, obj.__dict__)
         if self._untyped is not None:
             if type(obj) is self._typed:
                 return _typed, (self._holder(obj._untyped_storage), obj.dtype)
@@ -93,6 +95,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def _holder(self, untyped: Any) -> _Storage:
         """One holder per storage: pickle's memo then sends it once and ties it again."""
         return self._storages.setdefault(untyped._cdata, _Storage(untyped))
+
+
+def _is_plain(kind: type[BaseException]) -> bool:
+    """It leaves pickling to BaseException, which calls its constructor again, with `args` that may not fit."""
+    return (
+        kind.__reduce__ is BaseException.__reduce__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__setstate__ is BaseException.__setstate__
+    )
+
+
+def _exception(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    """The exception again, whatever its constructor asks for."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class _Storage:

@@ -111,6 +111,8 @@ class Spawn(Message):
 
     op: ClassVar[str] = "spawn"
     seat: str
+    generation: int
+    """Tells this process from those that had the seat before."""
     tree: str = ""
     """The digest of the project code it imports; empty for none."""
     env: Mapping[str, str]
@@ -260,10 +262,11 @@ class Log(Message):
 
 
 class Exited(Message):
-    """A seat's process ended; calls that it had not begun were answered `unstarted`."""
+    """A seat's process ended. The answers to its calls follow: those that it had not begun are `unstarted`."""
 
     op: ClassVar[str] = "exited"
     seat: str
+    generation: int
     text: str
     exitcode: int
 

@@ -78,6 +78,7 @@ class Compute:
         self._seats: dict[str, int | None] = {}
         self._open = False
         self._opening: Sequence[Node] = ()
+        self._tree = ""
         self._closers: list[Callable[[], None]] = []
         self.events = Events()
         self.hosts: Sequence[Node] = ()
@@ -282,15 +283,12 @@ class Compute:
         """The project's digest, once every host has its files."""
         tree = self._project.tree()
         behind = [node for node in self.hosts if node.lost is None and not node.knows(tree)]
-        if not behind:
+        if not behind and tree.digest == self._tree:
             return tree.digest
-        with self._lock:
-            if len(behind) == 1:
-                behind[0].learn_tree(tree)
-            else:
-                with ThreadPoolExecutor(len(behind)) as pool:
-                    for done in [pool.submit(node.learn_tree, tree) for node in behind]:
-                        done.result()
+        with self._lock, ThreadPoolExecutor(max(1, len(behind))) as pool:
+            while not all(done.result() for done in [pool.submit(node.learn_tree, tree) for node in behind]):
+                tree = self._project.tree(anew=True)  # somebody is editing
+            self._tree = tree.digest
             self._queue.replan(lambda slot: self._solo_plan(slot.node, tree.digest))
         return tree.digest
 

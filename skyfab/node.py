@@ -77,14 +77,16 @@ class Node:
     def connection(self) -> fabric.Connection:
         """A `fabric.Connection` to the host, for everything else: ``run``, ``put``, ``forward_local``."""
         if self._connection is None:
-            from skyfab.transport.fabric import connection
+            from skyfab.transport.fabric import Passwords, connection
 
-            self._connection = connection(self.host, self._inventory)
+            self._connection = connection(self.host, self._inventory, password=Passwords.known(self.host))
         return self._connection
 
     def close(self) -> None:
         if self._connection is not None:
-            self._connection.close()
+            from skyfab.transport.fabric import hang_up
+
+            hang_up(self._connection)
         self.session.close()
 
     # ---- calls
@@ -226,10 +228,13 @@ class Node:
     def knows(self, tree: Tree) -> bool:
         return tree.digest in self._trees
 
-    def learn_tree(self, tree: Tree) -> None:
-        """Sends the project's files that the host lacks, and waits until they are laid out."""
+    def learn_tree(self, tree: Tree) -> bool:
+        """Sends the project's files that the host lacks, and waits until they are laid out.
+
+        False: a file has changed since the tree was read.
+        """
         if tree.digest in self._trees:
-            return
+            return True
         missing = self.session.ask(messages.Has(names=list(tree.sources)))
         assert isinstance(missing, messages.Missing)
         wanted = [name for name in missing.names if name in tree.sources]  # and nothing that was never offered
@@ -241,13 +246,17 @@ class Node:
                 errors.append(error)
 
         for name in wanted:
+            content = tree.content(name)
+            if content is None:
+                return False
             self._coming[name] = [functools.partial(settled, name)]
-            self._send_blob(name, tree.sources[name].read_bytes(), keep=True)
+            self._send_blob(name, content, keep=True)
         self.session.wait(lambda: not left or bool(errors))
         if errors:
             raise errors[0]
         self.session.ask(messages.Tree(digest=tree.digest, files=[list(pair) for pair in tree.files]))
         self._trees.add(tree.digest)
+        return True
 
 
 def _parts(payload: codec.Payload, names: Mapping[int, str]) -> tuple[tuple[messages.Part, ...], Sequence[Any]]:

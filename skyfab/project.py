@@ -20,6 +20,7 @@ from typing import Final
 
 import pathspec
 
+from skyfab.changes import Changes
 from skyfab.errors import UsageError
 from skyfab.image import Image
 from skyfab.protocol.blobs import name_of
@@ -30,7 +31,10 @@ _MOST_FILES: Final = 5000
 _MOST_BYTES: Final = 256 * 1024 * 1024
 _SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 
+_MOST_FOLDERS: Final = 2000
+
 Stamp = tuple[int, int, int]
+Ignore = tuple[Path, pathspec.GitIgnoreSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,14 @@ class Tree:
     files: tuple[tuple[str, str], ...]
     sources: dict[str, Path]
 
+    def content(self, name: str) -> bytes | None:
+        """A blob's content; None when its file has changed since."""
+        try:
+            content = self.sources[name].read_bytes()
+        except OSError:
+            return None
+        return content if name_of(content) == name else None
+
 
 EMPTY: Final = Tree("", (), {})
 
@@ -71,35 +83,45 @@ class Project:
         self._modules = 0
         self._loaded: list[str] = []
         self._next_scan = 0.0
+        self._folders: set[str] = set()
+        self._changes = Changes()
         self._lock = threading.Lock()
 
-    def tree(self) -> Tree:
+    def tree(self, *, anew: bool = False) -> Tree:
         """The project as it is now.
 
-        The files of loaded modules are looked at every time; the folders as often as costs little.
+        Where the system tells of changes, a look costs a microsecond; elsewhere, and for what others change on a
+        network disk, the folders are read as often as costs little, and the files of loaded modules every time.
         """
         now = time.monotonic()
-        if now >= self._next_scan or len(sys.modules) != self._modules or self._touched():
+        quiet = self._changes.none_since()
+        if anew or now >= self._next_scan or len(sys.modules) != self._modules or not (quiet or self._same()):
             with self._lock:
                 self._scan()
             spent = time.monotonic() - now
-            self._next_scan = time.monotonic() + max(0.02, 20 * spent)
+            pause = max(1.0, 100 * spent) if self._changes.active else max(0.02, 20 * spent)
+            self._next_scan = time.monotonic() + pause
         return self._tree
 
-    def _touched(self) -> bool:
-        return any(_stamp(path) != stamp for path, stamp in self._watched)
+    def _same(self) -> bool:
+        return not self._changes.active and all(_stamp(path) == stamp for path, stamp in self._watched)
 
     def _scan(self) -> None:
         if len(sys.modules) != self._modules:
             self._modules = len(sys.modules)
             self._loaded = list(_own_modules())
-        loaded = self._loaded
-        roots = _roots(loaded, self._includes)
+        roots = _roots(self._loaded, self._includes)
+        self._changes.watch(self._folders | {str(root.path) for root in roots})  # first: nothing is missed meanwhile
+        walks = [_Walk(root, self._excludes) for root in roots]
         found: dict[str, Path] = {}
-        total = 0
-        for number, root in enumerate(roots):
-            for path in _Walk(root, self._excludes):
+        for number, (root, walk) in enumerate(zip(roots, walks, strict=True)):
+            for path in walk.files():
                 found[f"{number:03d}/{path.relative_to(root.path).as_posix()}"] = path
+        folders = {folder for walk in walks for folder in walk.folders()}
+        if folders != self._folders:
+            self._folders = folders
+            self._changes.watch(folders)
+            self._next_scan = 0.0
         stamps = {path: _stamp(str(path)) for path in found.values()}
         total = sum(stamp[1] for stamp in stamps.values())
         if total > _MOST_BYTES or len(found) > _MOST_FILES:
@@ -110,7 +132,7 @@ class Project:
         if stamps != self._stamps:
             self._stamps = stamps
             self._tree = self._pack(found, stamps)
-        self._watched = [(file, _stamp(file)) for file in loaded]
+        self._watched = [(file, _stamp(file)) for file in self._loaded]
 
     def _pack(self, found: dict[str, Path], stamps: dict[Path, Stamp]) -> Tree:
         files: list[tuple[str, str]] = []
@@ -237,18 +259,40 @@ class _Walk:
         self._root = root
         self._excludes = excludes
         above = [] if root.everything else _up_to_repository(root.path)  # what is asked for by name travels
-        self._ignores = [(folder, spec) for folder in above if (spec := _ignore_file(folder))]
+        self._ignores = [(folder, spec) for folder in reversed(above) if (spec := _ignore_file(folder))]
+        self._found: list[tuple[Path, list[Path]]] | None = None
 
-    def __iter__(self) -> Iterator[Path]:
-        yield from self._folder(self._root.path, self._ignores, depth=0)
+    def files(self) -> Iterator[Path]:
+        """What travels."""
+        for _, files in self._walk():
+            yield from files
 
-    def _folder(self, folder: Path, ignores: list[tuple[Path, pathspec.GitIgnoreSpec]], depth: int) -> Iterator[Path]:
+    def folders(self) -> Iterator[str]:
+        """Where it looks."""
+        for folder, _ in self._walk():
+            yield str(folder)
+
+    def _walk(self) -> list[tuple[Path, list[Path]]]:
+        if self._found is None:
+            self._found = []
+            self._look_into(self._root.path, self._ignores, 0)
+        return self._found
+
+    def _look_into(self, folder: Path, ignores: list[Ignore], depth: int) -> None:
+        assert self._found is not None
         if depth and (spec := _ignore_file(folder)):
             ignores = [*ignores, (folder, spec)]
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError:
             return
+        files: list[Path] = []
+        self._found.append((folder, files))
+        if len(self._found) > _MOST_FOLDERS:
+            raise UsageError(
+                f"{self._root.path} has more than {_MOST_FOLDERS} folders: too much to look through",
+                hint="leave some out: Image(excludes=[…]) takes patterns as in .gitignore",
+            )
         package = any(entry.name == "__init__.py" for entry in entries)
         for entry in entries:
             if depth == 0 and self._root.only and entry.name not in self._root.only:
@@ -258,9 +302,9 @@ class _Walk:
                 if depth == 0 and self._root.packages and not _package(path):
                     continue
                 if self._enters(entry) and not self._ignored(path, ignores, folder=True):
-                    yield from self._folder(path, ignores, depth + 1)
+                    self._look_into(path, ignores, depth + 1)
             elif self._takes(entry, package) and not self._ignored(path, ignores):
-                yield path
+                files.append(path)
 
     def _enters(self, entry: os.DirEntry[str]) -> bool:
         if entry.name in _SKIPPED or entry.name.startswith(".") or entry.is_symlink():
@@ -274,11 +318,15 @@ class _Walk:
             return True
         return package and not entry.name.startswith(".") and entry.stat().st_size <= _DATA
 
-    def _ignored(self, path: Path, ignores: list[tuple[Path, pathspec.GitIgnoreSpec]], *, folder: bool = False) -> bool:
+    def _ignored(self, path: Path, ignores: list[Ignore], *, folder: bool = False) -> bool:
         tail = "/" if folder else ""
         if self._excludes.match_file(path.relative_to(self._root.path).as_posix() + tail):
             return True
-        return any(spec.match_file(path.relative_to(base).as_posix() + tail) for base, spec in ignores)
+        for base, spec in reversed(ignores):  # the deepest file has the first word
+            verdict = spec.check_file(path.relative_to(base).as_posix() + tail).include
+            if verdict is not None:
+                return verdict
+        return False
 
 
 def _up_to_repository(folder: Path) -> list[Path]:

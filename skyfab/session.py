@@ -28,6 +28,8 @@ from skyfab.transport.base import Stream, Transport
 
 CONNECT: Final = 30.0
 """Seconds from the first byte to the agent's hello."""
+GOODBYE: Final = 5.0
+"""Seconds that a host has to end its processes when the pool closes."""
 PING: Final = 5.0
 SILENCE: Final = 30.0
 """Seconds without a word after which a host counts as lost."""
@@ -36,6 +38,8 @@ _LINGER: Final = 0.004
 
 _MEMORY: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 """A host may not announce more than this machine could hold."""
+
+_MOST_OUTPUTS: Final = 65536
 
 Answer = Callable[[Message, list[memoryview]], None]
 Failure = Callable[[Exception], None]
@@ -88,6 +92,7 @@ class Session:
         self._turn = threading.Lock()
         self._gate = threading.Lock()
         self._deadline = 0.0
+        self._until = float("inf")
         self._exchanges: dict[int, _Exchange] = {}
         self._output: dict[int, tuple[str, Lines]] = {}
         self._after: list[Callable[[], None]] = []
@@ -161,13 +166,14 @@ class Session:
 
     def _leave(self) -> None:
         self._farewell = True
+        self._until = time.monotonic() + GOODBYE
         with self._lock:
             if self._waker is not None and self._ended is None:
                 self._mux.bye()
                 self._flush()
         self.poke()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(5)
+            self._thread.join(GOODBYE + 1)
         with self._turn:
             if self._stream is not None:
                 self._stream.close()
@@ -305,6 +311,8 @@ class Session:
         assert stream is not None
         assert self._waker is not None
         wait = PING if timeout is None else min(timeout, PING)
+        if self._farewell:
+            wait = min(wait, 0.5)
         if self._mux.has_output:
             sink = stream.sink()
             if sink is None:
@@ -321,7 +329,7 @@ class Session:
                 else:
                     self._poll.unregister(fd)
             if self._ended is None:
-                if not ready or self._mux.heard - self._pinged > PING:
+                if not ready or self._farewell or self._mux.heard - self._pinged > PING:
                     self._keep_alive()
                 if self._mux.has_output:
                     self._flush()
@@ -360,7 +368,9 @@ class Session:
 
     def _keep_alive(self) -> None:
         now = time.monotonic()
-        if now - self._mux.heard > SILENCE:
+        if self._farewell and now > self._until:
+            self._end(None)
+        elif now - self._mux.heard > SILENCE:
             self._end(HostLost(f"not a word for {SILENCE:.0f} s", host=self.host.name, hint="is it up?"))
         elif now - self._mux.heard > PING and now - self._pinged > PING:
             self._pinged = now
@@ -406,6 +416,8 @@ class Session:
                 if not exchange.assembly.missing:  # a long head, and nothing else
                     self._complete(stream, exchange, message, exchange.assembly.buffers())
         elif isinstance(message, messages.Log):
+            if len(self._output) >= _MOST_OUTPUTS:
+                raise ProtocolError("more processes than any pool has")
             self._output[stream] = (message.seat, Lines("stdout" if message.fd == 1 else "stderr"))
         elif isinstance(message, messages.Exited):
             self._flush_lines(message.seat)
@@ -418,14 +430,15 @@ class Session:
         return memoryview(bytearray(length))
 
     def data(self, stream: int, view: memoryview) -> None:
-        self._mux.used(stream, len(view))
         exchange = self._exchanges.get(stream)
         if exchange is not None:
             if exchange.assembly is None or exchange.message is None:
                 raise ProtocolError("data before its message")
+            self._mux.used(stream, len(view))
             if exchange.assembly.advance(len(view)):
                 self._complete(stream, exchange, exchange.message, exchange.assembly.buffers())
         elif stream in self._output:
+            self._mux.used(stream, len(view))
             seat, lines = self._output[stream]
             if complete := lines.feed(bytes(view)):
                 self._after.append(lambda: self._listener.wrote(seat, complete))

@@ -46,7 +46,12 @@ def run(bare: Path, unpacked: Path, code: str, *options: str) -> Any:
     """Runs code on the bare interpreter, isolated, with only the bundle to import; returns the JSON it prints."""
     code = f"import sys\nsys.path.insert(0, {str(unpacked)!r})\n{code}"
     done = subprocess.run(
-        [str(bare), "-I", *options, "-c", code], capture_output=True, text=True, env={}, cwd="/", stdin=subprocess.DEVNULL
+        [str(bare), "-I", *options, "-c", code],
+        capture_output=True,
+        text=True,
+        env={},
+        cwd="/",
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -79,7 +84,14 @@ def test_every_module_of_the_host_side_can_be_imported_there(bare: Path, unpacke
         for path in sorted((unpacked / "skyfab" / package).rglob("*.py"))
     ]
     assert len(names) > 10
-    assert run(bare, unpacked, f"import importlib, json\nprint(json.dumps([importlib.import_module(n).__name__ for n in {names!r}]))") == names
+    assert (
+        run(
+            bare,
+            unpacked,
+            f"import importlib, json\nprint(json.dumps([importlib.import_module(n).__name__ for n in {names!r}]))",
+        )
+        == names
+    )
 
 
 def test_what_functions_use_works_there(bare: Path, unpacked: Path) -> None:
@@ -99,7 +111,8 @@ call = double(21)
 image = sky.Image(pip=["numpy"], env={"A": "1"})
 error = sky.HostLost("gone", host="node1", hint="look")
 print(json.dumps([
-    double.fn(21), call.args[0], quiet.fn(), list(image.pip), sky.instance_info().world_size, sky.shard([1, 2, 3]), str(error),
+    double.fn(21), call.args[0], quiet.fn(), list(image.pip), sky.instance_info().world_size, sky.shard([1, 2, 3]),
+    str(error),
     isinstance(sky.BroadcastError("x", [ValueError("y")]), sky.SkyfabError),
 ]))
 """
@@ -125,12 +138,28 @@ print(json.dumps([there(make(2))(40), str(error), error.exitcode]))
 
 def test_the_link_imports_little(bare: Path, unpacked: Path) -> None:
     """It stands between a person and the first result: none of the client's libraries, and none of the client."""
-    code = "import json\nbefore = set(sys.modules)\nimport skyfab.agent.link\nprint(json.dumps(sorted(set(sys.modules) - before)))"
+    code = """
+import json
+before = set(sys.modules)
+import skyfab.agent.link
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
     loaded = run(bare, unpacked, code, "-S")
     assert not [name for name in loaded if name.partition(".")[0] in LIBRARIES]
     ours = [name for name in loaded if name.startswith("skyfab")]
     assert set(ours) <= {"skyfab", "skyfab.agent", "skyfab.agent.link", "skyfab.protocol"}
-    slow = {"typing", "dataclasses", "inspect", "asyncio", "hashlib", "ssl", "subprocess", "logging", "pathlib", "tempfile"}
+    slow = {
+        "typing",
+        "dataclasses",
+        "inspect",
+        "asyncio",
+        "hashlib",
+        "ssl",
+        "subprocess",
+        "logging",
+        "pathlib",
+        "tempfile",
+    }
     assert not slow & set(loaded)
 
 
@@ -150,17 +179,25 @@ def test_the_host_side_pulls_none_of_the_client_even_where_that_is_installed(mod
 
 def test_the_bundle_is_the_same_every_time() -> None:
     """Two programs with the same skyfab share what is on a host: same digest, same bytes."""
-    code = "from skyfab.bundle import bundle\nimport hashlib\nprint(bundle().digest, hashlib.sha256(bundle().archive).hexdigest())"
+    code = (
+        "import hashlib\n"
+        "from skyfab.bundle import bundle\n"
+        "print(bundle().digest, hashlib.sha256(bundle().archive).hexdigest())\n"
+    )
     shown = {
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, check=True, cwd=folder, env={**os.environ, "PYTHONHASHSEED": seed}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            check=True,
+            cwd=folder,
+            env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout
         for seed, folder in (("1", "/"), ("2", "/tmp"))
     }
     assert len(shown) == 1
-    again = bundle.__wrapped__()
-    assert again.digest == bundle().digest
-    assert again.archive == bundle().archive
+    first, second = bundle.__wrapped__(), bundle.__wrapped__()
+    assert first.digest == second.digest
+    assert first.archive == second.archive
 
 
 def test_another_file_makes_another_bundle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from stage.spot import Spot, until
 from stage.threads import at_once, begin
 
 import skyfab as sky
-from skyfab.events import CallEnded, CallStarted, Event
+from skyfab.events import CallEnded, CallStarted, Event, Output
 
 pytestmark = pytest.mark.lab
 
@@ -228,26 +228,27 @@ def test_map_uses_every_host(pool: sky.Compute) -> None:
     assert {info.node for info in pool.map(lambda _: sky.instance_info(), range(100))} == {0, 1}
 
 
-def test_map_gives_the_next_item_to_whoever_is_free(pool: sky.Compute, spot: Spot) -> None:
-    """One item blocks its host until all the others are through, so these must all go to the other host."""
+@pytest.mark.parametrize("how", ["map", "submit"])
+def test_nothing_waits_behind_a_long_call_while_a_host_is_free(pool: sky.Compute, spot: Spot, how: str) -> None:
+    """The first item blocks its host until all the others are through: none of them may be stuck behind it."""
 
     def work(item: int) -> int:
         if item == 0:
-            wait_for(go)
+            wait_for(f"{folder}/go")
+        else:
+            leave(f"{folder}/{item}")
         return item
 
-    go = spot / "go"
-    ended: list[Event] = []
-
-    def count(event: Event) -> None:
-        if isinstance(event, CallEnded):
-            ended.append(event)
-            if len(ended) == 20:
-                spot.leave("go")
-
-    unsubscribe = pool.events.subscribe(count)
-    assert pool.map(work, range(21)) == list(range(21))
-    unsubscribe()
+    folder = spot / ""
+    assert pool.map(square, range(100))  # short calls: the next ones are handed out ahead
+    if how == "map":
+        found = begin(lambda: pool.map(work, range(41)))
+    else:
+        found = begin(lambda: [future.result(30) for future in [sky.function(work)(n) > pool for n in range(41)]])
+    others = {str(item) for item in range(1, 41)}
+    until(lambda: spot.names() >= others, "all items but the one that blocks")
+    spot.leave("go")
+    assert found.result(30) == list(range(41))
 
 
 def test_map_takes_several_iterables_and_any_callable(pool: sky.Compute) -> None:

@@ -1,4 +1,4 @@
-"""context: what a function sees of its place, its share of the data and its voice; the same code runs outside a call."""
+"""context: what a function sees of its place, its share of the data and its voice, inside a call and outside."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,10 +64,22 @@ def test_the_first_rank_is_the_head() -> None:
 
 def test_info_has_the_fields_that_users_rely_on() -> None:
     """The list in API.md."""
-    for name in (
-        "node total_nodes rank world_size local_rank local_world_size is_head head_addr head_port "
-        "hostname accelerators total_accelerators peers job_id"
-    ).split():
+    for name in [
+        "node",
+        "total_nodes",
+        "rank",
+        "world_size",
+        "local_rank",
+        "local_world_size",
+        "is_head",
+        "head_addr",
+        "head_port",
+        "hostname",
+        "accelerators",
+        "total_accelerators",
+        "peers",
+        "job_id",
+    ]:
         assert hasattr(instance_info(), name)
 
 
@@ -219,7 +232,7 @@ def heard(function: Callable[[], object]) -> tuple[str, str]:
             stack.callback(os.dup2, saved, fd)
             stack.callback(setattr, sys, name, getattr(sys, name))
             os.dup2(file.fileno(), fd)
-            stream = stack.enter_context(open(fd, "w", closefd=False))  # noqa: PTH123
+            stream = stack.enter_context(open(fd, "w", closefd=False))
             setattr(sys, name, stream)
             files.append(file)
         function()
@@ -279,11 +292,11 @@ def test_the_voice_comes_back_afterwards_also_after_an_exception() -> None:
         raise KeyError("x")
 
     def test() -> None:
-        descriptors = len(os.listdir("/proc/self/fd"))
+        descriptors = len(list(Path("/proc/self/fd").iterdir()))
         with pytest.raises(KeyError):
             fails()
         print("heard")
-        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
     become(0, 1)
     assert heard(test) == ("heard\n", "")
@@ -351,7 +364,9 @@ def in_a_rank(source: str, *, rank: int = 1) -> subprocess.CompletedProcess[str]
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-@pytest.mark.parametrize("order", ["@sky.function\n@sky.stdout(only='head')", "@sky.stdout(only='head')\n@sky.function"])
+@pytest.mark.parametrize(
+    "order", ["@sky.function\n@sky.stdout(only='head')", "@sky.stdout(only='head')\n@sky.function"]
+)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_limit_travels_with_a_function_that_is_sent_by_value(order: str, rank: int) -> None:
     """Functions of scripts and notebooks are pickled whole: the limit must ask the rank it arrives in."""

@@ -1,4 +1,4 @@
-"""launch: the first command gets through every login shell unchanged, and its answer is found in whatever they print."""
+"""launch: the first command gets through every login shell, and its answer is found in whatever they print."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_the_script_is_safe_inside_single_quotes_of_any_shell() -> None:
 
 @pytest.fixture
 def hostile_home(tmp_path: Path) -> Path:
-    home = tmp_path / "a home's \"folder\"\n$(touch pwned); \\x ü!"
+    home = tmp_path / 'a home\'s "folder"\n$(touch pwned); \\x ü!'
     home.mkdir()
     return home
 
@@ -221,7 +221,9 @@ def test_a_bundle_that_is_there_is_started_at_once(shell: list[str], hostile_hom
 
 
 @pytest.mark.parametrize(
-    ("cache", "place"), [("/abs/x", "/abs/x"), ("~/x", "{home}/x"), ("~", "{home}")], ids=["absolute", "home", "home itself"]
+    ("cache", "place"),
+    [("/abs/x", "/abs/x"), ("~/x", "{home}/x"), ("~", "{home}")],
+    ids=["absolute", "home", "home itself"],
 )
 def test_the_cache_is_where_the_inventory_says(cache: str, place: str, tmp_path: Path) -> None:
     python = fake_interpreter(tmp_path / "bin")
@@ -467,7 +469,12 @@ def test_a_damaged_bundle_is_not_installed(tmp_path: Path) -> None:
 def test_two_programs_unpack_one_bundle_at_once(tmp_path: Path) -> None:
     """Both get a link, and one bundle is there afterwards."""
     launches = [
-        Launch(host=Host(name="local", cache=str(tmp_path)), session=os.urandom(8).hex(), bundle=bundle(), python=sys.executable)
+        Launch(
+            host=Host(name="local", cache=str(tmp_path)),
+            session=os.urandom(8).hex(),
+            bundle=bundle(),
+            python=sys.executable,
+        )
         for _ in range(3)
     ]
     sessions = [Session(made.host, Local(made.host), made, Quiet(), lease=5) for made in launches]

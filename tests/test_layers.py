@@ -194,9 +194,7 @@ def test_the_lab_stands_beside() -> None:
 def test_a_library_is_imported_only_where_it_belongs(library: str) -> None:
     allowed = OUTSIDE.get(library, set())
     wrong = [
-        one
-        for one in IMPORTS
-        if one.outside == library and one.module not in allowed and one.source not in allowed
+        one for one in IMPORTS if one.outside == library and one.module not in allowed and one.source not in allowed
     ]
     assert not wrong
 

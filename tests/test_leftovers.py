@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,31 +66,32 @@ def temporary(host: LabHost) -> set[str]:
     return {f"{host.name}: {path}" for place in ("/tmp", "/var/tmp", "/dev/shm") for path in host.path(place).glob("*")}
 
 
-def here() -> set[str]:
-    """Our files in this machine's temporary folder. (A lab of its own, a spot and a home are the tests'.)"""
-    names = ("skyfab-known-*", "skyfab-ssh-*")
-    return {str(path) for name in names for path in Path("/tmp").glob(name)}
-
-
 @pytest.fixture
 def hosts(namespaces: Lab, spot: Spot) -> list[LabHost]:
     return namespaces.hosts[:2]
 
 
 @pytest.fixture(autouse=True)
-def clean(hosts: list[LabHost], spot: Spot) -> Iterator[Callable[[], None]]:
+def clean(
+    hosts: list[LabHost], spot: Spot, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], None]]:
     """After each test, and whenever it asks: no process, socket, run folder, draft or temporary file is left."""
-    before = {place for host in hosts for place in (*temporary(host), *sockets(host), *listeners(host))} | here()
+    place = tmp_path_factory.mktemp("temporary")  # this machine's /tmp is everybody's
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    before = {name for host in hosts for name in (*temporary(host), *sockets(host), *listeners(host))}
 
-    def check(timeout: float = 20.0) -> None:
-        looks: list[Callable[[], set[str]]] = [here]
+    def left() -> set[str]:
+        found = {str(path) for path in place.iterdir()}
         for host in hosts:
             for look in (traces.on, traces.folders, drafts, temporary):
-                looks.append(lambda look=look, host=host: look(host))  # type: ignore[misc]
-        left = traces.left(looks, before, timeout=timeout)
+                found |= look(host)
+        return found
+
+    def check() -> None:
+        found = traces.left([left], before, timeout=15)
         for host in hosts:
-            left |= (sockets(host) | listeners(host)) - before
-        assert not left, f"left behind: {sorted(left)}"
+            found |= (sockets(host) | listeners(host)) - before
+        assert not found, f"left behind: {sorted(found)}"
 
     yield check
     check()
@@ -175,7 +177,7 @@ def client(tmp_path: Path, namespaces: Lab, spot: Spot) -> Client:
     ids=["normal", "exception", "exit", "interrupt", "calls-still-run"],
 )
 def test_the_end_of_the_block_is_the_end_on_the_hosts(
-    client: Client, clean: Callable[..., None], hosts: list[LabHost], ending: str, code: int
+    client: Client, clean: Callable[[], None], hosts: list[LabHost], ending: str, code: int
 ) -> None:
     """At once: the lease is far longer than this test."""
     text = f"""
@@ -189,7 +191,7 @@ def test_the_end_of_the_block_is_the_end_on_the_hosts(
 
 
 def test_a_program_that_never_closes_its_pool_ends_and_leaves_nothing(
-    client: Client, clean: Callable[..., None], hosts: list[LabHost]
+    client: Client, clean: Callable[[], None], hosts: list[LabHost]
 ) -> None:
     text = """
         pass
@@ -205,7 +207,7 @@ def test_a_program_that_never_closes_its_pool_ends_and_leaves_nothing(
 
 @pytest.mark.parametrize("way", ["stay() >> compute", "stay() @ compute", "(stay() & stay()) >> compute", "map"])
 def test_ctrl_c_stops_the_calls_that_run(
-    client: Client, spot: Spot, runs_on: Callable[[str, int], bool], clean: Callable[..., None], way: str
+    client: Client, spot: Spot, runs_on: Callable[[str, int], bool], clean: Callable[[], None], way: str
 ) -> None:
     """On the hosts too, with what they have started; the lease is not waited for."""
     text = "compute.map(lambda n: stay.fn(), [1, 2])" if way == "map" else way
@@ -222,7 +224,7 @@ def test_ctrl_c_stops_the_calls_that_run(
     clean()
 
 
-def test_ctrl_c_may_be_caught_and_the_pool_goes_on(client: Client, spot: Spot, clean: Callable[..., None]) -> None:
+def test_ctrl_c_may_be_caught_and_the_pool_goes_on(client: Client, spot: Spot, clean: Callable[[], None]) -> None:
     text = """
         try:
             stay() >> compute
@@ -239,7 +241,7 @@ def test_ctrl_c_may_be_caught_and_the_pool_goes_on(client: Client, spot: Spot, c
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_client_that_is_killed_is_waited_for_no_longer_than_its_lease(
-    client: Client, spot: Spot, clean: Callable[..., None], number: signal.Signals
+    client: Client, spot: Spot, clean: Callable[[], None], number: signal.Signals
 ) -> None:
     running = client.start("stay() @ compute")
     spot.wait("pids", count=2)
@@ -249,7 +251,7 @@ def test_a_client_that_is_killed_is_waited_for_no_longer_than_its_lease(
     clean()
 
 
-def test_ctrl_c_while_connecting(client: Client, hosts: list[LabHost], clean: Callable[..., None]) -> None:
+def test_ctrl_c_while_connecting(client: Client, hosts: list[LabHost], clean: Callable[[], None]) -> None:
     """One host answers, the other is cut off: the one that answered is let go of at once."""
     hosts[1].cut()
     try:
@@ -264,7 +266,7 @@ def test_ctrl_c_while_connecting(client: Client, hosts: list[LabHost], clean: Ca
 
 
 def test_a_host_that_cannot_be_reached_leaves_nothing_on_the_others(
-    hosts_of: Callable[..., list[sky.Host]], clean: Callable[..., None]
+    hosts_of: Callable[..., list[sky.Host]], clean: Callable[[], None]
 ) -> None:
     first, second = hosts_of("openssh", 2)
     with pytest.raises(sky.SkyfabError):
@@ -350,7 +352,7 @@ def test_an_agent_or_a_connection_that_is_killed_is_a_host_lost_and_the_others_g
     open_pool: Callable[..., sky.Compute],
     spot: Spot,
     runs_on: Callable[[str, int], bool],
-    clean: Callable[..., None],
+    clean: Callable[[], None],
     victim: str,
 ) -> None:
     pool = open_pool("openssh", count=2, lease=LEASE)
@@ -358,9 +360,8 @@ def test_an_agent_or_a_connection_that_is_killed_is_a_host_lost_and_the_others_g
     number = int(spot.wait("rank")["node1"])
     _, _, agent = chain(hosts[0], number)
     assert agent.pid == pool.hosts[0].agent.pid
-    os.kill(
-        {"agent": lambda: agent.outside, "link": lambda: link(hosts[0]).outside, "ssh": ssh}[victim](), signal.SIGKILL
-    )
+    victims = {"agent": lambda: agent.outside, "link": lambda: link(hosts[0]).outside, "ssh": ssh}
+    os.kill(victims[victim](), signal.SIGKILL)
     with pytest.raises(sky.HostError) as caught:
         future.result(30)
     assert caught.value.host == "node1"
@@ -397,7 +398,7 @@ def test_an_agent_that_is_asked_to_end_cleans_up(
 
 
 def test_children_that_a_function_has_started_are_gone_when_the_pool_closes(
-    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool], clean: Callable[..., None]
+    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool], clean: Callable[[], None]
 ) -> None:
     @sky.function
     def start() -> int:
@@ -441,7 +442,7 @@ def test_two_pools_on_one_host_do_not_disturb_each_other(
 
 
 def test_pools_that_open_at_once_on_a_fresh_host_all_work(
-    hosts: list[LabHost], hosts_of: Callable[..., list[sky.Host]], clean: Callable[..., None]
+    hosts: list[LabHost], hosts_of: Callable[..., list[sky.Host]], clean: Callable[[], None]
 ) -> None:
     """Nothing is there: each brings the bundle, one wins, and no draft stays."""
     from stage.threads import at_once
@@ -462,7 +463,7 @@ def test_caches_are_for_their_owner_alone(
 ) -> None:
     """Whatever the umask: folders are 0700, and nothing in them can be read or written by others."""
     host = hosts[0]
-    host.add_user("careless", shell="/bin/bash", bashrc="umask 000\n")
+    host.add_user("careless", shell="/bin/bash", bashrc="umask 000\n")  # noqa: S604  # a user's shell, not ours
     for user in ("root", "ada", "careless"):
         pool = open_pool("openssh", count=1, user=user)
         assert ok(1) @ pool == [1]
@@ -515,7 +516,7 @@ def test_nothing_of_a_pool_is_in_the_way_of_others_on_the_host(
 def test_opening_and_closing_many_times_leaves_no_more_than_once(
     hosts: list[LabHost],
     hosts_of: Callable[..., list[sky.Host]],
-    clean: Callable[..., None],
+    clean: Callable[[], None],
     transport: str,
 ) -> None:
     """Neither on the host nor here: content is named by itself, and only logs grow."""

@@ -84,7 +84,9 @@ def public_members() -> list[tuple[str, object]]:
         value = getattr(skyfab, name)
         if inspect.isclass(value):
             for member, thing in vars(value).items():
-                if not member.startswith("_") and (inspect.isfunction(thing) or isinstance(thing, (property, classmethod))):
+                if not member.startswith("_") and (
+                    inspect.isfunction(thing) or isinstance(thing, (property, classmethod))
+                ):
                     found.append((f"{name}.{member}", thing))
     return found
 
@@ -170,7 +172,8 @@ def test_what_functions_use_loads_no_library() -> None:
     """Inside a function on a host: the decorators, the rank's place, its share of the data, an image, an error."""
     code = (
         "import sys, skyfab as sky\n"
-        "sky.function(sky.stdout(only='head')(lambda: 1)), sky.instance_info(), sky.shard([1]), sky.Image(), sky.HostLost\n"
+        "sky.function(sky.stdout(only='head')(lambda: 1)), sky.instance_info(), sky.shard([1])\n"
+        "sky.Image(), sky.HostLost\n"
         "print(*[m for m in sys.modules if m.partition('.')[0] in"
         " ('fabric', 'invoke', 'paramiko', 'rich', 'cloudpickle', 'torch', 'numpy', 'pathspec')])\n"
     )
@@ -214,7 +217,12 @@ def defined() -> dict[str, tuple[str | None, str | None]]:
     """The tree as it is."""
     tree: dict[str, tuple[str | None, str | None]] = {}
     for name, kind in vars(errors).items():
-        if inspect.isclass(kind) and issubclass(kind, Exception) and kind.__module__ == errors.__name__ and name[0] != "_":
+        if (
+            inspect.isclass(kind)
+            and issubclass(kind, Exception)
+            and kind.__module__ == errors.__name__
+            and name[0] != "_"
+        ):
             ours = [base for base in kind.__mro__[1:] if base.__module__ == errors.__name__ and base.__name__[0] != "_"]
             builtin = [
                 base.__name__

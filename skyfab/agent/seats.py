@@ -11,6 +11,7 @@ from skyfab.agent.logs import LogPipe
 from skyfab.agent.seat import Seat
 from skyfab.agent.watch import READ, WRITE
 from skyfab.agent.zygote import Zygote
+from skyfab.errors import ProtocolError
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class Seats:
 
     def spawn(self, name: str, generation: int, request: dict[str, Any]) -> None:
         """Starts a process in a seat, in place of the one that is there."""
+        if not name.replace(".", "").replace("-", "").isalnum():  # it names files
+            raise ProtocolError(f"not the name of a seat: {name!r:.80}")
         old = self._seats.get(name)
         if old is not None:
             old.kill()

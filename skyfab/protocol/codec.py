@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import types
 
 import cloudpickle
 
@@ -98,9 +99,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 def _is_plain(kind: type[BaseException]) -> bool:
-    """It leaves pickling to BaseException, which calls its constructor again, with `args` that may not fit."""
+    """It leaves pickling to BaseException, which calls its own constructor again, with `args` that may not fit."""
     return (
-        kind.__reduce__ is BaseException.__reduce__
+        isinstance(kind.__init__, types.FunctionType)
+        and kind.__reduce__ is BaseException.__reduce__
         and kind.__reduce_ex__ is object.__reduce_ex__
         and kind.__setstate__ is BaseException.__setstate__
     )
@@ -109,6 +111,11 @@ def _is_plain(kind: type[BaseException]) -> bool:
 def _exception(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
     """The exception again, whatever its constructor asks for."""
     error = kind.__new__(kind, *args)
+    builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+    try:
+        builtin.__init__(error, *args)  # type: ignore[misc]  # some keep more than `args`
+    except TypeError:
+        pass
     error.args = args
     error.__dict__.update(state)
     return error

@@ -20,7 +20,7 @@ import paramiko
 from skyfab.errors import AuthenticationRefused, HostError, HostKeyRefused, HostLost, Unreachable
 from skyfab.inventory import Host, Inventory
 from skyfab.protocol.streams import Buffer
-from skyfab.transport.openssh import CONFIG, by_hand
+from skyfab.transport.openssh import CONFIG, by_hand, changed_key
 
 _PACKET: Final = 1024 * 1024
 """paramiko slows to a crawl when it is handed larger pieces."""
@@ -28,7 +28,7 @@ _PACKET: Final = 1024 * 1024
 
 def connection(host: Host, inventory: Inventory, *, password: str | None = None) -> fabric.Connection:
     """A Fabric connection to the host, not yet open, that refuses unknown and changed host keys."""
-    gateway = None
+    gateway: Any = False if host.jump == "none" else None  # None: as ssh_config says
     for jump in inventory.jump_chain(host):
         gateway = _connection(jump, gateway=gateway)
     return _connection(host, gateway=gateway, password=password)
@@ -55,9 +55,22 @@ def _connection(host: Host, *, gateway: Any = None, password: str | None = None)
     return made
 
 
+def hang_up(connection: Any) -> None:
+    """Closes a connection and its gateways, opened or not: a login that failed leaves a thread and a socket."""
+    while isinstance(connection, fabric.Connection):
+        connection.close()
+        connection.client.close()
+        connection = connection.gateway
+
+
 def _check_keys(made: fabric.Connection, host: Host) -> None:
     client = made.client
     client.set_missing_host_key_policy(paramiko.RejectPolicy())
+    hop = made.gateway
+    while isinstance(hop, fabric.Connection):  # ssh_config's ProxyJump: Fabric would take any key there
+        hop.client.set_missing_host_key_policy(paramiko.RejectPolicy())
+        hop.client.load_system_host_keys()
+        hop = hop.gateway
     if host.host_key is None:
         client.load_system_host_keys()
         return
@@ -101,24 +114,23 @@ class Fabric:
             password = Passwords.ask(self._host)
             if password is None:
                 raise
+        try:
             return self._try(password)
+        except AuthenticationRefused:
+            Passwords.forget(self._host)
+            raise
 
     def _try(self, password: str | None) -> fabric.Connection:
         made = connection(self._host, self._inventory, password=password)
         try:
             made.open()
         except Exception as error:
-            made.close()
+            hang_up(made)
             raise _explain(self._host, error) from error
         return made
 
     def close(self) -> None:
-        if self._connection is not None:
-            gateway = self._connection.gateway
-            self._connection.close()
-            while isinstance(gateway, fabric.Connection):
-                gateway.close()
-                gateway = gateway.gateway
+        hang_up(self._connection)
 
 
 class Passwords:
@@ -127,10 +139,24 @@ class Passwords:
     _known: ClassVar[dict[str, str]] = {}
     _asking: ClassVar[threading.Lock] = threading.Lock()
 
+    @staticmethod
+    def _who(host: Host) -> str:
+        return f"{host.user or getpass.getuser()}@{host.destination}"
+
+    @classmethod
+    def known(cls, host: Host) -> str | None:
+        """The one that has been typed for this host."""
+        return cls._known.get(cls._who(host))
+
+    @classmethod
+    def forget(cls, host: Host) -> None:
+        """It was wrong."""
+        cls._known.pop(cls._who(host), None)
+
     @classmethod
     def ask(cls, host: Host) -> str | None:
         """Asked once for a user and host, never echoed; None where nobody can be asked."""
-        who = f"{host.user or getpass.getuser()}@{host.destination}"
+        who = cls._who(host)
         with cls._asking:  # one prompt at a time, however many hosts connect
             if who not in cls._known:
                 if not sys.stdin.isatty():
@@ -147,6 +173,7 @@ class ChannelStream:
         self._host = host
         channel.settimeout(0.0)
         self._fd: int = channel.fileno()
+        self._said = b""
 
     def fileno(self) -> int:
         return self._fd
@@ -155,6 +182,8 @@ class ChannelStream:
         return None
 
     def recv_into(self, view: memoryview) -> int:
+        while self._channel.recv_stderr_ready():  # unread, it would use up the channel's window
+            self._said = (self._said + self._channel.recv_stderr(65536))[-65536:]
         try:
             data = self._channel.recv(min(len(view), _PACKET))
         except TimeoutError:
@@ -175,9 +204,7 @@ class ChannelStream:
         return sent
 
     def explain(self) -> Exception:
-        said = ""
-        if self._channel.recv_stderr_ready():
-            said = self._channel.recv_stderr(65536).decode(errors="replace").strip().rpartition("\n")[2]
+        said = self._said.decode(errors="replace").strip().rpartition("\n")[2]
         return HostLost(f"the connection ended{': ' + said if said else ''}", host=self._host.name)
 
     def close(self) -> None:
@@ -190,7 +217,7 @@ def _explain(host: Host, error: Exception) -> HostError:
         return HostKeyRefused(
             "its host key is not the one on record: the machine was set up anew, or somebody is in between",
             host=host.name,
-            hint=f"if that is right, skyfab trust --hosts={host.name} --replace",
+            hint=changed_key(host),
         )
     text = str(error) or type(error).__name__
     if "not found in known_hosts" in text:

@@ -40,6 +40,11 @@ class OpenSSH:
     def __init__(self, host: Host, inventory: Inventory) -> None:
         self._host = host
         self._jumps = inventory.jump_chain(host)
+        self._aliases = {
+            hop: f"skyfab-jump-{number}" if hop.name in inventory.hosts else hop.login
+            for number, hop in enumerate(self._jumps)
+        }
+        """How ssh is told of each hop: a host of the inventory by a block of its own, another one as it is."""
         self._known: Path | None = None
         self._config: Path | None = None
 
@@ -54,7 +59,9 @@ class OpenSSH:
         for key, value in self._options(self._host).items():
             words += ["-o", f"{key}={value}"]
         if self._jumps:
-            words += ["-J", ",".join(f"skyfab-jump-{number}" for number in range(len(self._jumps)))]
+            words += ["-J", ",".join(self._aliases[hop] for hop in self._jumps)]
+        elif self._host.jump == "none":
+            words += ["-o", "ProxyJump=none"]
         return [*words, "--", self._host.destination, command]
 
     def _options(self, host: Host) -> dict[str, str]:
@@ -93,8 +100,10 @@ class OpenSSH:
             fd, name = tempfile.mkstemp(prefix="skyfab-ssh-")
             self._config = Path(name)
             with os.fdopen(fd, "w") as file:
-                for number, jump in enumerate(self._jumps):
-                    file.write(f"Host skyfab-jump-{number}\n  HostName {jump.destination}\n")
+                for jump in self._jumps:
+                    if self._aliases[jump] == jump.login:
+                        continue
+                    file.write(f"Host {self._aliases[jump]}\n  HostName {jump.destination}\n")
                     for key, value in self._options(jump).items():
                         file.write(f"  {key} {value}\n")
                 file.write("Match all\n")
@@ -119,6 +128,13 @@ def by_hand(host: Host, command: str = "") -> str:
     return shlex.join([*words, place, *command.split()])
 
 
+def changed_key(host: Host) -> str:
+    """What to do when a host's key is not the one on record."""
+    if host.host_key is not None:
+        return f"if that is right, change host_key under [hosts.{host.name}] in the inventory"
+    return f"if that is right, skyfab trust --hosts={host.name} --replace"
+
+
 def explain(host: Host, code: int, errors: str) -> Exception:
     """What ssh's last words mean, as the error to raise."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
@@ -127,7 +143,7 @@ def explain(host: Host, code: int, errors: str) -> Exception:
         return HostKeyRefused(
             "its host key is not the one on record: the machine was set up anew, or somebody is in between",
             host=host.name,
-            hint=f"if that is right, skyfab trust --hosts={host.name} --replace",
+            hint=changed_key(host),
         )
     if "Host key verification failed" in errors or "host key is known for" in errors:
         return HostKeyRefused("its host key is unknown", host=host.name, hint=f"skyfab trust --hosts={host.name}")

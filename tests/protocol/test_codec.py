@@ -1,4 +1,4 @@
-"""codec: user data comes back equal and of its own type; what is large leaves as views and lands where it is received."""
+"""codec: user data comes back equal and of its own type; large data leaves as views and lands where it is received."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyfab.protocol.blobs import inline_size
 from skyfab.protocol.codec import IN_BAND, Payload, dumps, loads
 
 np = pytest.importorskip("numpy")
@@ -230,6 +231,16 @@ def test_small_buffers_stay_in_the_pickle() -> None:
 def test_buffers_come_in_the_order_of_the_pickle() -> None:
     values = [np.full(1000, n) for n in range(20)]
     assert [int(a[0]) for a in there(values)] == list(range(20))
+
+
+def test_very_many_arrays_travel() -> None:
+    """Ten thousand arrays are a few thousand buffers and a longer pickle: a message has only so many parts."""
+    values = [np.full(512, n) for n in range(10_000)]
+    payload = dumps(values)
+    inline_size([len(payload.data), *map(len, payload.buffers)])
+    again = loads(payload.data, land(payload))
+    assert [int(array[-1]) for array in again] == list(range(10_000))
+    assert all(array.flags.writeable for array in again)
 
 
 def test_one_array_twice_travels_once() -> None:

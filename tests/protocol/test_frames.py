@@ -131,7 +131,9 @@ def test_a_stream_that_ends_inside_a_frame_hands_over_what_was_whole() -> None:
     assert ends[-1] == len(wire)
     for cut in range(len(wire) + 1):
         for scratch in (32, 65_536):
-            assert read_all(wire[:cut], [], scratch=scratch) == [one for one, end in zip(sent, ends, strict=True) if end <= cut]
+            assert read_all(wire[:cut], [], scratch=scratch) == [
+                one for one, end in zip(sent, ends, strict=True) if end <= cut
+            ]
 
 
 def test_blocking_is_passed_on_and_nothing_is_lost() -> None:
@@ -141,12 +143,16 @@ def test_blocking_is_passed_on_and_nothing_is_lost() -> None:
         ours.setblocking(False)
         collector = Collector()
         reader = Reader(collector, size=64)
+
+        def drain() -> None:
+            while True:
+                reader.pump(ours.recv_into)
+
         wire = frame(HEAD, 1, b"h" * 100) + frame(DATA, 1, b"d" * 100) + frame(PING)
         for at in range(0, len(wire), 7):
             theirs.sendall(wire[at : at + 7])
             with pytest.raises(BlockingIOError):
-                while True:
-                    reader.pump(ours.recv_into)
+                drain()
         assert collector.frames == [(HEAD, 1, b"h" * 100, 0), (DATA, 1, b"d" * 100, 0), (PING, 0, b"", 0)]
 
 

@@ -245,7 +245,7 @@ def test_a_disk_that_fills_up_loses_no_line_while_the_client_is_away(pair: Pair,
         os.set_blocking(rank.stdin.fileno(), False)
         rest = memoryview(data)
         read = -1
-        while read != log.end or rest and select.select([], [rank.stdin], [], 0.2)[1]:
+        while read != log.end or (rest and select.select([], [rank.stdin], [], 0.2)[1]):
             read = log.end
             with contextlib.suppress(BlockingIOError):
                 rest = rest[os.write(rank.stdin.fileno(), rest) :]

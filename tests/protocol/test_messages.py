@@ -72,7 +72,7 @@ def test_every_message_has_a_name_of_its_own_and_a_docstring() -> None:
     assert all(kind.__doc__ for kind in KINDS)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(any_message())
 def test_every_message_comes_back_as_it_was_sent(message: Message) -> None:
     """All kinds, any text in any field: also what is not valid Unicode, and numbers past 32 bits."""
@@ -109,10 +109,7 @@ SAMPLES: dict[str, list[Any]] = {
 """A right value, then wrong ones."""
 
 WRONG = [
-    (kind, name, wrong)
-    for kind in KINDS
-    for name, hint in fields(kind).items()
-    for wrong in SAMPLES.get(hint, ())[1:]
+    (kind, name, wrong) for kind in KINDS for name, hint in fields(kind).items() for wrong in SAMPLES.get(hint, ())[1:]
 ]
 
 
@@ -184,7 +181,7 @@ def test_nesting_of_any_depth_is_refused_or_read_never_a_recursion_error() -> No
                 pass
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(plain)
 def test_random_json_is_a_message_or_protocol_error(document: object) -> None:
     data = json.dumps(document).encode()
@@ -192,7 +189,7 @@ def test_random_json_is_a_message_or_protocol_error(document: object) -> None:
         decode(data)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(sorted({f for k in KINDS for f in fields(k)})), plain))
 def test_random_fields_are_a_message_with_the_right_types_or_protocol_error(kind: type[Message], document: Any) -> None:
     try:
@@ -208,14 +205,14 @@ def test_random_fields_are_a_message_with_the_right_types_or_protocol_error(kind
             assert not isinstance(value, bool)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(data)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(any_message(), st.data())
 def test_a_damaged_message_is_a_message_or_protocol_error(message: Message, data: st.DataObject) -> None:
     wire = bytearray(message.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -29,11 +30,13 @@ def lines_of(pieces: list[bytes]) -> list[Line]:
 
 def cut(data: bytes, at: list[int]) -> list[bytes]:
     marks = sorted({0, len(data), *(n % (len(data) + 1) for n in at)})
-    return [data[a:b] for a, b in zip(marks, marks[1:], strict=False)] or [b""]
+    return [data[a:b] for a, b in itertools.pairwise(marks)] or [b""]
 
 
 output = st.lists(
-    st.sampled_from([b"\n", b"\r", b"\r\n", b"a", b"50%", b"\xc3\xa9", b"\xc3", b"\xff", b"", b"\x1b[31m", b"\0", b" "]),
+    st.sampled_from(
+        [b"\n", b"\r", b"\r\n", b"a", b"50%", b"\xc3\xa9", b"\xc3", b"\xff", b"", b"\x1b[31m", b"\0", b" "]
+    ),
     max_size=30,
 ).map(b"".join)
 

@@ -252,7 +252,13 @@ def test_a_function_by_value_brings_the_text_of_its_file() -> None:
 def test_arguments_come_back_in_place() -> None:
     def f(*args: Any, **kwargs: Any) -> None: ...
 
-    for call in (Function(f)(), Function(f)(1, "two", None), Function(f)(1, x=2), Function(f)({"a": 1}), Function(f)(x={})):
+    for call in (
+        Function(f)(),
+        Function(f)(1, "two", None),
+        Function(f)(1, x=2),
+        Function(f)({"a": 1}),
+        Function(f)(x={}),
+    ):
         *args, kwargs = unpack(pack_arguments(call))
         assert tuple(args) == call.args
         assert (kwargs or {}) == call.kwargs

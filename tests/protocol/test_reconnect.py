@@ -66,9 +66,7 @@ def test_a_long_conversation_with_many_random_cuts(seed: int) -> None:
     """Hundreds of steps with logs, calls and large results both ways, cut again and again."""
     chance = random.Random(seed)
     kinds = ["small"] * 6 + ["large", "log", "log"] + ["flush"] * 8 + ["read"] * 14 + ["cut"] + ["attach"] * 3
-    steps = [
-        (chance.choice(kinds), chance.random() < 0.5, int(300_000 ** chance.random())) for _ in range(400)
-    ]
+    steps = [(chance.choice(kinds), chance.random() < 0.5, int(300_000 ** chance.random())) for _ in range(400)]
     pair = Pair()
     play(pair, steps)
     pair.check()
@@ -226,4 +224,3 @@ def test_counts_go_on_over_connections() -> None:
             pair.attach(side)
     pair.settle()
     pair.check()
-

@@ -42,6 +42,10 @@ def place_of(store: Store, digest: str) -> Path:
     return Path(store.folders[1]).parent / "trees" / digest
 
 
+def names(folder: Path | str) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
 def files(folder: Path) -> list[str]:
     """Every file below a folder, by its relative path."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
@@ -217,10 +221,10 @@ def test_mapping_leaves_no_descriptor_open(store: Store) -> None:
     put(store, CONTENT, keep=True)
     view = map_blob(store.folders, NAME)
     del view
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(names("/proc/self/fd"))
     for _ in range(20):
         map_blob(store.folders, NAME)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(names("/proc/self/fd")) == before
 
 
 def test_a_blob_that_is_not_there_is_named(store: Store) -> None:
@@ -253,7 +257,7 @@ def test_a_tree_is_laid_out_with_all_its_files(store: Store) -> None:
 
 
 def test_an_empty_tree_is_a_folder(store: Store) -> None:
-    assert os.listdir(store.lay_out(TREE, [])) == []
+    assert names(store.lay_out(TREE, [])) == []
 
 
 def test_a_tree_that_is_there_is_used_as_it_is(store: Store) -> None:
@@ -270,7 +274,7 @@ def test_a_missing_blob_leaves_no_tree(store: Store, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         store.lay_out(TREE, [["a.py", one], ["b.py", NAME]])
     assert files(tmp_path) == [f"cache/blobs/{one}"]
-    assert os.listdir(tmp_path / "cache/trees") == []
+    assert names(tmp_path / "cache/trees") == []
 
 
 HOSTILE = [
@@ -335,7 +339,7 @@ def test_a_blob_that_is_a_link_to_elsewhere_does_not_make_the_tree_one(store: St
     secret.write_bytes(b"mine")
     one = put(store, b"one", keep=True)
     (tmp_path / "cache/trees").mkdir()
-    os.symlink(secret, tmp_path / "cache/trees" / TREE)
+    (tmp_path / "cache/trees" / TREE).symlink_to(secret)
     with pytest.raises(OSError):
         store.lay_out(TREE, [["a.py", one]])
     assert secret.read_bytes() == b"mine"
@@ -372,7 +376,7 @@ def test_several_agents_lay_out_one_tree_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not failed
-    assert os.listdir(tmp_path / "cache/trees") == [TREE]
+    assert names(tmp_path / "cache/trees") == [TREE]
 
 
 # ---- a full disk
@@ -408,7 +412,7 @@ def test_a_tree_that_does_not_fit_leaves_nothing(full_disk: Path) -> None:
         store.lay_out(TREE, [[f"{n}.bin", name] for n in range(5)])
     assert caught.value.errno == errno.ENOSPC
     assert files(full_disk) == [f"cache/blobs/{name}"]
-    assert os.listdir(full_disk / "cache/trees") == []
+    assert names(full_disk / "cache/trees") == []
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_clean_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A spot: a folder with one path on this machine and on every host, where functions and tests leave each other notes."""
+"""A spot: a folder with one path on this machine and on every host, where functions and tests leave notes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,527 @@
+"""Bad hosts: whatever is wrong with one, the user gets one clear error with a hint, and nothing stays on any host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stage import traces
+
+import skyfab as sky
+from skyfab.lab import Lab, LabHost
+from skyfab.launch import local_python
+
+pytestmark = pytest.mark.lab
+
+MB = 1024 * 1024
+BY = ["openssh", "fabric"]
+both = pytest.mark.parametrize("by", BY)
+Hosts = Callable[..., list[sky.Host]]
+
+
+@sky.function
+def add(one: int, two: int) -> int:
+    return one + two
+
+
+@sky.function
+def home_folder() -> str:
+    return os.environ["HOME"]
+
+
+@sky.function
+def size(data: np.ndarray) -> int:
+    return data.nbytes
+
+
+def failure(*hosts: sky.Host, inventory: sky.Inventory | None = None) -> sky.SkyfabError:
+    """What opening a pool of these hosts raises."""
+    known = inventory or sky.Inventory(hosts={host.name: host for host in hosts})
+    with pytest.raises(sky.SkyfabError) as caught, sky.Compute(hosts, inventory=known, ui="none"):
+        pass
+    return caught.value
+
+
+ALONE = sky.Image(excludes=("*",))
+"""None of this project's files go along."""
+
+
+def works(*hosts: sky.Host) -> bool:
+    with sky.Compute(hosts, ui="none", image=ALONE) as compute:
+        return (add(2, 3) >> compute) == 5
+
+
+def is_clear(error: sky.SkyfabError, kind: type[sky.SkyfabError], says: str, host: str | None = "node1") -> None:
+    """One error of that type that names the host, says what is wrong in a line, and has a hint and the exit code 3."""
+    assert type(error) is kind, error
+    assert error.host == host
+    assert says in error.message
+    assert "\n" not in error.message
+    assert "Traceback" not in str(error)
+    assert error.hint, f"no hint: {error}"
+    assert error.exit_code == 3
+    assert str(error).startswith(f"{host}: ")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_on_any_host(lab: Lab) -> Iterator[None]:
+    """After each of these tests: no process and no run folder, on any host."""
+    yield
+    looks: list[Callable[[], set[str]]] = []
+    looks += [lambda host=host: traces.on(host) for host in lab.hosts]  # type: ignore[misc]
+    looks += [lambda host=host: traces.folders(host) for host in lab.hosts]  # type: ignore[misc]
+    left = traces.left(looks)
+    assert not left, f"left on hosts: {sorted(left)}"
+
+
+@pytest.fixture
+def new_user(namespaces: Lab, hosts_of: Hosts, request: pytest.FixtureRequest) -> Callable[..., sky.Host]:
+    """``new_user(shell="/bin/dash")``: node1 as a user of the test's own."""
+    number = 0
+
+    def add_one(by: str = "openssh", *, changes: dict[str, Any] | None = None, **account: Any) -> sky.Host:
+        nonlocal number
+        number += 1
+        name = f"u{abs(hash(request.node.name)) % 10**8}n{number}"
+        namespaces.hosts[0].add_user(name, **account)
+        host: sky.Host = hosts_of(by, 1, user=name, **(changes or {}))[0]
+        return host
+
+    return add_one
+
+
+# ---- hosts that cannot be reached
+
+
+@both
+def test_a_name_that_does_not_exist(by: str) -> None:
+    host = sky.Host(name="nowhere", address="no-such-host.invalid", transport=by)  # type: ignore[arg-type]
+    is_clear(failure(host), sky.Unreachable, "no-such-host.invalid", "nowhere")
+
+
+@both
+def test_a_port_where_nothing_listens(lab: Lab, hosts_of: Hosts, by: str) -> None:
+    error = failure(*hosts_of(by, 1, port=1))
+    is_clear(error, sky.Unreachable, "refused" if by == "openssh" else "Unable to connect to port 1")
+    assert isinstance(error, ConnectionError)
+    assert "ssh -p 1" in (error.hint or "")
+
+
+@both
+def test_a_server_that_is_no_ssh_server(hosts_of: Hosts, by: str) -> None:
+    """Something else answers there, and hangs up."""
+    import socket
+    import threading
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        host = hosts_of(by, 1, address="127.0.0.1", port=server.getsockname()[1])[0]
+        error = failure(host)
+        thread.join()
+    is_clear(error, sky.Unreachable, "")
+
+
+@both
+def test_a_host_that_is_down_is_reported_with_every_other_failure_at_once(
+    namespaces: Lab, hosts_of: Hosts, by: str
+) -> None:
+    """One is off, one refuses, two are fine: one error names both, and the pools of the good ones are closed."""
+    one, two, down, closed = hosts_of(by, 4)
+    down = replace(down, address=namespaces.hosts[0].network.address(250))  # type: ignore[attr-defined]
+    closed = replace(closed, port=1)
+    error = failure(one, down, two, closed)
+    assert type(error) is sky.PoolError
+    assert error.exit_code == 3
+    assert error.message == "2 of 4 hosts failed"
+    assert [type(each) for each in error.exceptions] == [sky.Unreachable, sky.Unreachable]
+    assert [each.host for each in error.exceptions] == ["node3", "node4"]  # type: ignore[attr-defined]
+    assert all(each.hint for each in error.exceptions)  # type: ignore[attr-defined]
+    assert "node3: " in str(error)
+    assert "node4: " in str(error)
+    assert str(error).count("hint: ") == 2
+
+
+def test_failures_of_different_kinds_are_reported_together(namespaces: Lab, hosts_of: Hosts, home: Path) -> None:
+    one, two, three = hosts_of("openssh", 3)
+    error = failure(
+        replace(one, identity=str(home / ".ssh" / "id_ed25519")),
+        replace(two, host_key=one.host_key),
+        replace(three, python="/no/such/python"),
+    )
+    assert type(error) is sky.PoolError
+    kinds = [sky.AuthenticationRefused, sky.HostKeyRefused, sky.HostUnfit]
+    assert [type(each) for each in error.exceptions] == kinds
+
+
+def test_one_failure_among_many_hosts_is_that_error_itself(namespaces: Lab, hosts_of: Hosts) -> None:
+    one, two = hosts_of("openssh", 2)
+    is_clear(failure(one, replace(two, port=1)), sky.Unreachable, "refused", "node2")
+
+
+@both
+def test_a_user_whose_key_is_refused(namespaces: Lab, hosts_of: Hosts, home: Path, by: str) -> None:
+    error = failure(*hosts_of(by, 1, identity=str(home / ".ssh" / "id_ed25519"), user="ada"))
+    is_clear(error, sky.AuthenticationRefused, "refused for ada")
+    assert "ssh -p 22" in (error.hint or "")
+    assert "ada@" in (error.hint or "")
+
+
+@both
+def test_a_user_who_does_not_exist(namespaces: Lab, hosts_of: Hosts, by: str) -> None:
+    is_clear(failure(*hosts_of(by, 1, user="nobody-of-that-name")), sky.AuthenticationRefused, "refused")
+
+
+@both
+def test_an_identity_file_that_does_not_exist(namespaces: Lab, hosts_of: Hosts, tmp_path: Path, by: str) -> None:
+    """The file is named: a slip in the inventory, not a matter of the host."""
+    error = failure(*hosts_of(by, 1, identity=str(tmp_path / "id_missing")))
+    is_clear(error, sky.AuthenticationRefused, "")
+    assert "id_missing" in str(error)
+
+
+# ---- what login shells do
+
+
+BASHRC = {
+    "a banner": "echo '*** Welcome to node1 ***'; echo; date\n",
+    "an error": "no-such-command --at-all\ncat /no/such/file\n",
+    "text without a newline": "printf 'last login: yesterday'\n",
+    "long text": "head -c 200000 /dev/zero | tr '\\0' x\n",
+    "bytes that are no text": "head -c 3000 /dev/urandom\n",
+    "something like our answer": "echo '=skyfab=0123456789abcdef=link'; printf '=skyfab='\n",
+    "reads its input": "read -r -t 0 line\n",
+    "changes settings": "set -o noclobber -o nounset; umask 000; cd /; alias exec=false; IFS=x\n",
+}
+
+
+@pytest.mark.parametrize("bashrc", BASHRC.values(), ids=BASHRC)
+@both
+def test_what_bashrc_prints_does_no_harm(new_user: Callable[..., sky.Host], by: str, bashrc: str) -> None:
+    assert works(new_user(by, shell="/bin/bash", bashrc=bashrc))
+
+
+@both
+def test_a_bashrc_that_prints_without_end_is_given_up(new_user: Callable[..., sky.Host], by: str) -> None:
+    error = failure(new_user(by, shell="/bin/bash", bashrc="yes\n"))
+    is_clear(error, sky.HostUnfit, "prints without end")
+
+
+@both
+def test_a_bashrc_that_exits_says_what_it_said(new_user: Callable[..., sky.Host], by: str) -> None:
+    error = failure(new_user(by, shell="/bin/bash", bashrc="echo 'this node is for batch jobs'; exit 1\n"))
+    is_clear(error, sky.HostUnfit, "this node is for batch jobs")
+
+
+@pytest.mark.parametrize("shell", ["sh", "dash", "bash", "csh", "tcsh", "fish", "zsh", "ksh", "rbash"])
+@both
+def test_a_login_shell(new_user: Callable[..., sky.Host], by: str, shell: str) -> None:
+    """A call goes through it; a cache folder with spaces, quotes and dollars does too."""
+    path = shutil.which(shell, path="/usr/bin:/bin")
+    if path is None:
+        pytest.skip(f"{shell} is not installed: apt-get install {'tcsh' if shell == 'csh' else shell}")
+    host = new_user(by, shell=path)
+    if shell == "rbash":  # restricted: it may not run a program by its path
+        is_clear(failure(host), sky.HostUnfit, "restricted")
+        return
+    assert works(host)
+    assert works(replace(host, cache="~/it's a \"cache\" for $5 & `more`! *"))
+
+
+@both
+def test_an_account_that_may_not_log_in(new_user: Callable[..., sky.Host], by: str) -> None:
+    error = failure(new_user(by, shell="/usr/sbin/nologin"))
+    is_clear(error, sky.HostUnfit, "This account is currently not available")
+
+
+@both
+def test_a_shell_that_does_nothing(new_user: Callable[..., sky.Host], by: str) -> None:
+    is_clear(failure(new_user(by, shell="/bin/false")), sky.HostUnfit, "its login shell did not run our command")
+
+
+@both
+def test_a_home_folder_with_spaces_and_quotes(new_user: Callable[..., sky.Host], by: str) -> None:
+    place = f"/home/o'brien \"the {by}\" $HOME; `x` *ü"
+    with sky.Compute([new_user(by, home=place)], ui="none") as compute:
+        assert home_folder() >> compute == place
+
+
+@both
+def test_a_home_folder_that_is_not_there(namespaces: Lab, new_user: Callable[..., sky.Host], by: str) -> None:
+    """As on machines whose homes are mounted later."""
+    host = new_user(by, home=f"/home/gone-{by}")
+    namespaces.hosts[0].run(["rmdir", f"/home/gone-{by}"])
+    is_clear(failure(host), sky.HostUnfit, "could not be set up")
+
+
+# ---- disks
+
+
+@pytest.fixture
+def disk(namespaces: Lab) -> Iterator[Callable[[float], str]]:
+    """``disk(0.1)``: an empty disk of so many megabytes on node1, everybody's."""
+    host = namespaces.hosts[0]
+    with ExitStack() as stack:
+
+        def make(megabytes: float) -> str:
+            place = f"/small{len(host.run(['ls', '/']).stdout.split())}"
+            host.run(["mkdir", "-m", "777", place])
+            host.small_disk(place, megabytes)
+            stack.callback(host.run, ["rmdir", place])
+            stack.callback(host.run, ["umount", place])
+            return place
+
+        yield make
+
+
+def files(host: LabHost, place: str) -> set[str]:
+    """Files on the host below a folder."""
+    return set(host.run(["find", place, "-type", "f"]).stdout.splitlines())
+
+
+@both
+def test_a_disk_too_small_for_the_bundle(
+    namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], by: str
+) -> None:
+    place = disk(0.05)
+    error = failure(*hosts_of(by, 1, cache=f"{place}/cache"))
+    is_clear(error, sky.HostUnfit, "No space left on device")
+    assert "space" in (error.hint or "")
+    assert not files(namespaces.hosts[0], place), "half a bundle is worse than none"
+
+
+def fill(host: LabHost, place: str, name: str = "fill") -> None:
+    host.run(["sh", "-c", f"cat /dev/zero >{place}/{name}"], check=False)
+
+
+@both
+def test_a_disk_that_is_full_when_the_pool_opens(
+    namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], by: str
+) -> None:
+    """The bundle is there from better days; the run folder is what has no room."""
+    place = disk(4)
+    (host,) = hosts_of(by, 1, cache=f"{place}/cache")
+    assert works(host)
+    before = files(namespaces.hosts[0], place)
+    fill(namespaces.hosts[0], place)
+    try:
+        with sky.Compute([host], ui="none", image=ALONE) as compute:
+            assert add(2, 3) >> compute == 5
+    except sky.HostUnfit as error:
+        is_clear(error, sky.HostUnfit, "No space left")
+    namespaces.hosts[0].run(["rm", f"{place}/fill"])
+    assert files(namespaces.hosts[0], place) == before
+    assert works(host), "and with room again it works again"
+
+
+@both
+def test_a_disk_that_runs_full_while_a_blob_is_stored(
+    namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], by: str
+) -> None:
+    """The call fails with the reason, the half-written blob is gone, and the pool goes on working."""
+    place = disk(6)
+    with sky.Compute(hosts_of(by, 1, cache=f"{place}/cache"), ui="none", image=ALONE) as compute:
+        assert add(2, 3) >> compute == 5
+        before = files(namespaces.hosts[0], place)
+        data = np.arange(16 * MB, dtype=np.uint8)
+        with pytest.raises(sky.SkyfabError) as caught:
+            size(data) @ compute
+        error = caught.value.exceptions[0] if isinstance(caught.value, sky.BroadcastError) else caught.value
+        assert isinstance(error, sky.HostUnfit)
+        assert "No space left" in error.message
+        assert error.hint
+        assert not {file for file in files(namespaces.hosts[0], place) - before if "/blobs/" in file}
+        assert add(2, 3) >> compute == 5
+        assert size(data[:MB]) @ compute == [MB]
+        assert size(data) >> compute == 16 * MB, "what goes straight to a rank needs no disk"
+
+
+@both
+def test_a_disk_too_small_for_the_project(
+    namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], tmp_path: Path, by: str
+) -> None:
+    """The user's own files do not fit."""
+    place = disk(4)
+    (tmp_path / "weights.bin").write_bytes(os.urandom(8 * MB))
+    image = sky.Image(includes=(str(tmp_path / "weights.bin"),))
+    with sky.Compute(hosts_of(by, 1, cache=f"{place}/cache"), ui="none", image=image) as compute:
+        with pytest.raises(sky.HostUnfit) as caught:
+            add(2, 3) >> compute
+        assert "No space left" in caught.value.message
+        assert caught.value.hint
+
+
+@pytest.mark.parametrize("cache", ["/usr/skyfab", "/etc/passwd/cache", f"{sys.prefix}/cache"])
+@both
+def test_a_cache_folder_that_cannot_be_written(namespaces: Lab, hosts_of: Hosts, by: str, cache: str) -> None:
+    """Not allowed, not a folder, or a disk that is read-only."""
+    error = failure(*hosts_of(by, 1, user="ada", cache=cache))
+    is_clear(error, sky.HostUnfit, "could not be set up")
+    assert cache.removesuffix("/cache") in error.message
+    assert "cache = " in (error.hint or "")
+
+
+# ---- interpreters
+
+
+@both
+def test_an_interpreter_that_is_not_there(lab: Lab, hosts_of: Hosts, by: str) -> None:
+    error = failure(*hosts_of(by, 1, python="/no/such/python3"))
+    is_clear(error, sky.HostUnfit, "no interpreter at /no/such/python3")
+    assert "python" in (error.hint or "")
+
+
+@both
+def test_a_path_without_any_python(new_user: Callable[..., sky.Host], by: str) -> None:
+    host = new_user(by, shell="/bin/bash", bashrc="PATH=/nothing/here\n", changes={"python": "auto"})
+    is_clear(failure(host), sky.HostUnfit, f"no Python {local_python()}")
+
+
+@both
+def test_an_interpreter_that_is_none(lab: Lab, hosts_of: Hosts, by: str) -> None:
+    """A program that is there, and runs, and is no Python."""
+    is_clear(failure(*hosts_of(by, 1, python="/bin/ls")), sky.HostUnfit, "")
+
+
+@both
+def test_an_interpreter_that_breaks(namespaces: Lab, hosts_of: Hosts, by: str) -> None:
+    """One whose library is gone: what it says last is in the error."""
+    host = namespaces.hosts[0]
+    script = host.path("/usr/local/bin/broken-python")
+    script.write_text("#!/bin/sh\necho 'error while loading shared libraries: libpython' >&2\nexit 127\n")
+    script.chmod(0o755)
+    error = failure(*hosts_of(by, 1, python="/usr/local/bin/broken-python"))
+    is_clear(error, sky.HostUnfit, "libpython")
+
+
+def other_pythons() -> dict[str, Path]:
+    """Interpreters of other minors on this machine, by version: where pyenv or uv have put them."""
+    found = {}
+    for path in Path(sys.base_prefix).parent.glob("*/bin/python[23].*"):
+        version = path.name.removeprefix("python")
+        if version.replace(".", "").isdigit() and version != local_python() and not path.is_symlink():
+            found[version] = path
+    return found
+
+
+@pytest.fixture(scope="module")
+def museum(lab: Lab) -> Iterator[Lab]:
+    """A host with interpreters of other versions."""
+    others = other_pythons()
+    if lab.kind != "namespace" or not others:
+        pytest.skip("no Python of another minor next to this one (pyenv install 3.12)")
+    with Lab.start(1, kind="namespace", lend=[str(path.parents[1]) for path in others.values()]) as other:
+        yield other
+
+
+@pytest.mark.parametrize("version", ["2.7", "3.6", "3.7", "3.8", "3.9", "3.10", "3.11", "3.12", "3.13", "3.14"])
+def test_another_minor_is_refused_before_anything_is_unpickled(museum: Lab, version: str) -> None:
+    """However old: the pool does not open, so no function ever travels; the error names both versions."""
+    if version == local_python():
+        pytest.skip(f"{version} is this one")
+    path = other_pythons().get(version)
+    if path is None:
+        pytest.skip(f"no Python {version} next to this one")
+    before = traces.folders(museum.hosts[0])
+    (host,) = sky.Inventory.load(museum.inventory).hosts.values()
+    error = failure(replace(host, python=str(path)))
+    is_clear(error, sky.HostUnfit, version)
+    assert local_python() in str(error)
+    left = traces.left([lambda: traces.on(museum.hosts[0]), lambda: traces.folders(museum.hosts[0])], before)
+    assert not left, f"left on the host: {sorted(left)}"
+
+
+# ---- inventories
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"", "no hosts"), (b"\xff\xfe\x00", "not a text file"), (b"[hosts.a\n", "inventory.toml")],
+    ids=["empty", "binary", "broken"],
+)
+def test_an_inventory_that_is_none(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "inventory.toml"
+    path.write_bytes(content)
+    with pytest.raises(sky.UsageError) as caught:
+        sky.Compute(inventory=path)
+    assert says in str(caught.value)
+    assert caught.value.hint
+    assert caught.value.exit_code == 2
+
+
+def test_an_inventory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(sky.InventoryError, match=r"missing\.toml: cannot be read: No such file") as caught:
+        sky.Compute(inventory=tmp_path / "missing.toml")
+    assert caught.value.hint
+    assert caught.value.exit_code == 2
+
+
+def test_an_inventory_that_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(sky.InventoryError, match="cannot be read") as caught:
+        sky.Compute(inventory=tmp_path)
+    assert caught.value.hint
+
+
+def test_a_host_that_is_in_no_inventory(lab: Lab) -> None:
+    with pytest.raises(sky.UnknownHost, match="node9") as caught:
+        sky.Compute("node9", inventory=lab.inventory)
+    assert "node" in (caught.value.hint or "")
+    assert caught.value.exit_code == 2
+
+
+# ---- as the command line tells it
+
+
+def skyfab(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "skyfab.cli", *words], cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+
+
+def test_the_program_ends_with_3_and_shows_the_good_hosts_beside_the_bad(lab: Lab, tmp_path: Path) -> None:
+    inventory = tmp_path / "inventory.toml"
+    text = lab.inventory.read_text()
+    inventory.write_text(text.replace("[groups]", '[hosts.closed]\naddress = "127.0.0.1"\nport = 1\n\n[groups]'))
+    ran = skyfab("hosts", "--hosts=node1,closed,node2", f"--inventory={inventory}", cwd=tmp_path)
+    assert ran.returncode == 3, ran.stderr
+    assert ran.stdout.count("ready") == 2
+    assert "refused" in ran.stdout
+    assert "hint: closed: " in ran.stderr
+    assert "Traceback" not in ran.stdout + ran.stderr
+
+
+def test_the_program_ends_with_3_for_a_host_that_cannot_run_us(lab: Lab, tmp_path: Path) -> None:
+    inventory = tmp_path / "inventory.toml"
+    inventory.write_text(lab.inventory.read_text().replace(f'python = "{lab.hosts[0].python}"', 'python = "/no/python"'))
+    ran = skyfab("hosts", "--hosts=node1", f"--inventory={inventory}", cwd=tmp_path)
+    assert ran.returncode == 3, ran.stderr
+    assert "no interpreter at /no/python" in ran.stdout
+    assert "hint: node1: " in ran.stderr
+
+
+@pytest.mark.parametrize("content", [None, "", "[hosts.a\n", '[hosts.a]\nadress = "x"\n'])
+def test_the_program_ends_with_2_for_a_bad_inventory(tmp_path: Path, content: str | None) -> None:
+    """Missing, empty, broken, or with a slip of the finger in it."""
+    path = tmp_path / "some.toml"
+    if content is not None:
+        path.write_text(content)
+    ran = skyfab("hosts", f"--inventory={path}", cwd=tmp_path)
+    assert ran.returncode == 2
+    assert ran.stdout == ""
+    assert "hint: " in ran.stderr
+    assert "Traceback" not in ran.stderr

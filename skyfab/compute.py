@@ -338,19 +338,23 @@ class Compute:
 
     def _started(self, hosts: Sequence[str], label: str) -> Callable[[BaseException | None], None]:
         """Tells that a call began on these hosts; returns what tells that it ended."""
+        if not self.events.active:
+            return _nobody
         call, began = next(_calls), time.monotonic()
-        if self.events.active:
-            for host in hosts:
-                self.events.emit(CallStarted(host=host, call=call, function=label))
+        for host in hosts:
+            self.events.emit(CallStarted(host=host, call=call, function=label))
 
         def ended(error: BaseException | None) -> None:
-            if self.events.active:
-                kind = None if error is None else type(error).__name__
-                for host in hosts:
-                    seconds = time.monotonic() - began
-                    self.events.emit(CallEnded(host=host, call=call, function=label, seconds=seconds, error=kind))
+            kind = None if error is None else type(error).__name__
+            for host in hosts:
+                seconds = time.monotonic() - began
+                self.events.emit(CallEnded(host=host, call=call, function=label, seconds=seconds, error=kind))
 
         return ended
+
+
+def _nobody(error: BaseException | None) -> None:
+    """Nobody listens."""
 
 
 class _Listener:

@@ -243,8 +243,10 @@ class Queue:
                 self._waiting.appendleft(task)
             elif why != "recalled":
                 self._measure(task, slot)
-        self.advance()
-        self._help()
+        if self._waiting:
+            self.advance()
+        if len(self._slots) > 1:
+            self._help()
         if again:
             return
         try:
@@ -262,7 +264,7 @@ class Queue:
 
     def _help(self) -> None:
         """A slot has run dry: what was given ahead to one that is stuck behind a long call comes back, soon."""
-        if self._looking or len(self._slots) < 2:
+        if self._looking:
             return
         if any(not slot.tasks for slot in self._slots) and any(len(slot.tasks) > 1 for slot in self._slots):
             self._looking = True

@@ -111,8 +111,10 @@ class Node:
 
         `sent` is told the stream's number. Raises HostLost when the host is gone.
         """
-        stored = [buffer for buffer in function.payload.buffers if len(buffer) >= LARGE]
-        stored += [buffer for buffer in arguments.buffers if self._belongs_in_store(buffer, shared)]
+        stored: list[memoryview] = []
+        if function.payload.buffers or arguments.buffers:
+            stored += [buffer for buffer in function.payload.buffers if len(buffer) >= LARGE]
+            stored += [buffer for buffer in arguments.buffers if self._belongs_in_store(buffer, shared)]
         names = {id(buffer): name_of(buffer) for buffer in stored}
 
         def go() -> None:

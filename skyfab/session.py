@@ -209,8 +209,7 @@ class Session:
             self._next_stream += 2
             if answer is not None:
                 self._exchanges[stream] = _Exchange(answer, failure or _ignore, seat)
-            self._mux.send(stream, head, parts, urgent=urgent)
-            drained = self._flush()
+            drained = self._say(stream, head, parts, urgent)
         if not drained:
             self.poke()
         return stream
@@ -357,6 +356,15 @@ class Session:
         except SkyfabError as error:
             error.host = error.host or self.host.name
             self._end(error)
+
+    def _say(self, stream: int, head: bytes, parts: Sequence[Buffer], urgent: bool) -> bool:
+        if urgent or self._stream is None:
+            self._mux.send(stream, head, parts, urgent=urgent)
+            return self._flush()
+        try:
+            return self._mux.send_now(stream, head, parts, self._stream.send)
+        except OSError:
+            return True  # the reading side finds out why
 
     def _flush(self) -> bool:
         if self._stream is None:

@@ -113,10 +113,21 @@ class Seat:
     def give(self, call: Running, head: bytes, data: Buffer | None) -> None:
         """Takes a call. It goes to the rank when those before it are answered; till then it can be taken back."""
         self.calls.append(call)
-        first = len(self.calls) == 1
-        self._queue(self._out if first else call.held, _opening(call.stream, head, data))
-        if first:
+        if len(self.calls) > 1:
+            call.held.append(_opening(call.stream, head, data))
+            return
+        if call.timeout is not None:
             self._begin()
+        piece = _opening(call.stream, head, data)
+        if self._out or data is None:
+            self._queue(self._out, piece)
+            return
+        try:
+            sent = os.writev(self.sink, (piece[0],))
+        except OSError:
+            sent = 0  # full, or gone: the ordinary way finds out
+        if sent < len(piece[0]):
+            self._queue(self._out, (memoryview(piece[0])[sent:], 0, 0))
 
     def give_data(self, stream: int, data: Buffer) -> None:
         """More data of a large call."""

@@ -191,6 +191,24 @@ class Mux:
             else:
                 self.send_data(stream, part)
 
+    def send_now(self, stream: int, head: bytes, parts: Sequence[Buffer], send: Send) -> bool:
+        """Queues a message and flushes; straight out where it is small and nothing is in the way."""
+        total = sum(map(len, parts))
+        if total > SMALL or len(head) > SMALL or self.has_output or not self._joined:
+            self.send(stream, head, parts)
+            return self.flush(send)
+        whole = b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + total), head, *parts))
+        self._unacked.append(whole)
+        try:
+            sent = send((whole,))
+        except BlockingIOError:
+            sent = 0
+        self.bytes_out += sent
+        if sent < len(whole):
+            self._batch.append(memoryview(whole)[sent:])
+            return False
+        return True
+
     def send_data(self, stream: int, data: Buffer) -> None:
         """Queues more data of a message that `send` has opened."""
         if not len(data):

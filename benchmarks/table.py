@@ -11,6 +11,8 @@ from benchmarks.sample import Sample
 
 HEADINGS = ("row", "measured", "ours", "baseline", "ratio", "bar", "")
 _LEFT = {0, 1, 6}
+_WRAPPED = {1, 3}
+"""Columns with words, which a narrow terminal may break."""
 _COLOURS = {"ok": "green", "over": "bold red", "": ""}
 
 
@@ -73,7 +75,7 @@ def _show_rich(results: Sequence[Result], notes: Sequence[str], out: TextIO) -> 
 
     table = Table(box=None, pad_edge=False)
     for column, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if column in _LEFT else "right", no_wrap=column != 1)
+        table.add_column(heading, justify="left" if column in _LEFT else "right", no_wrap=column not in _WRAPPED)
     for result in results:
         *figures, verdict = cells(result)
         plain = "" if result.bar else "dim"

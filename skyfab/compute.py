@@ -212,7 +212,8 @@ class Compute:
     def submit(self, call: Call[R], *, on: str = "one") -> Future[R]:
         """Starts a call: ``call > compute``. `on` is "one", "all", "head" or a host's name.
 
-        Raises NotPicklable for what cannot travel.
+        Arrays and tensors are not copied: leave them alone until the future is done. Raises NotPicklable for what
+        cannot travel.
         """
         if not isinstance(call, Call):
             raise UsageError(f"{call!r:.80} is not a call", hint="decorate the function with @sky.function and call it")

@@ -140,11 +140,15 @@ class _Wait:
 
     def a_moment(self, sources: list[Stream], sinks: list[int]) -> None:
         """Waits for the stream, a little while at a time. Raises Unreachable or HostLost when it is over."""
+        self.check()
+        select.select(sources, sinks, [], 0.2 if sources or sinks else 0.002)
+
+    def check(self) -> None:
+        """Raises when it is over."""
         if self.stopped():
             raise HostLost("the pool was closed", host=self.host.name)
         if time.monotonic() > self.deadline:
             raise Unreachable("no answer in time", host=self.host.name, hint=f"try: {by_hand(self.host, 'true')}")
-        select.select(sources, sinks, [], 0.2 if sources or sinks else 0.002)
 
 
 def _answer(stream: Stream, marker: bytes, host: Host, wait: _Wait) -> str:
@@ -156,6 +160,7 @@ def _answer(stream: Stream, marker: bytes, host: Host, wait: _Wait) -> str:
         if not _recv(stream, one, wait):
             raise _silence(stream, bytes(seen), host)
         seen += one
+        wait.check()
         if at < 0 and seen.endswith(marker):
             at = len(seen)
         elif at >= 0 and one[0] == 10:

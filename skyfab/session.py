@@ -139,6 +139,9 @@ class Session:
             self._poll.register(fd, select.POLLIN)
 
     def _introduce(self) -> AgentHello:
+        assert self._stream is not None
+        with self._lock:
+            self._read(self._stream)  # some of it may have come together with the link's answer
         while self.agent is None and self._ended is None and time.monotonic() < self._deadline:
             self._pump(0.5)
         if self._ended is not None:

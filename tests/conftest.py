@@ -7,6 +7,9 @@ left untested. In CI a missing lab is a failure. ``SKYFAB_TEST_LAB=loopback`` as
 from __future__ import annotations
 
 import os
+
+os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # else torch keeps a file open for a profiler, which looks like a leak
+
 import shutil
 import subprocess
 import sys

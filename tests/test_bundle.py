@@ -42,6 +42,23 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
+def interpreters() -> dict[str, Path]:
+    """Every Python from 3.10 on that this machine has and that starts, by its version."""
+    places = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep)]
+    places += [
+        path for place in places if place.name == "shims" for path in place.parent.glob("versions/*/bin")
+    ]  # pyenv
+    found: dict[str, Path] = {}
+    for minor in range(10, 20):
+        for path in (folder / f"python3.{minor}" for folder in places):
+            if path.is_file() and subprocess.run([str(path), "-I", "-c", ""], capture_output=True).returncode == 0:
+                found.setdefault(f"3.{minor}", path)
+    return found
+
+
+INTERPRETERS = interpreters()
+
+
 def run(bare: Path, unpacked: Path, code: str, *options: str) -> Any:
     """Runs code on the bare interpreter, isolated, with only the bundle to import; returns the JSON it prints."""
     code = f"import sys\nsys.path.insert(0, {str(unpacked)!r})\n{code}"
@@ -92,6 +109,23 @@ def test_every_module_of_the_host_side_can_be_imported_there(bare: Path, unpacke
         )
         == names
     )
+
+
+@pytest.mark.parametrize("python", INTERPRETERS.values(), ids=INTERPRETERS)
+def test_every_python_from_3_10_on_can_be_a_host(python: Path, unpacked: Path) -> None:
+    """Without site-packages: the agent's modules load, messages and functions travel, errors can be made."""
+    code = """
+import json
+import skyfab.agent.link, skyfab.agent.agent, skyfab.agent.rank
+from skyfab.protocol import codec, messages
+import skyfab as sky
+call = messages.decode(messages.Call(seat="0", function="f", parts=[3]).encode())
+three = codec.loads(codec.dumps(lambda n=3: n).data)()
+error = codec.loads(codec.dumps(sky.HostLost("gone", host="node1")).data)
+image = sky.Image(pip=["numpy"])
+print(json.dumps([call.parts, three, str(error), list(image.pip), sky.function(len).fn("abc")]))
+"""
+    assert run(python, unpacked, code, "-S") == [[3], 3, "node1: gone", ["numpy"], 3]
 
 
 def test_what_functions_use_works_there(bare: Path, unpacked: Path) -> None:

@@ -28,7 +28,7 @@ from stage.spot import Spot, until
 from stage.threads import at_once, begin
 
 import skyfab as sky
-from skyfab.events import CallEnded, CallStarted, Event, Output
+from skyfab.events import CallEnded, CallStarted, Event
 
 pytestmark = pytest.mark.lab
 
@@ -335,31 +335,19 @@ def test_slots_are_calls_at_a_time(open_pool: Callable[..., sky.Compute], spot: 
     assert len(set(pids)) == 2
 
 
-def test_calls_on_one_slot_run_one_after_another(open_pool: Callable[..., sky.Compute]) -> None:
+def test_calls_on_one_slot_run_one_after_another(open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
+    """Each holds a file that only one can hold, whatever process or thread it is in."""
     pool = open_pool("local", count=1)
 
     @sky.function
-    def overlap() -> bool:
-        held = running.acquire(blocking=False)
+    def alone() -> bool:
+        os.close(os.open(held, os.O_CREAT | os.O_EXCL))  # FileExistsError when another call is in here
         time.sleep(0.002)
-        if held:
-            running.release()
-        return held
+        pathlib.Path(held).unlink()
+        return True
 
-    running = Lock()
-    assert all((sky.gather(*(overlap() for _ in range(50)))) >> pool)
-
-
-class Lock:
-    """One lock in each process, however often it is pickled."""
-
-    lock = threading.Lock()
-
-    def acquire(self, blocking: bool) -> bool:
-        return Lock.lock.acquire(blocking=blocking)
-
-    def release(self) -> None:
-        Lock.lock.release()
+    held = spot / "held"
+    assert all(sky.gather(*(alone() for _ in range(50))) >> pool)
 
 
 # ---- futures

@@ -259,11 +259,12 @@ def test_classes_of_main_come_back_as_themselves(program: Program) -> None:
                 refuse() >> compute
             except Refused as error:
                 caught = str(error)
-            return [red is Color.RED, size == Size(3), type(large) is Large, large.area(), type(pairs[0]) is Pair, caught]
+            kept = [red is Color.RED, size == Size(3), type(large) is Large, type(pairs[0]) is Pair]
+            return [*kept, large.area(), caught]
         """)
         }
     )
-    assert program("script.py") == [True, True, True, 16, True, "no"]
+    assert program("script.py") == [True, True, True, True, 16, "no"]
 
 
 def test_functions_of_user_modules_run_by_name_whatever_decorates_them(program: Program) -> None:
@@ -359,7 +360,14 @@ def test_src_layout(program: Program) -> None:
     """The package lies under src/, which is on the path; the script that uses it lies elsewhere."""
     files = {
         "src/pkg/__init__.py": "",
-        "src/pkg/core.py": "import skyfab as sky\nfrom pkg.more import add\n\n@sky.function\ndef f(x):\n    return add(x)\n",
+        "src/pkg/core.py": """
+            import skyfab as sky
+            from pkg.more import add
+
+            @sky.function
+            def f(x):
+                return add(x)
+        """,
         "src/pkg/more.py": "def add(x):\n    return x + 1\n",
         "scripts/run.py": script(
             "from pkg.core import f\nimport beside\n\ndef find(compute):\n    return f(beside.n) >> compute\n"
@@ -374,7 +382,14 @@ def test_namespace_packages(program: Program) -> None:
     """Folders without __init__, one name spread over two places of the path."""
     files = {
         "one/space/first.py": "value = 1\n",
-        "two/space/second.py": "import skyfab as sky\nfrom space.first import value\n\n@sky.function\ndef f():\n    return value + 1\n",
+        "two/space/second.py": """
+            import skyfab as sky
+            from space.first import value
+
+            @sky.function
+            def f():
+                return value + 1
+        """,
         "script.py": script("""
             from space import first, second
             def find(compute):
@@ -426,7 +441,8 @@ LISTING = """
         found = []
         for root in sys.path:
             if "/trees/" in root:
-                found += [p.relative_to(root).as_posix() for p in Path(root).rglob("*") if p.is_file() and p.suffix != ".pyc"]
+                files = [path for path in Path(root).rglob("*") if path.is_file() and path.suffix != ".pyc"]
+                found += [path.relative_to(root).as_posix() for path in files]
         return sorted(found)
 
     def find(compute):
@@ -489,7 +505,8 @@ def test_excludes_leave_files_out(program: Program) -> None:
     text = LISTING.replace("listing() >> compute", "listing() >> other()") + "\n"
     text += """
     def other():
-        other.pool = sky.Compute(os.environ["WHERE"], ui="none", image=sky.Image(excludes=["old_*.py", "/top/", "!old_b.py"]))
+        image = sky.Image(excludes=["old_*.py", "/top/", "!old_b.py"])
+        other.pool = sky.Compute(os.environ["WHERE"], ui="none", image=image)
         other.pool.open()
         return other.pool
 
@@ -768,7 +785,14 @@ def test_the_traceback_has_the_line_of_the_script(program: Program) -> None:
 
 
 def test_the_traceback_has_the_line_of_a_module(program: Program) -> None:
-    jobs = "import skyfab as sky\nimport helper\n\n@sky.function\ndef work():\n    return helper.divide(0)  # called from here\n"
+    jobs = """
+        import skyfab as sky
+        import helper
+
+        @sky.function
+        def work():
+            return helper.divide(0)  # called from here
+    """
     helper = "def divide(x):\n    return 1 / x  # the line in question\n"
     program.write({"jobs.py": jobs, "helper.py": helper})
     program.write({"script.py": script("import jobs\n\ndef find(compute):\n    jobs.work() >> compute\n")})

@@ -150,6 +150,9 @@ def _serve(control: socket.socket, cwd: str) -> None:
                 os.close(fd)
             children[pid] = request["id"]
     _kill(list(children))
+    import shutil
+
+    shutil.rmtree(os.path.dirname(cwd), ignore_errors=True)  # the agent may have been killed
 
 
 def _reap(children: dict[int, int], control: socket.socket) -> None:

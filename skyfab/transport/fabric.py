@@ -174,6 +174,8 @@ class ChannelStream:
         channel.settimeout(0.0)
         self._fd: int = channel.fileno()
         self._said = b""
+        self._held = memoryview(b"")
+        self._held = memoryview(b"")
 
     def fileno(self) -> int:
         return self._fd
@@ -184,12 +186,19 @@ class ChannelStream:
     def recv_into(self, view: memoryview) -> int:
         while self._channel.recv_stderr_ready():  # unread, it would use up the channel's window
             self._said = (self._said + self._channel.recv_stderr(65536))[-65536:]
+        if not self._held:
+            # A few bytes at a time would cost paramiko a move of all that it holds, each time.
+            self._held = self._recv(min(max(len(view), 4096), _PACKET))
+        taken = min(len(view), len(self._held))
+        view[:taken] = self._held[:taken]
+        self._held = self._held[taken:]
+        return taken
+
+    def _recv(self, size: int) -> memoryview:
         try:
-            data = self._channel.recv(min(len(view), _PACKET))
+            return memoryview(self._channel.recv(size))
         except TimeoutError:
             raise BlockingIOError from None
-        view[: len(data)] = data
-        return len(data)
 
     def send(self, buffers: Sequence[Buffer]) -> int:
         """Small pieces leave together: a frame in two packets costs a delayed acknowledgement."""
@@ -231,4 +240,6 @@ def _explain(host: Host, error: Exception) -> HostError:
             host=host.name,
             hint=f"try: {by_hand(host)}",
         )
+    if isinstance(error, OSError) and error.filename and error.filename == host.identity:
+        return AuthenticationRefused(f"its key cannot be read: {text}", host=host.name, hint="identity = … names it")
     return Unreachable(f"{host.destination}: {text}", host=host.name, hint=f"is it up? try: {by_hand(host)}")

@@ -186,6 +186,14 @@ def test_unheard_data_is_bounded_by_the_window() -> None:
     assert not pair.a.mux.has_output
 
 
+def test_a_transfer_larger_than_any_window_goes_through() -> None:
+    """What was acknowledged makes room: the window bounds what is under way, not what is sent."""
+    pair = Pair()
+    pair.a.say(1, bytes(2 * Window.CEILING))
+    pair.settle()
+    assert len(pair.b.bodies[1]) == 2 * Window.CEILING
+
+
 def test_nothing_is_kept_of_what_was_acknowledged() -> None:
     """After a long conversation neither side holds on to old frames."""
     pair = Pair()

@@ -15,12 +15,13 @@ from typing import Any, Literal, TypeVar, overload
 from skyfab.bundle import bundle
 from skyfab.calls import Call, Function, Group, as_function
 from skyfab.dispatch import Queue, Slot, Task
-from skyfab.errors import HostError, PoolError, SkyfabError, UsageError
+from skyfab.errors import HostError, UsageError
 from skyfab.events import CallEnded, CallStarted, Events, HostState, Output
 from skyfab.gang import Gang
 from skyfab.image import Image
 from skyfab.inventory import Host, Inventory
 from skyfab.launch import Launch, local_python
+from skyfab.muster import close_all, open_all
 from skyfab.node import Node, SeatPlan
 from skyfab.output import Lines
 from skyfab.parcel import pack_arguments, pack_function
@@ -114,36 +115,10 @@ class Compute:
 
     def _connect(self) -> list[Node]:
         nodes = self._opening = [self._node(index, host) for index, host in enumerate(self._selected)]
-        errors: dict[int, BaseException] = {}
-
-        for node in nodes:
-            self.events.emit(HostState(host=node.name, state="connecting"))
-
-        def enter(node: Node) -> None:
-            try:
-                agent = node.session.open()
-            except BaseException as error:
-                errors[node.index] = error
-                self.events.emit(HostState(host=node.name, state="failed", detail=type(error).__name__))
-            else:
-                self.events.emit(HostState(host=node.name, state="ready", detail=f"Python {agent.python}"))
-
-        threads = [threading.Thread(target=enter, args=(node,), daemon=True) for node in nodes[1:]]
-        threads.append(threading.Thread(target=self._look_ahead, daemon=True))
-        try:
-            for thread in threads:
-                thread.start()
-            enter(nodes[0])
-            for thread in threads:
-                thread.join()
-        except BaseException:  # Ctrl-C while connecting
-            _close_all(nodes)
-            raise
-        if errors:
-            for node in nodes:
-                if node.index not in errors:
-                    node.close()
-            raise _all_of([errors[index] for index in sorted(errors)], len(nodes))
+        ahead = threading.Thread(target=self._look_ahead, daemon=True)
+        ahead.start()
+        open_all(nodes, self.events)
+        ahead.join()
         return nodes
 
     def _look_ahead(self) -> None:
@@ -169,11 +144,12 @@ class Compute:
         if self._open:
             self._open = False
             self._queue.fail_all()
-            _close_all(self.hosts)
+            close_all(self.hosts)
             for node in self.hosts:
                 self.events.emit(HostState(host=node.name, state="closed"))
         else:
-            _close_all(self._opening)  # another thread may be connecting: it stops
+            close_all(self._opening)  # another thread may be connecting: it stops
+        self._project.close()
         self._hide()
 
     def _show(self) -> None:
@@ -389,14 +365,6 @@ class _Listener:
         self._compute._queue.advance()
 
 
-def _close_all(nodes: Sequence[Node]) -> None:
-    threads = [threading.Thread(target=node.close) for node in nodes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def _inventory(given: str | os.PathLike[str] | Inventory | None) -> Inventory:
     if isinstance(given, Inventory):
         return given
@@ -411,15 +379,6 @@ def _check_image(image: Image) -> None:
                 f"Image({name}=…): this version installs nothing",
                 hint='use an interpreter that has it: Image(python="/path/on/the/host")',
             )
-
-
-def _all_of(errors: list[BaseException], total: int) -> BaseException:
-    for error in errors:
-        if not isinstance(error, SkyfabError):
-            return error
-    if len(errors) == 1:
-        return errors[0]
-    return PoolError(f"{len(errors)} of {total} hosts failed", [e for e in errors if isinstance(e, Exception)])
 
 
 def _all_results(futures: Sequence[Future[Any]]) -> list[Any]:

@@ -103,6 +103,10 @@ class Project:
             self._next_scan = time.monotonic() + pause
         return self._tree
 
+    def close(self) -> None:
+        """Stops watching; the next `tree` begins again."""
+        self._changes.close()
+
     def _same(self) -> bool:
         return not self._changes.active and all(_stamp(path) == stamp for path, stamp in self._watched)
 

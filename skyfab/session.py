@@ -1,7 +1,6 @@
 """A session: one agent on one host, as this machine talks to it.
 
-One stream, many exchanges. A thread of the session's own reads it; a caller that waits takes over the
-reading meanwhile, so that an answer wakes nobody but the one who asked.
+One stream, many exchanges: requests and their answers, what processes write, and what happens to them.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
 
 from skyfab.errors import HostError, HostLost, HostUnfit, ProtocolError, SkyfabError
 from skyfab.inventory import Host
@@ -25,6 +24,7 @@ from skyfab.protocol.blobs import Assembly, split
 from skyfab.protocol.messages import AgentHello, ClientHello, Message
 from skyfab.protocol.streams import Buffer, Mux
 from skyfab.transport.base import Stream, Transport
+from skyfab.turns import Turns
 
 CONNECT: Final = 30.0
 """Seconds from the first byte to the agent's hello."""
@@ -33,8 +33,6 @@ GOODBYE: Final = 5.0
 PING: Final = 5.0
 SILENCE: Final = 30.0
 """Seconds without a word after which a host counts as lost."""
-_LINGER: Final = 0.004
-"""The reader leaves the stream to callers for so long after the last of them."""
 
 _MEMORY: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 """A host may not announce more than this machine could hold."""
@@ -69,13 +67,6 @@ class _Exchange:
     assembly: Assembly | None = None
 
 
-@dataclass(slots=True)
-class _Follower:
-    """A caller that waits while another one reads."""
-
-    event: threading.Event = field(default_factory=threading.Event)
-
-
 class Session:
     """The conversation with one host's agent. Thread-safe."""
 
@@ -89,16 +80,12 @@ class Session:
         self._lease = lease
         self._mux = Mux(self)
         self._lock = threading.Lock()
-        self._turn = threading.Lock()
         self._gate = threading.Lock()
         self._deadline = 0.0
         self._until = float("inf")
         self._exchanges: dict[int, _Exchange] = {}
         self._output: dict[int, tuple[str, Lines]] = {}
         self._after: list[Callable[[], None]] = []
-        self._followers: list[_Follower] = []
-        self._callers = 0
-        self._last_call = 0.0
         self._next_stream = 1
         self._stream: Stream | None = None
         self._ended: Exception | None = None
@@ -106,10 +93,7 @@ class Session:
         self._pinged = 0.0
         self._waker: tuple[int, int] | None = None
         self._poll = select.poll()
-        self._reading = False
-        self._pumper = 0
-        """The thread that holds the turn and runs callbacks."""
-        self._thread: threading.Thread | None = None
+        self._turns = Turns(self._pump, lambda: self._ended is not None, self.poke)
 
     # ---- opening and closing
 
@@ -122,8 +106,7 @@ class Session:
             except BaseException:
                 self._leave()
                 raise
-            self._thread = threading.Thread(target=self._read_on, name=f"skyfab-{self.host.name}", daemon=True)
-            self._thread.start()
+            self._turns.start(f"skyfab-{self.host.name}")
             return agent
 
     def _join(self) -> None:
@@ -131,6 +114,7 @@ class Session:
         self._deadline = time.monotonic() + CONNECT
         self._stream = self._transport.open(self._launch.command())
         self._launch.join(self._stream, deadline=self._deadline, stopped=lambda: self._farewell)
+        self._transport.joined()
         self._mux.attach(self._hello())
         self._waker = os.pipe()
         for fd in self._waker:
@@ -175,9 +159,8 @@ class Session:
                 self._mux.bye()
                 self._flush()
         self.poke()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(GOODBYE + 1)
-        with self._turn:
+        self._turns.join(GOODBYE + 1)
+        with self._turns.held:
             if self._stream is not None:
                 self._stream.close()
                 self._stream = None
@@ -237,68 +220,8 @@ class Session:
     # ---- waiting and reading
 
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Reads until `done()`; lets another caller read where one already does. False: time is up."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            self._callers += 1
-            poke = self._reading
-        if poke:
-            self.poke()
-        try:
-            while not done():
-                rest = None if deadline is None else deadline - time.monotonic()
-                if rest is not None and rest <= 0:
-                    return False
-                if self._ended is not None:
-                    return done()
-                if self._pumper == threading.get_ident():  # a callback waits for another call
-                    self._pump(rest)
-                elif self._turn.acquire(blocking=False):
-                    try:
-                        self._pump(rest)
-                    finally:
-                        self._turn.release()
-                else:
-                    self._follow(rest)
-            return True
-        finally:
-            with self._lock:
-                self._callers -= 1
-                self._last_call = time.monotonic()
-            self._wake_follower()
-
-    def _follow(self, timeout: float | None) -> None:
-        """Waits for the one who reads to finish something or to leave."""
-        follower = _Follower()
-        with self._lock:
-            self._followers.append(follower)
-        follower.event.wait(0.05 if timeout is None else min(timeout, 0.05))
-        with self._lock:
-            self._followers.remove(follower)
-
-    def _wake_follower(self) -> None:
-        """The turn is free: somebody who waits may read."""
-        if self._followers:
-            with self._lock:
-                if self._followers:
-                    self._followers[0].event.set()
-
-    def _read_on(self) -> None:
-        """The session's own thread: reads while no caller does."""
-        while self._ended is None:
-            if self._callers or time.monotonic() - self._last_call < _LINGER:
-                time.sleep(_LINGER)
-                continue
-            with self._turn:
-                self._reading = True
-                try:
-                    while not self._callers:
-                        self._pump(PING)
-                        if self._ended is not None:
-                            break
-                finally:
-                    self._reading = False
-            self._wake_follower()
+        """Reads until `done()`, or lets another caller do so. False: time is up."""
+        return self._turns.wait(done, timeout)
 
     def poke(self) -> None:
         """Makes whoever waits look again."""
@@ -337,16 +260,7 @@ class Session:
                     self._flush()
             after, self._after = self._after, []
         if after:
-            outer, self._pumper = self._pumper, threading.get_ident()
-            try:
-                for action in after:
-                    action()
-            finally:
-                self._pumper = outer
-        if after and self._followers:
-            with self._lock:
-                for follower in self._followers:
-                    follower.event.set()
+            self._turns.call(after)
 
     def _read(self, stream: Stream) -> None:
         try:
@@ -427,9 +341,7 @@ class Session:
                 if not exchange.assembly.missing:  # a long head, and nothing else
                     self._complete(stream, exchange, message, exchange.assembly.buffers())
         elif isinstance(message, messages.Log):
-            if len(self._output) >= _MOST_OUTPUTS:
-                raise ProtocolError("more processes than any pool has")
-            self._output[stream] = (message.seat, Lines("stdout" if message.fd == 1 else "stderr"))
+            self._hear(stream, message)
         elif isinstance(message, messages.Exited):
             self._flush_lines(message.seat)
             self._after.append(lambda: self._listener.exited(message.seat, message.generation))
@@ -453,6 +365,17 @@ class Session:
             seat, lines = self._output[stream]
             if complete := lines.feed(bytes(view)):
                 self._after.append(lambda: self._listener.wrote(seat, complete))
+
+    def _hear(self, stream: int, log: messages.Log) -> None:
+        """What a process writes will come on this stream; the one that had its seat before writes no more."""
+        kind: Literal["stdout", "stderr"] = "stdout" if log.fd == 1 else "stderr"
+        for old, (seat, lines) in list(self._output.items()):
+            if seat == log.seat and lines.stream == kind:
+                del self._output[old]
+                self._mux.forget(old)
+        if len(self._output) >= _MOST_OUTPUTS:
+            raise ProtocolError("more processes than any pool has")
+        self._output[stream] = (log.seat, Lines(kind))
 
     def _complete(self, stream: int, exchange: _Exchange, message: Message, buffers: list[memoryview]) -> None:
         del self._exchanges[stream]

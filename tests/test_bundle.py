@@ -45,9 +45,8 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interpreters() -> dict[str, Path]:
     """Every Python from 3.10 on that this machine has and that starts, by its version."""
     places = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep)]
-    places += [
-        path for place in places if place.name == "shims" for path in place.parent.glob("versions/*/bin")
-    ]  # pyenv
+    shims = [place for place in places if place.name == "shims"]  # pyenv's: they may not start
+    places += [path for place in shims for path in place.parent.glob("versions/*/bin")]
     found: dict[str, Path] = {}
     for minor in range(10, 20):
         for path in (folder / f"python3.{minor}" for folder in places):

@@ -352,7 +352,8 @@ def test_a_module_that_only_the_host_imports(program: Program) -> None:
         def find(compute):
             return [late() >> compute, "helper" in sys.modules]
     """
-    program.write({"script.py": script(text), "helper.py": DOUBLE, "tools/deep/inner.py": "value = 21\n"})
+    program.write({"script.py": script(text), "helper.py": DOUBLE, "tools/__init__.py": ""})
+    program.write({"tools/deep/inner.py": "value = 21\n"})
     assert program("script.py") == [42, False]
 
 
@@ -436,6 +437,8 @@ def test_a_broken_file_that_nobody_imports_is_no_obstacle(here: Program) -> None
 # ---- what stays here
 
 LISTING = """
+    import used
+
     @sky.function
     def listing():
         found = []
@@ -483,22 +486,29 @@ def test_what_git_ignores_stays_here(program: Program) -> None:
 
 def test_a_deeper_ignore_file_has_the_last_word(program: Program) -> None:
     program.write({".gitignore": "*_pb.py\n", "sub/.gitignore": "!kept_pb.py\n", "script.py": script(LISTING)})
-    program.write({"a_pb.py": "", "sub/b_pb.py": "", "sub/kept_pb.py": ""})
-    assert program("script.py") == ["script.py", "sub/kept_pb.py"]
+    program.write({"a_pb.py": "", "sub/b_pb.py": "", "sub/kept_pb.py": "", "used.py": ""})
+    assert program("script.py") == ["script.py", "sub/kept_pb.py", "used.py"]
 
 
 def test_ignore_files_above_the_repository_do_not_count(program: Program) -> None:
-    program.write({".gitignore": "*.py\n", "repo/script.py": script(LISTING), "repo/.git/HEAD": "", "repo/a.py": ""})
-    assert program("repo/script.py") == ["a.py", "script.py"]
+    program.write({".gitignore": "*.py\n", "repo/script.py": script(LISTING), "repo/.git/HEAD": "", "repo/used.py": ""})
+    assert program("repo/script.py") == ["script.py", "used.py"]
 
 
 def test_what_is_no_code_of_the_program_stays_here(program: Program) -> None:
     """Environments, caches, hidden folders, large data, data outside of packages."""
     program.write({"script.py": script(LISTING), "pack/__init__.py": "", "pack/small.txt": "x", "loose.txt": "x"})
     program.write({"env/pyvenv.cfg": "", "env/lib/a.py": "", ".hidden/a.py": "", "node_modules/a.py": ""})
-    program.write({"pack/__pycache__/a.cpython-311.pyc": "", "pack/.env": "token"})
+    program.write({"pack/__pycache__/a.cpython-311.pyc": "", "pack/.env": "token", "used.py": ""})
     (program.folder / "pack/large.bin").write_bytes(bytes(2 << 20))
-    assert program("script.py") == ["pack/__init__.py", "pack/small.txt", "script.py"]
+    assert program("script.py") == ["pack/__init__.py", "pack/small.txt", "script.py", "used.py"]
+
+
+def test_a_script_among_things_that_are_not_its_own_takes_only_packages_along(program: Program) -> None:
+    """It imports nothing from there: as in a folder of downloads, other folders may be anything."""
+    program.write({"script.py": script(LISTING.replace("import used", "")), "beside.py": "", "pack/__init__.py": ""})
+    program.write({"downloads/setup.py": "", "pack/deep/part.py": ""})
+    assert program("script.py") == ["beside.py", "pack/__init__.py", "pack/deep/part.py", "script.py"]
 
 
 def test_excludes_leave_files_out(program: Program) -> None:
@@ -514,7 +524,8 @@ def test_excludes_leave_files_out(program: Program) -> None:
     atexit.register(lambda: other.pool.close())
     """
     program.write({"script.py": script(text), "old_a.py": "", "old_b.py": "", "top/a.py": "", "sub/top/a.py": ""})
-    assert program("script.py") == ["old_b.py", "script.py", "sub/top/a.py"]
+    program.write({"used.py": ""})
+    assert program("script.py") == ["old_b.py", "script.py", "sub/top/a.py", "used.py"]
 
 
 # ---- includes
@@ -626,6 +637,7 @@ def test_a_module_that_is_added_or_removed_while_the_program_runs(program: Progr
             part = Path(__file__).parent / "new/part.py"
             found = [work() >> compute]
             part.parent.mkdir()
+            part.with_name("__init__.py").touch()
             part.write_text("value = 1\\n")
             found.append(work() >> compute)
             part.unlink()
@@ -705,7 +717,7 @@ def test_a_project_too_large_is_refused_with_what_to_do(here: Program, kind: str
         (here.folder / "huge.py").touch()
         os.truncate(here.folder / "huge.py", 300 << 20)
     else:
-        (here.folder / "many").mkdir()
+        here.write({"many/__init__.py": ""})
         for number in range(5001):
             (here.folder / f"many/{number}.py").touch()
     code, _, err = here.run("script.py")
@@ -721,7 +733,7 @@ def test_a_project_too_large_is_refused_with_what_to_do(here: Program, kind: str
 
 def test_a_script_in_the_home_folder_does_not_send_it(here: Program) -> None:
     """Where everything of a person lies, only what is imported is the program's."""
-    here.write({"script.py": script(LISTING), "private/diary.py": ""})
+    here.write({"script.py": script(LISTING.replace("import used", "")), "private/diary.py": ""})
     assert "private/diary.py" not in here("script.py", HOME=str(here.folder))
 
 

@@ -59,6 +59,8 @@ class Agent:
         self._lease = _FIRST_LEASE
         self._silent_since = time.monotonic()
         self._done = False
+        self._greeted = False
+        """A client has said hello: it may come back."""
         self._mux = Mux(self)
         self._watch = Watch()
         self._seats = Seats(
@@ -179,6 +181,8 @@ class Agent:
         self._connection.close()
         self._connection = None
         self._silent_since = time.monotonic()
+        if not self._greeted:  # it gave up before it had begun
+            self._done = True
 
     # ---- what the mux tells
 
@@ -186,6 +190,7 @@ class Agent:
         hello = messages.expect(ClientHello, payload)
         if hello.protocol != VERSION:
             raise ProtocolError(f"protocol {hello.protocol} there, {VERSION} here")
+        self._greeted = True
         self._lease = hello.lease
         self._mux.resume(hello.received)
 

@@ -37,6 +37,7 @@ class LogPipe:
         self.end = self._sent = os.fstat(self._file).st_size if self._file >= 0 else 0
         """Bytes that the process has written."""
         self._full = False
+        self.hung_up = False
         self._unkept = b""
         """What neither the file nor the connection had room for."""
         self._announce: bytes | None = Log(seat=seat, fd=fd).encode()
@@ -118,7 +119,13 @@ class LogPipe:
             self._announce = None
         self._mux.send_data(self._stream, data)
 
+    def hang_up(self) -> None:
+        """Nobody writes any more; what was written is still passed on."""
+        os.close(self.source)
+        self.hung_up = True
+
     def close(self) -> None:
-        for fd in (self.source, self._file):
-            if fd >= 0:
-                os.close(fd)
+        """All has been passed on."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._mux.finish(self._stream)

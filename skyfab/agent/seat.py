@@ -75,6 +75,8 @@ class Seat:
         self._owner = owner
         self.number = number
         """Names the process for the zygote; a seat's name can be taken again."""
+        self.group = 0
+        """The process group that the rank leads, once it is known."""
         self.name = name
         self.generation = generation
         self.logs = logs
@@ -334,8 +336,6 @@ class Seat:
     def close(self) -> None:
         for fd in (self.source, self.sink):
             os.close(fd)
-        for log in self.logs:
-            log.close()
 
 
 def _opening(stream: int, head: bytes, data: Buffer | None) -> Piece:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -140,10 +141,12 @@ class Seats:
         for log in list(self._behind):
             stopped = log.stopped
             self.busy |= log.catch_up()
-            if stopped and not log.stopped:
+            if stopped and not log.stopped and not log.hung_up:
                 self._hear(log)
             if not log.waiting:
                 self._behind.discard(log)
+                if log.hung_up:
+                    log.close()
         for seat in list(self.stuck):
             self.busy |= seat.resume()
 
@@ -158,20 +161,25 @@ class Seats:
 
     def _heed_zygote(self) -> None:
         try:
-            ended = self._zygote.notices()
+            notices = self._zygote.notices()
         except EOFError:
             print("the zygote died: starting another", file=sys.stderr)
             self._watch.drop(self._zygote.fileno())
-            for seat in self:
+            for seat in self:  # Linux has ended the ranks; what they had started is still there
+                if seat.group:
+                    with contextlib.suppress(OSError):
+                        os.killpg(seat.group, signal.SIGKILL)
                 self._bury(seat, -signal.SIGKILL)
             self._zygote.close()
             self._zygote = Zygote()
             self._watch.add(self._zygote.fileno(), READ, self._heed_zygote)
             return
-        for number, exitcode in ended:
+        for what, number, value in notices:
             for seat in self:
-                if seat.number == number:
-                    self._bury(seat, exitcode)
+                if seat.number == number and what == "started":
+                    seat.group = value
+                elif seat.number == number:
+                    self._bury(seat, value)
 
     def _bury(self, seat: Seat, exitcode: int) -> None:
         """The seat's process is gone."""
@@ -186,7 +194,8 @@ class Seats:
         for log in seat.logs:
             log.drain()
             self._watch.drop(log.source)
-            self._behind.discard(log)
+            log.hang_up()
+            self._behind.add(log)  # what it has written is passed on to the end
         self.dirty.discard(seat)
         self.stuck.discard(seat)
         seat.close()

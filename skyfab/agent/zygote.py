@@ -55,12 +55,12 @@ class Zygote:
         finally:
             self._socket.setblocking(False)
 
-    def notices(self) -> list[tuple[int, int]]:
-        """The ranks that have ended, with their exit codes.
+    def notices(self) -> list[tuple[str, int, int]]:
+        """What has happened to ranks: ("started", rank, process id) or ("ended", rank, exit code).
 
         Raises EOFError when the zygote is gone.
         """
-        found: list[tuple[int, int]] = []
+        found: list[tuple[str, int, int]] = []
         while True:
             try:
                 data = self._socket.recv(_MESSAGE)
@@ -149,6 +149,7 @@ def _serve(control: socket.socket, cwd: str) -> None:
             for fd in fds:
                 os.close(fd)
             children[pid] = request["id"]
+            control.send(json.dumps(["started", request["id"], pid]).encode())
     _kill(list(children))
     import shutil
 
@@ -166,7 +167,7 @@ def _reap(children: dict[int, int], control: socket.socket) -> None:
         if pid in children:
             with contextlib.suppress(OSError):  # what the rank started and left behind goes with it
                 os.killpg(pid, signal.SIGKILL)
-            control.send(json.dumps([children.pop(pid), os.waitstatus_to_exitcode(status)]).encode())
+            control.send(json.dumps(["ended", children.pop(pid), os.waitstatus_to_exitcode(status)]).encode())
 
 
 def _kill(pids: list[int]) -> None:

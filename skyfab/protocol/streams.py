@@ -14,6 +14,7 @@ from collections import deque
 from skyfab.errors import ProtocolError
 from skyfab.protocol import frames
 from skyfab.protocol.frames import ACK, BYE, COUNT, CREDIT, DATA, HEAD, HEADER, HELLO, PING, PONG, frame
+from skyfab.protocol.window import Window
 
 TYPE_CHECKING = False  # see frames
 if TYPE_CHECKING:
@@ -56,46 +57,14 @@ class Handler(Protocol):
         """The other side ends the conversation for good."""
 
 
-class Window:
-    """How many bytes may be under way: enough to fill the wire, not the queues along it.
-
-    A slow link with deep buffers would otherwise hold megabytes ahead of a cancel.
-    """
-
-    FLOOR: Final = 64 * 1024
-    CEILING: Final = 32 * 1024 * 1024
-
-    def __init__(self) -> None:
-        self.size = 256 * 1024
-        self._base = float("inf")
-        self._hold = 0.0
-
-    def restart(self) -> None:
-        """Another connection may have a longer way."""
-        self._base = float("inf")
-        self._hold = 0.0
-
-    def observe(self, elapsed: float, now: float) -> None:
-        """A frame was acknowledged `elapsed` seconds after it was sent."""
-        self._base = min(self._base, elapsed)
-        queued = elapsed - self._base
-        if queued < 0.05:
-            self.size = min(2 * self.size, self.CEILING)
-        elif queued > 0.15 and now > self._hold:
-            self.size = max(self.size * 3 // 4, self.FLOOR)
-            self._hold = now + elapsed
-
-    @property
-    def chunk(self) -> int:
-        return min(frames.CHUNK, max(8 * 1024, self.size // 8))
-
-
 class _Outgoing:
     """What one stream still has to send, and may."""
 
-    __slots__ = ("credit", "pending")
+    __slots__ = ("credit", "last", "pending")
 
     def __init__(self) -> None:
+        self.last = False
+        """Nothing will be added."""
         self.pending: deque[memoryview] = deque()
         self.credit = CREDIT_WINDOW
 
@@ -230,6 +199,14 @@ class Mux:
         self._outgoing.pop(stream, None)
         self._used.pop(stream, None)
 
+    def finish(self, stream: int) -> None:
+        """Nothing more will be sent on this stream; what is queued still goes."""
+        outgoing = self._outgoing.get(stream)
+        if outgoing is not None and outgoing.pending:
+            outgoing.last = True
+        else:
+            self.forget(stream)
+
     def ping(self) -> None:
         self._control.append(frame(PING))
 
@@ -330,6 +307,8 @@ class Mux:
             outgoing.credit -= size
             if outgoing.pending:
                 self._turns.append(stream)
+            elif outgoing.last:
+                self.forget(stream)
             header = frames.data_header(stream, size)
             self._unacked.append(_Sent(header, chunk, now))
             self._flight += size

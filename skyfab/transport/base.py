@@ -40,5 +40,8 @@ class Transport(Protocol):
         told by `Stream.explain` once the stream has ended.
         """
 
+    def joined(self) -> None:
+        """The command has answered: what was needed only to get in can go."""
+
     def close(self) -> None:
         """Lets go of the host."""

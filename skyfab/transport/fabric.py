@@ -129,6 +129,9 @@ class Fabric:
             raise _explain(self._host, error) from error
         return made
 
+    def joined(self) -> None:
+        pass
+
     def close(self) -> None:
         hang_up(self._connection)
 

@@ -20,5 +20,8 @@ class Local:
         said = errors.strip().rpartition("\n")[2]
         return HostLost(f"the connection ended{': ' + said if said else ''}", host=self._host.name)
 
+    def joined(self) -> None:
+        pass
+
     def close(self) -> None:
         pass

@@ -114,11 +114,16 @@ class OpenSSH:
     def _explain(self, code: int, errors: str) -> Exception:
         return explain(self._host, code, errors)
 
-    def close(self) -> None:
+    def joined(self) -> None:
+        """ssh has read its files: a program that is killed later leaves none behind."""
         for path in (self._known, self._config):
             if path is not None:
                 with contextlib.suppress(OSError):
                     path.unlink()
+        self._known = self._config = None
+
+    def close(self) -> None:
+        self.joined()
 
 
 def by_hand(host: Host, command: str = "") -> str:

@@ -66,8 +66,8 @@ class ProcessStream:
             with contextlib.suppress(OSError):
                 pipe.close()
         try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
+            self._process.wait(1)
+        except subprocess.TimeoutExpired:  # still connecting, or the host does not answer
             self._process.terminate()
             try:
                 self._process.wait(2)

@@ -341,14 +341,30 @@ def test_a_flood_costs_no_memory(flood: bytes) -> None:
 
 
 @pytest.mark.parametrize("what", ["data", "logs"])
-def test_endless_new_streams_cost_no_memory(what: str) -> None:
-    """A host that opens stream after stream is refused, or its streams are not remembered."""
+def test_endless_new_streams_cost_no_memory(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that opens stream after stream is refused at some point, or its streams are not remembered."""
+    monkeypatch.setattr("skyfab.session._MOST_OUTPUTS", 1000)
     with opened() as (session, puppet, _):
         log = filled(messages.Log, seat="0", fd=1)
         sent = b"".join(
             frame(DATA, n, b"x") if what == "data" else head(n, log, large=True) for n in range(2, 40_002, 2)
         )
         assert growth(session, puppet, sent, 1) < 1_000_000
+
+
+def test_a_seat_that_is_filled_again_and_again_is_not_a_flood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every process of a seat announces its output anew; a long day of replaced ranks is no attack and no leak."""
+    monkeypatch.setattr("skyfab.session._MOST_OUTPUTS", 100)
+    with opened() as (session, puppet, listener):
+        sent = b""
+        for n in range(2, 1002, 4):
+            for fd in (1, 2):
+                stream = n + 2 * (fd - 1)
+                sent += head(stream, filled(messages.Log, seat="0", fd=fd), large=True) + frame(DATA, stream, b"line\n")
+            sent += head(0, filled(messages.Exited, seat="0", generation=n))
+        assert outcome(session, puppet, sent + head(1, messages.Done())) == messages.Done()
+        assert len(listener.lines) == 500
+        assert len(session._output) <= 100
 
 
 def test_a_host_that_never_reads_does_not_hang_the_client() -> None:

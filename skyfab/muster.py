@@ -1,0 +1,56 @@
+"""The muster: all hosts of a pool reached at once, and left at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from skyfab.errors import PoolError, SkyfabError
+from skyfab.events import Events, HostState
+from skyfab.node import Node
+
+
+def open_all(nodes: Sequence[Node], events: Events) -> None:
+    """Opens every node's session. Raises the one failure, or a PoolError with all of them, and leaves none open."""
+    errors: dict[int, Exception] = {}
+
+    def enter(node: Node) -> None:
+        try:
+            agent = node.session.open()
+        except Exception as error:
+            errors[node.index] = error
+            events.emit(HostState(host=node.name, state="failed", detail=type(error).__name__))
+        else:
+            events.emit(HostState(host=node.name, state="ready", detail=f"Python {agent.python}"))
+
+    for node in nodes:
+        events.emit(HostState(host=node.name, state="connecting"))
+    try:
+        _side_by_side(enter, nodes)
+    except BaseException:  # Ctrl-C: those that are still connecting stop too
+        close_all(nodes)
+        raise
+    if errors:
+        close_all([node for node in nodes if node.index not in errors])
+        raise _all_of([errors[index] for index in sorted(errors)], len(nodes))
+
+
+def close_all(nodes: Sequence[Node]) -> None:
+    """Ends every process of the pool on every host."""
+    _side_by_side(Node.close, nodes)
+
+
+def _side_by_side(action: Callable[[Node], None], nodes: Sequence[Node]) -> None:
+    threads = [threading.Thread(target=action, args=(node,), daemon=True) for node in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _all_of(errors: Sequence[Exception], total: int) -> Exception:
+    """One failure as it is; several as one."""
+    for error in errors:
+        if not isinstance(error, SkyfabError):
+            return error
+    return errors[0] if len(errors) == 1 else PoolError(f"{len(errors)} of {total} hosts failed", errors)

@@ -102,6 +102,7 @@ class Compute:
         try:
             nodes = self._connect()
         except BaseException:
+            self._project.close()
             self._hide()
             raise
         self.hosts = tuple(nodes)

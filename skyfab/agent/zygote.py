@@ -151,6 +151,9 @@ def _serve(control: socket.socket, cwd: str) -> None:
             children[pid] = request["id"]
             control.send(json.dumps(["started", request["id"], pid]).encode())
     _kill(list(children))
+    for pid in children:  # one that still lives could write to the folder
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
     import shutil
 
     shutil.rmtree(os.path.dirname(cwd), ignore_errors=True)  # the agent may have been killed

@@ -19,7 +19,12 @@ import cloudpickle
 
 from skyfab.protocol.blobs import name_of
 
-_MAIN: Final = "import sys\nfrom skyfab.agent.link import main\nsys.exit(main(sys.argv[1:]))\n"
+_MAIN: Final = """import sys
+if sys.version_info < (3, 10):
+    sys.exit(sys.version.split()[0])
+from skyfab.agent.link import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,10 @@ class Compute:
         nodes = self._opening = [self._node(index, host) for index, host in enumerate(self._selected)]
         ahead = threading.Thread(target=self._look_ahead, daemon=True)
         ahead.start()
-        open_all(nodes, self.events)
-        ahead.join()
+        try:
+            open_all(nodes, self.events)
+        finally:
+            ahead.join()
         return nodes
 
     def _look_ahead(self) -> None:

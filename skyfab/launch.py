@@ -40,7 +40,8 @@ _SCRIPT: Final = "; ".join(
         "b=$c/bundles/$3",
         'if test -f "$b/__main__.py"; then echo "${m}link"; exec "$p" -S "$b" "$c" $4 $5; fi',
         'echo "${m}bundle"',
-        'exec "$p" -S -c "import sys;f=sys.stdin.buffer;exec(f.read(int(f.readline())))" "$c" $3 $4 $5',
+        'exec "$p" -S -c "import sys;sys.version_info<(3,10) and sys.exit(sys.version.split()[0]);'
+        'f=sys.stdin.buffer;exec(f.read(int(f.readline())))" "$c" $3 $4 $5',
     )
 )
 
@@ -75,6 +76,7 @@ except OSError as error:
 say("link")
 os.execv(sys.executable, [sys.executable, "-S", target, cache, session, mode])
 """
+_OTHER: Final = 'name one that is there: Image(python="/usr/bin/python3"), or python = … in the inventory'
 _NOISE: Final = 256 * 1024
 
 
@@ -101,17 +103,19 @@ class Launch:
         """
         marker = f"=skyfab={self.session}=".encode()
         wait = _Wait(self.host, deadline, stopped)
+        asked = False
         while True:
-            word, _, detail = _answer(stream, marker, self.host, wait).partition(" ")
+            word, _, detail = _answer(stream, marker, self.host, wait, asked).partition(" ")
             if word == "link":
                 return
             if word == "bundle":
+                asked = True
                 _push(stream, self.bundle, wait)
             elif word == "nopython":
                 raise HostUnfit(
                     f"no Python {self.python} there" if self.python[0] != "/" else f"no interpreter at {self.python}",
                     host=self.host.name,
-                    hint='name one that is there: Image(python="/usr/bin/python3"), or python = … in the inventory',
+                    hint=_OTHER,
                 )
             else:
                 raise HostUnfit(f"skyfab could not be set up there: {detail}", host=self.host.name, hint=_room(detail))
@@ -120,7 +124,7 @@ class Launch:
 def _room(detail: str) -> str | None:
     if "No space left" in detail or "quota" in detail:
         return "free some space there, or put the cache on another disk (cache = … in the inventory)"
-    if "Read-only" in detail or "Permission denied" in detail:
+    if any(word in detail for word in ("Read-only", "Permission denied", "Not a directory", "File exists")):
         return "choose a folder that can be written to (cache = … in the inventory)"
     return None
 
@@ -151,14 +155,14 @@ class _Wait:
             raise Unreachable("no answer in time", host=self.host.name, hint=f"try: {by_hand(self.host, 'true')}")
 
 
-def _answer(stream: Stream, marker: bytes, host: Host, wait: _Wait) -> str:
+def _answer(stream: Stream, marker: bytes, host: Host, wait: _Wait, asked: bool) -> str:
     """The rest of the line that begins with the marker, byte by byte: what follows it are frames."""
     seen = bytearray()
     at = -1
     one = memoryview(bytearray(1))
     while True:
         if not _recv(stream, one, wait):
-            raise _silence(stream, bytes(seen), host)
+            raise cannot_run(stream.explain(), host) if asked else _silence(stream, bytes(seen), host)
         seen += one
         wait.check()
         if at < 0 and seen.endswith(marker):
@@ -166,7 +170,11 @@ def _answer(stream: Stream, marker: bytes, host: Host, wait: _Wait) -> str:
         elif at >= 0 and one[0] == 10:
             return seen[at:-1].decode(errors="replace")
         if len(seen) > _NOISE:
-            raise HostUnfit("its shell prints without end before our command runs", host=host.name)
+            raise HostUnfit(
+                "its shell prints without end before our command runs",
+                host=host.name,
+                hint=f"look at what its shell reads at login, and at: {by_hand(host, 'true')}",
+            )
 
 
 def _silence(stream: Stream, noise: bytes, host: Host) -> Exception:
@@ -179,6 +187,26 @@ def _silence(stream: Stream, noise: bytes, host: Host) -> Exception:
             hint=f"try: {by_hand(host, 'true')}",
         )
     return error
+
+
+def cannot_run(error: Exception, host: Host) -> Exception:
+    """Our shell script ran, and the interpreter that it started ended: that is the interpreter's doing."""
+    if isinstance(error, HostLost):
+        said = error.message.partition(": ")[2]
+        old = re.match(r"\d+\.\d+\.\d+", said)
+        if old:
+            return other_python(old[0], host)
+        return HostUnfit(f"its Python cannot run skyfab{': ' + said if said else ''}", host=host.name, hint=_OTHER)
+    return error
+
+
+def other_python(version: str, host: Host) -> HostUnfit:
+    """Functions travel as byte code: the interpreters must agree."""
+    return HostUnfit(
+        f"it runs Python {version}, this program {local_python()}: functions cannot travel between them",
+        host=host.name,
+        hint=f'name an interpreter {local_python()} there: Image(python="/path/to/python{local_python()}")',
+    )
 
 
 def _recv(stream: Stream, view: memoryview, wait: _Wait) -> int:

@@ -17,7 +17,7 @@ from typing import Final, Literal, Protocol
 
 from skyfab.errors import HostError, HostLost, HostUnfit, ProtocolError, SkyfabError
 from skyfab.inventory import Host
-from skyfab.launch import Launch, local_python
+from skyfab.launch import Launch, cannot_run, local_python, other_python
 from skyfab.output import Lines
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.blobs import Assembly, split
@@ -128,6 +128,11 @@ class Session:
             self._read(self._stream)  # some of it may have come together with the link's answer
         while self.agent is None and self._ended is None and time.monotonic() < self._deadline:
             self._pump(0.5)
+        if self._ended is not None and self.agent is None:
+            failed = self._ended
+            if isinstance(failed, ProtocolError):  # whatever it is that speaks there
+                failed = HostLost("", host=self.host.name)
+            raise cannot_run(failed, self.host)
         if self._ended is not None:
             raise self._ended
         if self.agent is None:
@@ -401,11 +406,7 @@ def _check(agent: AgentHello, host: Host) -> None:
     import cloudpickle
 
     if agent.python != local_python():
-        raise HostUnfit(
-            f"it runs Python {agent.python}, this program {local_python()}: functions cannot travel between them",
-            host=host.name,
-            hint=f'name an interpreter {local_python()} there: Image(python="/path/to/python{local_python()}")',
-        )
+        raise other_python(agent.python, host)
     if agent.cloudpickle != cloudpickle.__version__:
         raise HostUnfit(
             f"it has cloudpickle {agent.cloudpickle}, this program {cloudpickle.__version__}",

@@ -17,6 +17,7 @@ import sys
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any, NoReturn
 
 _MESSAGE = 1 << 20
@@ -128,35 +129,53 @@ def _serve(control: socket.socket, cwd: str) -> None:
     signal.set_wakeup_fd(alarm_out, warn_on_full_buffer=False)
     children: dict[int, int] = {}
     own = {control.fileno(), alarm_in, alarm_out}
-    sources = [control.fileno(), alarm_in]
+    parent = os.getpid()
+    try:
+        _attend(control, alarm_in, children, lambda request, fds: _become_rank(request, fds, cwd, own, parent))
+    finally:
+        _kill(list(children))
+        for pid in children:  # one that still lives could write to the folder
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        import shutil
+
+        shutil.rmtree(os.path.dirname(cwd), ignore_errors=True)  # the agent may have been killed
+
+
+def _attend(
+    control: socket.socket,
+    alarm: int,
+    children: dict[int, int],
+    become: Callable[[dict[str, Any], list[int]], NoReturn],
+) -> None:
+    """Forks and kills as the agent says, until it says no more."""
+    sources = [control.fileno(), alarm]
     while True:
         ready, _, _ = select.select(sources, [], [])
-        if alarm_in in ready:
+        if alarm in ready:
             with contextlib.suppress(BlockingIOError):
-                os.read(alarm_in, 4096)
+                os.read(alarm, 4096)
             _reap(children, control)
         if sources[0] in ready:
             data, fds, _, _ = socket.recv_fds(control, _MESSAGE, 8)
             if not data:
-                break
+                return
             request = json.loads(data)
             if "kill" in request:
                 _kill([pid for pid, rank in children.items() if rank == request["kill"]])
                 continue
             pid = os.fork()
             if not pid:
-                _become_rank(request, fds, cwd, own)
+                become(request, fds)
+            children[pid] = request["id"]
             for fd in fds:
                 os.close(fd)
-            children[pid] = request["id"]
-            control.send(json.dumps(["started", request["id"], pid]).encode())
-    _kill(list(children))
-    for pid in children:  # one that still lives could write to the folder
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
-    import shutil
+            _say(control, "started", request["id"], pid)
 
-    shutil.rmtree(os.path.dirname(cwd), ignore_errors=True)  # the agent may have been killed
+
+def _say(control: socket.socket, *notice: object) -> None:
+    with contextlib.suppress(ConnectionError):  # the agent has gone: the end of the stream follows
+        control.send(json.dumps(notice).encode())
 
 
 def _reap(children: dict[int, int], control: socket.socket) -> None:
@@ -170,7 +189,7 @@ def _reap(children: dict[int, int], control: socket.socket) -> None:
         if pid in children:
             with contextlib.suppress(OSError):  # what the rank started and left behind goes with it
                 os.killpg(pid, signal.SIGKILL)
-            control.send(json.dumps(["ended", children.pop(pid), os.waitstatus_to_exitcode(status)]).encode())
+            _say(control, "ended", children.pop(pid), os.waitstatus_to_exitcode(status))
 
 
 def _kill(pids: list[int]) -> None:
@@ -181,7 +200,7 @@ def _kill(pids: list[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: set[int]) -> NoReturn:
+def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: set[int], parent: int) -> NoReturn:
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -189,7 +208,7 @@ def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: s
         for fd in inherited:
             os.close(fd)
         os.setsid()
-        _die_with_parent()
+        _die_with(parent)
         source, sink, out, err = fds
         for fd in (source, sink):
             os.set_inheritable(fd, False)
@@ -211,9 +230,11 @@ def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: s
         os._exit(code)
 
 
-def _die_with_parent() -> None:
-    """Linux ends this process when the zygote is killed; elsewhere the closed socket has to do."""
+def _die_with(parent: int) -> None:
+    """Linux ends this process when the zygote is killed; elsewhere the closed pipe has to do."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:  # too late
+            os._exit(1)

@@ -91,7 +91,8 @@ def clean(
     """After each test, and whenever it asks: no process, socket, run folder, draft or temporary file is left."""
     place = tmp_path_factory.mktemp("temporary")  # this machine's /tmp is everybody's
     monkeypatch.setattr(tempfile, "tempdir", str(place))
-    before = {name for host in hosts for name in (*temporary(host), *sockets(host), *listeners(host))}
+    looks = (temporary, sockets, listeners, drafts)
+    before = {name for host in hosts for look in looks for name in look(host)}
 
     def left() -> set[str]:
         found = {str(path) for path in place.iterdir()}

@@ -94,6 +94,7 @@ class Fabric:
         self._host = host
         self._inventory = inventory
         self._connection: fabric.Connection | None = None
+        self._stream: ChannelStream | None = None
 
     def open(self, command: str) -> ChannelStream:
         self._connection = self._connect()
@@ -104,7 +105,8 @@ class Fabric:
             pass
         channel = transport.open_session(window_size=64 * 1024 * 1024, max_packet_size=32768)
         channel.exec_command(command)
-        return ChannelStream(channel, self._host)
+        self._stream = ChannelStream(channel, self._host)
+        return self._stream
 
     def _connect(self) -> fabric.Connection:
         """With keys; with a password, asked once, where the host takes one and a person is there."""
@@ -130,7 +132,8 @@ class Fabric:
         return made
 
     def joined(self) -> None:
-        pass
+        if self._stream is not None:
+            self._stream.joined = True
 
     def close(self) -> None:
         hang_up(self._connection)
@@ -178,7 +181,9 @@ class ChannelStream:
         self._fd: int = channel.fileno()
         self._said = b""
         self._held = memoryview(b"")
+        self.joined = False
         self._held = memoryview(b"")
+        self.joined = False
 
     def fileno(self) -> int:
         return self._fd
@@ -190,8 +195,9 @@ class ChannelStream:
         while self._channel.recv_stderr_ready():  # unread, it would use up the channel's window
             self._said = (self._said + self._channel.recv_stderr(65536))[-65536:]
         if not self._held:
-            # A few bytes at a time would cost paramiko a move of all that it holds, each time.
-            self._held = self._recv(min(max(len(view), 4096), _PACKET))
+            # Byte by byte, as an answer is looked for in a shell's noise, paramiko would move all that it holds each
+            # time. Later nothing may be held here: nobody could tell that it can be read.
+            self._held = self._recv(min(len(view), _PACKET) if self.joined else 4096)
         taken = min(len(view), len(self._held))
         view[:taken] = self._held[:taken]
         self._held = self._held[taken:]

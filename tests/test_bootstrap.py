@@ -159,6 +159,7 @@ def checkout(tmp_path: Path) -> Checkout:
     (made.folder / "pyproject.toml").write_text(PYPROJECT)
     (made.folder / "backend.py").write_text(BACKEND)
     (made.folder / "constraints.txt").touch()
+    (made.folder / "tasks.py").write_text("import invoke\n\ninvoke.main()\n")
     wheel(made.folder, "sample", "1")
     wheel(made.index / "invoke", "invoke", "2.2", files={"invoke.py": INVOKE}, scripts="invoke = invoke:main")
     wheel(made.index / "torch", "torch", "3.0", requires=("nvidia-everything",))
@@ -207,9 +208,9 @@ def test_the_first_run_sets_up_and_the_second_says_nothing(checkout: Checkout, t
     assert first.returncode == 0, first.stderr
     assert "inv: making .venv" in first.stderr
     # The caller's folder and words arrive as they are.
-    assert first.stdout == f"{tmp_path}|--search-root|{checkout.folder}|train|--epochs=1\n"
+    assert first.stdout == f"{tmp_path}|train|--epochs=1\n"
     second = checkout.inv(cwd=tmp_path)
-    assert (second.stderr, second.stdout) == ("", f"{tmp_path}|--search-root|{checkout.folder}|--list\n")
+    assert (second.stderr, second.stdout) == ("", f"{tmp_path}|--list\n")
 
 
 def test_without_a_gpu_no_cuda_is_installed(checkout: Checkout) -> None:

@@ -271,7 +271,8 @@ def test_a_moved_checkout_is_set_up_where_it_is(checkout: Checkout, tmp_path: Pa
     checkout.folder = checkout.folder.rename(tmp_path / "elsewhere")
     done = checkout.inv("train")
     assert "inv: making .venv" in done.stderr
-    assert str(tmp_path / "elsewhere") in done.stdout
+    assert done.stdout.endswith("|train\n")
+    assert checkout.installed("invoke") == ["invoke-2.2"]
 
 
 @pytest.mark.parametrize("change", [{"HOME": ""}, {"HOME": "/proc/nowhere"}, {"XDG_CACHE_HOME": "/proc/nowhere"}])

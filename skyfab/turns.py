@@ -58,7 +58,7 @@ class Turns:
                 if rest is not None and rest <= 0:
                     return False
                 if self._over():
-                    return done()
+                    return self._last_words(done)
                 self._read_or_follow(rest)
             return True
         finally:
@@ -66,6 +66,13 @@ class Turns:
                 self._callers -= 1
                 self._last_call = time.monotonic()
             self._wake_next()
+
+    def _last_words(self, done: Callable[[], bool]) -> bool:
+        """It is over; whoever saw it may still be telling those who waited."""
+        if self._reader != threading.get_ident():
+            with self.held:
+                pass
+        return done()
 
     def _read_or_follow(self, timeout: float | None) -> None:
         if self._reader == threading.get_ident():  # a callback waits for another call

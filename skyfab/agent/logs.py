@@ -121,11 +121,13 @@ class LogPipe:
 
     def hang_up(self) -> None:
         """Nobody writes any more; what was written is still passed on."""
-        os.close(self.source)
-        self.hung_up = True
+        if not self.hung_up:
+            os.close(self.source)
+            self.hung_up = True
 
     def close(self) -> None:
         """All has been passed on."""
+        self.hang_up()
         if self._file >= 0:
             os.close(self._file)
         self._mux.finish(self._stream)

@@ -88,6 +88,9 @@ class Puppet:
     def open(self, command: str) -> Stream:
         return Stream(self._ours)
 
+    def joined(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 from skyfab.bundle import bundle
 from skyfab.calls import Call, Function, Group, as_function
 from skyfab.dispatch import Queue, Slot, Task
 from skyfab.errors import HostError, UsageError
 from skyfab.events import CallEnded, CallStarted, Events, HostState, Output
+from skyfab.express import UNFIT, express
 from skyfab.gang import Gang
 from skyfab.image import Image
 from skyfab.inventory import Host, Inventory
@@ -24,8 +25,9 @@ from skyfab.launch import Launch, local_python
 from skyfab.muster import close_all, open_all
 from skyfab.node import Node, SeatPlan
 from skyfab.output import Lines
-from skyfab.parcel import pack_arguments, pack_function
+from skyfab.parcel import FunctionParcel, pack_arguments, pack_function
 from skyfab.project import Project
+from skyfab.protocol import codec
 from skyfab.session import Session
 from skyfab.spread import Spread
 from skyfab.transport import transport_for
@@ -71,7 +73,7 @@ class Compute:
         self._timeout = timeout
         self._ui = ui
         self._project = Project(self._image)
-        self._queue = Queue(lambda task, host: self._started([host], task.label))
+        self._queue = Queue(lambda label, host: self._started([host], label))
         self._gang: Gang | None = None
         self._gangs = itertools.count(1)
         self._lock = threading.Lock()
@@ -177,7 +179,15 @@ class Compute:
 
     def run(self, call: Call[R]) -> R:
         """Runs a call on one rank and waits for it: ``call >> compute``."""
-        return self._wait(self.submit(call))
+        function, arguments, _ = self._pack(call)
+        timeout = self._timeout_of(call.function)
+        label = call.function.label
+        result = express(self._queue, function, arguments, label=label, timeout=timeout)
+        if result is UNFIT:
+            task = Task(function, arguments, label=label, timeout=timeout)
+            self._queue.add(task)
+            result = self._wait(task.future)
+        return cast("R", result)
 
     def broadcast(self, call: Call[R]) -> list[R]:
         """Runs a call on every rank and waits for all: ``call @ compute``, a list in rank order.
@@ -194,12 +204,7 @@ class Compute:
         Arrays and tensors are not copied: leave them alone until the future is done. Raises NotPicklable for what
         cannot travel.
         """
-        if not isinstance(call, Call):
-            raise UsageError(f"{call!r:.80} is not a call", hint="decorate the function with @sky.function and call it")
-        self._check_open()
-        function = pack_function(call.function)
-        arguments = pack_arguments(call)
-        tree = self._sync_tree()
+        function, arguments, tree = self._pack(call)
         timeout = self._timeout_of(call.function)
         label = call.function.label
         if on == "all":
@@ -235,6 +240,13 @@ class Compute:
         slots = sum(node.host.slots for node in self.hosts)
         future = Spread(self._queue, parcel, calls, slots=slots, timeout=self._timeout_of(fn)).start()
         return self._wait(future)
+
+    def _pack(self, call: Call[Any]) -> tuple[FunctionParcel, codec.Payload, str]:
+        """What travels: the function, its arguments, and the digest of the project, which every host has by now."""
+        if not isinstance(call, Call):
+            raise UsageError(f"{call!r:.80} is not a call", hint="decorate the function with @sky.function and call it")
+        self._check_open()
+        return pack_function(call.function), pack_arguments(call), self._sync_tree()
 
     def _wait(self, future: Future[R]) -> R:
         try:

@@ -98,7 +98,7 @@ class Task:
         *,
         label: str,
         timeout: float | None,
-        on: Node | None,
+        on: Node | None = None,
         each: bool = False,
     ) -> None:
         self.function = function
@@ -114,6 +114,10 @@ class Task:
         self.slot: Slot | None = None
         self.stream = 0
         self.started = 0.0
+
+
+_RESERVED: Final = Task(FunctionParcel("", codec.Payload(b"")), codec.Payload(b""), label="", timeout=None)
+"""Stands in a slot for a call that is not the queue's. It seems to run for ever: nothing is placed behind it."""
 
 
 class Slot:
@@ -152,14 +156,14 @@ _load = operator.attrgetter("load")
 class Queue:
     """Places solo calls on slots, the least loaded first."""
 
-    def __init__(self, started: Callable[[Task, str], Callable[[BaseException | None], None]]) -> None:
-        """`started` is told of each call and its host, and returns what is to be told of its end."""
+    def __init__(self, started: Callable[[str, str], Callable[[BaseException | None], None]]) -> None:
+        """`started` is told of each call (its label) and its host, and returns what is to be told of its end."""
         self._slots: list[Slot] = []
         self._waiting: deque[Task] = deque()
         self._lock = threading.Lock()
         self._mean = 1.0
         self._looking = False
-        self._started = started
+        self.started = started
 
     def open(self, slots: Iterable[Slot]) -> None:
         self._slots = list(slots)
@@ -168,6 +172,22 @@ class Queue:
         """The project changed: later calls want processes that import the new code."""
         for slot in self._slots:
             slot.plan = plan(slot)
+
+    def reserve(self) -> Slot | None:
+        """An idle slot, for a call that does not go through the queue. It must be released."""
+        with self._lock:
+            if not self._waiting:
+                for slot in self._slots:
+                    if not slot.tasks and slot.node.lost is None:
+                        slot.tasks.append(_RESERVED)
+                        return slot
+        return None
+
+    def release(self, slot: Slot) -> None:
+        with self._lock:
+            slot.tasks.remove(_RESERVED)
+        if self._waiting:
+            self.advance()
 
     def add(self, task: Task) -> None:
         """Runs the task as soon as a slot is free."""
@@ -216,7 +236,7 @@ class Queue:
     def _give(self, task: Task, slot: Slot) -> None:
         task.slot, task.started = slot, time.monotonic()
         task.future.node = slot.node
-        task.ended = self._started(task, slot.node.name)
+        task.ended = self.started(task.label, slot.node.name)
         try:
             slot.node.call(
                 slot.seat,

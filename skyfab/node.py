@@ -21,7 +21,7 @@ from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import LARGE, name_of
 from skyfab.protocol.messages import AgentHello
 from skyfab.protocol.streams import Buffer
-from skyfab.session import Answer, Failure, Session
+from skyfab.session import Answer, Failure, Reply, Session
 
 if TYPE_CHECKING:
     import fabric
@@ -129,6 +129,16 @@ class Node:
             self._store({names[id(buffer)]: buffer for buffer in stored}, go, failure)
         else:
             go()
+
+    def begin(
+        self, seat: str, plan: SeatPlan, function: FunctionParcel, data: bytes, *, timeout: float | None
+    ) -> Reply:
+        """Starts a small call, whose answer this thread will read. Raises HostLost when the host is gone."""
+        with self._lock:
+            self._seat(seat, plan)
+            self._teach(function, {})
+            head = messages.Call.head(seat=seat, function=function.digest, parts=(len(data),), timeout=timeout)
+            return self.session.begin(head, data, seat)
 
     def cancel(self, stream: int) -> None:
         self.session.send(messages.Cancel(stream=stream))

@@ -21,6 +21,7 @@ from skyfab.launch import Launch, cannot_run, local_python, other_python
 from skyfab.output import Lines
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.blobs import Assembly, split
+from skyfab.protocol.frames import HEADER
 from skyfab.protocol.messages import AgentHello, ClientHello, Message
 from skyfab.protocol.streams import Buffer, Mux
 from skyfab.transport.base import Stream, Transport
@@ -67,6 +68,28 @@ class _Exchange:
     assembly: Assembly | None = None
 
 
+class Reply(_Exchange):
+    """The answer to a small request, read by the thread that waits for it."""
+
+    __slots__ = ("error", "found", "reader", "stream")
+
+    def __init__(self, seat: str) -> None:
+        super().__init__(self._answered, self._failed, seat)
+        self.stream = 0
+        self.reader = threading.get_ident()
+        self.found: tuple[Message, list[memoryview]] | None = None
+        self.error: Exception | None = None
+
+    def _answered(self, message: Message, buffers: list[memoryview]) -> None:
+        self.found = (message, buffers)
+
+    def _failed(self, error: Exception) -> None:
+        self.error = error
+
+    def is_there(self) -> bool:
+        return self.found is not None or self.error is not None
+
+
 class Session:
     """The conversation with one host's agent. Thread-safe."""
 
@@ -78,7 +101,7 @@ class Session:
         self._launch = launch
         self._listener = listener
         self._lease = lease
-        self._mux = Mux(self)
+        self._mux = Mux(self, express=self._express)
         self._lock = threading.Lock()
         self._gate = threading.Lock()
         self._deadline = 0.0
@@ -204,6 +227,28 @@ class Session:
         if not drained:
             self.poke()
         return stream
+
+    def begin(self, head: bytes, data: bytes, seat: str) -> Reply:
+        """Sends a small message whose answer this thread will `await_reply`. Raises HostLost."""
+        reply = Reply(seat)
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            reply.stream = stream = self._next_stream
+            self._next_stream += 2
+            self._exchanges[stream] = reply
+            drained = self._say(stream, head, (data,), False)
+        if not drained:
+            self.poke()
+        return reply
+
+    def await_reply(self, reply: Reply) -> tuple[Message, list[memoryview]]:
+        """Raises HostLost when the host is gone first."""
+        self.wait(reply.is_there)
+        if reply.found is None:
+            assert reply.error is not None
+            raise reply.error
+        return reply.found
 
     def ask(self, message: Message, parts: Sequence[Buffer] = ()) -> Message:
         """Sends a message and waits for its answer. Raises what the host says went wrong."""
@@ -350,6 +395,19 @@ class Session:
         elif isinstance(message, messages.Exited):
             self._flush_lines(message.seat)
             self._after.append(lambda: self._listener.exited(message.seat, message.generation))
+
+    def _express(self, stream: int, frame: memoryview, head: int) -> bool:
+        """A small answer that came alone, to the thread that reads: it need not be told of it."""
+        reply = self._exchanges.get(stream)
+        if not isinstance(reply, Reply) or reply.reader != threading.get_ident():
+            return False
+        for _, lines in self._output.values():
+            if lines.partial:
+                return False
+        message = messages.decode(bytes(frame[HEADER.size : HEADER.size + head]))
+        reply.found = (message, split(getattr(message, "parts", ()), frame[HEADER.size + head :]))
+        del self._exchanges[stream]
+        return True
 
     def place(self, stream: int, length: int) -> memoryview:
         exchange = self._exchanges.get(stream)

@@ -61,7 +61,7 @@ class Agent:
         self._done = False
         self._greeted = False
         """A client has said hello: it may come back."""
-        self._mux = Mux(self)
+        self._mux = Mux(self, express=self._express)
         self._watch = Watch()
         self._seats = Seats(
             self._mux,
@@ -70,6 +70,7 @@ class Agent:
             logs=os.path.join(cache, "logs", session),
             describe_end=self._machine.describe_end,
             flush=self._write,
+            relay=self._relay,
             abandon=self._abandon,
         )
 
@@ -91,6 +92,9 @@ class Agent:
         finally:
             self._clean_up()
 
+    def _express(self, stream: int, frame: memoryview, head: int) -> bool:
+        return self._seats.express(stream, frame, head)
+
     def _terminated(self, *_: object) -> None:
         self._done = True
 
@@ -98,6 +102,8 @@ class Agent:
         """Seconds until something must be done without being asked."""
         if self._seats.busy:
             return 0.0
+        if self._connection and not self._seats.timed:
+            return 60.0
         now = time.monotonic()
         until = now + 60.0 if self._connection else self._silent_since + self._lease
         return max(0.0, self._seats.next_deadline(until) - now)
@@ -171,6 +177,17 @@ class Agent:
             self._watch.add(connection.sink, WRITE, self._write)
         elif connection.sink in self._watch:
             self._watch.drop(connection.sink)
+
+    def _relay(self, frame: memoryview) -> bool:
+        connection = self._connection
+        if connection is None or not self._mux.is_idle:
+            return False
+        try:
+            if not self._mux.relay(bytes(frame), connection.send):
+                self._write()
+        except OSError:
+            self._drop()
+        return True
 
     def _drop(self) -> None:
         """The connection is gone; the client may come back."""
@@ -267,6 +284,8 @@ class Agent:
             if message.function not in seat.functions:
                 self._teach(seat, message.function)
             seat.give(Running(stream, message.timeout), head, data)
+            if data is not None and message.timeout is None:
+                self._seats.recognise(head, seat)
         if data is None:
             self._expect(stream, message.parts, seat)
 
@@ -293,6 +312,7 @@ class Agent:
     def _forget(self, stream: int, message: messages.Forget, head: bytes, data: Data) -> None:
         for digest in message.digests:
             self._functions.pop(digest, None)
+        self._seats.forget()
         for seat in self._seats:
             seat.functions.difference_update(message.digests)
             seat.tell(0, head, b"")

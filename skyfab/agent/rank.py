@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 
 _TEXT = 16 * 1024
+_FAMILIAR = 1024
 
 
 def main(source: int, sink: int, request: dict[str, Any]) -> None:
@@ -67,10 +69,12 @@ class Rank:
         self._source = source
         self._sink = sink
         self._stores = stores
-        self._reader = Reader(self)
+        self._reader = Reader(self, express=self._express)
         self._opening: dict[int, tuple[messages.Message, Assembly]] = {}
         self._ready: deque[tuple[int, messages.Message, list[memoryview]]] = deque()
         self._functions: dict[str, Any] = {}
+        self._familiar: dict[bytes, Any] = {}
+        """Heads of small calls that have been made before, and the functions that they name."""
         self._fflush = ctypes.CDLL(None).fflush
         self._fflush.argtypes = [ctypes.c_void_p]
 
@@ -83,6 +87,7 @@ class Rank:
                 elif isinstance(message, messages.Function):
                     self._functions[message.digest] = buffers
                 elif isinstance(message, messages.Forget):
+                    self._familiar.clear()
                     for digest in message.digests:
                         self._functions.pop(digest, None)
             if not self._reader.pump(self._recv_into):
@@ -119,12 +124,38 @@ class Rank:
 
     # ---- calling
 
+    def _express(self, stream: int, frame: memoryview, head: int) -> bool:
+        """A small call that came alone. Where one like it has been made before, its head need not be read again."""
+        end = HEADER.size + head
+        text = bytes(frame[HEADER.size : end])
+        function = self._familiar.get(text)
+        if function is None:
+            call = messages.decode(text)
+            if not isinstance(call, messages.Call) or call.each or list(map(type, call.parts)) != [int]:
+                return False
+            function = self._functions.get(call.function)
+            if function is None or isinstance(function, list):
+                return False
+            if len(self._familiar) >= _FAMILIAR:
+                self._familiar.clear()
+            self._familiar[text] = function
+        self._perform(stream, function, [frame[end:]])
+        return True
+
     def _call(self, stream: int, call: messages.Call, buffers: list[memoryview]) -> None:
         try:
             function = self._function(call.function)
+        except BaseException as error:
+            self._flush()
+            self._raised(stream, error)
+        else:
+            self._perform(stream, functools.partial(_each, function) if call.each else function, buffers)
+
+    def _perform(self, stream: int, function: Any, buffers: list[memoryview]) -> None:
+        try:
             *args, kwargs = codec.loads(buffers[0], buffers[1:])
             buffers.clear()  # the arguments alone keep their memory
-            result = _each(function, *args) if call.each else function(*args, **(kwargs or {}))
+            result = function(*args, **kwargs) if kwargs else function(*args)
             del args, kwargs
         except SystemExit as error:
             self._flush()
@@ -141,7 +172,10 @@ class Rank:
             text = _cut(f"the result, a {type(result).__qualname__}, cannot be pickled: {error}")
             self._answer(stream, messages.Ended(why="unpicklable", text=text, traceback=_cut(_trace(error))).encode())
             return
-        self._answer(stream, messages.Result.head(parts=_sizes(payload)), payload)
+        if payload.buffers:
+            self._answer(stream, messages.Result.head(parts=_sizes(payload)), payload)
+        else:
+            self._answer(stream, _result(len(payload.data)), payload)
 
     def _function(self, digest: str) -> Any:
         found = self._functions[digest]
@@ -182,6 +216,10 @@ class Rank:
     # ---- answering
 
     def _answer(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
+        if payload is not None and not payload.buffers and len(payload.data) + len(message) <= SMALL:
+            size = len(message)
+            self._send(HEADER.pack(HEAD, size, stream, size + len(payload.data)) + message + payload.data)
+            return
         pieces: tuple[Buffer, ...] = () if payload is None else (payload.data, *payload.buffers)
         total = sum(map(len, pieces))
         if total <= SMALL and len(message) <= SMALL:
@@ -213,6 +251,11 @@ def _each(function: Any, items: list[tuple[Any, ...]]) -> tuple[float, list[Any]
 
 def _sizes(payload: codec.Payload) -> tuple[messages.Part, ...]:
     return (len(payload.data), *map(len, payload.buffers))
+
+
+@functools.lru_cache(maxsize=256)
+def _result(size: int) -> bytes:
+    return messages.Result(parts=(size,)).encode()
 
 
 def _exited(error: SystemExit) -> messages.Ended:

@@ -59,8 +59,12 @@ class Owner(Protocol):
     stuck: set[Seat]
     """Seats that wait for the connection."""
 
+    timed: set[Seat]
+    """Seats whose call may take only so long."""
+
     def now(self) -> float: ...
     def flush(self) -> None: ...
+    def relay(self, frame: memoryview) -> bool: ...
     def kill(self, seat: Seat) -> None: ...
     def abandon(self, stream: int) -> None: ...
     def drain(self, log: LogPipe) -> None: ...
@@ -95,7 +99,7 @@ class Seat:
         self._poll = select.poll()
         for log in logs:
             self._poll.register(log, select.POLLIN)
-        self._reader = Reader(self)
+        self._reader = Reader(self, express=self._return)
         self._out: deque[Piece] = deque()
         self._stalled: deque[tuple[tuple[int, ...], int, int, bytes, int]] = deque()
         """Frames of answers, each with how far the logs must be told before it."""
@@ -123,13 +127,25 @@ class Seat:
         piece = _opening(call.stream, head, data)
         if self._out or data is None:
             self._queue(self._out, piece)
-            return
+        else:
+            self._write(piece[0])
+
+    def take(self, stream: int, frame: memoryview) -> bool:
+        """Takes a small call as it came, if nothing is in its way."""
+        if self.calls or self._out or self.condemned:
+            return False
+        self.calls.append(Running(stream, None))
+        self._write(frame)
+        return True
+
+    def _write(self, frame: Buffer) -> None:
+        """Straight to the rank: nothing waits before it."""
         try:
-            sent = os.writev(self.sink, (piece[0],))
+            sent = os.write(self.sink, frame)
         except OSError:
             sent = 0  # full, or gone: the ordinary way finds out
-        if sent < len(piece[0]):
-            self._queue(self._out, (memoryview(piece[0])[sent:], 0, 0))
+        if sent < len(frame):
+            self._queue(self._out, (bytes(frame[sent:]), 0, 0))
 
     def give_data(self, stream: int, data: Buffer) -> None:
         """More data of a large call."""
@@ -186,6 +202,18 @@ class Seat:
 
     def place(self, stream: int, length: int) -> memoryview:
         return memoryview(bytearray(length))
+
+    def _return(self, stream: int, frame: memoryview, head: int) -> bool:
+        """Passes a small answer on as it lies, if nothing is in its way."""
+        if self._stalled or not self.calls or self.calls[0].stream != stream or self._poll.poll(0):
+            return False
+        for log in self.logs:
+            if log.waiting:
+                return False
+        if not self._owner.relay(frame):
+            return False
+        self._close(stream)
+        return True
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         marks: tuple[int, ...] = ()
@@ -245,6 +273,7 @@ class Seat:
         """An answer is complete: the next call, if any, has begun."""
         if self.calls and self.calls[0].stream == stream:
             self.calls.popleft()
+            self._owner.timed.discard(self)
         if self.calls:
             self._begin()
 
@@ -252,6 +281,7 @@ class Seat:
         call = self.calls[0]
         if call.timeout is not None:
             call.deadline = self._owner.now() + call.timeout
+            self._owner.timed.add(self)
         if call.held:
             self._queue(self._out, *call.held)
             call.held = []

@@ -13,14 +13,18 @@ from skyfab.agent.seat import Seat
 from skyfab.agent.watch import READ, WRITE
 from skyfab.agent.zygote import Zygote
 from skyfab.errors import ProtocolError
+from skyfab.protocol.frames import HEADER
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any
+    from typing import Any, Final
 
     from skyfab.agent.watch import Watch
     from skyfab.protocol.streams import Mux
+
+
+_FAMILIAR: Final = 1024
 
 
 class Seats:
@@ -35,13 +39,16 @@ class Seats:
         logs: str,
         describe_end: Callable[[int], str],
         flush: Callable[[], None],
+        relay: Callable[[memoryview], bool],
         abandon: Callable[[int], None],
     ) -> None:
         self.mux = mux
         self.flush = flush
+        self.relay = relay
         self.abandon = abandon
         self.dirty: set[Seat] = set()
         self.stuck: set[Seat] = set()
+        self.timed: set[Seat] = set()
         self.busy = False
         """There is more to pass on than one round could."""
         self._behind: set[LogPipe] = set()
@@ -50,6 +57,8 @@ class Seats:
         self._logs = logs
         self._describe_end = describe_end
         self._seats: dict[str, Seat] = {}
+        self._familiar: dict[bytes, Seat] = {}
+        """Heads of small calls that have been made before, and the seats that know what they ask for."""
         self._started = 0
         self._next_stream = 2
         watch.add(zygote.fileno(), READ, self._heed_zygote)
@@ -88,13 +97,30 @@ class Seats:
         path = os.path.join(self._logs, f"{seat}.{'out' if fd == 1 else 'err'}")
         return LogPipe(self.mux, stream, path, seat=seat, fd=fd)
 
+    # ---- the short way
+
+    def express(self, stream: int, frame: memoryview, head: int) -> bool:
+        """Passes a small call on as it lies, to a seat that is idle and knows it. False: it goes the usual way."""
+        seat = self._familiar.get(bytes(frame[HEADER.size : HEADER.size + head]))
+        return seat is not None and seat.take(stream, frame)
+
+    def recognise(self, head: bytes, seat: Seat) -> None:
+        """Calls like this one may take the short way from now on."""
+        if len(self._familiar) >= _FAMILIAR:
+            self._familiar.clear()
+        self._familiar[head] = seat
+
+    def forget(self) -> None:
+        """Seats have changed, or what they know."""
+        self._familiar.clear()
+
+    # ---- what a seat asks for
+
     def release(self, name: str) -> None:
         """Ends the process in a seat."""
         seat = self._seats.get(name)
         if seat is not None:
             seat.kill()
-
-    # ---- what a seat asks for
 
     def now(self) -> float:
         return time.monotonic()
@@ -152,9 +178,8 @@ class Seats:
 
     def next_deadline(self, until: float) -> float:
         """Ends calls that are past their time; says when to look again, `until` at the latest."""
-        for seat in self:
-            if seat.calls and seat.calls[0].deadline is not None:
-                until = min(until, seat.check_time(self.now()) or until)
+        for seat in list(self.timed):
+            until = min(until, seat.check_time(self.now()) or until)
         return until
 
     # ---- endings
@@ -196,8 +221,9 @@ class Seats:
             self._watch.drop(log.source)
             log.hang_up()
             self._behind.add(log)  # what it has written is passed on to the end
-        self.dirty.discard(seat)
-        self.stuck.discard(seat)
+        self.forget()
+        for group in (self.dirty, self.stuck, self.timed):
+            group.discard(seat)
         seat.close()
 
     def close(self) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from typing import Final, Protocol
 
     RecvInto = Callable[[memoryview], int]
+    Express = Callable[[int, memoryview, int], bool]
+    """Stream, frame and length of its head. True: it took the frame."""
 else:
     Protocol = object
 
@@ -69,8 +71,10 @@ class Reader:
     It never blocks by itself and can be left in the middle of a frame.
     """
 
-    def __init__(self, receiver: Receiver, *, size: int = 64 * 1024) -> None:
+    def __init__(self, receiver: Receiver, *, express: Express | None = None, size: int = 64 * 1024) -> None:
+        """`express` is offered each small message that comes alone, as it lies; what it takes is not told."""
         self._receiver = receiver
+        self._express = express
         self._scratch = memoryview(bytearray(size))
         self._start = 0
         self._end = 0
@@ -108,7 +112,8 @@ class Reader:
             kind, head, stream, length = HEADER.unpack_from(scratch)
             if got == HEADER.size + length and head <= length and kind in KINDS and kind != DATA:
                 self._end = 0
-                self._receiver.arrived(kind, stream, scratch[HEADER.size : got], head)
+                if not (head and self._express and kind == HEAD and self._express(stream, scratch[:got], head)):
+                    self._receiver.arrived(kind, stream, scratch[HEADER.size : got], head)
                 return True
         self._parse()
         return got > 0

@@ -83,10 +83,14 @@ class _Sent:
 class Mux:
     """One side of a conversation of many streams. Not thread-safe: its owner holds a lock."""
 
-    def __init__(self, handler: Handler, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, handler: Handler, *, express: frames.Express | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`express` is offered small messages that come alone; what it takes is not `opened`."""
         self._handler = handler
+        self._express = express
         self._clock = clock
-        self._reader = frames.Reader(self)
+        self._reader = self._new_reader()
         self._control: deque[bytes] = deque()
         self._urgent: deque[bytes] = deque()
         self._outgoing: dict[int, _Outgoing] = {}
@@ -117,7 +121,7 @@ class Mux:
 
     def attach(self, hello: bytes) -> None:
         """A new connection begins: forget half-done reads and writes, and say hello."""
-        self._reader = frames.Reader(self)
+        self._reader = self._new_reader()
         self._batch.clear()
         self._control.clear()
         self._replay.clear()
@@ -125,6 +129,9 @@ class Mux:
         self._joined = self._asked = self._pong_due = self._ack_due = False
         self.window.restart()
         self.heard = self._clock()
+
+    def _new_reader(self) -> frames.Reader:
+        return frames.Reader(self, express=self._passed if self._express else None)
 
     def resume(self, received: int) -> None:
         """The other side has heard `received` frames: what comes after is sent again."""
@@ -163,10 +170,13 @@ class Mux:
     def send_now(self, stream: int, head: bytes, parts: Sequence[Buffer], send: Send) -> bool:
         """Queues a message and flushes; straight out where it is small and nothing is in the way."""
         total = sum(map(len, parts))
-        if total > SMALL or len(head) > SMALL or self.has_output or not self._joined:
+        if total > SMALL or len(head) > SMALL or not self.is_idle:
             self.send(stream, head, parts)
             return self.flush(send)
-        whole = b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + total), head, *parts))
+        return self.relay(b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + total), head, *parts)), send)
+
+    def relay(self, whole: bytes, send: Send) -> bool:
+        """Sends a small message's frame as it is. Only where nothing waits to be sent before it."""
         self._unacked.append(whole)
         try:
             sent = send((whole,))
@@ -254,6 +264,11 @@ class Mux:
             return not self._asked
         return any(o.credit > 0 for s in self._turns if (o := self._outgoing.get(s)) is not None)
 
+    @property
+    def is_idle(self) -> bool:
+        """What is sent now goes out at once."""
+        return self._joined and not self.has_output
+
     def _fill(self) -> bool:
         batch = self._batch
         while self._control:
@@ -327,6 +342,16 @@ class Mux:
 
     def place(self, stream: int, length: int) -> memoryview:
         return self._handler.place(stream, length)
+
+    def _passed(self, stream: int, whole: memoryview, head: int) -> bool:
+        assert self._express is not None
+        if not self._joined or not self._express(stream, whole, head):
+            return False
+        self.heard = self._clock()
+        self.bytes_in += len(whole)
+        self.received += 1
+        self._owed_frames += 1
+        return True
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         self.heard = self._clock()

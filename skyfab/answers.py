@@ -15,20 +15,13 @@ from skyfab.errors import (
 )
 from skyfab.protocol import codec, messages
 from skyfab.protocol.messages import Message
+from skyfab.protocol.streams import Buffer
 
 
 def resolve(message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str) -> Any:
     """The value that a call returned. Raises the exception that it raised, with the host's traceback as cause."""
     if isinstance(message, messages.Result):
-        try:
-            return codec.loads(buffers[0], buffers[1:])
-        except Exception as error:
-            raise NotPicklable(
-                f"the result of {label} cannot be unpickled here: {type(error).__name__}: {error}",
-                host=host,
-                rank=rank,
-                hint="is everything that it consists of installed on this machine too?",
-            ) from error
+        return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label)
     if isinstance(message, messages.Raised):
         raise _exception(message, buffers, host, rank) from RemoteTraceback(message.traceback, host, rank)
     if isinstance(message, messages.Ended):
@@ -37,6 +30,19 @@ def resolve(message: Message, buffers: list[memoryview], *, host: str, rank: int
     if isinstance(message, messages.Failed):
         raise RankDied(message.text, host=host, rank=rank, hint=message.hint)
     raise ProtocolError(f"{message.op} where a result was expected", host=host)
+
+
+def unpickle(data: Buffer, buffers: list[memoryview], *, host: str, rank: int | None, label: str) -> Any:
+    """A result's value. Raises NotPicklable."""
+    try:
+        return codec.loads(data, buffers)
+    except Exception as error:
+        raise NotPicklable(
+            f"the result of {label} cannot be unpickled here: {type(error).__name__}: {error}",
+            host=host,
+            rank=rank,
+            hint="is everything that it consists of installed on this machine too?",
+        ) from error
 
 
 def _exception(message: messages.Raised, buffers: list[memoryview], host: str, rank: int | None) -> BaseException:

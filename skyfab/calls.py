@@ -27,6 +27,8 @@ class Function(Generic[P, R]):
         self.fn = fn
         self.timeout = timeout
         """Seconds after which a call is stopped on its host."""
+        self.packed: Any = None
+        """Its parcel, and what that was made from: see `parcel`."""
         functools.update_wrapper(self, fn)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
@@ -36,7 +38,7 @@ class Function(Generic[P, R]):
     def _name(self) -> str:
         return str(getattr(self.fn, "__qualname__", ""))
 
-    @property
+    @functools.cached_property
     def label(self) -> str:
         return (self._name or repr(self.fn)).replace("<locals>.", "")
 

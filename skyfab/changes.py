@@ -6,6 +6,7 @@ Linux tells (inotify), at the moment of the write. Elsewhere, and where it does 
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import sys
 import weakref
@@ -25,6 +26,7 @@ class Changes:
         self._fd = -1
         self._folders: set[str] = set()
         self._libc: Any = None
+        self._events = bytearray(4096)
 
     def watch(self, folders: Iterable[str]) -> None:
         """From now on these and no others."""
@@ -38,6 +40,7 @@ class Changes:
         self._fd = self._libc.inotify_init1(_FLAGS)
         if self._fd < 0:
             return
+        self._look = io.FileIO(self._fd, closefd=False).readinto
         self._closer = weakref.finalize(self, os.close, self._fd)
         for folder in wanted:
             if self._libc.inotify_add_watch(self._fd, os.fsencode(folder), _EVENTS) < 0:
@@ -54,11 +57,9 @@ class Changes:
         """True: nothing has happened since the last time. False: something has, or nobody can tell."""
         if self._fd < 0:
             return False
-        try:
-            os.read(self._fd, 65536)
-        except BlockingIOError:
+        if self._look(self._events) is None:
             return True
-        except OSError:
+        while self._look(self._events):
             pass
         return False
 

@@ -10,23 +10,23 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, overload
 
 from skyfab.bundle import bundle
 from skyfab.calls import Call, Function, Group, as_function
 from skyfab.dispatch import Queue, Slot, Task
-from skyfab.errors import HostError, UsageError
-from skyfab.events import CallEnded, CallStarted, Events, HostState, Output
+from skyfab.errors import UsageError
+from skyfab.events import CallEnded, CallStarted, Events, HostState
 from skyfab.express import UNFIT, express
-from skyfab.gang import Gang
+from skyfab.gangs import Gangs
+from skyfab.hearing import Hearing
 from skyfab.image import Image
 from skyfab.inventory import Host, Inventory
 from skyfab.launch import Launch, local_python
 from skyfab.muster import close_all, open_all
 from skyfab.node import Node, SeatPlan
-from skyfab.output import Lines
 from skyfab.parcel import FunctionParcel, pack_arguments, pack_function
-from skyfab.project import Project
+from skyfab.project import Project, Tree
 from skyfab.protocol import codec
 from skyfab.session import Session
 from skyfab.spread import Spread
@@ -72,18 +72,16 @@ class Compute:
         self._lease = lease
         self._timeout = timeout
         self._ui = ui
+        self.events = Events()
         self._project = Project(self._image)
-        self._queue = Queue(lambda label, host: self._started([host], label))
-        self._gang: Gang | None = None
-        self._gangs = itertools.count(1)
+        self._queue = Queue(self._started)
+        self._gangs = Gangs(self._env_of)
         self._lock = threading.Lock()
         self._session = secrets.token_hex(8)
-        self._seats: dict[str, int | None] = {}
         self._open = False
         self._opening: Sequence[Node] = ()
-        self._tree = ""
+        self._synced: Tree | None = None
         self._closers: list[Callable[[], None]] = []
-        self.events = Events()
         self.hosts: Sequence[Node] = ()
         """The nodes of the pool, once it is open."""
 
@@ -114,6 +112,7 @@ class Compute:
             for node in nodes
             if number < node.host.slots
         )
+        self._synced = None
         self._open = True
 
     def _connect(self) -> list[Node]:
@@ -139,7 +138,7 @@ class Compute:
             python = sys.executable if host.transport == "local" else local_python()
         session = f"{self._session}-{index}"  # two names may be one machine
         launch = Launch(host=host, session=session, bundle=bundle(), python=python)
-        listener = _Listener(self, host)
+        listener = Hearing(self.events, self._gangs, self._queue)
         talk = Session(host, transport_for(host, self.inventory), launch, listener, lease=self._lease)
         node = listener.node = Node(index, host, self.inventory, talk)
         return node
@@ -182,12 +181,12 @@ class Compute:
         function, arguments, _ = self._pack(call)
         timeout = self._timeout_of(call.function)
         label = call.function.label
-        result = express(self._queue, function, arguments, label=label, timeout=timeout)
+        result: R = express(self._queue, function, arguments, label=label, timeout=timeout)
         if result is UNFIT:
             task = Task(function, arguments, label=label, timeout=timeout)
             self._queue.add(task)
             result = self._wait(task.future)
-        return cast("R", result)
+        return result
 
     def broadcast(self, call: Call[R]) -> list[R]:
         """Runs a call on every rank and waits for all: ``call @ compute``, a list in rank order.
@@ -208,8 +207,8 @@ class Compute:
         timeout = self._timeout_of(call.function)
         label = call.function.label
         if on == "all":
-            gang = self._current_gang(tree)
-            ended = self._started([node.name for node in self.hosts], label)
+            gang = self._gangs.current(self.hosts, [self._ranks_on(node) for node in self.hosts], tree)
+            ended = self._started(label, *(node.name for node in self.hosts))
             return gang.call(function, arguments, timeout=timeout, label=label, ended=ended)
         node = None if on == "one" else self.hosts[0] if on == "head" else self._named(on)
         task = Task(function, arguments, label=label, timeout=timeout, on=node)
@@ -245,7 +244,8 @@ class Compute:
         """What travels: the function, its arguments, and the digest of the project, which every host has by now."""
         if not isinstance(call, Call):
             raise UsageError(f"{call!r:.80} is not a call", hint="decorate the function with @sky.function and call it")
-        self._check_open()
+        if not self._open:
+            self._check_open()
         return pack_function(call.function), pack_arguments(call), self._sync_tree()
 
     def _wait(self, future: Future[R]) -> R:
@@ -274,13 +274,13 @@ class Compute:
     def _sync_tree(self) -> str:
         """The project's digest, once every host has its files."""
         tree = self._project.tree()
-        behind = [node for node in self.hosts if node.lost is None and not node.knows(tree)]
-        if not behind and tree.digest == self._tree:
+        if tree is self._synced:
             return tree.digest
+        behind = [node for node in self.hosts if node.lost is None and not node.knows(tree)]
         with self._lock, ThreadPoolExecutor(max(1, len(behind))) as pool:
             while not all(done.result() for done in [pool.submit(node.learn_tree, tree) for node in behind]):
                 tree = self._project.tree(anew=True)  # somebody is editing
-            self._tree = tree.digest
+            self._synced = tree
             self._queue.replan(lambda slot: self._solo_plan(slot.node, tree.digest))
         return tree.digest
 
@@ -303,32 +303,7 @@ class Compute:
     def _env_of(self, node: Node) -> dict[str, str]:
         return {**node.host.env, **self._image.env, **self._env}
 
-    def _current_gang(self, tree: str) -> Gang:
-        from skyfab.protocol.messages import Done, Port
-
-        with self._lock:
-            gang = self._gang
-            if gang is not None and not gang.broken and gang.tree == tree:
-                return gang
-            if gang is not None:
-                gang.retire()
-            alive = [node for node in self.hosts if node.lost is None]
-            if len(alive) < len(self.hosts):
-                raise next(node.lost for node in self.hosts if node.lost is not None)
-            answer = alive[0].session.ask(Port())
-            assert isinstance(answer, Done)
-            self._gang = Gang(
-                alive,
-                [self._ranks_on(node) for node in alive],
-                name=f"gang{next(self._gangs)}",
-                tree=tree,
-                port=int(answer.text),
-                env=self._env_of,
-            )
-            self._seats.update({f"{m.node.index}/{m.seat}": m.rank for m in self._gang.members})
-            return self._gang
-
-    def _started(self, hosts: Sequence[str], label: str) -> Callable[[BaseException | None], None]:
+    def _started(self, label: str, *hosts: str) -> Callable[[BaseException | None], None]:
         """Tells that a call began on these hosts; returns what tells that it ended."""
         if not self.events.active:
             return _nobody
@@ -347,37 +322,6 @@ class Compute:
 
 def _nobody(error: BaseException | None) -> None:
     """Nobody listens."""
-
-
-class _Listener:
-    """Turns what a host says unasked into events and states."""
-
-    def __init__(self, compute: Compute, host: Host) -> None:
-        self._compute = compute
-        self._host = host
-        self.node: Node | None = None
-
-    def wrote(self, seat: str, lines: Lines) -> None:
-        events = self._compute.events
-        if not events.active:
-            return
-        assert self.node is not None
-        rank = self._compute._seats.get(f"{self.node.index}/{seat}")
-        for text, end in lines:
-            events.emit(Output(host=self._host.name, rank=rank, stream=lines.stream, text=text, end=end))
-
-    def exited(self, seat: str, generation: int) -> None:
-        assert self.node is not None
-        self.node.vacated(seat, generation)
-        gang = self._compute._gang
-        if gang is not None and any(m.node is self.node and m.seat == seat for m in gang.members):
-            gang.broken = True
-
-    def lost(self, error: HostError) -> None:
-        assert self.node is not None
-        self.node.lost = error
-        self._compute.events.emit(HostState(host=self._host.name, state="lost", detail=error.message))
-        self._compute._queue.advance()
 
 
 def _inventory(given: str | os.PathLike[str] | Inventory | None) -> Inventory:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from skyfab.answers import resolve
+from skyfab.answers import resolve, unpickle
 from skyfab.dispatch import Queue, Slot
+from skyfab.inbox import Reply
 from skyfab.parcel import FunctionParcel
 from skyfab.protocol import codec, messages
 from skyfab.protocol.streams import SMALL
@@ -27,12 +28,18 @@ def express(
     slot = queue.reserve()
     if slot is None:
         return UNFIT
-    ended = queue.started(label, slot.node.name)
+    host = slot.node.name
+    ended = queue.started(label, host)
     try:
-        message, buffers = _exchange(queue, slot, function, arguments.data, timeout)
-        if isinstance(message, messages.Ended) and message.why == "unstarted":
-            return UNFIT  # its process ended before: another one takes it
-        result = resolve(message, buffers, host=slot.node.name, rank=None, label=label)
+        reply = _exchange(queue, slot, function, arguments.data, timeout)
+        if reply.value is not None:
+            result = unpickle(reply.value, [], host=host, rank=None, label=label)
+        else:
+            assert reply.found is not None
+            message, buffers = reply.found
+            if isinstance(message, messages.Ended) and message.why == "unstarted":
+                return UNFIT  # its process ended before: another one takes it
+            result = resolve(message, buffers, host=host, rank=None, label=label)
     except BaseException as error:
         ended(error)
         raise
@@ -40,18 +47,17 @@ def express(
     return result
 
 
-def _exchange(
-    queue: Queue, slot: Slot, function: FunctionParcel, data: bytes, timeout: float | None
-) -> tuple[messages.Message, list[memoryview]]:
+def _exchange(queue: Queue, slot: Slot, function: FunctionParcel, data: bytes, timeout: float | None) -> Reply:
     """Sends the call, waits for its answer and frees the slot. An interrupt stops the call first."""
     node = slot.node
     try:
         reply = node.begin(slot.seat, slot.plan, function, data, timeout=timeout)
         try:
-            return node.session.await_reply(reply)
+            node.session.await_reply(reply)
         except KeyboardInterrupt:
             node.cancel(reply.stream)
             node.session.await_reply(reply)
             raise
+        return reply
     finally:
         queue.release(slot)

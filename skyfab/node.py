@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from skyfab.errors import HostUnfit
+from skyfab.inbox import Answer, Failure, Reply
 from skyfab.inventory import Host, Inventory
 from skyfab.parcel import FunctionParcel
 from skyfab.project import Tree
@@ -21,7 +22,7 @@ from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import LARGE, name_of
 from skyfab.protocol.messages import AgentHello
 from skyfab.protocol.streams import Buffer
-from skyfab.session import Answer, Failure, Reply, Session
+from skyfab.session import Session
 
 if TYPE_CHECKING:
     import fabric
@@ -44,6 +45,7 @@ class Node:
 
     def __init__(self, index: int, host: Host, inventory: Inventory, session: Session) -> None:
         self.index = index
+        self.name = host.name
         self.host = host
         self.session = session
         self.lost: Exception | None = None
@@ -58,10 +60,6 @@ class Node:
         """Blobs on their way, with those who wait for them."""
         self._seen: set[tuple[int, bytes]] = set()
         self._connection: Any = None
-
-    @property
-    def name(self) -> str:
-        return self.host.name
 
     @property
     def agent(self) -> AgentHello:
@@ -135,7 +133,9 @@ class Node:
     ) -> Reply:
         """Starts a small call, whose answer this thread will read. Raises HostLost when the host is gone."""
         with self._lock:
-            self._seat(seat, plan)
+            sitting = self._seats.get(seat)
+            if sitting is None or sitting[0] is not plan:
+                self._seat(seat, plan)
             self._teach(function, {})
             head = messages.Call.head(seat=seat, function=function.digest, parts=(len(data),), timeout=timeout)
             return self.session.begin(head, data, seat)

@@ -11,7 +11,6 @@ import functools
 import linecache
 import sys
 import types
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -35,17 +34,14 @@ class FunctionParcel:
     payload: codec.Payload
 
 
-_packed: weakref.WeakKeyDictionary[Any, tuple[Any, FunctionParcel]] = weakref.WeakKeyDictionary()
-
-
 def pack_function(function: Function[..., Any]) -> FunctionParcel:
     """The function's parcel. Raises NotPicklable."""
     fn = function.fn
     state = _state(fn)
     if state is not None:
-        known = _packed.get(fn)
+        known = function.packed
         if known is not None and known[0] == state:
-            return known[1]
+            return known[1]  # type: ignore[no-any-return]  # only this module sets it
     by_name = function.is_importable
     try:
         payload = codec.dumps((function if by_name else fn, by_name, {} if by_name else _sources(fn)))
@@ -53,7 +49,7 @@ def pack_function(function: Function[..., Any]) -> FunctionParcel:
         raise NotPicklable(f"{function.label} cannot be pickled: {error}", hint=_culprit(fn)) from error
     parcel = FunctionParcel(name_of(payload.data, *payload.buffers), payload)
     if state is not None:
-        _packed[fn] = (state, parcel)
+        function.packed = (state, parcel)
     return parcel
 
 
@@ -83,13 +79,18 @@ def _state(fn: Any) -> tuple[Any, ...] | None:
     """
     if type(fn) is not types.FunctionType or fn.__dict__ or fn.__kwdefaults__:
         return None
-    used: list[tuple[str, Any]] = [("", value) for value in fn.__defaults__ or ()]
-    try:
-        used += [("", cell.cell_contents) for cell in fn.__closure__ or ()]
-    except ValueError:  # an empty cell
-        return None
-    space = fn.__globals__
-    used += [(name, space[name]) for name in _names_in(fn.__code__) if name in space]
+    used: list[tuple[str, Any]] = []
+    if fn.__defaults__:
+        used += [("", value) for value in fn.__defaults__]
+    if fn.__closure__:
+        try:
+            used += [("", cell.cell_contents) for cell in fn.__closure__]
+        except ValueError:  # an empty cell
+            return None
+    names = _names_in(fn.__code__)
+    if names:
+        space = fn.__globals__
+        used += [(name, space[name]) for name in names if name in space]
     found: list[Any] = [fn.__code__, fn.__module__]
     for name, value in used:
         if not _is_atom(value):

@@ -6,24 +6,21 @@ One stream, many exchanges: requests and their answers, what processes write, an
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final
 
 from skyfab.errors import HostError, HostLost, HostUnfit, ProtocolError, SkyfabError
+from skyfab.inbox import Answer, Exchange, Failure, Inbox, Listener, Reply
 from skyfab.inventory import Host
 from skyfab.launch import Launch, cannot_run, local_python, other_python
-from skyfab.output import Lines
 from skyfab.protocol import VERSION, messages
-from skyfab.protocol.blobs import Assembly, split
-from skyfab.protocol.frames import HEADER
+from skyfab.protocol.frames import HEAD, HEADER
 from skyfab.protocol.messages import AgentHello, ClientHello, Message
-from skyfab.protocol.streams import Buffer, Mux
+from skyfab.protocol.streams import Buffer
 from skyfab.transport.base import Stream, Transport
 from skyfab.turns import Turns
 
@@ -35,80 +32,21 @@ PING: Final = 5.0
 SILENCE: Final = 30.0
 """Seconds without a word after which a host counts as lost."""
 
-_MEMORY: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-"""A host may not announce more than this machine could hold."""
-
-_MOST_OUTPUTS: Final = 65536
-
-Answer = Callable[[Message, list[memoryview]], None]
-Failure = Callable[[Exception], None]
-
-
-class Listener(Protocol):
-    """Who hears what a host says without being asked."""
-
-    def wrote(self, seat: str, lines: Lines) -> None:
-        """A seat's process wrote these lines."""
-
-    def exited(self, seat: str, generation: int) -> None:
-        """A seat's process ended."""
-
-    def lost(self, error: HostError) -> None:
-        """The host is gone."""
-
-
-@dataclass(slots=True)
-class _Exchange:
-    """A request whose answer is awaited."""
-
-    answer: Answer
-    failure: Failure
-    seat: str | None = None
-    message: Message | None = None
-    assembly: Assembly | None = None
-
-
-class Reply(_Exchange):
-    """The answer to a small request, read by the thread that waits for it."""
-
-    __slots__ = ("error", "found", "reader", "stream")
-
-    def __init__(self, seat: str) -> None:
-        super().__init__(self._answered, self._failed, seat)
-        self.stream = 0
-        self.reader = threading.get_ident()
-        self.found: tuple[Message, list[memoryview]] | None = None
-        self.error: Exception | None = None
-
-    def _answered(self, message: Message, buffers: list[memoryview]) -> None:
-        self.found = (message, buffers)
-
-    def _failed(self, error: Exception) -> None:
-        self.error = error
-
-    def is_there(self) -> bool:
-        return self.found is not None or self.error is not None
-
 
 class Session:
     """The conversation with one host's agent. Thread-safe."""
 
     def __init__(self, host: Host, transport: Transport, launch: Launch, listener: Listener, *, lease: float) -> None:
         self.host = host
-        self.agent: AgentHello | None = None
-        """What the host said of itself, once it is open."""
         self._transport = transport
         self._launch = launch
-        self._listener = listener
         self._lease = lease
-        self._mux = Mux(self, express=self._express)
+        self._inbox = Inbox(host.name, listener)
+        self._mux = self._inbox.mux
         self._lock = threading.Lock()
         self._gate = threading.Lock()
         self._deadline = 0.0
         self._until = float("inf")
-        self._exchanges: dict[int, _Exchange] = {}
-        self._output: dict[int, tuple[str, Lines]] = {}
-        self._after: list[Callable[[], None]] = []
         self._next_stream = 1
         self._stream: Stream | None = None
         self._ended: Exception | None = None
@@ -116,7 +54,12 @@ class Session:
         self._pinged = 0.0
         self._waker: tuple[int, int] | None = None
         self._poll = select.poll()
-        self._turns = Turns(self._pump, lambda: self._ended is not None, self.poke)
+        self._turns = Turns(self._pump, self.poke)
+
+    @property
+    def agent(self) -> AgentHello | None:
+        """What the host said of itself, once it is open."""
+        return self._inbox.agent
 
     # ---- opening and closing
 
@@ -222,33 +165,35 @@ class Session:
             stream = self._next_stream
             self._next_stream += 2
             if answer is not None:
-                self._exchanges[stream] = _Exchange(answer, failure or _ignore, seat)
-            drained = self._say(stream, head, parts, urgent)
+                self._inbox.exchanges[stream] = Exchange(answer, failure or _ignore, seat)
+            drained = self._say(stream, head, parts, urgent=urgent)
         if not drained:
             self.poke()
         return stream
 
     def begin(self, head: bytes, data: bytes, seat: str) -> Reply:
         """Sends a small message whose answer this thread will `await_reply`. Raises HostLost."""
-        reply = Reply(seat)
         with self._lock:
             if self._ended is not None:
                 raise self._ended
-            reply.stream = stream = self._next_stream
+            stream = self._next_stream
             self._next_stream += 2
-            self._exchanges[stream] = reply
-            drained = self._say(stream, head, (data,), False)
+            reply = self._inbox.exchanges[stream] = Reply(stream, seat)
+            frame = HEADER.pack(HEAD, len(head), stream, len(head) + len(data)) + head + data
+            assert self._stream is not None
+            try:
+                drained = self._mux.send_frame(frame, self._stream.send)
+            except OSError:
+                drained = True  # the reading side finds out why
         if not drained:
             self.poke()
         return reply
 
-    def await_reply(self, reply: Reply) -> tuple[Message, list[memoryview]]:
+    def await_reply(self, reply: Reply) -> None:
         """Raises HostLost when the host is gone first."""
-        self.wait(reply.is_there)
-        if reply.found is None:
-            assert reply.error is not None
+        self._turns.wait(reply.is_there)
+        if reply.error is not None:
             raise reply.error
-        return reply.found
 
     def ask(self, message: Message, parts: Sequence[Buffer] = ()) -> Message:
         """Sends a message and waits for its answer. Raises what the host says went wrong."""
@@ -296,19 +241,21 @@ class Session:
                 self._poll.register(sink, select.POLLOUT)
         ready = self._poll.poll(wait * 1000)
         with self._lock:
+            heard = False
             for fd, _ in ready:
                 if fd == self._waker[0]:
                     os.read(fd, 4096)
                 elif fd == stream.fileno():
+                    heard = True
                     self._read(stream)
                 else:
                     self._poll.unregister(fd)
             if self._ended is None:
-                if not ready or self._farewell or self._mux.heard - self._pinged > PING:
+                if not heard or self._farewell:
                     self._keep_alive()
                 if self._mux.has_output:
                     self._flush()
-            after, self._after = self._after, []
+            after = self._inbox.take()
         if after:
             self._turns.call(after)
 
@@ -324,7 +271,7 @@ class Session:
             error.host = error.host or self.host.name
             self._end(error)
 
-    def _say(self, stream: int, head: bytes, parts: Sequence[Buffer], urgent: bool) -> bool:
+    def _say(self, stream: int, head: bytes, parts: Sequence[Buffer], *, urgent: bool = False) -> bool:
         if urgent or self._stream is None:
             self._mux.send(stream, head, parts, urgent=urgent)
             return self._flush()
@@ -359,100 +306,11 @@ class Session:
         if error is None and not self._farewell:
             error = self._stream.explain()
         self._ended = error or HostLost("the pool is closed", host=self.host.name)
-        exchanges, self._exchanges = self._exchanges, {}
-        for exchange in exchanges.values():
-            self._after.append(lambda exchange=exchange: exchange.failure(self._ended))  # type: ignore[misc]
+        self._turns.over = True
+        lost = None
         if not self._farewell and self.agent is not None:
             lost = self._ended if isinstance(self._ended, HostError) else HostLost(str(error), host=self.host.name)
-            self._after.append(lambda: self._listener.lost(lost))
-
-    # ---- what the mux tells, with the lock held
-
-    def hello(self, payload: bytes) -> None:
-        hello = messages.expect(AgentHello, payload)
-        if hello.protocol != VERSION:
-            raise HostUnfit(f"its agent speaks protocol {hello.protocol}, not {VERSION}", host=self.host.name)
-        self.agent = hello
-        self._mux.resume(hello.received)
-
-    def bye(self, reason: str) -> None:
-        pass  # the end of the stream follows
-
-    def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
-        message = messages.decode(head)
-        exchange = self._exchanges.get(stream)
-        if exchange is not None:
-            parts = getattr(message, "parts", ())
-            if data is not None:
-                self._complete(stream, exchange, message, split(parts, data))
-            else:
-                exchange.message = message
-                exchange.assembly = Assembly(parts, limit=_MEMORY)
-                if not exchange.assembly.missing:  # a long head, and nothing else
-                    self._complete(stream, exchange, message, exchange.assembly.buffers())
-        elif isinstance(message, messages.Log):
-            self._hear(stream, message)
-        elif isinstance(message, messages.Exited):
-            self._flush_lines(message.seat)
-            self._after.append(lambda: self._listener.exited(message.seat, message.generation))
-
-    def _express(self, stream: int, frame: memoryview, head: int) -> bool:
-        """A small answer that came alone, to the thread that reads: it need not be told of it."""
-        reply = self._exchanges.get(stream)
-        if not isinstance(reply, Reply) or reply.reader != threading.get_ident():
-            return False
-        for _, lines in self._output.values():
-            if lines.partial:
-                return False
-        message = messages.decode(bytes(frame[HEADER.size : HEADER.size + head]))
-        reply.found = (message, split(getattr(message, "parts", ()), frame[HEADER.size + head :]))
-        del self._exchanges[stream]
-        return True
-
-    def place(self, stream: int, length: int) -> memoryview:
-        exchange = self._exchanges.get(stream)
-        if exchange is not None and exchange.assembly is not None:
-            return exchange.assembly.place(length)
-        return memoryview(bytearray(length))
-
-    def data(self, stream: int, view: memoryview) -> None:
-        exchange = self._exchanges.get(stream)
-        if exchange is not None:
-            if exchange.assembly is None or exchange.message is None:
-                raise ProtocolError("data before its message")
-            self._mux.used(stream, len(view))
-            if exchange.assembly.advance(len(view)):
-                self._complete(stream, exchange, exchange.message, exchange.assembly.buffers())
-        elif stream in self._output:
-            self._mux.used(stream, len(view))
-            seat, lines = self._output[stream]
-            if complete := lines.feed(bytes(view)):
-                self._after.append(lambda: self._listener.wrote(seat, complete))
-
-    def _hear(self, stream: int, log: messages.Log) -> None:
-        """What a process writes will come on this stream; the one that had its seat before writes no more."""
-        kind: Literal["stdout", "stderr"] = "stdout" if log.fd == 1 else "stderr"
-        for old, (seat, lines) in list(self._output.items()):
-            if seat == log.seat and lines.stream == kind:
-                del self._output[old]
-                self._mux.forget(old)
-        if len(self._output) >= _MOST_OUTPUTS:
-            raise ProtocolError("more processes than any pool has")
-        self._output[stream] = (log.seat, Lines(kind))
-
-    def _complete(self, stream: int, exchange: _Exchange, message: Message, buffers: list[memoryview]) -> None:
-        del self._exchanges[stream]
-        self._mux.forget(stream)
-        if exchange.seat is not None:
-            self._flush_lines(exchange.seat)
-        self._after.append(functools.partial(exchange.answer, message, buffers))
-
-    def _flush_lines(self, seat: str) -> None:
-        """A call is over: what it wrote without an end of line is shown too."""
-        for name, lines in self._output.values():
-            if lines.partial and name == seat:
-                rest = lines.rest()
-                self._after.append(lambda name=name, rest=rest: self._listener.wrote(name, rest))  # type: ignore[misc]
+        self._inbox.end(self._ended, lost=lost)
 
 
 def _ignore(error: Exception) -> None:

@@ -17,18 +17,17 @@ _NAP: Final = 0.05
 
 
 class Turns:
-    """Takes turns at `pump`, which waits for the stream once and reads what has come, until `over`."""
+    """Takes turns at `pump`, which waits for the stream once and reads what has come, until it is `over`."""
 
-    def __init__(
-        self, pump: Callable[[float | None], None], over: Callable[[], bool], poke: Callable[[], None]
-    ) -> None:
+    def __init__(self, pump: Callable[[float | None], None], poke: Callable[[], None]) -> None:
         self._pump = pump
-        self._over = over
+        self.over = False
         self._poke = poke
         self._lock = threading.Lock()
         self.held = threading.Lock()
         """Held by the one who reads."""
-        self._callers = 0
+        self._callers: list[None] = []
+        """As many as wait. A list, because it grows and shrinks without a lock."""
         self._last_call = 0.0
         self._thread_reads = False
         self._reader = 0
@@ -48,24 +47,31 @@ class Turns:
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         """Reads until `done()`; lets another caller read where one already does. False: time is up, or it is over."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            self._callers += 1
+        self._callers.append(None)
         if self._thread_reads:
             self._poke()
         try:
             while not done():
-                rest = None if deadline is None else deadline - time.monotonic()
-                if rest is not None and rest <= 0:
-                    return False
-                if self._over():
+                rest = None
+                if deadline is not None:
+                    rest = deadline - time.monotonic()
+                    if rest <= 0:
+                        return False
+                if self.over:
                     return self._last_words(done)
-                self._read_or_follow(rest)
+                if self._reader != threading.get_ident() and self.held.acquire(blocking=False):
+                    try:
+                        self._pump(rest)
+                    finally:
+                        self.held.release()
+                else:
+                    self._follow(rest)
             return True
         finally:
-            with self._lock:
-                self._callers -= 1
-                self._last_call = time.monotonic()
-            self._wake_next()
+            self._callers.pop()
+            self._last_call = time.monotonic()
+            if self._followers:
+                self._wake_next()
 
     def _last_words(self, done: Callable[[], bool]) -> bool:
         """It is over; whoever saw it may still be telling those who waited."""
@@ -74,19 +80,11 @@ class Turns:
                 pass
         return done()
 
-    def _read_or_follow(self, timeout: float | None) -> None:
-        if self._reader == threading.get_ident():  # a callback waits for another call
-            self._pump(timeout)
-        elif self.held.acquire(blocking=False):
-            try:
-                self._pump(timeout)
-            finally:
-                self.held.release()
-        else:
-            self._follow(timeout)
-
     def _follow(self, timeout: float | None) -> None:
         """Waits for the one who reads to finish something or to leave."""
+        if self._reader == threading.get_ident():  # a callback waits for another call
+            self._pump(timeout)
+            return
         event = threading.Event()
         with self._lock:
             self._followers.append(event)
@@ -96,10 +94,9 @@ class Turns:
 
     def _wake_next(self) -> None:
         """The turn is free: somebody who waits may read."""
-        if self._followers:
-            with self._lock:
-                for event in self._followers[:1]:
-                    event.set()
+        with self._lock:
+            for event in self._followers[:1]:
+                event.set()
 
     def call(self, actions: Iterable[Callable[[], None]]) -> None:
         """Runs what follows from what was read, on the thread that has the turn, and tells those who follow."""
@@ -115,7 +112,7 @@ class Turns:
                     event.set()
 
     def _read_on(self) -> None:
-        while not self._over():
+        while not self.over:
             if self._callers or time.monotonic() - self._last_call < _LINGER:
                 time.sleep(_LINGER)
                 continue
@@ -124,7 +121,7 @@ class Turns:
                 try:
                     while not self._callers:
                         self._pump(None)
-                        if self._over():
+                        if self.over:
                             break
                 finally:
                     self._thread_reads = False

@@ -20,8 +20,8 @@ LAYERS = [
     "protocol",  # what the two sides of a connection share, and all they share
     "host selection inventory_file inventory image output calls",  # what the user says, as data
     "transport env bundle changes project parcel launch plugins",  # how it gets to a host
-    "turns session",  # one agent on one host
-    "answers node muster dispatch express gang spread runs",  # what a pool is made of
+    "turns inbox session",  # one agent on one host
+    "answers node muster dispatch express gang gangs hearing spread runs",  # what a pool is made of
     "compute device",  # the pool
     "terminal view ui",  # what a person sees
     "commands cli",  # what a person types

@@ -23,7 +23,7 @@ from skyfab.agent.watch import READ, WRITE, Watch
 from skyfab.errors import ProtocolError
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.blobs import Assembly, inline_size
-from skyfab.protocol.frames import CHUNK
+from skyfab.protocol.frames import CHUNK, HEADER
 from skyfab.protocol.messages import AgentHello, ClientHello, Done, Failed
 from skyfab.protocol.streams import Mux
 
@@ -93,7 +93,9 @@ class Agent:
             self._clean_up()
 
     def _express(self, stream: int, frame: memoryview, head: int) -> bool:
-        return self._seats.express(stream, frame, head)
+        """Passes a small call on as it lies, to a seat that is idle and has had one like it."""
+        seat = self._seats.familiar.get(bytes(frame[HEADER.size : HEADER.size + head]))
+        return seat is not None and seat.take(stream, frame)
 
     def _terminated(self, *_: object) -> None:
         self._done = True
@@ -180,14 +182,11 @@ class Agent:
 
     def _relay(self, frame: memoryview) -> bool:
         connection = self._connection
-        if connection is None or not self._mux.is_idle:
-            return False
         try:
-            if not self._mux.relay(bytes(frame), connection.send):
-                self._write()
+            return connection is not None and self._mux.relay(bytes(frame), connection.send)
         except OSError:
             self._drop()
-        return True
+            return True  # it is kept, for the next connection
 
     def _drop(self) -> None:
         """The connection is gone; the client may come back."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import os
 
 from skyfab.protocol.pipes import widen
@@ -9,9 +11,9 @@ from skyfab.protocol.pipes import widen
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Sequence
 
-    from skyfab.protocol.streams import Buffer
+    from skyfab.protocol.frames import RecvInto
+    from skyfab.protocol.streams import Send
 
 
 class Connection:
@@ -25,12 +27,8 @@ class Connection:
             os.set_blocking(fd, False)
             os.set_inheritable(fd, False)
             widen(fd)
-
-    def recv_into(self, view: memoryview) -> int:
-        return os.readv(self.source, [view])
-
-    def send(self, buffers: Sequence[Buffer]) -> int:
-        return os.writev(self.sink, buffers)
+        self.recv_into: RecvInto = io.FileIO(source, closefd=False).readinto
+        self.send: Send = functools.partial(os.writev, sink)
 
     def close(self) -> None:
         for fd in {self.source, self.sink}:

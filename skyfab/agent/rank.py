@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import io
 import os
 import signal
 import sys
@@ -66,7 +67,7 @@ class Rank:
     """Receives functions and calls, answers with results."""
 
     def __init__(self, source: int, sink: int, stores: list[str]) -> None:
-        self._source = source
+        self._recv_into = io.FileIO(source, closefd=False).readinto
         self._sink = sink
         self._stores = stores
         self._reader = Reader(self, express=self._express)
@@ -92,9 +93,6 @@ class Rank:
                         self._functions.pop(digest, None)
             if not self._reader.pump(self._recv_into):
                 return
-
-    def _recv_into(self, view: memoryview) -> int:
-        return os.readv(self._source, [view])
 
     # ---- receiving
 
@@ -175,7 +173,7 @@ class Rank:
         if payload.buffers:
             self._answer(stream, messages.Result.head(parts=_sizes(payload)), payload)
         else:
-            self._answer(stream, _result(len(payload.data)), payload)
+            self._answer(stream, messages.result_head(len(payload.data)), payload)
 
     def _function(self, digest: str) -> Any:
         found = self._functions[digest]
@@ -218,7 +216,10 @@ class Rank:
     def _answer(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
         if payload is not None and not payload.buffers and len(payload.data) + len(message) <= SMALL:
             size = len(message)
-            self._send(HEADER.pack(HEAD, size, stream, size + len(payload.data)) + message + payload.data)
+            whole = HEADER.pack(HEAD, size, stream, size + len(payload.data)) + message + payload.data
+            sent = os.write(self._sink, whole)
+            if sent < len(whole):
+                self._send(memoryview(whole)[sent:])
             return
         pieces: tuple[Buffer, ...] = () if payload is None else (payload.data, *payload.buffers)
         total = sum(map(len, pieces))
@@ -251,11 +252,6 @@ def _each(function: Any, items: list[tuple[Any, ...]]) -> tuple[float, list[Any]
 
 def _sizes(payload: codec.Payload) -> tuple[messages.Part, ...]:
     return (len(payload.data), *map(len, payload.buffers))
-
-
-@functools.lru_cache(maxsize=256)
-def _result(size: int) -> bytes:
-    return messages.Result(parts=(size,)).encode()
 
 
 def _exited(error: SystemExit) -> messages.Ended:

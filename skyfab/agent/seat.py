@@ -7,6 +7,7 @@ Calls run in the order in which they came; the first one without an answer is th
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
 import select
@@ -59,6 +60,8 @@ class Owner(Protocol):
     stuck: set[Seat]
     """Seats that wait for the connection."""
 
+    behind: set[LogPipe]
+    """Logs that have not been passed on to the end."""
     timed: set[Seat]
     """Seats whose call may take only so long."""
 
@@ -96,6 +99,7 @@ class Seat:
         """The rank's pipe is full: somebody watches for room in it."""
         self.paused = False
         self.condemned = False
+        self._recv_into = io.FileIO(self.source, closefd=False).readinto
         self._poll = select.poll()
         for log in logs:
             self._poll.register(log, select.POLLIN)
@@ -185,20 +189,18 @@ class Seat:
 
     # ---- from the rank
 
-    def read(self) -> bool:
-        """Takes what the rank has to say. False when it has hung up."""
+    def read(self) -> None:
+        """Takes what the rank has to say."""
         try:
-            return self._reader.pump(self._recv_into)
+            if self._reader.pump(self._recv_into):
+                return
         except BlockingIOError:
-            return True
+            return
         except OSError:
-            return False
+            pass
         except ProtocolError:  # it wrote to our pipe: that is its end, not ours
             self.kill()
-            return False
-
-    def _recv_into(self, view: memoryview) -> int:
-        return os.readv(self.source, [view])
+        self._owner.readable(self, False)  # it has hung up
 
     def place(self, stream: int, length: int) -> memoryview:
         return memoryview(bytearray(length))
@@ -207,10 +209,7 @@ class Seat:
         """Passes a small answer on as it lies, if nothing is in its way."""
         if self._stalled or not self.calls or self.calls[0].stream != stream or self._poll.poll(0):
             return False
-        for log in self.logs:
-            if log.waiting:
-                return False
-        if not self._owner.relay(frame):
+        if self._owner.behind or not self._owner.relay(frame):
             return False
         self._close(stream)
         return True

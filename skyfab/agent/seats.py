@@ -13,7 +13,6 @@ from skyfab.agent.seat import Seat
 from skyfab.agent.watch import READ, WRITE
 from skyfab.agent.zygote import Zygote
 from skyfab.errors import ProtocolError
-from skyfab.protocol.frames import HEADER
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
@@ -51,13 +50,13 @@ class Seats:
         self.timed: set[Seat] = set()
         self.busy = False
         """There is more to pass on than one round could."""
-        self._behind: set[LogPipe] = set()
+        self.behind: set[LogPipe] = set()
         self._watch = watch
         self._zygote = zygote
         self._logs = logs
         self._describe_end = describe_end
         self._seats: dict[str, Seat] = {}
-        self._familiar: dict[bytes, Seat] = {}
+        self.familiar: dict[bytes, Seat] = {}
         """Heads of small calls that have been made before, and the seats that know what they ask for."""
         self._started = 0
         self._next_stream = 2
@@ -97,22 +96,15 @@ class Seats:
         path = os.path.join(self._logs, f"{seat}.{'out' if fd == 1 else 'err'}")
         return LogPipe(self.mux, stream, path, seat=seat, fd=fd)
 
-    # ---- the short way
-
-    def express(self, stream: int, frame: memoryview, head: int) -> bool:
-        """Passes a small call on as it lies, to a seat that is idle and knows it. False: it goes the usual way."""
-        seat = self._familiar.get(bytes(frame[HEADER.size : HEADER.size + head]))
-        return seat is not None and seat.take(stream, frame)
-
     def recognise(self, head: bytes, seat: Seat) -> None:
         """Calls like this one may take the short way from now on."""
-        if len(self._familiar) >= _FAMILIAR:
-            self._familiar.clear()
-        self._familiar[head] = seat
+        if len(self.familiar) >= _FAMILIAR:
+            self.familiar.clear()
+        self.familiar[head] = seat
 
     def forget(self) -> None:
         """Seats have changed, or what they know."""
-        self._familiar.clear()
+        self.familiar.clear()
 
     # ---- what a seat asks for
 
@@ -137,20 +129,16 @@ class Seats:
 
     def readable(self, seat: Seat, wanted: bool) -> None:
         if wanted:
-            self._watch.add(seat.source, READ, lambda: self._read(seat))
+            self._watch.add(seat.source, READ, seat.read)
         else:
             self._watch.drop(seat.source)
-
-    def _read(self, seat: Seat) -> None:
-        if not seat.read():
-            self.readable(seat, False)
 
     def drain(self, log: LogPipe) -> None:
         """Takes what a process has written."""
         if not log.drain() or log.stopped:
             self._watch.drop(log.source)
         if log.waiting:
-            self._behind.add(log)
+            self.behind.add(log)
 
     def _hear(self, log: LogPipe) -> None:
         self._watch.add(log.source, READ, lambda: self.drain(log))
@@ -162,15 +150,15 @@ class Seats:
         while self.dirty:
             self.dirty.pop().flush()
         self.busy = False
-        if not self._behind and not self.stuck:
+        if not self.behind and not self.stuck:
             return
-        for log in list(self._behind):
+        for log in list(self.behind):
             stopped = log.stopped
             self.busy |= log.catch_up()
             if stopped and not log.stopped and not log.hung_up:
                 self._hear(log)
             if not log.waiting:
-                self._behind.discard(log)
+                self.behind.discard(log)
                 if log.hung_up:
                     log.close()
         for seat in list(self.stuck):
@@ -220,7 +208,7 @@ class Seats:
             log.drain()
             self._watch.drop(log.source)
             log.hang_up()
-            self._behind.add(log)  # what it has written is passed on to the end
+            self.behind.add(log)  # what it has written is passed on to the end
         self.forget()
         for group in (self.dirty, self.stuck, self.timed):
             group.discard(seat)

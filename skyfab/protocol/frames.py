@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Final, Protocol
 
-    RecvInto = Callable[[memoryview], int]
+    RecvInto = Callable[[memoryview], int | None]
+    """How many bytes it has put there: 0 at the end, None (or BlockingIOError) when there is nothing now."""
     Express = Callable[[int, memoryview, int], bool]
     """Stream, frame and length of its head. True: it took the frame."""
 else:
@@ -99,6 +100,8 @@ class Reader:
         """
         if self._payload is not None:
             got = recv_into(self._payload[self._filled :])
+            if got is None:
+                raise BlockingIOError
             self._filled += got
             if self._filled == len(self._payload):
                 payload, self._payload = self._payload, None
@@ -106,15 +109,20 @@ class Reader:
             return got > 0
         scratch = self._scratch
         got = recv_into(scratch[self._end :] if self._end else scratch)
+        if got is None:
+            raise BlockingIOError
         self._end += got
         if got >= HEADER.size and self._end == got and not self._missing:
             # Mostly it is one whole frame, and nothing else.
             kind, head, stream, length = HEADER.unpack_from(scratch)
-            if got == HEADER.size + length and head <= length and kind in KINDS and kind != DATA:
-                self._end = 0
-                if not (head and self._express and kind == HEAD and self._express(stream, scratch[:got], head)):
+            if got == HEADER.size + length and head <= length:
+                if kind == HEAD and head and self._express and self._express(stream, scratch[:got], head):
+                    self._end = 0
+                    return True
+                if kind in KINDS and kind != DATA:
+                    self._end = 0
                     self._receiver.arrived(kind, stream, scratch[HEADER.size : got], head)
-                return True
+                    return True
         self._parse()
         return got > 0
 

@@ -303,6 +303,12 @@ class AgentHello(Message):
     pid: int
 
 
+@functools.lru_cache(maxsize=256)
+def result_head(size: int) -> bytes:
+    """The head of a result that is one pickle of this size: what most calls are answered with."""
+    return Result(parts=(size,)).encode()
+
+
 _dumps = json.JSONEncoder(separators=(",", ":")).encode  # ASCII: text with lone surrogates travels too
 _loads = json.JSONDecoder().decode
 

@@ -170,13 +170,24 @@ class Mux:
     def send_now(self, stream: int, head: bytes, parts: Sequence[Buffer], send: Send) -> bool:
         """Queues a message and flushes; straight out where it is small and nothing is in the way."""
         total = sum(map(len, parts))
-        if total > SMALL or len(head) > SMALL or not self.is_idle:
+        if total > SMALL or len(head) > SMALL:
             self.send(stream, head, parts)
             return self.flush(send)
-        return self.relay(b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + total), head, *parts)), send)
+        return self.send_frame(b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + total), head, *parts)), send)
+
+    def send_frame(self, whole: bytes, send: Send) -> bool:
+        """The same for a small message that is a frame already."""
+        if self.relay(whole, send):
+            return not self._batch
+        self._urgent.append(whole)
+        return self.flush(send)
 
     def relay(self, whole: bytes, send: Send) -> bool:
-        """Sends a small message's frame as it is. Only where nothing waits to be sent before it."""
+        """Sends a small message's frame as it is, as far as there is room. False: others are before it."""
+        if self._batch or self._urgent or self._turns or self._control or self._replay:
+            return False
+        if self._ack_due or self._pong_due or not self._joined:
+            return False
         self._unacked.append(whole)
         try:
             sent = send((whole,))
@@ -185,7 +196,6 @@ class Mux:
         self.bytes_out += sent
         if sent < len(whole):
             self._batch.append(memoryview(whole)[sent:])
-            return False
         return True
 
     def send_data(self, stream: int, data: Buffer) -> None:
@@ -263,11 +273,6 @@ class Mux:
         if self._flight >= self.window.size:
             return not self._asked
         return any(o.credit > 0 for s in self._turns if (o := self._outgoing.get(s)) is not None)
-
-    @property
-    def is_idle(self) -> bool:
-        """What is sent now goes out at once."""
-        return self._joined and not self.has_output
 
     def _fill(self) -> bool:
         batch = self._batch

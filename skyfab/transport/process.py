@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from skyfab.protocol.pipes import widen
-from skyfab.protocol.streams import Buffer
+
+if TYPE_CHECKING:
+    from skyfab.protocol.streams import Send
 
 
 class ProcessStream:
@@ -35,6 +39,7 @@ class ProcessStream:
         for fd in (self._in, self._out):
             os.set_blocking(fd, False)
             widen(fd)
+        self.send: Send = functools.partial(os.writev, self._out)
 
     def fileno(self) -> int:
         return self._in
@@ -44,9 +49,6 @@ class ProcessStream:
 
     def recv_into(self, view: memoryview) -> int:
         return os.readv(self._in, [view])
-
-    def send(self, buffers: Sequence[Buffer]) -> int:
-        return os.writev(self._out, buffers)
 
     def explain(self) -> Exception:
         try:

@@ -157,7 +157,7 @@ def outcome(session: Session, puppet: Puppet, answer: bytes, message: messages.M
 
     caller = threading.Thread(target=ask)
     caller.start()
-    while not session._exchanges and caller.is_alive():
+    while not session._inbox.exchanges and caller.is_alive():
         time.sleep(0.001)
     puppet.say(answer)
     with contextlib.suppress(OSError):
@@ -346,7 +346,7 @@ def test_a_flood_costs_no_memory(flood: bytes) -> None:
 @pytest.mark.parametrize("what", ["data", "logs"])
 def test_endless_new_streams_cost_no_memory(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that opens stream after stream is refused at some point, or its streams are not remembered."""
-    monkeypatch.setattr("skyfab.session._MOST_OUTPUTS", 1000)
+    monkeypatch.setattr("skyfab.inbox._MOST_OUTPUTS", 1000)
     with opened() as (session, puppet, _):
         log = filled(messages.Log, seat="0", fd=1)
         sent = b"".join(
@@ -357,7 +357,7 @@ def test_endless_new_streams_cost_no_memory(what: str, monkeypatch: pytest.Monke
 
 def test_a_seat_that_is_filled_again_and_again_is_not_a_flood(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every process of a seat announces its output anew; a long day of replaced ranks is no attack and no leak."""
-    monkeypatch.setattr("skyfab.session._MOST_OUTPUTS", 100)
+    monkeypatch.setattr("skyfab.inbox._MOST_OUTPUTS", 100)
     with opened() as (session, puppet, listener):
         sent = b""
         for n in range(2, 1002, 4):
@@ -367,7 +367,7 @@ def test_a_seat_that_is_filled_again_and_again_is_not_a_flood(monkeypatch: pytes
             sent += head(0, filled(messages.Exited, seat="0", generation=n))
         assert outcome(session, puppet, sent + head(1, messages.Done())) == messages.Done()
         assert len(listener.lines) == 500
-        assert len(session._output) <= 100
+        assert len(session._inbox._output) <= 100
 
 
 def test_a_host_that_never_reads_does_not_hang_the_client() -> None:

@@ -1,0 +1,40 @@
+"""Hearing: what a host says unasked, as events for those who look and as facts for its pool."""
+
+from __future__ import annotations
+
+from skyfab.dispatch import Queue
+from skyfab.errors import HostError
+from skyfab.events import Events, HostState, Output
+from skyfab.gangs import Gangs
+from skyfab.node import Node
+from skyfab.output import Lines
+
+
+class Hearing:
+    """Listens to one node."""
+
+    def __init__(self, events: Events, gangs: Gangs, queue: Queue) -> None:
+        self._events = events
+        self._gangs = gangs
+        self._queue = queue
+        self.node: Node | None = None
+        """Set before anything is heard."""
+
+    def wrote(self, seat: str, lines: Lines) -> None:
+        if not self._events.active:
+            return
+        assert self.node is not None
+        rank = self._gangs.rank_of(self.node, seat)
+        for text, end in lines:
+            self._events.emit(Output(host=self.node.name, rank=rank, stream=lines.stream, text=text, end=end))
+
+    def exited(self, seat: str, generation: int) -> None:
+        assert self.node is not None
+        self.node.vacated(seat, generation)
+        self._gangs.vacated(self.node, seat)
+
+    def lost(self, error: HostError) -> None:
+        assert self.node is not None
+        self.node.lost = error
+        self._events.emit(HostState(host=self.node.name, state="lost", detail=error.message))
+        self._queue.advance()

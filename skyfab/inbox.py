@@ -1,0 +1,198 @@
+"""The inbox: what arrives from a host, sorted. Answers go to those who asked, lines and endings to the listener.
+
+Everything here runs with the session's lock held; what others must be told is collected, and told without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+from skyfab.errors import HostError, HostUnfit, ProtocolError
+from skyfab.output import Lines
+from skyfab.protocol import VERSION, messages
+from skyfab.protocol.blobs import Assembly, split
+from skyfab.protocol.frames import HEADER
+from skyfab.protocol.messages import AgentHello, Message
+from skyfab.protocol.streams import Mux
+
+_MEMORY: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""A host may not announce more than this machine could hold."""
+_MOST_OUTPUTS: Final = 65536
+
+Answer = Callable[[Message, list[memoryview]], None]
+Failure = Callable[[Exception], None]
+
+
+class Listener(Protocol):
+    """Who hears what a host says without being asked."""
+
+    def wrote(self, seat: str, lines: Lines) -> None:
+        """A seat's process wrote these lines."""
+
+    def exited(self, seat: str, generation: int) -> None:
+        """A seat's process ended."""
+
+    def lost(self, error: HostError) -> None:
+        """The host is gone."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request whose answer is awaited."""
+
+    answer: Answer
+    failure: Failure
+    seat: str | None = None
+    message: Message | None = None
+    assembly: Assembly | None = None
+
+
+class Reply:
+    """The answer to a small request, read by the thread that waits for it."""
+
+    __slots__ = ("assembly", "error", "found", "message", "reader", "seat", "stream", "value")
+
+    def __init__(self, stream: int, seat: str) -> None:
+        self.stream = stream
+        self.seat = seat
+        self.message: Message | None = None
+        self.assembly: Assembly | None = None
+        self.reader = threading.get_ident()
+        self.value: bytes | None = None
+        """A small result's pickle, as most answers are."""
+        self.found: tuple[Message, list[memoryview]] | None = None
+        """Any other answer."""
+        self.error: Exception | None = None
+
+    def answer(self, message: Message, buffers: list[memoryview]) -> None:
+        self.found = (message, buffers)
+
+    def failure(self, error: Exception) -> None:
+        self.error = error
+
+    def is_there(self) -> bool:
+        return self.value is not None or self.found is not None or self.error is not None
+
+
+class Inbox:
+    """The receiving half of a session."""
+
+    def __init__(self, host: str, listener: Listener) -> None:
+        self.mux = Mux(self, express=self._express)
+        self.agent: AgentHello | None = None
+        """What the host said of itself."""
+        self.exchanges: dict[int, Exchange | Reply] = {}
+        self._host = host
+        self._listener = listener
+        self._output: dict[int, tuple[str, Lines]] = {}
+        self._after: list[Callable[[], None]] = []
+
+    def take(self) -> list[Callable[[], None]]:
+        """What is to be told now, without the lock."""
+        after, self._after = self._after, []
+        return after
+
+    def end(self, error: Exception, *, lost: HostError | None) -> None:
+        """Nothing more comes: everybody who waits is told."""
+        exchanges, self.exchanges = self.exchanges, {}
+        for exchange in exchanges.values():
+            self._after.append(functools.partial(exchange.failure, error))
+        if lost is not None:
+            self._after.append(functools.partial(self._listener.lost, lost))
+
+    # ---- what the mux tells
+
+    def hello(self, payload: bytes) -> None:
+        hello = messages.expect(AgentHello, payload)
+        if hello.protocol != VERSION:
+            raise HostUnfit(f"its agent speaks protocol {hello.protocol}, not {VERSION}", host=self._host)
+        self.agent = hello
+        self.mux.resume(hello.received)
+
+    def bye(self, reason: str) -> None:
+        pass  # the end of the stream follows
+
+    def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
+        message = messages.decode(head)
+        exchange = self.exchanges.get(stream)
+        if exchange is not None:
+            parts = getattr(message, "parts", ())
+            if data is not None:
+                self._complete(stream, exchange, message, split(parts, data))
+            else:
+                exchange.message = message
+                exchange.assembly = Assembly(parts, limit=_MEMORY)
+                if not exchange.assembly.missing:  # a long head, and nothing else
+                    self._complete(stream, exchange, message, exchange.assembly.buffers())
+        elif isinstance(message, messages.Log):
+            self._hear(stream, message)
+        elif isinstance(message, messages.Exited):
+            self._flush_lines(message.seat)
+            self._after.append(lambda: self._listener.exited(message.seat, message.generation))
+
+    def _express(self, stream: int, frame: memoryview, head: int) -> bool:
+        """A small answer that came alone, to the thread that reads: it need not be told of it."""
+        reply = self.exchanges.get(stream)
+        if not isinstance(reply, Reply) or reply.reader != threading.get_ident():
+            return False
+        for _, lines in self._output.values():
+            if lines.partial:
+                return False
+        start = HEADER.size + head
+        if frame[HEADER.size : start] == messages.result_head(len(frame) - start):
+            reply.value = bytes(frame[start:])
+        else:
+            message = messages.decode(bytes(frame[HEADER.size : start]))
+            reply.found = (message, split(getattr(message, "parts", ()), frame[start:]))
+        del self.exchanges[stream]
+        return True
+
+    def place(self, stream: int, length: int) -> memoryview:
+        exchange = self.exchanges.get(stream)
+        if exchange is not None and exchange.assembly is not None:
+            return exchange.assembly.place(length)
+        return memoryview(bytearray(length))
+
+    def data(self, stream: int, view: memoryview) -> None:
+        exchange = self.exchanges.get(stream)
+        if exchange is not None:
+            if exchange.assembly is None or exchange.message is None:
+                raise ProtocolError("data before its message")
+            self.mux.used(stream, len(view))
+            if exchange.assembly.advance(len(view)):
+                self._complete(stream, exchange, exchange.message, exchange.assembly.buffers())
+        elif stream in self._output:
+            self.mux.used(stream, len(view))
+            seat, lines = self._output[stream]
+            if complete := lines.feed(bytes(view)):
+                self._after.append(lambda: self._listener.wrote(seat, complete))
+
+    def _hear(self, stream: int, log: messages.Log) -> None:
+        """What a process writes will come on this stream; the one that had its seat before writes no more."""
+        kind: Literal["stdout", "stderr"] = "stdout" if log.fd == 1 else "stderr"
+        for old, (seat, lines) in list(self._output.items()):
+            if seat == log.seat and lines.stream == kind:
+                del self._output[old]
+                self.mux.forget(old)
+        if len(self._output) >= _MOST_OUTPUTS:
+            raise ProtocolError("more processes than any pool has")
+        self._output[stream] = (log.seat, Lines(kind))
+
+    def _complete(self, stream: int, exchange: Exchange | Reply, message: Message, buffers: list[memoryview]) -> None:
+        del self.exchanges[stream]
+        self.mux.forget(stream)
+        if exchange.seat is not None:
+            self._flush_lines(exchange.seat)
+        self._after.append(functools.partial(exchange.answer, message, buffers))
+
+    def _flush_lines(self, seat: str) -> None:
+        """A call is over: what it wrote without an end of line is shown too."""
+        for name, lines in self._output.values():
+            if lines.partial and name == seat:
+                rest = lines.rest()
+                self._after.append(lambda name=name, rest=rest: self._listener.wrote(name, rest))  # type: ignore[misc]

@@ -5,9 +5,10 @@ Linux tells (inotify), at the moment of the write. Elsewhere, and where it does 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import io
 import os
+import select
 import sys
 import weakref
 from collections.abc import Iterable
@@ -26,7 +27,6 @@ class Changes:
         self._fd = -1
         self._folders: set[str] = set()
         self._libc: Any = None
-        self._events = bytearray(4096)
 
     def watch(self, folders: Iterable[str]) -> None:
         """From now on these and no others."""
@@ -40,7 +40,8 @@ class Changes:
         self._fd = self._libc.inotify_init1(_FLAGS)
         if self._fd < 0:
             return
-        self._look = io.FileIO(self._fd, closefd=False).readinto
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
         self._closer = weakref.finalize(self, os.close, self._fd)
         for folder in wanted:
             if self._libc.inotify_add_watch(self._fd, os.fsencode(folder), _EVENTS) < 0:
@@ -57,10 +58,11 @@ class Changes:
         """True: nothing has happened since the last time. False: something has, or nobody can tell."""
         if self._fd < 0:
             return False
-        if self._look(self._events) is None:
+        if not self._poll.poll(0):
             return True
-        while self._look(self._events):
-            pass
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._fd, 65536):
+                pass
         return False
 
     def close(self) -> None:

@@ -349,8 +349,7 @@ class Mux:
         return self._handler.place(stream, length)
 
     def _passed(self, stream: int, whole: memoryview, head: int) -> bool:
-        assert self._express is not None
-        if not self._joined or not self._express(stream, whole, head):
+        if not self._joined or self._express is None or not self._express(stream, whole, head):
             return False
         self.heard = self._clock()
         self.bytes_in += len(whole)

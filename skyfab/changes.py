@@ -40,8 +40,8 @@ class Changes:
         self._fd = self._libc.inotify_init1(_FLAGS)
         if self._fd < 0:
             return
-        self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLIN)
+        self._poll = select.epoll()  # unlike `poll`, it may be asked by several threads at once
+        self._poll.register(self._fd, select.EPOLLIN)
         self._closer = weakref.finalize(self, os.close, self._fd)
         for folder in wanted:
             if self._libc.inotify_add_watch(self._fd, os.fsencode(folder), _EVENTS) < 0:
@@ -68,5 +68,6 @@ class Changes:
     def close(self) -> None:
         if self._fd >= 0:
             self._closer()
+            self._poll.close()
             self._fd = -1
             self._folders = set()

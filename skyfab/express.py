@@ -6,10 +6,12 @@ Whatever does not fit (a queue, a first call, large arguments) goes the usual wa
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Final
 
 from skyfab.answers import resolve, unpickle
 from skyfab.dispatch import Queue, Slot
+from skyfab.errors import SkyfabError
 from skyfab.inbox import Reply
 from skyfab.parcel import FunctionParcel
 from skyfab.protocol import codec, messages
@@ -48,16 +50,19 @@ def express(
 
 
 def _exchange(queue: Queue, slot: Slot, function: FunctionParcel, data: bytes, timeout: float | None) -> Reply:
-    """Sends the call, waits for its answer and frees the slot. An interrupt stops the call first."""
+    """Sends the call, waits for its answer and frees the slot. An interrupt stops the call."""
     node = slot.node
+    reply: Reply | None = None
     try:
         reply = node.begin(slot.seat, slot.plan, function, data, timeout=timeout)
-        try:
-            node.session.await_reply(reply)
-        except KeyboardInterrupt:
-            node.cancel(reply.stream)
-            node.session.await_reply(reply)
-            raise
-        return reply
-    finally:
-        queue.release(slot)
+        node.session.await_reply(reply)
+    except BaseException:
+        if reply is None or reply.is_there():
+            queue.release(slot)
+        else:
+            reply.leave(lambda: queue.release(slot))
+            with contextlib.suppress(SkyfabError):  # a host that is gone has stopped it already
+                node.cancel(reply.stream)
+        raise
+    queue.release(slot)
+    return reply

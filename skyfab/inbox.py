@@ -55,7 +55,7 @@ class Exchange:
 class Reply:
     """The answer to a small request, read by the thread that waits for it."""
 
-    __slots__ = ("assembly", "error", "found", "message", "reader", "seat", "stream", "value")
+    __slots__ = ("_left", "assembly", "error", "found", "message", "reader", "seat", "stream", "value")
 
     def __init__(self, stream: int, seat: str) -> None:
         self.stream = stream
@@ -63,6 +63,7 @@ class Reply:
         self.message: Message | None = None
         self.assembly: Assembly | None = None
         self.reader = threading.get_ident()
+        self._left: Callable[[], None] | None = None
         self.value: bytes | None = None
         """A small result's pickle, as most answers are."""
         self.found: tuple[Message, list[memoryview]] | None = None
@@ -71,9 +72,18 @@ class Reply:
 
     def answer(self, message: Message, buffers: list[memoryview]) -> None:
         self.found = (message, buffers)
+        if self._left is not None:
+            self._left()
 
     def failure(self, error: Exception) -> None:
         self.error = error
+        if self._left is not None:
+            self._left()
+
+    def leave(self, then: Callable[[], None]) -> None:
+        """Its thread waits no longer; `then` is called when it comes."""
+        self.reader = 0
+        self._left = then
 
     def is_there(self) -> bool:
         return self.value is not None or self.found is not None or self.error is not None

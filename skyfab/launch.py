@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from skyfab.bundle import Bundle
-from skyfab.errors import HostLost, HostUnfit, Unreachable
+from skyfab.errors import HostLost, HostUnfit
 from skyfab.inventory import Host
 from skyfab.protocol.blobs import name_of
+from skyfab.shell import LOOP, Patience, Shell, quote
 from skyfab.transport.base import Stream
 from skyfab.transport.openssh import by_hand
 
@@ -33,15 +32,22 @@ _SCRIPT: Final = "; ".join(
         "c=${c%x}",
         "p=$(d $2)",
         "p=${p%x}",
-        'm="=sky""fab=$4="',
+        "d=$3 i=$4 k=$5",
+        'm="=sky""fab=$i="',
         'case $c in /*) ;; "~") c=$HOME;; "~/"*) c=$HOME/${c#"~/"};; *) c=$HOME/$c;; esac',
-        'case $p in /*) ;; *) v=$p; for q in "python$v" python3 python; do p=$(command -v "$q") && break; done;; esac',
-        'test -f "$p" && test -x "$p" || { echo "${m}nopython"; exit 0; }',
-        "b=$c/bundles/$3",
-        'if test -f "$b/__main__.py"; then echo "${m}link"; exec "$p" -S "$b" "$c" $4 $5; fi',
-        'echo "${m}bundle"',
-        'exec "$p" -S -c "import sys;sys.version_info<(3,10) and sys.exit(sys.version.split()[0]);'
-        'f=sys.stdin.buffer;exec(f.read(int(f.readline())))" "$c" $3 $4 $5',
+        # What is asked for: an interpreter's path, an environment (as long as the machine has not been started again
+        # since it was chosen), or a version.
+        "case $p in /*) ;; none) p=;; env/*) p=${p#env/}; r=${p#*/}; e=$c/envs/${p%%/*}; p=;"
+        ' read o </proc/sys/kernel/random/boot_id && test "$o" = "$r" && p=$e/bin/python && true >"$e/.used" ;;'
+        ' *) v=$p; p=$(command -v "python$v") || for q in python3 python; do p=$(command -v $q) &&'
+        ' test "$("$p" -Sc "import sys;print(*sys.version_info[:2],sep=chr(46))")" = $v && break; p=; done;;'
+        " esac 2>/dev/null",
+        'go() { b=$c/bundles/$d; if test -f "$b/__main__.py"; then echo "${m}link"; exec "$p" -S "$b" "$c" $i $k; fi;'
+        ' echo "${m}bundle"; exec "$p" -S -c "import sys;sys.version_info<(3,10) and sys.exit(sys.version.split()[0]);'
+        'f=sys.stdin.buffer;exec(f.read(int(f.readline())))" "$c" $d $i $k; }',
+        'test -f "$p" && test -x "$p" && go',
+        'echo "${m}nopython"',
+        LOOP,
     )
 )
 
@@ -77,7 +83,6 @@ say("link")
 os.execv(sys.executable, [sys.executable, "-S", target, cache, session, mode])
 """
 _OTHER: Final = 'name one that is there: Image(python="/usr/bin/python3"), or python = … in the inventory'
-_NOISE: Final = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +94,9 @@ class Launch:
     """A random name: it also marks the answer, so that no banner can be taken for it."""
     bundle: Bundle
     python: str
-    """A path on the host, or major.minor."""
+    """A path on the host, or major.minor, or ``env/DIGEST/BOOT``, or ``none``."""
+    prepare: Callable[[Shell], str] | None = None
+    """Makes an interpreter where that is not there, and returns its path."""
 
     def command(self, mode: Literal["start", "resume"] = "start") -> str:
         """The line for the host's login shell."""
@@ -101,16 +108,21 @@ class Launch:
 
         Raises HostUnfit where the host cannot run us, or what the transport says of a lost connection.
         """
-        marker = f"=skyfab={self.session}=".encode()
-        wait = _Wait(self.host, deadline, stopped)
+        shell = Shell(stream, f"=skyfab={self.session}=", Patience(self.host, deadline, stopped))
         asked = False
         while True:
-            word, _, detail = _answer(stream, marker, self.host, wait, asked).partition(" ")
+            answer = shell.answer()
+            if answer is None:
+                raise cannot_run(stream.explain(), self.host) if asked else _silence(stream, shell)
+            word, _, detail = answer.partition(" ")
             if word == "link":
                 return
             if word == "bundle":
                 asked = True
-                _push(stream, self.bundle, wait)
+                self._push(shell)
+            elif word == "nopython" and self.prepare is not None and not asked:
+                shell.tell(f"p={quote(self.prepare(shell))}; go")
+                asked = True
             elif word == "nopython":
                 raise HostUnfit(
                     f"no Python {self.python} there" if self.python[0] != "/" else f"no interpreter at {self.python}",
@@ -119,6 +131,10 @@ class Launch:
                 )
             else:
                 raise HostUnfit(f"skyfab could not be set up there: {detail}", host=self.host.name, hint=_room(detail))
+
+    def _push(self, shell: Shell) -> None:
+        archive = self.bundle.archive
+        shell.send(f"{len(_UNPACK)}\n{_UNPACK}{len(archive)} {name_of(archive)}\n".encode() + archive)
 
 
 def _room(detail: str) -> str | None:
@@ -134,53 +150,10 @@ def spelled(word: str) -> str:
     return re.sub(r"[^A-Za-z0-9/._~-]", lambda m: "".join(f"\\0{byte:03o}" for byte in os.fsencode(m[0])), word)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    """How long a host may take, and whether anybody still wants it."""
-
-    host: Host
-    deadline: float
-    stopped: Callable[[], bool]
-
-    def a_moment(self, sources: list[Stream], sinks: list[int]) -> None:
-        """Waits for the stream, a little while at a time. Raises Unreachable or HostLost when it is over."""
-        self.check()
-        select.select(sources, sinks, [], 0.2 if sources or sinks else 0.002)
-
-    def check(self) -> None:
-        """Raises when it is over."""
-        if self.stopped():
-            raise HostLost("the pool was closed", host=self.host.name)
-        if time.monotonic() > self.deadline:
-            raise Unreachable("no answer in time", host=self.host.name, hint=f"try: {by_hand(self.host, 'true')}")
-
-
-def _answer(stream: Stream, marker: bytes, host: Host, wait: _Wait, asked: bool) -> str:
-    """The rest of the line that begins with the marker, byte by byte: what follows it are frames."""
-    seen = bytearray()
-    at = -1
-    one = memoryview(bytearray(1))
-    while True:
-        if not _recv(stream, one, wait):
-            raise cannot_run(stream.explain(), host) if asked else _silence(stream, bytes(seen), host)
-        seen += one
-        wait.check()
-        if at < 0 and seen.endswith(marker):
-            at = len(seen)
-        elif at >= 0 and one[0] == 10:
-            return seen[at:-1].decode(errors="replace")
-        if len(seen) > _NOISE:
-            raise HostUnfit(
-                "its shell prints without end before our command runs",
-                host=host.name,
-                hint=f"look at what its shell reads at login, and at: {by_hand(host, 'true')}",
-            )
-
-
-def _silence(stream: Stream, noise: bytes, host: Host) -> Exception:
-    error = stream.explain()
+def _silence(stream: Stream, shell: Shell) -> Exception:
+    error, host = stream.explain(), shell.host
     if isinstance(error, HostLost):
-        said = noise.decode(errors="replace").strip() or error.message.partition(": ")[2]
+        said = shell.noise.decode(errors="replace").strip() or error.message.partition(": ")[2]
         return HostUnfit(
             f"its login shell did not run our command{'; it said: ' + said[-400:] if said else ''}",
             host=host.name,
@@ -207,27 +180,6 @@ def other_python(version: str, host: Host) -> HostUnfit:
         host=host.name,
         hint=f'name an interpreter {local_python()} there: Image(python="/path/to/python{local_python()}")',
     )
-
-
-def _recv(stream: Stream, view: memoryview, wait: _Wait) -> int:
-    while True:
-        try:
-            return stream.recv_into(view)
-        except BlockingIOError:
-            wait.a_moment([stream], [])
-
-
-def _push(stream: Stream, bundle: Bundle, wait: _Wait) -> None:
-    lines = f"{len(_UNPACK)}\n{_UNPACK}{len(bundle.archive)} {name_of(bundle.archive)}\n".encode()
-    rest = memoryview(lines + bundle.archive)
-    while rest:
-        try:
-            rest = rest[stream.send([rest]) :]
-        except BlockingIOError:
-            sink = stream.sink()
-            wait.a_moment([], [] if sink is None else [sink])
-        except BrokenPipeError:
-            return  # the reason stands in its answer
 
 
 def local_python() -> str:

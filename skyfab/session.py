@@ -240,6 +240,19 @@ class Session:
             else:
                 self._poll.register(sink, select.POLLOUT)
         ready = self._poll.poll(wait * 1000)
+        try:
+            after = self._take_in(stream, ready)
+        except BaseException:  # an interrupt: nobody knows how much of what was read is lost
+            with self._lock:
+                self._end(HostLost("interrupted while it was answering", host=self.host.name))
+                after = self._inbox.take()
+            self._turns.call(after)
+            raise
+        if after:
+            self._turns.call(after)
+
+    def _take_in(self, stream: Stream, ready: list[tuple[int, int]]) -> list[Callable[[], None]]:
+        assert self._waker is not None
         with self._lock:
             heard = False
             for fd, _ in ready:
@@ -255,9 +268,7 @@ class Session:
                     self._keep_alive()
                 if self._mux.has_output:
                     self._flush()
-            after = self._inbox.take()
-        if after:
-            self._turns.call(after)
+            return self._inbox.take()
 
     def _read(self, stream: Stream) -> None:
         try:

@@ -1,0 +1,190 @@
+"""A shell on a host, at the other end of a stream: all there is before there is a Python to talk to.
+
+Every answer of ours is marked with a random word, so that no banner can be taken for it.
+"""
+
+from __future__ import annotations
+
+import select
+import shlex
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from skyfab.errors import HostLost, HostUnfit, Unreachable
+from skyfab.inventory import Host
+from skyfab.protocol.streams import Buffer
+from skyfab.transport.base import Stream
+from skyfab.transport.openssh import by_hand
+
+_NOISE: Final = 256 * 1024
+"""What a shell may print before it runs our command."""
+_KEPT: Final = 1024 * 1024
+"""What a script may print."""
+
+LOOP: Final = 'while IFS= read -r n; do s=$(dd bs=1 count=$n 2>/dev/null); eval "$s"; done'
+"""What makes a shell do as `Shell.run` says; `$m` is the marker."""
+
+
+class ScriptFailed(Exception):
+    """A script on a host ended with an error; its last words say why."""
+
+    def __init__(self, status: int, output: str) -> None:
+        super().__init__(output)
+        self.status = status
+        self.output = output
+
+
+@dataclass(slots=True)
+class Patience:
+    """How long a host may take, and whether anybody still wants it."""
+
+    host: Host
+    deadline: float
+    stopped: Callable[[], bool]
+
+    def a_moment(self, sources: list[Stream], sinks: list[int]) -> None:
+        """Waits for the stream, a little while at a time. Raises Unreachable or HostLost when it is over."""
+        self.check()
+        select.select(sources, sinks, [], 0.2 if sources or sinks else 0.002)
+
+    def check(self) -> None:
+        """Raises when it is over."""
+        if self.stopped():
+            raise HostLost("the pool was closed", host=self.host.name)
+        if time.monotonic() > self.deadline:
+            raise Unreachable("no answer in time", host=self.host.name, hint=f"try: {by_hand(self.host, 'true')}")
+
+
+class Shell:
+    """Reads marked answers from a stream, and has scripts run at its other end."""
+
+    def __init__(self, stream: Stream, marker: str, patience: Patience) -> None:
+        self._stream = stream
+        self._marker = marker.encode()
+        self._patience = patience
+        self.host = patience.host
+
+    def answer(self) -> str | None:
+        """The rest of the next marked line, byte by byte: what follows it may not be ours. None at the end.
+
+        What came before it is noise; `noise` has it.
+        """
+        seen = self.noise = bytearray()
+        at = -1
+        one = memoryview(bytearray(1))
+        while self._recv(one):
+            seen += one
+            self._patience.check()
+            if at < 0 and seen.endswith(self._marker):
+                at = len(seen)
+            elif at >= 0 and one[0] == 10:
+                return seen[at:-1].decode(errors="replace")
+            if len(seen) > _NOISE:
+                raise HostUnfit(
+                    "its shell prints without end before our command runs",
+                    host=self.host.name,
+                    hint=f"look at what its shell reads at login, and at: {by_hand(self.host, 'true')}",
+                )
+        return None
+
+    def send(self, content: Buffer) -> bool:
+        """Sends all of it. False: nobody reads any more, and the reason stands in the answer."""
+        rest = memoryview(content)
+        while rest:
+            try:
+                rest = rest[self._stream.send([rest]) :]
+            except BlockingIOError:
+                sink = self._stream.sink()
+                self._patience.a_moment([], [] if sink is None else [sink])
+            except BrokenPipeError:
+                return False
+        return True
+
+    # ---- while the shell runs LOOP
+
+    def run(self, script: str, *, feed: Iterable[Buffer] = (), heard: Callable[[str], None] | None = None) -> str:
+        """Runs a script, which reads `feed` as its standard input, and returns what it prints on either stream.
+
+        `heard` is told each line as it comes. Raises ScriptFailed, and what the transport says of a lost connection.
+        """
+        self._patience.deadline = float("inf")  # a connection that dies is noticed by the transport
+        source = "" if feed else " </dev/null"
+        # A script that fails leaves some of its input unread: nothing can follow it.
+        self.tell(f'( {script}\n) 2>&1{source}; s=$?; echo "${{m}}done $s"{"; test $s = 0 || exit" if feed else ""}')
+        answer = _Answer(self._marker, heard)
+        for piece in feed:
+            if not self._send_while_silent(piece, answer):
+                break
+        scratch = memoryview(bytearray(65536))
+        while not answer.complete:
+            got = self._recv(scratch)
+            if not got:
+                raise self._stream.explain()
+            answer.feed(bytes(scratch[:got]))
+        if answer.status:
+            raise ScriptFailed(answer.status, answer.text)
+        return answer.text
+
+    def tell(self, script: str) -> None:
+        """Runs a script in the shell itself; whatever answer it gives is the caller's to read."""
+        text = script.encode()
+        self.send(f"{len(text)}\n".encode() + text)
+
+    def _send_while_silent(self, piece: Buffer, answer: _Answer) -> bool:
+        """Sends on while the script has not answered. False: it has, or is gone."""
+        scratch = memoryview(bytearray(4096))
+        try:
+            got = self._stream.recv_into(scratch)
+        except BlockingIOError:
+            return self.send(piece)
+        answer.feed(bytes(scratch[:got]))
+        return got > 0 and not answer.complete and self.send(piece)
+
+    def _recv(self, view: memoryview) -> int:
+        while True:
+            try:
+                return self._stream.recv_into(view)
+            except BlockingIOError:
+                self._patience.a_moment([self._stream], [])
+
+
+class _Answer:
+    """What a script prints, up to the marked line with its status."""
+
+    def __init__(self, marker: bytes, heard: Callable[[str], None] | None) -> None:
+        self._end = marker + b"done "
+        self._heard = heard
+        self._lines: list[str] = []
+        self._size = 0
+        self._rest = b""
+        self.status = 0
+        self.complete = False
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._rest = self._rest[-_KEPT:]
+        for line in lines:
+            before, marked, status = line.partition(self._end)
+            if marked:
+                self.status = int(status) if status.isdigit() else 1
+                self.complete = True
+            if before or not marked:
+                self._keep(before.decode(errors="replace"))
+
+    def _keep(self, line: str) -> None:
+        self._size += len(line)
+        if self._size <= _KEPT:
+            self._lines.append(line)
+        if self._heard is not None:
+            self._heard(line)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self._lines)
+
+
+def quote(word: str) -> str:
+    """A word of a script."""
+    return shlex.quote(word)

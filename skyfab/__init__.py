@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from skyfab.image import PipIndex as PipIndex
     from skyfab.inventory import Host as Host
     from skyfab.inventory import Inventory as Inventory
+    from skyfab.refs import Ref as Ref
 
 _HOMES = {
     "compute": ("Compute",),
@@ -84,6 +85,7 @@ _HOMES = {
     "calls": ("Call", "Function", "function", "gather"),
     "image": ("Image", "PipIndex"),
     "inventory": ("Host", "Inventory"),
+    "refs": ("Ref",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

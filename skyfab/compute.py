@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,12 +17,14 @@ from typing import Any, Literal, TypeVar, overload
 from skyfab.bundle import bundle
 from skyfab.calls import Call, Function, Group, as_function
 from skyfab.dispatch import Queue, Slot, Task
+from skyfab.env.prepare import Preparation, check
 from skyfab.errors import UsageError
 from skyfab.events import CallEnded, CallStarted, Events, HostState
 from skyfab.express import UNFIT, express
 from skyfab.gangs import Gangs
-from skyfab.hearing import Hearing
+from skyfab.hearing import Hearing, Progress
 from skyfab.image import Image
+from skyfab.interrupts import INTERRUPTS
 from skyfab.inventory import Host, Inventory
 from skyfab.launch import Launch, local_python
 from skyfab.muster import close_all, open_all
@@ -28,11 +32,14 @@ from skyfab.node import Node, SeatPlan
 from skyfab.parcel import FunctionParcel, pack_arguments, pack_function
 from skyfab.project import Project, Tree
 from skyfab.protocol import codec
+from skyfab.refs import Ref, put
 from skyfab.session import Session
+from skyfab.shell import Shell
 from skyfab.spread import Spread
 from skyfab.transport import transport_for
 
 R = TypeVar("R")
+T = TypeVar("T")
 _calls = itertools.count(1)
 
 
@@ -66,7 +73,7 @@ class Compute:
         self.inventory = _inventory(inventory)
         self._selected = self.inventory.select(hosts, nodes=nodes)
         self._image = image or Image()
-        _check_image(self._image)
+        check(self._image, local_python())
         self._ranks = ranks
         self._env = dict(env or {})
         self._lease = lease
@@ -98,12 +105,14 @@ class Compute:
         """Reaches every host at once. Raises the one failure, or a PoolError with all of them."""
         if self._open:
             return
+        INTERRUPTS.watch()
         self._show()
         try:
             nodes = self._connect()
         except BaseException:
             self._project.close()
             self._hide()
+            INTERRUPTS.leave()
             raise
         self.hosts = tuple(nodes)
         self._queue.open(
@@ -116,11 +125,12 @@ class Compute:
         self._open = True
 
     def _connect(self) -> list[Node]:
+        self._preparation = Preparation(self._image, self._selected, local_python())
         nodes = self._opening = [self._node(index, host) for index, host in enumerate(self._selected)]
         ahead = threading.Thread(target=self._look_ahead, daemon=True)
         ahead.start()
         try:
-            open_all(nodes, self.events)
+            open_all(nodes, self.events, failed=lambda node: self._preparation.meet(node.host, None))
         finally:
             ahead.join()
         return nodes
@@ -131,17 +141,25 @@ class Compute:
             self._project.tree()
 
     def _node(self, index: int, host: Host) -> Node:
-        python = self._image.python if self._image.python != "auto" else host.python
-        if python == "auto":
-            import sys
-
-            python = sys.executable if host.transport == "local" else local_python()
         session = f"{self._session}-{index}"  # two names may be one machine
-        launch = Launch(host=host, session=session, bundle=bundle(), python=python)
+        python, prepare = self._interpreter(host, session)
+        launch = Launch(host=host, session=session, bundle=bundle(), python=python, prepare=prepare)
         listener = Hearing(self.events, self._gangs, self._queue)
         talk = Session(host, transport_for(host, self.inventory), launch, listener, lease=self._lease)
         node = listener.node = Node(index, host, self.inventory, talk)
         return node
+
+    def _interpreter(self, host: Host, session: str) -> tuple[str, Callable[[Shell], str] | None]:
+        """What a host is asked for first, and how it gets that where it is not there."""
+        named = self._image.python if self._image.python != "auto" else host.python
+        own = self._preparation.is_empty
+        if self._image.python.startswith("/") or (own and named not in ("auto", local_python())):
+            return named, None
+        if own and host.transport == "local":
+            return sys.executable, None
+        report = Progress(self.events, host.name)
+        prepare = functools.partial(self._preparation.prepare, host, session=session, report=report)
+        return self._preparation.guess(host), prepare
 
     def close(self) -> None:
         """Ends every process of the pool on every host."""
@@ -151,6 +169,7 @@ class Compute:
             close_all(self.hosts)
             for node in self.hosts:
                 self.events.emit(HostState(host=node.name, state="closed"))
+            INTERRUPTS.leave()
         else:
             close_all(self._opening)  # another thread may be connecting: it stops
         self._project.close()
@@ -240,6 +259,14 @@ class Compute:
         future = Spread(self._queue, parcel, calls, slots=slots, timeout=self._timeout_of(fn)).start()
         return self._wait(future)
 
+    def put(self, obj: T) -> Ref[T]:
+        """Makes ready an object that several calls use: a host is sent it once, and calls are passed the reference.
+
+        It is copied as it is now: what happens to it later, here or in a call, no other call sees. Raises
+        NotPicklable.
+        """
+        return put(obj)
+
     def _pack(self, call: Call[Any]) -> tuple[FunctionParcel, codec.Payload, str]:
         """What travels: the function, its arguments, and the digest of the project, which every host has by now."""
         if not isinstance(call, Call):
@@ -328,16 +355,6 @@ def _inventory(given: str | os.PathLike[str] | Inventory | None) -> Inventory:
     if isinstance(given, Inventory):
         return given
     return Inventory.find() if given is None else Inventory.load(given)
-
-
-def _check_image(image: Image) -> None:
-    """What this version cannot do yet is refused, not left out in silence."""
-    for name in ("pip", "pip_indexes", "apt", "lock"):
-        if getattr(image, name):
-            raise UsageError(
-                f"Image({name}=…): this version installs nothing",
-                hint='use an interpreter that has it: Image(python="/path/on/the/host")',
-            )
 
 
 def _all_results(futures: Sequence[Future[Any]]) -> list[Any]:

@@ -51,6 +51,10 @@ class CallFuture(Future[Any]):
             self._waiter = (threading.get_ident(), node)
             node.session.wait(self.done, timeout)
 
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        """Calls `fn` on a thread of its own: it may make calls and wait for them, which who reads a stream may not."""
+        super().add_done_callback(lambda future: threading.Thread(target=fn, args=(future,), daemon=True).start())
+
     def cancel(self) -> bool:
         """Works while the call is queued and while it runs."""
         if not super().cancel():
@@ -143,7 +147,9 @@ class Slot:
 
     def is_stuck(self, now: float) -> bool:
         """Its first call takes long: nothing should wait behind it."""
-        return bool(self.tasks) and now - max(self.answered, self.tasks[0].started) > _AHEAD
+        if not self.tasks:
+            return False
+        return self.tasks[0] is _RESERVED or now - max(self.answered, self.tasks[0].started) > _AHEAD
 
     def takes_ahead(self, task: Task, now: float) -> bool:
         """A small call may wait behind the running one, in the same process."""
@@ -188,6 +194,8 @@ class Queue:
             slot.tasks.remove(_RESERVED)
         if self._waiting:
             self.advance()
+        if len(self._slots) > 1:
+            self._help()
 
     def add(self, task: Task) -> None:
         """Runs the task as soon as a slot is free."""

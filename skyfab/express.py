@@ -7,11 +7,12 @@ Whatever does not fit (a queue, a first call, large arguments) goes the usual wa
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, Final
 
 from skyfab.answers import resolve, unpickle
 from skyfab.dispatch import Queue, Slot
-from skyfab.errors import SkyfabError
+from skyfab.errors import CallCancelled, SkyfabError
 from skyfab.inbox import Reply
 from skyfab.parcel import FunctionParcel
 from skyfab.protocol import codec, messages
@@ -31,17 +32,19 @@ def express(
     if slot is None:
         return UNFIT
     host = slot.node.name
-    ended = queue.started(label, host)
+    reply: Reply | None = None
+    ended: Callable[[BaseException | None], None] = _unheard
     try:
-        reply = _exchange(queue, slot, function, arguments.data, timeout)
-        if reply.value is not None:
-            result = unpickle(reply.value, [], host=host, rank=None, label=label)
-        else:
-            assert reply.found is not None
-            message, buffers = reply.found
-            if isinstance(message, messages.Ended) and message.why == "unstarted":
-                return UNFIT  # its process ended before: another one takes it
-            result = resolve(message, buffers, host=host, rank=None, label=label)
+        ended = queue.started(label, host)
+        reply = slot.node.begin(slot.seat, slot.plan, function, arguments.data, timeout=timeout)
+        slot.node.session.await_reply(reply)
+    except BaseException as error:
+        _give_up(queue, slot, reply)
+        ended(CallCancelled("interrupted") if isinstance(error, KeyboardInterrupt) else error)
+        raise
+    queue.release(slot)
+    try:
+        result = _result(reply, host, label)
     except BaseException as error:
         ended(error)
         raise
@@ -49,20 +52,25 @@ def express(
     return result
 
 
-def _exchange(queue: Queue, slot: Slot, function: FunctionParcel, data: bytes, timeout: float | None) -> Reply:
-    """Sends the call, waits for its answer and frees the slot. An interrupt stops the call."""
-    node = slot.node
-    reply: Reply | None = None
-    try:
-        reply = node.begin(slot.seat, slot.plan, function, data, timeout=timeout)
-        node.session.await_reply(reply)
-    except BaseException:
-        if reply is None or reply.is_there():
-            queue.release(slot)
-        else:
-            reply.leave(lambda: queue.release(slot))
-            with contextlib.suppress(SkyfabError):  # a host that is gone has stopped it already
-                node.cancel(reply.stream)
-        raise
-    queue.release(slot)
-    return reply
+def _result(reply: Reply, host: str, label: str) -> Any:
+    if reply.value is not None:
+        return unpickle(reply.value, [], host=host, rank=None, label=label)
+    assert reply.found is not None
+    message, buffers = reply.found
+    if isinstance(message, messages.Ended) and message.why == "unstarted":
+        return UNFIT  # its process ended before: another one takes it
+    return resolve(message, buffers, host=host, rank=None, label=label)
+
+
+def _give_up(queue: Queue, slot: Slot, reply: Reply | None) -> None:
+    """An interrupt, or a lost host: stops the call where it still runs, and frees the slot when it has ended."""
+    if reply is None or reply.is_there():
+        queue.release(slot)
+        return
+    reply.leave(lambda: queue.release(slot))
+    with contextlib.suppress(SkyfabError):  # a host that is gone has stopped it already
+        slot.node.cancel(reply.stream)
+
+
+def _unheard(error: BaseException | None) -> None:
+    """Nobody has heard of its start."""

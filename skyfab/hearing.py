@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from skyfab.dispatch import Queue
 from skyfab.errors import HostError
-from skyfab.events import Events, HostState, Output
+from skyfab.events import Events, HostState, Moved, Output
 from skyfab.gangs import Gangs
 from skyfab.node import Node
 from skyfab.output import Lines
@@ -38,3 +38,17 @@ class Hearing:
         self.node.lost = error
         self._events.emit(HostState(host=self.node.name, state="lost", detail=error.message))
         self._queue.advance()
+
+
+class Progress:
+    """Tells how far a host's preparation is."""
+
+    def __init__(self, events: Events, host: str) -> None:
+        self._events = events
+        self._host = host
+
+    def step(self, text: str) -> None:
+        self._events.emit(HostState(host=self._host, state="preparing", detail=text))
+
+    def moved(self, what: str, done: int, total: int) -> None:
+        self._events.emit(Moved(host=self._host, what=what, done=done, total=total))

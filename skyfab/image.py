@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from skyfab.errors import UsageError
 
@@ -36,12 +37,19 @@ class Image:
     """Patterns, as in .gitignore, of project files that stay here."""
     lock: str | None = None
     """A pylock.toml to use as it is."""
+    install: Literal["auto", "push", "fetch"] = "auto"
+    """``"push"``: hosts get every package from this machine. ``"fetch"``: from the indexes. Else whatever works there."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|/.+|\d+\.\d+(\.\d+)?", self.python, re.DOTALL):
             raise UsageError(
                 f"Image(python={self.python!r})", hint='"auto", a version such as "3.11", or an absolute path'
             )
+        if self.install not in ("auto", "push", "fetch"):
+            raise UsageError(f"Image(install={self.install!r})", hint='"auto", "push" or "fetch"')
         for name in ("pip", "pip_indexes", "apt", "includes", "excludes"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        for package in self.apt:
+            if not re.fullmatch(r"[a-z0-9][a-z0-9+.:-]*(=[A-Za-z0-9.+:~-]+)?", package):
+                raise UsageError(f"Image(apt=…) names {package!r}, which is no Debian package")

@@ -5,6 +5,7 @@ Everything here runs with the session's lock held; what others must be told is c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -63,7 +64,7 @@ class Reply:
         self.message: Message | None = None
         self.assembly: Assembly | None = None
         self.reader = threading.get_ident()
-        self._left: Callable[[], None] | None = None
+        self._left: list[Callable[[], None]] | None = None
         self.value: bytes | None = None
         """A small result's pickle, as most answers are."""
         self.found: tuple[Message, list[memoryview]] | None = None
@@ -72,18 +73,23 @@ class Reply:
 
     def answer(self, message: Message, buffers: list[memoryview]) -> None:
         self.found = (message, buffers)
-        if self._left is not None:
-            self._left()
+        self._tell()
 
     def failure(self, error: Exception) -> None:
         self.error = error
-        if self._left is not None:
-            self._left()
+        self._tell()
 
     def leave(self, then: Callable[[], None]) -> None:
         """Its thread waits no longer; `then` is called when it comes."""
         self.reader = 0
-        self._left = then
+        self._left = [then]
+        if self.is_there():  # in this very moment
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._left:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                self._left.pop()()
 
     def is_there(self) -> bool:
         return self.value is not None or self.found is not None or self.error is not None
@@ -109,11 +115,11 @@ class Inbox:
 
     def end(self, error: Exception, *, lost: HostError | None) -> None:
         """Nothing more comes: everybody who waits is told."""
+        if lost is not None:  # first: who hears of a failure finds the host marked
+            self._after.append(functools.partial(self._listener.lost, lost))
         exchanges, self.exchanges = self.exchanges, {}
         for exchange in exchanges.values():
             self._after.append(functools.partial(exchange.failure, error))
-        if lost is not None:
-            self._after.append(functools.partial(self._listener.lost, lost))
 
     # ---- what the mux tells
 

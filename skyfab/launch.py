@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -19,7 +22,7 @@ from skyfab.errors import HostLost, HostUnfit
 from skyfab.inventory import Host
 from skyfab.protocol.blobs import name_of
 from skyfab.shell import LOOP, Patience, Shell, quote
-from skyfab.transport.base import Stream
+from skyfab.transport.base import Stream, Transport
 from skyfab.transport.openssh import by_hand
 
 _SCRIPT: Final = "; ".join(
@@ -82,6 +85,8 @@ except OSError as error:
 say("link")
 os.execv(sys.executable, [sys.executable, "-S", target, cache, session, mode])
 """
+_START: Final = 30.0
+"""Seconds that a new interpreter has to start."""
 _OTHER: Final = 'name one that is there: Image(python="/usr/bin/python3"), or python = … in the inventory'
 
 
@@ -98,6 +103,10 @@ class Launch:
     prepare: Callable[[Shell], str] | None = None
     """Makes an interpreter where that is not there, and returns its path."""
 
+    @property
+    def marker(self) -> str:
+        return f"=skyfab={self.session}="
+
     def command(self, mode: Literal["start", "resume"] = "start") -> str:
         """The line for the host's login shell."""
         words = (self.host.cache, self.python, self.bundle.digest, self.session, mode)
@@ -108,7 +117,7 @@ class Launch:
 
         Raises HostUnfit where the host cannot run us, or what the transport says of a lost connection.
         """
-        shell = Shell(stream, f"=skyfab={self.session}=", Patience(self.host, deadline, stopped))
+        shell = Shell(stream, self.marker, Patience(self.host, deadline, stopped))
         asked = False
         while True:
             answer = shell.answer()
@@ -122,6 +131,7 @@ class Launch:
                 self._push(shell)
             elif word == "nopython" and self.prepare is not None and not asked:
                 shell.tell(f"p={quote(self.prepare(shell))}; go")
+                shell.hurry(_START)
                 asked = True
             elif word == "nopython":
                 raise HostUnfit(
@@ -184,3 +194,18 @@ def other_python(version: str, host: Host) -> HostUnfit:
 
 def local_python() -> str:
     return f"{sys.version_info[0]}.{sys.version_info[1]}"
+
+
+@contextmanager
+def open_shell(host: Host, transport: Transport, *, stopped: Callable[[], bool] = lambda: False) -> Iterator[Shell]:
+    """A shell on a host that needs nothing but a shell; `$c` is the cache folder's path in its scripts."""
+    launch = Launch(host=host, session=secrets.token_hex(8), bundle=Bundle("none", ()), python="none")
+    stream = transport.open(launch.command())
+    try:
+        shell = Shell(stream, launch.marker, Patience(host, time.monotonic() + _START, stopped))
+        if shell.answer() is None:
+            raise _silence(stream, shell)
+        yield shell
+    finally:
+        stream.close()
+        transport.close()

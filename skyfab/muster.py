@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from skyfab.errors import PoolError, SkyfabError
+from skyfab.errors import PoolError, SkyfabError, UsageError
 from skyfab.events import Events, HostState
 from skyfab.node import Node
 
 
-def open_all(nodes: Sequence[Node], events: Events) -> None:
-    """Opens every node's session. Raises the one failure, or a PoolError with all of them, and leaves none open."""
+def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], None]) -> None:
+    """Opens every node's session. Raises the one failure, or a PoolError with all of them, and leaves none open.
+
+    `failed` is told of each that did, as it does.
+    """
     errors: dict[int, Exception] = {}
 
     def enter(node: Node) -> None:
@@ -19,6 +22,7 @@ def open_all(nodes: Sequence[Node], events: Events) -> None:
             agent = node.session.open()
         except Exception as error:
             errors[node.index] = error
+            failed(node)
             events.emit(HostState(host=node.name, state="failed", detail=type(error).__name__))
         else:
             events.emit(HostState(host=node.name, state="ready", detail=f"Python {agent.python}"))
@@ -49,8 +53,11 @@ def _side_by_side(action: Callable[[Node], None], nodes: Sequence[Node]) -> None
 
 
 def _all_of(errors: Sequence[Exception], total: int) -> Exception:
-    """One failure as it is; several as one."""
+    """One failure as it is, and so a mistake in what was asked of all of them; several as one."""
     for error in errors:
         if not isinstance(error, SkyfabError):
             return error
+    if len(errors) > 1 and all(isinstance(error, UsageError) and error.args == errors[0].args for error in errors):
+        errors[0].host = None  # type: ignore[attr-defined]
+        return errors[0]
     return errors[0] if len(errors) == 1 else PoolError(f"{len(errors)} of {total} hosts failed", errors)

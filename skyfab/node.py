@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from skyfab.errors import HostUnfit
+from skyfab.errors import HostUnfit, SkyfabError
 from skyfab.inbox import Answer, Failure, Reply
 from skyfab.inventory import Host, Inventory
 from skyfab.parcel import FunctionParcel
@@ -105,15 +105,20 @@ class Node:
     ) -> None:
         """Runs a function in a seat, with `each` once for every item.
 
-        With `shared`, large buffers go to the store, for other seats to use too.
+        With `shared`, large buffers go to the store, for other seats to use too. What the call refers to is there
+        before it goes out.
 
         `sent` is told the stream's number. Raises HostLost when the host is gone.
         """
-        stored: list[memoryview] = []
+        names: dict[int, str] = {}
+        content: dict[str, memoryview] = {}
         if function.payload.buffers or arguments.buffers:
-            stored += [buffer for buffer in function.payload.buffers if len(buffer) >= LARGE]
-            stored += [buffer for buffer in arguments.buffers if self._belongs_in_store(buffer, shared)]
-        names = {id(buffer): name_of(buffer) for buffer in stored}
+            for payload, fits in ((function.payload, _is_large), (arguments, self._belongs_in_store)):
+                for buffer in payload.buffers:
+                    name = payload.refs.get(id(buffer))
+                    if name is not None or fits(buffer, shared):
+                        name = names[id(buffer)] = name or name_of(buffer)
+                        content[name] = buffer
 
         def go() -> None:
             with self._lock:
@@ -124,7 +129,7 @@ class Node:
                 sent(self.session.send(head, inline, answer=answer, failure=failure, seat=seat))
 
         if names:
-            self._store({names[id(buffer)]: buffer for buffer in stored}, go, failure)
+            self._store(content, go, failure)
         else:
             go()
 
@@ -211,7 +216,10 @@ class Node:
                 elif name in waiting:
                     waiting.discard(name)
                     if not waiting:
-                        then()
+                        try:
+                            then()
+                        except SkyfabError as lost:
+                            failure(lost)
 
             there = not waiting
             for name in waiting:
@@ -235,7 +243,10 @@ class Node:
             done(HostUnfit(reply.text, host=self.name, hint=reply.hint) if failed else None)  # type: ignore[attr-defined]
 
         message = messages.Blob(name=name, parts=[len(content)], keep=keep)
-        self.session.send(message, [content], answer=answer, failure=done)
+        try:
+            self.session.send(message, [content], answer=answer, failure=done)
+        except SkyfabError as error:  # the host is gone: others may wait for this blob too
+            done(error)
 
     def knows(self, tree: Tree) -> bool:
         return tree.digest in self._trees
@@ -269,6 +280,10 @@ class Node:
         self.session.ask(messages.Tree(digest=tree.digest, files=[list(pair) for pair in tree.files]))
         self._trees.add(tree.digest)
         return True
+
+
+def _is_large(buffer: memoryview, shared: bool) -> bool:
+    return len(buffer) >= LARGE
 
 
 def _parts(payload: codec.Payload, names: Mapping[int, str]) -> tuple[tuple[messages.Part, ...], Sequence[Any]]:

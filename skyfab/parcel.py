@@ -47,7 +47,7 @@ def pack_function(function: Function[..., Any]) -> FunctionParcel:
         payload = codec.dumps((function if by_name else fn, by_name, {} if by_name else _sources(fn)))
     except Exception as error:
         raise NotPicklable(f"{function.label} cannot be pickled: {error}", hint=_culprit(fn)) from error
-    parcel = FunctionParcel(name_of(payload.data, *payload.buffers), payload)
+    parcel = FunctionParcel(_digest(payload), payload)
     if state is not None:
         function.packed = (state, parcel)
     return parcel
@@ -70,6 +70,13 @@ def pack_arguments(call: Call[Any]) -> codec.Payload:
                     hint="make it inside the function, or pass what it is made from",
                 ) from error
         raise NotPicklable(f"the arguments of {call.function.label} cannot be pickled: {error}") from error
+
+
+def _digest(payload: codec.Payload) -> str:
+    """The name of a pickled function; what it refers to has one already."""
+    names = payload.refs
+    pieces = [names[id(buffer)].encode() if id(buffer) in names else buffer for buffer in payload.buffers]
+    return name_of(payload.data, *pieces)
 
 
 def _state(fn: Any) -> tuple[Any, ...] | None:

@@ -15,6 +15,7 @@ from typing import Final
 
 from skyfab.errors import HostError, HostLost, HostUnfit, ProtocolError, SkyfabError
 from skyfab.inbox import Answer, Exchange, Failure, Inbox, Listener, Reply
+from skyfab.interrupts import INTERRUPTS, MAIN
 from skyfab.inventory import Host
 from skyfab.launch import Launch, cannot_run, local_python, other_python
 from skyfab.protocol import VERSION, messages
@@ -81,6 +82,7 @@ class Session:
         self._stream = self._transport.open(self._launch.command())
         self._launch.join(self._stream, deadline=self._deadline, stopped=lambda: self._farewell)
         self._transport.joined()
+        self._deadline = max(self._deadline, time.monotonic() + CONNECT)  # an environment may have been made meanwhile
         self._mux.attach(self._hello())
         self._waker = os.pipe()
         for fd in self._waker:
@@ -239,17 +241,28 @@ class Session:
                 wait = 0.002  # nothing tells when there is room: try again soon
             else:
                 self._poll.register(sink, select.POLLOUT)
+        main = threading.get_ident() == MAIN
+        outer = INTERRUPTS.held
+        if main:
+            INTERRUPTS.held = False  # here alone may it be interrupted: nothing has been read yet
         ready = self._poll.poll(wait * 1000)
+        if main:
+            INTERRUPTS.held = True
         try:
             after = self._take_in(stream, ready)
-        except BaseException:  # an interrupt: nobody knows how much of what was read is lost
+            if after:
+                self._turns.call(after)
+        except BaseException:  # nobody knows how much of what was read is lost
             with self._lock:
                 self._end(HostLost("interrupted while it was answering", host=self.host.name))
                 after = self._inbox.take()
             self._turns.call(after)
             raise
-        if after:
-            self._turns.call(after)
+        finally:
+            if main:
+                INTERRUPTS.held = outer
+                if not outer:
+                    INTERRUPTS.go_on()
 
     def _take_in(self, stream: Stream, ready: list[tuple[int, int]]) -> list[Callable[[], None]]:
         assert self._waker is not None

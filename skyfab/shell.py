@@ -127,6 +127,14 @@ class Shell:
             raise ScriptFailed(answer.status, answer.text)
         return answer.text
 
+    def hurry(self, seconds: float) -> None:
+        """From now on the host has so long to answer."""
+        self._patience.deadline = time.monotonic() + seconds
+
+    def check(self) -> None:
+        """Raises HostLost when nobody wants this any more."""
+        self._patience.check()
+
     def tell(self, script: str) -> None:
         """Runs a script in the shell itself; whatever answer it gives is the caller's to read."""
         text = script.encode()

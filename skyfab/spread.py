@@ -75,7 +75,7 @@ class Spread:
         task = Task(self._function, arguments, label=group[0].function.label, timeout=self._timeout, on=None, each=True)
         with self._lock:
             self._running.add(task)
-        task.future.add_done_callback(lambda future: self._came(task, first, count, future))
+        Future.add_done_callback(task.future, lambda future: self._came(task, first, count, future))
         self._queue.add(task)
         self.future.node = self.future.node or task.future.node
 

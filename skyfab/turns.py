@@ -88,9 +88,11 @@ class Turns:
         event = threading.Event()
         with self._lock:
             self._followers.append(event)
-        event.wait(_NAP if timeout is None else min(timeout, _NAP))
-        with self._lock:
-            self._followers.remove(event)
+        try:
+            event.wait(_NAP if timeout is None else min(timeout, _NAP))
+        finally:
+            with self._lock:
+                self._followers.remove(event)
 
     def _wake_next(self) -> None:
         """The turn is free: somebody who waits may read."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, Literal, TextIO
 
-from skyfab.events import Events, HostState, Output, State
+from skyfab.events import Events, HostState, Moved, Output, State
 from skyfab.terminal import RESET, Live, clean, echoes, is_rich, put
 from skyfab.view import Line, View
 
@@ -70,7 +70,17 @@ class Plain(View):
             self._say(event.stream, self._line(event))
 
     def _state(self, event: HostState, before: State | None) -> None:
-        if event.state in ("failed", "lost", "reconnecting") or (event.state, before) == ("ready", "reconnecting"):
+        if event.state == "preparing" and event.detail:
+            self._say("stderr", clean(f"{event.host}: {event.detail}") + "\n")
+        told = event.state in ("failed", "lost", "reconnecting")
+        if told or (event.state, before) in (("ready", "reconnecting"), ("ready", "preparing")):
+            self._say("stderr", clean(str(event)) + "\n")
+
+    def _moved(self, event: Moved) -> None:
+        """Now and then a sign of life."""
+        now = self._clock()
+        if now - self._shown.setdefault((event.host, None), now) >= _SPARSE:
+            self._shown[event.host, None] = now
             self._say("stderr", clean(str(event)) + "\n")
 
     def _write(self, lines: list[Line]) -> None:
@@ -89,6 +99,8 @@ class Screen(View):
         self._colours: dict[str, str] = {}
         self._details: dict[str, str] = {}
         """Hosts that are on their way, and what they are doing."""
+        self._amounts: dict[str, tuple[int, int]] = {}
+        """How much each of them has got, of how much."""
         self._ready: list[str] = []
         self._since = 0.0
 
@@ -123,9 +135,24 @@ class Screen(View):
         if self._ready and not self._details:
             self._summary()
 
+    def _moved(self, event: Moved) -> None:
+        if event.host in self._details:
+            self._details[event.host] = clean(str(event), colour=False).replace(": ", " ", 1)
+            self._amounts[event.host] = (event.done, event.total)
+            self._waiting += 1
+
+    def _total(self) -> list[str]:
+        """A line for all of them, where there is more than one."""
+        if len(self._amounts) < 2 or not self._details:
+            return []
+        done, total = (sum(amounts) for amounts in zip(*self._amounts.values(), strict=True))
+        return [
+            f"  {len(self._ready)} of {len(self._ready) + len(self._details)} ready, {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+        ]
+
     def _summary(self) -> None:
         """All that were on their way have arrived, or failed: then the error says more."""
-        ready, self._ready = self._ready, []
+        ready, self._ready, self._amounts = self._ready, [], {}
         if "failed" not in self._states.values():
             who = ready[0] if len(ready) == 1 else f"{len(ready)} hosts"
             self._say("stderr", f"{_GREEN}✓{RESET} {who} ready in {self._clock() - self._since:.1f} s\n")
@@ -137,7 +164,7 @@ class Screen(View):
     def _write(self, lines: list[Line]) -> None:
         with self._lock:
             spinner = _SPINNER[int(self._clock() / _TICK) % len(_SPINNER)]
-            live = [f"{spinner} {detail}" for detail in self._details.values()]
+            live = [f"{spinner} {detail}" for detail in self._details.values()] + self._total()
             bars = sorted(self._bars.values(), key=lambda bar: bar.rank or 0)
             live += [f"{self._prefix(bar)} {clean(bar.text, colour=False)}" for bar in bars]
         put(self._file, self._live.frame("".join(text for _, text in lines), live))

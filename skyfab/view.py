@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final
 
-from skyfab.events import CallEnded, Event, HostState, Output, State
+from skyfab.events import CallEnded, Event, HostState, Moved, Output, State
 
 Line = tuple[str, str]
 """The stream it goes to, and its text with its end."""
@@ -61,6 +61,8 @@ class View(ABC):
             before = self._states.get(event.host)
             self._states[event.host] = event.state
             self._state(event, before)
+        elif isinstance(event, Moved):
+            self._moved(event)
         elif isinstance(event, CallEnded):
             self._settle(event.host)
 
@@ -91,6 +93,10 @@ class View(ABC):
     @abstractmethod
     def _state(self, event: HostState, before: State | None) -> None:
         """A host's state changed."""
+
+    @abstractmethod
+    def _moved(self, event: Moved) -> None:
+        """Bytes are on their way to a host."""
 
     # ---- what goes out
 

@@ -19,8 +19,8 @@ LAYERS = [
     "errors events context",  # what everybody shares
     "protocol",  # what the two sides of a connection share, and all they share
     "host selection inventory_file inventory image output calls",  # what the user says, as data
-    "transport env bundle changes project parcel shell launch plugins",  # how it gets to a host
-    "turns inbox session",  # one agent on one host
+    "transport env bundle changes project parcel refs shell launch plugins",  # how it gets to a host
+    "interrupts turns inbox session",  # one agent on one host
     "answers node muster dispatch express gang gangs hearing spread runs",  # what a pool is made of
     "compute device",  # the pool
     "terminal view ui",  # what a person sees
@@ -47,10 +47,12 @@ OUTSIDE = {
     "invoke": {"cli"},
     "paramiko": {"transport.fabric"},
     "pathspec": {"project"},
+    "packaging": {"env.lock", "env.wheels"},
     "rich": {"ui"},
-    "tomli": {"inventory_file"},
+    "tomli": {"inventory_file", "env.lock"},
     "torch": {"protocol.codec", "plugins", "device", "commands.train"},
     "jax": {"plugins"},
+    "uv": {"env.uv"},
 }
 """What is not here is not used at all."""
 

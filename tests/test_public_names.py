@@ -39,6 +39,7 @@ NAMES = [
     "PoolError",
     "ProtocolError",
     "RankDied",
+    "Ref",
     "RemoteError",
     "RemoteTraceback",
     "SkyfabError",

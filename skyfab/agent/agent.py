@@ -314,7 +314,8 @@ class Agent:
         self._seats.forget()
         for seat in self._seats:
             seat.functions.difference_update(message.digests)
-            seat.tell(0, head, b"")
+            if not seat.calls:  # one that waits may be for such a function
+                seat.tell(0, head, b"")
 
     def _cancel(self, stream: int, message: messages.Cancel, head: bytes, data: Data) -> None:
         for seat in self._seats:

@@ -27,6 +27,7 @@ from skyfab.protocol.streams import SMALL
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from skyfab.protocol.streams import Buffer
@@ -147,7 +148,19 @@ class Rank:
             self._flush()
             self._raised(stream, error)
         else:
-            self._perform(stream, functools.partial(_each, function) if call.each else function, buffers)
+            if call.each:
+                named = any(isinstance(part, list) for part in call.parts)
+                again = functools.partial(self._again, call.parts, tuple(buffers)) if named else None
+                function = functools.partial(_each, function, again)
+            self._perform(stream, function, buffers)
+
+    def _again(self, parts: Sequence[messages.Part], buffers: Sequence[memoryview]) -> Any:
+        """The items of a call once more: what the store has comes fresh from there."""
+        data, *rest = [
+            self._blob(part[0]) if isinstance(part, list) else buffer
+            for part, buffer in zip(parts, buffers, strict=True)
+        ]
+        return codec.loads(data, rest)[0]
 
     def _perform(self, stream: int, function: Any, buffers: list[memoryview]) -> None:
         try:
@@ -244,9 +257,13 @@ class Rank:
                 pending[0] = memoryview(pending[0])[sent:]
 
 
-def _each(function: Any, items: list[tuple[Any, ...]]) -> tuple[float, list[Any]]:
+def _each(function: Any, again: Callable[[], Any] | None, items: list[tuple[Any, ...]]) -> tuple[float, list[Any]]:
+    """Calls a function for every item. With `again`, what one item changes in place the next one does not see."""
     began = time.perf_counter()
-    results = [function(*item) for item in items]
+    if again is None:
+        results = [function(*item) for item in items]
+    else:
+        results = [function(*(again() if at else items)[at]) for at in range(len(items))]
     return time.perf_counter() - began, results
 
 

@@ -6,6 +6,7 @@ A blob is written under a temporary name, checked, and renamed: a name that exis
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 
@@ -16,6 +17,9 @@ TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
+
+
+_FIXED = 0x10  # MAP_FIXED, the same on Linux, macOS and the BSDs: over what is mapped there
 
 
 def map_blob(stores: Sequence[str], name: str) -> memoryview:
@@ -29,10 +33,32 @@ def map_blob(stores: Sequence[str], name: str) -> memoryview:
             size = os.fstat(fd).st_size
             if not size:
                 return memoryview(bytearray())
-            return memoryview(mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+            return memoryview(_mapped(fd, size))
         finally:
             os.close(fd)
     raise FileNotFoundError(f"blob {name} is not on this host")
+
+
+def _mapped(fd: int, size: int) -> mmap.mmap:
+    """A private mapping of a file. One that `mmap` makes itself keeps a file descriptor, and a model has many blobs."""
+    import ctypes
+
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    place = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _FIXED
+    if _libc_mmap()(place, size, prot, flags, fd, 0) != place:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return area
+
+
+@functools.cache
+def _libc_mmap() -> Any:
+    import ctypes
+
+    found = ctypes.CDLL(None, use_errno=True).mmap
+    found.restype = ctypes.c_void_p
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    return found
 
 
 class Store:

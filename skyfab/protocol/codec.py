@@ -2,20 +2,24 @@
 
 Pickle protocol 5 hands out large buffers as views of the caller's memory. Torch tensors leave by
 storage, so that views and tied weights stay tied; what was on a GPU arrives on a GPU where there is one.
+What is `Packed` was pickled before: its content is only referred to, and its object is what arrives.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import struct
 import sys
 import types
 
 import cloudpickle
 
+from skyfab.protocol.blobs import allocate
+
 TYPE_CHECKING = False  # see frames
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import Any, Final
 
     from skyfab.protocol.streams import Buffer
@@ -27,20 +31,36 @@ IN_BAND: Final = 4096
 _BESIDE: Final = 4096
 """Buffers beside one pickle; past that they go inside: a message has only so many parts."""
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
+_MOST_PACKED: Final = 1000
+"""Packed objects that one pickle refers to: each is a part of its message, and a mapping where it arrives."""
+_ALIGNED: Final = 64
+_NO_REFS: Final[Mapping[int, str]] = types.MappingProxyType({})
 
 
 class Payload:
     """A pickled object: the pickle, and the buffers that it refers to in order."""
 
-    __slots__ = ("buffers", "data")
+    __slots__ = ("buffers", "data", "refs")
 
-    def __init__(self, data: bytes, buffers: Sequence[memoryview] = ()) -> None:
+    def __init__(self, data: bytes, buffers: Sequence[memoryview] = (), refs: Mapping[int, str] = _NO_REFS) -> None:
         self.data = data
         self.buffers = tuple(buffers)
+        self.refs = refs
+        """Which of the buffers are packed objects: the `id` of the buffer, and the name of its content."""
 
     @property
     def size(self) -> int:
+        """In bytes, without packed objects: those are sent to a host once."""
+        if self.refs:
+            return len(self.data) + sum(len(buffer) for buffer in self.buffers if id(buffer) not in self.refs)
         return len(self.data) + sum(map(len, self.buffers))
+
+
+class Packed:
+    """Stands for an object that is pickled already, in one piece, and named by that content."""
+
+    name: str
+    memory: memoryview
 
 
 def dumps(value: Any) -> Payload:
@@ -53,7 +73,7 @@ def dumps(value: Any) -> Payload:
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
-    return Payload(file.getvalue(), pickler.buffers)
+    return Payload(file.getvalue(), pickler.buffers, pickler.refs or _NO_REFS)
 
 
 def loads(data: Buffer, buffers: Sequence[memoryview] = ()) -> Any:
@@ -61,9 +81,42 @@ def loads(data: Buffer, buffers: Sequence[memoryview] = ()) -> Any:
     return pickle.loads(data, buffers=buffers)
 
 
+def pack(value: Any) -> memoryview:
+    """Pickles `value` into one piece of memory of its own. Raises whatever pickling raises."""
+    payload = dumps(value)
+    pieces: tuple[Buffer, ...] = (payload.data, *payload.buffers)
+    sizes = [len(pieces), *map(len, pieces)]
+    *places, end = _places(sizes)
+    memory = allocate(end)
+    struct.pack_into(f"<{len(sizes)}Q", memory, 0, *sizes)
+    for place, piece in zip(places, pieces, strict=True):
+        memory[place : place + len(piece)] = memoryview(piece)
+    return memory
+
+
+def unpack(memory: memoryview) -> Any:
+    """The object that was packed. It lives in this memory."""
+    (count,) = struct.unpack_from("<Q", memory)
+    sizes = struct.unpack_from(f"<{count + 1}Q", memory)
+    pieces = [memory[place : place + size] for place, size in zip(_places(sizes), sizes[1:], strict=False)]
+    return loads(pieces[0], pieces[1:])
+
+
+def _places(sizes: Sequence[int]) -> Iterator[int]:
+    """Where the pieces of a packed object begin, at aligned offsets behind their sizes, and the end of the last."""
+    place = 8 * len(sizes)
+    for size in sizes[1:]:
+        place += -place % _ALIGNED
+        yield place
+        place += size
+    yield place
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     def __init__(self, file: io.BytesIO) -> None:
         self.buffers: list[memoryview] = []
+        self.refs: dict[int, str] = {}
+        self._packed: dict[pickle.PickleBuffer, str] = {}
         self._storages: dict[int, _Storage] = {}
         torch = sys.modules.get("torch")
         self._typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
@@ -76,7 +129,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             view = buffer.raw()
         except BufferError:  # not contiguous: pickle says so itself
             return True
-        if view.nbytes < IN_BAND or len(self.buffers) >= _BESIDE:
+        name = self._packed.get(buffer)
+        if name is not None:
+            self.refs[id(view)] = name
+        elif view.nbytes < IN_BAND or len(self.buffers) - len(self.refs) >= _BESIDE:
             return True
         self.buffers.append(view)
         return False
@@ -84,6 +140,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, BaseException) and _is_plain(type(obj)):
             return _exception, (type(obj), obj.args, obj.__dict__)
+        if isinstance(obj, Packed):
+            return unpack, (self._referred(obj),)
         if self._untyped is not None:
             if type(obj) is self._typed:
                 return _typed, (self._holder(obj._untyped_storage), obj.dtype)
@@ -92,6 +150,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             if obj is self._rebuild:
                 return _rebuilder, ()
         return super().reducer_override(obj)
+
+    def _referred(self, packed: Packed) -> pickle.PickleBuffer:
+        if len(self._packed) >= _MOST_PACKED:
+            raise pickle.PicklingError(
+                f"more than {_MOST_PACKED} references in one call: put together what belongs together"
+            )
+        # Not of the view: where that is a part of cyclic garbage, Python 3.11 crashes over views of views.
+        buffer = pickle.PickleBuffer(packed.memory.obj)
+        self._packed[buffer] = packed.name
+        return buffer
 
     def _holder(self, untyped: Any) -> _Storage:
         """One holder per storage: pickle's memo then sends it once and ties it again."""

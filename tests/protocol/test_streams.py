@@ -14,7 +14,7 @@ from wire_pair import Pair, Wire, content
 from skyfab.errors import ProtocolError
 from skyfab.protocol import frames
 from skyfab.protocol.frames import ACK, COUNT, CREDIT, HEAD, HELLO, PING, frame
-from skyfab.protocol.streams import CREDIT_WINDOW, SMALL, Window
+from skyfab.protocol.streams import ACK_FRAMES, CREDIT_WINDOW, SMALL, Mux, Window
 
 MB = 1024 * 1024
 
@@ -467,3 +467,155 @@ def test_heard_moves_with_every_frame() -> None:
     pair.settle()
     assert pair.a.mux.heard >= 50.0
     assert pair.b.mux.heard >= 50.0
+
+
+# ---- the express way
+
+
+class Passing:
+    """Two sides of which `b` takes small messages the express way and answers each at once, as an agent does."""
+
+    def __init__(self, *, takes: bool = True) -> None:
+        self.pair = Pair()
+        self.taken: list[tuple[int, bytes]] = []
+        self.takes = takes
+        self.pair.b.mux = Mux(self.pair.b, express=self._express, clock=lambda: self.pair.now)
+        self.pair.attach(self.pair.b)
+        self.pair.settle()
+
+    def _express(self, stream: int, whole: memoryview, head: int) -> bool:
+        if self.takes:
+            self.taken.append((stream, bytes(whole)))
+        return self.takes
+
+
+def small(stream: int, body: bytes = b"data") -> bytes:
+    return frame(HEAD, stream, b"0:%d" % len(body) + body, len(b"0:%d" % len(body)))
+
+
+def test_a_relayed_frame_leaves_as_it_is_in_one_write() -> None:
+    pair = Pair()
+    pair.settle()
+    writes: list[bytes] = []
+    before = pair.a.mux.bytes_out
+    assert pair.a.mux.relay(small(1), lambda buffers: writes.append(b"".join(buffers)) or len(writes[-1]))
+    assert writes == [small(1)]
+    assert pair.a.mux.bytes_out == before + len(small(1))
+    assert not pair.a.mux.has_output
+
+
+@pytest.mark.parametrize("room", [0, 1, 15, 16, 20])
+def test_what_of_a_relayed_frame_finds_no_room_follows(room: int) -> None:
+    pair = Pair()
+    pair.settle()
+    assert pair.a.mux.relay(small(1), pair.a.sink.sender(room))
+    assert pair.a.mux.has_output
+    assert not pair.a.mux.relay(small(3), pair.a.sink.sender(1 << 20)), "it would be inside the other one"
+    assert pair.a.mux.send_frame(small(3), pair.a.sink.sender(1 << 20))
+    pair.settle()
+    assert pair.b.heads == [(1, b"0:4"), (3, b"0:4")]
+
+
+def test_send_frame_says_whether_everything_is_out() -> None:
+    pair = Pair()
+    pair.settle()
+    assert pair.a.mux.send_frame(small(1), pair.a.sink.sender(1 << 20))
+    assert not pair.a.mux.send_frame(small(3), pair.a.sink.sender(5))
+    assert not pair.a.mux.send_frame(small(5), pair.a.sink.sender(5))
+    pair.settle()
+    assert [stream for stream, _ in pair.b.heads] == [1, 3, 5]
+
+
+@pytest.mark.parametrize("what", ["small", "large", "ping", "pong", "hello"])
+def test_nothing_is_relayed_past_what_waits(what: str) -> None:
+    pair = Pair()
+    if what != "hello":
+        pair.settle()
+    if what == "small":
+        pair.a.say(7, b"before")
+    elif what == "large":
+        pair.a.say(7, content(1, 3 * SMALL))
+    elif what == "ping":
+        pair.a.mux.ping()
+    elif what == "pong":
+        pair.b.mux.ping()
+        pair.b.flush()
+        pair.a.read()
+    out = pair.a.mux.bytes_out
+    assert not pair.a.mux.relay(small(1), pair.a.sink.sender(1 << 20))
+    assert pair.a.mux.bytes_out == out, "what is refused is not begun"
+    assert not any(isinstance(kept, bytes) and kept == small(1) for kept in pair.a.mux._unacked)
+
+
+def test_a_relayed_frame_is_sent_again_after_a_cut() -> None:
+    """It is kept like any other, also where the connection broke while it was being written."""
+    pair = Pair()
+    pair.settle()
+    assert pair.a.mux.relay(small(1), pair.a.sink.sender(10))
+
+    def broken(buffers: object) -> int:
+        raise ConnectionResetError
+
+    pair.settle()
+    with pytest.raises(ConnectionResetError):
+        pair.a.mux.relay(small(3), broken)
+    pair.cut()
+    for side in (pair.a, pair.b):
+        pair.attach(side)
+    pair.settle()
+    assert [stream for stream, _ in pair.b.heads] == [1, 3]
+
+
+def test_messages_that_express_took_are_counted_and_acknowledged() -> None:
+    passing = Passing()
+    a, b = passing.pair.a, passing.pair.b
+    received, came = b.mux.received, b.mux.bytes_in
+    for number in range(ACK_FRAMES):
+        assert a.mux.relay(small(1 + 2 * number), a.sink.sender(1 << 20))
+        passing.pair.now += 1
+        assert b.read()
+    assert [stream for stream, _ in passing.taken] == [1 + 2 * number for number in range(ACK_FRAMES)]
+    assert b.heads == []
+    assert b.mux.received == received + ACK_FRAMES
+    assert b.mux.bytes_in == came + sum(len(whole) for _, whole in passing.taken)
+    assert b.mux.heard == passing.pair.now
+    passing.pair.settle()
+    assert not a.mux._unacked
+
+
+def test_messages_that_express_refused_are_counted_once() -> None:
+    passing = Passing(takes=False)
+    a, b = passing.pair.a, passing.pair.b
+    received, came = b.mux.received, b.mux.bytes_in
+    assert a.mux.relay(small(1), a.sink.sender(1 << 20))
+    assert b.read()
+    assert b.heads == [(1, b"0:4")]
+    assert (b.mux.received, b.mux.bytes_in) == (received + 1, came + len(small(1)))
+
+
+def test_express_is_not_asked_before_hello() -> None:
+    """The message is refused, as it is without express."""
+    asked: list[int] = []
+    pair = Pair()
+    pair.a.mux = Mux(pair.a, express=lambda stream, whole, head: asked.append(stream) or True)
+    with pytest.raises(ProtocolError):
+        feed(pair, small(1))
+    assert asked == []
+
+
+def test_neither_side_keeps_thousands_of_express_messages() -> None:
+    """Each call is relayed there, each answer back: what is kept stays within what is acknowledged at a time."""
+    passing = Passing()
+    a, b = passing.pair.a, passing.pair.b
+    for number in range(5000):
+        assert a.mux.send_frame(small(1 + 2 * number), a.sink.sender(1 << 20))
+        while b.read():
+            pass
+        assert b.mux.send_frame(small(1 + 2 * number), b.sink.sender(1 << 20))
+        while a.read():
+            pass
+        a.flush()
+        assert len(a.mux._unacked) <= 2 * ACK_FRAMES
+        assert len(b.mux._unacked) <= 2 * ACK_FRAMES
+    assert len(a.heads) == 5000
+    assert len(passing.taken) + len(b.heads) == 5000

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -27,3 +29,13 @@ def linger(path: str) -> None:
     """Leaves this process's number at `path` and stays until somebody ends it."""
     leave(path, str(os.getpid()))
     wait_for(f"{path}.never", timeout=600)
+
+
+def version_of(module: str) -> str:
+    """What an installed module says of itself."""
+    return str(importlib.import_module(module).version)
+
+
+def where() -> tuple[str, str]:
+    """The interpreter, and the environment that it belongs to."""
+    return sys.executable, sys.prefix

@@ -1,0 +1,43 @@
+"""A state_dict goes out, is trained there, and comes back: python examples/models/state_dict.py [hosts]
+
+The network is a class of your own, in a file of your own (nets.py): hosts import it as this script does.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nets
+import torch
+from torch import Tensor
+
+import skyfab as sky
+
+sys.path.append(str(Path(__file__).parents[1] / "digits"))
+import digits
+
+State = dict[str, Tensor]
+
+
+@sky.function
+def train(state: State, x: Tensor, y: Tensor) -> tuple[State, float]:
+    net = nets.Net()
+    net.load_state_dict(state)
+    loss = nets.learn(net, x, y, steps=60, lr=1e-2)
+    return net.state_dict(), loss
+
+
+def main(hosts: str) -> None:
+    data = digits.load()
+    torch.manual_seed(0)
+    net = nets.Net()
+    print(f"{nets.accuracy(net, data.x_test, data.y_test):.0%} of the held-out digits before")
+    with sky.Compute(hosts or "local") as compute:
+        state, loss = train(net.state_dict(), data.x_train, data.y_train) >> compute
+        print(f"trained on {compute.hosts[0].name}: {len(state)} tensors came back, loss {loss:.3f}")
+    net.load_state_dict(state)
+    print(f"{nets.accuracy(net, data.x_test, data.y_test):.0%} of the held-out digits after")
+
+
+main(",".join(sys.argv[1:]))

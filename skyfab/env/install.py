@@ -1,0 +1,206 @@
+"""Install: what a shell on a host is told to do, so that an environment is there. Scripts, and how they are fed.
+
+Below the host's cache folder: ``packages/SHA256/FILE`` (wheels, uv, interpreters and locks, named by content),
+``envs/DIGEST`` (environments), ``pythons/SHA256`` (interpreters, unpacked), ``uv`` (uv's own cache, from which
+environments are hard links). Whatever is made is made under another name first, and is there when it has its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from skyfab.env.wheels import Wheel
+from skyfab.protocol.blobs import name_of
+from skyfab.shell import Shell, quote
+
+_CHUNK: Final = 1024 * 1024
+_READY: Final = "ready"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """A file that a host may need, named by its content."""
+
+    sha256: str
+    filename: str
+    size: int
+    content: Path | bytes
+    program: bool = False
+    """It can be run."""
+
+    @property
+    def place(self) -> str:
+        """Where it lies, below ``packages``."""
+        return f"{self.sha256}/{self.filename}"
+
+    @property
+    def path(self) -> str:
+        """Where a script finds it."""
+        return f'"$c"/packages/{quote(self.place)}'
+
+    @classmethod
+    def of_file(cls, path: Path, *, sha256: str | None = None, program: bool = False) -> Package:
+        if sha256 is None:
+            with path.open("rb") as file:
+                sha256 = _digest(file.read(_CHUNK) for _ in iter(int, 1))
+        return cls(sha256=sha256, filename=path.name, size=path.stat().st_size, content=path, program=program)
+
+    @classmethod
+    def of_wheel(cls, wheel: Wheel) -> Package:
+        """As far as the lock tells: enough to ask whether it is there."""
+        return cls(sha256=wheel.sha256, filename=wheel.filename, size=wheel.size or 0, content=b"")
+
+    @classmethod
+    def of_text(cls, filename: str, text: str) -> Package:
+        content = text.encode()
+        return cls(sha256=name_of(content), filename=filename, size=len(content), content=content)
+
+
+def _digest(pieces: Iterator[bytes]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        if not piece:
+            break
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+# ---- what is there
+
+
+def missing(shell: Shell, digest: str, packages: Sequence[Package]) -> list[Package] | None:
+    """Which of the packages the host lacks; None when it has the environment itself."""
+    script = f"""
+if test -x "$c"/envs/{digest}/bin/python && test -f "$c"/envs/{digest}/.ready; then echo {_READY}; exit; fi
+while IFS= read -r f; do test -f "$c/packages/$f" || echo "$f"; done <<'END'
+{"".join(f"{package.place}{chr(10)}" for package in packages)}END"""
+    said = shell.run(script).splitlines()
+    if said == [_READY]:
+        return None
+    lacking = set(said)
+    return [package for package in packages if package.place in lacking]
+
+
+# ---- pushing
+
+
+def push(shell: Shell, packages: Sequence[Package], *, session: str, progress: Callable[[int, int], None]) -> None:
+    """Sends packages as one archive. Raises ScriptFailed with tar's own words."""
+    sums = "".join(f"{package.sha256}  {package.place}\n" for package in packages)
+    total = sum(package.size for package in packages)
+    script = f"""
+t=$c/packages/.in-{session}
+trap 'rm -rf "$t"' EXIT
+mkdir -p "$t" && cd "$t" && tar xmf - || exit 1
+if command -v sha256sum >/dev/null; then sha256sum -c sums >/dev/null || {{ echo damaged on the way; exit 1; }}; fi
+rm sums
+for p in *; do test -d "../$p" || mv "$p" .. || test -d "../$p" || exit 1; done"""
+    shell.run(script, feed=_archive([Package.of_text("sums", sums), *packages], total, progress))
+
+
+def _archive(packages: Sequence[Package], total: int, progress: Callable[[int, int], None]) -> Iterator[bytes]:
+    """A tar archive of the packages, piece by piece."""
+    done = size = 0
+    for package in packages:
+        listed = package.filename == "sums"
+        entry = tarfile.TarInfo("sums" if listed else package.place)
+        entry.size = package.size
+        entry.mode = 0o700 if package.program else 0o600
+        header = entry.tobuf(tarfile.GNU_FORMAT)
+        yield header
+        for piece in _pieces(package):
+            yield piece
+            done += 0 if listed else len(piece)
+            progress(done, total)
+        padding = -package.size % tarfile.BLOCKSIZE
+        yield bytes(padding)
+        size += len(header) + package.size + padding
+    # tar reads whole records: what is missing from the last one it would wait for.
+    yield bytes(-(size + 2 * tarfile.BLOCKSIZE) % tarfile.RECORDSIZE + 2 * tarfile.BLOCKSIZE)
+
+
+def _pieces(package: Package) -> Iterator[bytes]:
+    if isinstance(package.content, bytes):
+        yield package.content
+        return
+    with package.content.open("rb") as file:
+        left = package.size
+        while left:
+            piece = file.read(min(left, _CHUNK))
+            if not piece:
+                raise OSError(f"{package.filename} became shorter while it was read")
+            left -= len(piece)
+            yield piece
+
+
+# ---- building
+
+
+def unpack_python(shell: Shell, archive: Package) -> str:
+    """An interpreter from its archive; returns its path on the host."""
+    said = shell.run(f"""
+h=$c/pythons/{archive.sha256} t=$c/pythons/.in-{archive.sha256}-$$
+if ! test -d "$h"; then
+  trap 'rm -rf "$t"' EXIT
+  mkdir -p "$t" && tar xzf {archive.path} -C "$t" || exit 1
+  mv "$t" "$h" 2>/dev/null || test -d "$h" || exit 1
+fi
+for p in "$h"/*/bin/python3; do echo "$p"; done""")
+    return said.splitlines()[-1]
+
+
+def install_apt(shell: Shell, packages: Sequence[str]) -> None:
+    """Debian packages, where the user may install them. Raises ScriptFailed."""
+    words = " ".join(map(quote, packages))
+    shell.run(f"""
+n=
+for p in {words}; do dpkg-query -W -f '${{Status}}' "${{p%%=*}}" 2>/dev/null | grep -q 'ok installed' || n="$n $p"; done
+test -n "$n" || exit 0
+command -v apt-get >/dev/null || {{ echo "apt packages are missing, and there is no apt-get:$n"; exit 1; }}
+s=
+if test "$(id -u)" != 0; then
+  sudo -n true 2>/dev/null || {{ echo "apt packages are missing, and this user may not install any:$n"; exit 1; }}
+  s="sudo -n"
+fi
+export DEBIAN_FRONTEND=noninteractive
+a="$s apt-get -qq -o DPkg::Lock::Timeout=120"
+i="$a install -y --no-install-recommends"
+$i $n >/dev/null 2>&1 || {{ $a update >/dev/null 2>&1; $i $n; }}""")
+
+
+def build(
+    shell: Shell,
+    digest: str,
+    *,
+    session: str,
+    uv: str,
+    python: str,
+    lock: Package,
+    offline: bool,
+) -> None:
+    """Makes the environment, unless somebody else is faster. Raises ScriptFailed with uv's own words.
+
+    `uv` is a word of a script; `python` a path, or a version that uv finds or downloads.
+    """
+    shell.run(f"""
+e=$c/envs/{digest} t=$c/envs/.in-{digest}-{session}
+mkdir -p "$c/envs" || exit 1
+f=
+if command -v flock >/dev/null; then exec 9>"$c/envs/.lock-{digest}" && flock 9 && f=1 || exit 1; fi
+if test -x "$e/bin/python" && test -f "$e/.ready"; then exit 0; fi
+if test -n "$f"; then for p in "$c"/envs/.in-{digest}-*; do rm -rf "$p"; done; fi  # of those that were killed
+rm -rf "$e"
+trap 'rm -rf "$t"' EXIT
+unset VIRTUAL_ENV CONDA_PREFIX PYTHONPATH PYTHONHOME
+export UV_CACHE_DIR="$c/uv" UV_PYTHON_INSTALL_DIR="$c/pythons/uv" UV_NO_CONFIG=1 UV_NO_PROGRESS=1
+export UV_PYTHON_DOWNLOADS={"never" if offline else "automatic"} {"UV_OFFLINE=1" if offline else ""}
+{uv} venv -q --relocatable --no-project --python {quote(python)} "$t" || exit 1
+{uv} pip sync -q --python "$t/bin/python" {lock.path} || exit 1
+: >"$t/.ready"
+: >"$t/.used"
+"$t/bin/python" -I -S -c 'import os, sys; os.rename(*sys.argv[1:])' "$t" "$e" || test -f "$e/.ready" """)

@@ -1,0 +1,263 @@
+"""Preparation: from an image to an interpreter on each host of a pool. Probe, lock, push, build.
+
+The first thing that a host is asked for is a guess: the environment that it must have, going by what it said of itself
+the last time. Only where that is not there does a preparation begin.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+from skyfab.env.facts import Facts, Program, Target
+from skyfab.errors import HostUnfit, SkyfabError, UsageError
+from skyfab.host import Host
+from skyfab.image import Image
+from skyfab.protocol.blobs import name_of
+from skyfab.shell import ScriptFailed, Shell, quote
+
+if TYPE_CHECKING:
+    from skyfab.env.install import Package
+    from skyfab.env.lock import Lock
+
+_OLDEST_UV: Final = (0, 8)
+"""Older ones do not read a pylock.toml."""
+_OTHERS: Final = 10.0
+"""Seconds to wait for what the other hosts are, where torch must be the same on all of them."""
+_PYTHONS: Final = "https://github.com/astral-sh/python-build-standalone"
+"""Where uv gets interpreters from: a host that reaches it may do so itself."""
+_LAYOUT: Final = "1"
+"""Changes when environments are made in another way."""
+
+
+class Report(Protocol):
+    """Who tells a person how far it is. May raise, when nobody wants it any more."""
+
+    def step(self, text: str) -> None:
+        """Something new begins: ``probing``."""
+
+    def moved(self, what: str, done: int, total: int) -> None:
+        """So many bytes have been moved: ``pushing`` 61 of 155 MB."""
+
+
+class Preparation:
+    """Makes one image's environment on the hosts of a pool, side by side."""
+
+    def __init__(self, image: Image, hosts: Sequence[Host], python: str, *, upgrade: bool = False) -> None:
+        """`python` is this program's major.minor: functions travel as byte code. With `upgrade`, newer versions are
+        looked for where the image leaves a choice."""
+        self.image = image
+        self.python = python
+        self._upgrade = upgrade
+        self._targets: dict[str, Target] = {}
+        self._absent = {host.name for host in hosts}
+        self._met = threading.Condition()
+
+    @property
+    def is_empty(self) -> bool:
+        """Any interpreter of the right version will do."""
+        return not (self.image.pip or self.image.lock or self.image.apt)
+
+    def guess(self, host: Host) -> str:
+        """What the host is asked for first: see `Launch.python`. Raises UsageError for an image that cannot be."""
+        if self.is_empty:
+            return self.python
+        from skyfab.env import known  # what most pools do not need is not imported for them
+
+        facts = known.recall(host)
+        if facts is None or not facts.boot or self._upgrade:
+            return "none"
+        target = Target.of(facts, self.python)
+        self.meet(host, target)
+        lock = self.lock(target, only_known=True)
+        return "none" if lock is None else f"env/{self.digest(lock)}/{facts.boot}"
+
+    def prepare(self, host: Host, shell: Shell, *, session: str, report: Report) -> str:
+        """Makes the environment; returns its interpreter's path. Raises HostUnfit, or UsageError with the host."""
+        try:
+            return _Steps(self, host, shell, session, report).run()
+        except ScriptFailed as failed:
+            raise _unfit(failed, host) from None
+        except SkyfabError as error:
+            error.host = error.host or host.name
+            raise
+
+    def lock(self, target: Target, *, only_known: bool = False) -> Lock | None:
+        """The image's lock for a target; None if it would have to be made and `only_known` forbids that."""
+        from skyfab.env.lock import make_lock, read_lock
+
+        if self.image.lock:
+            return read_lock(self.image.lock, target)
+        together = sorted(set(self._targets.values()), key=repr)
+        return make_lock(self.image, target, together=together, upgrade=self._upgrade, only_known=only_known)
+
+    def digest(self, lock: Lock) -> str:
+        """The environment's name: of all that it is made from."""
+        return name_of("\0".join((_LAYOUT, lock.digest, *sorted(self.image.apt))).encode())[:40]
+
+    def meet(self, host: Host, target: Target | None) -> None:
+        """Tells what a host is; None: it will not come."""
+        with self._met:
+            self._absent.discard(host.name)
+            if target is not None:
+                self._targets[host.name] = target
+            self._met.notify_all()
+
+    def wait_for_all(self) -> None:
+        """Until every host has been met, or long enough."""
+        with self._met:
+            self._met.wait_for(lambda: not self._absent, _OTHERS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """One host's way to its environment."""
+
+    plan: Preparation
+    host: Host
+    shell: Shell
+    session: str
+    report: Report
+
+    def run(self) -> str:
+        plan = self.plan
+        self.report.step("probing")
+        facts = self._probe()
+        own = self._own_python(facts)
+        if plan.is_empty and own is not None:
+            return own
+        target = Target.of(facts, plan.python)
+        self.report.step("resolving")
+        plan.meet(self.host, target)
+        plan.wait_for_all()
+        lock = plan.lock(target)
+        assert lock is not None
+        offline = self._is_offline(facts, lock)
+        return self._install(facts, target, lock, own, offline=offline)
+
+    def _probe(self) -> Facts:
+        from skyfab.env import known, probe
+        from skyfab.env.lock import indexes
+
+        plan = self.plan
+        asked = () if plan.is_empty else indexes(plan.image)
+        facts = probe.parse(self.shell.run(probe.script(() if plan.image.install == "push" else (*asked, _PYTHONS))))
+        known.remember(self.host, facts)
+        if facts.noexec:
+            raise HostUnfit(
+                f"programs cannot be run from {facts.cache}: its disk is mounted noexec",
+                hint="put the cache on another disk (cache = … in the inventory)",
+            )
+        return facts
+
+    def _own_python(self, facts: Facts) -> str | None:
+        """An interpreter of the host's own that fits."""
+        if self.host.python.startswith("/"):
+            return self.host.python
+        minor = tuple(self.plan.python.split("."))
+        return next((p.path for p in facts.pythons if tuple(p.version.split(".")[:2]) == minor), None)
+
+    def _is_offline(self, facts: Facts, lock: Lock) -> bool:
+        """The host gets everything from here."""
+        from skyfab.env.lock import indexes, needs_push
+
+        image = self.plan.image
+        if image.install != "auto":
+            return image.install == "push"
+        if needs_push(image) or any(not wheel.url.startswith(("https:", "http:")) for wheel in lock.wheels):
+            return True
+        return bool(lock.wheels) and not set(indexes(image)) <= set(facts.reachable)
+
+    def _install(self, facts: Facts, target: Target, lock: Lock, own: str | None, *, offline: bool) -> str:
+        from skyfab.env.install import Package, build, install_apt, missing, unpack_python
+        from skyfab.env.tools import python_for
+
+        digest = self.plan.digest(lock)
+        path = f"{facts.cache}/envs/{digest}/bin/python"
+        text = lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}") if offline else lock.text
+        listed = Package.of_text("pylock.toml", text)
+        uv, tools = self._uv(facts, target)
+        archive = None
+        if own is None and (offline or _PYTHONS not in facts.reachable):
+            self.report.step(f"fetching Python {target.python}")
+            archive = Package.of_file(python_for(target))
+            tools = [*tools, archive]
+        wheels = [Package.of_wheel(wheel) for wheel in (lock.wheels if offline else ())]
+        lacking = missing(self.shell, digest, [listed, *tools, *wheels])
+        if lacking is None:
+            return path
+        if lacking:
+            self._push(facts, lock, lacking)
+        if self.plan.image.apt:
+            self.report.step("installing apt packages")
+            install_apt(self.shell, self.plan.image.apt)
+        self.report.step("installing")
+        python = own or (unpack_python(self.shell, archive) if archive else target.python)
+        build(self.shell, digest, session=self.session, uv=uv, python=python, lock=listed, offline=offline)
+        return path
+
+    def _uv(self, facts: Facts, target: Target) -> tuple[str, list[Package]]:
+        """uv as a word of a script, and what must be there for it."""
+        from skyfab.env.install import Package
+        from skyfab.env.tools import uv_for
+
+        if facts.uv is not None and _numbers(facts.uv) >= _OLDEST_UV:
+            return quote(facts.uv.path), []
+        package = Package.of_file(uv_for(target), program=True)
+        return package.path, [package]
+
+    def _push(self, facts: Facts, lock: Lock, lacking: Sequence[Package]) -> None:
+        from skyfab.env.install import Package, push
+        from skyfab.env.wheels import fetch
+
+        names = {package.sha256 for package in lacking}
+        wanted = [wheel for wheel in lock.wheels if wheel.sha256 in names]
+        files = fetch(wanted, progress=functools.partial(self.report.moved, "fetching"))
+        packages = [p if p.sha256 not in files else Package.of_file(files[p.sha256], sha256=p.sha256) for p in lacking]
+        total = sum(package.size for package in packages)
+        if facts.free and total > facts.free:
+            raise HostUnfit(
+                f"{total / 1e6:.0f} MB are to be sent, and its disk has {facts.free / 1e6:.0f} MB left", hint=_ROOM
+            )
+        progress = functools.partial(self.report.moved, "pushing")
+        push(self.shell, packages, session=self.session, progress=progress)
+
+
+_ROOM: Final = "free some space there (skyfab gc), or put the cache on another disk (cache = … in the inventory)"
+
+
+def _numbers(program: Program) -> tuple[int, ...]:
+    return tuple(int(word) for word in program.version.split(".") if word.isdigit())
+
+
+def _unfit(failed: ScriptFailed, host: Host) -> Exception:
+    """What a script said last, as an error of its host."""
+    from skyfab.env.uv import reason, redact
+
+    text = redact(reason(failed.output)) or f"a script ended with {failed.status}"
+    hint = None
+    if any(word in text for word in ("No space left", "quota exceeded", "Disk quota")):
+        hint = _ROOM
+    elif "apt packages are missing" in text:
+        hint = f"ask somebody who may: sudo apt-get install {text.rpartition(':')[2].strip()}"
+    elif any(word in text for word in ("Permission denied", "Read-only")):
+        hint = "choose a folder that can be written to (cache = … in the inventory)"
+    return HostUnfit(f"its environment could not be made: {text}", host=host.name, hint=hint)
+
+
+def check(image: Image, python: str) -> None:
+    """What cannot be is said before anything is reached. Raises UsageError."""
+    if image.python.startswith("/") and (image.pip or image.lock or image.apt):
+        raise UsageError(
+            f"Image(python={image.python!r}) is used as it is: nothing is installed into it",
+            hint="leave python out, or pip, lock and apt",
+        )
+    wanted = image.python if image.python[0].isdigit() else python
+    if wanted.split(".")[:2] != python.split("."):
+        raise UsageError(
+            f"Image(python={image.python!r}), and this program runs {python}: functions cannot travel between them",
+            hint=f'run this program with Python {image.python}, or say Image(python="{python}")',
+        )

@@ -1,0 +1,141 @@
+"""Tools: the programs that a host needs before it has an environment, as files of this machine: uv, and Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import tempfile
+import zipfile
+from functools import cache
+from pathlib import Path
+
+from skyfab.env import uv
+from skyfab.env.facts import Target
+from skyfab.env.lock import LockError, make_lock
+from skyfab.env.wheels import fetch
+from skyfab.image import Image
+
+_MACHINES = {62: "x86_64", 183: "aarch64"}
+"""As ELF numbers them."""
+
+
+def uv_for(target: Target) -> Path:
+    """A uv that runs on the target: this machine's own where that one does, else the same version's for its platform.
+
+    Raises LockError where no index has it.
+    """
+    here = Path(uv.program())
+    if _runs_on(here, target):
+        return here
+    name = f"uv-{uv.version()}-{uv.platform_of(target)}"
+    path = uv.home() / "tools" / name / "uv"
+    if not path.exists():
+        with uv.alone(str(path)):
+            if not path.exists():
+                (wheel,) = make_lock(Image(pip=(f"uv=={uv.version()}",)), target).wheels
+                _unpack(fetch([wheel])[wheel.sha256], path)
+    return path
+
+
+def _unpack(wheel: Path, path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if re.fullmatch(r"uv-[^/]+\.data/scripts/uv", name)]
+        if not names:
+            raise LockError(f"{wheel.name} has no program uv in it")
+        uv.write_whole(path, archive.read(names[0]), mode=0o755)
+
+
+def _runs_on(program: Path, target: Target) -> bool:
+    """Whether a program of this machine runs on the target, as far as its file tells."""
+    if platform.system() != target.system:
+        return False
+    if target.system != "Linux":
+        return platform.machine() == target.arch
+    arch, loader, oldest = _needs(program, program.stat().st_mtime_ns)
+    libc, _, number = target.libc.partition(" ")
+    if arch != {"arm64": "aarch64", "amd64": "x86_64"}.get(target.arch, target.arch):
+        return False
+    if loader == "glibc":
+        return libc == "glibc" and tuple(int(part) for part in re.findall(r"\d+", number)[:2]) >= (2, oldest)
+    return loader == "" or libc == loader
+
+
+@cache
+def _needs(program: Path, _changed: int) -> tuple[str, str, int]:
+    """A Linux program's machine, the C library that loads it ("" for none), and which minor version of glibc 2."""
+    content = program.read_bytes()
+    if content[:5] != b"\x7fELF\x02":  # a script, which may start anything
+        return "", "", 0
+    machine = _MACHINES.get(int.from_bytes(content[18:20], "little"), "")
+    found = re.search(rb"/ld-(linux|musl)-", content[:8192])
+    minors = (int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", content))
+    loader = {b"linux": "glibc", b"musl": "musl"}[found[1]] if found else ""
+    return machine, loader, max(minors, default=0)
+
+
+def python_for(target: Target) -> Path:
+    """The archive with the interpreter that uv would download for the target.
+
+    uv itself gets it, by its own list of hashes, mirrors (UV_PYTHON_INSTALL_MIRROR, UV_PYTHON_DOWNLOADS_JSON_URL),
+    certificates and proxies. Raises LockError.
+    """
+    key = _download(target)
+    folder = uv.home() / "pythons" / key
+    with uv.alone(str(folder)):
+        if not folder.exists():
+            _get(key, folder, target)
+    (archive,) = folder.iterdir()
+    return archive
+
+
+_ALLOWED = {"UV_PYTHON_PREFERENCE": "", "UV_NO_MANAGED_PYTHON": "", "UV_MANAGED_PYTHON": "", "UV_PYTHON_DOWNLOADS": ""}
+"""What a person may have forbidden uv to do to this machine is no matter of the host's."""
+
+
+def _download(target: Target) -> str:
+    """uv's name for the newest interpreter of the target's minor version: ``cpython-3.11.14-linux-x86_64-gnu``."""
+    system = {"Linux": "linux", "Darwin": "macos"}.get(target.system, target.system)
+    arch = {"arm64": "aarch64", "amd64": "x86_64"}.get(target.arch, target.arch)
+    libc = {"glibc": "gnu", "musl": "musl"}.get(target.libc.partition(" ")[0], "none")
+    options = ("--only-downloads", "--all-platforms", "--all-arches", "--output-format", "json")
+    try:
+        listed = json.loads(uv.run_uv("python", "list", target.python, *options, env=_ALLOWED, cwd="/"))
+    except uv.UvFailed as failed:
+        raise LockError(f"uv does not say which Pythons there are\n{failed}") from None
+    fitting = [
+        one
+        for one in listed
+        if (one["implementation"], one["variant"]) == ("cpython", "default")
+        if (one["os"], one["arch"], one["libc"]) == (system, arch, libc)
+        if one["version"].startswith(f"{target.python}.")
+    ]
+    if not fitting:
+        raise LockError(
+            f"there is no Python {target.python} to download for {uv.described(target)}",
+            hint=f"install Python {target.python} on the host",
+        )
+    newest = max(fitting, key=lambda one: tuple(one["version_parts"].values()))
+    return str(newest["key"])
+
+
+def _get(key: str, folder: Path, target: Target) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f".new-{key}-*"):  # of one that was killed; held alone
+        shutil.rmtree(left, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".new-{key}-"))
+    try:
+        # uv keeps the archives that it downloads in this folder. It can only check one by unpacking it.
+        kept = work / "kept"
+        env = {**_ALLOWED, "UV_PYTHON_CACHE_DIR": str(kept)}
+        uv.run_uv("python", "install", "--no-bin", "--install-dir", str(work / "tried"), key, env=env, cwd=work)
+        os.rename(kept, folder)  # noqa: PTH104 - a folder onto no folder
+    except uv.UvFailed as failed:
+        raise LockError(
+            f"cannot get Python {target.python} for {uv.described(target)}\n{failed}",
+            hint=f"install Python {target.python} on the host, or name a mirror: UV_PYTHON_INSTALL_MIRROR",
+        ) from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

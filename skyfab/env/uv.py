@@ -1,0 +1,266 @@
+"""uv, the program that resolves and installs: how it is run here, what it is told, and where its results are kept."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import netrc
+import os
+import re
+import subprocess
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from skyfab.env.facts import Target
+from skyfab.env.pipconf import uv_environment
+from skyfab.errors import UsageError
+
+_GLIBC = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
+"""The minor versions of glibc that uv has a platform for, newest first."""
+
+_NOISE = (
+    "UV_NO_SOURCES",
+    "UV_PROJECT",
+    "UV_WORKING_DIR",
+    "UV_PYTHON",
+    "UV_SYSTEM_PYTHON",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+)
+"""What a person sets for projects of their own, and what would turn our calls into something else."""
+
+
+class UvFailed(Exception):
+    """uv ended with an error; the text is its reason, without colour, progress and credentials."""
+
+
+def home() -> Path:
+    """The folder on this machine where locks, wheels and tools are kept: $XDG_CACHE_HOME/skyfab."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "skyfab"
+
+
+# ---- running it
+
+
+def program() -> str:
+    """The path of the uv that skyfab was installed with."""
+    from uv import find_uv_bin
+
+    try:
+        return str(find_uv_bin())
+    except FileNotFoundError as error:
+        raise UsageError(f"uv's program is missing: {error}", hint="pip install --force-reinstall uv") from error
+
+
+@cache
+def version() -> str:
+    """As in ``uv==0.13.7``."""
+    return run_uv("--version").split()[1]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with what pip has been told in uv's words."""
+    try:
+        both = {**os.environ, **uv_environment(os.environ)}
+    except ValueError as error:
+        raise UsageError(redact(str(error)), hint="pip config debug") from error
+    for name, between in (("UV_CONSTRAINT", " "), ("UV_OVERRIDE", " "), ("UV_EXCLUDE", " "), ("UV_FIND_LINKS", ",")):
+        if both.get(name):  # uv is run in other folders than this one
+            both[name] = between.join(_absolute(entry) for entry in both[name].split(between) if entry)
+    return {name: value for name, value in both.items() if name not in _NOISE}
+
+
+def _absolute(entry: str) -> str:
+    return entry if "://" in entry else os.path.abspath(entry)  # noqa: PTH100 - never raises
+
+
+def run_uv(
+    *arguments: str, stdin: str = "", env: Mapping[str, str] | None = None, cwd: str | Path | None = None
+) -> str:
+    """Runs uv and returns what it prints; `env` is added to `environment()`, where empty values take away.
+
+    Raises UvFailed with uv's reason.
+    """
+    changed = {**environment(), "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **(env or {})}
+    try:
+        done = subprocess.run(
+            [program(), *arguments],
+            input=stdin,
+            env={name: value for name, value in changed.items() if value},
+            cwd=cwd,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+    except OSError as error:
+        raise UvFailed(f"uv does not start: {error.strerror}") from error
+    if done.returncode:
+        text = reason(done.stderr or done.stdout) or f"uv {arguments[0]} ended with {done.returncode}"
+        raise UvFailed(redact(text, secrets(changed)))
+    return done.stdout
+
+
+def reason(said: str) -> str:
+    """What matters of uv's error output, in at most 15 lines.
+
+    >>> reason("Using CPython 3.11\\nerror: Failed to fetch\\n  cause: refused\\n\\nhint: ask somebody")
+    'Failed to fetch\\ncause: refused'
+    """
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said).replace("\r", "\n")
+    kept: list[str] = []
+    hint = False
+    for line in text.splitlines():
+        if line.startswith("hint:"):
+            hint = not re.search(r"[Ww]heels are available|authentic|Unauthorized|Forbidden", line)
+            line = line.removeprefix("hint:")
+        elif line and not line.startswith(" "):
+            hint = False
+        bare = line.strip(" ╰─▶×│").removeprefix("error: ")
+        if bare and not hint and not re.match(r"(Using|Resolved|Downloading|Downloaded|Creating|warning)\b", bare):
+            kept.append(bare)
+    return "\n".join(kept[:15])
+
+
+# ---- what it is told about indexes
+
+
+def redact(text: str, hidden: tuple[str, ...] = ()) -> str:
+    """The text without user and password in URLs, and without the secrets given.
+
+    >>> redact("Failed to fetch https://me:pass@mirror.example/simple")
+    'Failed to fetch https://***@mirror.example/simple'
+    """
+    for secret in sorted(hidden, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return re.sub(r"(?<=://)[^/\s@'\"]+(?:@[^/\s@'\"]+)*@", "***@", text)
+
+
+def bare(url: str) -> str:
+    """The URL without user and password."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def origin(url: str) -> str:
+    """Scheme, host and port: what credentials belong to."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2].lower()}"
+
+
+def userinfo(url: str) -> tuple[str, str] | None:
+    """The user and password that a URL has in it."""
+    parts = urlsplit(url)
+    return (unquote(parts.username or ""), unquote(parts.password or "")) if "@" in parts.netloc else None
+
+
+def configured(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Every index and find-links place that uv would look at, as it is written, the default index last."""
+    named = [*environ.get("UV_INDEX", "").split(), *environ.get("UV_EXTRA_INDEX_URL", "").split()]
+    places = [re.sub(r"^[\w.-]+=", "", entry) for entry in named]
+    places += [link for link in environ.get("UV_FIND_LINKS", "").split(",") if link]
+    default = environ.get("UV_DEFAULT_INDEX") or environ.get("UV_INDEX_URL") or "https://pypi.org/simple"
+    return (*places, re.sub(r"^[\w.-]+=", "", default))
+
+
+def logins(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """User and password by origin, from the indexes' URLs and from UV_INDEX_<NAME>_USERNAME and _PASSWORD."""
+    found = {origin(url): pair for url in configured(environ) if (pair := userinfo(url))}
+    entries = f"{environ.get('UV_INDEX', '')} {environ.get('UV_DEFAULT_INDEX', '')}"
+    for name, url in re.findall(r"(?:^|\s)([\w.-]+)=(\S+)", entries):
+        key = f"UV_INDEX_{re.sub(r'[^A-Za-z0-9]', '_', name).upper()}"
+        if f"{key}_USERNAME" in environ or f"{key}_PASSWORD" in environ:
+            found[origin(url)] = (environ.get(f"{key}_USERNAME", ""), environ.get(f"{key}_PASSWORD", ""))
+    return found
+
+
+def netrc_login(url: str, environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """What ~/.netrc ($NETRC) has for a URL's host."""
+    try:
+        found = netrc.netrc(environ.get("NETRC") or None).authenticators(urlsplit(url).hostname or "")
+    except (OSError, netrc.NetrcParseError):
+        return None
+    return (found[0], found[2] or "") if found else None
+
+
+def secrets(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The passwords in an environment; for a token without password, the token."""
+    found = {pair[1] or pair[0] for pair in logins(environ).values()}
+    found |= {value for name, value in environ.items() if re.fullmatch(r"UV_INDEX_\w+_PASSWORD", name)}
+    return tuple(secret for secret in found if secret)
+
+
+def is_local(url: str) -> bool:
+    """Whether only this machine has it: a folder, or a file URL."""
+    return urlsplit(url).scheme not in {"http", "https"}
+
+
+# ---- platforms
+
+
+def platform_of(target: Target) -> str:
+    """uv's name for a target: the newest platform that uv knows and that is not newer than the host.
+
+    >>> platform_of(Target(system="Linux", arch="x86_64", libc="glibc 2.36", python="3.11"))
+    'x86_64-manylinux_2_36'
+    """
+    system, arch = target.system, {"arm64": "aarch64", "amd64": "x86_64"}.get(target.arch, target.arch)
+    libc, _, number = target.libc.partition(" ")
+    release = tuple(int(part) for part in re.findall(r"\d+", number)[:2])
+    if system == "Darwin" and arch in {"x86_64", "aarch64"}:
+        return f"{arch}-apple-darwin"
+    if system == "Linux" and libc == "glibc" and arch in {"x86_64", "aarch64"}:
+        for minor in _GLIBC:
+            if (2, minor) <= release:
+                return f"{arch}-manylinux_2_{minor}"
+    if system == "Linux" and libc == "musl" and arch in {"x86_64", "aarch64"} and release >= (1, 2):
+        return f"{arch}-unknown-linux-musl"
+    raise UsageError(
+        f"no packages are made for {described(target)}",
+        hint="Linux with glibc 2.17 or newer or musl 1.2 or newer, or macOS, on x86_64 or aarch64",
+    )
+
+
+def described(target: Target) -> str:
+    """For people: ``Linux x86_64 (glibc 2.36)``."""
+    return f"{target.system or 'an unknown system'} {target.arch}{f' ({target.libc})' if target.libc else ''}".strip()
+
+
+# ---- one at a time, and all or nothing
+
+_threads: dict[str, threading.Lock] = defaultdict(threading.Lock)
+
+
+@contextmanager
+def alone(key: str) -> Iterator[None]:
+    """Holds a key among all threads and processes of this user; the kernel lets go when a holder dies."""
+    with _threads[key]:
+        folder = home() / "busy"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / hashlib.sha256(key.encode()).hexdigest()[:32]).open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError:
+                pass  # a file system without locks: two may do the same work, and both rename whole files
+            yield
+
+
+def write_whole(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+    """Writes a file so that others see all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as file:
+        try:
+            file.write(content)
+            file.close()
+            Path(file.name).chmod(mode)
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise

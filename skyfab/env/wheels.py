@@ -1,0 +1,273 @@
+"""Wheels: which one suits a host, and the folder of this machine that they are fetched into."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import re
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from packaging.tags import Tag, compatible_tags, cpython_tags, mac_platforms
+
+from skyfab.env import uv
+from skyfab.env.facts import Target
+from skyfab.errors import SkyfabError
+
+_PIECE = 256 * 1024
+_TRIES = 3
+_PAUSE = 0.5
+
+
+class FetchError(SkyfabError):
+    """A file of a lock could not be had, or is not the one that the lock means."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wheel:
+    """One file of a lock."""
+
+    package: str
+    version: str
+    filename: str
+    url: str = field(repr=False)
+    """http, https or file; may have a user and password in it, and so is not shown."""
+    sha256: str
+    size: int | None = None
+
+
+# ---- which one suits
+
+
+def tags(target: Target) -> tuple[Tag, ...]:
+    """What a target can install, best first, as pip and uv order it."""
+    major, minor = (int(part) for part in target.python.split(".")[:2])
+    platforms = list(_platforms(target))
+    interpreter = f"cp{major}{minor}"
+    return (
+        *cpython_tags((major, minor), [interpreter], platforms),
+        *compatible_tags((major, minor), interpreter, platforms),
+    )
+
+
+def _platforms(target: Target) -> Iterator[str]:
+    arch = {"arm64": "aarch64", "amd64": "x86_64"}.get(target.arch, target.arch)
+    libc, _, number = target.libc.partition(" ")
+    numbers = [int(part) for part in re.findall(r"\d+", number)[:2]]
+    if target.system == "Darwin":
+        # Of which version nobody says: uv resolves for 13 too.
+        yield from mac_platforms((13, 0), "arm64" if arch == "aarch64" else arch)
+        return
+    if libc == "glibc" and len(numbers) == 2:
+        oldest = 5 if arch == "x86_64" else 17
+        aliases = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
+        for minor in range(numbers[1], oldest - 1, -1):
+            yield f"manylinux_2_{minor}_{arch}"
+            if minor in aliases:
+                yield f"{aliases[minor]}_{arch}"
+    elif libc == "musl" and len(numbers) == 2:
+        yield from (f"musllinux_1_{minor}_{arch}" for minor in range(numbers[1], -1, -1))
+    yield f"linux_{arch}"
+
+
+# ---- getting them
+
+
+def fetch(wheels: Sequence[Wheel], *, progress: Callable[[int, int], None] | None = None) -> dict[str, Path]:
+    """Brings wheels into the cache folder of this machine, four at a time; sha256 → file.
+
+    What is there already is not fetched again. `progress` is told the bytes that have come and the bytes there will
+    be, as far as sizes are known, from several threads but one at a time. Raises FetchError.
+    """
+    once = {wheel.sha256: wheel for wheel in wheels}
+    count = _Progress(progress, sum(wheel.size or 0 for wheel in once.values()))
+    source = _Source(wheels)
+    with ThreadPoolExecutor(4, thread_name_prefix="skyfab-fetch") as threads:
+        jobs = {sha256: threads.submit(_one, wheel, source, count) for sha256, wheel in once.items()}
+        try:
+            return {sha256: job.result() for sha256, job in jobs.items()}
+        except BaseException:
+            count.stopped = True
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def place(wheel: Wheel) -> Path:
+    """Where a wheel is, once it has been fetched."""
+    return uv.home() / "wheels" / wheel.sha256 / Path(wheel.filename).name
+
+
+def _one(wheel: Wheel, source: _Source, count: _Progress) -> Path:
+    path = place(wheel)
+    if not _is_there(path, wheel):
+        with uv.alone(str(path)):
+            if not _is_there(path, wheel):  # another process may have brought it meanwhile
+                _bring(wheel, path, source, count)
+                return path
+    count.add(path.stat().st_size)
+    return path
+
+
+def _is_there(path: Path, wheel: Wheel) -> bool:
+    try:
+        return wheel.size in {None, path.stat().st_size}
+    except FileNotFoundError:
+        return False
+
+
+def _bring(wheel: Wheel, path: Path, source: _Source, count: _Progress) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")  # held alone: what an interrupted one left is written over
+    try:
+        for left in reversed(range(_TRIES)):
+            before = count.done
+            try:
+                found = _copy(source.open(wheel.url), part, count)
+                break
+            except (OSError, http.client.HTTPException) as error:
+                count.add(before - count.done)
+                if isinstance(error, urllib.error.HTTPError):
+                    error.close()  # it is the answer too
+                if not left or not _passing(error) or count.stopped:
+                    raise FetchError(_why(wheel, error), hint=_hint(error)) from None
+                threading.Event().wait(_PAUSE * (_TRIES - left))
+        if found != wheel.sha256:
+            raise FetchError(
+                f"{wheel.package} {wheel.version}: {wheel.filename} is not the file that was locked\n"
+                f"sha256 {found}\nlocked {wheel.sha256}",
+                hint="somebody changed it in the index: ask them, or lock again",
+            )
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _copy(source: IO[bytes], part: Path, count: _Progress) -> str:
+    """Writes what comes to a file; returns its sha256."""
+    digest = hashlib.sha256()
+    with source, part.open("wb") as file:
+        while piece := source.read(_PIECE):
+            if count.stopped:
+                raise InterruptedError("stopped")
+            file.write(piece)
+            digest.update(piece)
+            count.add(len(piece))
+        if missing := getattr(source, "length", 0):  # reading in pieces does not mind when HTTP's answer ends early
+            raise http.client.IncompleteRead(b"", missing)
+    return digest.hexdigest()
+
+
+def _passing(error: Exception) -> bool:
+    """Whether the same request may go well a moment later."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code >= 500 or error.code in {408, 429}
+    if isinstance(error, urllib.error.URLError):
+        return not isinstance(error.reason, ssl.SSLError)
+    return isinstance(error, (http.client.HTTPException, ConnectionError, TimeoutError))
+
+
+def _why(wheel: Wheel, error: Exception) -> str:
+    told = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+    told = f"{error.code} {told}" if isinstance(error, urllib.error.HTTPError) else told
+    text = f"cannot get {wheel.package} {wheel.version} from {uv.bare(wheel.url)}: {told}"
+    return uv.redact(text, tuple(filter(None, uv.userinfo(wheel.url) or ())))
+
+
+def _hint(error: Exception) -> str | None:
+    if getattr(error, "code", None) in {401, 403}:
+        return "put user and password into the index's URL, pip's configuration or ~/.netrc"
+    if isinstance(error, FileNotFoundError) or getattr(error, "code", None) in {404, 410}:
+        return "the index no longer has it: lock again"
+    return None
+
+
+class _Progress:
+    """Bytes so far, told one at a time."""
+
+    def __init__(self, tell: Callable[[int, int], None] | None, total: int) -> None:
+        self.done = 0
+        self.stopped = False
+        self._tell, self._total, self._lock = tell, total, threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self.done += count
+            if self._tell and count:
+                self._tell(self.done, max(self._total, self.done))
+
+
+class _Source:
+    """Opens URLs as uv would: with its credentials, certificates and proxies."""
+
+    def __init__(self, wheels: Iterable[Wheel]) -> None:
+        self._environ = environ = uv.environment()
+        own = {uv.origin(wheel.url): pair for wheel in wheels if (pair := uv.userinfo(wheel.url))}
+        self._logins = {**uv.logins(environ), **own}
+        proxies = {}
+        for scheme in ("http", "https"):
+            names = (f"{scheme}_proxy", f"{scheme}_proxy".upper(), "all_proxy", "ALL_PROXY")
+            proxies[scheme] = next((environ[name] for name in names if environ.get(name)), "")
+        proxies = {scheme: proxy for scheme, proxy in proxies.items() if proxy}
+        self._opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler(proxies), _Redirect(self), _Https(environ)
+        )
+        seconds = environ.get("UV_HTTP_TIMEOUT", "")
+        self._timeout = int(seconds) if seconds.isdecimal() else 60
+
+    def open(self, url: str) -> IO[bytes]:
+        if uv.is_local(url):
+            return Path(url2pathname(urlsplit(url).path) if "://" in url else url).open("rb")
+        request = self.sign(urllib.request.Request(uv.bare(url)))
+        answer: IO[bytes] = self._opener.open(request, timeout=self._timeout)
+        return answer
+
+    def sign(self, request: urllib.request.Request) -> urllib.request.Request:
+        """With the credentials of the request's own host, which do not go along to another."""
+        url = request.full_url
+        if pair := self._logins.get(uv.origin(url)) or uv.netrc_login(url, self._environ):
+            basic = base64.b64encode(":".join(pair).encode()).decode()
+            request.add_unredirected_header("Authorization", f"Basic {basic}")
+        return request
+
+
+class _Redirect(urllib.request.HTTPRedirectHandler):
+    """Follows a redirect with the credentials of where it leads."""
+
+    def __init__(self, source: _Source) -> None:
+        self._source = source
+
+    def redirect_request(self, *arguments: Any) -> urllib.request.Request | None:
+        request = super().redirect_request(*arguments)
+        return request and self._source.sign(request)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    """Believes whom uv would believe: SSL_CERT_FILE, SSL_CERT_DIR, and anybody at a trusted host."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        super().__init__()
+        self._environ = environ
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(http.client.HTTPSConnection, req, context=self._trust(req.host))
+
+    def _trust(self, host: str) -> ssl.SSLContext:
+        file, folder = self._environ.get("SSL_CERT_FILE"), self._environ.get("SSL_CERT_DIR")
+        context = ssl.create_default_context(cafile=file or None, capath=folder or None)
+        if client := self._environ.get("SSL_CLIENT_CERT"):
+            context.load_cert_chain(client)
+        trusted = self._environ.get("UV_INSECURE_HOST", "").replace(",", " ").split()
+        if host in trusted or host.rpartition(":")[0] in trusted:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context

@@ -1,0 +1,79 @@
+"""References: objects that are sent to a host once and used by many calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, NoReturn, SupportsIndex, TypeVar
+
+from skyfab.errors import NotPicklable, UsageError
+from skyfab.protocol.blobs import allocate, name_of
+from skyfab.protocol.codec import Packed, pack, unpack
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Ref(Packed, Generic[T]):
+    """Stands for an object in the arguments of calls, which are given the object: ``ref = compute.put(model)``.
+
+    It may be anywhere inside the arguments, or in what a function uses, and goes with any pool. A host is sent the
+    content when the first call needs it there. Every call has the object to itself: what it changes in place, no
+    other call sees. What a function uses by name (a closure, a global) lives as long as the function's process does,
+    as always.
+
+    The content stays in this program's memory until the last reference to it is gone, and on a host until the pool
+    closes. Returned from a call, too, it arrives as the object.
+    """
+
+    name: str
+    """The sha256 of the content."""
+    memory: memoryview
+    """The content. Nobody may change it."""
+    kind: str
+    """The name of the object's type."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that a host is sent once."""
+        return len(self.memory)
+
+    def get(self) -> T:
+        """The object here, a new one each time."""
+        memory = allocate(len(self.memory))
+        memory[:] = self.memory
+        value: T = unpack(memory)
+        return value
+
+    def __repr__(self) -> str:
+        return f"<sky.Ref {_bytes(self.size)} {self.kind}>"
+
+    def __copy__(self) -> Ref[T]:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Ref[T]:
+        return self  # nothing of it can change
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise UsageError(
+            f"{self!r} means something to calls only, and cannot be pickled otherwise",
+            hint="pass it to a call: f(ref) >> compute; or pickle the object itself: ref.get()",
+        )
+
+
+def put(obj: T) -> Ref[T]:
+    """A reference to the object as it is now. Raises NotPicklable."""
+    kind = type(obj).__qualname__
+    try:
+        memory = pack(obj)
+    except Exception as error:
+        raise NotPicklable(
+            f"the object to put, a {kind}, cannot be pickled: {error}", hint="put what it is made from"
+        ) from error
+    return Ref(name_of(memory), memory, kind)
+
+
+def _bytes(size: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size} B"

@@ -1,0 +1,482 @@
+"""Environments on hosts that have nothing but sshd and a shell: pushed or fetched, built once, never by halves."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+from stage import remote
+from stage.index import Index, make_wheel, sha256
+from stage.spot import until
+from stage.threads import at_once
+
+import skyfab as sky
+from skyfab.env.lock import LockError
+from skyfab.events import Event, HostState
+from skyfab.lab import Lab, LabHost
+
+MINOR = f"{sys.version_info[0]}.{sys.version_info[1]}"
+SECRET = secrets.token_hex(12)
+_caches = count(1)
+
+
+version_of = sky.function(remote.version_of)
+where = sky.function(remote.where)
+
+
+@pytest.fixture(autouse=True)
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uv sees nothing of this machine's settings and caches."""
+    for name in list(os.environ):
+        if name.upper().startswith(("UV_", "PIP_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """The default index, which no host can reach."""
+    with Index(tmp_path / "index") as found:
+        monkeypatch.setenv("PIP_INDEX_URL", found.url)
+        yield found
+
+
+@pytest.fixture
+def open_index(namespaces: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """The default index, where hosts can reach it."""
+    with Index(tmp_path / "open", address=address_towards(namespaces.hosts[0])) as found:
+        monkeypatch.setenv("PIP_INDEX_URL", found.url)
+        yield found
+
+
+def address_towards(host: LabHost) -> str:
+    """This machine's address, as the host knows it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host.address, 9))
+        return str(probe.getsockname()[0])
+
+
+@pytest.fixture
+def fresh(namespaces: Lab, hosts_of: Callable[..., list[sky.Host]]) -> Iterator[Callable[..., list[sky.Host]]]:
+    """``fresh("openssh", 2)``: hosts on which nothing has been installed; they find an interpreter themselves."""
+    made: list[str] = []
+
+    def hosts(transport: str = "openssh", number: int = 1, **changes: object) -> list[sky.Host]:
+        cache = f"/var/tmp/skyfab cache {next(_caches)}"
+        made.append(cache)
+        return hosts_of(transport, number, **{"cache": cache, "python": "auto", **changes})
+
+    yield hosts
+    for host in namespaces.hosts:
+        for cache in made:
+            host.run(["sh", "-c", f"umount '{cache}' 2>/dev/null; rm -rf '{cache}'"])
+
+
+def pool(hosts: list[sky.Host], seen: list[Event] | None = None, **image: object) -> sky.Compute:
+    made = sky.Compute(hosts, image=sky.Image(**image), ui="none")  # type: ignore[arg-type]
+    if seen is not None:
+        made.events.subscribe(seen.append)
+    return made
+
+
+def steps(seen: list[Event]) -> list[str]:
+    return [event.detail for event in seen if isinstance(event, HostState) and event.state == "preparing"]
+
+
+def listing(lab: Lab, host: sky.Host, inner: str) -> set[str]:
+    """What lies in a folder of the host's cache, hidden things included; locks excepted."""
+    found = lab[host.name].run(["ls", "-A", f"{host.cache}/{inner}"], check=False).stdout.split()
+    return {name for name in found if not name.startswith(".lock-")}
+
+
+# ---- the two ways to a host
+
+
+@pytest.mark.parametrize("transport", ["openssh", "fabric"])  # as root, and as an ordinary user
+def test_a_host_without_a_route_gets_its_packages_from_here(
+    transport: str, fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
+) -> None:
+    index.add("shelf", "1.0", requires=["book"])
+    index.add("book", "2.0")
+    hosts = fresh(transport, 2)
+    seen: list[Event] = []
+    with pool(hosts, seen, pip=["shelf"]) as compute:
+        assert [future.result() for future in [version_of("book") > compute for _ in range(2)]] == ["2.0"] * 2
+        assert all(prefix.startswith(hosts[0].cache) for _, prefix in where() @ compute)
+    assert steps(seen).count("probing") == steps(seen).count("installing") == 2
+    assert listing(namespaces, hosts[0], "envs") == listing(namespaces, hosts[1], "envs")
+
+
+def test_a_package_is_fetched_once_for_all_hosts(fresh: Callable[..., list[sky.Host]], index: Index) -> None:
+    index.add("shelf", "1.0")
+    pool(fresh(), pip=["shelf"]).__enter__().close()
+    asked = len(index.requests)
+    with pool(fresh("openssh", 2), pip=["shelf"]) as compute:
+        assert version_of("shelf") >> compute == "1.0"
+    assert len(index.requests) == asked
+
+
+def test_a_finished_environment_is_used_again_without_a_word(
+    fresh: Callable[..., list[sky.Host]], index: Index
+) -> None:
+    index.add("shelf", "1.0")
+    hosts = fresh()
+    pool(hosts, pip=["shelf"]).__enter__().close()
+    index.close()
+    seen: list[Event] = []
+    with pool(hosts, seen, pip=["shelf"]) as compute:
+        assert version_of("shelf") >> compute == "1.0"
+    assert steps(seen) == []
+
+
+def test_another_program_finds_a_finished_environment_too(
+    fresh: Callable[..., list[sky.Host]], index: Index, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It has never seen the host, and must probe it; nothing is sent or installed."""
+    index.add("shelf", "1.0")
+    hosts = fresh()
+    pool(hosts, pip=["shelf"]).__enter__().close()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    seen: list[Event] = []
+    with pool(hosts, seen, pip=["shelf"]) as compute:
+        assert version_of("shelf") >> compute == "1.0"
+    assert steps(seen) == ["probing", "resolving"]
+
+
+def test_a_host_that_reaches_the_index_fetches_for_itself(
+    fresh: Callable[..., list[sky.Host]], open_index: Index, namespaces: Lab
+) -> None:
+    open_index.add("shelf", "1.0")
+    hosts = fresh()
+    with pool(hosts, pip=["shelf"]) as compute:
+        assert version_of("shelf") >> compute == "1.0"
+    found = namespaces[hosts[0].name].run(["find", f"{hosts[0].cache}/packages", "-name", "*.whl"]).stdout
+    assert found == ""
+
+
+def test_pushing_can_be_asked_for(fresh: Callable[..., list[sky.Host]], open_index: Index, namespaces: Lab) -> None:
+    open_index.add("shelf", "1.0")
+    hosts = fresh()
+    with pool(hosts, pip=["shelf"], install="push") as compute:
+        assert version_of("shelf") >> compute == "1.0"
+    found = namespaces[hosts[0].name].run(["find", f"{hosts[0].cache}/packages", "-name", "*.whl"]).stdout
+    assert found.count(".whl") == 1
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_an_index_serves_its_packages_and_no_others(
+    reached: bool,
+    fresh: Callable[..., list[sky.Host]],
+    namespaces: Lab,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A newer torch on the other index must lose, and the scoped index's own `shelf` as well."""
+    address = address_towards(namespaces.hosts[0]) if reached else "127.0.0.1"
+    with Index(tmp_path / "everything", address=address) as usual, Index(tmp_path / "wheels", address=address) as own:
+        monkeypatch.setenv("PIP_INDEX_URL", usual.url)
+        usual.add("torch", "9.9.9")
+        usual.add("shelf", "1.0", requires=["torch"])
+        own.add("torch", "2.0.0")
+        own.add("shelf", "7.7")
+        with pool(fresh(), pip=["shelf"], pip_indexes=[sky.PipIndex(own.url, ["torch"])]) as compute:
+            assert version_of("torch") >> compute == "2.0.0"
+            assert version_of("shelf") >> compute == "1.0"
+
+
+def test_an_index_with_a_password_is_asked_from_here_alone(
+    fresh: Callable[..., list[sky.Host]], namespaces: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = address_towards(namespaces.hosts[0])
+    with Index(tmp_path / "private", address=address, user="ada", password=SECRET) as private:
+        monkeypatch.setenv("PIP_INDEX_URL", private.secret_url)
+        private.add("shelf", "1.0")
+        hosts = fresh()
+        with pool(hosts, pip=["shelf"]) as compute:
+            assert version_of("shelf") >> compute == "1.0"
+            words = [word for process in namespaces[hosts[0].name].processes() for word in process.cmdline]
+    assert not any(SECRET in word for word in words)
+    found = namespaces[hosts[0].name].run(["grep", "-rl", SECRET, hosts[0].cache], check=False)
+    assert found.stdout == ""
+
+
+# ---- what is sent, and how often
+
+
+def test_a_second_image_sends_what_is_new_and_links_the_rest(
+    fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
+) -> None:
+    index.add("shelf", "1.0", files={"shelf/large.bin": os.urandom(200_000)})
+    index.add("book", "2.0")
+    hosts = fresh()
+    pool(hosts, pip=["shelf"]).__enter__().close()
+    before = listing(namespaces, hosts[0], "packages")
+    with pool(hosts, pip=["shelf", "book"]) as compute:
+        assert version_of("book") >> compute == "2.0"
+    new = listing(namespaces, hosts[0], "packages") - before
+    assert sha256(index.folder / "book-2.0-py3-none-any.whl") in new
+    assert len(new) == 2, "the new package, and the lock that names both"
+    find = ["find", f"{hosts[0].cache}/envs", "-name", "large.bin", "-links", "+2"]
+    assert namespaces[hosts[0].name].run(find).stdout.count("large.bin") == 2
+
+
+def test_two_pools_at_once_build_one_environment(
+    fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
+) -> None:
+    index.add("shelf", "1.0")
+    hosts = fresh()
+
+    def use(_: int) -> str:
+        with pool(hosts, pip=["shelf"]) as compute:
+            return version_of("shelf") >> compute
+
+    assert at_once(use, range(3)) == ["1.0"] * 3
+    assert len(listing(namespaces, hosts[0], "envs")) == 1
+    assert not any(name.startswith(".") for name in listing(namespaces, hosts[0], "packages"))
+
+
+def test_an_environment_that_was_damaged_is_made_again(
+    fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
+) -> None:
+    index.add("shelf", "1.0")
+    hosts = fresh()
+    pool(hosts, pip=["shelf"]).__enter__().close()
+    (name,) = listing(namespaces, hosts[0], "envs")
+    namespaces[hosts[0].name].run(["rm", f"{hosts[0].cache}/envs/{name}/bin/python"])
+    with pool(hosts, pip=["shelf"]) as compute:
+        assert version_of("shelf") >> compute == "1.0"
+
+
+# ---- what goes wrong
+
+
+def test_a_build_that_was_killed_leaves_nothing_in_the_way(
+    fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
+) -> None:
+    """uv is killed in the middle of its work, and the shell that started it."""
+    index.add("shelf", "1.0")
+    hosts = fresh()
+    host = namespaces[hosts[0].name]
+    slow = host.path("/usr/local/bin/uv")
+    slow.write_text("#!/bin/sh\ncase $1 in --version) echo uv 99.0.0;; venv) mkdir -p /tmp/x; exec sleep 600;; esac\n")
+    slow.chmod(0o755)
+    try:
+        made = pool(hosts, pip=["shelf"])
+
+        def kill() -> None:
+            until(lambda: any(process.cmdline[:2] == ("sleep", "600") for process in host.processes()))
+            for process in host.processes():
+                if process.cmdline[:2] == ("sleep", "600") or "skyfab" in process.cmdline[:4]:
+                    host.run(["kill", "-9", str(process.pid)], check=False)
+
+        def build() -> Exception | None:
+            try:
+                made.open()
+            except sky.HostError as error:
+                return error
+            return None
+
+        failed, _ = at_once(lambda action: action(), [build, kill])
+        assert isinstance(failed, sky.HostError)
+    finally:
+        slow.unlink()
+        host.run(["rm", "-f", f"{hosts[0].cache}/probe"])
+    with pool(hosts, pip=["shelf"]) as compute:
+        assert version_of("shelf") >> compute == "1.0"
+    assert len(listing(namespaces, hosts[0], "envs")) == 1
+
+
+@pytest.mark.parametrize("megabytes", [20, 75])  # too small for what is sent; for what comes out of it
+def test_a_disk_that_fills_up_is_said_and_nothing_is_left_half_made(
+    megabytes: int, fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
+) -> None:
+    index.add("shelf", "1.0", files={"shelf/zeros.bin": bytes(60_000_000)})
+    hosts = fresh()
+    host = namespaces[hosts[0].name]
+    host.run(["mkdir", "-p", hosts[0].cache])
+    host.small_disk(hosts[0].cache, megabytes)
+    with pytest.raises(sky.HostUnfit) as raised:
+        pool(hosts, pip=["shelf"]).open()
+    assert "left" in raised.value.message if megabytes < 50 else "No space left" in raised.value.message
+    assert "skyfab gc" in str(raised.value.hint)
+    assert not any(name.startswith(".in") for name in listing(namespaces, hosts[0], "packages"))
+    assert listing(namespaces, hosts[0], "envs") == set()
+
+
+def test_one_hosts_failure_does_not_stop_the_others(
+    fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
+) -> None:
+    index.add("shelf", "1.0")
+    hosts = fresh("openssh", 2)
+    host = namespaces[hosts[0].name]
+    host.run(["mkdir", "-p", hosts[0].cache])
+    host.small_disk(hosts[0].cache, 5)
+    with pytest.raises(sky.HostUnfit) as raised:
+        pool(hosts, pip=["shelf"]).open()
+    assert raised.value.host == hosts[0].name
+    assert len(listing(namespaces, hosts[1], "envs")) == 1
+
+
+def test_a_cache_from_which_nothing_can_be_run_is_refused(
+    fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
+) -> None:
+    index.add("shelf", "1.0")
+    hosts = fresh()
+    host = namespaces[hosts[0].name]
+    host.run(["mkdir", "-p", hosts[0].cache])
+    host.run(["mount", "-t", "tmpfs", "-o", "noexec", "none", hosts[0].cache])
+    with pytest.raises(sky.HostUnfit, match="noexec"):
+        pool(hosts, pip=["shelf"]).open()
+
+
+def test_a_package_that_does_not_exist_is_one_error_for_all_hosts(
+    fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
+) -> None:
+    hosts = fresh("openssh", 2)
+    with pytest.raises(LockError, match="no-such-thing") as raised:
+        pool(hosts, pip=["no-such-thing"]).open()
+    assert raised.value.exit_code == 2
+    assert listing(namespaces, hosts[0], "envs") == set()
+
+
+def test_a_wheel_that_is_not_what_the_lock_says_is_not_installed(
+    fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
+) -> None:
+    wheel = index.add("shelf", "1.0")
+    hosts = fresh()
+    made = pool(hosts, pip=["shelf"])
+    honest = wheel.read_bytes()
+    made.events.subscribe(lambda event: wheel.write_bytes(honest + b"x") if "fetching" in str(event) else None)
+    with Index(index.folder) as other:
+        pylock = other.folder.parent / "pylock.toml"
+        pylock.write_text(
+            'lock-version = "1.0"\ncreated-by = "a test"\n[[packages]]\nname = "shelf"\nversion = "1.0"\n'
+            f'wheels = [{{ url = "{other.root}/files/{wheel.name}", hashes = {{ sha256 = "{"0" * 64}" }} }}]\n'
+        )
+        with pytest.raises(sky.SkyfabError, match=f"(?s)shelf.*{'0' * 64}"):
+            pool(hosts, lock=str(pylock)).open()
+    assert listing(namespaces, hosts[0], "envs") == set()
+
+
+def test_a_lock_is_used_as_it_is(fresh: Callable[..., list[sky.Host]], index: Index) -> None:
+    index.add("shelf", "2.0")
+    old = make_wheel(index.folder.parent / "elsewhere", "shelf", "1.0")
+    lock = index.folder.parent / "pylock.toml"
+    lock.write_text(
+        'lock-version = "1.0"\ncreated-by = "a test"\n[[packages]]\nname = "shelf"\nversion = "1.0"\n'
+        f'wheels = [{{ path = "elsewhere/{old.name}", hashes = {{ sha256 = "{sha256(old)}" }} }}]\n'
+    )
+    with pool(fresh(), lock=str(lock)) as compute:
+        assert version_of("shelf") >> compute == "1.0"
+
+
+def test_a_lock_for_another_platform_says_so(fresh: Callable[..., list[sky.Host]], index: Index) -> None:
+    wheel = make_wheel(index.folder, "shelf", "1.0", tag="cp310-cp310-win_amd64")
+    lock = index.folder.parent / "pylock.toml"
+    lock.write_text(
+        'lock-version = "1.0"\ncreated-by = "a test"\n[[packages]]\nname = "shelf"\nversion = "1.0"\n'
+        f'wheels = [{{ path = "index/{wheel.name}", hashes = {{ sha256 = "{sha256(wheel)}" }} }}]\n'
+    )
+    with pytest.raises(sky.SkyfabError, match="shelf") as raised:
+        pool(fresh(), lock=str(lock)).open()
+    assert "Linux" in str(raised.value)
+
+
+# ---- interpreters, Debian packages, variables
+
+
+def test_a_host_without_python_is_given_one(
+    fresh: Callable[..., list[sky.Host]], index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without packages. What uv would download from afar is made here from Debian's interpreter."""
+    binary, library = Path(f"/usr/bin/python{MINOR}"), Path(f"/usr/lib/python{MINOR}")
+    if not binary.exists() or not library.exists():
+        pytest.skip(f"no Debian Python {MINOR} to make an archive from")
+    monkeypatch.setenv("UV_PYTHON_DOWNLOADS_JSON_URL", str(downloads(tmp_path, binary, library)))
+    with Lab.start(count=1, python="/bin/sh") as lab:  # which has none of this machine's own
+        host = lab.hosts[0]
+        host.run(["sh", "-c", "rm -f /usr/bin/python* /usr/local/bin/python*"])
+        found = list(sky.Inventory.load(lab.inventory).hosts.values())
+        bare = [replace(found[0], python="auto", cache="/var/tmp/bare")]
+        index.add("shelf", "1.0")
+        for image in ({"pip": ["shelf"]}, {}):
+            with pool(bare, **image) as compute:
+                executable, _ = where() >> compute
+                assert executable.startswith("/var/tmp/bare/envs/")
+                assert host.path(str(Path(executable).parent)).exists()
+                if image:
+                    assert version_of("shelf") >> compute == "1.0"
+
+
+def downloads(tmp_path: Path, binary: Path, library: Path) -> Path:
+    """A list of interpreters, as uv reads it, with one entry for this machine."""
+    import platform
+
+    archive = tmp_path / f"cpython-{MINOR}.99-install_only.tar.gz"
+    skipped = ("/dist-packages", "/__pycache__", "/test", "/config-", "sitecustomize.py")
+
+    def wanted(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        return None if any(part in entry.name for part in skipped) else entry
+
+    with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
+        tar.add(binary, f"python/bin/python{MINOR}")
+        for name in ("python3", "python"):
+            link = tarfile.TarInfo(f"python/bin/{name}")
+            link.type, link.linkname = tarfile.SYMTYPE, f"python{MINOR}"
+            tar.addfile(link)
+        tar.add(library, f"python/lib/python{MINOR}", filter=wanted)
+    major, minor = map(int, MINOR.split("."))
+    arch = platform.machine()
+    entry = {
+        "name": "cpython",
+        "arch": {"family": arch, "variant": None},
+        "os": "linux",
+        "libc": "gnu",
+        "major": major,
+        "minor": minor,
+        "patch": 99,
+        "prerelease": "",
+        "url": archive.as_uri(),
+        "sha256": sha256(archive),
+        "variant": None,
+        "build": None,
+    }
+    listed = tmp_path / "downloads.json"
+    listed.write_text(json.dumps({f"cpython-{MINOR}.99-linux-{arch}-gnu": entry}))
+    return listed
+
+
+def test_debian_packages_that_are_there_are_enough(fresh: Callable[..., list[sky.Host]]) -> None:
+    with pool(fresh("fabric"), apt=["coreutils", "dash"]) as compute:
+        assert "/envs/" in (where() >> compute)[0]
+
+
+def test_who_may_not_install_debian_packages_is_told_what_to_ask_for(fresh: Callable[..., list[sky.Host]]) -> None:
+    with pytest.raises(sky.HostUnfit) as raised:
+        pool(fresh("fabric"), apt=["coreutils", "a-package-nobody-has"]).open()
+    assert raised.value.hint == "ask somebody who may: sudo apt-get install a-package-nobody-has"
+
+
+def test_variables_reach_the_function_and_nothing_else(fresh: Callable[..., list[sky.Host]], namespaces: Lab) -> None:
+    @sky.function
+    def token() -> str:
+        return os.environ["TOKEN"]
+
+    hosts = fresh()
+    host = namespaces[hosts[0].name]
+    with pool(hosts, env={"TOKEN": f"{SECRET}; $(id)"}) as compute:
+        assert token() >> compute == f"{SECRET}; $(id)"
+        assert not any(SECRET in word for process in host.processes() for word in process.cmdline)
+        assert host.run(["grep", "-rl", SECRET, hosts[0].cache], check=False).stdout == ""

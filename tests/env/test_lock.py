@@ -1,0 +1,814 @@
+"""Locks: what an image means on each kind of host, where each package comes from, and how often uv is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stage.index import Index, make_wheel, sha256
+from stage.spot import until
+from stage.threads import at_once
+
+from skyfab.env import tools, uv
+from skyfab.env.facts import Target
+from skyfab.env.lock import Lock, LockError, indexes, make_lock, needs_push, read_lock
+from skyfab.env.wheels import fetch
+from skyfab.errors import UsageError
+from skyfab.image import Image, PipIndex
+
+HOST = Target(system="Linux", arch="x86_64", libc="glibc 2.36", python="3.11")
+PASSWORD = "s3cr%t/wörd"
+
+
+@pytest.fixture(autouse=True)
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uv sees nothing of this machine's settings and caches, and nothing beyond loopback."""
+    for name in list(os.environ):
+        if name.upper().startswith(("UV_", "PIP_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")):
+            monkeypatch.delenv(name)
+    for name, value in {
+        "PIP_CONFIG_FILE": os.devnull,
+        "NETRC": os.devnull,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "UV_CACHE_DIR": str(tmp_path / "uv"),
+        "UV_HTTP_RETRIES": "0",
+        "UV_HTTP_TIMEOUT": "20",
+        "HTTPS_PROXY": "http://127.0.0.1:1",
+        "NO_PROXY": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """The default index."""
+    with Index(tmp_path / "index") as found:
+        monkeypatch.setenv("UV_DEFAULT_INDEX", found.url)
+        yield found
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Iterator[Index]:
+    """An index with a password."""
+    with Index(tmp_path / "private", user="me", password=PASSWORD) as found:
+        yield found
+
+
+def chosen(lock: Lock) -> dict[str, str]:
+    return {wheel.package: wheel.version for wheel in lock.wheels}
+
+
+def lock_of(*pip: str, target: Target = HOST, scoped: tuple[PipIndex, ...] = (), **options: object) -> Lock:
+    return make_lock(Image(pip=pip, pip_indexes=scoped), target, **options)  # type: ignore[call-overload,no-any-return]
+
+
+class Counted:
+    """uv with a note of each call; it can be made to wait before it resolves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.notes, self.gate, self.program = folder / "calls", folder / "gate", folder / "counted-uv"
+        self.program.write_text(
+            f'#!/bin/sh\necho "$*" >>{self.notes}\n'
+            f'case "$*" in "pip compile"*) while test -e {self.gate}; do sleep 0.01; done;; esac\n'
+            f'exec {uv.program()} "$@"\n'
+        )
+        self.program.chmod(0o755)
+
+    @property
+    def resolutions(self) -> int:
+        return self.notes.read_text().count("pip compile") if self.notes.exists() else 0
+
+
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
+    found = Counted(tmp_path)
+    monkeypatch.setattr(uv, "program", lambda: str(found.program))
+    return found
+
+
+# ---- what a lock is
+
+
+def test_a_lock_has_every_package_with_its_wheel_and_hash(index: Index) -> None:
+    app = index.add("app", "1.0", requires=["Some-Lib>=1"])
+    lib = index.add("some-lib", "1.5")
+    lock = lock_of("app")
+    assert chosen(lock) == {"app": "1.0", "some-lib": "1.5"}
+    assert [wheel.sha256 for wheel in lock.wheels] == [sha256(app), sha256(lib)]
+    assert [wheel.filename for wheel in lock.wheels] == [app.name, lib.name]
+    assert all(wheel.url.startswith(index.root) for wheel in lock.wheels)
+
+
+def test_wheels_without_a_hash_in_the_index_get_one(index: Index) -> None:
+    index.hashes = False
+    wheel = index.add("app", "1.0")
+    assert lock_of("app").wheels[0].sha256 == sha256(wheel)
+
+
+def test_an_image_without_packages_needs_no_uv(counted: Counted) -> None:
+    lock = make_lock(Image(), HOST)
+    assert lock.wheels == ()
+    assert not counted.notes.exists()
+    assert indexes(Image()) == ()
+    assert not needs_push(Image())
+
+
+def test_the_digest_is_of_the_files_and_not_of_where_they_are(tmp_path: Path, index: Index) -> None:
+    index.add("app", "1.0")
+    make_wheel(tmp_path / "flat", "app", "1.0")
+    here, there = lock_of("app"), lock_of("app", scoped=(PipIndex(str(tmp_path / "flat"), ("app",)),))
+    assert here.wheels[0].url != there.wheels[0].url
+    assert here.digest == there.digest
+    assert len({here.digest, lock_of("app", target=replace(HOST, python="3.12")).digest}) == 2
+    assert len({here.digest, lock_of("app", target=replace(HOST, arch="aarch64")).digest}) == 2
+
+
+def test_what_is_placed_can_be_installed_without_a_network(tmp_path: Path, index: Index) -> None:
+    """Also a relative path, as it is from the lock's folder."""
+    index.add("app", "1.0", requires=["other"])
+    index.add("other", "2.0")
+    here = replace(HOST, python=f"{sys.version_info.major}.{sys.version_info.minor}")
+    lock = lock_of("app", target=here)
+    files = fetch(lock.wheels)
+    folder = uv.home() / "wheels"
+    file = folder / "pylock.toml"
+    for place in (lambda w: str(files[w.sha256]), lambda w: f"{w.sha256}/{w.filename}"):
+        file.write_text(lock.placed(place))
+        uv.run_uv("venv", "-q", "--clear", "--no-project", "--python", sys.executable, str(tmp_path / "env"))
+        python = str(tmp_path / "env" / "bin" / "python")
+        uv.run_uv(
+            "pip", "sync", "--offline", "--python", python, str(file), env={"UV_CACHE_DIR": str(tmp_path / "uv2")}
+        )
+        code = "import app, other; print(app.version, other.version)"
+        assert subprocess.check_output([python, "-c", code], text=True) == "1.0 2.0\n"
+    file.write_text(make_lock(Image(), here).placed(str))
+    uv.run_uv("pip", "sync", "--offline", "--python", python, str(file))
+
+
+# ---- platforms
+
+TAGS = {
+    "2.17": "cp311-cp311-manylinux_2_17_{arch}.manylinux2014_{arch}",
+    "2.28": "cp311-cp311-manylinux_2_28_{arch}",
+    "2.35": "cp311-cp311-manylinux_2_35_{arch}",
+    "musl": "cp311-cp311-musllinux_1_2_{arch}",
+}
+
+
+@pytest.fixture
+def native(index: Index) -> Index:
+    """A package with a wheel for each platform, and a newer version for the newest only."""
+    for arch in ("x86_64", "aarch64"):
+        for tag in TAGS.values():
+            index.add("native", "1.0", tag=tag.format(arch=arch))
+        index.add("native", "2.0", tag=f"cp311-cp311-manylinux_2_35_{arch}")
+    index.add("native", "1.0", tag="cp311-cp311-macosx_11_0_arm64")
+    index.add("native", "1.0", tag="cp312-cp312-manylinux_2_17_x86_64")
+    return index
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "aarch64"])
+@pytest.mark.parametrize(
+    ("libc", "version", "tag"),
+    [
+        ("glibc 2.17", "1.0", TAGS["2.17"]),
+        ("glibc 2.28", "1.0", TAGS["2.28"]),
+        ("glibc 2.30", "1.0", TAGS["2.28"]),
+        ("glibc 2.36", "2.0", TAGS["2.35"]),
+        ("glibc 2.99", "2.0", TAGS["2.35"]),
+        ("musl 1.2.4", "1.0", TAGS["musl"]),
+    ],
+)
+def test_each_platform_gets_its_newest_version_and_best_wheel(
+    native: Index, arch: str, libc: str, version: str, tag: str
+) -> None:
+    (wheel,) = lock_of("native", target=replace(HOST, arch=arch, libc=libc)).wheels
+    assert (wheel.version, wheel.filename) == (version, f"native-{version}-{tag.format(arch=arch)}.whl")
+
+
+def test_macos_and_other_pythons_get_theirs(native: Index) -> None:
+    mac = Target(system="Darwin", arch="arm64", libc="", python="3.11")
+    assert lock_of("native", target=mac).wheels[0].filename.endswith("macosx_11_0_arm64.whl")
+    assert "cp312" in lock_of("native", target=replace(HOST, python="3.12")).wheels[0].filename
+
+
+def test_no_wheel_for_the_platform_is_said_with_the_platform(native: Index) -> None:
+    with pytest.raises(
+        LockError, match=r"(?s)native==2\.0 for Python 3\.11 on Linux x86_64 \(glibc 2\.28\).*no wheels"
+    ):
+        lock_of("native==2.0", target=replace(HOST, libc="glibc 2.28"))
+    with pytest.raises(LockError, match=r"(?s)macOS|Darwin x86_64"):
+        lock_of("native", target=Target(system="Darwin", arch="x86_64", libc="", python="3.11"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"arch": "s390x"},
+        {"system": "FreeBSD"},
+        {"system": ""},
+        {"libc": "glibc 2.12"},
+        {"libc": "musl 1.1.24"},
+        {"libc": ""},
+    ],
+)
+def test_a_platform_that_uv_does_not_know_is_an_error(changes: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="no packages are made for"):
+        lock_of("native", target=replace(HOST, **changes))
+
+
+def test_dependencies_go_by_the_targets_markers(index: Index) -> None:
+    """And not by those of the machine that resolves."""
+    here = ["mac; sys_platform == 'darwin'", "arm; platform_machine == 'aarch64'", "old; python_version < '3.11'"]
+    index.add("app", "1.0", requires=here)
+    for name in ("mac", "arm", "old"):
+        index.add(name, "1.0")
+    assert set(chosen(lock_of("app"))) == {"app"}
+    assert set(chosen(lock_of("app", target=replace(HOST, arch="aarch64")))) == {"app", "arm"}
+    mac = Target(system="Darwin", arch="arm64", libc="", python="3.10")
+    assert set(chosen(lock_of("app", target=mac))) == {"app", "mac", "old"}
+
+
+# ---- where packages come from
+
+
+def test_a_decoy_of_a_higher_version_loses(index: Index, private: Index) -> None:
+    """Asked for by name; and what the private index has beside the named packages is not looked at."""
+    index.add("inner", "9.0")
+    index.add("app", "1.0")
+    private.add("inner", "1.0")
+    private.add("app", "99.0")
+    lock = lock_of("inner", "app", scoped=(PipIndex(private.secret_url, ("Inner",)),))
+    assert chosen(lock) == {"inner": "1.0", "app": "1.0"}
+
+
+def test_a_decoy_loses_where_only_another_package_requires_it(index: Index, private: Index) -> None:
+    """Two steps deep, and of two the one that nobody requires stays away."""
+    index.add("app", "1.0", requires=["inner"])
+    for name in ("inner", "deep", "unused"):
+        index.add(name, "9.0")
+        private.add(name, "1.0", requires=["deep"] if name == "inner" else ())
+    scope = PipIndex(private.secret_url, ("inner", "deep", "unused"))
+    assert chosen(lock_of("app", scoped=(scope,))) == {"app": "1.0", "inner": "1.0", "deep": "1.0"}
+
+
+def test_a_decoy_in_find_links_loses(tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    index.add("app", "1.0", requires=["inner"])
+    make_wheel(tmp_path / "links", "inner", "9.0")
+    make_wheel(tmp_path / "flat", "inner", "1.0")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "links"))
+    assert chosen(lock_of("app"))["inner"] == "9.0"
+    assert chosen(lock_of("app", scoped=(PipIndex(str(tmp_path / "flat"), ("inner",)),)))["inner"] == "1.0"
+
+
+def test_a_required_package_may_be_on_its_own_index_only(index: Index, private: Index) -> None:
+    """The newest app is taken, though the default index lacks what it requires."""
+    index.add("app", "2.0", requires=["inner"])
+    index.add("app", "1.0")
+    private.add("inner", "1.0")
+    assert chosen(lock_of("app", scoped=(PipIndex(private.secret_url, ("inner",)),))) == {"app": "2.0", "inner": "1.0"}
+
+
+def test_a_named_package_that_nobody_needs_may_be_missing(index: Index, private: Index) -> None:
+    index.add("app", "1.0", requires=["inner"])
+    index.add("inner", "9.0")
+    private.add("inner", "1.0")
+    scope = PipIndex(private.secret_url, ("inner", "not-there"))
+    assert chosen(lock_of("app", scoped=(scope,))) == {"app": "1.0", "inner": "1.0"}
+
+
+def test_an_index_may_be_a_folder_a_file_url_a_page_or_a_tree(tmp_path: Path, index: Index) -> None:
+    index.add("app", "9.0")
+    flat = tmp_path / "flat folder"
+    wheel = make_wheel(flat, "app", "1.0")
+    (flat / "links.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>')
+    tree = tmp_path / "simple" / "app"
+    make_wheel(tree, "app", "1.0")
+    (tree / "index.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>')
+    for url in (str(flat), flat.as_uri(), str(tree.parent)):
+        lock = lock_of("app", scoped=(PipIndex(url, ("app",)),))
+        assert chosen(lock) == {"app": "1.0"}
+        assert lock.wheels[0].url.startswith("file://")
+    with Index(flat) as served:
+        lock = lock_of("app", scoped=(PipIndex(f"{served.root}/files/links.html", ("app",)),))
+        assert chosen(lock) == {"app": "1.0"}
+
+
+def test_a_wheel_may_be_named_by_its_url(index: Index, private: Index) -> None:
+    index.add("other", "1.0")
+    wheel = private.add("app", "1.0", requires=["other"])
+    login = private.secret_url.partition("/simple")[0]
+    lock = lock_of(f"app @ {login}/files/{wheel.name}")
+    assert chosen(lock) == {"app": "1.0", "other": "1.0"}
+    assert PASSWORD not in lock.text and "me:" not in lock.text
+    assert fetch(lock.wheels)[sha256(wheel)].name == wheel.name
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        (Image(pip=("-r requirements.txt",)), "no requirement"),
+        (Image(pip=("app @",)), "no requirement"),
+        (Image(pip=("",)), "no requirement"),
+        (Image(pip=("app",), pip_indexes=(PipIndex("/not/there", ("app",)),)), "no such folder"),
+        (Image(pip=("app",), pip_indexes=(PipIndex("https://a.example/simple"),)), "names no packages"),
+        (Image(pip=("app",), pip_indexes=(PipIndex("/", ("App",)), PipIndex("/", ("app",)))), "app has two indexes"),
+    ],
+)
+def test_mistakes_in_an_image_are_named(image: Image, said: str) -> None:
+    with pytest.raises(LockError, match=said) as caught:
+        make_lock(image, HOST)
+    assert caught.value.exit_code == 2
+
+
+# ---- what goes wrong
+
+
+def test_a_package_that_does_not_exist(index: Index) -> None:
+    with pytest.raises(LockError, match=r"(?s)cannot lock nonesuch.*nonesuch was not found.*hint: is the name right"):
+        lock_of("nonesuch")
+
+
+def test_versions_that_cannot_be_together(index: Index) -> None:
+    index.add("app", "1.0", requires=["lib<2"])
+    for version in ("1.0", "2.0"):
+        index.add("lib", version)
+    with pytest.raises(LockError, match=r"(?s)lib<2.*lib>=2.*hint: change the versions") as caught:
+        lock_of("app", "lib>=2")
+    assert "\x1b" not in str(caught.value)
+    assert len(str(caught.value).splitlines()) < 18
+
+
+def test_an_index_that_is_down(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UV_DEFAULT_INDEX", index.url.replace("//", "//me:hidden@"))
+    index.close()
+    with pytest.raises(LockError, match=r"(?s)Connection refused.*hint: is the index up") as caught:
+        lock_of("app")
+    assert "hidden" not in str(caught.value)
+
+
+def test_an_index_that_wants_a_password(private: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    private.add("app", "1.0")
+    monkeypatch.setenv("UV_DEFAULT_INDEX", private.url)
+    with pytest.raises(LockError, match=r"(?s)401.*hint: put user and password"):
+        lock_of("app")
+
+
+def test_credentials_are_in_no_file_and_no_message(
+    tmp_path: Path, index: Index, private: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a PipIndex, of pip's configuration, and when something goes wrong."""
+    wheel = private.add("inner", "1.0")
+    scope = PipIndex(private.secret_url, ("inner",))
+    lock = lock_of("inner", scoped=(scope,))
+    assert fetch(lock.wheels)[sha256(wheel)].exists()
+    messages = [repr(lock), lock.text]
+    with pytest.raises(LockError) as caught:
+        lock_of("inner>5", scoped=(scope,))
+    messages += [str(caught.value)]
+    monkeypatch.setenv("PIP_INDEX_URL", private.secret_url)
+    monkeypatch.delenv("UV_DEFAULT_INDEX")
+    lock = lock_of("inner")
+    messages += [repr(lock), lock.text, *(wheel.url for wheel in lock.wheels), *indexes(Image(pip=("inner",)))]
+    with pytest.raises(LockError) as caught:
+        lock_of("inner>5")
+    messages += [str(caught.value)]
+    secrets = [PASSWORD, private.secret_url.split("//")[1].split("@")[0], "s3cr"]
+    for text in messages:
+        assert not [secret for secret in secrets if secret in text], text
+    kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert kept
+    for path in kept:
+        assert not [secret for secret in secrets if secret.encode() in path.read_bytes() or secret in str(path)], path
+
+
+def test_the_key_of_a_lock_has_no_password(index: Index, private: Index, counted: Counted) -> None:
+    """Whose password changes has the same lock."""
+    private.add("inner", "1.0")
+    lock_of("inner", scoped=(PipIndex(private.secret_url, ("inner",)),))
+    lock_of("inner", scoped=(PipIndex(private.url.replace("//", "//me:new@"), ("inner",)),))
+    assert counted.resolutions == 1
+
+
+# ---- made once
+
+
+def test_a_lock_is_made_once_until_it_is_to_be_upgraded(index: Index, counted: Counted) -> None:
+    index.add("app", "1.0")
+    assert make_lock(Image(pip=("app",)), HOST, only_known=True) is None
+    first = lock_of("app")
+    index.add("app", "2.0")
+    assert lock_of("app") == first == make_lock(Image(pip=("app",)), HOST, only_known=True)
+    assert counted.resolutions == 1
+    assert chosen(lock_of("app", upgrade=True)) == {"app": "2.0"} == chosen(lock_of("app"))
+    assert counted.resolutions == 2
+
+
+def test_other_inputs_are_another_lock(index: Index, counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    index.add("app", "1.0")
+    lock_of("app")
+    lock_of("app>=1")
+    lock_of("app", target=replace(HOST, python="3.12"))
+    lock_of("app", target=replace(HOST, libc="glibc 2.28"))
+    lock_of("app", scoped=(PipIndex(index.url, ("app",)),))
+    monkeypatch.setenv("UV_PRERELEASE", "allow")
+    lock_of("app")
+    assert counted.resolutions == 6
+
+
+@pytest.mark.parametrize("damage", ["", "# x\n", "cut", "\udcff"])
+def test_a_damaged_lock_is_made_again(index: Index, counted: Counted, damage: str) -> None:
+    index.add("app", "1.0")
+    first = lock_of("app")
+    (file,) = (uv.home() / "locks").iterdir()
+    file.write_bytes(file.read_bytes()[:-9] if damage == "cut" else damage.encode(errors="surrogateescape"))
+    assert lock_of("app") == first
+    assert counted.resolutions == 2
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_threads_that_ask_for_the_same_wait_for_one(index: Index, counted: Counted) -> None:
+    index.add("app", "1.0")
+    uv.version.cache_clear()
+    locks = at_once(lambda _: lock_of("app"), range(6))
+    assert len({lock.digest for lock in locks}) == 1
+    assert counted.resolutions == 1
+
+
+def test_processes_that_ask_for_the_same_wait_for_one(tmp_path: Path, index: Index, counted: Counted) -> None:
+    index.add("app", "1.0")
+    code = (
+        "import sys; from skyfab.env import uv, lock, facts; from skyfab.image import Image\n"
+        "uv.program = lambda: sys.argv[1]\n"
+        f"target = facts.{HOST!r}\n"
+        "open(sys.argv[2], 'w').close()\n"
+        "print(lock.make_lock(Image(pip=('app',)), target).digest)\n"
+    )
+    counted.gate.touch()
+    started = [tmp_path / f"started{number}" for number in range(3)]
+    command = [sys.executable, "-c", code, str(counted.program)]
+    children = [subprocess.Popen([*command, str(mark)], stdout=subprocess.PIPE, text=True) for mark in started]
+    try:
+        until(lambda: all(mark.exists() for mark in started) and counted.resolutions, "three at work")
+    finally:
+        counted.gate.unlink()
+    assert len({child.communicate()[0] for child in children}) == 1
+    assert {child.returncode for child in children} == {0}
+    assert counted.resolutions == 1
+
+
+# ---- torch
+
+
+def torch_wheel(folder: Path, version: str, *, arch: str = "x86_64", cuda: bool = False) -> None:
+    requires = ["nvidia-cublas"] if cuda else []
+    make_wheel(folder, "torch", version, tag=f"cp311-cp311-manylinux_2_28_{arch}", requires=requires)
+
+
+@pytest.fixture
+def links(tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip looks into, beside an index with a newer torch for GPUs."""
+    torch_wheel(index.folder, "2.14.0", cuda=True)
+    index.add("nvidia-cublas", "13.0")
+    folder = tmp_path / "links"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("driver", "version"),
+    [("", "2.13.0+cpu"), ("550.54.15", "2.13.0+cu126"), ("470.82", "2.12.0+cu118"), ("580.65.06", "2.13.0+cu130")],
+)
+def test_a_build_that_pip_is_shown_is_taken_where_it_suits(links: Path, driver: str, version: str) -> None:
+    for build in ("2.13.0+cpu", "2.13.0+cu126", "2.13.0+cu130", "2.12.0+cu118", "2.12.0+cpu"):
+        torch_wheel(links, build)
+    assert chosen(lock_of("torch", target=replace(HOST, driver=driver))) == {"torch": version}
+
+
+def test_also_where_torch_only_comes_along(links: Path, index: Index) -> None:
+    torch_wheel(links, "2.13.0+cpu")
+    index.add("trainer", "1.0", requires=["torch>=2"])
+    assert chosen(lock_of("trainer")) == {"trainer": "1.0", "torch": "2.13.0+cpu"}
+
+
+def test_versions_asked_for_hold_for_builds_too(links: Path) -> None:
+    for build in ("2.13.0+cpu", "2.12.0+cpu"):
+        torch_wheel(links, build)
+    assert chosen(lock_of("torch<2.13"))["torch"] == "2.12.0+cpu"
+
+
+def test_an_index_of_ones_own_may_have_a_build_without_a_name(
+    tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It suits a host without GPU if it brings nothing for GPUs."""
+    torch_wheel(index.folder, "2.14.0")
+    assert chosen(lock_of("torch")) == {"torch": "2.14.0"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({}, "/whl/cpu/torch"),
+        ({"driver": "N/A"}, "/whl/cpu/torch"),
+        ({"driver": "580.65.06"}, r"/whl/cu13\d/torch"),
+        ({"driver": "550.54.15"}, r"/whl/cu12\d/torch"),
+        ({"driver": "470.82.01"}, r"/whl/cu118/torch"),
+        ({"rocm": "6.4.1"}, r"/whl/rocm6\.4/torch"),
+        ({"rocm": "gfx942"}, r"/whl/rocm[\d.]+/torch"),
+    ],
+)
+def test_else_uv_chooses_pytorchs_index_for_the_targets_gpu(
+    links: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], path: str
+) -> None:
+    """Which is out of reach in tests: the address that was tried tells."""
+    monkeypatch.setenv("UV_CUDA_DRIVER_VERSION", "999")  # this machine's
+    with pytest.raises(LockError, match=rf"(?s){path}.*hint: name an index that has torch"):
+        lock_of("torch", target=replace(HOST, **changes))
+
+
+def test_who_says_which_backend_gets_it(links: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_wheel(links, "2.13.0+cpu")
+    monkeypatch.setenv("UV_TORCH_BACKEND", "cu128")
+    with pytest.raises(LockError, match="/whl/cu128/torch"):
+        lock_of("torch")
+
+
+def test_an_index_named_for_torch_is_where_torch_comes_from(links: Path, private: Index) -> None:
+    torch_wheel(links, "2.13.0+cpu")
+    torch_wheel(private.folder, "2.10.0+custom")
+    assert chosen(lock_of("torch", scoped=(PipIndex(private.secret_url, ("torch",)),))) == {"torch": "2.10.0+custom"}
+
+
+def test_macos_takes_torch_from_the_index(index: Index) -> None:
+    make_wheel(index.folder, "torch", "2.14.0", tag="cp311-none-macosx_11_0_arm64")
+    mac = Target(system="Darwin", arch="arm64", libc="", python="3.11")
+    assert chosen(lock_of("torch", target=mac)) == {"torch": "2.14.0"}
+
+
+def test_a_pool_has_one_version_of_torch(links: Path) -> None:
+    """With the build that suits each; the first says which."""
+    plain, gpu = HOST, replace(HOST, arch="aarch64", driver="550.54.15")
+    torch_wheel(links, "2.12.0+cpu")
+    for build in ("2.13.0+cu126", "2.12.0+cu126"):
+        torch_wheel(links, build, arch="aarch64")
+    assert chosen(lock_of("torch", target=gpu)) == {"torch": "2.13.0+cu126"}
+    assert chosen(lock_of("torch", target=gpu, together=(plain, gpu))) == {"torch": "2.12.0+cu126"}
+    assert chosen(lock_of("torch", target=plain, together=(plain, gpu))) == {"torch": "2.12.0+cpu"}
+    with pytest.raises(LockError, match=r"(?s)Linux x86_64.*torch 2\.13\.0 as on Linux aarch64"):
+        lock_of("torch", target=plain, together=(gpu, plain))
+
+
+def test_a_pool_without_torch_does_not_look_at_its_other_hosts(index: Index) -> None:
+    """Not even if there is nothing for them."""
+    index.add("app", "1.0")
+    assert chosen(lock_of("app", together=(replace(HOST, system="Plan9"), HOST))) == {"app": "1.0"}
+
+
+# ---- a lock that somebody else made
+
+MINE = """
+lock-version = "1.0"
+created-by = "somebody"
+[[packages]]
+name = "native"
+version = "1.0"
+wheels = [
+    {{ url = "https://a.example/native-1.0-cp311-cp311-manylinux_2_17_x86_64.whl", hashes = {{ sha256 = "{sum}" }} }},
+    {{ path = "native-1.0-cp311-cp311-manylinux_2_28_x86_64.whl", size = 7, hashes = {{ sha256 = "{sum}" }} }},
+    {{ url = "https://a.example/native-1.0-cp311-cp311-macosx_11_0_arm64.whl", hashes = {{ sha256 = "{sum}" }} }},
+]
+[[packages]]
+name = "winonly"
+version = "1.0"
+marker = "sys_platform == 'win32'"
+sdist = {{ url = "https://a.example/winonly-1.0.tar.gz", hashes = {{ sha256 = "{sum}" }} }}
+[[packages]]
+name = "extra"
+version = "1.0"
+marker = "'more' in extras"
+sdist = {{ url = "https://a.example/extra-1.0.tar.gz", hashes = {{ sha256 = "{sum}" }} }}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "pylock.toml"
+    path.write_text(MINE.format(sum="a" * 64))
+    return path
+
+
+def test_a_lock_of_ones_own_is_used_as_it_is(mine: Path, counted: Counted) -> None:
+    (wheel,) = read_lock(mine, HOST).wheels
+    assert (wheel.url, wheel.size) == ((mine.parent / wheel.filename).as_uri(), 7)
+    assert "2_28" in wheel.filename
+    assert "2_17" in read_lock(mine, replace(HOST, libc="glibc 2.17")).wheels[0].filename
+    image = Image(lock=str(mine))
+    assert make_lock(image, HOST).wheels == (wheel,)
+    assert indexes(image) == ("https://a.example",)
+    assert not counted.notes.exists()
+
+
+def test_a_lock_of_ones_own_without_a_wheel_for_the_host(mine: Path) -> None:
+    with pytest.raises(LockError, match=r"pylock\.toml: native 1\.0 has no wheel for Python 3\.11 on Linux aarch64"):
+        read_lock(mine, replace(HOST, arch="aarch64"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("packages = 7", "not a pylock.toml"),
+        ("[[packages", "not a pylock.toml"),
+        ("[[packages]]\nversion = '1'", "not a pylock.toml"),
+        ("[[packages]]\nname = 'x'\nversion = '1'\nmarker = '?'", "not a pylock.toml"),
+        (
+            "[[packages]]\nname = 'x'\nversion = '1'\nwheels = [{url = 'https://a.example/x-1-py3-none-any.whl'}]",
+            "sha256",
+        ),
+        ("[[packages]]\nname = 'x'\nvcs = {type = 'git', url = 'https://a.example/x'}", "x  ?has no wheel"),
+    ],
+)
+def test_a_lock_that_is_none(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "pylock.toml").write_text(text)
+    with pytest.raises(LockError, match=said):
+        read_lock(tmp_path / "pylock.toml", HOST)
+    with pytest.raises(LockError, match="cannot read"):
+        read_lock(tmp_path / "nowhere.toml", HOST)
+
+
+# ---- what a host would have to reach
+
+
+def test_indexes_are_those_of_the_image_and_of_pips_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = Image(pip=("app",), pip_indexes=(PipIndex("https://own.example/simple", ("app",)),))
+    assert indexes(image)[0] == "https://own.example/simple" and len(indexes(image)) == 2
+    assert not needs_push(image)
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nindex-url = https://mirror.example/simple\nextra-index-url = https://more.example/simple\n"
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    mirrors = ("https://more.example/simple", "https://mirror.example/simple")
+    assert indexes(image) == ("https://own.example/simple", *mirrors)
+    assert indexes(Image(pip=("app",))) == mirrors
+    assert not needs_push(image)
+
+
+@pytest.mark.parametrize(
+    ("environ", "url"),
+    [
+        ({}, "https://me:pw@own.example/simple"),
+        ({}, "/srv/wheels"),
+        ({}, "file:///srv/wheels"),
+        ({"PIP_INDEX_URL": "https://me:pw@mirror.example/simple"}, "https://own.example/simple"),
+        ({"PIP_NO_INDEX": "1"}, "https://own.example/simple"),
+        ({"PIP_FIND_LINKS": "/"}, "https://own.example/simple"),
+        (
+            {"UV_INDEX": "lab=https://lab.example/simple", "UV_INDEX_LAB_PASSWORD": "pw"},
+            "https://own.example/simple",
+        ),
+    ],
+)
+def test_what_only_this_machine_can_use_is_pushed(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], url: str
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    image = Image(pip=("app",), pip_indexes=(PipIndex(url, ("app",)),))
+    assert needs_push(image)
+    assert not [found for found in indexes(image) if "pw" in found or found.startswith("file")]
+
+
+# ---- uv and Python for hosts
+
+
+def test_this_machines_uv_serves_hosts_like_it() -> None:
+    machine = os.uname()
+    libc = "glibc 2.99" if machine.sysname == "Linux" else ""
+    here = Target(system=machine.sysname, arch=machine.machine, libc=libc, python="3.11")
+    assert tools.uv_for(here) == Path(uv.program())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at a Linux program")
+@pytest.mark.parametrize("target", [replace(HOST, arch="other"), replace(HOST, system="Darwin")])
+def test_this_machines_uv_does_not_serve_others(target: Target) -> None:
+    assert not tools._runs_on(Path(uv.program()), target)
+
+
+def test_other_hosts_get_the_same_uv_for_their_platform(index: Index) -> None:
+    other = "aarch64" if os.uname().machine == "x86_64" else "x86_64"
+    version = uv.version()
+    script = f"uv-{version}.data/scripts/uv"
+    for platform in (f"manylinux_2_17_{other}", f"musllinux_1_1_{other}", f"musllinux_1_1_{os.uname().machine}"):
+        index.add("uv", version, tag=f"py3-none-{platform}", files={script: platform})
+    index.add("uv", f"{version}.1", tag=f"py3-none-manylinux_2_17_{other}")
+    for libc, arch in (("glibc 2.36", other), ("musl 1.2.5", other), ("musl 1.2.5", os.uname().machine)):
+        target = replace(HOST, arch=arch, libc=libc)
+        path = tools.uv_for(target)
+        assert path.name == "uv" and path.stat().st_mode & 0o777 == 0o755
+        assert path.read_text() == f"{'musllinux_1_1' if 'musl' in libc else 'manylinux_2_17'}_{arch}"
+        before = len(index.requests)
+        assert tools.uv_for(target) == path
+        assert len(index.requests) == before
+
+
+def test_a_uv_that_no_index_has(index: Index) -> None:
+    with pytest.raises(LockError, match=rf"cannot lock uv=={re.escape(uv.version())} for .*musl"):
+        tools.uv_for(replace(HOST, libc="musl 1.2.5"))
+
+
+@pytest.fixture
+def pythons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """uv's list of Pythons, with two archives of our own."""
+    listed = {}
+    data = "# system configuration generated and used by the sysconfig module\nbuild_time_vars = {}\n"
+    for patch in (8, 9):
+        root = tmp_path / f"root{patch}" / "python"
+        (root / "bin").mkdir(parents=True)
+        (root / "lib" / "python3.11").mkdir(parents=True)
+        (root / "bin" / "python3.11").write_text("#!/bin/sh\n")
+        (root / "lib" / "python3.11" / "_sysconfigdata__linux_x86_64-linux-gnu.py").write_text(data)
+        archive = tmp_path / "mirror" / "20990101" / f"cpython-3.11.{patch}+20990101-x86_64-install_only.tar.gz"
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(archive, "w:gz") as tar:
+            tar.add(root, "python")
+        common = {"name": "cpython", "os": "linux", "major": 3, "minor": 11, "patch": patch, "prerelease": ""}
+        common |= {"variant": None, "build": "20990101", "sha256": sha256(archive), "url": archive.as_uri()}
+        x86 = {"arch": {"family": "x86_64", "variant": None}, "libc": "gnu"}
+        listed[f"cpython-3.11.{patch}-linux-x86_64-gnu"] = common | x86
+    path = tmp_path / "pythons.json"
+    path.write_text(json.dumps(listed))
+    monkeypatch.setenv("UV_PYTHON_DOWNLOADS_JSON_URL", str(path))
+    monkeypatch.setenv("UV_PYTHON_DOWNLOADS", "never")
+    return path
+
+
+def test_the_python_that_uv_would_download_comes_as_its_archive(tmp_path: Path, pythons: Path) -> None:
+    path = tools.python_for(HOST)
+    newest = tmp_path / "mirror" / "20990101" / "cpython-3.11.9+20990101-x86_64-install_only.tar.gz"
+    assert sha256(path) == sha256(newest)
+    newest.unlink()
+    assert tools.python_for(HOST) == path
+    assert [entry.name for entry in (uv.home() / "pythons").iterdir()] == ["cpython-3.11.9-linux-x86_64-gnu"]
+
+
+def test_a_python_with_the_wrong_hash_is_refused(pythons: Path) -> None:
+    pythons.write_text(re.sub(r'"sha256": "[0-9a-f]{60}', '"sha256": "' + "0" * 60, pythons.read_text()))
+    for _ in range(2):
+        with pytest.raises(LockError, match=r"(?s)cannot get Python 3\.11 for Linux x86_64.*Hash mismatch"):
+            tools.python_for(HOST)
+        assert list((uv.home() / "pythons").iterdir()) == []
+
+
+def test_a_python_that_is_nowhere(pythons: Path) -> None:
+    for target in (replace(HOST, libc="musl 1.2.5"), replace(HOST, python="3.12"), replace(HOST, arch="aarch64")):
+        with pytest.raises(LockError, match="there is no Python"):
+            tools.python_for(target)
+
+
+def test_a_mirror_for_pythons_is_asked(tmp_path: Path, pythons: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of uv's own list the address is changed; nothing of it is reachable here."""
+    monkeypatch.delenv("UV_PYTHON_DOWNLOADS_JSON_URL")
+    monkeypatch.setenv("UV_PYTHON_INSTALL_MIRROR", (tmp_path / "elsewhere").as_uri())
+    with pytest.raises(LockError, match=r"(?s)cannot get Python 3\.11.*elsewhere/\d+/cpython-3\.11"):
+        tools.python_for(HOST)
+
+
+# ---- uv's words
+
+
+def test_uvs_reason_is_cut_to_what_matters() -> None:
+    noise = "\x1b[2mUsing CPython 3.11\x1b[0m\nResolved 3 packages\nwarning: something\n"
+    lines = "".join(f"  cause: number {number}\n" for number in range(40))
+    text = uv.reason(f"{noise}\x1b[31merror\x1b[0m: No solution\n{lines}\nhint: buy a bigger machine\n  or two\n")
+    assert text.splitlines()[:2] == ["No solution", "cause: number 0"]
+    assert len(text.splitlines()) == 15
+    assert "hint" not in text and "two" not in text and "\x1b" not in text
+
+
+def test_credentials_in_uvs_words_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert uv.redact("at https://me:p@ss@a.example/x and http://tok@b.example") == (
+        "at https://***@a.example/x and http://***@b.example"
+    )
+    monkeypatch.setenv("UV_INDEX", "lab=https://lab.example/simple")
+    monkeypatch.setenv("UV_INDEX_LAB_PASSWORD", "hunter2")
+    with pytest.raises(uv.UvFailed) as caught:
+        uv.run_uv("pip", "no-such-command-hunter2")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_pip_configuration_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pip.conf").write_text("no section\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    with pytest.raises(UsageError, match=r"cannot read pip's configuration .*pip\.conf"):
+        lock_of("app")

@@ -1,0 +1,569 @@
+"""The probe: it says what a host is under every shell, with anything missing, and whatever it says can be read."""
+
+from __future__ import annotations
+
+import os
+import platform
+import pwd
+import resource
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyfab.env import probe
+from skyfab.env.facts import Facts, Gpu, Program
+from skyfab.lab import Lab, LabHost
+
+SHELLS = {"dash": ["dash"], "bash": ["bash"], "ksh": ["ksh"], "mksh": ["mksh"], "busybox": ["busybox", "sh"], "zsh": []}
+EVAL = 'c=$1; (eval "$2"); cat'
+"""As the launcher does; what is left of stdin comes last."""
+TOOLS = ("sh", "cat", "df", "getconf", "grep", "id", "mkdir", "mv", "rm", "sed", "sleep", "stat", "tr", "true", "uname")
+SMI = "NVIDIA H100 80GB HBM3, 81559, 550.54.15\nNVIDIA GB10, [N/A], 550.54.15"
+PYTHON = '#!/bin/sh\nshift 5\necho "python $1 3.12.1 $2"\n'
+"""A program that answers as an interpreter would."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with programs, a home and a cache, and the script run there."""
+
+    folder: Path
+    shell: tuple[str, ...] = ("sh",)
+    path: str = os.defpath
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "home"
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "my 'cache' \"$(touch pwned)\" é"
+
+    @property
+    def memory(self) -> Path:
+        return self.cache / "probe"
+
+    def program(self, name: str, text: str) -> Path:
+        """Puts a program first on the PATH."""
+        file = self.folder / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)
+        return file
+
+    def only(self, *tools: str) -> Place:
+        """With these on the PATH, what any host has, and no more."""
+        folder = self.folder / "tools"
+        folder.mkdir()
+        for tool in (*TOOLS, *tools):
+            (folder / tool).symlink_to(found(tool))
+        return replace(self, path=str(folder))
+
+    def run(self, *indexes: str, cache: str | None = None) -> Facts:
+        self.home.mkdir(exist_ok=True)
+        done = subprocess.run(
+            [*self.shell, "-c", EVAL, "probe", cache or str(self.cache), probe.script(indexes)],
+            env={"PATH": f"{self.folder}/bin:{self.path}", "HOME": str(self.home), "SHELL": "/bin/some\tshell"},
+            cwd=self.home,
+            input="left",
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stderr == ""
+        assert done.stdout.endswith("\nleft"), "it read our stdin"
+        assert not list(self.home.iterdir()), "it wrote outside its cache"
+        return probe.parse(done.stdout.removesuffix("left"))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.fixture
+def counted(place: Place) -> Callable[[], int]:
+    """How often nvidia-smi, which is there and has GPUs, was called."""
+    calls = place.folder / "calls"
+    place.program("nvidia-smi", f"#!/bin/sh\necho called >>'{calls}'\ncat <<'!'\n{SMI}\n!\n")
+    return lambda: len(calls.read_text().splitlines())
+
+
+def found(tool: str) -> str:
+    """Where a program of this machine is."""
+    path = shutil.which(tool)
+    if path is None:
+        pytest.skip(f"no {tool} on this machine")
+    return path
+
+
+def running(words: str) -> bool:
+    """Whether a process of this machine has these words in its command line."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if words in entry.read_bytes().replace(b"\0", b" ").decode(errors="replace"):
+                return True
+        except OSError:  # it ended while we looked
+            continue
+    return False
+
+
+# ---- what it finds
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_shell_says_the_same_of_this_machine(shell: str, tmp_path: Path) -> None:
+    """Fresh and remembered, below a cache path with spaces, quotes and more."""
+    words = SHELLS[shell]
+    if not words:
+        words = [str(tmp_path / "sh")]  # it is POSIX under this name only
+        Path(words[0]).symlink_to(found(shell))
+    found(words[0])
+    place = Place(tmp_path, tuple(words), f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    place.program("uv", "#!/bin/sh\necho uv 1.2.3 '(some day)'\n")
+    for _ in range(2):
+        facts = place.run()
+        here = platform.uname()
+        assert (facts.system, facts.arch, facts.user) == (here.system, here.machine, pwd.getpwuid(os.getuid()).pw_name)
+        assert facts.libc == " ".join(platform.libc_ver())
+        assert facts.release == platform.freedesktop_os_release()["PRETTY_NAME"]
+        assert facts.boot == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        assert facts.shell == "/bin/someshell"
+        assert facts.cache == str(place.cache)
+        assert facts.files == max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        assert facts.processes == max(0, resource.getrlimit(resource.RLIMIT_NPROC)[0])
+        assert abs(facts.free - shutil.disk_usage(tmp_path).free) < 4 << 30
+        assert facts.filesystem and not facts.noexec
+        assert facts.uv == Program(path=f"{tmp_path}/bin/uv", version="1.2.3")
+        base = f"{sys.base_prefix}/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
+        assert facts.pythons[0] == Program(path=base, version=sys.version.split()[0])
+        assert len({python.path for python in facts.pythons}) == len(facts.pythons)
+    assert place.memory.exists()
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_a_link_a_wrapper_and_a_copy_of_the_path_are_one_interpreter(place: Place) -> None:
+    place.program("python3.12", f"#!/bin/sh\nexec '{sys.executable}' \"$@\"\n")
+    (place.folder / "bin/python3").symlink_to(sys.executable)
+    (place.folder / "bin/python").symlink_to("python3")
+    first = replace(place, path=f"{place.folder}/bin/../bin:{place.path}").run().pythons[0]
+    assert Path(first.path).resolve() == Path(sys.executable).resolve()
+    assert [python.path for python in place.run().pythons].count(first.path) == 1
+
+
+def test_gpus_are_as_nvidia_smi_says(place: Place, counted: Callable[[], int]) -> None:
+    facts = place.run()
+    assert facts.gpus[:2] == (Gpu(name="NVIDIA H100 80GB HBM3", memory=81559), Gpu(name="NVIDIA GB10", memory=0))
+    assert facts.driver == "550.54.15"
+    assert counted() == 1
+
+
+@pytest.mark.parametrize("tool", ["timeout", "no timeout"])
+def test_an_interpreter_that_hangs_or_fails_is_left_out(place: Place, tool: str) -> None:
+    """And what hung is ended, and the look is not remembered: it may only have been slow."""
+    mark = f"{time.time_ns() % 10**9}"
+    wait = f"sleep {mark}\n" if tool == "timeout" else f"exec sleep {mark}\n"  # only `timeout` ends a whole group
+    place.program("python3", f"#!/bin/sh\n{wait}")
+    place.program("python", "#!/bin/sh\necho Segmentation fault\nexit 139\n")
+    place.program("python3.10", "#!/bin/sh\necho python 1 2.7.18 /usr/bin/python2; echo; echo rubbish 1 2 3\n")
+    place.program("python3.11", "no program at all")
+    good = place.program("python3.12", PYTHON)
+    facts = place.only(*([tool] if tool == "timeout" else [])).run()
+    assert Program(path=str(good), version="3.12.1") in facts.pythons
+    assert [python.path for python in facts.pythons if python.path.startswith(f"{place.folder}/")] == [str(good)]
+    assert not running(f"sleep {mark}")
+    assert not place.memory.exists()
+
+
+def test_a_host_may_lack_almost_everything(place: Place) -> None:
+    """Also a df that knows POSIX only."""
+    place.program("df", f'#!/bin/sh\n[ "$1" = -Pk ] || exit 1\nexec {found("df")} "$@"\n')
+    for tool in ("getconf", "ldd", "uname", "id", "stat", "mv"):
+        place.program(tool, "#!/bin/sh\nexit 127\n")
+    facts = place.only().run("http://127.0.0.1:9/")
+    assert (facts.system, facts.user, facts.reachable) == ("", "", ())
+    assert facts.free > 0 and facts.filesystem
+    assert not list(place.cache.glob("*")), "a draft was left"
+
+
+# ---- what it remembers
+
+
+def test_the_second_time_it_remembers(place: Place, counted: Callable[[], int]) -> None:
+    first = place.run()
+    again = place.run()
+    assert replace(again, free=0) == replace(first, free=0)
+    assert counted() == 1
+    assert stat.S_IMODE(place.memory.stat().st_mode) == 0o600
+    assert stat.S_IMODE(place.cache.stat().st_mode) == 0o700
+    assert [path.name for path in place.cache.iterdir()] == ["probe"]
+
+
+def rewritten(word: int) -> Callable[[Place], object]:
+    def change(place: Place) -> None:
+        lines = place.memory.read_text().split("\n")
+        words = lines[0].split(" ")
+        words[word] = words[word][::-1]
+        place.memory.write_text("\n".join([" ".join(words), *lines[1:]]))
+
+    return change
+
+
+def installed(place: Place) -> None:
+    place.program("uv", "#!/bin/sh\necho uv 1.2.3\n")
+    later = place.memory.stat().st_mtime_ns + 10**9
+    os.utime(place.folder / "bin", ns=(later, later))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        rewritten(0),
+        rewritten(1),
+        lambda place: (place.folder / "bin/python3").unlink(),
+        lambda place: (place.folder / "bin/python3").chmod(0o644),
+        installed,
+        lambda place: place.memory.write_text(""),
+        lambda place: place.memory.write_bytes(bytes(range(256)) * 4),
+        lambda place: place.memory.unlink(),
+    ],
+    ids=["script", "boot", "removed", "not executable", "installed", "empty", "rubbish", "gone"],
+)
+def test_it_looks_again_when_something_changed(
+    place: Place, counted: Callable[[], int], change: Callable[[Place], object]
+) -> None:
+    place.program("python3", PYTHON)
+    place.run()
+    change(place)
+    place.run()
+    assert counted() == 2
+    place.run()
+    assert counted() == 2 + (change is installed)  # that folder is from the future
+
+
+def test_a_failing_nvidia_smi_is_asked_again(place: Place) -> None:
+    place.program("nvidia-smi", "#!/bin/sh\necho NVIDIA-SMI has failed because, well, 1.2\nexit 9\n")
+    assert not [gpu for gpu in place.run().gpus if "failed" in gpu.name]
+    assert not place.memory.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(place: Place) -> None:
+    (place.folder / "file").write_text("")
+    facts = place.run(cache=f"{place.folder}/file/cache")
+    assert facts.pythons and facts.free and facts.cache == f"{place.folder}/file/cache"
+    (place.cache / "probe").mkdir(parents=True)
+    assert place.run().pythons
+    assert [path.name for path in place.cache.rglob("*")] == ["probe"]
+
+
+def test_a_cache_path_of_several_lines_is_said_whole(place: Place) -> None:
+    cache = f"{place.folder}/one\nboot two\n\x1b[31m"
+    assert place.run(cache=cache).cache == cache
+    assert Path(cache, "probe").exists()
+
+
+# ---- which indexes answer
+
+
+class Index(BaseHTTPRequestHandler):
+    """Answers that it will not."""
+
+    def do_HEAD(self) -> None:
+        self.send_error(403)
+
+    do_GET = do_HEAD
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture
+def index() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """Takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/"
+
+
+@pytest.fixture
+def closed() -> Iterator[str]:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/"
+
+
+@pytest.mark.parametrize("tool", ["curl", "wget", "busybox", "python", "python with timeout"])
+def test_an_index_is_reachable_if_it_answers_at_all(
+    place: Place, tool: str, index: str, closed: str, silent: str
+) -> None:
+    hostile = index + "/$(touch${IFS}pwned)/';touch${IFS}pwned;#\"`id`\\{a,b}[1-9]*"
+    needs = {"python": [], "python with timeout": ["timeout"], "busybox": ["busybox", "timeout"]}.get(tool, [tool])
+    place = place.only(*needs)
+    if tool == "busybox":
+        place.program("wget", '#!/bin/sh\nexec busybox wget "$@"\n')
+    if tool.startswith("python"):
+        place.program("python3", f"#!/bin/sh\nexec '{sys.executable}' \"$@\"\n")
+    asked = [index + "/simple/", closed, hostile, "file:///etc/passwd", "-o/tmp/x", "http://a\nb", "http://"]
+    facts = place.run(*asked, *([silent] if tool in ("curl", "busybox") else []))
+    assert set(facts.reachable) == {index + "/simple/", hostile}
+    assert set(place.run(*asked[:2]).reachable) == {asked[0]}, "asked afresh though the rest is remembered"
+    assert not list(place.folder.rglob("pwned"))
+
+
+# ---- on hosts
+
+
+def on(host: LabHost, cache: str, *, user: str | None = None, root: str | None = None) -> Facts:
+    inside = ["chroot", root] if root else []
+    done = host.run([*inside, "/bin/sh", "-c", EVAL, "probe", cache, probe.script([])], user=user)
+    assert done.stderr == ""
+    return probe.parse(done.stdout)
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("user", ["root", "ada"])
+def test_a_host_is_probed_by_root_and_by_anybody(namespaces: Lab, user: str) -> None:
+    host = namespaces.hosts[0]
+    home = "/root" if user == "root" else f"/home/{user}"
+    for _ in range(2):
+        facts = on(host, f"{home}/a cache", user=user)
+        assert (facts.user, facts.filesystem, facts.noexec) == (user, "overlay", False)
+        assert facts.pythons or not shutil.which("python3", path="/usr/bin")
+    memory = host.path(f"{home}/a cache/probe")
+    if facts.pythons:
+        assert (memory.owner() if user == "root" else user, stat.S_IMODE(memory.stat().st_mode)) == (user, 0o600)
+    if user == "ada":
+        assert on(host, "/root/cache", user=user).cache == "/root/cache"
+        assert not host.path("/root/cache").exists()
+    host.run(["rm", "-rf", f"{home}/a cache"])
+
+
+@pytest.fixture
+def mounted(namespaces: Lab) -> Iterator[Callable[..., LabHost]]:
+    """``mounted("-t", "tmpfs", "tmpfs", "/mnt")``: a host with that, until the test is over."""
+    host, made = namespaces.hosts[0], list[str]()
+
+    def mount(*words: str) -> LabHost:
+        host.run(["mount", *words])
+        made.append(words[-1])
+        return host
+
+    yield mount
+    for path in reversed(made):
+        host.run(["umount", "-l", path])
+
+
+@pytest.mark.lab
+def test_the_cache_folders_own_disk_counts(namespaces: Lab, mounted: Callable[..., LabHost]) -> None:
+    """Its size, its kind and what it forbids, also below a name with a space and before the folder is there."""
+    namespaces.hosts[0].run(["mkdir", "-p", "/srv/big disk"])
+    host = mounted("-t", "tmpfs", "-o", "size=5m,noexec", "tmpfs", "/srv/big disk")
+    facts = on(host, "/srv/big disk/not/yet", user="ada")
+    assert (facts.filesystem, facts.noexec) == ("tmpfs", True)
+    assert 4 << 20 < facts.free <= 5 << 20
+
+
+@pytest.mark.lab
+def test_a_reboot_is_noticed(namespaces: Lab, mounted: Callable[..., LabHost]) -> None:
+    host = namespaces.hosts[0]
+    host.path("/srv/boot").write_text("another-boot\n")
+    on(host, "/srv/cache")
+    before = host.path("/srv/cache/probe").read_text() if host.path("/srv/cache/probe").exists() else ""
+    mounted("--bind", "/srv/boot", "/proc/sys/kernel/random/boot_id")
+    assert on(host, "/srv/cache").boot == "another-boot"
+    if before:
+        assert host.path("/srv/cache/probe").read_text().partition("\n")[0].split(" ")[1] == "another-boot"
+    host.run(["rm", "-rf", "/srv/cache", "/srv/boot"])
+
+
+@pytest.mark.lab
+def test_a_driver_and_cards_are_found_without_their_tools(namespaces: Lab, mounted: Callable[..., LabHost]) -> None:
+    """NVIDIA's as the kernel shows them, where nvidia-smi fails; AMD's and ROCm in any case."""
+    host = namespaces.hosts[0]
+    mounted("-t", "tmpfs", "tmpfs", "/proc/driver")
+    mounted("-t", "tmpfs", "tmpfs", "/sys/class")
+    mounted("-t", "tmpfs", "tmpfs", "/opt")
+    files = {
+        "/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release\n",
+        "/proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t\t NVIDIA L4\nIRQ:   \t\t 5\n",
+        "/opt/rocm/.info/version": "6.2.1-45",
+        "/sys/class/drm/card0/device/vendor": "0x1002\n",
+        "/sys/class/drm/card0/device/mem_info_vram_total": f"{192 << 30}\n",
+        "/sys/class/drm/card0/device/product_name": "AMD Instinct MI300X\n",
+        "/sys/class/drm/card1/device/vendor": "0x1a03\n",
+        "/usr/local/bin/nvidia-smi": "#!/bin/sh\nexit 9\n",
+    }
+    for path, text in files.items():
+        host.run(["sh", "-c", 'mkdir -p "${1%/*}"; cat >"$1"; chmod 755 "$1"', "put", path], stdin=text)
+    kfd = host.path("/dev/kfd").exists()
+    host.run(["touch", "/dev/kfd"])
+    try:
+        facts = on(host, "/srv/cache")
+    finally:
+        host.run(["rm", "-rf", "/usr/local/bin/nvidia-smi", "/srv/cache", *([] if kfd else ["/dev/kfd"])])
+    assert facts.gpus == (Gpu(name="NVIDIA L4", memory=0), Gpu(name="AMD Instinct MI300X", memory=192 << 10))
+    assert (facts.driver, facts.rocm) == ("560.35.03", "6.2.1-45")
+
+
+@pytest.fixture
+def bare(namespaces: Lab) -> Iterator[Path]:
+    """A root folder on the first host with busybox and nothing else, not even /proc."""
+    host, busybox = namespaces.hosts[0], found("busybox")
+    root = host.path("/srv/bare")
+    for folder in ("bin", "dev"):
+        (root / folder).mkdir(parents=True)
+    libraries = subprocess.run(["ldd", busybox], capture_output=True, text=True).stdout.split()
+    for file in (word for word in libraries if word.startswith("/")):
+        (root / file[1:]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, root / file[1:])
+    shutil.copy(busybox, root / "bin/busybox")
+    host.run(["chroot", "/srv/bare", "/bin/busybox", "--install", "-s", "/bin"])
+    host.run(["mknod", "-m", "666", "/srv/bare/dev/null", "c", "1", "3"])
+    yield root
+    host.run(["rm", "-rf", "/srv/bare"])
+
+
+@pytest.mark.lab
+def test_a_host_without_python_or_proc_is_probed_all_the_same(namespaces: Lab, bare: Path) -> None:
+    """It is asked each time, since Python may come any day."""
+    facts = on(namespaces.hosts[0], "/cache", root="/srv/bare")
+    assert (facts.system, facts.arch) == (platform.system(), platform.machine())
+    assert (facts.pythons, facts.uv, facts.gpus, facts.boot) == ((), None, (), "")
+    assert facts.files > 0 and facts.cache == "/cache"
+    assert not (bare / "cache").exists()
+
+
+@pytest.mark.lab
+def test_programs_that_speak_as_on_a_mac_are_understood(namespaces: Lab, bare: Path) -> None:
+    """Its own python3 is left alone where it would open a window."""
+    programs = {
+        "bin/uname": "echo Darwin arm64",
+        "bin/sysctl": "echo '{ sec = 1700000000, usec = 5 } Tue Nov 14 22:13:20 2023'",
+        "bin/sw_vers": "case $1 in -productName) echo macOS;; -productVersion) echo 14.1;; esac",
+        "bin/df": "echo Filesystem; echo 'map my home  971350180 99  4000   63%    /System/My Data'",
+        "bin/mount": "echo '/dev/disk1 on / (hfs, local)'; echo '/dev/disk3 on /System/My Data (apfs, local, noexec)'",
+        "bin/xcode-select": "exit 2",
+        "bin/timeout": "exit 127",
+        "usr/bin/python3": "echo opened >/window",
+        "opt/homebrew/bin/python3.12": PYTHON.partition("\n")[2],
+    }
+    for path, text in programs.items():
+        (bare / path).parent.mkdir(parents=True, exist_ok=True)
+        (bare / path).unlink(missing_ok=True)
+        (bare / path).write_text(f"#!/bin/sh\n{text}\n")
+        (bare / path).chmod(0o755)
+    for _ in range(2):
+        facts = on(namespaces.hosts[0], "/cache", root="/srv/bare")
+        assert (facts.system, facts.arch, facts.libc, facts.release) == ("Darwin", "arm64", "", "macOS 14.1")
+        assert facts.pythons == (Program(path="/opt/homebrew/bin/python3.12", version="3.12.1"),)
+        assert (facts.boot, facts.free) == ("1700000000", 4000 * 1024)
+        assert (facts.filesystem, facts.noexec) == ("apfs", True)
+        assert (bare / "cache/probe").exists()
+    assert not (bare / "window").exists()
+
+
+# ---- how it is read
+
+MAC = """Last login: Tue
+system Darwin
+arch arm64
+libc sh: ldd: command not found
+release macOS 14.1
+python 7 3.12.1 /opt/homebrew/opt/python@3.12/bin/python3.12
+python 2 3.9.6 /usr/bin/python3
+python 1 3.11.7 /Users/ada/with space/python3.11
+boot 1700000000
+files unlimited
+processes 2666
+disk map auto home   971350180 9999999  400000000   63%    /System/Volumes/Data
+mount /dev/disk3s5 on /System/Volumes/Data (apfs, local, noexec, journaled)
+"""
+
+
+def test_a_mac_is_read() -> None:
+    facts = probe.parse(MAC)
+    assert (facts.system, facts.arch, facts.libc, facts.release) == ("Darwin", "arm64", "", "macOS 14.1")
+    assert [python.version for python in facts.pythons] == ["3.11.7", "3.12.1"]
+    assert (facts.boot, facts.files, facts.processes) == ("1700000000", 0, 2666)
+    assert (facts.free, facts.filesystem, facts.noexec) == (400000000 * 1024, "apfs", True)
+
+
+@pytest.mark.parametrize(
+    ("line", "libc"),
+    [
+        ("glibc 2.36 glibc 2.36", "glibc 2.36"),
+        ("ldd (Debian GLIBC 2.36-9+deb12u4) 2.36 Copyright (C) 2022", "glibc 2.36"),
+        ("ldd (GNU libc) 2.34 Copyright", "glibc 2.34"),
+        ("musl libc (x86_64) Version 1.2.4", "musl 1.2.4"),
+        ("musl libc (x86_64) Version 1.2.4_git20230717", "musl 1.2.4"),
+        ("sh: ldd: not found", ""),
+        ("", ""),
+    ],
+)
+def test_a_libc_is_named_by_whoever_knows_it(line: str, libc: str) -> None:
+    assert probe.parse(f"libc {line}").libc == libc
+
+
+@pytest.mark.parametrize(
+    ("line", "release"),
+    [
+        ('"Debian GNU/Linux 12 (bookworm)"', "Debian GNU/Linux 12 (bookworm)"),
+        ("'Some'", "Some"),
+        ("Plain", "Plain"),
+        ('"Open', '"Open'),
+        ("macOS 14.1", "macOS 14.1"),
+    ],
+)
+def test_a_release_loses_its_quotes(line: str, release: str) -> None:
+    assert probe.parse(f"release {line}").release == release
+
+
+KEYS = (
+    *("python", "uv", "nvidia", "model", "nvrm", "amd", "rocm", "libc", "release", "system", "arch", "boot", "shell"),
+    *("user", "cache", "cachex", "disk", "mount", "kind", "files", "processes", "index", "late", "smi", "other"),
+)
+values = st.one_of(st.text(), st.from_regex(r"[0-9 .,%/()a\n]{0,40}"), st.sampled_from(MAC.splitlines()))
+
+
+lines = st.lists(st.tuples(st.sampled_from(KEYS), values).map(" ".join)).map("\n".join)
+
+
+@given(st.one_of(st.text(), lines))
+def test_nothing_that_is_said_raises(text: str) -> None:
+    facts = probe.parse(text)
+    assert not any(sign in repr(facts) for sign in ("\\x1b", "\\x00", "\x1b"))
+
+
+@pytest.mark.parametrize("key", ["", *KEYS])
+def test_a_flood_is_cut_short(key: str) -> None:
+    """Also one that a regular expression could lose its way in."""
+    for unit in ("\n", f"\n{key} x", f"\n{key} a, 1, 1.1", "x", " ", ", ", " (", "9 ", "9", "9.", "1% "):
+        facts = probe.parse(f"{key} " + unit * ((1 << 20) // len(unit)))
+        assert len(facts.gpus) <= 64 and len(facts.pythons) <= 64 and len(facts.reachable) <= 64
+        assert len(repr(facts)) < 64 * 1024
+
+
+def test_at_most_64_of_anything_are_read() -> None:
+    lines = [f"python {n} 3.12.{n} /p{n}\nnvidia g{n}, 1, 1.2\nindex http://{n}/" for n in range(500)]
+    facts = probe.parse("\n".join(lines))
+    assert len(facts.gpus) == len(facts.pythons) == len(facts.reachable) == 64

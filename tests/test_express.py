@@ -1,0 +1,615 @@
+"""Express: the short way of a small call changes nothing but its time, whatever befalls it, its host or its caller.
+
+A call takes the short way on the host from its second time on: most tests here make each call several times.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stage.remote import linger, wait_for
+from stage.spot import Spot, until
+from stage.threads import at_once, begin
+
+import skyfab as sky
+from skyfab import session
+from skyfab.dispatch import Task
+from skyfab.events import CallEnded, CallStarted, Event, Output
+from skyfab.lab import Lab
+from skyfab.protocol.streams import ACK_FRAMES, SMALL
+
+pytestmark = pytest.mark.lab
+
+MB = 1 << 20
+
+
+@sky.function
+def identity(value: Any) -> Any:
+    return value
+
+
+@sky.function
+def process() -> int:
+    return os.getpid()
+
+
+@sky.function
+def stay(path: str) -> None:
+    linger(path)
+
+
+@sky.function
+def wait_at(path: str, value: Any = None) -> Any:
+    wait_for(path)
+    return value
+
+
+@pytest.fixture(scope="module")
+def one(hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
+    """One host with one slot, over a real connection."""
+    with sky.Compute(hosts_of("openssh", 1), ui="none") as compute:
+        yield compute
+
+
+@pytest.fixture
+def queued(one: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The labels of calls that went the usual way."""
+    found: list[str] = []
+    add = one._queue.add
+
+    def noted(task: Task) -> None:
+        found.append(task.label)
+        add(task)
+
+    monkeypatch.setattr(one._queue, "add", noted)
+    return found
+
+
+@pytest.fixture
+def heard(one: sky.Compute) -> Iterator[list[Event]]:
+    """What happens in the pool during the test."""
+    found: list[Event] = []
+    unsubscribe = one.events.subscribe(found.append)
+    yield found
+    unsubscribe()
+
+
+def interrupt_when(condition: Callable[[], Any]) -> Future[None]:
+    """Presses Ctrl-C once a condition holds."""
+
+    def press() -> None:
+        condition()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    return begin(press)
+
+
+def make(number: int) -> Any:
+    """A function like no other."""
+    return sky.function(lambda: number)
+
+
+# ---- a host that falls silent
+
+
+def test_a_host_that_is_cut_off_is_lost_and_the_others_go_on(
+    namespaces: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First in this file: it shortens the patience of every pool, and no other is open yet."""
+    monkeypatch.setattr(session, "PING", 0.2)
+    monkeypatch.setattr(session, "SILENCE", 1.0)
+    pool = open_pool("openssh", count=2, lease=2)
+    first = namespaces.hosts[0]
+    waiting = begin(lambda: stay(spot / "pid") >> pool)
+    assert set(spot.wait("pid")) == {first.name}
+    first.cut()
+    try:
+        with pytest.raises(sky.HostLost) as caught:
+            waiting.result(30)
+        assert caught.value.host == first.name
+        until(lambda: pool.hosts[0].lost, "the pool knows")
+        here = sky.function(lambda: sky.instance_info().hostname)
+        assert {here() >> pool for _ in range(5)} == {pool.hosts[1].agent.hostname}
+        pool.close()
+    finally:
+        first.restore()
+
+
+# ---- which calls take it
+
+
+def test_a_small_call_that_waits_for_nobody_is_not_queued(one: sky.Compute, queued: list[str]) -> None:
+    assert [identity(n) >> one for n in range(20)] == list(range(20))
+    assert identity(b"x" * (SMALL - 100)) >> one == b"x" * (SMALL - 100)
+    assert queued == []
+
+
+def test_large_arguments_and_arrays_go_the_usual_way(one: sky.Compute, queued: list[str]) -> None:
+    assert identity(b"x" * (SMALL + 1)) >> one == b"x" * (SMALL + 1)
+    assert (identity(np.arange(SMALL)) >> one).tolist() == list(range(SMALL))
+    assert len(queued) == 2
+
+
+def test_a_call_that_finds_no_slot_free_waits_for_one(one: sky.Compute, queued: list[str], spot: Spot) -> None:
+    first = begin(lambda: wait_at(spot / "go", 1) >> one)
+    until(lambda: one._queue._slots[0].tasks, "the first call in its slot")
+    second = begin(lambda: identity(2) >> one)
+    until(lambda: queued == ["identity"], "the second call in the queue")
+    assert not second.done()
+    spot.leave("go")
+    assert (first.result(30), second.result(30)) == (1, 2)
+
+
+# ---- many at once
+
+
+@pytest.mark.parametrize(("transport", "count", "slots"), [("openssh", 1, 1), ("fabric", 2, 1), ("local", 1, 3)])
+def test_calls_of_every_kind_from_many_threads_do_not_mix(
+    open_pool: Callable[..., sky.Compute], transport: str, count: int, slots: int
+) -> None:
+    pool = open_pool(transport, count=count, host={"slots": slots})
+
+    def fail(n: int) -> None:
+        raise ValueError(n)
+
+    def failing(n: int) -> Any:
+        with pytest.raises(ValueError) as caught:
+            sky.function(fail)(n) >> pool
+        return caught.value.args
+
+    kinds: list[tuple[Callable[[int], Any], Callable[[int], Any]]] = [
+        (lambda n: identity(n) >> pool, lambda n: n),
+        (lambda n: (identity(n) > pool).result(60), lambda n: n),
+        (lambda n: identity(n) @ pool, lambda n: [n] * count),
+        (lambda n: pool.map(lambda x: x + 1, range(n)), lambda n: list(range(1, n + 1))),
+        (lambda n: (identity(n) & identity(-n)) >> pool, lambda n: (n, -n)),
+        (lambda n: identity("x" * (n * 5000)) >> pool, lambda n: "x" * (n * 5000)),
+        (failing, lambda n: (n,)),
+    ]
+
+    def work(thread: int) -> list[Any]:
+        found = []
+        for n in range(28):
+            found.append(kinds[(n + thread) % len(kinds)][0](n))
+            found.append(identity((thread, n)) >> pool)
+        return found
+
+    def expected(thread: int) -> list[Any]:
+        found: list[Any] = []
+        for n in range(28):
+            found += [kinds[(n + thread) % len(kinds)][1](n), (thread, n)]
+        return found
+
+    assert at_once(work, range(8)) == [expected(thread) for thread in range(8)]
+    assert all(not slot.tasks for slot in pool._queue._slots)
+
+
+def test_nothing_is_kept_of_thousands_of_calls(one: sky.Compute) -> None:
+    """Acknowledgements come both ways, and no call leaves anything behind."""
+    talk = one.hosts[0].session
+    for n in range(3000):
+        assert identity(n) >> one == n
+        assert len(talk._mux._unacked) <= 2 * ACK_FRAMES
+    assert talk._mux._owed_frames < ACK_FRAMES
+    assert talk._inbox.exchanges == {}
+    assert talk._mux._outgoing == {}
+
+
+def test_more_functions_than_a_host_remembers(one: sky.Compute) -> None:
+    """Those that were forgotten are taught again; those that are used all the time stay."""
+    functions = [make(n) for n in range(300)]
+    for _ in range(2):
+        for n, function in enumerate(functions):
+            assert [function() >> one, identity(n) >> one, function() >> one] == [n, n, n]
+    assert functions[0]() >> one == 0
+
+
+def test_a_function_is_not_forgotten_while_a_call_of_it_waits(one: sky.Compute, spot: Spot) -> None:
+    first = one.submit(wait_at(spot / "go"), on="all")
+    second = one.submit(make(-1)(), on="all")
+    for n in range(1000, 1300):
+        assert make(n)() >> one == n
+    spot.leave("go")
+    first.result(60)
+    assert second.result(60) == [-1]
+
+
+def test_a_call_given_ahead_moves_to_the_slot_that_an_express_call_has_left(
+    open_pool: Callable[..., sky.Compute], spot: Spot
+) -> None:
+    pool = open_pool("openssh", host={"slots": 2})
+
+    def short_ones() -> None:
+        for _ in range(100):
+            (identity(1) > pool).result(60)
+
+    short_ones()
+    first = wait_at(spot / "one") > pool
+    express = begin(lambda: wait_at(spot / "two") >> pool)
+    until(lambda: all(slot.tasks for slot in pool._queue._slots), "both slots taken")
+    spot.leave("one")
+    first.result(60)
+    short_ones()
+    long = wait_at(spot / "three") > pool
+    behind = identity(7) > pool
+    spot.leave("two")
+    express.result(60)
+    try:
+        assert behind.result(3) == 7
+    finally:
+        spot.leave("three")
+    long.result(60)
+
+
+# ---- callbacks
+
+
+def test_callbacks_may_run_calls_of_their_own(one: sky.Compute) -> None:
+    done: Future[list[int]] = Future()
+    found: list[int] = []
+
+    def step(future: Future[int]) -> None:
+        found.append(identity(future.result()) >> one)
+        found.append(identity(-future.result()) >> one)
+        if len(found) < 40:
+            one.submit(identity(len(found))).add_done_callback(step)
+        else:
+            done.set_result(found)
+
+    one.submit(identity(0)).add_done_callback(step)
+    assert done.result(60) == [sign * n for n in range(0, 40, 2) for sign in (1, -1)]
+
+
+def test_a_callback_may_run_a_call_while_the_slot_is_taken(open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
+    pool = open_pool("local")
+    for _ in range(3):
+        sky.function(lambda: time.sleep(0.05))() >> pool
+    done: Future[int] = Future()
+    first = wait_at(spot / "go", 1) > pool
+    second = sky.function(lambda: time.sleep(0.05))() > pool
+    first.add_done_callback(lambda future: done.set_result(identity(future.result()) >> pool))
+    spot.leave("go")
+    assert done.result(3) == 1
+    second.result(60)
+
+
+# ---- Ctrl-C
+
+
+def test_ctrl_c_stops_the_call_on_its_host_and_the_pool_goes_on(
+    one: sky.Compute, spot: Spot, runs_on: Callable[[str, int], bool], heard: list[Event]
+) -> None:
+    for round_ in ("first", "second"):
+        pressed = interrupt_when(lambda: spot.wait(round_))  # noqa: B023
+        with pytest.raises(KeyboardInterrupt):
+            stay(spot / round_) >> one
+        pressed.result(30)
+        ((machine, pid),) = spot.notes(round_).items()
+        until(lambda: not runs_on(machine, int(pid)), "the end of the call's process")  # noqa: B023
+        assert identity(round_) >> one == round_
+    ended = [event for event in heard if isinstance(event, CallEnded)]
+    assert [(event.function, event.error is None) for event in ended] == [("stay", False), ("identity", True)] * 2
+    assert {event.call for event in heard if isinstance(event, CallStarted)} == {event.call for event in ended}
+
+
+def test_ctrl_c_reaches_a_caller_while_another_thread_reads_the_stream(
+    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool]
+) -> None:
+    pool = open_pool("openssh", host={"slots": 2})
+    other = begin(lambda: wait_at(spot / "go", "other") >> pool)
+    until(lambda: pool._queue._slots[0].tasks, "the other call in its slot")
+    pressed = interrupt_when(lambda: spot.wait("pid"))
+    with pytest.raises(KeyboardInterrupt):
+        stay(spot / "pid") >> pool
+    pressed.result(30)
+    ((machine, pid),) = spot.notes("pid").items()
+    until(lambda: not runs_on(machine, int(pid)), "the end of the call's process")
+    spot.leave("go")
+    assert other.result(30) == "other"
+    assert at_once(lambda n: identity(n) >> pool, range(4)) == [0, 1, 2, 3]
+
+
+def test_ctrl_c_does_not_wait_for_a_host_that_is_silent(open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
+    pool = open_pool("local")
+    assert identity(1) >> pool == 1
+    agent = pool.hosts[0].agent.pid
+
+    def fall_silent() -> None:
+        spot.wait("pid")
+        os.kill(agent, signal.SIGSTOP)
+
+    pressed = interrupt_when(fall_silent)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            stay(spot / "pid") >> pool
+        pressed.result(30)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    assert identity(2) >> pool == 2
+
+
+def test_ctrl_c_in_the_middle_of_a_read_leaves_nobody_waiting(
+    open_pool: Callable[..., sky.Compute], spot: Spot
+) -> None:
+    """What was read may be lost: then those who wait are told so, and the pool closes as ever."""
+    pool = open_pool("openssh", host={"slots": 2}, lease=2)
+    assert identity(1) >> pool == 1
+    other = wait_at(spot / "never") > pool
+    stream = pool.hosts[0].session._stream
+    assert stream is not None
+    receive: Callable[[memoryview], int | None] = stream.recv_into
+    main = threading.get_ident()
+
+    def interrupted(view: memoryview) -> int | None:
+        got = receive(view)
+        if threading.get_ident() == main:
+            raise KeyboardInterrupt
+        return got
+
+    stream.recv_into = interrupted  # type: ignore[method-assign]
+
+    def until_interrupted() -> None:
+        while True:
+            identity(2) >> pool
+
+    with pytest.raises(KeyboardInterrupt):
+        until_interrupted()
+    with pytest.raises(sky.HostLost):
+        other.result(30)
+
+
+def test_an_interrupt_before_the_call_has_left_does_not_take_its_slot(one: sky.Compute) -> None:
+    pressed: list[Event] = []
+
+    def press(event: Event) -> None:
+        if isinstance(event, CallStarted) and not pressed:
+            pressed.append(event)
+            raise KeyboardInterrupt
+
+    unsubscribe = one.events.subscribe(press)
+    with pytest.raises(KeyboardInterrupt):
+        identity(1) >> one
+    unsubscribe()
+    try:
+        assert (identity(2) > one).result(3) == 2
+    finally:
+        one._queue._slots[0].tasks.clear()  # the tests after this one want it
+
+
+# ---- ends of processes, hosts and pools
+
+
+def test_a_process_that_ends_between_two_calls_is_replaced(
+    one: sky.Compute, spot: Spot, runs_on: Callable[[str, int], bool]
+) -> None:
+    @sky.function
+    def end_later(how: int) -> int:
+        def end() -> None:
+            wait_for(go)
+            os.kill(os.getpid(), how)
+
+        threading.Thread(target=end, daemon=True).start()
+        return os.getpid()
+
+    for how in (signal.SIGKILL, signal.SIGTERM):
+        go = spot / how.name
+        assert process() >> one == process() >> one
+        pid = end_later(how) >> one
+        spot.leave(how.name)
+        node = one.hosts[0]
+        until(lambda: "solo.0" not in node._seats, "the news of its end")  # noqa: B023
+        assert not runs_on(node.name, pid)
+        found = [process() >> one for _ in range(3)]
+        assert pid not in found
+        assert len(set(found)) == 1
+
+
+def test_a_process_that_dies_again_and_again_during_calls(one: sky.Compute) -> None:
+    @sky.function
+    def die(n: int) -> int:
+        if n % 3 == 2:
+            os._exit(n)
+        return n
+
+    for n in range(30):
+        if n % 3 == 2:
+            with pytest.raises(sky.RankDied) as caught:
+                die(n) >> one
+            assert caught.value.exitcode == n
+        else:
+            assert die(n) >> one == n
+
+
+def test_a_timeout_passes_while_small_calls_keep_the_host_busy(
+    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool]
+) -> None:
+    pool = open_pool("openssh", host={"slots": 2})
+
+    @sky.function(timeout=0.5)
+    def overdue(path: str) -> None:
+        linger(path)
+
+    late = begin(lambda: overdue(spot / "pid") >> pool)
+    ((machine, pid),) = spot.wait("pid").items()
+    assert until(lambda: identity(1) >> pool == 1 and late.done(), "the end of its time")
+    with pytest.raises(sky.CallTimeout):
+        late.result()
+    until(lambda: not runs_on(machine, int(pid)), "the end of its process")
+    assert at_once(lambda n: identity(n) >> pool, range(4)) == [0, 1, 2, 3]
+
+
+def test_closing_a_pool_ends_the_call_that_another_thread_waits_for(
+    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool]
+) -> None:
+    pool = open_pool("openssh")
+    waiting = begin(lambda: stay(spot / "pid") >> pool)
+    ((machine, pid),) = spot.wait("pid").items()
+    pool.close()
+    with pytest.raises(sky.SkyfabError):
+        waiting.result(30)
+    until(lambda: not runs_on(machine, int(pid)), "the end of its process")
+    pool.open()
+    assert identity(1) >> pool == 1
+
+
+# ---- what comes back
+
+
+def test_what_a_call_writes_is_there_when_it_returns(one: sky.Compute, heard: list[Event]) -> None:
+    """By Python, by C code, by a child, with an end of line and without one; each time anew."""
+
+    @sky.function
+    def speak(how: str, text: str) -> str:
+        if how == "print":
+            print(text)
+        elif how == "unfinished":
+            print(text, end="")
+        elif how == "descriptor":
+            os.write(1, text.encode())
+        elif how == "c":
+            ctypes.CDLL(None).printf(text.encode())
+        elif how == "child":
+            subprocess.run(["echo", text], check=True)
+        return text
+
+    expected: list[str] = []
+    for n in range(20):
+        for how in ("print", "silent", "unfinished", "descriptor", "c", "child"):
+            text = f"{how} {n}"
+            assert speak(how, text) >> one == text
+            expected += [text] if how != "silent" else []
+            assert [event.text for event in heard if isinstance(event, Output)] == expected
+
+
+def test_much_output_is_there_when_a_small_result_is(one: sky.Compute, heard: list[Event]) -> None:
+    @sky.function
+    def speak(count: int) -> int:
+        for n in range(count):
+            print(f"{n:0100d}")
+        return count
+
+    for count in (20_000, 3, 20_000):
+        heard.clear()
+        assert speak(count) >> one == count
+        found = [int(event.text) for event in heard if isinstance(event, Output)]
+        assert found == list(range(count))
+
+
+def test_results_of_any_size(one: sky.Compute) -> None:
+    @sky.function
+    def some(size: int) -> bytes:
+        return bytes(n % 251 for n in range(1000)) * (size // 1000) + b"." * (size % 1000)
+
+    pattern = bytes(n % 251 for n in range(1000))
+    sizes = [0, 1, *range(SMALL - 80, SMALL + 20, 7), 64 * 1024, 3 * MB]
+    for size in (*sizes, *reversed(sizes)):
+        assert some(size) >> one == pattern * (size // 1000) + b"." * (size % 1000)
+        assert identity("small") >> one == "small"
+
+
+def test_small_arrays_have_memory_of_their_own(one: sky.Compute) -> None:
+    @sky.function
+    def filled(n: int) -> Any:
+        return np.full(100, n)
+
+    found = [filled(n) >> one for n in range(20)]
+    for n, array in enumerate(found):
+        assert (array == n).all()
+        array += 1
+    assert (filled(5) >> one == 5).all()
+
+
+def test_failures_of_every_kind_each_time_anew(one: sky.Compute) -> None:
+    @sky.function
+    def fail(how: str) -> Any:
+        if how == "raise":
+            raise KeyError("mine")
+        if how == "exit":
+            sys.exit(3)
+        if how == "unpicklable":
+            return threading.Lock()
+        if how == "large":
+            raise ValueError("x" * 100_000)
+        return how
+
+    for _ in range(3):
+        with pytest.raises(KeyError, match="mine") as raised:
+            fail("raise") >> one
+        assert "in fail" in str(raised.value.__cause__)
+        with pytest.raises(sky.RankDied) as exited:
+            fail("exit") >> one
+        assert exited.value.exitcode == 3
+        with pytest.raises(sky.NotPicklable, match="lock"):
+            fail("unpicklable") >> one
+        with pytest.raises(ValueError) as large:
+            fail("large") >> one
+        assert len(str(large.value)) == 100_000
+        assert fail("not") >> one == "not"
+
+
+def test_events_tell_of_each_call_before_it_returns(one: sky.Compute, heard: list[Event]) -> None:
+    @sky.function
+    def work(n: int) -> int:
+        return 1 // n
+
+    name = one.hosts[0].name
+    for n in (1, 0, 1):
+        heard.clear()
+        if n:
+            assert work(n) >> one == 1
+        else:
+            with pytest.raises(ZeroDivisionError):
+                work(n) >> one
+        started, ended = heard
+        assert isinstance(started, CallStarted)
+        assert isinstance(ended, CallEnded)
+        assert started.call == ended.call
+        assert (started.host, ended.host) == (name, name)
+        assert started.function == ended.function
+        assert started.function.endswith("work")
+        assert ended.error == (None if n else "ZeroDivisionError")
+
+
+def test_an_edited_module_is_used_by_the_next_call(lab: Lab, tmp_path: Path) -> None:
+    """Though the call looks the same as those before, which took the short way."""
+    script = """
+        import json, os
+        from pathlib import Path
+        import skyfab as sky
+        import helper
+
+        @sky.function
+        def work():
+            import helper
+            return helper.value
+
+        with sky.Compute("node1", ui="none") as compute:
+            found = []
+            for n in range(3):
+                Path(helper.__file__).write_text(f"value = {n}\\n")
+                found += [work() >> compute for _ in range(3)]
+            print(json.dumps(found))
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    (tmp_path / "helper.py").write_text("value = -1\n")
+    env = {**os.environ, "SKYFAB_INVENTORY": str(lab.inventory), "PYTHONDONTWRITEBYTECODE": "1"}
+    env["PYTHONPATH"] = str(Path(sky.__file__).parents[1])
+    ran = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == [0, 0, 0, 1, 1, 1, 2, 2, 2]

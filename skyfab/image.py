@@ -38,7 +38,7 @@ class Image:
     lock: str | None = None
     """A pylock.toml to use as it is."""
     install: Literal["auto", "push", "fetch"] = "auto"
-    """``"push"``: hosts get every package from this machine. ``"fetch"``: from the indexes. Else whatever works there."""
+    """``"push"``: hosts get every package from here. ``"fetch"``: from the indexes. Else what works there."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|/.+|\d+\.\d+(\.\d+)?", self.python, re.DOTALL):

@@ -1,8 +1,8 @@
 """Interrupts: Ctrl-C waits for the microseconds in which something would be lost by it.
 
-Python raises KeyboardInterrupt between any two steps of the main thread: between reading an answer and noting that it was
-read, too. While pools are open, their handler stands before the one that was there, and calls it a moment later where
-that is needed.
+Python raises KeyboardInterrupt between any two steps of the main thread: between reading an answer and noting that it
+was read, too. While pools are open, their handler stands before the one that was there, and calls it a moment later
+where that is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Interrupts:
         self._lock = threading.Lock()
 
     def watch(self) -> None:
-        """From now on; not where there is no Python handler, and not off the main thread, which alone may ask for it."""
+        """From now on, where the program has a handler in Python. Only the main thread may set one."""
         with self._lock:
             self._users += 1
             if self._before is None and threading.get_ident() == MAIN:

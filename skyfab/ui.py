@@ -146,9 +146,8 @@ class Screen(View):
         if len(self._amounts) < 2 or not self._details:
             return []
         done, total = (sum(amounts) for amounts in zip(*self._amounts.values(), strict=True))
-        return [
-            f"  {len(self._ready)} of {len(self._ready) + len(self._details)} ready, {done / 1e6:.0f} of {total / 1e6:.0f} MB"
-        ]
+        ready, all_ = len(self._ready), len(self._ready) + len(self._details)
+        return [f"  {ready} of {all_} ready, {done / 1e6:.0f} of {total / 1e6:.0f} MB"]
 
     def _summary(self) -> None:
         """All that were on their way have arrived, or failed: then the error says more."""

@@ -47,7 +47,7 @@ OUTSIDE = {
     "invoke": {"cli"},
     "paramiko": {"transport.fabric"},
     "pathspec": {"project"},
-    "packaging": {"env.lock", "env.wheels"},
+    "packaging": {"env.lock", "env.resolve", "env.wheels"},
     "rich": {"ui"},
     "tomli": {"inventory_file", "env.lock"},
     "torch": {"protocol.codec", "plugins", "device", "commands.train"},

@@ -1,0 +1,355 @@
+"""Resolving: what uv is asked, so that an image's packages come from the right places in versions that fit a host."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from skyfab.env import uv
+from skyfab.env.facts import Target
+from skyfab.env.pipconf import NO_INDEX
+from skyfab.env.uv import UvFailed
+from skyfab.errors import UsageError
+from skyfab.image import Image, PipIndex
+
+if sys.version_info >= (3, 11):
+    pass
+else:
+    pass
+
+_FORMAT = "1"
+"""Counts up when locks of before must not be used any more."""
+
+
+class LockError(UsageError):
+    """The packages of an image cannot be had for a host: what was asked for, and why not."""
+
+
+def sum_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def toml(value: object) -> str:
+    """A string or a list of strings: JSON's are TOML's."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def clean(text: str) -> str:
+    """Without user and password in URLs."""
+    return re.sub(r"(?<=://)[^/\s\"]+@", "", text)
+
+
+def text_of(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""  # whoever reads it as a lock says so
+
+
+TORCH = frozenset({"torch", "torchvision", "torchaudio"})
+_ACCELERATED = re.compile(r'^name = "(nvidia-|cuda-|triton"|pytorch-triton)', re.MULTILINE)
+_DRIVERS = {13: Version("580"), 12: Version("525.60.13"), 11: Version("450.80.2")}
+"""CUDA's major version → the oldest driver that runs it (as in uv's own table)."""
+_ROCM = ("7.2", "7.1", "7.0", "6.4", "6.3", "6.2.4", "6.2", "6.1", "6.0")
+_SAID = re.compile(
+    "UV_(DEFAULT_INDEX|INDEX|INDEX_URL|EXTRA_INDEX_URL|FIND_LINKS|INDEX_STRATEGY|TORCH_BACKEND|CONSTRAINT|OVERRIDE"
+    "|EXCLUDE|EXCLUDE_NEWER|PRERELEASE|RESOLUTION|FORK_STRATEGY|NO_BINARY|CONFIG_FILE|NO_CONFIG)"
+)
+"""Variables that change what uv resolves to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """All that a resolution depends on."""
+
+    pip: tuple[str, ...]
+    indexes: tuple[PipIndex, ...]
+    target: Target
+    platform: str
+    torch: str = ""
+    """The version that torch must have, since it has it elsewhere in the pool."""
+    first: str = ""
+    """Where it has it."""
+
+    @classmethod
+    def of(cls, image: Image, target: Target) -> Question:
+        for text in image.pip:
+            requirement(text)
+        scoped: set[str] = set()
+        for index in image.pip_indexes:
+            names = {canonicalize_name(name) for name in index.packages}
+            if not names or names & scoped:
+                what = f"{min(names & scoped)} has two indexes" if names else "names no packages"
+                raise LockError(f"PipIndex({uv.redact(index.url)!r}): {what}", hint="each package has one index")
+            scoped |= names
+        places = tuple(PipIndex(_place(index.url), index.packages) for index in image.pip_indexes)
+        return cls(pip=image.pip, indexes=places, target=target, platform=uv.platform_of(target))
+
+    @property
+    def names(self) -> set[str]:
+        """What is asked for by name."""
+        return {canonicalize_name(requirement(text).name) for text in self.pip}
+
+    @property
+    def scoped(self) -> set[str]:
+        """What has an index of its own."""
+        return {canonicalize_name(name) for index in self.indexes for name in index.packages}
+
+    def key(self) -> str:
+        """The same for the same question; passwords are no part of it."""
+        environ = uv.environment()
+        said = {name: clean(value) for name, value in environ.items() if _SAID.fullmatch(name)}
+        scopes = [[uv.bare(index.url), *index.packages] for index in self.indexes]
+        target, pip = self.target, [clean(text) for text in self.pip]
+        parts = [_FORMAT, pip, scopes, self.platform, target.python, target.driver, target.rocm, self.torch]
+        return sum_of(json.dumps([*parts, uv.version(), sorted(said.items()), _uv_settings(environ)]))
+
+
+class Resolver:
+    """One question's way through uv."""
+
+    def __init__(self, question: Question, *, refresh: bool) -> None:
+        self.question = question
+        self.target = question.target
+        self.environ = uv.environment()
+        self.refresh = refresh
+
+    def run(self) -> str:
+        """The pylock.toml. Raises LockError with uv's reason."""
+        try:
+            return self._torch()
+        except UvFailed as failed:
+            question, why = self.question, str(failed)
+            wanted = uv.redact(", ".join(question.pip))
+            where = f"Python {self.target.python} on {uv.described(self.target)}"
+            if question.torch and re.search(r"\btorch\b", why):
+                where += f", with torch {question.torch} as on {question.first}"
+            raise LockError(f"cannot lock {wanted} for {where}\n{why}", hint=_hint(why)) from None
+
+    # torch: its builds for GPUs and without are different files, in different places
+
+    def _torch(self) -> str:
+        """With a torch that suits the target, where torch is asked for or comes along."""
+        chosen = self.environ.get("UV_TORCH_BACKEND", "")
+        if "torch" in self.question.scoped or self.target.system == "Darwin" or chosen not in {"", "auto"}:
+            return self._scoped()
+        if not self.question.names & TORCH:
+            text = self._scoped(env={"UV_TORCH_BACKEND": ""})
+            if not _names(text) & TORCH:
+                return text
+        for build in () if chosen else self._configured_builds():
+            try:
+                text = self._scoped(constraints=(f"torch=={build}",))
+            except UvFailed:
+                continue
+            if not self._is_plain or not _ACCELERATED.search(text):
+                return text
+        options, env = self._backend()
+        return self._scoped(options=options, env=env)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Without a GPU that torch could use."""
+        return not (re.match(r"\d", self.target.driver) or self.target.rocm)
+
+    def _backend(self) -> tuple[tuple[str, str], dict[str, str]]:
+        """uv's option for the target's GPU, and the variables that make uv see that one and not this machine's."""
+        driver, rocm = self.target.driver, self.target.rocm
+        if re.match(r"\d", driver):
+            return ("--torch-backend", "auto"), {"UV_CUDA_DRIVER_VERSION": driver, "UV_AMD_GPU_ARCHITECTURE": ""}
+        if rocm.startswith("gfx"):
+            return ("--torch-backend", "auto"), {"UV_AMD_GPU_ARCHITECTURE": rocm, "UV_CUDA_DRIVER_VERSION": ""}
+        numbers = _numbers(rocm)
+        fitting = [version for version in _ROCM if numbers and _numbers(version) <= numbers]
+        return ("--torch-backend", f"rocm{fitting[0]}" if fitting else "cpu"), {}
+
+    def _configured_builds(self) -> Iterator[str]:
+        """Versions like 2.13.0+cpu that suit, in find-links and in the indexes of pip's configuration, each alone.
+
+        Asked together, a newer torch of the default index would hide them, and that one brings CUDA along.
+        """
+        asked = [text for text in self.question.pip if canonicalize_name(requirement(text).name) == "torch"]
+        asked += [f"torch=={self.question.torch}"] if self.question.torch else []
+        alone = {"UV_INDEX": "", "UV_EXTRA_INDEX_URL": "", "UV_INDEX_URL": "", "UV_TORCH_BACKEND": ""}
+        sources = [{"UV_DEFAULT_INDEX": NO_INDEX}] if self.environ.get("UV_FIND_LINKS") else []
+        indexes = [*self.environ.get("UV_INDEX", "").split(), *self.environ.get("UV_EXTRA_INDEX_URL", "").split()]
+        indexes += [self.environ.get("UV_DEFAULT_INDEX") or self.environ.get("UV_INDEX_URL", "")]
+        sources += [{"UV_DEFAULT_INDEX": url, "UV_FIND_LINKS": ""} for url in indexes if url]
+        for source in sources:
+            seen: list[str] = []
+            while len(seen) < 8:
+                lines = "\n".join([*(asked or ["torch"]), *(f"torch!={version}" for version in seen)])
+                try:
+                    pins = self._uv("--no-deps", "-", stdin=lines, env={**alone, **source}, form="requirements.txt")
+                except UvFailed:
+                    break
+                seen += re.findall(r"^torch==([^\s;\\]+)", pins, re.MULTILINE)[:1] or ["0"] * 8
+                if self._suits(seen[-1]):
+                    yield seen[-1]
+
+    def _suits(self, version: str) -> bool:
+        build = version.partition("+")[2]
+        cuda = re.fullmatch(r"cu(\d+)\d", build)
+        if self._is_plain:
+            return not build or build.startswith("cpu")
+        if re.match(r"\d", self.target.driver):
+            return (
+                cuda is not None and _numbers(self.target.driver) >= _DRIVERS.get(int(cuda[1]), Version("9999")).release
+            )
+        return build.startswith("rocm")
+
+    # scopes: uv goes by an index of a package's own only where the package is named
+
+    def _scoped(self, **how: Any) -> str:
+        """With each package of a PipIndex from there, also where another package requires it.
+
+        All of them are asked for first, to see which of them are needed; then only those are named.
+        """
+        hidden = self.question.scoped - self.question.names
+        needed: set[str] = set()
+        if hidden:
+            try:
+                needed = hidden & self._reached(self._compile(also=hidden, form="requirements.txt", **how))
+            except UvFailed:
+                pass  # one that is not needed may not exist for this target
+        while True:
+            try:
+                text = self._compile(also=needed, **how)
+                more = (hidden - needed) & _names(text)
+                if not more:
+                    return text
+            except UvFailed as failed:
+                more = {name for name in hidden - needed if re.search(rf"(?<![\w-]){name}(?![\w-])", str(failed))}
+                if not more:
+                    raise
+            needed |= more
+
+    def _reached(self, pins: str) -> set[str]:
+        """What the packages asked for lead to, by uv's ``# via`` notes."""
+        parents: dict[str, set[str]] = {}
+        current = ""
+        for line in pins.splitlines():
+            if found := re.match(r"([A-Za-z0-9._-]+)==", line):
+                current = found[1]
+            elif found := re.match(r"\s+#\s+(?:via\s+)?([A-Za-z0-9._-]+)", line):
+                parents.setdefault(current, set()).add(found[1])
+        reached = set(self.question.names)
+        while more := {name for name, above in parents.items() if above & reached} - reached:
+            reached |= more
+        return reached
+
+    # uv pip compile
+
+    def _compile(
+        self,
+        *,
+        also: Set[str] = frozenset(),
+        constraints: Sequence[str] = (),
+        options: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        form: str = "pylock.toml",
+    ) -> str:
+        question = self.question
+        if question.torch:
+            constraints = (*constraints, f"torch=={question.torch}")
+        lines = ["[project]", 'name = "skyfab-image"', 'version = "0"']
+        lines += [f"dependencies = {toml([*question.pip, *sorted(also)])}"]
+        logins: dict[str, str] = {}
+        for number, index in enumerate(question.indexes):
+            lines += ["[[tool.uv.index]]", f'name = "skyfab-{number}"', f"url = {toml(uv.bare(index.url))}"]
+            lines += ["explicit = true", *(['format = "flat"'] if _is_flat(index.url) else [])]
+            user, password = uv.userinfo(index.url) or ("", "")
+            logins |= {f"UV_INDEX_SKYFAB_{number}_USERNAME": user, f"UV_INDEX_SKYFAB_{number}_PASSWORD": password}
+        lines += ["[tool.uv.sources]"]
+        for number, index in enumerate(question.indexes):
+            names = sorted({canonicalize_name(name) for name in index.packages})
+            lines += [f'{name} = {{ index = "skyfab-{number}" }}' for name in names]
+        with tempfile.TemporaryDirectory(prefix="skyfab-lock-") as folder:
+            Path(folder, "pyproject.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            if constraints:  # the option takes the variable's place
+                Path(folder, "constraints.txt").write_text("\n".join(constraints) + "\n", encoding="utf-8")
+                files = ["constraints.txt", *self.environ.get("UV_CONSTRAINT", "").split()]
+                options = [*options, *(word for file in files for word in ("--constraints", file))]
+            return self._uv(*options, "pyproject.toml", env={**logins, **(env or {})}, form=form, cwd=folder)
+
+    def _uv(self, *arguments: str, env: Mapping[str, str], form: str, stdin: str = "", cwd: str | None = None) -> str:
+        fixed = ["--format", form, "--no-header", "--only-binary", ":all:", "--python", sys.executable]
+        fixed += ["--python-version", self.target.python, "--python-platform", self.question.platform]
+        fixed += ["--generate-hashes"] if form == "pylock.toml" else ["--annotation-style", "split"]
+        fixed += ["--refresh"] if self.refresh else []
+        never = {"UV_PYTHON_DOWNLOADS": "never", "MACOSX_DEPLOYMENT_TARGET": ""}
+        if cwd is not None:
+            return uv.run_uv("pip", "compile", *fixed, *arguments, env={**never, **env}, stdin=stdin, cwd=cwd)
+        with tempfile.TemporaryDirectory(prefix="skyfab-lock-") as folder:  # no pyproject.toml of the caller's
+            return uv.run_uv("pip", "compile", *fixed, *arguments, env={**never, **env}, stdin=stdin, cwd=folder)
+
+
+def requirement(text: str) -> Requirement:
+    try:
+        return Requirement(text)
+    except InvalidRequirement:
+        raise LockError(
+            f"Image(pip=…) names {uv.redact(text)!r}, which is no requirement",
+            hint='a name with versions, as in "numpy>=2", or "name @ https://…/name-1.0-py3-none-any.whl"',
+        ) from None
+
+
+def _names(text: str) -> set[str]:
+    return set(re.findall(r'^name = "([^"]+)"', text, re.MULTILINE))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text))
+
+
+def _place(url: str) -> str:
+    """A PipIndex's URL; a folder as a file URL. Raises LockError for one that is not there."""
+    if urlsplit(url).scheme in {"http", "https"}:
+        return url
+    folder = Path(unquote(urlsplit(url).path) if url.startswith("file:") else os.path.expanduser(url))  # noqa: PTH111 - never raises
+    if not folder.is_dir():
+        raise LockError(
+            f"PipIndex({url!r}): there is no such folder", hint="an http or https URL, or a folder with wheels"
+        )
+    return folder.absolute().as_uri()
+
+
+def _is_flat(url: str) -> bool:
+    """A page or a folder with links to wheels, not one per package."""
+    if not uv.is_local(url):
+        return urlsplit(url).path.endswith(".html")
+    return not any(Path(unquote(urlsplit(url).path)).glob("*/index.html"))
+
+
+def _uv_settings(environ: Mapping[str, str]) -> list[str]:
+    """Digests of uv's own configuration files, which may name indexes."""
+    config = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
+    files = [environ.get("UV_CONFIG_FILE", ""), f"{config}/uv/uv.toml", "/etc/uv/uv.toml"]
+    return [sum_of(text_of(file)) for file in files if file]
+
+
+def _hint(why: str) -> str:
+    if re.search(r"\b(401|403)\b|authentic|Unauthorized|Forbidden", why):
+        return "put user and password into the index's URL, pip's configuration or ~/.netrc"
+    if re.search(r"/whl/(cpu|cu|rocm|xpu)\S*/torch", why):
+        return "name an index that has torch: PipIndex(url, packages=('torch', …)), or put a build where pip looks"
+    if re.search(r"Failed to fetch|error sending request|[Cc]onnect|dns|timed out|certificate", why):
+        return "is the index up? Where pip was told to look: pip config list"
+    if "not found in" in why:
+        return "is the name right? Where pip was told to look: pip config list"
+    if re.search(r"no wheels? with a matching|[Ww]heels are available|no usable wheels", why):
+        return "choose a version that has a wheel for that platform and Python"
+    return "change the versions in Image(pip=…)"

@@ -8,6 +8,7 @@ from typing import Protocol
 from benchmarks.arena import Arena
 from benchmarks.bulk import Bulk
 from benchmarks.cold import Cold
+from benchmarks.environment import Environment
 from benchmarks.map import Map
 from benchmarks.output import Lines
 from benchmarks.result import Result
@@ -25,4 +26,4 @@ class Row(Protocol):
         """Measures, and yields a line of the table for each figure. Raises Skip where that cannot be done."""
 
 
-ROWS: tuple[Row, ...] = (Warm(), Cold(), Map(), Bulk(), Lines())
+ROWS: tuple[Row, ...] = (Warm(), Cold(), Map(), Bulk(), Lines(), Environment())

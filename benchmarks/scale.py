@@ -28,6 +28,11 @@ class Scale:
     lines: int = 200_000
     """Lines that a rank prints."""
     output: int = 3
+    packages: tuple[str, ...] = ("torch", "numpy")
+    """What an environment consists of."""
+    extra: str = "colorama"
+    """One more."""
+    builds: int = 3
 
 
 TASTE = Scale(
@@ -43,5 +48,8 @@ TASTE = Scale(
     arrays=("numpy", "torch"),  # torch takes longer to import than all the rest
     lines=2000,
     output=1,
+    packages=("colorama",),
+    extra="iniconfig",
+    builds=1,
 )
 """Seconds for everything: shows that the harness works, not how fast skyfab is."""

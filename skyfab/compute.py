@@ -149,7 +149,7 @@ class Compute:
         node = listener.node = Node(index, host, self.inventory, talk)
         return node
 
-    def _interpreter(self, host: Host, session: str) -> tuple[str, Callable[[Shell], str] | None]:
+    def _interpreter(self, host: Host, session: str) -> tuple[str, Callable[[Shell], str | None] | None]:
         """What a host is asked for first, and how it gets that where it is not there."""
         named = self._image.python if self._image.python != "auto" else host.python
         own = self._preparation.is_empty

@@ -255,10 +255,15 @@ class Queue:
                 each=task.each,
                 answer=lambda message, buffers: self._answered(task, message, buffers),
                 failure=lambda error: self._failed(task, error),
-                sent=lambda stream: setattr(task, "stream", stream),
+                sent=lambda stream: self._sent(task, stream),
             )
         except SkyfabError as error:
             self._failed(task, error)
+
+    def _sent(self, task: Task, stream: int) -> None:
+        task.stream = stream
+        if task.future.cancelled():  # while its arguments were on their way
+            self._cancel(task)
 
     def _answered(self, task: Task, message: messages.Message, buffers: list[memoryview]) -> None:
         slot = task.slot
@@ -326,6 +331,7 @@ class Queue:
         if task.ended is not None:
             task.ended(error)  # before anybody who waits goes on
         task.future.settle(result, error)
+        task.future.on_cancel = None  # it leads back to the task, and to the arguments in it
 
     def _cancel(self, task: Task) -> None:
         with self._lock:

@@ -21,7 +21,7 @@ from skyfab.bundle import Bundle
 from skyfab.errors import HostLost, HostUnfit
 from skyfab.inventory import Host
 from skyfab.protocol.blobs import name_of
-from skyfab.shell import LOOP, Patience, Shell, quote
+from skyfab.shell import LOOP, START, Patience, Shell
 from skyfab.transport.base import Stream, Transport
 from skyfab.transport.openssh import by_hand
 
@@ -85,8 +85,6 @@ except OSError as error:
 say("link")
 os.execv(sys.executable, [sys.executable, "-S", target, cache, session, mode])
 """
-_START: Final = 30.0
-"""Seconds that a new interpreter has to start."""
 _OTHER: Final = 'name one that is there: Image(python="/usr/bin/python3"), or python = … in the inventory'
 
 
@@ -100,8 +98,8 @@ class Launch:
     bundle: Bundle
     python: str
     """A path on the host, or major.minor, or ``env/DIGEST/BOOT``, or ``none``."""
-    prepare: Callable[[Shell], str] | None = None
-    """Makes an interpreter where that is not there, and returns its path."""
+    prepare: Callable[[Shell], str | None] | None = None
+    """Makes an interpreter where that is not there, has the shell start it (`Shell.go`), and returns its answer."""
 
     @property
     def marker(self) -> str:
@@ -119,8 +117,9 @@ class Launch:
         """
         shell = Shell(stream, self.marker, Patience(self.host, deadline, stopped))
         asked = False
+        ahead: str | None = None
         while True:
-            answer = shell.answer()
+            answer, ahead = ahead or shell.answer(), None
             if answer is None:
                 raise cannot_run(stream.explain(), self.host) if asked else _silence(stream, shell)
             word, _, detail = answer.partition(" ")
@@ -130,9 +129,8 @@ class Launch:
                 asked = True
                 self._push(shell)
             elif word == "nopython" and self.prepare is not None and not asked:
-                shell.tell(f"p={quote(self.prepare(shell))}; go")
-                shell.hurry(_START)
                 asked = True
+                ahead = self.prepare(shell)
             elif word == "nopython":
                 raise HostUnfit(
                     f"no Python {self.python} there" if self.python[0] != "/" else f"no interpreter at {self.python}",
@@ -202,7 +200,7 @@ def open_shell(host: Host, transport: Transport, *, stopped: Callable[[], bool] 
     launch = Launch(host=host, session=secrets.token_hex(8), bundle=Bundle("none", ()), python="none")
     stream = transport.open(launch.command())
     try:
-        shell = Shell(stream, launch.marker, Patience(host, time.monotonic() + _START, stopped))
+        shell = Shell(stream, launch.marker, Patience(host, time.monotonic() + START, stopped))
         if shell.answer() is None:
             raise _silence(stream, shell)
         yield shell

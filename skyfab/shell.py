@@ -20,6 +20,8 @@ from skyfab.transport.openssh import by_hand
 
 _NOISE: Final = 256 * 1024
 """What a shell may print before it runs our command."""
+START: Final = 30.0
+"""Seconds that an interpreter has to start."""
 _KEPT: Final = 1024 * 1024
 """What a script may print."""
 
@@ -127,9 +129,14 @@ class Shell:
             raise ScriptFailed(answer.status, answer.text)
         return answer.text
 
-    def hurry(self, seconds: float) -> None:
-        """From now on the host has so long to answer."""
-        self._patience.deadline = time.monotonic() + seconds
+    def go(self, python: str, *, provided: str = "true") -> str | None:
+        """Has the shell become an interpreter, named by a word of a script; the answer is what `Launch.join` waits for.
+
+        ``absent``: what must be `provided` was not.
+        """
+        self.tell(f'if {provided}; then p={python}; go; fi; echo "${{m}}absent"')
+        self._patience.deadline = time.monotonic() + START
+        return self.answer()
 
     def check(self) -> None:
         """Raises HostLost when nobody wants this any more."""

@@ -426,6 +426,6 @@ def test_the_state_dict_example_learns() -> None:
 def test_the_large_model_example_sends_its_model_once() -> None:
     pytest.importorskip("torch")
     first, *noises, last = run_example("large_model.py")
-    assert first == "<sky.Ref 34.2 MB Net>: 8.5 million weights"
+    assert first == "<sky.Ref 17.1 MB Net>: 4.3 million weights"
     assert [line.partition(":")[0] for line in noises] == ["noise 0.0", "noise 0.2", "noise 0.4", "noise 0.8"]
     assert last == "4 calls, 1.0 times the model sent to 1 host(s)"

@@ -24,7 +24,7 @@ def read(net: nets.Net, x: Tensor, y: Tensor, noise: float) -> float:
 def main(hosts: str) -> None:
     data = digits.load()
     torch.manual_seed(0)
-    net = nets.Net(width=2048, blocks=2)
+    net = nets.Net(width=1024, blocks=4)
     with torch.no_grad():
         features = net.features(data.x_train)
     nets.learn(net.out, features, data.y_train, steps=40, lr=3e-3)  # the last layer will do

@@ -19,7 +19,6 @@ from skyfab.protocol.blobs import name_of
 from skyfab.shell import Shell, quote
 
 _CHUNK: Final = 1024 * 1024
-_READY: Final = "ready"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,16 +72,18 @@ def _digest(pieces: Iterator[bytes]) -> str:
 # ---- what is there
 
 
-def missing(shell: Shell, digest: str, packages: Sequence[Package]) -> list[Package] | None:
-    """Which of the packages the host lacks; None when it has the environment itself."""
+def enter(shell: Shell, digest: str) -> str | None:
+    """Starts the environment's interpreter; ``absent`` where there is none."""
+    home = f'"$c"/envs/{digest}'
+    return shell.go(f"{home}/bin/python", provided=f"test -x {home}/bin/python && true >{home}/.used")
+
+
+def missing(shell: Shell, packages: Sequence[Package]) -> list[Package]:
+    """Which of the packages the host lacks."""
     script = f"""
-if test -x "$c"/envs/{digest}/bin/python && test -f "$c"/envs/{digest}/.ready; then echo {_READY}; exit; fi
 while IFS= read -r f; do test -f "$c/packages/$f" || echo "$f"; done <<'END'
 {"".join(f"{package.place}{chr(10)}" for package in packages)}END"""
-    said = shell.run(script).splitlines()
-    if said == [_READY]:
-        return None
-    lacking = set(said)
+    lacking = set(shell.run(script).splitlines())
     return [package for package in packages if package.place in lacking]
 
 

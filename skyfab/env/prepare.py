@@ -75,8 +75,11 @@ class Preparation:
         lock = self.lock(target, only_known=True)
         return "none" if lock is None else f"env/{self.digest(lock)}/{facts.boot}"
 
-    def prepare(self, host: Host, shell: Shell, *, session: str, report: Report) -> str:
-        """Makes the environment; returns its interpreter's path. Raises HostUnfit, or UsageError with the host."""
+    def prepare(self, host: Host, shell: Shell, *, session: str, report: Report) -> str | None:
+        """Makes the environment and starts its interpreter: see `Launch.prepare`.
+
+        Raises HostUnfit, or UsageError with the host.
+        """
         try:
             return _Steps(self, host, shell, session, report).run()
         except ScriptFailed as failed:
@@ -122,29 +125,32 @@ class _Steps:
     session: str
     report: Report
 
-    def run(self) -> str:
+    def run(self) -> str | None:
+        from skyfab.env.install import enter
+
         plan = self.plan
         self.report.step("probing")
         facts = self._probe()
         own = self._own_python(facts)
         if plan.is_empty and own is not None:
-            return own
+            return self.shell.go(quote(own))
         target = Target.of(facts, plan.python)
         self.report.step("resolving")
         plan.meet(self.host, target)
         plan.wait_for_all()
         lock = plan.lock(target)
         assert lock is not None
-        offline = self._is_offline(facts, lock)
-        return self._install(facts, target, lock, own, offline=offline)
+        digest = plan.digest(lock)
+        answer = enter(self.shell, digest)
+        if answer == "absent":
+            self._install(facts, target, lock, own, digest)
+            answer = enter(self.shell, digest)
+        return answer
 
-    def _probe(self) -> Facts:
+    def _probe(self, indexes: Sequence[str] = ()) -> Facts:
         from skyfab.env import known, probe
-        from skyfab.env.lock import indexes
 
-        plan = self.plan
-        asked = () if plan.is_empty else indexes(plan.image)
-        facts = probe.parse(self.shell.run(probe.script(() if plan.image.install == "push" else (*asked, _PYTHONS))))
+        facts = probe.parse(self.shell.run(probe.script(indexes)))
         known.remember(self.host, facts)
         if facts.noexec:
             raise HostUnfit(
@@ -160,35 +166,33 @@ class _Steps:
         minor = tuple(self.plan.python.split("."))
         return next((p.path for p in facts.pythons if tuple(p.version.split(".")[:2]) == minor), None)
 
-    def _is_offline(self, facts: Facts, lock: Lock) -> bool:
-        """The host gets everything from here."""
+    def _reachable(self, lock: Lock) -> tuple[bool, bool]:
+        """Whether the host can get the packages, and an interpreter, by itself."""
         from skyfab.env.lock import indexes, needs_push
 
         image = self.plan.image
-        if image.install != "auto":
-            return image.install == "push"
-        if needs_push(image) or any(not wheel.url.startswith(("https:", "http:")) for wheel in lock.wheels):
-            return True
-        return bool(lock.wheels) and not set(indexes(image)) <= set(facts.reachable)
+        if image.install == "push":
+            return False, False
+        asked = indexes(image) if lock.wheels else ()
+        reached = set(self._probe((*asked, _PYTHONS)).reachable)
+        own = all(wheel.url.startswith(("https:", "http:")) for wheel in lock.wheels) and not needs_push(image)
+        return image.install == "fetch" or (own and set(asked) <= reached), _PYTHONS in reached
 
-    def _install(self, facts: Facts, target: Target, lock: Lock, own: str | None, *, offline: bool) -> str:
+    def _install(self, facts: Facts, target: Target, lock: Lock, own: str | None, digest: str) -> None:
         from skyfab.env.install import Package, build, install_apt, missing, unpack_python
         from skyfab.env.tools import python_for
 
-        digest = self.plan.digest(lock)
-        path = f"{facts.cache}/envs/{digest}/bin/python"
-        text = lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}") if offline else lock.text
+        packages_there, python_there = self._reachable(lock)
+        text = lock.text if packages_there else lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}")
         listed = Package.of_text("pylock.toml", text)
         uv, tools = self._uv(facts, target)
         archive = None
-        if own is None and (offline or _PYTHONS not in facts.reachable):
+        if own is None and not python_there:
             self.report.step(f"fetching Python {target.python}")
             archive = Package.of_file(python_for(target))
             tools = [*tools, archive]
-        wheels = [Package.of_wheel(wheel) for wheel in (lock.wheels if offline else ())]
-        lacking = missing(self.shell, digest, [listed, *tools, *wheels])
-        if lacking is None:
-            return path
+        wheels = [] if packages_there else [Package.of_wheel(wheel) for wheel in lock.wheels]
+        lacking = missing(self.shell, [listed, *tools, *wheels])
         if lacking:
             self._push(facts, lock, lacking)
         if self.plan.image.apt:
@@ -196,8 +200,15 @@ class _Steps:
             install_apt(self.shell, self.plan.image.apt)
         self.report.step("installing")
         python = own or (unpack_python(self.shell, archive) if archive else target.python)
-        build(self.shell, digest, session=self.session, uv=uv, python=python, lock=listed, offline=offline)
-        return path
+        build(
+            self.shell,
+            digest,
+            session=self.session,
+            uv=uv,
+            python=python,
+            lock=listed,
+            offline=not (packages_there or python_there),
+        )
 
     def _uv(self, facts: Facts, target: Target) -> tuple[str, list[Package]]:
         """uv as a word of a script, and what must be there for it."""

@@ -24,8 +24,11 @@ SELECT = {
 }
 
 
-def command(**help_: str) -> Callable[[Callable[..., int | None]], Task[Callable[..., None]]]:
-    """A task whose failures are a message and an exit code, whichever program runs it."""
+def command(*repeated: str, **help_: str) -> Callable[[Callable[..., int | None]], Task[Callable[..., None]]]:
+    """A task whose failures are a message and an exit code, whichever program runs it.
+
+    What is `repeated` may be given several times, and comes as a list.
+    """
 
     def decorate(body: Callable[..., int | None]) -> Task[Callable[..., None]]:
         @functools.wraps(body)
@@ -35,7 +38,10 @@ def command(**help_: str) -> Callable[[Callable[..., int | None]], Task[Callable
                 raise Exit(code=code)
 
         # Without short flags: -h is for help, not for hosts.
-        made: Task[Callable[..., None]] = task(help=help_, auto_shortflags=False, name=body.__name__.strip("_"))(run)
+        name = body.__name__.strip("_")
+        made: Task[Callable[..., None]] = task(help=help_, iterable=list(repeated), auto_shortflags=False, name=name)(
+            run
+        )
         return made
 
     return decorate
@@ -139,6 +145,69 @@ def trust(
     return run(hosts, inventory, known_hosts=known_hosts, replace=replace, yes=yes)
 
 
+@command(
+    "pip",
+    "index",
+    "apt",
+    **SELECT,
+    pip="packages, as pip would take them: numpy,torch>=2.6; may be given again",
+    index="URL=package,package: an index for those packages and no others; may be given again",
+    requirements="a file with a requirement in each line",
+    apt="Debian packages; may be given again",
+    install="push: everything comes from this machine; fetch: from the indexes; auto",
+    upgrade="look for newer versions of what was resolved before",
+    lock="write the versions to this pylock.toml, for Image(lock=…)",
+)
+def prepare(
+    _: Context,
+    hosts: str | None = None,
+    inventory: str | None = None,
+    pip: Sequence[str] | None = None,
+    index: Sequence[str] | None = None,
+    requirements: str | None = None,
+    apt: Sequence[str] | None = None,
+    install: str = "auto",
+    upgrade: bool = False,
+    lock: str | None = None,
+) -> None:
+    """Build an environment ahead, on all hosts at once.
+
+    It is the one that a program finds there whose Image(pip=…, pip_indexes=…, apt=…) says the same.
+
+        skyfab prepare --pip=numpy,torch
+        skyfab prepare --hosts=gpu --requirements=requirements.txt --lock=pylock.toml
+        skyfab prepare --pip=torch --index=https://download.pytorch.org/whl/cu126=torch
+    """
+    from skyfab.commands.prepare import image_of
+    from skyfab.commands.prepare import prepare as run
+
+    image = image_of(pip or (), index or (), requirements, apt or (), install)
+    run(hosts, inventory, image, upgrade=upgrade, lock=lock)
+
+
+@command(
+    **SELECT,
+    days="remove what has not been used for so many days; 30",
+    here="clean what this machine keeps for hosts; without --hosts, nothing else",
+)
+def gc(
+    _: Context, hosts: str | None = None, inventory: str | None = None, days: str = "30", here: bool = False
+) -> None:
+    """Remove from the hosts' caches what nobody has used for a while.
+
+    Environments, packages, interpreters, project files, logs, and what was left half-made. What a pool is using
+    stays, and so does what was used in the last hour: with --days=0 all the rest goes. With --here, the wheels, locks
+    and tools that this machine keeps; where a lock goes, the next pool looks for the newest versions.
+
+        skyfab gc
+        skyfab gc --hosts=gpu --days=7
+        skyfab gc --here
+    """
+    from skyfab.commands.gc import gc as run
+
+    run(hosts, inventory, days=_count("days", days, least=0), here=here)
+
+
 @command(count="how many hosts; 4")
 def up(_: Context, count: str = "4") -> None:
     """Start throw-away hosts on this machine.
@@ -187,14 +256,14 @@ def status(_: Context) -> None:
         print("no lab is up\nhint: skyfab lab.up", file=sys.stderr)
 
 
-namespace = Collection(train, hosts, exec_, trust, Collection("lab", up, down, status))
+namespace = Collection(train, hosts, exec_, trust, prepare, gc, Collection("lab", up, down, status))
 """All of skyfab's tasks. In a tasks.py of your own: ``from skyfab.cli import namespace``."""
 
 
-def _count(option: str, text: str) -> int:
+def _count(option: str, text: str, *, least: int = 1) -> int:
     """invoke would answer a word that is no number with a traceback."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--{option}={text}: a whole number from 1 on")
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < least:
+        raise UsageError(f"--{option}={text[:40]}: a whole number from {least} on")
     return int(text)
 
 

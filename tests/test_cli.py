@@ -16,9 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from stage.index import Index
 
 from skyfab import cli
-from skyfab.commands import failure
+from skyfab.calls import as_function
+from skyfab.commands import failure, prepare
+from skyfab.commands.prepare import image_of
+from skyfab.compute import Compute
+from skyfab.env.facts import Target
+from skyfab.env.lock import Lock
 from skyfab.errors import (
     BroadcastError,
     HostLost,
@@ -29,6 +35,8 @@ from skyfab.errors import (
     Unreachable,
     UsageError,
 )
+from skyfab.image import Image, PipIndex
+from skyfab.inventory import Host
 from skyfab.lab import Lab
 
 PROGRAM = [sys.executable, "-m", "skyfab.cli"]
@@ -80,7 +88,7 @@ def program(*words: str, cwd: Path, **environ: str) -> Ran:
 def test_without_a_task_it_lists_them(skyfab: Skyfab) -> None:
     code, out, _ = skyfab()
     assert code == 0
-    assert {"train", "hosts", "exec", "trust", "lab.up", "lab.down", "lab.status"} <= set(out.split())
+    assert {"train", "hosts", "exec", "trust", "prepare", "gc", "lab.up", "lab.down", "lab.status"} <= set(out.split())
 
 
 def test_every_task_teaches(tmp_path: Path) -> None:
@@ -114,6 +122,15 @@ def test_every_task_teaches(tmp_path: Path) -> None:
         (["hosts", "--inventory=missing.toml"], "error: missing.toml: cannot be read"),
         (["train", "--inventory=missing.toml"], "error: missing.toml: cannot be read"),
         (["trust"], "error: only this machine is selected"),
+        (["gc", "--days=soon"], "error: --days=soon: a whole number from 0 on"),
+        (["gc", "--days=-1"], "error: --days=-1: a whole number from 0 on"),
+        (["gc", "--inventory=missing.toml"], "error: missing.toml: cannot be read"),
+        (["prepare", "--install=no"], "error: --install=no\nhint: auto, push or fetch"),
+        (["prepare", "--index=https://mirror.example/simple"], "error: --index=https://mirror.example/simple\nhint: "),
+        (["prepare", "--index=torch=torch"], "error: --index=torch=torch\nhint: "),
+        (["prepare", "--requirements=missing.txt"], "error: missing.txt: cannot be read: No such file"),
+        (["prepare", "--apt=No"], "'No', which is no Debian package"),
+        (["prepare", "--lock=pylock.toml"], "error: --lock writes down packages, and there are none"),
     ],
 )
 def test_a_slip_of_the_finger_is_one_message_and_2(skyfab: Skyfab, words: list[str], says: str) -> None:
@@ -122,7 +139,7 @@ def test_a_slip_of_the_finger_is_one_message_and_2(skyfab: Skyfab, words: list[s
     assert says in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("task", ["hosts", "exec", "train", "trust"])
+@pytest.mark.parametrize("task", ["hosts", "exec", "train", "trust", "prepare", "gc"])
 def test_a_host_that_is_not_there_is_named_with_the_nearest(skyfab: Skyfab, tmp_path: Path, task: str) -> None:
     (tmp_path / "inventory.toml").write_text('[hosts."node[1-4]"]\n')
     code, out, err = skyfab(task, "--hosts=mode3", *(["--", "true"] if task == "exec" else []))
@@ -221,6 +238,102 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, task: list[st
     os.close(sink)
     assert done.stderr == ""
     assert done.returncode in (0, 1)
+
+
+# ---- prepare
+
+
+@pytest.mark.parametrize(
+    ("text", "requirements"),
+    [
+        ("numpy", ["numpy"]),
+        ("numpy>=1,<2,torch", ["numpy>=1,<2", "torch"]),
+        ("numpy >=1, !=1.5, <2 , 3to2", ["numpy >=1, !=1.5, <2", "3to2"]),
+        ("uvicorn[standard,http2],x[a, b]>1,<2", ["uvicorn[standard,http2]", "x[a, b]>1,<2"]),
+        (",a,,b,", ["a", "b"]),
+        ("", []),
+    ],
+)
+def test_a_comma_before_a_name_begins_another_requirement(text: str, requirements: list[str]) -> None:
+    assert image_of([text], [], None, [], "auto").pip == tuple(requirements)
+
+
+def test_the_options_of_prepare_are_an_image(tmp_path: Path) -> None:
+    file = tmp_path / "requirements.txt"
+    file.write_text("# what we need\n\nnumpy >=1 # and no less\ntorch \\\n  ==2.6\n")
+    image = image_of(
+        ["a,b", "c"], ["https://i.example/s?x=1=a,b", "http://j/=c"], str(file), ["git, curl", "jq"], "push"
+    )
+    assert image.pip == ("a", "b", "c", "numpy >=1", "torch    ==2.6") and image.apt == ("git", "curl", "jq")
+    assert image.pip_indexes == (PipIndex("https://i.example/s?x=1", ("a", "b")), PipIndex("http://j/", ("c",)))
+    assert image.install == "push"
+    file.write_text("numpy\n-r other.txt\n")
+    with pytest.raises(UsageError, match=r"not '-r other.txt'"):
+        image_of([], [], str(file), [], "auto")
+
+
+def test_hosts_that_need_different_locks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {}
+    for name, arch, text in (("a", "x86_64", "1"), ("b", "aarch64", "2"), ("c", "x86_64", "1")):
+        target = Target(system="Linux", arch=arch, libc="glibc 2.36", python="3.11")
+        lock = Lock(text=text, wheels=(), digest=text)
+        made[name] = prepare._Made(Host(name=name), target, lock, text)
+    monkeypatch.setattr(prepare, "_made", lambda image, hosts: made)
+    with pytest.raises(UsageError) as failed:
+        prepare._write(tmp_path / "pylock.toml", Image(), [])
+    assert "\n  a,c: Linux x86_64 (glibc 2.36)\n  b: Linux aarch64 (glibc 2.36)\nhint: " in str(failed.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.lab
+def test_prepare_builds_what_a_program_finds(skyfab: Skyfab, lab: Lab, tmp_path: Path) -> None:
+    def prefix() -> str:  # travels by value: hosts have no pytest
+        import sys
+
+        return sys.prefix
+
+    with Index(tmp_path / "wheels") as index:
+        index.add("sky-one", "1.0", requires=["sky-two"])
+        index.add("sky-two", "2.0")
+        wanted = ("--pip=sky-one<2,>=1", f"--index={index.url}=sky-one,sky-two", f"--inventory={lab.inventory}")
+        code, out, err = skyfab("prepare", "--hosts=node1,node2", *wanted, "--lock=pylock.toml")
+        assert code == 0, err
+        head, *rows, wrote = out.splitlines()
+        assert head.split() == ["host", "environment", "packages", "seconds", "state"]
+        assert [row.split()[::2] for row in rows] == [["node1", "2", "ready"], ["node2", "2", "ready"]]
+        assert wrote == "pylock.toml: 2 packages; to be used with Image(lock='pylock.toml')"
+        digest = rows[0].split()[1]
+        for image in (
+            Image(pip=("sky-one<2,>=1",), pip_indexes=(PipIndex(index.url, ("sky-one", "sky-two")),)),
+            Image(lock=str(tmp_path / "pylock.toml")),
+        ):
+            with Compute("node1", inventory=lab.inventory, image=image, ui="none") as pool:
+                assert Path(pool.run(as_function(prefix)())).name.startswith(digest)
+
+        index.add("sky-one", "1.5", requires=["sky-two"])
+        again = skyfab("prepare", "--hosts=node1,node2", *wanted).out
+        assert again.split().count(digest) == 2
+        newer = skyfab("prepare", f"--hosts=node1,{NOBODY}", *wanted, "--upgrade")
+        assert newer.code == 3 and "refused" in newer.out.splitlines()[2] and f"error: {NOBODY}: " in newer.err
+        assert newer.out.splitlines()[1].split()[1] != digest, "the one that is there was prepared all the same"
+        code, out, err = skyfab("prepare", "--hosts=node1", "--pip=sky-none", *wanted)
+        assert code == 2 and "error: " in err and "sky-none" in err and "Traceback" not in err
+        assert "cannot lock" in out, "the one host has its reason in the table"
+
+
+# ---- gc
+
+
+def test_gc_says_what_it_did_for_each_host(skyfab: Skyfab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = f'[hosts.here1]\ntransport = "local"\ncache = "{tmp_path}/cache"\n'
+    (tmp_path / "inventory.toml").write_text(f'{here}[hosts.dead]\naddress = "127.0.0.1"\nport = 1\n')
+    assert skyfab("gc", "--hosts=here1") == (0, "here1: nothing to remove\n", "")
+    code, out, err = skyfab("gc", "--hosts=here1,dead", "--days=0")
+    assert (code, out) == (3, "here1: nothing to remove\n")
+    assert err.startswith("error: dead: ") and "Traceback" not in err
+    assert skyfab("gc", "--here") == (0, "here: nothing to remove\n", "")
+    assert skyfab("gc", "--here", "--hosts=here1").out == "here: nothing to remove\nhere1: nothing to remove\n"
 
 
 # ---- errors as they read

@@ -6,6 +6,7 @@ stands between sshd and the agent.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -59,12 +60,30 @@ def _agent(cache: str, session: str, *, may_start: bool) -> socket.socket:
                 raise ConnectionError("the pool's agent is gone from this host") from None
         if os.path.lexists(SOCKET):
             os.unlink(SOCKET)
+        _note_uses(cache)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(SOCKET)
         listener.listen(8)
         _start(listener, cache, session, inherited=(lock.fileno(), client.fileno()))
         client.connect(SOCKET)
         return client
+
+
+def _note_uses(cache: str) -> None:
+    """Writes down which environment and bundle of the cache this is, for ``skyfab gc`` to leave alone.
+
+    The bundle comes last: a run folder without that note, as on a full disk, may use anything.
+    """
+    bundle = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    env = os.path.dirname(os.path.dirname(sys.executable))  # without site, sys.prefix is not the environment's
+    for note, kind, folder, used in (("env", "envs", env, ".used"), ("bundle", "bundles", bundle, "")):
+        name = ""
+        with contextlib.suppress(OSError):
+            if os.path.samefile(os.path.dirname(folder), os.path.join(cache, kind)):
+                name = os.path.basename(folder)
+                os.utime(os.path.join(folder, used))
+        with contextlib.suppress(OSError), open(note, "w") as file:
+            file.write(f"{name}\n")
 
 
 def _start(listener: socket.socket, cache: str, session: str, *, inherited: tuple[int, ...]) -> None:

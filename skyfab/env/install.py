@@ -81,7 +81,7 @@ def enter(shell: Shell, digest: str) -> str | None:
 def missing(shell: Shell, packages: Sequence[Package]) -> list[Package]:
     """Which of the packages the host lacks."""
     script = f"""
-while IFS= read -r f; do test -f "$c/packages/$f" || echo "$f"; done <<'END'
+while IFS= read -r f; do test -f "$c/packages/$f" && touch -c "$c/packages/${{f%%/*}}" || echo "$f"; done <<'END'
 {"".join(f"{package.place}{chr(10)}" for package in packages)}END"""
     lacking = set(shell.run(script).splitlines())
     return [package for package in packages if package.place in lacking]
@@ -146,6 +146,7 @@ def unpack_python(shell: Shell, archive: Package) -> str:
     """An interpreter from its archive; returns its path on the host."""
     said = shell.run(f"""
 h=$c/pythons/{archive.sha256} t=$c/pythons/.in-{archive.sha256}-$$
+touch -c "$h"  # for `gc`: it is in use
 if ! test -d "$h"; then
   trap 'rm -rf "$t"' EXIT
   mkdir -p "$t" && tar xzf {archive.path} -C "$t" || exit 1

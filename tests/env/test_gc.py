@@ -1,0 +1,506 @@
+"""gc: what is old and unused goes from a host's cache, and nothing else does, whoever looks on or works there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from stage.threads import at_once
+
+import skyfab as sky
+from skyfab.commands.gc import gc
+from skyfab.env.gc import Swept, script, sweep, sweep_here
+from skyfab.errors import HostUnfit, PoolError
+from skyfab.lab import Lab
+from skyfab.launch import open_shell
+from skyfab.transport import transport_for
+
+HOSTILE = 'it\'s a "cache" $(x) *'
+"""A folder's name that only quotes get through a shell."""
+INVENTORY = sky.Inventory(hosts={})
+
+
+def digest(letter: str) -> str:
+    return letter * 64
+
+
+OLD, YOUNG, NEW = digest("a"), digest("b"), digest("c")
+OLD_ENV, YOUNG_ENV, NEW_ENV = "a" * 40, "b" * 40, "c" * 40
+OLD_RUN, YOUNG_RUN, NEW_RUN = (f"{letter * 16}-0" for letter in "abc")
+
+FILL = f"""
+mkdir -p "$c" && cd "$c" && mkdir envs packages bundles trees blobs logs pythons || exit 1
+age() {{ n=$1; shift; find "$@" -exec touch -h -d "$n" {{}} +; }}
+for f in packages bundles trees pythons; do
+  for d in {OLD} {YOUNG} {NEW}; do mkdir "$f/$d" && echo content >"$f/$d/file"; done
+done
+for d in {OLD} {YOUNG} {NEW}; do echo content >"blobs/$d"; done
+for d in {OLD_ENV} {YOUNG_ENV} {NEW_ENV}; do mkdir -p "envs/$d/bin"; : >"envs/$d/.used"; : >"envs/.lock-$d"; done
+for d in {OLD_RUN} {YOUNG_RUN} {NEW_RUN}; do mkdir "logs/$d"; echo line >"logs/$d/0.out"; done
+age '40 days ago' */{"a" * 16}* envs/.lock*
+age '2 days ago' */{"b" * 16}*
+"""
+"""Of everything something old, something of two days ago, and something new."""
+
+LIST = """cd "$c" 2>/dev/null && find . ! -name . ! -name file ! -name 0.out ! -name bin ! -name .used | sort"""
+
+
+def expected(*letters: str) -> list[str]:
+    """What FILL makes and gc leaves."""
+    kinds = ("blobs", "bundles", "packages", "pythons", "trees")
+    found = [f"./{kind}" for kind in (*kinds, "envs", "logs")]
+    for letter in letters:
+        found += [f"./{kind}/{digest(letter)}" for kind in kinds]
+        found += [f"./envs/{letter * 40}", f"./logs/{letter * 16}-0", f"./envs/.lock-{letter * 40}"]
+    return sorted(found)
+
+
+class Cache:
+    """The cache folder of a host, seen by a shell there."""
+
+    def __init__(self, host: sky.Host) -> None:
+        self.host = host
+
+    def __call__(self, text: str) -> list[str]:
+        with open_shell(self.host, transport_for(self.host, INVENTORY)) as shell:
+            return shell.run(text).splitlines()
+
+    def gc(self, days: int = 30) -> Swept:
+        with open_shell(self.host, transport_for(self.host, INVENTORY)) as shell:
+            return sweep(shell, days)
+
+
+@pytest.fixture
+def cache_on(hosts_of: Callable[..., list[sky.Host]], home: Path) -> Iterator[Callable[..., Cache]]:
+    """``cache_on("fabric")``: an empty cache folder with a hostile name on a host, removed after the test."""
+    made: list[Cache] = []
+
+    def make(transport: str = "local", **changes: str) -> Cache:
+        base = str(home) if transport == "local" else "~"
+        (host,) = hosts_of(transport, 1, **{"cache": f"{base}/gc/{HOSTILE}", **changes})
+        made.append(Cache(host))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache('rm -rf "$c"/../../gc')
+
+
+@pytest.fixture
+def cache(cache_on: Callable[..., Cache]) -> Cache:
+    return cache_on()
+
+
+# ---- ages
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("name", ["local", "fabric", "openssh"])
+def test_what_is_old_goes_and_nothing_else(cache_on: Callable[..., Cache], name: str) -> None:
+    """Over every transport, as root and as an ordinary user."""
+    cache = cache_on(name)
+    cache(FILL)
+    swept = cache.gc()
+    assert cache(LIST) == expected("b", "c")
+    assert swept.counts == {"envs": 1, "pythons": 1, "packages": 1, "bundles": 1, "trees": 1, "blobs": 1, "logs": 1}
+    assert str(swept).startswith("removed 1 environment, 1 Python, 1 package, ") and str(swept).endswith(" MB")
+    assert str(cache.gc()) == "nothing to remove"
+    assert cache(LIST) == expected("b", "c")
+
+
+def test_days_0_leaves_what_was_used_within_the_hour(cache: Cache) -> None:
+    cache(FILL + "age '59 minutes ago' */cccccccccccccccc*")
+    cache.gc(0)
+    assert cache(LIST) == expected("c")
+
+
+def test_days_beyond_counting_remove_nothing(cache: Cache) -> None:
+    cache(FILL)
+    assert str(cache.gc(999_999_999)) == "nothing to remove"
+
+
+def test_a_host_without_a_cache_has_nothing_to_remove(cache: Cache) -> None:
+    assert str(cache.gc()) == "nothing to remove"
+    assert cache('ls -d "$c" 2>/dev/null; true') == []
+
+
+def test_an_environment_is_as_old_as_its_last_use(cache: Cache) -> None:
+    cache(FILL + f": >envs/{OLD_ENV}/.used; touch -d '40 days ago' envs/{YOUNG_ENV}/.used")
+    cache.gc()
+    assert cache('ls "$c/envs"') == [OLD_ENV, NEW_ENV]
+
+
+def test_a_log_is_as_old_as_its_last_line(cache: Cache) -> None:
+    cache(FILL + f"echo more >>logs/{OLD_RUN}/0.out")
+    cache.gc()
+    assert OLD_RUN in cache('ls "$c/logs"')
+
+
+def test_half_made_things_go_after_a_day(cache: Cache) -> None:
+    drafts = [
+        f"envs/.in-{'d' * 40}-s1",
+        "packages/.in-s1",
+        f"pythons/.in-{OLD}-77",
+        f"bundles/{OLD}.{'d' * 16}-0",
+        f"trees/.{'d' * 16}-x_y1",
+        f"blobs/.{'d' * 16}-x_y1",
+        "envs/.in-gc-0123456789abcdef",
+        ".in-gc-0123456789abcdef",
+    ]
+    fresh = [f"{draft[:-1]}z" for draft in drafts[:6]]
+    cache(FILL + "\n".join(f'mkdir -p "{d}"; : >"{d}/file"; touch -d "25 hours ago" "{d}"' for d in drafts))
+    cache('cd "$c"; ' + "; ".join(f'mkdir "{d}"; touch -d "23 hours ago" "{d}"' for d in fresh))
+    cache('cd "$c"; : >probe; : >probe.123; : >probe.txt; touch -d "40 days ago" probe*')
+    swept = cache.gc()
+    assert swept.counts["drafts"] == len(drafts) + 1
+    assert cache(LIST) == sorted([*expected("b", "c"), "./probe", "./probe.txt", *(f"./{draft}" for draft in fresh)])
+
+
+def test_an_interpreter_stays_while_an_environment_is_made_from_it(cache: Cache) -> None:
+    cache(
+        FILL + f'echo "home = $c/pythons/{OLD}/python/bin" >envs/{NEW_ENV}/pyvenv.cfg\n'
+        f"mkdir -p pythons/uv/cpython; age '40 days ago' pythons/uv"
+    )
+    cache.gc()
+    assert cache('ls "$c/pythons"') == [OLD, YOUNG, NEW]
+    cache(f'rm "$c/envs/{NEW_ENV}/pyvenv.cfg"')
+    cache.gc()
+    assert cache('ls "$c/pythons"') == [YOUNG, NEW]
+
+
+# ---- nothing else
+
+
+def test_links_are_removed_and_never_followed(cache: Cache) -> None:
+    outside = '"$c"/../outside'
+    cache(f'mkdir -p {outside}/bin && : >{outside}/{OLD} && : >{outside}/.used && touch -d "40 days ago" {outside}/*')
+    kinds = {"packages": OLD, "bundles": OLD, "trees": OLD, "blobs": OLD, "pythons": OLD, "envs": OLD_ENV}
+    links = "".join(f"rm -rf {kind}/{name}; ln -s ../../outside {kind}/{name}; " for kind, name in kinds.items())
+    inner = f"ln -s ../../../outside trees/{YOUNG}/link; age '40 days ago' trees/{YOUNG}"
+    cache(f"{FILL}{links} age '40 days ago' */{'a' * 16}*; {inner}")
+    before = cache(f"find {outside} -exec ls -ld --time-style=full-iso {{}} +")
+    swept = cache.gc()
+    assert swept.counts["trees"] == 2 and swept.counts["envs"] == 1
+    assert cache(LIST) == [line for line in expected("b", "c") if line != f"./trees/{YOUNG}"]
+    assert cache(f"find {outside} -exec ls -ld --time-style=full-iso {{}} +") == before
+
+
+def test_a_folder_of_the_cache_that_is_a_link_is_left_alone(cache: Cache) -> None:
+    cache(
+        FILL
+        + 'mv blobs ../outside && ln -s ../outside blobs && mkdir ../run && ln -s ../run run && mkdir "run/$(uname -n)"'
+    )
+    cache(f'd="$c/run/$(uname -n)/{OLD_RUN}"; mkdir "$d"; touch -d "40 days ago" "$d"')
+    cache.gc()
+    assert cache('ls "$c/../outside"') == [OLD, YOUNG, NEW]
+    assert cache('ls "$c/run/$(uname -n)"') == [OLD_RUN]
+
+
+def test_what_has_a_name_that_is_not_ours_stays(cache: Cache) -> None:
+    """The cache folder may be somebody's home."""
+    names = [
+        "logs/letters",
+        "packages/my stuff",
+        f"blobs/{OLD}.txt",
+        "trees/a\\nb",
+        "envs/mine",
+        "uv.toml",
+        "pythons/3.11",
+    ]
+    cache(FILL + "\n".join(f'mkdir "$(printf "{name}")"' for name in names) + "\nage '40 days ago' */[!b-c]* uv.toml")
+    cache.gc()
+    assert (
+        len(cache('cd "$c"; ls -d logs/letters packages/my* blobs/*.txt trees/a?b envs/mine uv.toml pythons/3*')) == 8
+    )
+
+
+@pytest.mark.lab
+def test_folders_that_cannot_be_written_to_go_too(cache_on: Callable[..., Cache]) -> None:
+    cache = cache_on("fabric")
+    cache(FILL + f"mkdir trees/{OLD}/inner; : >trees/{OLD}/inner/file; chmod 500 trees/{OLD}/inner trees/{OLD}")
+    cache('touch -d "40 days ago" "$c"/trees/a*')
+    cache.gc()
+    assert cache('ls "$c/trees"') == [YOUNG, NEW]
+
+
+def test_what_cannot_be_removed_is_said(namespaces: object, cache_on: Callable[..., Cache], lab: Lab) -> None:
+    cache = cache_on("fabric")
+    (folder,) = cache(FILL + f"chmod 777 trees; rm -rf trees/{OLD}; cd trees && pwd")
+    lab.hosts[0].run(["sh", "-c", f'cd "$0" && mkdir -p {OLD}/inner/most && touch -d "40 days ago" {OLD}', folder])
+    with pytest.raises(HostUnfit, match=r"cannot be removed: .*Permission denied"):
+        cache.gc()
+    lab.hosts[0].run(["rm", "-rf", folder])
+    assert cache('ls "$c/packages"') == [YOUNG, NEW]
+
+
+# ---- what is in use
+
+
+def test_what_a_living_pool_uses_stays(cache: Cache, tmp_path: Path) -> None:
+    """However old it all looks. Afterwards it is as old as it is."""
+    (where,) = cache('mkdir -p "$c/envs" && cd "$c" && pwd')
+    env = Path(where, "envs", OLD_ENV)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(env)], check=True)
+    (tmp_path / "beside.py").write_text("answer = 42\n")
+    ages = 'find "$c" -exec touch -h -d "40 days ago" {} +'
+
+    def look() -> tuple[str, int]:
+        import sys
+
+        import beside  # type: ignore[import-not-found]
+
+        return sys.prefix, beside.answer
+
+    image = sky.Image(python=str(env / "bin" / "python"), includes=(str(tmp_path / "beside.py"),))
+    with sky.Compute([cache.host], image=image, ui="none") as pool:
+        call = sky.function(look)()
+        assert pool.run(call) == (str(env), 42)
+        (run,) = Path(where).glob("run/*/*")
+        assert (run / "env").read_text() == f"{OLD_ENV}\n"
+        cache(f'mkdir "$c/envs/{YOUNG_ENV}" "$c/bundles/{OLD}"')
+        cache(ages)
+        swept = cache.gc(0)
+        assert swept.counts == {"envs": 1, "bundles": 1}
+        assert run.is_dir() and (Path(where) / "logs" / run.name).is_dir()
+        assert pool.broadcast(call) == [(str(env), 42)], "a new process finds all of it"
+    assert env.is_dir()
+    cache(ages)
+    cache.gc(0)
+    assert cache('cd "$c"; find . -type f') == []
+
+
+def test_an_environment_in_use_is_not_old_when_its_pool_ends(cache: Cache) -> None:
+    cache(
+        FILL + f"mkdir -p run/elsewhere/{NEW_RUN}; cd run/elsewhere/{NEW_RUN}; echo {OLD_ENV} >env; echo {OLD} >bundle"
+    )
+    cache.gc()
+    assert cache('ls "$c/envs"; ls "$c/bundles"') == [OLD_ENV, YOUNG_ENV, NEW_ENV, OLD, YOUNG, NEW]
+    cache('rm -r "$c/run"')
+    cache.gc()
+    assert cache('ls "$c/envs"') == [OLD_ENV, YOUNG_ENV, NEW_ENV]
+
+
+def test_a_pool_that_has_not_said_what_it_uses_may_use_anything(cache: Cache) -> None:
+    cache(FILL + f"mkdir -p run/elsewhere/{OLD_RUN}; age '40 days ago' run")
+    swept = cache.gc()
+    assert swept.counts == {"packages": 1, "pythons": 1}
+    assert cache('ls "$c/logs" "$c/run/elsewhere"').count(OLD_RUN) == 2
+
+
+def test_run_folders_of_agents_that_are_gone_go(cache: Cache) -> None:
+    """Those of this host, after a day; what another host has in a shared folder is its own business."""
+    cache(
+        FILL
+        + f'h=run/$(uname -n); mkdir -p "$h/{OLD_RUN}/blobs" "$h/{YOUNG_RUN}" "$h/{NEW_RUN}" run/elsewhere/{OLD_RUN}\n'
+        f"echo {OLD} >run/elsewhere/{OLD_RUN}/bundle\n"
+        f'age "25 hours ago" "$h/{OLD_RUN}" run/elsewhere; age "23 hours ago" "$h/{YOUNG_RUN}"'
+    )
+    assert cache.gc().counts["run"] == 1
+    assert cache('cd "$c/run"; ls "$(uname -n)"; ls elsewhere') == [YOUNG_RUN, NEW_RUN, OLD_RUN]
+
+
+def test_an_agent_that_answers_is_alive_wherever_its_process_is(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers may share a host's name and folders, and see none of each other's processes."""
+    (where,) = cache(f'd="$c/run/$(uname -n)/{OLD_RUN}"; mkdir -p "$d" && cd "$d" && echo >bundle && pwd')
+    with socket.socket(socket.AF_UNIX) as agent:
+        monkeypatch.chdir(where)  # a socket's path is short
+        agent.bind("agent.sock")
+        monkeypatch.undo()
+        agent.listen()
+        cache('touch -d "40 days ago" "$c"/run/*/*')
+        cache.gc()
+        assert Path(where).is_dir()
+    cache.gc()
+    assert not Path(where).exists()
+
+
+def test_lock_files_stay_with_their_environments(cache: Cache) -> None:
+    gone, made = "d" * 40, "e" * 40
+    cache(
+        FILL + f': >envs/.lock-{gone}; : >envs/.lock-{made}; mkdir envs/.in-{made}-s1; age "2 hours ago" envs/.lock-*'
+    )
+    cache.gc()
+    assert cache('ls -A "$c/envs"') == sorted(
+        [*(f".lock-{env}" for env in (YOUNG_ENV, NEW_ENV, made)), f".in-{made}-s1", YOUNG_ENV, NEW_ENV]
+    )
+
+
+def test_two_at_once_share_the_work(cache: Cache) -> None:
+    names = " ".join(f"{number:064x}" for number in range(300))
+    cache(FILL + f"for d in {names}; do echo x >blobs/$d; done; age '40 days ago' blobs/0*")
+    swept = at_once(lambda _: cache.gc(), range(3))
+    assert sum(one.counts.get("blobs", 0) for one in swept) == 301
+    assert sum(one.counts.get("envs", 0) for one in swept) == 1
+    assert cache(LIST) == expected("b", "c")
+
+
+# ---- whatever shell is there
+
+
+def tools(folder: Path, shell: str) -> dict[str, str]:
+    """An environment in which only the tools of `shell` are found."""
+    if shell == "busybox":
+        subprocess.run(["busybox", "--install", "-s", str(folder)], check=True)
+        return {"PATH": str(folder), "HOME": str(folder)}
+    return {"PATH": os.defpath, "HOME": str(folder)}
+
+
+def run_script(argv: list[str], cache: str, environ: dict[str, str]) -> list[str]:
+    """gc's script in a shell of this machine."""
+    session = "feedfacefeedface"
+    text = f"c=$1 m==skyfab=$2=\n{script(30)}"
+    done = subprocess.run(
+        [*argv, "-c", text, "skyfab", cache, session],
+        env=environ,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+SHELLS = {"dash": ["dash"], "bash": ["bash", "--posix"], "busybox": ["busybox", "sh"]}
+
+
+@pytest.mark.parametrize("shell", [name for name, argv in SHELLS.items() if shutil.which(argv[0])])
+def test_every_shell_and_its_tools_do_the_same(cache: Cache, shell: str, tmp_path: Path) -> None:
+    argv = [shutil.which(SHELLS[shell][0]) or "", *SHELLS[shell][1:]]
+    cache(FILL + f'h=run/$(uname -n); mkdir -p "$h/{OLD_RUN}" uv/x; age "25 hours ago" "$h" uv; touch packages/.in-s1')
+    said = run_script(argv, str(Path(cache.host.cache)), tools(tmp_path, shell))
+    assert {line.rpartition(" ")[0] for line in said} == {
+        *(f"gone {kind} 1" for kind in ("run", "envs", "pythons", "packages", "bundles", "trees", "blobs", "logs")),
+        "kept",
+    }
+    kept = [line for line in cache(LIST) if not line.startswith(("./run", "./uv"))]
+    assert kept == sorted([*expected("b", "c"), "./packages/.in-s1"])
+
+
+def test_what_is_used_at_the_last_moment_comes_back(cache: Cache, tmp_path: Path) -> None:
+    """A pool starts between the look and the removal, as `mv` is called."""
+    cache(FILL)
+    (tmp_path / "mv").write_text(
+        '#!/bin/sh\ntest "$1" = -f && for f; do test -d "$f/bin" && : >"$f/.used"; test -f "$f" && touch "$f"; done\n'
+        'exec /bin/mv "$@"\n'
+    )
+    (tmp_path / "mv").chmod(0o755)
+    said = run_script(["sh"], str(Path(cache.host.cache)), {"PATH": f"{tmp_path}:{os.defpath}", "HOME": str(tmp_path)})
+    assert "gone envs 0 0" in said and not any(line.startswith("gone blobs 1") for line in said)
+    assert cache('ls "$c/envs" "$c/blobs"').count(OLD_ENV) == 1
+    assert OLD in cache('ls "$c/blobs"') and OLD not in cache('ls "$c/trees"')
+
+
+@pytest.mark.parametrize("times", [1, 9], ids=["until something is gone", "to the end"])
+def test_a_full_disk_is_cleaned(cache: Cache, tmp_path: Path, times: int) -> None:
+    """Where there is no room to move anything aside."""
+    cache(FILL + f"for d in {digest('d')} {digest('e')}; do mkdir trees/$d; touch -d '40 days ago' trees/$d; done")
+    (tmp_path / "mkdir").write_text(
+        f'#!/bin/sh\ncase $PWD in */trees) test "$(cat {tmp_path}/tries 2>/dev/null | wc -l)" = {times} || {{\n'
+        f'echo x >>{tmp_path}/tries; echo "mkdir: cannot create: No space left on device" >&2; exit 1; }};; esac\n'
+        'exec /bin/mkdir "$@"\n'
+    )
+    (tmp_path / "mkdir").chmod(0o755)
+    said = run_script(["sh"], str(Path(cache.host.cache)), {"PATH": f"{tmp_path}:{os.defpath}", "HOME": str(tmp_path)})
+    assert [line for line in said if line.startswith("gone trees 3 ")] and not any("left" in line for line in said)
+    assert cache(LIST) == expected("b", "c")
+
+
+# ---- uv's own cache
+
+
+UV = """#!/bin/sh
+test "$1" = --version || echo "$UV_CACHE_DIR $*" >>"$0.said"
+"""
+
+
+def test_uv_is_asked_to_clean_up_after_environments(cache: Cache) -> None:
+    cache(
+        FILL
+        + f"mkdir -p uv/archive-v0; cat >packages/{OLD}/uv <<'END'\n{UV}END\nchmod +x packages/{OLD}/uv; rm envs/.lock*"
+    )
+    cache(f'touch "$c/packages/{OLD}"')
+    (where,) = cache('cd "$c" && pwd')
+    assert not cache.gc().kept_uv
+    assert cache(f'cat "$c/packages/{OLD}/uv.said"') == [f"{where}/uv cache prune -q --ci"]
+    cache.gc()
+    assert len(cache(f'cat "$c/packages/{OLD}/uv.said"')) == 1, "nothing was removed"
+
+
+def test_uvs_cache_goes_with_the_last_environment(cache: Cache) -> None:
+    cache(
+        FILL
+        + f"mkdir -p uv/archive-v0; head -c 3000000 /dev/zero >uv/archive-v0/f; ln uv/archive-v0/f envs/{OLD_ENV}/f"
+    )
+    cache(f'cd "$c"; rm -rf envs/{YOUNG_ENV} envs/{NEW_ENV} envs/.lock*; touch -d "40 days ago" envs/a*')
+    swept = cache.gc()
+    assert swept.counts["envs"] == 1 and swept.size < 1e6, "a file with another name takes as much room as before"
+    cache('find "$c/uv" -exec touch -d "2 hours ago" {} +')
+    assert str(cache.gc()) == "removed what uv kept: 3.0 MB"
+    assert cache('ls -d "$c/uv" 2>/dev/null; true') == []
+
+
+# ---- this machine
+
+
+def test_here_goes_what_was_not_read_lately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = tmp_path / "skyfab"
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").touch()
+    made = {}
+    for letter, age in (("a", 40), ("b", 2)):
+        names = (
+            f"wheels/{digest(letter)}/x.whl",
+            f"locks/{letter}.toml",
+            f"tools/uv-{letter}/uv",
+            f"hosts/{letter}.json",
+        )
+        for name in (*names, f"busy/{letter}", f"pythons/cpython-{letter}/x.tar.gz", f"pythons/{digest(letter)}/file"):
+            made[own / name] = age
+    made[own / "wheels" / digest("d") / ".x.whl.part"] = 2
+    made[own / "locks" / ".new-1"] = 2
+    for path in made:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(1000))
+    (own / "tools" / "link").symlink_to(outside)
+    now = time.time()
+    for path, days in made.items():
+        for one in (path, path.parent):
+            os.utime(one, (now - 86400 * days,) * 2)
+    os.utime(own / "tools" / "link", (0, 0), follow_symlinks=False)
+    os.utime(own / "locks" / "a.toml", (now, now - 86400 * 40))
+    swept = sweep_here(30)
+    assert swept.counts == {"wheels": 1, "drafts": 1, "tools": 2, "pythons": 1, "hosts": 1}
+    left = {path for path in made if path.exists()}
+    kept = {path for path, days in made.items() if days == 2} | {own / "locks/a.toml", own / f"pythons/{OLD}/file"}
+    assert left == kept - {own / "locks" / ".new-1"}
+    assert (outside / "file").exists() and not (own / "tools" / "link").is_symlink()
+    assert str(sweep_here(30)) == "nothing to remove"
+
+
+# ---- several hosts
+
+
+@pytest.mark.lab
+def test_a_host_that_is_down_does_not_keep_the_others(
+    cache_on: Callable[..., Cache], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = cache_on(cache=f"{tmp_path}/gc/cache")
+    cache(FILL)
+    file = tmp_path / "inventory.toml"
+    here = f'[hosts.here]\ntransport = "local"\ncache = "{tmp_path}/gc/cache"\n'
+    dead = "".join(f'[hosts.dead{n}]\naddress = "127.0.0.1"\nport = {n}\n' for n in (1, 2))
+    file.write_text(dead + here)
+    with pytest.raises(PoolError) as failed:
+        gc(None, str(file), days=30, here=False)
+    assert [error.host for error in failed.value.exceptions] == ["dead1", "dead2"]  # type: ignore[union-attr]
+    assert capsys.readouterr().out.startswith("here: removed 1 environment, ")
+    assert cache(LIST) == expected("b", "c")

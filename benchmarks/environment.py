@@ -253,7 +253,8 @@ def _home() -> Path:
 
 @contextmanager
 def _cache(folder: Path) -> Iterator[None]:
-    """Another cache folder of this machine's."""
+    """Another cache folder of this machine's; what uv itself remembers stays."""
+    os.environ.setdefault("UV_CACHE_DIR", str(Path.home() / ".cache" / "uv"))
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(folder)
     try:

@@ -118,6 +118,10 @@ class Launch:
         shell = Shell(stream, self.marker, Patience(self.host, deadline, stopped))
         asked = False
         ahead: str | None = None
+        if self.python == "none" and self.prepare is not None:
+            asked = True
+            shell.greeting = lambda: _greet(stream, shell)
+            ahead = self.prepare(shell)
         while True:
             answer, ahead = ahead or shell.answer(), None
             if answer is None:
@@ -156,6 +160,11 @@ def _room(detail: str) -> str | None:
 def spelled(word: str) -> str:
     """`word` in characters that no shell touches; ``printf %b`` reads it back."""
     return re.sub(r"[^A-Za-z0-9/._~-]", lambda m: "".join(f"\\0{byte:03o}" for byte in os.fsencode(m[0])), word)
+
+
+def _greet(stream: Stream, shell: Shell) -> None:
+    if shell.answer() is None:
+        raise _silence(stream, shell)
 
 
 def _silence(stream: Stream, shell: Shell) -> Exception:
@@ -201,8 +210,7 @@ def open_shell(host: Host, transport: Transport, *, stopped: Callable[[], bool] 
     stream = transport.open(launch.command())
     try:
         shell = Shell(stream, launch.marker, Patience(host, time.monotonic() + START, stopped))
-        if shell.answer() is None:
-            raise _silence(stream, shell)
+        shell.greeting = lambda: _greet(stream, shell)
         yield shell
     finally:
         stream.close()

@@ -67,6 +67,8 @@ class Shell:
         self._marker = marker.encode()
         self._patience = patience
         self.host = patience.host
+        self.greeting: Callable[[], None] | None = None
+        """Reads what the shell says before the first script, once that is on its way: a round trip less."""
 
     def answer(self) -> str | None:
         """The rest of the next marked line, byte by byte: what follows it may not be ours. None at the end.
@@ -111,10 +113,13 @@ class Shell:
 
         `heard` is told each line as it comes. Raises ScriptFailed, and what the transport says of a lost connection.
         """
-        self._patience.deadline = float("inf")  # a connection that dies is noticed by the transport
         source = "" if feed else " </dev/null"
         # A script that fails leaves some of its input unread: nothing can follow it.
         self.tell(f'( {script}\n) 2>&1{source}; s=$?; echo "${{m}}done $s"{"; test $s = 0 || exit" if feed else ""}')
+        if self.greeting is not None:
+            greeting, self.greeting = self.greeting, None
+            greeting()
+        self._patience.deadline = float("inf")  # a connection that dies is noticed by the transport
         answer = _Answer(self._marker, heard)
         for piece in feed:
             if not self._send_while_silent(piece, answer):

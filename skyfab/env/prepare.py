@@ -179,7 +179,7 @@ class _Steps:
         return image.install == "fetch" or (own and set(asked) <= reached), _PYTHONS in reached
 
     def _install(self, facts: Facts, target: Target, lock: Lock, own: str | None, digest: str) -> None:
-        from skyfab.env.install import Package, build, install_apt, missing, unpack_python
+        from skyfab.env.install import Package, build, discard, install_apt, unpack_python
         from skyfab.env.tools import python_for
 
         packages_there, python_there = self._reachable(lock)
@@ -192,23 +192,33 @@ class _Steps:
             archive = Package.of_file(python_for(target))
             tools = [*tools, archive]
         wheels = [] if packages_there else [Package.of_wheel(wheel) for wheel in lock.wheels]
-        lacking = missing(self.shell, [listed, *tools, *wheels])
-        if lacking:
-            self._push(facts, lock, lacking)
+        packages = [listed, *tools, *wheels]
+        self._provide(facts, lock, packages)
         if self.plan.image.apt:
             self.report.step("installing apt packages")
             install_apt(self.shell, self.plan.image.apt)
         self.report.step("installing")
         python = own or (unpack_python(self.shell, archive) if archive else target.python)
-        build(
-            self.shell,
-            digest,
-            session=self.session,
-            uv=uv,
-            python=python,
-            lock=listed,
-            offline=not (packages_there or python_there),
+        offline = not (packages_there or python_there)
+        make = functools.partial(
+            build, self.shell, digest, session=self.session, uv=uv, python=python, lock=listed, offline=offline
         )
+        try:
+            make()
+        except ScriptFailed as failed:
+            if "hash mismatch" not in failed.output.lower() or not wheels:
+                raise
+            discard(self.shell, wheels)  # something has happened to one of them on the host
+            self._provide(facts, lock, packages)
+            make()
+
+    def _provide(self, facts: Facts, lock: Lock, packages: Sequence[Package]) -> None:
+        """Sends what the host lacks."""
+        from skyfab.env.install import missing
+
+        lacking = missing(self.shell, packages)
+        if lacking:
+            self._push(facts, lock, lacking)
 
     def _uv(self, facts: Facts, target: Target) -> tuple[str, list[Package]]:
         """uv as a word of a script, and what must be there for it."""

@@ -262,6 +262,21 @@ def test_an_environment_that_was_damaged_is_made_again(
 # ---- what goes wrong
 
 
+def test_a_package_that_was_damaged_on_the_host_is_sent_again(
+    fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
+) -> None:
+    wheel = index.add("shelf", "1.0")
+    hosts = fresh()
+    other = make_wheel(index.folder.parent / "evil", "shelf", "1.0", files={"shelf/more.py": "evil = True"})
+    place = f"{hosts[0].cache}/packages/{sha256(wheel)}"
+    namespaces[hosts[0].name].run(["mkdir", "-p", place])
+    namespaces[hosts[0].name].path(f"{place}/{wheel.name}").write_bytes(other.read_bytes())
+    with pool(hosts, pip=["shelf"]) as compute:
+        assert version_of("shelf") >> compute == "1.0"
+    found = namespaces[hosts[0].name].run(["find", hosts[0].cache, "-name", "more.py"]).stdout
+    assert found == ""
+
+
 def test_a_build_that_was_killed_leaves_nothing_in_the_way(
     fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
 ) -> None:

@@ -171,15 +171,21 @@ class Workshop:
         return self._extra(forget=True)
 
     def _extra(self, *, forget: bool) -> float:
+        """From a near and from a far host: what does not grow with the way is work, not round trips."""
+        near, far = (self._more(forget, delay) for delay in (0.0, _DELAY))
+        return (far - near) / (2 * _DELAY)
+
+    def _more(self, forget: bool, delay: float) -> float:
+        """Seconds that it costs more than connecting."""
         first = self.arena.first
-        with Relay(str(first.address), first.port, _DELAY) as relay:
+        with Relay(str(first.address), first.port, delay) as relay:
             far = replace(first, address="127.0.0.1", port=relay.port, cache=f"{self._place()}")
             self._open([far], self.image)
             self._open([far], None)
             with _cache(self.folder / f"new{next(self.numbers)}" if forget else _home()):
                 make_lock(self.image, self.target)
                 with_it, without = self._open([far], self.image), self._open([far], None)
-        return (with_it - without) / (2 * _DELAY)
+        return with_it - without
 
     # ---- by hand
 

@@ -25,8 +25,14 @@ START: Final = 30.0
 _KEPT: Final = 1024 * 1024
 """What a script may print."""
 
-LOOP: Final = 'while IFS= read -r n; do s=$(dd bs=1 count=$n 2>/dev/null); eval "$s"; done'
-"""What makes a shell do as `Shell.run` says; `$m` is the marker."""
+LOOP: Final = (
+    "while read -r n r; do case $r in fed) s=$(dd bs=1 count=$n 2>/dev/null);; *) s=$(head -c $n);; esac;"
+    ' eval "$s"; done'
+)
+"""What makes a shell do as `Shell.run` says; `$m` is the marker.
+
+A script that is fed is read byte by byte: whoever reads more than its length has taken from its input.
+"""
 
 
 class ScriptFailed(Exception):
@@ -115,7 +121,8 @@ class Shell:
         """
         source = "" if feed else " </dev/null"
         # A script that fails leaves some of its input unread: nothing can follow it.
-        self.tell(f'( {script}\n) 2>&1{source}; s=$?; echo "${{m}}done $s"{"; test $s = 0 || exit" if feed else ""}')
+        end = "; test $s = 0 || exit" if feed else ""
+        self.tell(f'( {script}\n) 2>&1{source}; s=$?; echo "${{m}}done $s"{end}', fed=bool(feed))
         if self.greeting is not None:
             greeting, self.greeting = self.greeting, None
             greeting()
@@ -147,10 +154,10 @@ class Shell:
         """Raises HostLost when nobody wants this any more."""
         self._patience.check()
 
-    def tell(self, script: str) -> None:
+    def tell(self, script: str, *, fed: bool = False) -> None:
         """Runs a script in the shell itself; whatever answer it gives is the caller's to read."""
         text = script.encode()
-        self.send(f"{len(text)}\n".encode() + text)
+        self.send(f"{len(text)}{' fed' if fed else ''}\n".encode() + text)
 
     def _send_while_silent(self, piece: Buffer, answer: _Answer) -> bool:
         """Sends on while the script has not answered. False: it has, or is gone."""

@@ -71,7 +71,8 @@ class Compute:
         if ranks != "auto" and ranks < 1:
             raise UsageError(f"ranks={ranks!r}: a number from 1 on, or 'auto'")
         self.inventory = _inventory(inventory)
-        self._selected = self.inventory.select(hosts, nodes=nodes)
+        self.selected = self.inventory.select(hosts, nodes=nodes)
+        """The hosts that were asked for."""
         self._image = image or Image()
         check(self._image, local_python())
         self._ranks = ranks
@@ -117,7 +118,7 @@ class Compute:
         self.hosts = tuple(nodes)
         self._queue.open(
             Slot(node, f"solo.{number}", self._solo_plan(node, ""))
-            for number in range(max(host.slots for host in self._selected))
+            for number in range(max(host.slots for host in self.selected))
             for node in nodes
             if number < node.host.slots
         )
@@ -125,8 +126,8 @@ class Compute:
         self._open = True
 
     def _connect(self) -> list[Node]:
-        self._preparation = Preparation(self._image, self._selected, local_python())
-        nodes = self._opening = [self._node(index, host) for index, host in enumerate(self._selected)]
+        self._preparation = Preparation(self._image, self.selected, local_python())
+        nodes = self._opening = [self._node(index, host) for index, host in enumerate(self.selected)]
         ahead = threading.Thread(target=self._look_ahead, daemon=True)
         ahead.start()
         try:
@@ -314,7 +315,7 @@ class Compute:
     def _solo_plan(self, node: Node, tree: str) -> SeatPlan:
         info = {
             "node": node.index,
-            "total_nodes": len(self._selected),
+            "total_nodes": len(self.selected),
             "hostname": node.agent.hostname,
             "head_addr": node.agent.address,
             "accelerators": len(node.gpus),

@@ -26,8 +26,8 @@ _KEPT: Final = 1024 * 1024
 """What a script may print."""
 
 LOOP: Final = (
-    "PATH=$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin; while read -r n r; do case $r in fed) s=$(dd bs=1 count=$n 2>/dev/null);; *) s=$(head -c $n);; esac;"
-    ' eval "$s"; done'
+    "PATH=$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin; while read -r n r; do case $r in"
+    ' fed) s=$(dd bs=1 count=$n 2>/dev/null);; *) s=$(head -c $n);; esac; eval "$s"; done'
 )
 """What makes a shell do as `Shell.run` says; `$m` is the marker.
 

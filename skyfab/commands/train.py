@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,19 @@ def _example() -> Path:
 def _pool(hosts: str | None, inventory: str | None, ranks: int | None, folder: Path) -> Compute:
     # Only the example's module goes along, wherever it is installed and whatever else is loaded here.
     image = Image(includes=(str(folder / "digits.py"),), excludes=("*", "!/digits.py"))
-    return Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=image)
+    pool = Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=image)
+    if all(host.transport == "local" or host.python != "auto" for host in pool.selected):
+        return pool  # interpreters that somebody has chosen have what it takes
+    return Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=replace(image, pip=_torch()))
+
+
+def _torch() -> tuple[str, ...]:
+    """What hosts need: torch as it is here."""
+    try:
+        found = version("torch").partition("+")[0]
+    except PackageNotFoundError:
+        return ()  # said in a moment, where it is needed first
+    return (f"torch=={found}", "numpy")
 
 
 def _imported(folder: Path) -> Any:

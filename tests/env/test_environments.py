@@ -6,12 +6,14 @@ import json
 import os
 import secrets
 import socket
+import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from stage import remote
@@ -21,6 +23,7 @@ from stage.threads import at_once
 
 import skyfab as sky
 from skyfab.env.lock import LockError
+from skyfab.env.pipconf import uv_environment
 from skyfab.events import Event, HostState
 from skyfab.lab import Lab, LabHost
 
@@ -31,6 +34,26 @@ _caches = count(1)
 
 version_of = sky.function(remote.version_of)
 where = sky.function(remote.where)
+
+
+MACHINE = dict(os.environ)
+"""What this machine has been told, before the tests hide it."""
+
+
+@pytest.fixture
+def torch_wheels(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder with a torch that fits this machine; the rest comes from where this machine gets its packages."""
+    import torch
+
+    version = torch.__version__
+    for folder in uv_environment(MACHINE).get("UV_FIND_LINKS", "").split(","):
+        path = Path(unquote(urlsplit(folder).path))
+        if folder and any(path.glob(f"torch-{version}-*.whl")):
+            for name, value in MACHINE.items():
+                if name.startswith(("PIP_", "UV_")) and name != "PIP_FIND_LINKS":
+                    monkeypatch.setenv(name, value)
+            return str(path)
+    pytest.skip(f"pip's configuration names no folder with torch {version}")
 
 
 @pytest.fixture(autouse=True)
@@ -495,3 +518,33 @@ def test_variables_reach_the_function_and_nothing_else(fresh: Callable[..., list
         assert token() >> compute == f"{SECRET}; $(id)"
         assert not any(SECRET in word for process in host.processes() for word in process.cmdline)
         assert host.run(["grep", "-rl", SECRET, hosts[0].cache], check=False).stdout == ""
+
+
+# ---- the whole round trip
+
+
+@pytest.mark.torch
+def test_a_model_is_trained_in_an_environment_made_for_it_and_comes_back(
+    namespaces: Lab, tmp_path: Path, torch_wheels: str
+) -> None:
+    """The example, on a host without a route out and with nothing installed: torch comes from its own index alone."""
+    script = Path(__file__).parents[2] / "examples" / "models" / "round_trip.py"
+    found = sky.Inventory.load(namespaces.inventory)
+    host = replace(found.hosts["node1"], python="auto", cache="/var/tmp/round-trip")
+    inventory = tmp_path / "inventory.toml"
+    inventory.write_text(
+        f'[hosts.node1]\naddress = "{host.address}"\nuser = "root"\nidentity = "{host.identity}"\n'
+        f'host_key = "{host.host_key}"\ncache = "{host.cache}"\n'
+    )
+    argv = [sys.executable, str(script), "node1", f"--index={torch_wheels}"]
+    env = {**os.environ, "SKYFAB_INVENTORY": str(inventory)}
+    try:
+        ran = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=300)
+        assert ran.returncode == 0, ran.stderr
+        before, trained, after, tied = ran.stdout.splitlines()
+        assert int(before.split()[1].rstrip("%")) < 40
+        assert trained.startswith("trained on node1, Python ")
+        assert int(after.split()[1].rstrip("%")) > 90
+        assert tied == "tied weights: still tied"
+    finally:
+        namespaces["node1"].run(["rm", "-rf", host.cache])

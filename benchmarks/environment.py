@@ -173,7 +173,7 @@ class Workshop:
     def _extra(self, *, forget: bool) -> float:
         """From a near and from a far host: what does not grow with the way is work, not round trips."""
         near, far = (self._more(forget, delay) for delay in (0.0, _DELAY))
-        return (far - near) / (2 * _DELAY)
+        return max(0.0, (far - near) / (2 * _DELAY))
 
     def _more(self, forget: bool, delay: float) -> float:
         """Seconds that it costs more than connecting."""

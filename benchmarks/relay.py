@@ -17,6 +17,7 @@ class Relay:
         self.delay = delay
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
+        self._ends: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
@@ -30,6 +31,8 @@ class Relay:
         self._listener.close()
         for thread in self._threads:
             thread.join()
+        for end in self._ends:
+            end.close()
 
     def _accept(self) -> None:
         while True:
@@ -38,6 +41,7 @@ class Relay:
             except OSError:
                 return
             far = socket.create_connection(self._target)
+            self._ends += [near, far]
             for end in (near, far):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for source, sink in ((near, far), (far, near)):

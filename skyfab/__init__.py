@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from skyfab.errors import HostUnfit as HostUnfit
     from skyfab.errors import InventoryError as InventoryError
     from skyfab.errors import NotPicklable as NotPicklable
+    from skyfab.errors import PeersApart as PeersApart
     from skyfab.errors import PoolError as PoolError
     from skyfab.errors import ProtocolError as ProtocolError
     from skyfab.errors import RankDied as RankDied
@@ -72,6 +73,7 @@ _HOMES = {
         "HostUnfit",
         "InventoryError",
         "NotPicklable",
+        "PeersApart",
         "PoolError",
         "ProtocolError",
         "RankDied",

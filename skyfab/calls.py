@@ -23,8 +23,10 @@ R = TypeVar("R")
 class Function(Generic[P, R]):
     """A function that runs on hosts. Calling it makes a `Call`; the plain function is `.fn`."""
 
-    def __init__(self, fn: Callable[P, R], *, timeout: float | None = None) -> None:
+    def __init__(self, fn: Callable[P, R], *, timeout: float | None = None, retries: int = 0) -> None:
         self.fn = fn
+        self.retries = retries
+        """How often a call that failed is started again, on all ranks."""
         self.timeout = timeout
         """Seconds after which a call is stopped on its host."""
         self.packed: Any = None
@@ -44,14 +46,14 @@ class Function(Generic[P, R]):
 
     def rewrap(self, decorate: Callable[[Callable[P, R]], Callable[P, R]]) -> Function[P, R]:
         """The same with a decorator around the plain function."""
-        return Function(decorate(self.fn), timeout=self.timeout)
+        return Function(decorate(self.fn), timeout=self.timeout, retries=self.retries)
 
     def __repr__(self) -> str:
         return f"<sky.function {self.label}>"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """By name where a host can import it, as functions are; else by value."""
-        return self._name if self.is_importable else (_rebuild, (self.fn, self.timeout))
+        return self._name if self.is_importable else (_rebuild, (self.fn, self.timeout, self.retries))
 
     @property
     def is_importable(self) -> bool:
@@ -66,18 +68,22 @@ class Function(Generic[P, R]):
         return found is self
 
 
-def _rebuild(fn: Callable[P, R], timeout: float | None) -> Function[P, R]:
-    return Function(fn, timeout=timeout)
+def _rebuild(fn: Callable[P, R], timeout: float | None, retries: int) -> Function[P, R]:
+    return Function(fn, timeout=timeout, retries=retries)
 
 
 @overload
 def function(fn: Callable[P, R], /) -> Function[P, R]: ...
 @overload
-def function(*, timeout: float | None = None) -> Callable[[Callable[P, R]], Function[P, R]]: ...
-def function(fn: Any = None, /, *, timeout: float | None = None) -> Any:
-    """Makes a function one that runs on hosts: ``@sky.function`` or ``@sky.function(timeout=60)``."""
+def function(*, timeout: float | None = None, retries: int = 0) -> Callable[[Callable[P, R]], Function[P, R]]: ...
+def function(fn: Any = None, /, *, timeout: float | None = None, retries: int = 0) -> Any:
+    """Makes a function one that runs on hosts: ``@sky.function`` or ``@sky.function(timeout=60, retries=2)``.
+
+    A broadcast (``@``) that fails is started again on all ranks, as often as `retries` says; the function finds out
+    from ``instance_info().attempt`` how often that has happened.
+    """
     if fn is None:
-        return lambda fn: Function(fn, timeout=timeout)
+        return lambda fn: Function(fn, timeout=timeout, retries=retries)
     return Function(fn)
 
 

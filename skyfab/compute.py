@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,25 +14,25 @@ from typing import Any, Literal, TypeVar, overload
 
 from skyfab.bundle import bundle
 from skyfab.calls import Call, Function, Group, as_function
-from skyfab.dispatch import Queue, Slot, Task
-from skyfab.env.prepare import Preparation, check
+from skyfab.dispatch import CallFuture, Queue, Slot, Task
 from skyfab.errors import UsageError
 from skyfab.events import CallEnded, CallStarted, Events, HostState
 from skyfab.express import UNFIT, express
-from skyfab.gangs import Gangs
+from skyfab.gangs import Gangs, insist
 from skyfab.hearing import Hearing, Progress
 from skyfab.image import Image
 from skyfab.interrupts import INTERRUPTS
 from skyfab.inventory import Host, Inventory
-from skyfab.launch import Launch, local_python
+from skyfab.launch import Launch
 from skyfab.muster import close_all, open_all
 from skyfab.node import Node, SeatPlan
+from skyfab.outfit import Outfit
 from skyfab.parcel import FunctionParcel, pack_arguments, pack_function
+from skyfab.plugins.base import Plugin
 from skyfab.project import Project, Tree
 from skyfab.protocol import codec
 from skyfab.refs import Ref, put
 from skyfab.session import Session
-from skyfab.shell import Shell
 from skyfab.spread import Spread
 from skyfab.transport import transport_for
 
@@ -59,6 +57,7 @@ class Compute:
         nodes: int | None = None,
         ranks: int | Literal["auto"] = "auto",
         image: Image | None = None,
+        plugins: Sequence[Plugin] = (),
         env: Mapping[str, str] | None = None,
         lease: float = 60,
         timeout: float | None = None,
@@ -74,7 +73,8 @@ class Compute:
         self.selected = self.inventory.select(hosts, nodes=nodes)
         """The hosts that were asked for."""
         self._image = image or Image()
-        check(self._image, local_python())
+        self._plugins = tuple(plugins)
+        self._outfit = Outfit(self.selected, self._image, self._plugins)
         self._ranks = ranks
         self._env = dict(env or {})
         self._lease = lease
@@ -82,6 +82,7 @@ class Compute:
         self._ui = ui
         self.events = Events()
         self._project = Project(self._image)
+        self._around = contextlib.ExitStack()
         self._queue = Queue(self._started)
         self._gangs = Gangs(self._env_of)
         self._lock = threading.Lock()
@@ -124,14 +125,20 @@ class Compute:
         )
         self._synced = None
         self._open = True
+        try:
+            for plugin in self._plugins:
+                self._around.enter_context(plugin.around_client(self))
+        except BaseException:
+            self.close()
+            raise
 
     def _connect(self) -> list[Node]:
-        self._preparation = Preparation(self._image, self.selected, local_python())
+        self._outfit.begin()
         nodes = self._opening = [self._node(index, host) for index, host in enumerate(self.selected)]
         ahead = threading.Thread(target=self._look_ahead, daemon=True)
         ahead.start()
         try:
-            open_all(nodes, self.events, failed=lambda node: self._preparation.meet(node.host, None))
+            open_all(nodes, self.events, failed=lambda node: self._outfit.failed(node.host))
         finally:
             ahead.join()
         return nodes
@@ -143,28 +150,17 @@ class Compute:
 
     def _node(self, index: int, host: Host) -> Node:
         session = f"{self._session}-{index}"  # two names may be one machine
-        python, prepare = self._interpreter(host, session)
+        python, prepare = self._outfit.interpreter(host, session, Progress(self.events, host.name))
         launch = Launch(host=host, session=session, bundle=bundle(), python=python, prepare=prepare)
         listener = Hearing(self.events, self._gangs, self._queue)
         talk = Session(host, transport_for(host, self.inventory), launch, listener, lease=self._lease)
         node = listener.node = Node(index, host, self.inventory, talk)
         return node
 
-    def _interpreter(self, host: Host, session: str) -> tuple[str, Callable[[Shell], str | None] | None]:
-        """What a host is asked for first, and how it gets that where it is not there."""
-        named = self._image.python if self._image.python != "auto" else host.python
-        own = self._preparation.is_empty
-        if self._image.python.startswith("/") or (own and named not in ("auto", local_python())):
-            return named, None
-        if own and host.transport == "local":
-            return sys.executable, None
-        report = Progress(self.events, host.name)
-        prepare = functools.partial(self._preparation.prepare, host, session=session, report=report)
-        return self._preparation.guess(host), prepare
-
     def close(self) -> None:
         """Ends every process of the pool on every host."""
         if self._open:
+            self._around.close()
             self._open = False
             self._queue.fail_all()
             close_all(self.hosts)
@@ -227,9 +223,14 @@ class Compute:
         timeout = self._timeout_of(call.function)
         label = call.function.label
         if on == "all":
-            gang = self._gangs.current(self.hosts, [self._ranks_on(node) for node in self.hosts], tree)
-            ended = self._started(label, *(node.name for node in self.hosts))
-            return gang.call(function, arguments, timeout=timeout, label=label, ended=ended)
+            ranks = [self._ranks_on(node) for node in self.hosts]
+
+            def start(attempt: int) -> CallFuture:
+                gang = self._gangs.current(self.hosts, ranks, tree, attempt=attempt)
+                ended = self._started(label, *(node.name for node in self.hosts))
+                return gang.call(function, arguments, timeout=timeout, label=label, ended=ended)
+
+            return insist(start, call.function.retries)
         node = None if on == "one" else self.hosts[0] if on == "head" else self._named(on)
         task = Task(function, arguments, label=label, timeout=timeout, on=node)
         self._queue.add(task)
@@ -254,7 +255,7 @@ class Compute:
         self._check_open()
         fn = as_function(function)
         calls = [fn(*arguments) for arguments in zip(*items, strict=False)]
-        parcel = pack_function(fn)
+        parcel = pack_function(fn, self._plugins)
         self._sync_tree()
         slots = sum(node.host.slots for node in self.hosts)
         future = Spread(self._queue, parcel, calls, slots=slots, timeout=self._timeout_of(fn)).start()
@@ -274,7 +275,7 @@ class Compute:
             raise UsageError(f"{call!r:.80} is not a call", hint="decorate the function with @sky.function and call it")
         if not self._open:
             self._check_open()
-        return pack_function(call.function), pack_arguments(call), self._sync_tree()
+        return pack_function(call.function, self._plugins), pack_arguments(call), self._sync_tree()
 
     def _wait(self, future: Future[R]) -> R:
         try:
@@ -329,7 +330,7 @@ class Compute:
         return SeatPlan(tree=tree, env=env, info=info)
 
     def _env_of(self, node: Node) -> dict[str, str]:
-        return {**node.host.env, **self._image.env, **self._env}
+        return {**node.host.env, **self._outfit.image_of(node.host).env, **self._env}
 
     def _started(self, label: str, *hosts: str) -> Callable[[BaseException | None], None]:
         """Tells that a call began on these hosts; returns what tells that it ended."""

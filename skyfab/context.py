@@ -32,6 +32,8 @@ class InstanceInfo(NamedTuple):
     peers: tuple[str, ...] = ()
     """The addresses of all nodes, in order."""
     job_id: str = ""
+    attempt: int = 0
+    """How often this call has been started before: see ``@sky.function(retries=…)``."""
 
     @property
     def is_head(self) -> bool:
@@ -46,6 +48,29 @@ def enter(info: InstanceInfo) -> None:
     """This process is that rank, from now on. Called once, by the rank itself."""
     global _current
     _current = info
+
+
+_listener = -1
+
+
+def hold_listener(fd: int) -> None:
+    """The head's process has this socket, which listens at `head_port` already."""
+    global _listener
+    _listener = fd
+
+
+def take_listener() -> int:
+    """The socket for the rendezvous, now the caller's; -1 where there is none."""
+    global _listener
+    fd, _listener = _listener, -1
+    return fd
+
+
+def close_listener() -> None:
+    """Nobody has taken it: its port is free for the function itself."""
+    fd = take_listener()
+    if fd >= 0:
+        os.close(fd)
 
 
 def instance_info() -> InstanceInfo:

@@ -33,7 +33,7 @@ class CallFuture(Future[Any]):
     def __init__(self) -> None:
         super().__init__()
         self.node: Node | None = None
-        self.on_cancel: Callable[[], None] | None = None
+        self.on_cancel: Callable[[], object] | None = None
         self._waiter: tuple[int, Node] | None = None
         """The thread that waits, and the node whose stream it reads meanwhile."""
 

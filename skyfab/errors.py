@@ -11,6 +11,7 @@
     │   ├── AuthenticationRefused            every key, agent and password was turned down
     │   ├── HostKeyRefused                   the host's key is unknown, or not the one on record
     │   ├── HostUnfit                        reached, but it cannot run us: no Python, a full disk
+    │   ├── PeersApart                       reached from here, but not from another host of the pool
     │   └── HostLost (ConnectionError)       it was there and is no more
     ├── PoolError (ExceptionGroup)           several hosts failed: all of them, at once
     ├── ProtocolError                        bytes that are not what the two sides agreed on
@@ -128,6 +129,10 @@ class HostKeyRefused(HostError):
 
 class HostUnfit(HostError):
     """The host was reached but cannot run skyfab: no Python, no room, another version."""
+
+
+class PeersApart(HostError):
+    """Two hosts of a pool cannot talk to each other, as ranks must."""
 
 
 class HostLost(HostError, ConnectionError):

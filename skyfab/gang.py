@@ -12,11 +12,12 @@ from typing import Any, Final
 from skyfab.answers import resolve
 from skyfab.dispatch import CallFuture
 from skyfab.errors import BroadcastError, HostLost, SkyfabError
+from skyfab.meeting import Meeting
 from skyfab.node import Node, SeatPlan
 from skyfab.parcel import FunctionParcel
 from skyfab.protocol import codec, messages
 
-GRACE: Final = 5.0
+GRACE: Final = 2.0
 """Seconds that the other ranks have left when one has failed: they may wait for it in vain."""
 
 
@@ -43,17 +44,19 @@ class Gang:
         *,
         name: str,
         tree: str,
-        port: int,
+        meeting: Meeting,
+        attempt: int,
         env: Callable[[Node], Mapping[str, str]],
     ) -> None:
         self.tree = tree
+        self.attempt = attempt
         self.broken = False
         self.rounds = 0
         """Calls under way."""
         self._retired = False
         self.members: list[Member] = []
         world = sum(ranks)
-        for node, local_world in zip(nodes, ranks, strict=True):
+        for place, (node, local_world) in enumerate(zip(nodes, ranks, strict=True)):
             for local in range(local_world):
                 info = {
                     "node": node.index,
@@ -63,14 +66,16 @@ class Gang:
                     "local_rank": local,
                     "local_world_size": local_world,
                     "head_addr": nodes[0].agent.address,
-                    "head_port": port,
+                    "head_port": meeting.port,
                     "hostname": node.agent.hostname,
                     "accelerators": len(node.gpus),
                     "total_accelerators": sum(len(n.gpus) for n in nodes),
                     "peers": [n.agent.address for n in nodes],
                     "job_id": name,
+                    "attempt": attempt,
                 }
-                plan = SeatPlan(tree=tree, env={**rank_env(info, node), **env(node)}, info=info)
+                ours = {**rank_env(info, node, meeting.interfaces[place]), **env(node)}
+                plan = SeatPlan(tree=tree, env=ours, info=info, port=0 if self.members else meeting.port)
                 self.members.append(Member(node, f"{name}.{local}", plan, len(self.members)))
 
     def retire(self) -> None:
@@ -201,8 +206,8 @@ class _Round:
             self.future.settle(self._results)
 
 
-def rank_env(info: Mapping[str, Any], node: Node) -> dict[str, str]:
-    """The variables that torchrun sets, for one rank."""
+def rank_env(info: Mapping[str, Any], node: Node, interface: str) -> dict[str, str]:
+    """The variables that torchrun sets, for one rank, and the interface that leads to the others."""
     env = {
         "MASTER_ADDR": info["head_addr"],
         "MASTER_PORT": info["head_port"],
@@ -217,4 +222,6 @@ def rank_env(info: Mapping[str, Any], node: Node) -> dict[str, str]:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, node.host.gpus))
     if info["local_world_size"] > 1:
         env["OMP_NUM_THREADS"] = 1
+    if interface:
+        env |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {key: str(value) for key, value in env.items()}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
+from skyfab.dispatch import CallFuture
 from skyfab.gang import Gang
+from skyfab.meeting import arrange
 from skyfab.node import Node
-from skyfab.protocol.messages import Done, Port
 
 
 class Gangs:
@@ -20,23 +22,29 @@ class Gangs:
         self._gang: Gang | None = None
         self._numbers = itertools.count(1)
         self._ranks: dict[tuple[int, str], int] = {}
+        self._interfaces: tuple[str, ...] | None = None
+        """Known once it has been looked whether the hosts reach each other."""
         self._lock = threading.Lock()
 
-    def current(self, nodes: Sequence[Node], ranks: Sequence[int], tree: str) -> Gang:
-        """The gang for a call, with so many ranks on each node. Raises what is wrong with a node that is lost."""
+    def current(self, nodes: Sequence[Node], ranks: Sequence[int], tree: str, *, attempt: int = 0) -> Gang:
+        """The gang for a call, with so many ranks on each node. Raises what is wrong with a node that is lost.
+
+        What is tried again gets a new one.
+        """
         with self._lock:
             gang = self._gang
-            if gang is not None and not gang.broken and gang.tree == tree:
+            if gang is not None and not gang.broken and gang.tree == tree and gang.attempt == attempt:
                 return gang
             if gang is not None:
                 gang.retire()
             for node in nodes:
                 if node.lost is not None:
                     raise node.lost
-            answer = nodes[0].session.ask(Port())
-            assert isinstance(answer, Done)
+            meeting = arrange(nodes, self._interfaces)
+            self._interfaces = meeting.interfaces
             name = f"gang{next(self._numbers)}"
-            gang = self._gang = Gang(nodes, ranks, name=name, tree=tree, port=int(answer.text), env=self._env)
+            gang = Gang(nodes, ranks, name=name, tree=tree, meeting=meeting, attempt=attempt, env=self._env)
+            self._gang = gang
             self._ranks.update({(member.node.index, member.seat): member.rank for member in gang.members})
             return gang
 
@@ -49,3 +57,32 @@ class Gangs:
         gang = self._gang
         if gang is not None and any(member.node is node and member.seat == seat for member in gang.members):
             gang.broken = True
+
+
+def insist(start: Callable[[int], CallFuture], retries: int) -> CallFuture:
+    """Starts a call, and again when it fails, so many times; `start` is told how often it has been started before."""
+    if not retries:
+        return start(0)
+    outer = CallFuture()
+
+    def attempt(number: int) -> None:
+        try:
+            inner = start(number)
+        except BaseException as error:
+            outer.settle(None, error)
+            return
+        outer.on_cancel = inner.cancel
+        Future.add_done_callback(inner, lambda _: done(inner, number))
+
+    def done(inner: CallFuture, number: int) -> None:
+        if inner.cancelled():
+            outer.cancel()
+        elif inner.exception() is None:
+            outer.settle(inner.result())
+        elif number < retries and not outer.done():  # not on the thread that reads: a new gang must be asked for
+            threading.Thread(target=attempt, args=(number + 1,), daemon=True).start()
+        else:
+            outer.settle(None, inner.exception())
+
+    attempt(0)
+    return outer

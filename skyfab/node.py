@@ -38,6 +38,8 @@ class SeatPlan:
     tree: str
     env: Mapping[str, str]
     info: Mapping[str, Any]
+    port: int = 0
+    """One that the host's agent holds: the process takes it over."""
 
 
 class Node:
@@ -173,7 +175,12 @@ class Node:
         self._seats[seat] = (plan, self._generation)
         self.session.send(
             messages.Spawn(
-                seat=seat, generation=self._generation, tree=plan.tree, env=dict(plan.env), info=dict(plan.info)
+                seat=seat,
+                generation=self._generation,
+                tree=plan.tree,
+                env=dict(plan.env),
+                info=dict(plan.info),
+                port=plan.port,
             )
         )
 

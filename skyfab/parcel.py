@@ -34,22 +34,22 @@ class FunctionParcel:
     payload: codec.Payload
 
 
-def pack_function(function: Function[..., Any]) -> FunctionParcel:
-    """The function's parcel. Raises NotPicklable."""
+def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = ()) -> FunctionParcel:
+    """The function's parcel, with the plugins that must be at work around it. Raises NotPicklable."""
     fn = function.fn
     state = _state(fn)
     if state is not None:
         known = function.packed
-        if known is not None and known[0] == state:
+        if known is not None and known[0] == state and known[2] is plugins:
             return known[1]  # type: ignore[no-any-return]  # only this module sets it
     by_name = function.is_importable
     try:
-        payload = codec.dumps((function if by_name else fn, by_name, {} if by_name else _sources(fn)))
+        payload = codec.dumps((function if by_name else fn, by_name, {} if by_name else _sources(fn), plugins))
     except Exception as error:
         raise NotPicklable(f"{function.label} cannot be pickled: {error}", hint=_culprit(fn)) from error
     parcel = FunctionParcel(_digest(payload), payload)
     if state is not None:
-        function.packed = (state, parcel)
+        function.packed = (state, parcel, plugins)
     return parcel
 
 

@@ -217,7 +217,7 @@ def test_a_process_that_is_gone_holds_nothing() -> None:
 def test_a_taste_of_every_row(row: Row, lab: Lab) -> None:
     results = list(row.run(Arena.on(lab, TASTE)))
     assert results
-    assert all(found.row == row.name and found.ours.median > 0 for found in results)
+    assert all(found.row == row.name and found.ours.median >= 0 for found in results)
     assert table.text(results)
 
 

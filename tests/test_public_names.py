@@ -35,6 +35,7 @@ NAMES = [
     "Inventory",
     "InventoryError",
     "NotPicklable",
+    "PeersApart",
     "PipIndex",
     "PoolError",
     "ProtocolError",

@@ -16,6 +16,7 @@ import time
 
 from skyfab.agent.connection import Connection
 from skyfab.agent.machine import Machine
+from skyfab.agent.ports import Ports, reach
 from skyfab.agent.seat import Running, Seat
 from skyfab.agent.seats import Seats
 from skyfab.agent.store import Store, Writer
@@ -55,6 +56,7 @@ class Agent:
         self._connection: Connection | None = None
         self._routes: dict[int, Route] = {}
         self._missing: dict[int, int] = {}
+        self._ports = Ports()
         self._functions: dict[str, tuple[bytes, bytes | Assembly]] = {}
         self._lease = _FIRST_LEASE
         self._silent_since = time.monotonic()
@@ -115,6 +117,7 @@ class Agent:
         import shutil
 
         self._seats.close()
+        self._ports.close_all()
         self._listener.close()
         os.chdir("/")
         shutil.rmtree(self._run, ignore_errors=True)
@@ -273,7 +276,7 @@ class Agent:
             "path": self._store.roots(message.tree) if message.tree else [],
             "stores": self._store.folders,
         }
-        self._seats.spawn(message.seat, message.generation, request)
+        self._seats.spawn(message.seat, message.generation, request, self._ports.hand_over(message.port))
 
     def _call(self, stream: int, message: messages.Call, head: bytes, data: Data) -> None:
         seat = self._seats.get(message.seat)
@@ -364,9 +367,14 @@ class Agent:
         self._mux.send(stream, Done().encode())
 
     def _port(self, stream: int, message: messages.Port, head: bytes, data: Data) -> None:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            self._mux.send(stream, Done(text=str(probe.getsockname()[1])).encode())
+        self._mux.send(stream, Done(text=str(self._ports.open(self._machine.address))).encode())
+
+    def _unport(self, stream: int, message: messages.Unport, head: bytes, data: Data) -> None:
+        self._ports.close(message.port)
+
+    def _reach(self, stream: int, message: messages.Reach, head: bytes, data: Data) -> None:
+        failed, interface = reach(message.peers)
+        self._mux.send(stream, messages.Reached(failed=failed, interface=interface).encode())
 
 
 _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
@@ -381,4 +389,6 @@ _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
     messages.Blob: Agent._blob,
     messages.Tree: Agent._tree,
     messages.Port: Agent._port,
+    messages.Unport: Agent._unport,
+    messages.Reach: Agent._reach,
 }

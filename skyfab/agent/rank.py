@@ -40,7 +40,11 @@ _FAMILIAR = 1024
 def main(source: int, sink: int, request: dict[str, Any]) -> None:
     """Serves calls until the agent closes its end."""
     _settle(request)
-    Rank(source, sink, request["stores"]).serve()
+    rank = Rank(source, sink, request["stores"])
+    try:
+        rank.serve()
+    finally:
+        rank.close()
 
 
 def _settle(request: dict[str, Any]) -> None:
@@ -56,6 +60,7 @@ def _settle(request: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(sys.stderr)
     info = request["info"]
+    context.hold_listener(request["listener"])
     context.enter(context.InstanceInfo(**{**info, "peers": tuple(info["peers"])}))
 
 
@@ -77,8 +82,18 @@ class Rank:
         self._functions: dict[str, Any] = {}
         self._familiar: dict[bytes, Any] = {}
         """Heads of small calls that have been made before, and the functions that they name."""
+        self._hooks = contextlib.ExitStack()
+        """What plugins want done when this process ends in good order."""
+        self._entered = False
         self._fflush = ctypes.CDLL(None).fflush
         self._fflush.argtypes = [ctypes.c_void_p]
+
+    def close(self) -> None:
+        """The agent has closed its end."""
+        try:
+            self._hooks.close()
+        except Exception:
+            sys.stderr.write(_trace(sys.exc_info()[1]))  # type: ignore[arg-type]
 
     def serve(self) -> None:
         while True:
@@ -191,14 +206,32 @@ class Rank:
     def _function(self, digest: str) -> Any:
         found = self._functions[digest]
         if isinstance(found, list):  # called for the first time
-            function, wrapped, sources = codec.loads(found[0], found[1:])
+            function, wrapped, sources, plugins = codec.loads(found[0], found[1:])
             function = function.fn if wrapped else function
+            if plugins:
+                function = self._surround(function, plugins)
+            context.close_listener()  # whoever wants to listen there may do so now
             for filename, text in sources.items():  # so that tracebacks show the lines
                 import linecache
 
                 linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
             found = self._functions[digest] = function
         return found
+
+    def _surround(self, function: Any, plugins: tuple[Any, ...]) -> Any:
+        """Enters the pool's plugins for the rest of this process, once, and around each call of the function."""
+        if not self._entered:
+            self._entered = True
+            for plugin in plugins:
+                self._hooks.enter_context(plugin.around_process(context.instance_info()))
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as around:
+                for plugin in plugins:
+                    around.enter_context(plugin.around_call(context.instance_info()))
+                return function(*args, **kwargs)
+
+        return inside
 
     def _raised(self, stream: int, error: BaseException) -> None:
         text = _trace(error)

@@ -11,6 +11,7 @@ import io
 import itertools
 import os
 import select
+import signal
 from collections import deque
 
 from skyfab.errors import ProtocolError
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 else:
     Protocol = object
 
+_LAST_WORDS: Final = 2.0
+"""Seconds from SIGTERM to SIGKILL."""
 _BACKLOG: Final = 2 * 1024 * 1024
 """Bytes of an answer that may wait for the connection before the rank is left waiting."""
 
@@ -68,7 +71,7 @@ class Owner(Protocol):
     def now(self) -> float: ...
     def flush(self) -> None: ...
     def relay(self, frame: memoryview) -> bool: ...
-    def kill(self, seat: Seat) -> None: ...
+    def kill(self, seat: Seat, number: int = ...) -> None: ...
     def abandon(self, stream: int) -> None: ...
     def drain(self, log: LogPipe) -> None: ...
     def writable(self, seat: Seat, wanted: bool) -> None: ...
@@ -99,6 +102,8 @@ class Seat:
         """The rank's pipe is full: somebody watches for room in it."""
         self.paused = False
         self.condemned = False
+        self._doom: float | None = None
+        """When it is ended by force, if it has not ended by itself."""
         self._recv_into = io.FileIO(self.source, closefd=False).readinto
         self._poll = select.poll()
         for log in logs:
@@ -303,11 +308,17 @@ class Seat:
     # ---- endings
 
     def check_time(self, now: float) -> float | None:
-        """Ends a call that is past its time; else says when to look again."""
+        """Ends a call that is past its time, or a process past its last words; else says when to look again."""
+        if self._doom is not None:
+            if self._doom > now:
+                return self._doom
+            self._doom = None
+            self.kill()
+            return None
         deadline = self.calls[0].deadline if self.calls else None
         if deadline is not None and deadline <= now:
             self.condemn("timeout")
-            return None
+            return self._doom
         return deadline
 
     def cancel(self, stream: int) -> None:
@@ -330,7 +341,23 @@ class Seat:
         if self.calls:
             self.calls[0].deadline = None
             self.calls[0].verdict = self.calls[0].verdict or verdict
-        self.kill()
+        if not self.condemned:
+            self.condemned = True
+            self._doom = self._owner.now() + _LAST_WORDS
+            self._owner.timed.add(self)
+            self._owner.kill(self, signal.SIGTERM)
+
+    def dismiss(self) -> bool:
+        """Lets a process that has nothing to do end by itself, as it likes. False: it must be killed."""
+        if self.calls or self._out or self.condemned:
+            return False
+        self.condemned = True
+        self._doom = self._owner.now() + _LAST_WORDS
+        self._owner.timed.add(self)
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # the number stays ours: others may look at it
+        os.dup2(nowhere, self.sink)
+        os.close(nowhere)
+        return True
 
     def kill(self) -> None:
         """Ends the process and its group."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import time
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 
 _FAMILIAR: Final = 1024
+_FAREWELL: Final = 1.0
+"""Seconds that processes have to leave when the pool closes."""
 
 
 class Seats:
@@ -70,8 +73,8 @@ class Seats:
     def __iter__(self) -> Iterator[Seat]:
         return iter(list(self._seats.values()))
 
-    def spawn(self, name: str, generation: int, request: dict[str, Any]) -> None:
-        """Starts a process in a seat, in place of the one that is there."""
+    def spawn(self, name: str, generation: int, request: dict[str, Any], listener: int = -1) -> None:
+        """Starts a process in a seat, in place of the one that is there; it inherits `listener`, if that is one."""
         if not name.replace(".", "").replace("-", "").isalnum():  # it names files
             raise ProtocolError(f"not the name of a seat: {name!r:.80}")
         old = self._seats.get(name)
@@ -82,7 +85,7 @@ class Seats:
         logs = [self._log(name, fd) for fd in (1, 2)]
         self._started += 1
         seat = self._seats[name] = Seat(self, self._started, name, generation, logs)
-        theirs = [*seat.rank_ends, *(log.sink for log in logs)]
+        theirs = [*seat.rank_ends, *(log.sink for log in logs), *([listener] if listener >= 0 else [])]
         self._zygote.spawn({"id": seat.number, "seat": name, **request}, theirs)
         for fd in theirs:
             os.close(fd)
@@ -111,14 +114,14 @@ class Seats:
     def release(self, name: str) -> None:
         """Ends the process in a seat."""
         seat = self._seats.get(name)
-        if seat is not None:
+        if seat is not None and not seat.dismiss():
             seat.kill()
 
     def now(self) -> float:
         return time.monotonic()
 
-    def kill(self, seat: Seat) -> None:
-        self._zygote.kill(seat.number)
+    def kill(self, seat: Seat, number: int = signal.SIGKILL) -> None:
+        self._zygote.kill(seat.number, number)
 
     def writable(self, seat: Seat, wanted: bool) -> None:
         if wanted:
@@ -215,5 +218,11 @@ class Seats:
         seat.close()
 
     def close(self) -> None:
-        """Ends every process."""
+        """Ends every process; those that have nothing to do may do so by themselves."""
+        leaving = {seat.number for seat in self if seat.dismiss()}
+        deadline = self.now() + _FAREWELL
+        with contextlib.suppress(EOFError):
+            while leaving and (left := deadline - self.now()) > 0:
+                select.select([self._zygote], [], [], left)
+                leaving -= {number for what, number, _ in self._zygote.notices() if what == "ended"}
         self._zygote.close()

@@ -43,9 +43,9 @@ class Zygote:
         """Asks for a rank with these descriptors as its source, sink, stdout and stderr; ``request["id"]`` names it."""
         self._tell(request, fds)
 
-    def kill(self, rank: int) -> None:
-        """Ends a rank and its process group. Only its parent can do so without ever hitting a stranger."""
-        self._tell({"kill": rank}, [])
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to a rank and its process group. Only its parent can do so without ever hitting a stranger."""
+        self._tell({"kill": rank, "signal": number}, [])
 
     def _tell(self, document: dict[str, Any], fds: list[int]) -> None:
         self._socket.setblocking(True)
@@ -162,7 +162,7 @@ def _attend(
                 return
             request = json.loads(data)
             if "kill" in request:
-                _kill([pid for pid, rank in children.items() if rank == request["kill"]])
+                _kill([pid for pid, rank in children.items() if rank == request["kill"]], request["signal"])
                 continue
             pid = os.fork()
             if not pid:
@@ -192,12 +192,13 @@ def _reap(children: dict[int, int], control: socket.socket) -> None:
             _say(control, "ended", children.pop(pid), os.waitstatus_to_exitcode(status))
 
 
-def _kill(pids: list[int]) -> None:
+def _kill(pids: list[int], number: int = signal.SIGKILL) -> None:
     for pid in pids:
-        with contextlib.suppress(OSError):
-            os.killpg(pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):  # one so young that it leads no group yet
-            os.kill(pid, signal.SIGKILL)
+        try:
+            os.killpg(pid, number)
+        except OSError:
+            with contextlib.suppress(OSError):  # one so young that it leads no group yet
+                os.kill(pid, number)
 
 
 def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: set[int], parent: int) -> NoReturn:
@@ -209,9 +210,10 @@ def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: s
             os.close(fd)
         os.setsid()
         _die_with(parent)
-        source, sink, out, err = fds
-        for fd in (source, sink):
+        source, sink, out, err, *listener = fds
+        for fd in (source, sink, *listener):
             os.set_inheritable(fd, False)
+        request["listener"] = listener[0] if listener else -1
         for fd, target in ((out, 1), (err, 2)):
             os.dup2(fd, target)
             os.close(fd)

@@ -118,6 +118,8 @@ class Spawn(Message):
     env: Mapping[str, str]
     info: Mapping[str, Any]
     """What `instance_info()` says there."""
+    port: int = 0
+    """One that was asked for with Port: the process inherits the socket that listens there."""
 
 
 class Call(Message):
@@ -195,9 +197,23 @@ class Tree(Message):
 
 
 class Port(Message):
-    """A free TCP port on the host; answered by Done with its number as text."""
+    """Listen at a free TCP port, until it is handed to a process or given up; answered by Done with its number."""
 
     op: ClassVar[str] = "port"
+
+
+class Unport(Message):
+    """Stop listening at a port. Not answered."""
+
+    op: ClassVar[str] = "unport"
+    port: int
+
+
+class Reach(Message):
+    """Which of these addresses, pairs of host and port, cannot be connected to within a second? Answered by Reached."""
+
+    op: ClassVar[str] = "reach"
+    peers: list[list[str]]
 
 
 # ---- from a host to this machine
@@ -236,6 +252,16 @@ class Missing(Message):
 
     op: ClassVar[str] = "missing"
     names: list[str]
+
+
+class Reached(Message):
+    """The answer to Reach."""
+
+    op: ClassVar[str] = "reached"
+    failed: list[list[str]]
+    """Those that could not be reached, each with the reason in place of the port."""
+    interface: str
+    """The network interface that leads to the first of them."""
 
 
 class Done(Message):

@@ -1,0 +1,48 @@
+"""What a plugin is: hooks around an environment, a process, a call and a pool. Each does nothing until it is written.
+
+A plugin travels to the hosts by pickle, and runs there in each process before the first function does::
+
+    class Seeded(sky.plugins.Plugin):
+        def __init__(self, seed):
+            self.seed = seed
+
+        @contextmanager
+        def around_call(self, info):
+            random.seed(self.seed + info.rank)
+            yield
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from skyfab.compute import Compute
+    from skyfab.context import InstanceInfo
+    from skyfab.host import Host
+    from skyfab.image import Image
+
+
+class Plugin:
+    """Derive from this and write the hooks that you need."""
+
+    def transform(self, image: Image, host: Host) -> Image:
+        """What the image must be on a host. Here, before anything is reached."""
+        return image
+
+    @contextmanager
+    def around_process(self, info: InstanceInfo) -> Iterator[None]:
+        """In each process on a host, from before its first call to its end."""
+        yield
+
+    @contextmanager
+    def around_call(self, info: InstanceInfo) -> Iterator[None]:
+        """In the process, around each call."""
+        yield
+
+    @contextmanager
+    def around_client(self, compute: Compute) -> Iterator[None]:
+        """Here, while the pool is open."""
+        yield

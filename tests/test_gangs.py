@@ -1,0 +1,139 @@
+"""Gangs: all ranks of all hosts, ready to meet before a function's first line; and what happens when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from stage.spot import Spot
+from stage.threads import at_once
+
+import skyfab as sky
+from skyfab.lab import Lab
+
+OpenPool = Callable[..., sky.Compute]
+
+
+@sky.function
+def environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
+@sky.function
+def listens() -> tuple[int, bool]:
+    """The head's port, and whether the head can bind it now."""
+    info = sky.instance_info()
+    if info.rank:
+        return info.head_port, True
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("", info.head_port))
+        return info.head_port, True
+
+
+# ---- meeting
+
+
+def test_a_port_is_bound_until_the_function_may_have_it(open_pool: OpenPool) -> None:
+    pool = open_pool("local", ranks=2)
+    (port, bound), (same, _) = listens() @ pool
+    assert port == same > 0
+    assert bound
+
+
+def test_two_gangs_on_one_host_never_share_a_port(open_pool: OpenPool) -> None:
+    pools = [open_pool("local", ranks=2) for _ in range(4)]
+    found = at_once(lambda pool: listens() @ pool, pools)
+    assert len({port for ranks in found for port, _ in ranks}) == len(pools)
+
+
+def test_ranks_of_several_hosts_know_the_interface_between_them(open_pool: OpenPool, namespaces: Lab) -> None:
+    for env in environment() @ open_pool("openssh", count=2):
+        assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"]
+        assert env["GLOO_SOCKET_IFNAME"] not in ("", "lo")
+
+
+def test_an_interface_can_be_named(open_pool: OpenPool, namespaces: Lab) -> None:
+    (env,) = environment() @ open_pool("openssh", host={"interface": "lo"})
+    assert env["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_hosts_that_cannot_reach_each_other_are_told_apart_at_once(open_pool: OpenPool, namespaces: Lab) -> None:
+    first, second = namespaces.hosts[:2]
+    pool = open_pool("openssh", count=2)
+    second.block(first)
+    try:
+        with pytest.raises((sky.PeersApart, sky.PoolError)) as raised:
+            environment() @ pool
+    finally:
+        second.unblock(first)
+    errors = [raised.value] if isinstance(raised.value, sky.PeersApart) else list(raised.value.exceptions)
+    assert any(error.host == "node2" and "node1" in error.message for error in errors)
+    assert "iptables" in str(errors[0].hint)
+    assert len(environment() @ pool) == 2, "and it works once they do"
+
+
+# ---- failure
+
+
+@pytest.mark.parametrize("transport", ["local", "openssh"])
+def test_ranks_that_wait_for_one_that_failed_are_stopped(open_pool: OpenPool, transport: str) -> None:
+    @sky.function
+    def uneven() -> None:
+        if sky.instance_info().rank == 1:
+            raise ValueError("only here")
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # stuck, and deaf
+        time.sleep(600)
+
+    pool = open_pool(transport, count=2, ranks=1)
+    with pytest.raises(sky.BroadcastError) as raised:
+        uneven() @ pool
+    assert isinstance(raised.value.exceptions[0], ValueError)
+    assert [info.rank for info in sky.function(sky.instance_info)() @ pool] == [0, 1], "the pool goes on"
+
+
+def test_a_rank_that_is_stopped_may_say_goodbye(open_pool: OpenPool, spot: Spot) -> None:
+    mark = spot / "saved"
+
+    @sky.function
+    def train() -> None:
+        def save(*_: object) -> None:
+            Path(mark).write_text("checkpoint")
+            os._exit(0)
+
+        if sky.instance_info().rank == 1:
+            raise ValueError("here")
+        signal.signal(signal.SIGTERM, save)
+        time.sleep(600)
+
+    with pytest.raises(sky.BroadcastError):
+        train() @ open_pool("local", count=2)
+    assert Path(mark).read_text() == "checkpoint"
+
+
+def test_a_call_is_started_again_as_often_as_it_says(open_pool: OpenPool) -> None:
+    @sky.function(retries=2)
+    def third_time() -> int:
+        attempt = sky.instance_info().attempt
+        if attempt < 2 and sky.instance_info().rank == 1:
+            os._exit(3)
+        return attempt
+
+    pool = open_pool("local", ranks=2)
+    assert third_time() @ pool == [2, 2]
+    assert [info.attempt for info in sky.function(sky.instance_info)() @ pool] == [0, 0]
+
+
+def test_a_call_that_fails_every_time_raises_its_last_failure(open_pool: OpenPool) -> None:
+    @sky.function(retries=1)
+    def never() -> None:
+        raise ValueError(f"attempt {sky.instance_info().attempt}")
+
+    with pytest.raises(sky.BroadcastError) as raised:
+        never() @ open_pool("local", ranks=2)
+    assert str(raised.value.exceptions[0]) == "attempt 1"

@@ -87,6 +87,24 @@ def train(
     run(hosts, inventory, epochs=_count("epochs", epochs), ranks=None if ranks is None else _count("ranks", ranks))
 
 
+@command(**SELECT, ranks="ranks on each host; one per GPU, or one", target="FILE.py, or FILE.py:function")
+def run(
+    _: Context, target: str, hosts: str | None = None, inventory: str | None = None, ranks: str | None = None
+) -> None:
+    """Run a script on every rank, as torchrun would.
+
+    run [--hosts=…] FILE.py[:function] -- ARGUMENTS: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the like are set, so
+    a script written for torchrun needs no change. What lies beside the script travels with it; data does not.
+    Without hosts: two ranks on this machine. Ends with 1 when it failed anywhere.
+
+        skyfab run --hosts=node1,node2 train.py -- --epochs 3
+        skyfab run --hosts=gpu --ranks=2 experiment.py:main
+    """
+    from skyfab.commands.run import run as start
+
+    start(target, _after_dashes(), hosts, inventory, ranks=None if ranks is None else _count("ranks", ranks))
+
+
 @command(**SELECT, json="print a list for programs")
 def hosts(_: Context, hosts: str | None = None, inventory: str | None = None, json: bool = False) -> int:
     """Show what each host is, or why it cannot be used.
@@ -113,9 +131,7 @@ def exec_(_: Context, hosts: str | None = None, inventory: str | None = None) ->
     """
     from skyfab.commands.shell import shell
 
-    # invoke keeps what comes after the dashes to itself.
-    words = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
-    return shell(" ".join(words), hosts, inventory)
+    return shell(" ".join(_after_dashes()), hosts, inventory)
 
 
 @command(
@@ -256,8 +272,13 @@ def status(_: Context) -> None:
         print("no lab is up\nhint: skyfab lab.up", file=sys.stderr)
 
 
-namespace = Collection(train, hosts, exec_, trust, prepare, gc, Collection("lab", up, down, status))
+namespace = Collection(train, run, hosts, exec_, trust, prepare, gc, Collection("lab", up, down, status))
 """All of skyfab's tasks. In a tasks.py of your own: ``from skyfab.cli import namespace``."""
+
+
+def _after_dashes() -> list[str]:
+    """invoke keeps what comes after the dashes to itself."""
+    return sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
 
 
 def _count(option: str, text: str, *, least: int = 1) -> int:

@@ -1,0 +1,57 @@
+"""A script, or a function of one, on every rank, as torchrun would start it: `skyfab run`."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from skyfab.calls import as_function
+from skyfab.compute import Compute
+from skyfab.errors import UsageError
+
+
+def run(target: str, arguments: Sequence[str], hosts: str | None, inventory: str | None, *, ranks: int | None) -> None:
+    """Runs FILE.py or FILE.py:function on every rank of the hosts, or on two ranks of this machine."""
+    script, function = _parsed(target)
+    if hosts is None and inventory is None:
+        hosts, ranks = "local", ranks or 2
+    # The script is this program, as far as its project goes: what lies beside it travels with it.
+    main = types.ModuleType("__main__")
+    main.__file__ = str(script)
+    sys.modules["__main__"] = main
+    with Compute(hosts, inventory=inventory, ranks=ranks or "auto") as compute:
+        perform = as_function(_perform)
+        perform.label = target
+        perform(script.name, function, list(arguments)) @ compute
+
+
+def _parsed(target: str) -> tuple[Path, str]:
+    name, colon, function = target.partition(":")
+    script = Path(name).expanduser()
+    if not script.is_file() or script.suffix != ".py":
+        raise UsageError(f"{name} is no Python file", hint="skyfab run FILE.py[:function] -- ARGUMENTS")
+    if colon and not function.isidentifier():
+        raise UsageError(f"{function!r} names no function", hint=f"skyfab run {name}:main")
+    return script.resolve(), function
+
+
+def _perform(name: str, function: str, arguments: list[str]) -> None:
+    """On a host: the file is somewhere on the path, where the project has been laid out."""
+    import importlib
+    import runpy
+    from pathlib import Path
+
+    path = next(str(Path(folder) / name) for folder in sys.path if (Path(folder) / name).is_file())
+    sys.argv = [path, *arguments]
+    if function:
+        found: Any = getattr(importlib.import_module(name.removesuffix(".py")), function)
+        getattr(found, "fn", found)(*arguments)
+        return
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise

@@ -1,0 +1,105 @@
+"""`skyfab run`: scripts that were written for torchrun, and functions, on every rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyfab.lab import Lab
+
+BESIDE = "def greet(name):\n    return f'hello {name}'\n"
+SCRIPT = """
+import argparse, os
+from beside import greet
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--name")
+print(greet(parser.parse_args().name), os.environ["RANK"], "of", os.environ["WORLD_SIZE"], __name__)
+
+def main(*words):
+    print("main", *words)
+"""
+DDP = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+print("total", total.item())
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name, text in {"beside.py": BESIDE, "script.py": SCRIPT, "ddp.py": DDP}.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def skyfab(project: Path, *words: str, inventory: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **({"SKYFAB_INVENTORY": str(inventory)} if inventory else {})}
+    argv = [sys.executable, "-m", "skyfab.cli", *words]
+    return subprocess.run(argv, cwd=project, env=env, capture_output=True, text=True, timeout=100)
+
+
+def test_a_script_runs_on_every_rank_with_its_arguments(project: Path) -> None:
+    ran = skyfab(project, "run", "script.py", "--", "--name", "ada lovelace")
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(ran.stdout.splitlines()) == [
+        f"local[{rank}] hello ada lovelace {rank} of 2 __main__" for rank in range(2)
+    ]
+
+
+def test_a_script_runs_on_hosts(project: Path, lab: Lab) -> None:
+    words = ("run", "--hosts=node1,node2", "--ranks=2", "script.py", "--", "--name=x")
+    ran = skyfab(project, *words, inventory=lab.inventory)
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(line.partition(" ")[0] for line in ran.stdout.splitlines()) == [
+        "node1[0]",
+        "node1[1]",
+        "node2[2]",
+        "node2[3]",
+    ]
+
+
+def test_a_function_of_a_file_runs(project: Path) -> None:
+    (project / "other.py").write_text("def main(*words):\n    print('main', *words)\n")
+    ran = skyfab(project, "run", "--ranks=1", "other.py:main", "--", "a", "b c")
+    assert ran.stdout == "local[0] main a b c\n", ran.stderr
+
+
+@pytest.mark.torch
+def test_a_script_written_for_torchrun_needs_no_change(project: Path, lab: Lab) -> None:
+    pytest.importorskip("torch")
+    ran = skyfab(project, "run", "--hosts=node1,node2", "ddp.py", inventory=lab.inventory)
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(ran.stdout.splitlines()) == ["node1[0] total 3.0", "node2[1] total 3.0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit(3)", 1, "sys.exit(3)"),
+        ("1 / 0", 1, "ZeroDivisionError"),
+        ("import no_such_module", 1, "no_such_module"),
+    ],
+)
+def test_how_a_script_ends_is_how_the_command_ends(project: Path, text: str, code: int, said: str) -> None:
+    (project / "end.py").write_text(text + "\n")
+    ran = skyfab(project, "run", "end.py")
+    assert ran.returncode == code
+    assert said in ran.stderr
+
+
+@pytest.mark.parametrize("words", [["nothing.py"], ["beside.txt"], ["script.py:no way"]])
+def test_what_cannot_be_run_is_said_before_anything_is_reached(project: Path, words: list[str]) -> None:
+    ran = skyfab(project, "run", *words)
+    assert ran.returncode == 2
+    assert "hint: skyfab run" in ran.stderr

@@ -17,6 +17,7 @@ _SPARSE: Final = 5.0
 """Seconds between two states of a bar where none can be overwritten."""
 _TICK: Final = 0.1
 """Seconds between two states of what is live on a terminal."""
+_COLUMNS: Final = "▁▂▃▄▅▆▇█"
 _SPINNER: Final = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _COLOURS: Final = tuple(f"\x1b[{code}m" for code in (36, 32, 33, 35, 34, 96, 92, 93, 95, 94))
 _DIM, _RED, _GREEN = "\x1b[2m", "\x1b[31m", "\x1b[32m"
@@ -205,3 +206,18 @@ def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collecti
         width = max(map(len, (name, *cells)))
         columns.append([cell.rjust(width) if name in right else cell.ljust(width) for cell in (name, *cells)])
     return "".join("  ".join(row).rstrip() + "\n" for row in zip(*columns, strict=True))
+
+
+def columns(values: Sequence[float], *, most: int = 60) -> str:
+    """Numbers as a small plot in one line: the lowest is the lowest, the highest the highest.
+
+    >>> columns([0, 1, 2, 3, 4, 5, 6, 7])
+    '▁▂▃▄▅▆▇█'
+    """
+    if len(values) > most:  # each column the mean of its share
+        step = len(values) / most
+        shares = [values[int(at * step) : max(int(at * step) + 1, int((at + 1) * step))] for at in range(most)]
+        values = [sum(share) / len(share) for share in shares]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    span = high - low or 1.0
+    return "".join(_COLUMNS[round((value - low) / span * (len(_COLUMNS) - 1))] for value in values)

@@ -22,7 +22,7 @@ from skyfab import context
 from skyfab.agent.store import map_blob
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import Assembly, split
-from skyfab.protocol.frames import CHUNK, DATA, HEAD, HEADER, Reader, data_header, frame
+from skyfab.protocol.frames import BYE, CHUNK, DATA, HEAD, HEADER, Reader, data_header, frame
 from skyfab.protocol.streams import SMALL
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
@@ -84,7 +84,8 @@ class Rank:
         """Heads of small calls that have been made before, and the functions that they name."""
         self._hooks = contextlib.ExitStack()
         """What plugins want done when this process ends in good order."""
-        self._entered = False
+        self._entered = self._spoiled = False
+        """The plugins are at work in this process; one of them failed, and the process must not be used again."""
         self._fflush = ctypes.CDLL(None).fflush
         self._fflush.argtypes = [ctypes.c_void_p]
 
@@ -107,7 +108,7 @@ class Rank:
                     self._familiar.clear()
                     for digest in message.digests:
                         self._functions.pop(digest, None)
-            if not self._reader.pump(self._recv_into):
+            if self._spoiled or not self._reader.pump(self._recv_into):
                 return
 
     # ---- receiving
@@ -221,9 +222,14 @@ class Rank:
     def _surround(self, function: Any, plugins: tuple[Any, ...]) -> Any:
         """Enters the pool's plugins for the rest of this process, once, and around each call of the function."""
         if not self._entered:
+            try:
+                for plugin in plugins:
+                    self._hooks.enter_context(plugin.around_process(context.instance_info()))
+            except BaseException:
+                self._spoiled = True
+                self._send(frame(BYE))  # no more calls, please
+                raise
             self._entered = True
-            for plugin in plugins:
-                self._hooks.enter_context(plugin.around_process(context.instance_info()))
 
         def inside(*args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as around:

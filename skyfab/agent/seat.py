@@ -17,7 +17,7 @@ from collections import deque
 from skyfab.errors import ProtocolError
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import inline_size
-from skyfab.protocol.frames import DATA, HEAD, HEADER, Reader, data_header
+from skyfab.protocol.frames import BYE, DATA, HEAD, HEADER, Reader, data_header
 from skyfab.protocol.pipes import widen
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
@@ -221,6 +221,9 @@ class Seat:
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         marks: tuple[int, ...] = ()
+        if kind == BYE:  # it ends after the answer that follows
+            self.condemned = True
+            return
         if kind == HEAD:
             if self._poll.poll(0):
                 for log in self.logs:

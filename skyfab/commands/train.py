@@ -1,21 +1,21 @@
-"""The main job: a small digit classifier goes out untrained, is trained on every rank, comes back: `skyfab train`."""
+"""The main job: a small digit classifier goes out untrained, is trained by all ranks together (DDP), comes back."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import time
-from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import skyfab
+from skyfab import plugins
 from skyfab.calls import Call, as_function
 from skyfab.compute import Compute
 from skyfab.errors import BroadcastError, RemoteTraceback, UsageError
 from skyfab.image import Image
-from skyfab.ui import table
+from skyfab.ui import columns
 
 
 def train(hosts: str | None, inventory: str | None, *, epochs: int, ranks: int | None) -> None:
@@ -38,11 +38,10 @@ def train(hosts: str | None, inventory: str | None, *, epochs: int, ranks: int |
         _say(f"training on {_counted(compute.world_size, 'rank')} of {_counted(len(compute.hosts), 'host')}")
         trained = _broadcast(compute, as_function(digits.train)(model, data.x_train, data.y_train, epochs))
         done = time.monotonic()
-        places = [node.name for node in compute.hosts for _ in range(ranks or max(1, len(node.gpus)))]
 
-    model = digits.average([rank.model for rank in trained])
+    model = trained[0].model  # all ranks have the same
     after = digits.evaluate(model, data.x_test, data.y_test)
-    _table([rank.history[-1] for rank in trained], places)
+    _plot(trained[0].history)
     _say(f"evaluated here: {_percent(before)} before, {_percent(after)} after")
     _say(f"connect {calling - opening:.1f} s, train {done - calling:.1f} s, {time.monotonic() - started:.1f} s in all")
 
@@ -59,19 +58,7 @@ def _example() -> Path:
 def _pool(hosts: str | None, inventory: str | None, ranks: int | None, folder: Path) -> Compute:
     # Only the example's module goes along, wherever it is installed and whatever else is loaded here.
     image = Image(includes=(str(folder / "digits.py"),), excludes=("*", "!/digits.py"))
-    pool = Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=image)
-    if all(host.transport == "local" or host.python != "auto" for host in pool.selected):
-        return pool  # interpreters that somebody has chosen have what it takes
-    return Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=replace(image, pip=_torch()))
-
-
-def _torch() -> tuple[str, ...]:
-    """What hosts need: torch as it is here."""
-    try:
-        found = version("torch").partition("+")[0]
-    except PackageNotFoundError:
-        return ()  # said in a moment, where it is needed first
-    return (f"torch=={found}", "numpy")
+    return Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=image, plugins=[plugins.torch()])
 
 
 def _imported(folder: Path) -> Any:
@@ -102,12 +89,13 @@ def _broadcast(compute: Compute, call: Call[Any]) -> list[Any]:
         raise
 
 
-def _table(epochs: list[Any], places: list[str]) -> None:
-    rows = [
-        (str(rank), place, f"{epoch.loss:.3f}", _percent(epoch.accuracy))
-        for rank, (place, epoch) in enumerate(zip(places, epochs, strict=True))
-    ]
-    table(("rank", "host", "loss", "accuracy"), rows, right=("rank", "loss", "accuracy"))
+def _plot(history: Sequence[Any]) -> None:
+    """Loss and accuracy, a column for each epoch."""
+    for name, values, last in (
+        ("loss", [epoch.loss for epoch in history], f"{history[-1].loss:.3f}"),
+        ("accuracy", [epoch.accuracy for epoch in history], _percent(history[-1].accuracy)),
+    ):
+        _say(f"{name:<8} {columns(values)} {last}")
 
 
 def _say(text: str) -> None:

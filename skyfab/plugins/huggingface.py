@@ -1,0 +1,45 @@
+"""Hugging Face: its libraries, and a token that reaches the functions' processes and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from skyfab.plugins.base import Plugin
+from skyfab.plugins.packages import with_packages
+
+if TYPE_CHECKING:
+    from skyfab.context import InstanceInfo
+    from skyfab.host import Host
+    from skyfab.image import Image
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class HuggingFace(Plugin):
+    """Made by `huggingface`, which says what the field means."""
+
+    token: str | None = None
+
+    def __repr__(self) -> str:
+        return f"HuggingFace(token={'None' if self.token is None else '[secret]'})"
+
+    def transform(self, image: Image, host: Host) -> Image:
+        return with_packages(image, host, "transformers", "datasets", "tokenizers")
+
+    @contextmanager
+    def around_process(self, info: InstanceInfo) -> Iterator[None]:
+        if self.token is not None:
+            os.environ["HF_TOKEN"] = self.token
+        yield
+
+
+def huggingface(token: str | None = None) -> HuggingFace:
+    """transformers, datasets and tokenizers on every host; `token` is ``HF_TOKEN`` in the processes there.
+
+    It travels inside the SSH connection and is written to no file. The Trainer finds rank and world size as
+    torchrun would say them; with `plugins.torch` it finds the process group too.
+    """
+    return HuggingFace(token=token)

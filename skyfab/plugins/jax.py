@@ -1,0 +1,68 @@
+"""JAX: one runtime over all ranks, so that every rank sees the devices of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from skyfab import context
+from skyfab.plugins.base import Plugin
+from skyfab.plugins.packages import with_packages
+
+if TYPE_CHECKING:
+    from skyfab.context import InstanceInfo
+    from skyfab.host import Host
+    from skyfab.image import Image
+
+PATIENCE: Final = 60
+"""Seconds that the ranks wait for each other, once they have loaded jax."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jax(Plugin):
+    """Made by `jax`, which says what the field means."""
+
+    extra: str | None = None
+
+    def transform(self, image: Image, host: Host) -> Image:
+        return with_packages(image, host, f"jax[{self.extra}]" if self.extra else "jax")
+
+    @contextmanager
+    def around_process(self, info: InstanceInfo) -> Iterator[None]:
+        if info.world_size < 2:
+            yield
+            return
+        import jax
+
+        context.close_listener()  # the head's jax listens there itself; the others try until it does
+        address = f"[{info.head_addr}]" if ":" in info.head_addr else info.head_addr
+        jax.distributed.initialize(
+            coordinator_address=f"{address}:{info.head_port}",
+            num_processes=info.world_size,
+            process_id=info.rank,
+            local_device_ids=_own_devices(info),
+            cluster_detection_method="deactivate",  # all is said: Slurm's variables are somebody else's
+            initialization_timeout=PATIENCE,
+        )
+        try:
+            yield
+        finally:
+            jax.distributed.shutdown()
+
+
+def jax(extra: str | None = None) -> Jax:
+    """JAX on every host, initialized over all ranks of ``@``: ``jax.devices()`` are those of all hosts.
+
+    `extra` is the build, as in ``jax[cuda12]``; without it, the CPU's. Not together with `plugins.torch` in one pool:
+    both meet at the head's port.
+    """
+    return Jax(extra=extra)
+
+
+def _own_devices(info: InstanceInfo) -> list[int] | None:
+    """One GPU for each rank of a host; all of them for its only rank."""
+    if not info.accelerators or info.local_world_size == 1:
+        return None
+    return [info.local_rank % info.accelerators]

@@ -1,0 +1,66 @@
+"""Keras: its backend, chosen before anybody imports it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from skyfab.errors import UsageError
+from skyfab.plugins.base import Plugin
+from skyfab.plugins.packages import with_packages
+from skyfab.plugins.torch import Torch
+
+if TYPE_CHECKING:
+    from skyfab.context import InstanceInfo
+    from skyfab.host import Host
+    from skyfab.image import Image
+
+Backend = Literal["torch", "jax", "tensorflow", "numpy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keras(Plugin):
+    """Made by `keras`, which says what the field means."""
+
+    backend: Backend = "torch"
+
+    def __post_init__(self) -> None:
+        if self.backend not in get_args(Backend):
+            raise UsageError(f"keras(backend={self.backend!r})", hint=f"one of {', '.join(get_args(Backend))}")
+
+    def transform(self, image: Image, host: Host) -> Image:
+        image = with_packages(image, host, "keras")
+        if self.backend == "torch":  # in the version that `plugins.torch` would name
+            return Torch().transform(image, host)
+        return with_packages(image, host, self.backend)
+
+    @contextmanager
+    def around_process(self, info: InstanceInfo) -> Iterator[None]:
+        loaded = _loaded()
+        if loaded not in (None, self.backend):
+            raise UsageError(
+                f"keras is loaded already, with the backend {loaded!r}: it cannot become {self.backend!r}",
+                hint="put keras before the plugins that import it",
+            )
+        os.environ["KERAS_BACKEND"] = self.backend
+        yield
+
+
+def keras(backend: Backend = "torch") -> Keras:
+    """Keras on every host, on top of `backend`, which is installed with it.
+
+    For training over several ranks, add the backend's own plugin: ``[plugins.jax(), plugins.keras(backend="jax")]``.
+    """
+    return Keras(backend=backend)
+
+
+def _loaded() -> str | None:
+    """The backend of the keras that this process has imported."""
+    module = sys.modules.get("keras")
+    if module is None:
+        return None
+    return str(module.backend.backend())

@@ -1,0 +1,199 @@
+"""PyTorch: the build that suits each host, and a process group that is there before a function's first line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from skyfab import context
+from skyfab.errors import UsageError
+from skyfab.plugins.base import Plugin
+from skyfab.plugins.packages import canonical, named, pinned, used_as_it_is, with_packages
+
+if TYPE_CHECKING:
+    from skyfab.context import InstanceInfo
+    from skyfab.host import Host
+    from skyfab.image import Image
+
+INDEX: Final = "https://download.pytorch.org/whl"
+"""Where PyTorch keeps its builds, one index for each."""
+PATIENCE: Final = 60.0
+"""Seconds that the ranks wait for each other, once they have loaded torch."""
+_BUILD: Final = re.compile(r"auto|cpu|cu\d+|rocm[\d.]+|xpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torch(Plugin):
+    """Made by `torch`, which says what the fields mean."""
+
+    backend: str | None = None
+    cuda: str = "auto"
+    version: str = "auto"
+    vision: bool | str | None = None
+    audio: bool | str | None = None
+
+    def __post_init__(self) -> None:
+        if not _BUILD.fullmatch(self.cuda):
+            raise UsageError(
+                f"torch(cuda={self.cuda!r}) is no build of PyTorch",
+                hint='"auto", "cpu", or as in "cu128" and "rocm6.4"',
+            )
+
+    def transform(self, image: Image, host: Host) -> Image:
+        if used_as_it_is(image, host):
+            return image
+        release = None if "torch" in named(image) else self.release()
+        wanted = [pinned("torch", release), "numpy"]
+        if self.vision:
+            wanted.append(_companion("torchvision", self.vision, release))
+        if self.audio:
+            wanted.append(_companion("torchaudio", self.audio, release))
+        return self._with_index(with_packages(image, host, *wanted))
+
+    def release(self) -> str | None:
+        """The version that hosts get; None where any will do."""
+        if self.version != "auto":
+            return None if self.version == "latest" else self.version
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("torch").partition("+")[0]
+        except PackageNotFoundError:
+            return None
+
+    def _with_index(self, image: Image) -> Image:
+        from skyfab.image import PipIndex
+
+        scoped = {canonical(name) for index in image.pip_indexes for name in index.packages}
+        packages = [name for name in ("torch", "torchvision", "torchaudio") if name not in scoped]
+        if self.cuda == "auto" or "torch" in scoped:
+            return image
+        if self.cuda.startswith("rocm"):  # what it brings along is there as well, and nowhere else
+            packages += ["pytorch-triton-rocm", "triton-rocm"]
+        index = PipIndex(f"{INDEX}/{self.cuda}", tuple(packages))
+        return replace(image, pip_indexes=(*image.pip_indexes, index))
+
+    @contextmanager
+    def around_process(self, info: InstanceInfo) -> Iterator[None]:
+        if "RANK" not in os.environ or not info.head_port:
+            yield  # a solo call: the first device is the current one, and there is nobody to wait for
+            return
+        import torch.distributed as dist
+
+        store = self._join(info)
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            del store  # the head's is where the others have met: it stays until here
+
+    def _join(self, info: InstanceInfo) -> Any:
+        """Makes the process group; returns what must live as long as that does."""
+        import torch
+        import torch.distributed as dist
+
+        _choose_interface()
+        device, able = _own_device(info)
+        store = _open_store(info)
+        agreed = _meet(store, info, "nccl" if able else "gloo")
+        backend = self.backend or ("nccl" if agreed == {"nccl"} else "gloo")
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # env:// joins the store that is there
+        bound = torch.device("cuda", device) if device is not None and "nccl" in backend else None
+        dist.init_process_group(backend, init_method="env://", device_id=bound)
+        return store
+
+
+def torch(
+    backend: str | None = None,
+    cuda: str = "auto",
+    version: str = "auto",
+    vision: bool | str | None = None,
+    audio: bool | str | None = None,
+) -> Torch:
+    """PyTorch on every host, and one process group over all ranks of ``@``.
+
+    `backend` is NCCL where every rank has a GPU of its own, else gloo. `cuda` is the build: ``"auto"`` goes by each
+    host's driver, ``"cpu"`` or ``"cu128"`` say it. `version` is by default the one that is installed here; `vision`
+    and `audio` add torchvision and torchaudio, ``True`` in the version that belongs to torch's.
+    """
+    return Torch(backend=backend, cuda=cuda, version=version, vision=vision, audio=audio)
+
+
+# ---- the process group
+
+
+def _choose_interface() -> None:
+    """Traffic between ranks takes the interface that leads to the other hosts, unless the user has said which."""
+    interface = os.environ.get("SKYFAB_INTERFACE")
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _own_device(info: InstanceInfo) -> tuple[int | None, bool]:
+    """Makes this rank's GPU the current one: its number, if there is one, and whether no other rank has it."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return None, False
+    device = info.local_rank % count
+    torch.cuda.set_device(device)
+    return device, info.local_world_size <= count
+
+
+def _open_store(info: InstanceInfo) -> Any:
+    """Where the ranks meet. The head's process listens already; else it begins to, and the others try until it does."""
+    import torch
+    from torch.distributed import TCPStore
+
+    options: dict[str, Any] = {"timeout": timedelta(seconds=PATIENCE), "wait_for_workers": False}
+    if info.is_head:
+        options["is_master"] = True
+        listener = context.take_listener()
+        if listener >= 0:  # before 2.8, libuv's server takes a socket and does not listen
+            options |= {"master_listen_fd": listener, "use_libuv": torch.__version__ >= (2, 8)}
+    return TCPStore(info.head_addr, info.head_port, info.world_size, **options)
+
+
+def _meet(store: Any, info: InstanceInfo, word: str) -> set[str]:
+    """Waits until every rank has said its word; returns all words. Raises TimeoutError, naming those that are missing.
+
+    Torch's own rendezvous has one time limit, for this and for every collective after it.
+    """
+    from torch.distributed import DistStoreError
+
+    keys = [f"skyfab/rank{rank}" for rank in range(info.world_size)]
+    store.set(keys[info.rank], word)
+    try:
+        store.wait(keys, timedelta(seconds=PATIENCE))
+    except DistStoreError:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        raise TimeoutError(
+            f"rank {', '.join(missing) or '?'} of {info.world_size} did not come to the rendezvous"
+            f" at {info.head_addr}:{info.head_port} within {PATIENCE:.0f} s"
+        ) from None
+    return {store.get(key).decode() for key in keys}
+
+
+def _companion(package: str, version: bool | str, release: str | None) -> str:
+    """The requirement for torchvision or torchaudio. Their own metadata says the rest: which torch exactly."""
+    if isinstance(version, str):
+        return pinned(package, None if version in ("auto", "latest") else version)
+    numbers = re.fullmatch(r"(?:==)?2\.(\d+)(\..*)?", release or "")
+    if numbers is None:
+        return package
+    minor = int(numbers[1])
+    if package == "torchvision":
+        return f"torchvision==0.{minor + 15}.*"
+    return f"torchaudio==2.{minor}.*" if minor <= _LAST_PAIR else package
+
+
+_LAST_PAIR: Final = 11
+"""torchaudio 2.11 runs with later versions of torch too, and has none of its own for them."""

@@ -1,0 +1,208 @@
+"""The other plugins at work: what a function finds. Where a framework is not installed, its own tests are left out."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+from skyfab.events import Event
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+@sky.function
+def environment(*names: str) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in names}
+
+
+@sky.function
+def devices() -> tuple[int, int, int, list[float]]:
+    import jax
+    import numpy
+    from jax.experimental import multihost_utils
+
+    everyones = multihost_utils.process_allgather(numpy.array([jax.process_index() + 1.0]))
+    return jax.process_index(), jax.process_count(), len(jax.devices()), everyones.ravel().tolist()
+
+
+@sky.function
+def processes() -> int:
+    import jax
+
+    return jax.process_count()
+
+
+@sky.function
+def backend() -> str:
+    import keras
+
+    return str(keras.backend.backend())
+
+
+@sky.function
+def entered(plugin: Any, loaded: str) -> str | None:
+    """Enters the plugin in a process that has imported keras with some backend."""
+    sys.modules["keras"] = keras = types.ModuleType("keras")
+    keras.backend = types.SimpleNamespace(backend=lambda: loaded)  # type: ignore[attr-defined]
+    with plugin.around_process(sky.instance_info()):
+        return os.environ.get("KERAS_BACKEND")
+
+
+@sky.function
+def accelerator() -> tuple[int, int, str, float]:
+    import torch
+    from accelerate import Accelerator
+
+    found = Accelerator()
+    everyones: Any = found.reduce(torch.ones(1))
+    return found.num_processes, found.process_index, str(found.mixed_precision), everyones.item()
+
+
+@sky.function
+def training_arguments(folder: str) -> tuple[int, int]:
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(folder, use_cpu=True)
+    return arguments.world_size, arguments.process_index
+
+
+# ---- jax
+
+
+@needs("jax")
+def test_jax_is_one_runtime_over_all_ranks(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool(ranks=2, plugins=[sky.plugins.jax()])
+    expected = [(0, 2, 2, [1.0, 2.0]), (1, 2, 2, [1.0, 2.0])]
+    assert devices() @ pool == expected
+    assert devices() @ pool == expected
+    assert processes() >> pool == 1
+
+
+def test_jax_is_told_where_and_who(open_pool: Callable[..., sky.Compute]) -> None:
+    """With a stand-in, so that it is tried everywhere: once, before the first line, with the head's port free."""
+    told = told_to_jax() @ open_pool(ranks=2, plugins=[StandIn(), sky.plugins.jax()])
+    assert [each.pop("port is free") for each in told] == [True, True]
+    assert [each.pop("process_id") for each in told] == [0, 1]
+    assert told[0] == told[1]
+    assert told[0]["num_processes"] == 2
+    assert told[0]["coordinator_address"].rpartition(":")[2] == told[0]["MASTER_PORT"]
+
+
+class StandIn(sky.plugins.Plugin):
+    """Puts something in place of jax that remembers what it was told."""
+
+    def around_process(self, info: sky.InstanceInfo) -> Any:
+        import contextlib
+        import socket
+
+        def initialize(**told: Any) -> None:
+            with socket.socket() as probe:
+                free = bool(info.rank) or probe.connect_ex(("127.0.0.1", info.head_port)) != 0
+            jax.told = {**told, "port is free": free, "MASTER_PORT": os.environ["MASTER_PORT"]}
+
+        jax: Any = types.ModuleType("jax")
+        jax.distributed = types.SimpleNamespace(initialize=initialize, shutdown=lambda: None)
+        sys.modules["jax"] = jax
+        return contextlib.nullcontext()
+
+
+@sky.function
+def told_to_jax() -> dict[str, Any]:
+    jax: Any = sys.modules["jax"]
+    return dict(jax.told)
+
+
+# ---- keras
+
+
+def test_keras_finds_its_backend_in_the_environment(open_pool: Callable[..., sky.Compute]) -> None:
+    """Also where the pool's own variables say another."""
+    pool = open_pool(plugins=[sky.plugins.keras(backend="jax")], env={"KERAS_BACKEND": "theano"})
+    assert environment("KERAS_BACKEND") >> pool == {"KERAS_BACKEND": "jax"}
+
+
+def test_keras_cannot_change_its_backend_once_it_is_loaded(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool()
+    plugin = sky.plugins.keras(backend="jax")
+    assert entered(plugin, "jax") >> pool == "jax"
+    with pytest.raises(sky.UsageError, match="'tensorflow': it cannot become 'jax'"):
+        entered(plugin, "tensorflow") >> pool
+
+
+@needs("keras", "torch")
+def test_keras_runs_on_its_backend(open_pool: Callable[..., sky.Compute]) -> None:
+    assert backend() @ open_pool(ranks=1, plugins=[sky.plugins.keras(backend="torch")]) == ["torch"]
+
+
+# ---- hugging face
+
+
+def test_the_token_reaches_the_processes_and_nothing_else(open_pool: Callable[..., sky.Compute]) -> None:
+    secret = "hf_do-not-show"
+    pool = open_pool(ranks=2, plugins=[sky.plugins.huggingface(token=secret)])
+    events: list[Event] = []
+    pool.events.subscribe(events.append)
+    assert environment("HF_TOKEN") @ pool == [{"HF_TOKEN": secret}] * 2
+    assert environment("HF_TOKEN") >> pool == {"HF_TOKEN": secret}
+    assert events
+    assert secret not in "".join(f"{event} {event!r}" for event in events)
+    assert commands_with(secret) >> pool == []
+    assert "HF_TOKEN" not in os.environ
+
+
+@sky.function
+def commands_with(secret: str) -> list[str]:
+    """The processes of this machine that were started with it, on their command line or in their environment."""
+    found = []
+    for file in (*Path("/proc").glob("[0-9]*/cmdline"), *Path("/proc").glob("[0-9]*/environ")):
+        try:
+            if secret.encode() in file.read_bytes():
+                found.append(str(file))
+        except OSError:
+            pass  # it has ended, or is somebody else's
+    return found
+
+
+def test_without_a_token_the_environment_is_left_alone(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool(plugins=[sky.plugins.huggingface()], env={"HF_TOKEN": "hf_mine"})
+    assert environment("HF_TOKEN") >> pool == {"HF_TOKEN": "hf_mine"}
+
+
+def test_the_trainer_finds_what_it_reads(open_pool: Callable[..., sky.Compute]) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    one, other = environment(*names) @ open_pool(ranks=2, plugins=[sky.plugins.huggingface()])
+    assert [one["RANK"], other["RANK"], one["WORLD_SIZE"], other["LOCAL_RANK"]] == ["0", "1", "2", "1"]
+    assert one["MASTER_ADDR"] == other["MASTER_ADDR"] and one["MASTER_PORT"] == other["MASTER_PORT"]
+
+
+@needs("transformers", "accelerate", "torch")
+def test_the_trainer_joins_the_process_group(open_pool: Callable[..., sky.Compute], tmp_path: Any) -> None:
+    pool = open_pool(ranks=2, plugins=[sky.plugins.torch(), sky.plugins.huggingface()])
+    assert training_arguments(str(tmp_path)) @ pool == [(2, 0), (2, 1)]
+
+
+# ---- accelerate
+
+
+def test_accelerate_finds_its_configuration_in_the_environment(open_pool: Callable[..., sky.Compute]) -> None:
+    plugin = sky.plugins.accelerate({"mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}})
+    expected = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    assert environment(*expected) >> open_pool(plugins=[plugin]) == expected
+
+
+@needs("accelerate", "torch")
+def test_accelerate_joins_the_process_group(open_pool: Callable[..., sky.Compute]) -> None:
+    config = {"mixed_precision": "bf16", "use_cpu": True}
+    pool = open_pool(ranks=2, plugins=[sky.plugins.torch(), sky.plugins.accelerate(config)])
+    assert accelerator() @ pool == [(2, 0, "bf16", 2.0), (2, 1, "bf16", 2.0)]

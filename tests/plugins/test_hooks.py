@@ -1,0 +1,160 @@
+"""The hooks of a plugin: where each runs, in which order, and what it sees."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import skyfab as sky
+
+DOCS = Path(__file__).parents[2] / "docs" / "plugins.md"
+SAID: list[str] = []
+"""What the plugins have said in this process."""
+
+
+class Diary(sky.plugins.Plugin):
+    """Writes down what happens."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def transform(self, image: sky.Image, host: sky.Host) -> sky.Image:
+        return sky.Image(env={**image.env, "DIARY": image.env.get("DIARY", "") + f"{self.name}@{host.name} "})
+
+    @contextmanager
+    def around_process(self, info: sky.InstanceInfo) -> Iterator[None]:
+        SAID.append(f"{self.name} process {info.rank}/{info.world_size}")
+        yield
+
+    @contextmanager
+    def around_call(self, info: sky.InstanceInfo) -> Iterator[None]:
+        SAID.append(f"{self.name} before {info.rank}")
+        yield
+        SAID.append(f"{self.name} after {info.rank}")
+
+    @contextmanager
+    def around_client(self, compute: sky.Compute) -> Iterator[None]:
+        SAID.append(f"{self.name} opens {len(compute.hosts)}")
+        yield
+        SAID.append(f"{self.name} closes {len(compute.hosts)}")
+
+
+class Strict(sky.plugins.Plugin):
+    """Refuses one rank's calls."""
+
+    @contextmanager
+    def around_call(self, info: sky.InstanceInfo) -> Iterator[None]:
+        if info.rank == 1:
+            raise PermissionError("not you")
+        yield
+
+
+@sky.function
+def said() -> list[str]:
+    return SAID.copy()
+
+
+@sky.function
+def fail() -> None:
+    raise KeyError("mine")
+
+
+@sky.function
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Nothing has been said here before a test."""
+    SAID.clear()
+    yield
+    SAID.clear()
+
+
+def test_hooks_are_entered_in_order_and_left_in_reverse(open_pool: Callable[..., sky.Compute]) -> None:
+    """A process's once, before its first call; a call's around each."""
+    pool = open_pool(ranks=2, plugins=[Diary("a"), Diary("b")])
+    entered = ["a process {0}/2", "b process {0}/2"]
+    before, after = ["a before {0}", "b before {0}"], ["b after {0}", "a after {0}"]
+    for told in (entered + before, entered + before + after + before):
+        assert said() @ pool == [[line.format(rank) for line in told] for rank in range(2)]
+
+
+def test_a_solo_call_is_its_own_world(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool(ranks=2, plugins=[Diary("a")])
+    assert said() >> pool == ["a process 0/1", "a before 0"]
+
+
+def test_hooks_are_left_when_the_function_fails(open_pool: Callable[..., sky.Compute]) -> None:
+    """The exception passes through them, so this plugin's last line is not written; the next call is surrounded."""
+    pool = open_pool(plugins=[Diary("a")])
+    with pytest.raises(KeyError, match="mine"):
+        fail() >> pool
+    assert said() >> pool == ["a process 0/1", "a before 0", "a before 0"]
+
+
+def test_two_functions_share_a_process_and_its_hooks(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool(plugins=[Diary("a")])
+    assert variable("HOME") >> pool
+    assert said() >> pool == ["a process 0/1", "a before 0", "a after 0", "a before 0"]
+
+
+def test_the_client_is_surrounded_while_the_pool_is_open() -> None:
+    with sky.Compute("local", plugins=[Diary("a"), Diary("b")], ui="none"):
+        assert SAID == ["a opens 1", "b opens 1"]
+    assert SAID[2:] == ["b closes 1", "a closes 1"]
+
+
+def test_each_host_gets_the_image_that_the_plugins_want_there(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool(count=2, plugins=[Diary("a"), Diary("b")])
+    assert variable("DIARY") @ pool == ["a@here1 b@here1 ", "a@here2 b@here2 "]
+
+
+def test_what_a_hook_raises_is_the_calls(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool(ranks=2, plugins=[Strict()])
+    with pytest.raises(sky.BroadcastError) as caught:
+        said() @ pool
+    (error,) = caught.value.exceptions
+    assert isinstance(error, PermissionError)
+    assert caught.value.results[0] == []
+
+
+def test_the_example_in_the_docs_runs_and_prints_what_it_says(tmp_path: Path) -> None:
+    (program,) = (
+        text for text in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL) if "__main__" in text
+    )
+    (tmp_path / "seeded.py").write_text(program)
+    shown = subprocess.run(
+        [sys.executable, "seeded.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert shown.stdout == "True\n"
+
+
+def test_a_process_whose_hooks_failed_is_not_used_again(tmp_path: Path) -> None:
+    mark = str(tmp_path / "once")
+
+    class Shy(sky.plugins.Plugin):
+        @contextmanager
+        def around_process(self, info: sky.InstanceInfo) -> Iterator[None]:
+            if not Path(mark).exists():
+                Path(mark).touch()
+                raise RuntimeError("not yet")
+            os.environ["SHY"] = "here"
+            yield
+
+    @sky.function
+    def found() -> str | None:
+        return os.environ.get("SHY")
+
+    with sky.Compute("local", plugins=[Shy()], ui="none") as pool:
+        with pytest.raises(RuntimeError, match="not yet"):
+            found() >> pool
+        assert found() >> pool == "here"

@@ -1,0 +1,260 @@
+"""What plugins make of an image: packages and indexes, added once, where nobody has chosen. No host is reached."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+from skyfab.plugins.accelerate import variables
+
+HOST = sky.Host(name="node1")
+PLUGINS = {
+    "torch": sky.plugins.torch(),
+    "jax": sky.plugins.jax(),
+    "keras": sky.plugins.keras(),
+    "huggingface": sky.plugins.huggingface(token="hf_do-not-show"),
+    "accelerate": sky.plugins.accelerate({"mixed_precision": "bf16"}),
+}
+
+
+@pytest.fixture(params=PLUGINS)
+def plugin(request: pytest.FixtureRequest) -> sky.plugins.Plugin:
+    """Each plugin that comes with skyfab."""
+    return PLUGINS[request.param]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The versions that this machine claims to have."""
+    versions: dict[str, str] = {"torch": "2.13.0+cpu"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    return versions
+
+
+def pip(plugin: sky.plugins.Plugin, *named: str, host: sky.Host = HOST, **image: Any) -> tuple[str, ...]:
+    return plugin.transform(sky.Image(pip=named, **image), host).pip
+
+
+# ---- all of them
+
+
+@pytest.mark.parametrize(
+    ("image", "host"),
+    [
+        (sky.Image(python="/usr/bin/python3"), HOST),
+        (sky.Image(lock="pylock.toml"), HOST),
+        (sky.Image(), sky.Host(name="node1", python="/opt/conda/bin/python")),
+        (sky.Image(python="3.11"), sky.Host(name="here", transport="local")),
+    ],
+    ids=["a path", "a lock", "the host's own", "local"],
+)
+def test_an_interpreter_that_somebody_has_chosen_is_used_as_it_is(
+    plugin: sky.plugins.Plugin, image: sky.Image, host: sky.Host
+) -> None:
+    assert plugin.transform(image, host) is image
+
+
+def test_packages_are_added_where_the_image_asks_for_some(plugin: sky.plugins.Plugin) -> None:
+    """An environment is built then, whatever the host's own interpreter has."""
+    host = sky.Host(name="node1", python="/opt/conda/bin/python")
+    assert pip(plugin, "attrs", host=host)[0] == "attrs"
+    assert len(pip(plugin, "attrs", host=host)) > 1
+
+
+def test_nothing_is_added_twice(plugin: sky.plugins.Plugin) -> None:
+    once = plugin.transform(sky.Image(), HOST)
+    assert plugin.transform(once, HOST) == once
+
+
+def test_a_plugin_travels(plugin: sky.plugins.Plugin) -> None:
+    assert pickle.loads(pickle.dumps(plugin)) == plugin
+
+
+def test_plugins_go_together_in_any_order(installed: dict[str, str]) -> None:
+    """Keras asks for the torch that torch's own plugin would, so that the first to ask asks for the right one."""
+    one = two = sky.Image()
+    for each in PLUGINS.values():
+        one = each.transform(one, HOST)
+    for each in reversed(PLUGINS.values()):
+        two = each.transform(two, HOST)
+    assert sorted(one.pip) == sorted(two.pip)
+    assert "torch==2.13.0" in one.pip
+
+
+def test_plugins_load_with_the_standard_library_alone() -> None:
+    code = (
+        "import sys, skyfab.plugins\n"
+        "print(*{m.partition('.')[0] for m in sys.modules} - {*sys.stdlib_module_names, 'skyfab', '__main__'})\n"
+    )
+    path = str(sky.__file__).rpartition("/skyfab/")[0]
+    program = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {path!r})\n{code}"]
+    assert subprocess.run(program, capture_output=True, text=True, check=True).stdout.split() == []
+
+
+def test_a_module_does_not_hide_its_function() -> None:
+    for name in PLUGINS:
+        importlib.import_module(f"skyfab.plugins.{name}")
+        assert callable(getattr(sky.plugins, name))
+
+
+# ---- torch
+
+
+def test_torch_is_the_one_that_is_installed_here(installed: dict[str, str]) -> None:
+    assert pip(sky.plugins.torch()) == ("torch==2.13.0", "numpy")
+
+
+def test_any_torch_will_do_where_there_is_none_here(installed: dict[str, str]) -> None:
+    installed.clear()
+    assert pip(sky.plugins.torch(vision=True, audio=True)) == ("torch", "numpy", "torchvision", "torchaudio")
+
+
+@pytest.mark.parametrize(
+    ("version", "requirement"), [("2.9.1", "torch==2.9.1"), (">=2.9", "torch>=2.9"), ("latest", "torch")]
+)
+def test_a_version_of_torch_can_be_said(version: str, requirement: str) -> None:
+    assert pip(sky.plugins.torch(version=version)) == (requirement, "numpy")
+
+
+@pytest.mark.parametrize(
+    ("torch", "vision", "audio"),
+    [
+        ("2.6.0", "torchvision==0.21.*", "torchaudio==2.6.*"),
+        ("2.9.1", "torchvision==0.24.*", "torchaudio==2.9.*"),
+        ("2.13.0", "torchvision==0.28.*", "torchaudio"),
+        (">=2.9", "torchvision", "torchaudio"),
+    ],
+)
+def test_vision_and_audio_belong_to_torch(torch: str, vision: str, audio: str) -> None:
+    assert pip(sky.plugins.torch(version=torch, vision=True, audio=True))[2:] == (vision, audio)
+
+
+def test_vision_and_audio_can_be_said() -> None:
+    plugin = sky.plugins.torch(version="2.9.1", vision="0.24.1", audio="latest")
+    assert pip(plugin) == ("torch==2.9.1", "numpy", "torchvision==0.24.1", "torchaudio")
+
+
+def test_what_the_image_says_of_torch_stands(installed: dict[str, str]) -> None:
+    assert pip(sky.plugins.torch(vision=True), "Torch >=2.6", "NumPy") == ("Torch >=2.6", "NumPy", "torchvision")
+
+
+def test_the_build_is_left_to_each_hosts_driver() -> None:
+    assert sky.plugins.torch().transform(sky.Image(), HOST).pip_indexes == ()
+
+
+@pytest.mark.parametrize("build", ["cpu", "cu128"])
+def test_a_build_comes_from_an_index_for_torch_alone(build: str) -> None:
+    (index,) = sky.plugins.torch(cuda=build).transform(sky.Image(), HOST).pip_indexes
+    assert index.url.endswith(f"/whl/{build}")
+    assert index.packages == ("torch", "torchvision", "torchaudio")
+
+
+def test_an_index_of_the_users_is_torchs_only_one() -> None:
+    own = sky.PipIndex("https://example.org/simple", ("torch",))
+    image = sky.Image(pip_indexes=(own,))
+    assert sky.plugins.torch(cuda="cpu").transform(image, HOST).pip_indexes == (own,)
+
+
+def test_a_build_that_cannot_be_is_said_at_once() -> None:
+    with pytest.raises(sky.UsageError, match=r"12\.8"):
+        sky.plugins.torch(cuda="12.8")
+
+
+# ---- the others
+
+
+def test_jax_comes_in_the_build_that_was_asked_for() -> None:
+    assert pip(sky.plugins.jax()) == ("jax",)
+    assert pip(sky.plugins.jax(extra="cuda12")) == ("jax[cuda12]",)
+    assert pip(sky.plugins.jax(), "jax[cuda13]") == ("jax[cuda13]",)
+
+
+@pytest.mark.parametrize("backend", ["jax", "tensorflow", "numpy"])
+def test_keras_brings_its_backend(backend: Any) -> None:
+    assert pip(sky.plugins.keras(backend=backend)) == ("keras", backend)
+
+
+def test_keras_brings_torch_as_the_torch_plugin_would(installed: dict[str, str]) -> None:
+    assert pip(sky.plugins.keras()) == ("keras", "torch==2.13.0", "numpy")
+
+
+def test_keras_knows_its_backends() -> None:
+    with pytest.raises(sky.UsageError, match="theano") as caught:
+        sky.plugins.keras(backend="theano")  # type: ignore[arg-type]
+    assert "tensorflow" in str(caught.value.hint)
+
+
+def test_huggingface_brings_its_libraries_and_hides_its_token() -> None:
+    plugin = PLUGINS["huggingface"]
+    image = plugin.transform(sky.Image(pip=("transformers>=5",)), HOST)
+    assert image.pip == ("transformers>=5", "datasets", "tokenizers")
+    assert repr(plugin) == "HuggingFace(token=[secret])"
+    assert "do-not-show" not in f"{plugin} {image} {plugin.transform(image, HOST).env}"
+
+
+def test_accelerate_brings_itself() -> None:
+    assert pip(sky.plugins.accelerate()) == ("accelerate",)
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"mixed_precision": "bf16", "use_cpu": True}, {"MIXED_PRECISION": "bf16", "USE_CPU": "true"}),
+        ({"debug": False, "enable_cpu_affinity": True}, {"DEBUG_MODE": "false", "CPU_AFFINITY": "true"}),
+        ({"dynamo_backend": "inductor"}, {"DYNAMO_BACKEND": "inductor"}),
+        (
+            {"dynamo_config": {"dynamo_mode": "default", "use_dynamic": True}},
+            {"DYNAMO_MODE": "default", "DYNAMO_USE_DYNAMIC": "true"},
+        ),
+        ({"gradient_accumulation_steps": 4}, {"GRADIENT_ACCUMULATION_STEPS": "4"}),
+        (
+            {"deepspeed_config": {"zero_stage": 3, "zero3_init_flag": True, "gradient_clipping": 1.0}},
+            {
+                "USE_DEEPSPEED": "true",
+                "DEEPSPEED_ZERO_STAGE": "3",
+                "DEEPSPEED_ZERO3_INIT": "true",
+                "GRADIENT_CLIPPING": "1.0",
+            },
+        ),
+        (
+            {"deepspeed_config": {"deepspeed_config_file": "ds.json"}},
+            {"USE_DEEPSPEED": "true", "DEEPSPEED_CONFIG_FILE": "ds.json"},
+        ),
+        ({"fp8_config": {"fp8_format": "E4M3", "backend": "TE"}}, {"FP8_FORMAT": "E4M3", "FP8_BACKEND": "TE"}),
+        ({"num_processes": 8, "main_process_ip": "10.0.0.1", "distributed_type": "NO", "downcast_bf16": None}, {}),
+        ({"fsdp_config": {}}, {}),
+    ],
+)
+def test_accelerates_configuration_is_what_its_launcher_would_set(config: Any, found: dict[str, str]) -> None:
+    assert variables(config) == {f"ACCELERATE_{name}": value for name, value in found.items()}
+
+
+def test_sections_have_variables_of_their_own() -> None:
+    sharded = {"fsdp_version": 2, "fsdp_transformer_layer_cls_to_wrap": "Block", "fsdp_offload_params": False}
+    assert variables({"fsdp_config": sharded, "parallelism_config": {"parallelism_config_tp_size": 2}}) == {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+        "FSDP_OFFLOAD_PARAMS": "false",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+    }
+
+
+@pytest.mark.parametrize("config", [{"fdsp_config": {"fsdp_version": 2}}, {"mixed_precision": ["bf16"]}])
+def test_a_mistake_in_accelerates_configuration_is_said_at_once(config: Any) -> None:
+    with pytest.raises(sky.UsageError):
+        sky.plugins.accelerate(config)

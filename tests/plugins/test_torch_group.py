@@ -1,0 +1,108 @@
+"""The torch plugin at work: real torch, real gloo, two ranks on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def gang() -> Iterator[sky.Compute]:
+    """Two ranks with a process group."""
+    with sky.Compute("local", ranks=2, plugins=[sky.plugins.torch()], ui="none") as compute:
+        yield compute
+
+
+@sky.function
+def total() -> tuple[float, str, int]:
+    import torch
+    import torch.distributed as dist
+
+    mine = torch.tensor([10.0 ** dist.get_rank()])
+    dist.all_reduce(mine)
+    return mine.item(), dist.get_backend(), dist.get_world_size()
+
+
+@sky.function
+def group() -> tuple[int, int, bool]:
+    """The process and its default group, and whether that was there when the function began."""
+    dist: Any = sys.modules.get("torch.distributed")
+    return os.getpid(), id(dist.group.WORLD), dist.is_initialized()
+
+
+@sky.function
+def has_group() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_initialized()
+
+
+@sky.function
+def joined_by_hand(world: int, patience: float) -> tuple[int, int]:
+    """In a process without a group: the head of a gang whose other ranks, if there should be any, never come."""
+    import torch.distributed as dist
+
+    from skyfab import context
+    from skyfab.plugins.torch import Torch
+
+    module: Any = sys.modules["skyfab.plugins.torch"]
+    module.PATIENCE = patience
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        context.hold_listener(listener.detach())
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with Torch().around_process(sky.InstanceInfo(world_size=world, head_port=port)):
+        return context.take_listener(), dist.get_world_size()
+
+
+@sky.function
+def interfaces() -> list[str | None]:
+    return [os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]
+
+
+def test_ranks_reduce_together(gang: sky.Compute) -> None:
+    assert total() @ gang == [(11.0, "gloo", 2)] * 2
+
+
+def test_the_group_is_there_before_the_first_line_and_made_once(gang: sky.Compute) -> None:
+    first, second = group() @ gang, group() @ gang
+    assert first == second
+    assert all(there for _, _, there in first)
+
+
+def test_a_solo_call_has_no_group(gang: sky.Compute) -> None:
+    assert has_group() >> gang is False
+    assert has_group() @ gang == [True, True]
+
+
+def test_a_gang_of_one_has_a_group_too(open_pool: Callable[..., sky.Compute]) -> None:
+    """Its traffic takes the interface that leads to the others, unless the user has said which."""
+    env = {"SKYFAB_INTERFACE": "lo", "NCCL_SOCKET_IFNAME": "ib0"}
+    pool = open_pool(ranks=1, plugins=[sky.plugins.torch(backend="gloo")], env=env)
+    assert total() @ pool == [(1.0, "gloo", 1)]
+    assert interfaces() @ pool == [["lo", "ib0"]]
+
+
+def test_two_hosts_reduce_together(open_pool: Callable[..., sky.Compute]) -> None:
+    assert total() @ open_pool(count=2, plugins=[sky.plugins.torch()]) == [(11.0, "gloo", 2)] * 2
+
+
+def test_the_head_listens_at_the_socket_that_it_was_given(gang: sky.Compute) -> None:
+    assert joined_by_hand(1, 20.0) >> gang == (-1, 1)
+
+
+def test_ranks_that_do_not_come_are_named(gang: sky.Compute) -> None:
+    with pytest.raises(TimeoutError, match=r"rank 1, 2 of 3 did not come to the rendezvous at 127\.0\.0\.1:\d+"):
+        joined_by_hand(3, 0.5) >> gang

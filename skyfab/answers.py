@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from skyfab.errors import (
@@ -32,7 +33,7 @@ def resolve(message: Message, buffers: list[memoryview], *, host: str, rank: int
     raise ProtocolError(f"{message.op} where a result was expected", host=host)
 
 
-def unpickle(data: Buffer, buffers: list[memoryview], *, host: str, rank: int | None, label: str) -> Any:
+def unpickle(data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str) -> Any:
     """A result's value. Raises NotPicklable."""
     try:
         return codec.loads(data, buffers)

@@ -42,6 +42,7 @@ class Changes:
             return
         self._poll = select.epoll()  # unlike `poll`, it may be asked by several threads at once
         self._poll.register(self._fd, select.EPOLLIN)
+        self._ask = self._poll.poll
         self._closer = weakref.finalize(self, os.close, self._fd)
         for folder in wanted:
             if self._libc.inotify_add_watch(self._fd, os.fsencode(folder), _EVENTS) < 0:
@@ -56,10 +57,10 @@ class Changes:
 
     def none_since(self) -> bool:
         """True: nothing has happened since the last time. False: something has, or nobody can tell."""
+        if self._fd >= 0 and not self._ask(0):
+            return True
         if self._fd < 0:
             return False
-        if not self._poll.poll(0):
-            return True
         with contextlib.suppress(BlockingIOError):
             while os.read(self._fd, 65536):
                 pass

@@ -44,7 +44,10 @@ def express(
         raise
     queue.release(slot)
     try:
-        result = _result(reply, host, label)
+        if reply.value is not None:
+            result = unpickle(reply.value, (), host=host, rank=None, label=label)
+        else:
+            result = _result(reply, host, label)
     except BaseException as error:
         ended(error)
         raise
@@ -53,8 +56,6 @@ def express(
 
 
 def _result(reply: Reply, host: str, label: str) -> Any:
-    if reply.value is not None:
-        return unpickle(reply.value, [], host=host, rank=None, label=label)
     assert reply.found is not None
     message, buffers = reply.found
     if isinstance(message, messages.Ended) and message.why == "unstarted":

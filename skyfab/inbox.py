@@ -106,20 +106,20 @@ class Inbox:
         self._host = host
         self._listener = listener
         self._output: dict[int, tuple[str, Lines]] = {}
-        self._after: list[Callable[[], None]] = []
+        self.after: list[Callable[[], None]] = []
 
     def take(self) -> list[Callable[[], None]]:
         """What is to be told now, without the lock."""
-        after, self._after = self._after, []
+        after, self.after = self.after, []
         return after
 
     def end(self, error: Exception, *, lost: HostError | None) -> None:
         """Nothing more comes: everybody who waits is told."""
         if lost is not None:  # first: who hears of a failure finds the host marked
-            self._after.append(functools.partial(self._listener.lost, lost))
+            self.after.append(functools.partial(self._listener.lost, lost))
         exchanges, self.exchanges = self.exchanges, {}
         for exchange in exchanges.values():
-            self._after.append(functools.partial(exchange.failure, error))
+            self.after.append(functools.partial(exchange.failure, error))
 
     # ---- what the mux tells
 
@@ -149,7 +149,7 @@ class Inbox:
             self._hear(stream, message)
         elif isinstance(message, messages.Exited):
             self._flush_lines(message.seat)
-            self._after.append(lambda: self._listener.exited(message.seat, message.generation))
+            self.after.append(lambda: self._listener.exited(message.seat, message.generation))
 
     def _express(self, stream: int, frame: memoryview, head: int) -> bool:
         """A small answer that came alone, to the thread that reads: it need not be told of it."""
@@ -186,7 +186,7 @@ class Inbox:
             self.mux.used(stream, len(view))
             seat, lines = self._output[stream]
             if complete := lines.feed(bytes(view)):
-                self._after.append(lambda: self._listener.wrote(seat, complete))
+                self.after.append(lambda: self._listener.wrote(seat, complete))
 
     def _hear(self, stream: int, log: messages.Log) -> None:
         """What a process writes will come on this stream; the one that had its seat before writes no more."""
@@ -204,11 +204,11 @@ class Inbox:
         self.mux.forget(stream)
         if exchange.seat is not None:
             self._flush_lines(exchange.seat)
-        self._after.append(functools.partial(exchange.answer, message, buffers))
+        self.after.append(functools.partial(exchange.answer, message, buffers))
 
     def _flush_lines(self, seat: str) -> None:
         """A call is over: what it wrote without an end of line is shown too."""
         for name, lines in self._output.values():
             if lines.partial and name == seat:
                 rest = lines.rest()
-                self._after.append(lambda name=name, rest=rest: self._listener.wrote(name, rest))  # type: ignore[misc]
+                self.after.append(lambda name=name, rest=rest: self._listener.wrote(name, rest))  # type: ignore[misc]

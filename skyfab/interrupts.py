@@ -21,7 +21,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.held = False
         """The main thread is in the middle of something. Only that thread changes it."""
-        self._missed: tuple[int, FrameType | None] | None = None
+        self.missed: tuple[int, FrameType | None] | None = None
         self._users = 0
         self._before: Any = None
         self._lock = threading.Lock()
@@ -47,13 +47,13 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.held:
-            self._missed = (number, frame)
+            self.missed = (number, frame)
         elif self._before is not None:
             self._before(number, frame)
 
     def go_on(self) -> None:
         """What came meanwhile happens now."""
-        missed, self._missed = self._missed, None
+        missed, self.missed = self.missed, None
         if missed is not None and self._before is not None:
             self._before(*missed)
 

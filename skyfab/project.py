@@ -93,8 +93,10 @@ class Project:
         Where the system tells of changes, a look costs a microsecond; elsewhere, and for what others change on a
         network disk, the folders are read as often as costs little, and the files of loaded modules every time.
         """
-        now = time.monotonic()
         quiet = self._changes.none_since()
+        now = time.monotonic()
+        if quiet and now < self._next_scan and len(sys.modules) == self._modules and not anew:
+            return self._tree
         if anew or now >= self._next_scan or len(sys.modules) != self._modules or not (quiet or self._same()):
             with self._lock:
                 self._scan()

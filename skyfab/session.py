@@ -50,6 +50,7 @@ class Session:
         self._until = float("inf")
         self._next_stream = 1
         self._stream: Stream | None = None
+        self._source = -1
         self._ended: Exception | None = None
         self._farewell = False
         self._pinged = 0.0
@@ -87,7 +88,8 @@ class Session:
         self._waker = os.pipe()
         for fd in self._waker:
             os.set_blocking(fd, False)
-        for fd in (self._stream.fileno(), self._waker[0]):
+        self._source = self._stream.fileno()
+        for fd in (self._source, self._waker[0]):
             self._poll.register(fd, select.POLLIN)
 
     def _introduce(self) -> AgentHello:
@@ -249,39 +251,39 @@ class Session:
         if main:
             INTERRUPTS.held = True
         try:
-            after = self._take_in(stream, ready)
+            with self._lock:
+                heard = False
+                for fd, _ in ready:
+                    if fd == self._source:
+                        heard = True
+                        self._read(stream)
+                    elif fd == self._waker[0]:
+                        os.read(fd, 4096)
+                    else:
+                        self._poll.unregister(fd)
+                if self._ended is None:
+                    if not heard or self._farewell:
+                        self._keep_alive()
+                    if self._mux.has_output:
+                        self._flush()
+                after = self._inbox.take() if self._inbox.after else None
             if after:
                 self._turns.call(after)
-        except BaseException:  # nobody knows how much of what was read is lost
-            with self._lock:
-                self._end(HostLost("interrupted while it was answering", host=self.host.name))
-                after = self._inbox.take()
-            self._turns.call(after)
+        except BaseException:
+            self._torn()
             raise
         finally:
             if main:
                 INTERRUPTS.held = outer
-                if not outer:
+                if INTERRUPTS.missed is not None and not outer:
                     INTERRUPTS.go_on()
 
-    def _take_in(self, stream: Stream, ready: list[tuple[int, int]]) -> list[Callable[[], None]]:
-        assert self._waker is not None
+    def _torn(self) -> None:
+        """Something broke in the middle of reading: nobody knows how much is lost."""
         with self._lock:
-            heard = False
-            for fd, _ in ready:
-                if fd == self._waker[0]:
-                    os.read(fd, 4096)
-                elif fd == stream.fileno():
-                    heard = True
-                    self._read(stream)
-                else:
-                    self._poll.unregister(fd)
-            if self._ended is None:
-                if not heard or self._farewell:
-                    self._keep_alive()
-                if self._mux.has_output:
-                    self._flush()
-            return self._inbox.take()
+            self._end(HostLost("interrupted while it was answering", host=self.host.name))
+            after = self._inbox.take()
+        self._turns.call(after)
 
     def _read(self, stream: Stream) -> None:
         try:

@@ -162,19 +162,24 @@ class Shell:
     def _send_while_silent(self, piece: Buffer, answer: _Answer) -> bool:
         """Sends on while the script has not answered. False: it has, or is gone."""
         scratch = memoryview(bytearray(4096))
-        try:
-            got = self._stream.recv_into(scratch)
-        except BlockingIOError:
+        got = self._try(scratch)
+        if got is None:
             return self.send(piece)
         answer.feed(bytes(scratch[:got]))
         return got > 0 and not answer.complete and self.send(piece)
 
     def _recv(self, view: memoryview) -> int:
         while True:
-            try:
-                return self._stream.recv_into(view)
-            except BlockingIOError:
-                self._patience.a_moment([self._stream], [])
+            got = self._try(view)
+            if got is not None:
+                return got
+            self._patience.a_moment([self._stream], [])
+
+    def _try(self, view: memoryview) -> int | None:
+        try:
+            return self._stream.recv_into(view)
+        except BlockingIOError:
+            return None
 
 
 class _Answer:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
-_LINGER: Final = 0.004
+_LINGER: Final = 0.008
 """Seconds that the thread leaves the stream to callers after the last of them."""
 _NAP: Final = 0.05
 

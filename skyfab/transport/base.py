@@ -17,8 +17,8 @@ class Stream(Protocol):
     def sink(self) -> int | None:
         """Writable for `select` when there is room to send; None where only trying tells."""
 
-    def recv_into(self, view: memoryview) -> int:
-        """Receives some bytes; 0 at the end. Raises BlockingIOError when there is nothing yet."""
+    def recv_into(self, view: memoryview) -> int | None:
+        """Receives some bytes; 0 at the end. None, or BlockingIOError, when there is nothing yet."""
 
     def send(self, buffers: Sequence[Buffer]) -> int:
         """Sends some bytes and says how many. Raises BlockingIOError when there is no room."""

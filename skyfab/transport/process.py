@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import subprocess
 import tempfile
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from skyfab.protocol.pipes import widen
 
 if TYPE_CHECKING:
+    from skyfab.protocol.frames import RecvInto
     from skyfab.protocol.streams import Send
 
 
@@ -39,6 +41,8 @@ class ProcessStream:
         for fd in (self._in, self._out):
             os.set_blocking(fd, False)
             widen(fd)
+        # No Python of ours stands between the caller and the system.
+        self.recv_into: RecvInto = io.FileIO(self._in, closefd=False).readinto
         self.send: Send = functools.partial(os.writev, self._out)
 
     def fileno(self) -> int:
@@ -46,9 +50,6 @@ class ProcessStream:
 
     def sink(self) -> int | None:
         return self._out
-
-    def recv_into(self, view: memoryview) -> int:
-        return os.readv(self._in, [view])
 
     def explain(self) -> Exception:
         try:

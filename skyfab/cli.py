@@ -120,6 +120,21 @@ def hosts(_: Context, hosts: str | None = None, inventory: str | None = None, js
 
 
 @command(**SELECT)
+def stacks(_: Context, hosts: str | None = None, inventory: str | None = None) -> int:
+    """Show where all ranks are right now, alike ones together.
+
+    The Python stacks of every rank of yours on the hosts, whichever program started it, also when it is stuck in a
+    collective: "3 ranks in all_reduce at …, 1 rank in load at …". Nothing is disturbed.
+
+        skyfab stacks
+        skyfab stacks --hosts=node1,node2
+    """
+    from skyfab.commands.stacks import stacks as run
+
+    return run(hosts, inventory)
+
+
+@command(**SELECT)
 def exec_(_: Context, hosts: str | None = None, inventory: str | None = None) -> int:
     """Run a shell command on every host.
 
@@ -272,7 +287,7 @@ def status(_: Context) -> None:
         print("no lab is up\nhint: skyfab lab.up", file=sys.stderr)
 
 
-namespace = Collection(train, run, hosts, exec_, trust, prepare, gc, Collection("lab", up, down, status))
+namespace = Collection(train, run, hosts, stacks, exec_, trust, prepare, gc, Collection("lab", up, down, status))
 """All of skyfab's tasks. In a tasks.py of your own: ``from skyfab.cli import namespace``."""
 
 

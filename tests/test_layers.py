@@ -19,7 +19,7 @@ LAYERS = [
     "errors events context",  # what everybody shares
     "protocol",  # what the two sides of a connection share, and all they share
     "host selection inventory_file inventory image output calls",  # what the user says, as data
-    "transport env bundle changes project parcel refs shell launch plugins outfit",  # how it gets to a host
+    "transport env bundle changes project parcel refs shell launch plugins outfit stacks",  # how it gets to a host
     "interrupts turns inbox session",  # one agent on one host
     "answers node muster dispatch express meeting gang gangs hearing spread runs",  # what a pool is made of
     "compute device",  # the pool

@@ -1,0 +1,102 @@
+"""Stacks: where the ranks on a host are right now, whichever program started them, stuck in C code or not.
+
+Each rank has a signal on which faulthandler writes its stacks to a file in the pool's run folder; a shell on the
+host sends the signal and reads the file. Nothing of the pool notices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+_SCRIPT: Final = """
+h=$(hostname)
+for f in "$c"/run/"$h"/*/stacks/*; do
+  read -r pid number rank seat <"$f" 2>/dev/null || continue
+  d=${f%/stacks/*}
+  test "$(readlink "/proc/$pid/cwd" 2>/dev/null)" = "$(readlink -f "$d")/work" || continue
+  n=$(wc -c <"$f")
+  kill -"$number" "$pid" 2>/dev/null || continue
+  set -- 1 2 3 4 5 6 7 8 9 10
+  for i; do sleep 0.1; m=$(wc -c <"$f"); test "$m" -gt "$n" && test "$m" = "$(sleep 0.05; wc -c <"$f")" && break; done
+  echo "=rank $rank $pid ${d##*/} $seat"
+  tail -c +$((n + 1)) "$f"
+done
+"""
+_FRAME: Final = re.compile(r'\s*File "(.*)", line (\d+) in (.*)')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """A place in somebody's code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function} at {self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Where one rank is: its main thread, innermost frame first."""
+
+    host: str
+    rank: int | None
+    """None for a process of solo calls."""
+    pid: int
+    pool: str
+    frames: tuple[Frame, ...]
+
+    @property
+    def place(self) -> str:
+        return f"{self.host}[{self.rank}]" if self.rank is not None else f"{self.host} ({self.pid})"
+
+
+def script() -> str:
+    """What a shell on the host is told; `parse` reads its answer."""
+    return _SCRIPT
+
+
+def parse(host: str, text: str) -> list[Stack]:
+    """The stacks in an answer. Whatever else is in there is passed over."""
+    found: list[Stack] = []
+    for part in re.split(r"^=rank ", text, flags=re.MULTILINE)[1:]:
+        head, _, body = part.partition("\n")
+        words = head.split()
+        if len(words) != 4 or not words[1].isdigit():
+            continue
+        rank = int(words[0]) if words[0].isdigit() and words[3].startswith("gang") else None
+        threads = re.split(r"^(?:Current thread|Thread) .*$", body, flags=re.MULTILINE)[1:]
+        # faulthandler writes the main thread last.
+        frames = tuple(_frames(threads[-1])) if threads else ()
+        pool = words[2].rpartition("-")[0]
+        found.append(Stack(host=host, rank=rank, pid=int(words[1]), pool=pool, frames=_own(frames)))
+    return found
+
+
+def _frames(text: str) -> Iterable[Frame]:
+    for line in text.splitlines():
+        if match := _FRAME.fullmatch(line):
+            yield Frame(file=match[1], line=int(match[2]), function=match[3])
+
+
+def _own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """Without the frames of ours that are below every call; nothing where the rank waits for one."""
+    for place, frame in enumerate(frames):
+        if frame.file.endswith("skyfab/agent/rank.py"):
+            own = tuple(frames[:place])
+            return () if all("/skyfab/protocol/" in above.file for above in own) else own
+    return tuple(frames)
+
+
+def groups(stacks: Sequence[Stack]) -> list[list[Stack]]:
+    """Ranks that are at the same place, the largest group first. In the innermost function they may be at any line."""
+    alike: dict[tuple[str, tuple[Frame, ...]], list[Stack]] = {}
+    for stack in stacks:
+        rough = tuple(replace(frame, line=0) for frame in stack.frames[:1])
+        alike.setdefault((stack.pool, rough + stack.frames[1:]), []).append(stack)
+    return sorted(alike.values(), key=len, reverse=True)

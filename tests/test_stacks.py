@@ -1,0 +1,92 @@
+"""`skyfab stacks`: where ranks are, asked by another program than the one that started them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stage.remote import leave, wait_for
+from stage.spot import Spot
+
+import skyfab as sky
+from skyfab.lab import Lab
+from skyfab.stacks import Frame, Stack, groups, parse
+
+SAID = """
+=rank 2 41 9f-0 gang1.0
+Thread 0x0000ffff (most recent call first):
+  File "/x/threading.py", line 3 in wait
+
+Current thread 0x0000aaaa (most recent call first):
+  File "/x/load.py", line 12 in next
+  File "/x/train.py", line 90 in train
+  File "/c/bundles/b/skyfab/agent/rank.py", line 200 in _perform
+  File "/c/bundles/b/skyfab/agent/rank.py", line 90 in serve
+"""
+
+
+def stacks(lab: Lab) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "SKYFAB_INVENTORY": str(lab.inventory)}
+    argv = [sys.executable, "-m", "skyfab.cli", "stacks", "--hosts=node1,node2"]
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.lab
+def test_ranks_at_the_same_place_are_shown_together(
+    namespaces: Lab, hosts_of: Callable[..., list[sky.Host]], spot: Spot
+) -> None:
+    here, go = spot / "here", spot / "go"
+
+    @sky.function
+    def everyone() -> int:
+        rank = sky.instance_info().rank
+        leave(f"{here}{rank}")
+        return in_collective(rank) if rank != 2 else in_loader(rank)
+
+    def in_collective(rank: int) -> int:
+        wait_for(go)
+        return rank
+
+    def in_loader(rank: int) -> int:
+        wait_for(go)
+        return rank
+
+    with sky.Compute(hosts_of("openssh", 2), ranks=2, ui="none") as pool:
+        future = pool.submit(everyone(), on="all")
+        for rank in range(4):
+            spot.wait(f"here{rank}")
+        ran = stacks(namespaces)
+        spot.leave("go")
+        assert future.result() == [0, 1, 2, 3], "nobody was disturbed"
+        idle = stacks(namespaces)
+    assert ran.returncode == 0, ran.stderr
+    assert "3 ranks in wait_for at " in ran.stdout and "node1[0], node1[1], node2[3]" in ran.stdout
+    assert "1 rank in wait_for at " in ran.stdout and "in_loader at " in ran.stdout and "node2[2]" in ran.stdout
+    assert "4 ranks waiting for a call: node1[0], node1[1], node2[2], node2[3]" in idle.stdout
+    assert "no ranks" in stacks(namespaces).stderr
+
+
+def test_the_main_thread_counts_and_our_own_frames_do_not() -> None:
+    (found,) = parse("node1", SAID)
+    assert (found.host, found.rank, found.pid, found.pool) == ("node1", 2, 41, "9f")
+    assert [str(frame) for frame in found.frames] == ["next at /x/load.py:12", "train at /x/train.py:90"]
+
+
+def test_groups_are_sorted_by_size_and_kept_apart_by_pool() -> None:
+    def at(rank: int, line: int, pool: str = "a") -> Stack:
+        frames = (Frame(file="f", line=rank, function="g"), Frame(file="f", line=line, function="h"))
+        return Stack(host="h", rank=rank, pid=rank, pool=pool, frames=frames)
+
+    found = groups([at(0, 1), at(1, 2), at(2, 2), at(3, 2, pool="b")])
+    assert [[stack.rank for stack in group] for group in found] == [[1, 2], [0], [3]]
+
+
+@given(st.text())
+def test_whatever_a_host_says_is_read(text: str) -> None:
+    parse("h", text)
+    parse("h", f"=rank {text}\n{text}")

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,19 @@ def test_hosts_that_cannot_reach_each_other_are_told_apart_at_once(open_pool: Op
     assert any(error.host == "node2" and "node1" in error.message for error in errors)
     assert "iptables" in str(errors[0].hint)
     assert len(environment() @ pool) == 2, "and it works once they do"
+
+
+def test_hosts_may_have_different_numbers_of_ranks(hosts_of: Callable[..., list[sky.Host]]) -> None:
+    one, two = hosts_of("local", 2)
+    hosts = [replace(one, gpus=(0, 3)), replace(two, gpus=(1,))]
+    with sky.Compute(hosts, ui="none") as pool:
+        found = environment() @ pool
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+    assert [[env[name] for name in names] for env in found] == [
+        ["0", "0", "2", "0", "3", "0,3"],
+        ["1", "1", "2", "0", "3", "0,3"],
+        ["2", "0", "1", "1", "3", "1"],
+    ]
 
 
 # ---- failure

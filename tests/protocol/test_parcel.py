@@ -34,7 +34,7 @@ def unpack(payload: codec.Payload) -> Any:
 
 def there(wanted: Function[..., Any], *args: Any) -> Any:
     """What the function returns on a host that has just been sent it."""
-    fn, by_name, _ = unpack(pack_function(wanted).payload)
+    fn, by_name, *_ = unpack(pack_function(wanted).payload)
     return (fn.fn if by_name else fn)(*args)
 
 
@@ -105,7 +105,7 @@ def test_whatever_is_changed_the_host_gets_what_runs_here(changes: list[tuple[st
         else:
             fn.marker = value
         assert repr(there(wanted)) == repr(fn())
-        travelled, _, _ = unpack(pack_function(wanted).payload)
+        travelled, *_ = unpack(pack_function(wanted).payload)
         assert repr(getattr(travelled, "marker", "absent")) == repr(getattr(fn, "marker", "absent"))
 
 
@@ -228,7 +228,7 @@ def importable() -> int:
 
 
 def test_a_function_that_a_host_can_import_travels_by_name() -> None:
-    fn, by_name, sources = unpack(pack_function(importable).payload)
+    fn, by_name, sources, _ = unpack(pack_function(importable).payload)
     assert by_name
     assert fn is importable
     assert sources == {}
@@ -240,7 +240,7 @@ def test_a_function_by_value_brings_the_text_of_its_file() -> None:
     def local() -> int:
         return 1
 
-    fn, by_name, sources = unpack(pack_function(Function(local)).payload)
+    fn, by_name, sources, _ = unpack(pack_function(Function(local)).payload)
     assert not by_name
     assert fn() == 1
     assert "def test_a_function_by_value_brings" in sources[__file__]

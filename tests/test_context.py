@@ -355,7 +355,7 @@ def in_a_rank(source: str, *, rank: int = 1) -> subprocess.CompletedProcess[str]
         "from skyfab import context\n"
         "from skyfab.protocol import codec\n"
         f"context.enter(context.InstanceInfo(rank={rank}, world_size=2))\n"
-        "fn, by_name, _ = codec.loads(sys.stdin.buffer.read())\n"
+        "fn, by_name, *_ = codec.loads(sys.stdin.buffer.read())\n"
         "(fn.fn if by_name else fn)()\n"
     )
     assert isinstance(payload, codec.Payload)

@@ -251,6 +251,19 @@ class Session:
         if main:
             INTERRUPTS.held = True
         try:
+            after = self._take_in(stream, ready)
+            if after:
+                self._turns.call(after)
+        finally:
+            if main:
+                INTERRUPTS.held = outer
+                if INTERRUPTS.missed is not None and not outer:
+                    INTERRUPTS.go_on()
+
+    def _take_in(self, stream: Stream, ready: list[tuple[int, int]]) -> list[Callable[[], None]] | None:
+        """Reads and writes what it can; returns what others are to be told."""
+        assert self._waker is not None
+        try:
             with self._lock:
                 heard = False
                 for fd, _ in ready:
@@ -266,17 +279,10 @@ class Session:
                         self._keep_alive()
                     if self._mux.has_output:
                         self._flush()
-                after = self._inbox.take() if self._inbox.after else None
-            if after:
-                self._turns.call(after)
+                return self._inbox.take() if self._inbox.after else None
         except BaseException:
             self._torn()
             raise
-        finally:
-            if main:
-                INTERRUPTS.held = outer
-                if INTERRUPTS.missed is not None and not outer:
-                    INTERRUPTS.go_on()
 
     def _torn(self) -> None:
         """Something broke in the middle of reading: nobody knows how much is lost."""

@@ -169,13 +169,15 @@ class _Steps:
     def _reachable(self, lock: Lock) -> tuple[bool, bool]:
         """Whether the host can get the packages, and an interpreter, by itself."""
         from skyfab.env.lock import indexes, needs_push
+        from skyfab.env.uv import origin
 
         image = self.plan.image
         if image.install == "push":
             return False, False
-        asked = indexes(image) if lock.wheels else ()
+        remote = [wheel.url for wheel in lock.wheels if wheel.url.startswith(("https:", "http:"))]
+        asked = (*indexes(image), *dict.fromkeys(f"{origin(url)}/" for url in remote)) if lock.wheels else ()
         reached = set(self._probe((*asked, _PYTHONS)).reachable)
-        own = all(wheel.url.startswith(("https:", "http:")) for wheel in lock.wheels) and not needs_push(image)
+        own = len(remote) == len(lock.wheels) and not needs_push(image)
         return image.install == "fetch" or (own and set(asked) <= reached), _PYTHONS in reached
 
     def _install(self, facts: Facts, target: Target, lock: Lock, own: str | None, digest: str) -> None:

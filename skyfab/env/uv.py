@@ -162,12 +162,12 @@ def userinfo(url: str) -> tuple[str, str] | None:
 
 
 def configured(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Every index and find-links place that uv would look at, as it is written, the default index last."""
+    """Every index and find-links place that uv has been told of, as it is written, the default index last."""
     named = [*environ.get("UV_INDEX", "").split(), *environ.get("UV_EXTRA_INDEX_URL", "").split()]
     places = [re.sub(r"^[\w.-]+=", "", entry) for entry in named]
     places += [link for link in environ.get("UV_FIND_LINKS", "").split(",") if link]
-    default = environ.get("UV_DEFAULT_INDEX") or environ.get("UV_INDEX_URL") or "https://pypi.org/simple"
-    return (*places, re.sub(r"^[\w.-]+=", "", default))
+    default = environ.get("UV_DEFAULT_INDEX") or environ.get("UV_INDEX_URL", "")
+    return (*places, *([re.sub(r"^[\w.-]+=", "", default)] if default else []))
 
 
 def logins(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:

@@ -6,7 +6,6 @@ Every answer of ours is marked with a random word, so that no banner can be take
 from __future__ import annotations
 
 import select
-import shlex
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -114,10 +113,10 @@ class Shell:
 
     # ---- while the shell runs LOOP
 
-    def run(self, script: str, *, feed: Iterable[Buffer] = (), heard: Callable[[str], None] | None = None) -> str:
+    def run(self, script: str, *, feed: Iterable[Buffer] = ()) -> str:
         """Runs a script, which reads `feed` as its standard input, and returns what it prints on either stream.
 
-        `heard` is told each line as it comes. Raises ScriptFailed, and what the transport says of a lost connection.
+        Raises ScriptFailed, and what the transport says of a lost connection.
         """
         source = "" if feed else " </dev/null"
         # A script that fails leaves some of its input unread: nothing can follow it.
@@ -127,7 +126,7 @@ class Shell:
             greeting, self.greeting = self.greeting, None
             greeting()
         self._patience.deadline = float("inf")  # a connection that dies is noticed by the transport
-        answer = _Answer(self._marker, heard)
+        answer = _Answer(self._marker)
         for piece in feed:
             if not self._send_while_silent(piece, answer):
                 break
@@ -149,10 +148,6 @@ class Shell:
         self.tell(f'if {provided}; then p={python}; go; fi; echo "${{m}}absent"')
         self._patience.deadline = time.monotonic() + START
         return self.answer()
-
-    def check(self) -> None:
-        """Raises HostLost when nobody wants this any more."""
-        self._patience.check()
 
     def tell(self, script: str, *, fed: bool = False) -> None:
         """Runs a script in the shell itself; whatever answer it gives is the caller's to read."""
@@ -185,9 +180,8 @@ class Shell:
 class _Answer:
     """What a script prints, up to the marked line with its status."""
 
-    def __init__(self, marker: bytes, heard: Callable[[str], None] | None) -> None:
+    def __init__(self, marker: bytes) -> None:
         self._end = marker + b"done "
-        self._heard = heard
         self._lines: list[str] = []
         self._size = 0
         self._rest = b""
@@ -209,14 +203,7 @@ class _Answer:
         self._size += len(line)
         if self._size <= _KEPT:
             self._lines.append(line)
-        if self._heard is not None:
-            self._heard(line)
 
     @property
     def text(self) -> str:
         return "\n".join(self._lines)
-
-
-def quote(word: str) -> str:
-    """A word of a script."""
-    return shlex.quote(word)

@@ -15,11 +15,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Final
 
 from skyfab.env.uv import home
 from skyfab.errors import HostUnfit, UsageError
-from skyfab.shell import ScriptFailed, Shell, quote
+from skyfab.shell import ScriptFailed, Shell
 
 _HOUR: Final = 60
 _DAY: Final = 24 * _HOUR

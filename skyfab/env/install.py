@@ -12,11 +12,12 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Final
 
 from skyfab.env.wheels import Wheel
 from skyfab.protocol.blobs import name_of
-from skyfab.shell import Shell, quote
+from skyfab.shell import Shell
 
 _CHUNK: Final = 1024 * 1024
 
@@ -45,8 +46,7 @@ class Package:
     @classmethod
     def of_file(cls, path: Path, *, sha256: str | None = None, program: bool = False) -> Package:
         if sha256 is None:
-            with path.open("rb") as file:
-                sha256 = _digest(file.read(_CHUNK) for _ in iter(int, 1))
+            sha256 = _digest(path)
         return cls(sha256=sha256, filename=path.name, size=path.stat().st_size, content=path, program=program)
 
     @classmethod
@@ -60,12 +60,11 @@ class Package:
         return cls(sha256=name_of(content), filename=filename, size=len(content), content=content)
 
 
-def _digest(pieces: Iterator[bytes]) -> str:
+def _digest(path: Path) -> str:
     digest = hashlib.sha256()
-    for piece in pieces:
-        if not piece:
-            break
-        digest.update(piece)
+    with path.open("rb") as file:
+        while piece := file.read(_CHUNK):
+            digest.update(piece)
     return digest.hexdigest()
 
 

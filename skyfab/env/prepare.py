@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from shlex import quote
 from typing import TYPE_CHECKING, Final, Protocol
 
 from skyfab.env.facts import Facts, Program, Target
@@ -17,7 +18,7 @@ from skyfab.errors import HostUnfit, SkyfabError, UsageError
 from skyfab.host import Host
 from skyfab.image import Image
 from skyfab.protocol.blobs import name_of
-from skyfab.shell import ScriptFailed, Shell, quote
+from skyfab.shell import ScriptFailed, Shell
 
 if TYPE_CHECKING:
     from skyfab.env.install import Package
@@ -34,7 +35,7 @@ _LAYOUT: Final = "1"
 
 
 class Report(Protocol):
-    """Who tells a person how far it is. May raise, when nobody wants it any more."""
+    """Who tells a person how far it is."""
 
     def step(self, text: str) -> None:
         """Something new begins: ``probing``."""
@@ -46,12 +47,10 @@ class Report(Protocol):
 class Preparation:
     """Makes one image's environment on the hosts of a pool, side by side."""
 
-    def __init__(self, image: Image, hosts: Sequence[Host], python: str, *, upgrade: bool = False) -> None:
-        """`python` is this program's major.minor: functions travel as byte code. With `upgrade`, newer versions are
-        looked for where the image leaves a choice."""
+    def __init__(self, image: Image, hosts: Sequence[Host], python: str) -> None:
+        """`python` is this program's major.minor: functions travel as byte code."""
         self.image = image
         self.python = python
-        self._upgrade = upgrade
         self._targets: dict[str, Target] = {}
         self._absent = {host.name for host in hosts}
         self._met = threading.Condition()
@@ -68,7 +67,7 @@ class Preparation:
         from skyfab.env import known  # what most pools do not need is not imported for them
 
         facts = known.recall(host)
-        if facts is None or not facts.boot or self._upgrade:
+        if facts is None or not facts.boot:
             return "none"
         target = Target.of(facts, self.python)
         self.meet(host, target)
@@ -95,7 +94,7 @@ class Preparation:
         if self.image.lock:
             return read_lock(self.image.lock, target)
         together = sorted(set(self._targets.values()), key=repr)
-        return make_lock(self.image, target, together=together, upgrade=self._upgrade, only_known=only_known)
+        return make_lock(self.image, target, together=together, only_known=only_known)
 
     def digest(self, lock: Lock) -> str:
         """The environment's name: of all that it is made from."""

@@ -75,7 +75,7 @@ def train(
 ) -> None:
     """Train a digit classifier, on hosts or here.
 
-    The model is built here, goes out untrained, is trained on every rank with its share of the data,
+    The model is built here, goes out untrained, is trained by all ranks together (DDP), each on its share of the data,
     comes back and is evaluated here. Without hosts: two ranks on this machine.
 
         skyfab train

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, overload
 from skyfab.bundle import bundle
 from skyfab.calls import Call, Function, Group, as_function
 from skyfab.dispatch import CallFuture, Queue, Slot, Task
+from skyfab.elastic import in_order, may_go_on, remaining
 from skyfab.errors import UsageError
 from skyfab.events import CallEnded, CallStarted, Events, HostState
 from skyfab.express import UNFIT, express
@@ -74,6 +75,7 @@ class Compute:
         """The hosts that were asked for."""
         self._image = image or Image()
         self._plugins = tuple(plugins)
+        self._elastic = next((plugin.elastic for plugin in self._plugins if plugin.elastic), None)
         self._outfit = Outfit(self.selected, self._image, self._plugins)
         self._ranks = ranks
         self._env = dict(env or {})
@@ -223,14 +225,20 @@ class Compute:
         timeout = self._timeout_of(call.function)
         label = call.function.label
         if on == "all":
-            ranks = [self._ranks_on(node) for node in self.hosts]
+            elastic = self._elastic
 
             def start(attempt: int) -> CallFuture:
-                gang = self._gangs.current(self.hosts, ranks, tree, attempt=attempt)
-                ended = self._started(label, *(node.name for node in self.hosts))
-                return gang.call(function, arguments, timeout=timeout, label=label, ended=ended)
+                nodes = self.hosts if elastic is None else remaining(self.hosts, elastic)
+                ranks = [self._ranks_on(node) for node in nodes]
+                gang = self._gangs.current(nodes, ranks, tree, attempt=attempt, conducted=elastic is not None)
+                ended = self._started(label, *(node.name for node in nodes))
+                least = None if elastic is None else elastic.least
+                return gang.call(function, arguments, timeout=timeout, label=label, ended=ended, least=least)
 
-            return insist(start, call.function.retries)
+            retries = call.function.retries
+            if elastic is not None:
+                return insist(start, lambda error, number: may_go_on(error, number, elastic, retries), in_order)
+            return insist(start, lambda _, number: number < retries) if retries else start(0)
         node = None if on == "one" else self.hosts[0] if on == "head" else self._named(on)
         task = Task(function, arguments, label=label, timeout=timeout, on=node)
         self._queue.add(task)

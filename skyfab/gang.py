@@ -47,7 +47,9 @@ class Gang:
         meeting: Meeting,
         attempt: int,
         env: Callable[[Node], Mapping[str, str]],
+        conducted: bool = False,
     ) -> None:
+        self.nodes = list(nodes)
         self.tree = tree
         self.attempt = attempt
         self.broken = False
@@ -57,7 +59,7 @@ class Gang:
         self.members: list[Member] = []
         world = sum(ranks)
         for place, (node, local_world) in enumerate(zip(nodes, ranks, strict=True)):
-            for local in range(local_world):
+            for local in range(1 if conducted else local_world):
                 info = {
                     "node": node.index,
                     "total_nodes": len(nodes),
@@ -107,12 +109,14 @@ class Gang:
         timeout: float | None,
         label: str,
         ended: Callable[[BaseException | None], None],
+        least: int | None = None,
     ) -> CallFuture:
         """Runs a function on every rank; the future's result is a list in rank order.
 
-        `ended` is called with the failure, if any, before the future is resolved.
+        `ended` is called with the failure, if any, before the future is resolved. With `least`, so many members are
+        enough: others but the first may be lost, and their result is None.
         """
-        round_ = _Round(self, label, ended)
+        round_ = _Round(self, label, ended, least)
         self.rounds += 1
         for member in self.members:
             round_.start(member, function, arguments, timeout)
@@ -122,8 +126,12 @@ class Gang:
 class _Round:
     """One call of a gang, while it is under way."""
 
-    def __init__(self, gang: Gang, label: str, ended: Callable[[BaseException | None], None]) -> None:
+    def __init__(
+        self, gang: Gang, label: str, ended: Callable[[BaseException | None], None], least: int | None
+    ) -> None:
         self._told = ended
+        self._spare = 0 if least is None else len(gang.members) - least
+        """Members that may still be lost."""
         self.future = CallFuture()
         self.future.node = gang.members[0].node
         self.future.on_cancel = self._stop_others
@@ -169,6 +177,10 @@ class _Round:
             if member.rank not in self._open:
                 return
             self._open.discard(member.rank)
+            if isinstance(value, HostLost) and self._spare > 0 and member.rank:
+                self._spare -= 1
+                self._gang.broken = True
+                value, failed = None, False
             self._results[member.rank] = value
             first = failed and not self._failures
             if failed:

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from skyfab.dispatch import CallFuture
 from skyfab.gang import Gang
@@ -22,18 +23,21 @@ class Gangs:
         self._gang: Gang | None = None
         self._numbers = itertools.count(1)
         self._ranks: dict[tuple[int, str], int] = {}
-        self._interfaces: tuple[str, ...] | None = None
-        """Known once it has been looked whether the hosts reach each other."""
+        self._interfaces: dict[int, str] = {}
+        """Known of nodes that have been seen to reach each other."""
         self._lock = threading.Lock()
 
-    def current(self, nodes: Sequence[Node], ranks: Sequence[int], tree: str, *, attempt: int = 0) -> Gang:
+    def current(
+        self, nodes: Sequence[Node], ranks: Sequence[int], tree: str, *, attempt: int = 0, conducted: bool = False
+    ) -> Gang:
         """The gang for a call, with so many ranks on each node. Raises what is wrong with a node that is lost.
 
-        What is tried again gets a new one.
+        What is tried again gets a new one. Where it is `conducted`, each node has one process that starts the ranks.
         """
         with self._lock:
             gang = self._gang
-            if gang is not None and not gang.broken and gang.tree == tree and gang.attempt == attempt:
+            wanted = (tree, attempt, list(nodes))
+            if gang is not None and not gang.broken and (gang.tree, gang.attempt, gang.nodes) == wanted:
                 return gang
             if gang is not None:
                 gang.retire()
@@ -41,11 +45,21 @@ class Gangs:
                 if node.lost is not None:
                     raise node.lost
             meeting = arrange(nodes, self._interfaces)
-            self._interfaces = meeting.interfaces
+            self._interfaces.update(zip((node.index for node in nodes), meeting.interfaces, strict=True))
             name = f"gang{next(self._numbers)}"
-            gang = Gang(nodes, ranks, name=name, tree=tree, meeting=meeting, attempt=attempt, env=self._env)
+            gang = Gang(
+                nodes,
+                ranks,
+                name=name,
+                tree=tree,
+                meeting=meeting,
+                attempt=attempt,
+                env=self._env,
+                conducted=conducted,
+            )
             self._gang = gang
-            self._ranks.update({(member.node.index, member.seat): member.rank for member in gang.members})
+            if not conducted:  # else a seat has several, and which ones may change
+                self._ranks.update({(member.node.index, member.seat): member.rank for member in gang.members})
             return gang
 
     def rank_of(self, node: Node, seat: str) -> int | None:
@@ -59,10 +73,12 @@ class Gangs:
             gang.broken = True
 
 
-def insist(start: Callable[[int], CallFuture], retries: int) -> CallFuture:
-    """Starts a call, and again when it fails, so many times; `start` is told how often it has been started before."""
-    if not retries:
-        return start(0)
+def insist(
+    start: Callable[[int], CallFuture],
+    again: Callable[[BaseException, int], bool],
+    finish: Callable[[Any], Any] = lambda result: result,
+) -> CallFuture:
+    """Starts a call, and again where `again` says so of its failure; both are told how often it was started before."""
     outer = CallFuture()
 
     def attempt(number: int) -> None:
@@ -71,18 +87,20 @@ def insist(start: Callable[[int], CallFuture], retries: int) -> CallFuture:
         except BaseException as error:
             outer.settle(None, error)
             return
-        outer.on_cancel = inner.cancel
+        outer.node, outer.on_cancel = inner.node, inner.cancel
         Future.add_done_callback(inner, lambda _: done(inner, number))
 
     def done(inner: CallFuture, number: int) -> None:
         if inner.cancelled():
             outer.cancel()
-        elif inner.exception() is None:
-            outer.settle(inner.result())
-        elif number < retries and not outer.done():  # not on the thread that reads: a new gang must be asked for
+            return
+        error = inner.exception()
+        if error is None:
+            outer.settle(finish(inner.result()))
+        elif not outer.done() and again(error, number):  # not on the thread that reads: a new gang must be asked for
             threading.Thread(target=attempt, args=(number + 1,), daemon=True).start()
         else:
-            outer.settle(None, inner.exception())
+            outer.settle(None, error)
 
     attempt(0)
     return outer

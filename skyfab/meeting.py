@@ -6,7 +6,7 @@ told in a second, and not by a hang.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,13 +28,13 @@ class Meeting:
     """For each node the network interface that leads to the others; empty where it does not matter."""
 
 
-def arrange(nodes: Sequence[Node], known: Sequence[str] | None) -> Meeting:
-    """A place to meet. `known` are the interfaces, where a look has been taken before.
+def arrange(nodes: Sequence[Node], known: Mapping[int, str]) -> Meeting:
+    """A place to meet. `known` are the interfaces of nodes, where a look has been taken before.
 
     Raises PeersApart, or a PoolError with several of them.
     """
-    if known is not None or len(nodes) == 1:
-        return Meeting(_port(nodes[0]), tuple(known or [_named(nodes[0])]))
+    if len(nodes) == 1 or all(node.index in known for node in nodes):
+        return Meeting(_port(nodes[0]), tuple(known.get(node.index, _named(node)) for node in nodes))
     ports = _all(_port, nodes)
     try:
         answers = _all(lambda node: _look(node, nodes, ports), nodes)

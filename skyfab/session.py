@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from skyfab.errors import HostError, HostLost, HostUnfit, ProtocolError, SkyfabError
+from skyfab.errors import HostLost, HostUnfit, ProtocolError, SkyfabError
 from skyfab.inbox import Answer, Exchange, Failure, Inbox, Listener, Reply
 from skyfab.interrupts import INTERRUPTS, MAIN
 from skyfab.inventory import Host
@@ -341,12 +341,21 @@ class Session:
         self._turns.over = True
         lost = None
         if not self._farewell and self.agent is not None:
-            lost = self._ended if isinstance(self._ended, HostError) else HostLost(str(error), host=self.host.name)
+            lost = self._ended = _as_lost(self._ended, self.host)
         self._inbox.end(self._ended, lost=lost)
 
 
 def _ignore(error: Exception) -> None:
     """For requests whose failure nobody waits for."""
+
+
+def _as_lost(error: Exception, host: Host) -> HostLost:
+    """It was there: whatever its connection says of its end, that is over."""
+    if isinstance(error, HostLost):
+        return error
+    if isinstance(error, SkyfabError):
+        return HostLost(error.message, host=host.name, hint=error.hint)
+    return HostLost(str(error), host=host.name)
 
 
 def _check(agent: AgentHello, host: Host) -> None:

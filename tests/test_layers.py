@@ -21,7 +21,7 @@ LAYERS = [
     "host selection inventory_file inventory image output calls",  # what the user says, as data
     "transport env bundle changes project parcel refs shell launch plugins outfit stacks",  # how it gets to a host
     "interrupts turns inbox session",  # one agent on one host
-    "answers node muster dispatch express meeting gang gangs hearing spread runs",  # what a pool is made of
+    "answers node muster dispatch express meeting gang gangs elastic hearing spread runs",  # what a pool is made of
     "compute device",  # the pool
     "terminal view ui",  # what a person sees
     "commands cli",  # what a person types

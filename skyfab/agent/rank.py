@@ -234,6 +234,9 @@ class Rank:
 
     def _surround(self, function: Any, plugins: tuple[Any, ...]) -> Any:
         """Enters the pool's plugins for the rest of this process, once, and around each call of the function."""
+        conductor = next((plugin for plugin in plugins if plugin.elastic), None)
+        if conductor is not None and "RANK" in os.environ:  # the function is for other processes, and so are plugins
+            return lambda *args, **kwargs: conductor.conduct(context.instance_info(), (function, plugins, args, kwargs))
         if not self._entered:
             try:
                 for plugin in plugins:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,6 +64,11 @@ class Accelerate(Plugin):
         os.environ.update(variables(self.config))
         yield
 
+    @contextmanager
+    def around_call(self, info: InstanceInfo) -> Iterator[None]:
+        meet_on_cpus(info)
+        yield
+
 
 def accelerate(config: Mapping[str, Any] | None = None) -> Accelerate:
     """Hugging Face Accelerate on every host, configured as by ``accelerate config``.
@@ -71,6 +77,15 @@ def accelerate(config: Mapping[str, Any] | None = None) -> Accelerate:
     Those about machines and processes are the pool's to say. Raises UsageError for a section that accelerate has not.
     """
     return Accelerate(config=dict(config or {}))
+
+
+def meet_on_cpus(info: InstanceInfo) -> None:
+    """Says that ranks without a GPU belong together: else accelerate, and the Trainer, take each for a job of its own."""
+    torch = sys.modules.get("torch")  # loaded by its plugin, wherever that stands in the list
+    if torch is None or info.world_size < 2:
+        return
+    if not getattr(torch, "accelerator", torch.cuda).is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def variables(config: Mapping[str, Any]) -> dict[str, str]:

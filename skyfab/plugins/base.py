@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skyfab.compute import Compute
@@ -25,8 +26,22 @@ if TYPE_CHECKING:
     from skyfab.image import Image
 
 
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """A gang that goes on without the hosts that it loses."""
+
+    least: int
+    most: int
+    """Hosts."""
+    max_restarts: int
+    """How often its ranks are started again after a failure."""
+
+
 class Plugin:
     """Derive from this and write the hooks that you need."""
+
+    elastic: Elastic | None = None
+    """Where it is set, each host has one process that starts the host's ranks: see `conduct`."""
 
     def transform(self, image: Image, host: Host) -> Image:
         """What the image must be on a host. Here, before anything is reached."""
@@ -41,6 +56,10 @@ class Plugin:
     def around_call(self, info: InstanceInfo) -> Iterator[None]:
         """In the process, around each call."""
         yield
+
+    def conduct(self, info: InstanceInfo, work: tuple[Any, ...]) -> list[tuple[int, Any]]:
+        """In an elastic gang's process on a host: runs the work in ranks of its own; returns ranks and results."""
+        raise NotImplementedError
 
     @contextmanager
     def around_client(self, compute: Compute) -> Iterator[None]:

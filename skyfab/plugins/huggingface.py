@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from skyfab.plugins.accelerate import meet_on_cpus
 from skyfab.plugins.base import Plugin
 from skyfab.plugins.packages import with_packages
 
@@ -35,11 +36,17 @@ class HuggingFace(Plugin):
             os.environ["HF_TOKEN"] = self.token
         yield
 
+    @contextmanager
+    def around_call(self, info: InstanceInfo) -> Iterator[None]:
+        meet_on_cpus(info)
+        yield
+
 
 def huggingface(token: str | None = None) -> HuggingFace:
     """transformers, datasets and tokenizers on every host; `token` is ``HF_TOKEN`` in the processes there.
 
     It travels inside the SSH connection and is written to no file. The Trainer finds rank and world size as
-    torchrun would say them; with `plugins.torch` it finds the process group too.
+    torchrun would say them; with `plugins.torch` it finds the process group too, and what it needs besides is brought by
+    `plugins.accelerate`.
     """
     return HuggingFace(token=token)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from skyfab import context
 from skyfab.plugins.base import Plugin
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
 PATIENCE: Final = 60
 """Seconds that the ranks wait for each other, once they have loaded jax."""
+
+_failed = False
+"""A call has failed in this process: the others are stopped, and do not come to say good-bye."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,8 @@ class Jax(Plugin):
             return
         import jax
 
+        _leave_signals_alone(jax)
+        _choose_interface(info)
         context.close_listener()  # the head's jax listens there itself; the others try until it does
         address = f"[{info.head_addr}]" if ":" in info.head_addr else info.head_addr
         jax.distributed.initialize(
@@ -49,7 +56,17 @@ class Jax(Plugin):
         try:
             yield
         finally:
-            jax.distributed.shutdown()
+            if not _failed:
+                jax.distributed.shutdown()
+
+    @contextmanager
+    def around_call(self, info: InstanceInfo) -> Iterator[None]:
+        global _failed
+        try:
+            yield
+        except BaseException:
+            _failed = True
+            raise
 
 
 def jax(extra: str | None = None) -> Jax:
@@ -59,6 +76,34 @@ def jax(extra: str | None = None) -> Jax:
     both meet at the head's port.
     """
     return Jax(extra=extra)
+
+
+def _leave_signals_alone(jax: Any) -> None:
+    """A rank that is stopped ends at once. By default jax takes SIGTERM for a notice of its cloud, and goes on."""
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
+        try:
+            jax.config.update("jax_enable_preemption_service", False)
+        except AttributeError:
+            pass  # an older jax, without the setting
+
+
+def _choose_interface(info: InstanceInfo) -> None:
+    """Traffic between CPUs takes the interface that leads to the other hosts.
+
+    Left alone, it goes where the host's own name leads: on Debian that is loopback, elsewhere often nowhere. jax has
+    no word for it, only jaxlib has: where that keeps it elsewhere, things stay as they are.
+    """
+    try:
+        from jaxlib import _jax
+
+        make = _jax.make_gloo_tcp_collectives
+    except (ImportError, AttributeError):
+        return
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if interface:
+        _jax.make_gloo_tcp_collectives = functools.partial(make, interface=interface)
+    elif set(info.peers) == {info.head_addr}:  # all ranks are on one machine
+        _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=info.head_addr)
 
 
 def _own_devices(info: InstanceInfo) -> list[int] | None:

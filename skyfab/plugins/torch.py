@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from skyfab import context
 from skyfab.errors import UsageError
-from skyfab.plugins.base import Plugin
+from skyfab.plugins.base import Elastic, Plugin
 from skyfab.plugins.packages import canonical, named, pinned, used_as_it_is, with_packages
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Torch(Plugin):
     version: str = "auto"
     vision: bool | str | None = None
     audio: bool | str | None = None
+    elastic: Elastic | None = None
 
     def __post_init__(self) -> None:
         if not _BUILD.fullmatch(self.cuda):
@@ -93,6 +94,12 @@ class Torch(Plugin):
                 dist.destroy_process_group()
             del store  # the head's is where the others have met: it stays until here
 
+    def conduct(self, info: InstanceInfo, work: tuple[Any, ...]) -> list[tuple[int, Any]]:
+        from skyfab.plugins.elastic import conduct
+
+        assert self.elastic is not None
+        return conduct(self.elastic, _open_store, info, work)
+
     def _join(self, info: InstanceInfo) -> Any:
         """Makes the process group; returns what must live as long as that does."""
         import torch
@@ -115,14 +122,37 @@ def torch(
     version: str = "auto",
     vision: bool | str | None = None,
     audio: bool | str | None = None,
+    elastic: tuple[int, int] | None = None,
+    max_restarts: int = 3,
 ) -> Torch:
     """PyTorch on every host, and one process group over all ranks of ``@``.
 
     `backend` is NCCL where every rank has a GPU of its own, else gloo. `cuda` is the build: ``"auto"`` goes by each
     host's driver, ``"cpu"`` or ``"cu128"`` say it. `version` is by default the one that is installed here; `vision`
     and `audio` add torchvision and torchaudio, ``True`` in the version that belongs to torch's.
+
+    With ``elastic=(2, 4)`` ``@`` runs under torch.distributed.elastic, on four hosts at most and while there are two: a
+    host that dies is left out, a rank that fails is no end before `max_restarts`. Each time the function begins anew,
+    on all ranks, and ``instance_info().attempt`` is one more: it goes on from its own checkpoint.
     """
-    return Torch(backend=backend, cuda=cuda, version=version, vision=vision, audio=audio)
+    return Torch(
+        backend=backend,
+        cuda=cuda,
+        version=version,
+        vision=vision,
+        audio=audio,
+        elastic=None if elastic is None else _elastic(elastic, max_restarts),
+    )
+
+
+def _elastic(hosts: tuple[int, int], max_restarts: int) -> Elastic:
+    least, most = hosts
+    if not 1 <= least <= most or max_restarts < 0:
+        raise UsageError(
+            f"torch(elastic=({least}, {most}), max_restarts={max_restarts}) cannot be",
+            hint="the least and the most hosts, from 1 on, and how often to start again after a failure",
+        )
+    return Elastic(least, most, max_restarts)
 
 
 # ---- the process group

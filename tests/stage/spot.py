@@ -66,4 +66,4 @@ class Spot:
 
     def close(self) -> None:
         for place in self._places.values():
-            shutil.rmtree(place)
+            shutil.rmtree(place, ignore_errors=True)  # a host that was rebooted has it no more

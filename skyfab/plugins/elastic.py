@@ -1,0 +1,234 @@
+"""Elastic gangs: torch's own engine starts a host's ranks, and starts them again with the hosts that are left.
+
+In an elastic gang each host has one process of ours, the conductor. It runs torch's elastic agent, whose workers are
+the ranks: when one of them fails, or a host falls silent, all of them begin anew among those that remain.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from skyfab import context
+from skyfab.protocol import codec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from skyfab.context import InstanceInfo
+    from skyfab.plugins.base import Elastic, Plugin
+
+SILENCE: Final = 10
+"""Seconds without a sign of life after which a host is left out."""
+LAST_CALL: Final = 3.0
+"""Seconds to wait for more hosts once enough are there."""
+_FOLDER: Final = Path("elastic")
+"""In the process's own folder, which goes with the pool."""
+FAREWELL: Final = 30.0
+"""Seconds that hosts wait for each other when they are done."""
+
+
+def conduct(
+    elastic: Elastic, open_store: Callable[[InstanceInfo], Any], info: InstanceInfo, work: tuple[Any, ...]
+) -> list[tuple[int, Any]]:
+    """Runs `work` (function, plugins, arguments, keywords) in this host's ranks, as often as need be.
+
+    Returns what each of them returned, with its rank in the last of all attempts. Raises what the first one that
+    failed has raised, when there are no more attempts.
+    """
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a store of its own for every attempt: no stale keys
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # SIGTERM ends us, and the ranks with us
+    store = open_store(info)
+    peers = _Peers(info)
+    rendezvous = _rendezvous(elastic, store, info, peers)
+    spec = WorkerSpec(
+        role="skyfab",
+        local_world_size=info.local_world_size,
+        entrypoint=perform,
+        args=(_flat(work), info._asdict()),
+        rdzv_handler=rendezvous,
+        max_restarts=elastic.max_restarts,
+        local_addr=info.peers[info.rank],
+    )
+    # A rank that fails says so itself, in one line.
+    logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)
+    logs = DefaultLogsSpecs(log_dir=str(_FOLDER.resolve()))
+    try:
+        ended = LocalElasticAgent(spec, logs, exit_barrier_timeout=FAREWELL).run()
+    finally:
+        rendezvous.shutdown()
+        peers.close()
+        del store  # the head's is where the others have met: it stays until here
+    if ended.is_failed():
+        raise _failure(ended.failures)
+    return [(rank, codec.loads(*pickle.loads(value))) for rank, value in sorted(ended.return_values.items())]
+
+
+def _rendezvous(elastic: Elastic, store: Any, info: InstanceInfo, peers: _Peers) -> Any:
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+    class Rendezvous(DynamicRendezvousHandler):  # type: ignore[misc]
+        """Torch looks for hosts that come; this one also tells it of those that have gone."""
+
+        attempt = info.attempt
+
+        def next_rendezvous(self) -> Any:
+            os.environ["SKYFAB_ATTEMPT"] = str(self.attempt)
+            self.attempt += 1
+            return super().next_rendezvous()
+
+        def num_nodes_waiting(self) -> int:
+            return super().num_nodes_waiting() or peers.fallen_silent()
+
+    return Rendezvous.from_backend(
+        run_id=info.job_id,
+        store=store,
+        backend=C10dRendezvousBackend(store, info.job_id),
+        min_nodes=min(elastic.least, len(info.peers)),
+        max_nodes=len(info.peers),
+        local_addr=info.peers[info.rank],
+        timeout=RendezvousTimeout(last_call=timedelta(seconds=LAST_CALL)),
+        keep_alive_interval=SILENCE // 5,
+        keep_alive_max_attempt=5,
+    )
+
+
+class _Peers:
+    """Signs of life between the conductors. A host that is cut off ends no connection: its ranks' peers would wait."""
+
+    def __init__(self, info: InstanceInfo) -> None:
+        from torch.distributed import TCPStore
+
+        self._rank = info.rank
+        self._others = {rank: (b"", time.monotonic()) for rank in range(len(info.peers)) if rank != info.rank}
+        self._silent = 0
+        self._over = threading.Event()
+        self._store = TCPStore(info.head_addr, info.head_port, is_master=False, timeout=timedelta(seconds=SILENCE))
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def fallen_silent(self) -> int:
+        """How many there are that nobody has been told of yet."""
+        silent, self._silent = self._silent, 0
+        return silent
+
+    def close(self) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        beat = 0
+        try:
+            while not self._over.wait(1.0):
+                beat += 1
+                self._store.set(f"skyfab/beat/{self._rank}", str(beat))
+                self._listen()
+            self._store.set(f"skyfab/beat/{self._rank}", "done")
+        except Exception:
+            pass  # the head is gone: torch's own look at the store says so
+
+    def _listen(self) -> None:
+        for rank, (before, since) in list(self._others.items()):
+            key = f"skyfab/beat/{rank}"
+            word = self._store.get(key) if self._store.check([key]) else b""
+            if word != before:
+                self._others[rank] = (word, time.monotonic())
+            elif word == b"done":
+                del self._others[rank]
+            elif word and time.monotonic() - since > SILENCE:
+                del self._others[rank]
+                self._silent += 1
+
+
+# ---- in the ranks
+
+
+def perform(parcel: bytes, place: dict[str, Any]) -> bytes:
+    """What torch starts in each rank: its place, the plugins, the function."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["SKYFAB_ATTEMPT"]  # torch's own differs between hosts
+    info = context.InstanceInfo(**place)._replace(
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        head_addr=os.environ["MASTER_ADDR"],
+        head_port=int(os.environ["MASTER_PORT"]),
+        total_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
+        attempt=int(os.environ["SKYFAB_ATTEMPT"]),
+    )
+    context.enter(info)
+    try:
+        function, plugins, args, kwargs = codec.loads(*pickle.loads(parcel))
+        return _flat(_inside(plugins, info, lambda: function(*args, **kwargs)))
+    except Exception as error:
+        print(f"rank {info.rank} failed, attempt {info.attempt}: {type(error).__name__}: {error}", file=sys.stderr)
+        _leave(error)
+        raise SystemExit(1) from None
+
+
+def _inside(plugins: Sequence[Plugin], info: InstanceInfo, function: Callable[[], Any]) -> Any:
+    with ExitStack() as around:
+        for plugin in plugins:
+            around.enter_context(plugin.around_process(info))
+        for plugin in plugins:
+            around.enter_context(plugin.around_call(info))
+        try:
+            return function()
+        except Exception as error:
+            _leave(error)  # before the plugins let go of the others, who fail then
+            raise
+
+
+def _flat(value: object) -> bytes:
+    """Pickled with its buffers in one piece: what goes through torch's own queues."""
+    payload = codec.dumps(value)
+    return pickle.dumps((payload.data, [bytes(buffer) for buffer in payload.buffers]))
+
+
+# ---- failures
+
+
+class _Text(Exception):
+    """The traceback in the rank: the cause of the exception that came from there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _leave(error: Exception) -> None:
+    """Writes the failure down for the conductor, which wants the first one of the last attempt."""
+    path = _FOLDER / f"{os.environ['SKYFAB_ATTEMPT']}.{os.environ['RANK']}.failure"
+    if path.exists():
+        return
+    _FOLDER.mkdir(exist_ok=True)
+    text = traceback.format_exc()
+    error.__traceback__ = None
+    try:
+        content = _flat((error, text))
+    except Exception:
+        content = _flat((RuntimeError(f"{type(error).__name__}: {error}"), text))
+    path.write_bytes(content)
+
+
+def _failure(failures: dict[int, Any]) -> Exception:
+    """What the first rank here that failed has raised. Torch knows of one, and not which was the first."""
+    written = _FOLDER.glob(f"{os.environ['SKYFAB_ATTEMPT']}.*.failure")
+    earliest = min(written, key=lambda path: path.stat().st_mtime_ns, default=None)
+    if earliest is None:  # it was killed
+        rank, first = next(iter(failures.items()))
+        return RuntimeError(f"rank {rank} ended with exit code {first.exitcode}")
+    error, text = codec.loads(*pickle.loads(earliest.read_bytes()))
+    error.__cause__ = _Text(text)
+    found: Exception = error
+    return found

@@ -23,8 +23,12 @@ R = TypeVar("R")
 class Function(Generic[P, R]):
     """A function that runs on hosts. Calling it makes a `Call`; the plain function is `.fn`."""
 
-    def __init__(self, fn: Callable[P, R], *, timeout: float | None = None, retries: int = 0) -> None:
+    def __init__(
+        self, fn: Callable[P, R], *, timeout: float | None = None, retries: int = 0, stall: float | None = None
+    ) -> None:
         self.fn = fn
+        self.stall = stall
+        """Seconds without progress after which it is told where its processes are."""
         self.retries = retries
         """How often a call that failed is started again, on all ranks."""
         self.timeout = timeout
@@ -46,14 +50,14 @@ class Function(Generic[P, R]):
 
     def rewrap(self, decorate: Callable[[Callable[P, R]], Callable[P, R]]) -> Function[P, R]:
         """The same with a decorator around the plain function."""
-        return Function(decorate(self.fn), timeout=self.timeout, retries=self.retries)
+        return Function(decorate(self.fn), timeout=self.timeout, retries=self.retries, stall=self.stall)
 
     def __repr__(self) -> str:
         return f"<sky.function {self.label}>"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """By name where a host can import it, as functions are; else by value."""
-        return self._name if self.is_importable else (_rebuild, (self.fn, self.timeout, self.retries))
+        return self._name if self.is_importable else (_rebuild, (self.fn, self.timeout, self.retries, self.stall))
 
     @property
     def is_importable(self) -> bool:
@@ -68,22 +72,25 @@ class Function(Generic[P, R]):
         return found is self
 
 
-def _rebuild(fn: Callable[P, R], timeout: float | None, retries: int) -> Function[P, R]:
-    return Function(fn, timeout=timeout, retries=retries)
+def _rebuild(fn: Callable[P, R], timeout: float | None, retries: int, stall: float | None) -> Function[P, R]:
+    return Function(fn, timeout=timeout, retries=retries, stall=stall)
 
 
 @overload
 def function(fn: Callable[P, R], /) -> Function[P, R]: ...
 @overload
-def function(*, timeout: float | None = None, retries: int = 0) -> Callable[[Callable[P, R]], Function[P, R]]: ...
-def function(fn: Any = None, /, *, timeout: float | None = None, retries: int = 0) -> Any:
+def function(
+    *, timeout: float | None = None, retries: int = 0, stall: float | None = None
+) -> Callable[[Callable[P, R]], Function[P, R]]: ...
+def function(fn: Any = None, /, *, timeout: float | None = None, retries: int = 0, stall: float | None = None) -> Any:
     """Makes a function one that runs on hosts: ``@sky.function`` or ``@sky.function(timeout=60, retries=2)``.
 
     A broadcast (``@``) that fails is started again on all ranks, as often as `retries` says; the function finds out
-    from ``instance_info().attempt`` how often that has happened.
+    from ``instance_info().attempt`` how often that has happened. When a rank has stood still for `stall` seconds, the
+    stacks of all of them are shown, alike ones together; the call goes on.
     """
     if fn is None:
-        return lambda fn: Function(fn, timeout=timeout, retries=retries)
+        return lambda fn: Function(fn, timeout=timeout, retries=retries, stall=stall)
     return Function(fn)
 
 

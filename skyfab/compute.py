@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, Literal, TypeVar, overload
 
+from skyfab.autopsy import Place, watch
 from skyfab.bundle import bundle
 from skyfab.calls import Call, Function, Group, as_function
 from skyfab.dispatch import CallFuture, Queue, Slot, Task
@@ -197,6 +198,8 @@ class Compute:
     def run(self, call: Call[R]) -> R:
         """Runs a call on one rank and waits for it: ``call >> compute``."""
         function, arguments, _ = self._pack(call)
+        if call.function.stall is not None:
+            return self._wait(self.submit(call))
         timeout = self._timeout_of(call.function)
         label = call.function.label
         result: R = express(self._queue, function, arguments, label=label, timeout=timeout)
@@ -233,7 +236,9 @@ class Compute:
                 gang = self._gangs.current(nodes, ranks, tree, attempt=attempt, conducted=elastic is not None)
                 ended = self._started(label, *(node.name for node in nodes))
                 least = None if elastic is None else elastic.least
-                return gang.call(function, arguments, timeout=timeout, label=label, ended=ended, least=least)
+                future = gang.call(function, arguments, timeout=timeout, label=label, ended=ended, least=least)
+                self._watch(call.function, future, lambda: [(m.node, m.seat, m.rank) for m in gang.members])
+                return future
 
             retries = call.function.retries
             if elastic is not None:
@@ -242,7 +247,12 @@ class Compute:
         node = None if on == "one" else self.hosts[0] if on == "head" else self._named(on)
         task = Task(function, arguments, label=label, timeout=timeout, on=node)
         self._queue.add(task)
+        self._watch(call.function, task.future, task.places)
         return task.future
+
+    def _watch(self, function: Function[..., Any], future: CallFuture, places: Callable[[], Sequence[Place]]) -> None:
+        if function.stall is not None:
+            watch(future, places, function.stall, function.label, self.events)
 
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
         """Runs calls side by side: ``(f(1) & g(2)) >> compute``."""

@@ -119,6 +119,10 @@ class Task:
         self.stream = 0
         self.started = 0.0
 
+    def places(self) -> list[tuple[Node, str, int | None]]:
+        """Where it runs: at one place, once it has begun."""
+        return [] if self.slot is None else [(self.slot.node, self.slot.seat, None)]
+
 
 _RESERVED: Final = Task(FunctionParcel("", codec.Payload(b"")), codec.Payload(b""), label="", timeout=None)
 """Stands in a slot for a call that is not the queue's. It seems to run for ever: nothing is placed behind it."""

@@ -78,6 +78,19 @@ class CallEnded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stalled(Event):
+    """A call's ranks make no progress: see ``@sky.function(stall=…)``."""
+
+    function: str
+    seconds: float
+    text: str
+    """Where they are, alike ones together."""
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.function} has made no progress for {self.seconds:g} s\n{self.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Moved(Event):
     """Bytes on their way to or from a host."""
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from skyfab.answers import resolve
 from skyfab.dispatch import CallFuture
-from skyfab.errors import BroadcastError, HostLost, SkyfabError
+from skyfab.errors import BroadcastError, HostLost, RemoteTraceback, SkyfabError
 from skyfab.meeting import Meeting
 from skyfab.node import Node, SeatPlan
 from skyfab.parcel import FunctionParcel
@@ -209,6 +209,7 @@ class _Round:
             self._timer.cancel()
         self._gang.left()
         if self._failures:
+            _fold(self._failures)
             count, total = len(self._failures), len(self._results)
             error = BroadcastError(f"{self._label} failed on {count} of {total} ranks", self._failures, self._results)
             self._told(error)
@@ -216,6 +217,18 @@ class _Round:
         else:
             self._told(None)
             self.future.settle(self._results)
+
+
+def _fold(failures: Sequence[Exception]) -> None:
+    """What several ranks have in common is shown once: the traceback of the first of them."""
+    seen: dict[tuple[type, str], RemoteTraceback] = {}
+    for failure in failures:
+        cause = failure.__cause__
+        if isinstance(cause, RemoteTraceback):
+            first = seen.setdefault((type(failure), cause.text), cause)
+            if first is not cause:
+                where = first.host if first.rank is None else f"{first.host}[{first.rank}]"
+                failure.__cause__ = RemoteTraceback(f"[the traceback is that of {where}]", cause.host, cause.rank)
 
 
 def rank_env(info: Mapping[str, Any], node: Node, interface: str) -> dict[str, str]:

@@ -53,7 +53,9 @@ class Stack:
 
     @property
     def place(self) -> str:
-        return f"{self.host}[{self.rank}]" if self.rank is not None else f"{self.host} ({self.pid})"
+        if self.rank is not None:
+            return f"{self.host}[{self.rank}]"
+        return f"{self.host} ({self.pid})" if self.pid else self.host
 
 
 def script() -> str:
@@ -70,12 +72,15 @@ def parse(host: str, text: str) -> list[Stack]:
         if len(words) != 4 or not words[1].isdigit():
             continue
         rank = int(words[0]) if words[0].isdigit() and words[3].startswith("gang") else None
-        threads = re.split(r"^(?:Current thread|Thread) .*$", body, flags=re.MULTILINE)[1:]
-        # faulthandler writes the main thread last.
-        frames = tuple(_frames(threads[-1])) if threads else ()
         pool = words[2].rpartition("-")[0]
-        found.append(Stack(host=host, rank=rank, pid=int(words[1]), pool=pool, frames=_own(frames)))
+        found.append(Stack(host=host, rank=rank, pid=int(words[1]), pool=pool, frames=frames_of(body)))
     return found
+
+
+def frames_of(text: str) -> tuple[Frame, ...]:
+    """The main thread in what faulthandler wrote, which has it last; without our own frames."""
+    threads = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[1:]
+    return _own(tuple(_frames(threads[-1]))) if threads else ()
 
 
 def _frames(text: str) -> Iterable[Frame]:
@@ -97,6 +102,21 @@ def groups(stacks: Sequence[Stack]) -> list[list[Stack]]:
     """Ranks that are at the same place, the largest group first. In the innermost function they may be at any line."""
     alike: dict[tuple[str, tuple[Frame, ...]], list[Stack]] = {}
     for stack in stacks:
-        rough = tuple(replace(frame, line=0) for frame in stack.frames[:1])
-        alike.setdefault((stack.pool, rough + stack.frames[1:]), []).append(stack)
+        alike.setdefault((stack.pool, likeness(stack)), []).append(stack)
     return sorted(alike.values(), key=len, reverse=True)
+
+
+def likeness(stack: Stack) -> tuple[Frame, ...]:
+    """What two stacks at the same place have in common."""
+    return tuple(replace(frame, line=0) for frame in stack.frames[:1]) + stack.frames[1:]
+
+
+def describe(group: Sequence[Stack]) -> str:
+    """How a group reads."""
+    who = f"{len(group)} ranks" if len(group) > 1 else "1 rank"
+    first = group[0]
+    places = ", ".join(stack.place for stack in group)
+    if not first.frames:
+        return f"{who} waiting for a call: {places}"
+    lines = [f"{who} in {first.frames[0]}: {places}"]
+    return "\n".join([*lines, *(f"    {frame}" for frame in first.frames[1:])])

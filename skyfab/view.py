@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final
 
-from skyfab.events import CallEnded, Event, HostState, Moved, Output, State
+from skyfab.events import CallEnded, Event, HostState, Moved, Output, Stalled, State
+from skyfab.terminal import clean_lines
 
 Line = tuple[str, str]
 """The stream it goes to, and its text with its end."""
@@ -65,6 +66,8 @@ class View(ABC):
             self._moved(event)
         elif isinstance(event, CallEnded):
             self._settle(event.host)
+        elif isinstance(event, Stalled):
+            self._say("stderr", f"{clean_lines(str(event))}\n")
 
     def _output(self, event: Output) -> None:
         bar = self._bars.pop((event.host, event.rank, event.stream), None) if self._bars else None

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -151,3 +152,18 @@ def test_a_call_that_fails_every_time_raises_its_last_failure(open_pool: OpenPoo
     with pytest.raises(sky.BroadcastError) as raised:
         never() @ open_pool("local", ranks=2)
     assert str(raised.value.exceptions[0]) == "attempt 1"
+
+
+def test_what_all_ranks_say_alike_is_said_once(open_pool: Callable[..., sky.Compute]) -> None:
+    def fail() -> None:
+        rank = sky.instance_info().rank
+        raise ValueError("alike") if rank else KeyError("other")
+
+    with pytest.raises(sky.BroadcastError) as raised:
+        sky.function(fail)() @ open_pool(ranks=3)
+    text = "".join(traceback.format_exception(raised.value))
+    assert text.count("in fail\n") == 2
+    assert text.count("[the traceback is that of here1[") == 1
+    assert {str(failure.__cause__).splitlines()[0] for failure in raised.value.exceptions} == {
+        f"on here1[{rank}]" for rank in range(3)
+    }

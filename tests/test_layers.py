@@ -21,7 +21,7 @@ LAYERS = [
     "host selection inventory_file inventory image output calls",  # what the user says, as data
     "transport env bundle changes project parcel refs shell launch plugins outfit stacks",  # how it gets to a host
     "interrupts turns inbox session",  # one agent on one host
-    "answers node muster dispatch express meeting gang gangs elastic hearing spread runs",  # what a pool is made of
+    "answers node muster dispatch express meeting gang gangs elastic autopsy hearing spread runs",  # what a pool is made of
     "compute device",  # the pool
     "terminal view ui",  # what a person sees
     "commands cli",  # what a person types
@@ -52,6 +52,7 @@ OUTSIDE = {
     "tomli": {"inventory_file", "env.lock"},
     "torch": {"protocol.codec", "plugins", "device", "commands.train"},
     "jax": {"plugins"},
+    "jaxlib": {"plugins"},
     "uv": {"env.uv"},
 }
 """What is not here is not used at all."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stage.remote import leave, wait_for
-from stage.spot import Spot
+from stage.spot import Spot, until
 
 import skyfab as sky
+from skyfab.events import Stalled
 from skyfab.lab import Lab
 from skyfab.stacks import Frame, Stack, groups, parse
 
@@ -90,3 +93,50 @@ def test_groups_are_sorted_by_size_and_kept_apart_by_pool() -> None:
 def test_whatever_a_host_says_is_read(text: str) -> None:
     parse("h", text)
     parse("h", f"=rank {text}\n{text}")
+
+
+@pytest.mark.lab
+def test_a_call_that_stands_still_is_looked_at_by_itself(
+    namespaces: Lab, hosts_of: Callable[..., list[sky.Host]], spot: Spot
+) -> None:
+    """All its ranks are shown, alike ones together, once; what moves is no news, and nobody is disturbed."""
+    go = spot / "go"
+
+    @sky.function(stall=1.0)
+    def everyone() -> int:
+        rank = sky.instance_info().rank
+        child = subprocess.Popen(["sleep", "60"])  # it gets no signal
+        in_loader() if rank == 2 else in_collective()
+        assert child.poll() is None
+        return rank
+
+    def in_collective() -> None:
+        wait_for(go)
+
+    def in_loader() -> None:
+        wait_for(go)
+
+    found: list[Stalled] = []
+    with sky.Compute(hosts_of("openssh", 2), ranks=2, ui="none") as pool:
+        pool.events.subscribe(lambda event: found.append(event) if isinstance(event, Stalled) else None)
+        future = pool.submit(everyone(), on="all")
+        until(lambda: bool(found), "a look at the ranks")
+        spot.leave("go")
+        assert future.result() == [0, 1, 2, 3]
+        assert "3 ranks in" in found[0].text
+        assert "node2[2]" in next(part for part in found[0].text.split("ranks in") if "in_loader" in part)
+        assert "everyone has made no progress for 1 s" in str(found[0])
+
+        @sky.function(stall=0.5)
+        def busy() -> int:
+            end = time.monotonic() + 2
+            while time.monotonic() < end:
+                deeper(random.randrange(50))
+            return 1
+
+        def deeper(steps: int) -> None:
+            deeper(steps - 1) if steps else time.sleep(0.01)
+
+        found.clear()
+        assert busy() >> pool == 1
+        assert not found

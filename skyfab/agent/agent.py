@@ -332,6 +332,9 @@ class Agent:
     def _release(self, stream: int, message: messages.Release, head: bytes, data: Data) -> None:
         self._seats.release(message.seat)
 
+    def _look(self, stream: int, message: messages.Look, head: bytes, data: Data) -> None:
+        self._mux.send(stream, Done(text=self._seats.look(message.seat)).encode())
+
     # ---- operations: content
 
     def _has(self, stream: int, message: messages.Has, head: bytes, data: Data) -> None:
@@ -385,6 +388,7 @@ _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
     messages.Cancel: Agent._cancel,
     messages.Recall: Agent._recall,
     messages.Release: Agent._release,
+    messages.Look: Agent._look,
     messages.Has: Agent._has,
     messages.Blob: Agent._blob,
     messages.Tree: Agent._tree,

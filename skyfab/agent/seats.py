@@ -12,7 +12,7 @@ import time
 from skyfab.agent.logs import LogPipe
 from skyfab.agent.seat import Seat
 from skyfab.agent.watch import READ, WRITE
-from skyfab.agent.zygote import Zygote
+from skyfab.agent.zygote import STACKS, Zygote
 from skyfab.errors import ProtocolError
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _FAMILIAR: Final = 1024
+_STACKS: Final = 64 * 1024
 _FAREWELL: Final = 1.0
 """Seconds that processes have to leave when the pool closes."""
 
@@ -82,6 +83,8 @@ class Seats:
             old.kill()
             self._bury(old, -signal.SIGKILL)
         os.makedirs(self._logs, mode=0o700, exist_ok=True)
+        with contextlib.suppress(OSError):
+            os.unlink(f"stacks/{name}")  # it says that signals are understood
         logs = [self._log(name, fd) for fd in (1, 2)]
         self._started += 1
         seat = self._seats[name] = Seat(self, self._started, name, generation, logs)
@@ -116,6 +119,22 @@ class Seats:
         seat = self._seats.get(name)
         if seat is not None and not seat.dismiss():
             seat.kill()
+
+    def look(self, name: str) -> str:
+        """What a process has said of its stacks; then it is asked again: see `rank`."""
+        seat = self._seats.get(name)
+        if seat is None:
+            return ""
+        try:
+            with open(f"stacks/{name}", "rb+") as file:
+                about = file.readline()
+                text = file.read(_STACKS)
+                file.truncate(len(about))
+        except OSError:
+            return ""
+        if about:  # else it would not understand the signal yet
+            self._zygote.kill(seat.number, STACKS, alone=True)
+        return text.decode(errors="replace")
 
     def now(self) -> float:
         return time.monotonic()

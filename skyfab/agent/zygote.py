@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 _MESSAGE = 1 << 20
+STACKS = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 7) + 7
+"""The signal on which a rank writes its stacks."""
 
 
 class Zygote:
@@ -43,9 +45,12 @@ class Zygote:
         """Asks for a rank with these descriptors as its source, sink, stdout and stderr; ``request["id"]`` names it."""
         self._tell(request, fds)
 
-    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to a rank and its process group. Only its parent can do so without ever hitting a stranger."""
-        self._tell({"kill": rank, "signal": number}, [])
+    def kill(self, rank: int, number: int = signal.SIGKILL, *, alone: bool = False) -> None:
+        """Sends a signal to a rank and, unless `alone`, its process group.
+
+        Only its parent can do so without ever hitting a stranger.
+        """
+        self._tell({"kill": rank, "signal": number, "alone": alone}, [])
 
     def _tell(self, document: dict[str, Any], fds: list[int]) -> None:
         self._socket.setblocking(True)
@@ -162,7 +167,11 @@ def _attend(
                 return
             request = json.loads(data)
             if "kill" in request:
-                _kill([pid for pid, rank in children.items() if rank == request["kill"]], request["signal"])
+                victims = [pid for pid, rank in children.items() if rank == request["kill"]]
+                if request["alone"]:
+                    _signal(victims, request["signal"])
+                else:
+                    _kill(victims, request["signal"])
                 continue
             pid = os.fork()
             if not pid:
@@ -196,9 +205,14 @@ def _kill(pids: list[int], number: int = signal.SIGKILL) -> None:
     for pid in pids:
         try:
             os.killpg(pid, number)
-        except OSError:
-            with contextlib.suppress(OSError):  # one so young that it leads no group yet
-                os.kill(pid, number)
+        except OSError:  # one so young that it leads no group yet
+            _signal([pid], number)
+
+
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
 
 
 def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: set[int], parent: int) -> NoReturn:

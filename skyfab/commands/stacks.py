@@ -11,7 +11,7 @@ from skyfab.errors import SkyfabError
 from skyfab.inventory import Host, Inventory
 from skyfab.launch import open_shell
 from skyfab.shell import ScriptFailed
-from skyfab.stacks import Stack, groups, parse, script
+from skyfab.stacks import Stack, describe, groups, parse, script
 from skyfab.terminal import clean_lines
 from skyfab.transport import transport_for
 
@@ -29,7 +29,7 @@ def stacks(selection: str | None, inventory: str | None) -> int:
         thread.join()
     alike = groups([stack for host in hosts for stack in answers.get(host.name, ())])
     for group in alike:
-        print(clean_lines(_described(group)))
+        print(clean_lines(describe(group)))
     if not alike:
         print("no ranks are at work there", file=sys.stderr)
     for host in hosts:
@@ -46,13 +46,3 @@ def _ask(host: Host, inventory: Inventory, answers: dict[str, list[Stack]], erro
         errors[host.name] = error
     except ScriptFailed as error:
         errors[host.name] = SkyfabError(f"cannot look at its ranks: {error.output.strip()[-400:]}", host=host.name)
-
-
-def _described(group: list[Stack]) -> str:
-    who = f"{len(group)} ranks" if len(group) > 1 else "1 rank"
-    first = group[0]
-    places = ", ".join(stack.place for stack in group)
-    if not first.frames:
-        return f"{who} waiting for a call: {places}"
-    lines = [f"{who} in {first.frames[0]}: {places}"]
-    return "\n".join([*lines, *(f"    {frame}" for frame in first.frames[1:])])

@@ -170,6 +170,13 @@ class Release(Message):
     seat: str
 
 
+class Look(Message):
+    """Where is the process in a seat? It is asked, and Done has what it said when it was asked the last time."""
+
+    op: ClassVar[str] = "look"
+    seat: str
+
+
 class Has(Message):
     """Which of these blobs are missing? Answered by Missing."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import skyfab as sky
 from benchmarks.scale import Scale
@@ -50,9 +51,9 @@ class Arena:
         """The first host as the lab sees it."""
         return self.lab.hosts[0]
 
-    def pool(self, *hosts: Host) -> sky.Compute:
+    def pool(self, *hosts: Host, **options: Any) -> sky.Compute:
         """A pool of these hosts that shows nothing."""
-        return sky.Compute(hosts, inventory=self.inventory, ui="none")
+        return sky.Compute(hosts, inventory=self.inventory, ui="none", **options)
 
     @contextmanager
     def ssh(self, host: Host, command: str) -> Iterator[list[str]]:
@@ -65,14 +66,14 @@ class Arena:
 
     @contextmanager
     def ssh_config(self) -> Iterator[Path]:
-        """A configuration file with which a plain ``ssh NAME`` does the same for every host of the lab."""
+        """A configuration file with which a plain ``ssh NAME``, or address, does the same for every host of the lab."""
         transports = {host.name: OpenSSH(host, self.inventory) for host in self.hosts}
         path = self.lab.folder / "ssh_config"
         with path.open("w") as file:
             for name, transport in transports.items():
                 words = transport.argv("")
                 options = [words[at + 1] for at, word in enumerate(words) if word == "-o"]
-                file.write(f"Host {name}\n  HostName {words[-2]}\n")
+                file.write(f"Host {name} {words[-2]}\n  HostName {words[-2]}\n")
                 file.writelines("  {} {}\n".format(*option.split("=", 1)) for option in options)
         try:
             yield path

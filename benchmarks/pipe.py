@@ -7,8 +7,9 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 _F_SETPIPE_SZ: Final = 1031
@@ -18,8 +19,11 @@ _PIPE: Final = 1024 * 1024
 class Pipe:
     """The stdin and stdout of a process, without buffers in between. `with` ends it."""
 
-    def __init__(self, argv: Sequence[str]) -> None:
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    def __init__(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
+        """Starts it, with this program's environment and folder where no others are named."""
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=env, cwd=cwd
+        )
         assert self._process.stdin and self._process.stdout
         self._in = self._process.stdin.fileno()
         self._out = self._process.stdout.fileno()
@@ -49,6 +53,12 @@ class Pipe:
         while not found.endswith(b"\n"):
             found += self._some(1)
         return found
+
+    def rest(self) -> bytes:
+        """All that it writes until it ends, once it has no more input."""
+        self.finish()
+        assert self._process.stdout
+        return self._process.stdout.read()
 
     def _some(self, most: int) -> bytes:
         data = os.read(self._out, most)

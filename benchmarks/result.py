@@ -14,11 +14,11 @@ class Skip(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a result must reach: a limit of its ratio, or of its own value."""
+    """What a result must reach: a limit of its ratio, of its own value, or of what it has more than the baseline."""
 
     limit: float
     sense: Literal["at most", "at least"] = "at most"
-    on: Literal["ratio", "value"] = "ratio"
+    on: Literal["ratio", "value", "difference"] = "ratio"
 
     def holds(self, measured: float) -> bool:
         return measured <= self.limit if self.sense == "at most" else measured >= self.limit
@@ -42,8 +42,8 @@ class Result:
     bar: Bar | None = None
 
     def __post_init__(self) -> None:
-        if self.bar is not None and self.bar.on == "ratio" and self.baseline is None:
-            raise ValueError(f"{self.row}: a bar on the ratio needs a baseline")
+        if self.bar is not None and self.bar.on != "value" and self.baseline is None:
+            raise ValueError(f"{self.row}: a bar on the {self.bar.on} needs a baseline")
 
     @property
     def ratio(self) -> Sample | None:
@@ -55,10 +55,19 @@ class Result:
         return Sample.of(self.ours.median / self.baseline.median)
 
     @property
+    def difference(self) -> Sample | None:
+        """Ours less the baseline, pair by pair as well."""
+        if self.baseline is None:
+            return None
+        if len(self.ours.values) == len(self.baseline.values):
+            return self.ours.less(self.baseline)
+        return Sample.of(self.ours.median - self.baseline.median)
+
+    @property
     def verdict(self) -> Literal["ok", "over", ""]:
         if self.bar is None:
             return ""
-        measured = self.ratio if self.bar.on == "ratio" else self.ours
+        measured = {"ratio": self.ratio, "value": self.ours, "difference": self.difference}[self.bar.on]
         assert measured is not None
         return "ok" if self.bar.holds(measured.median) else "over"
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from benchmarks.arena import Arena
 from benchmarks.bulk import Bulk
 from benchmarks.cold import Cold
+from benchmarks.distributed import Distributed
 from benchmarks.environment import Environment
 from benchmarks.map import Map
 from benchmarks.output import Lines
@@ -26,4 +27,4 @@ class Row(Protocol):
         """Measures, and yields a line of the table for each figure. Raises Skip where that cannot be done."""
 
 
-ROWS: tuple[Row, ...] = (Warm(), Cold(), Map(), Bulk(), Lines(), Environment())
+ROWS: tuple[Row, ...] = (Warm(), Cold(), Map(), Bulk(), Lines(), Environment(), Distributed())

@@ -42,6 +42,10 @@ class Sample:
         """The ratio of each pair: what disturbs both at the same time falls out."""
         return Sample(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
 
+    def less(self, other: Sample) -> Sample:
+        """The difference of each pair."""
+        return Sample(tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
+
 
 def alternate(rounds: int, *measures: Callable[[], float]) -> tuple[Sample, ...]:
     """Takes each measurement so many times, in turns; every other round in reverse, so that none is always first."""

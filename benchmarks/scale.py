@@ -33,6 +33,14 @@ class Scale:
     extra: str = "colorama"
     """One more."""
     builds: int = 3
+    starts: int = 5
+    """First steps of DDP."""
+    crews: int = 3
+    """Sets of ranks whose steps are timed."""
+    laps: int = 10
+    """What each of these runs, in turns with those of plain ssh."""
+    steps: int = 10
+    """Of a lap."""
 
 
 TASTE = Scale(
@@ -51,5 +59,9 @@ TASTE = Scale(
     packages=("colorama",),
     extra="iniconfig",
     builds=1,
+    starts=1,
+    crews=1,
+    laps=1,
+    steps=2,
 )
 """Seconds for everything: shows that the harness works, not how fast skyfab is."""

@@ -39,6 +39,7 @@ def cells(result: Result) -> tuple[str, ...]:
     limit = ""
     if bar is not None:
         limit = f"{bar.sign} " + (f"{bar.limit:.2f}×" if bar.on == "ratio" else number(bar.limit, result.unit))
+        limit += " more" if bar.on == "difference" else ""
     return (
         result.row,
         result.what,

@@ -80,7 +80,7 @@ def accelerate(config: Mapping[str, Any] | None = None) -> Accelerate:
 
 
 def meet_on_cpus(info: InstanceInfo) -> None:
-    """Says that ranks without a GPU belong together: else accelerate, and the Trainer, take each for a job of its own."""
+    """Says that ranks without a GPU belong together: else accelerate, and so the Trainer, runs a job in each."""
     torch = sys.modules.get("torch")  # loaded by its plugin, wherever that stands in the list
     if torch is None or info.world_size < 2:
         return

@@ -46,7 +46,7 @@ def huggingface(token: str | None = None) -> HuggingFace:
     """transformers, datasets and tokenizers on every host; `token` is ``HF_TOKEN`` in the processes there.
 
     It travels inside the SSH connection and is written to no file. The Trainer finds rank and world size as
-    torchrun would say them; with `plugins.torch` it finds the process group too, and what it needs besides is brought by
-    `plugins.accelerate`.
+    torchrun would say them; with `plugins.torch` it finds the process group too. It needs accelerate, which
+    `plugins.accelerate` brings.
     """
     return HuggingFace(token=token)

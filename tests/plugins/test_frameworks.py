@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 import skyfab as sky
 from skyfab.events import Event
+from skyfab.lab import Lab
 
 
 def needs(*modules: str) -> pytest.MarkDecorator:
@@ -65,7 +67,7 @@ def accelerator() -> tuple[int, int, str, float]:
     from accelerate import Accelerator
 
     found = Accelerator()
-    everyones: Any = found.reduce(torch.ones(1))
+    everyones: Any = found.reduce(torch.ones(1, device=found.device))
     return found.num_processes, found.process_index, str(found.mixed_precision), everyones.item()
 
 
@@ -73,7 +75,7 @@ def accelerator() -> tuple[int, int, str, float]:
 def training_arguments(folder: str) -> tuple[int, int]:
     from transformers import TrainingArguments
 
-    arguments = TrainingArguments(folder, use_cpu=True)
+    arguments = TrainingArguments(folder)
     return arguments.world_size, arguments.process_index
 
 
@@ -87,6 +89,64 @@ def test_jax_is_one_runtime_over_all_ranks(open_pool: Callable[..., sky.Compute]
     assert devices() @ pool == expected
     assert devices() @ pool == expected
     assert processes() >> pool == 1
+
+
+@pytest.fixture
+def misled(namespaces: Lab) -> Iterator[None]:
+    """Hosts whose own names lead to loopback, as Debian's installer writes them, or nowhere."""
+    kept = {name: namespaces[name].run(["cat", "/etc/hosts"]).stdout for name in ("node1", "node2")}
+    write = "printf '%s' \"$1\" > /etc/hosts"
+    namespaces["node1"].run(["sh", "-c", write, "-", "127.0.0.1 localhost\n"])
+    namespaces["node2"].run(["sh", "-c", write, "-", "127.0.0.1 localhost\n127.0.1.1 node2\n"])
+    yield
+    for name, text in kept.items():
+        namespaces[name].run(["sh", "-c", write, "-", text])
+
+
+@needs("jax")
+@pytest.mark.lab
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 1), (1, 2)])
+def test_jax_needs_no_names_of_hosts(
+    misled: None, open_pool: Callable[..., sky.Compute], hosts: int, ranks: int
+) -> None:
+    """The collectives take the interface that leads to the others: one host's CPU really adds to the other's."""
+    pool = open_pool("openssh", hosts, ranks=ranks, plugins=[sky.plugins.jax()])
+    assert devices() @ pool == [(0, 2, 2, [1.0, 2.0]), (1, 2, 2, [1.0, 2.0])]
+
+
+@needs("jax")
+def test_a_rank_of_jax_can_fail_and_be_stopped(open_pool: Callable[..., sky.Compute]) -> None:
+    """Its exception is the first, the others go when told to, and the next call has a runtime again."""
+    pool = open_pool(ranks=2, plugins=[sky.plugins.jax()])
+    assert catches_sigterm() @ pool == [False, False]
+    with pytest.raises(sky.BroadcastError) as raised:
+        uneven() @ pool
+    assert isinstance(raised.value.exceptions[0], LookupError)
+    assert [found[:2] for found in devices() @ pool] == [(0, 2), (1, 2)]
+
+
+@sky.function
+def catches_sigterm() -> bool:
+    """Whether anything in this process does, C++ included."""
+    import jax
+
+    jax.devices()
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return False
+    caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@sky.function
+def uneven() -> None:
+    import jax
+    import numpy
+    from jax.experimental import multihost_utils
+
+    if jax.process_index() == 1:
+        raise LookupError("lost its way")
+    multihost_utils.process_allgather(numpy.ones(1))
 
 
 def test_jax_is_told_where_and_who(open_pool: Callable[..., sky.Compute]) -> None:
@@ -112,6 +172,7 @@ class StandIn(sky.plugins.Plugin):
             jax.told = {**told, "port is free": free, "MASTER_PORT": os.environ["MASTER_PORT"]}
 
         jax: Any = types.ModuleType("jax")
+        jax.config = types.SimpleNamespace(update=lambda name, value: None)
         jax.distributed = types.SimpleNamespace(initialize=initialize, shutdown=lambda: None)
         sys.modules["jax"] = jax
         return contextlib.nullcontext()
@@ -188,7 +249,8 @@ def test_the_trainer_finds_what_it_reads(open_pool: Callable[..., sky.Compute]) 
 
 @needs("transformers", "accelerate", "torch")
 def test_the_trainer_joins_the_process_group(open_pool: Callable[..., sky.Compute], tmp_path: Any) -> None:
-    pool = open_pool(ranks=2, plugins=[sky.plugins.torch(), sky.plugins.huggingface()])
+    """Without a GPU too, in whichever order the plugins are."""
+    pool = open_pool(ranks=2, plugins=[sky.plugins.huggingface(), sky.plugins.torch()])
     assert training_arguments(str(tmp_path)) @ pool == [(2, 0), (2, 1)]
 
 
@@ -203,6 +265,5 @@ def test_accelerate_finds_its_configuration_in_the_environment(open_pool: Callab
 
 @needs("accelerate", "torch")
 def test_accelerate_joins_the_process_group(open_pool: Callable[..., sky.Compute]) -> None:
-    config = {"mixed_precision": "bf16", "use_cpu": True}
-    pool = open_pool(ranks=2, plugins=[sky.plugins.torch(), sky.plugins.accelerate(config)])
+    pool = open_pool(ranks=2, plugins=[sky.plugins.torch(), sky.plugins.accelerate({"mixed_precision": "bf16"})])
     assert accelerator() @ pool == [(2, 0, "bf16", 2.0), (2, 1, "bf16", 2.0)]

@@ -1,0 +1,58 @@
+"""torchrunx in a process of its own: ``python -m benchmarks.launcher SSH_CONFIG HOST…`` waits for a line, and launches.
+
+Its hosts connect to the launcher by the name that this machine gives itself, which in the lab leads to the host itself:
+here it is the address by which the lab's hosts reach this machine. All else is as torchrunx has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+
+from benchmarks import training
+from skyfab.agent.ports import interface_towards
+
+READY = "ready"
+ENV = "BENCH_ENV_"
+"""What a variable begins with that is for the workers."""
+
+
+def main(config: str, *hosts: str) -> None:
+    """Tells that torchrunx is loaded; from the line that answers this, it is torchrunx's time."""
+    _be_found_from(hosts[0])
+    import cloudpickle
+    import torchrunx
+
+    cloudpickle.register_pickle_by_value(training)  # the hosts do not have this checkout
+    os.chdir("/")  # the workers go to the folder of the same name
+    launcher = torchrunx.Launcher(
+        hostnames=list(hosts),
+        workers_per_host=1,
+        ssh_config_file=config,
+        backend="gloo",
+        extra_env_vars={key.removeprefix(ENV): value for key, value in os.environ.items() if key.startswith(ENV)},
+    ).set_logging_handlers(_words)
+    print(READY, flush=True)
+    sys.stdin.readline()
+    launcher.run(training.first)
+
+
+def _be_found_from(host: str) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        address = str(probe.getsockname()[0])
+    socket.getfqdn = lambda name="": address
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_towards(host)
+
+
+def _words() -> list[logging.Handler]:
+    """What workers print is printed here, and nothing else."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.addFilter(lambda record: getattr(record, "local_rank", None) is not None)
+    return [handler]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

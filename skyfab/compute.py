@@ -62,6 +62,7 @@ class Compute:
         plugins: Sequence[Plugin] = (),
         env: Mapping[str, str] | None = None,
         lease: float = 60,
+        silence: float = 10,
         timeout: float | None = None,
         ui: Literal["auto", "rich", "plain", "none"] = "auto",
     ) -> None:
@@ -81,6 +82,7 @@ class Compute:
         self._ranks = ranks
         self._env = dict(env or {})
         self._lease = lease
+        self._silence = silence
         self._timeout = timeout
         self._ui = ui
         self.events = Events()
@@ -155,8 +157,15 @@ class Compute:
         session = f"{self._session}-{index}"  # two names may be one machine
         python, prepare = self._outfit.interpreter(host, session, Progress(self.events, host.name))
         launch = Launch(host=host, session=session, bundle=bundle(), python=python, prepare=prepare)
-        listener = Hearing(self.events, self._gangs, self._queue)
-        talk = Session(host, transport_for(host, self.inventory), launch, listener, lease=self._lease)
+        listener = Hearing(self.events, self._gangs, self._queue, lambda: self._opening)
+        talk = Session(
+            host,
+            lambda: transport_for(host, self.inventory),
+            launch,
+            listener,
+            lease=self._lease,
+            silence=self._silence,
+        )
         node = listener.node = Node(index, host, self.inventory, talk)
         return node
 

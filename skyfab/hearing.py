@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+
 from skyfab.dispatch import Queue
 from skyfab.errors import HostError
 from skyfab.events import Events, HostState, Moved, Output
 from skyfab.gangs import Gangs
 from skyfab.node import Node
 from skyfab.output import Lines
+from skyfab.session import DOUBT
 
 
 class Hearing:
     """Listens to one node."""
 
-    def __init__(self, events: Events, gangs: Gangs, queue: Queue) -> None:
+    def __init__(self, events: Events, gangs: Gangs, queue: Queue, all_nodes: Callable[[], Sequence[Node]]) -> None:
+        self._all_nodes = all_nodes
         self._events = events
         self._gangs = gangs
         self._queue = queue
@@ -38,6 +43,22 @@ class Hearing:
         self.node.lost = error
         self._events.emit(HostState(host=self.node.name, state="lost", detail=error.message))
         self._queue.advance()
+
+    def apart(self, reason: str) -> None:
+        assert self.node is not None
+        others = [node for node in self._all_nodes() if node is not self.node and node.lost is None]
+        if others and not self.others_answer():
+            reason += "; no host answers: is this machine's network up?"
+        self._events.emit(HostState(host=self.node.name, state="reconnecting", detail=reason))
+
+    def together(self, seconds: float) -> None:
+        assert self.node is not None
+        self._events.emit(HostState(host=self.node.name, state="ready", detail=f"back after {seconds:.1f} s"))
+
+    def others_answer(self) -> bool:
+        """Some other host has been heard in the last seconds; a silent one may take that long to be noticed."""
+        now = time.monotonic()
+        return any(now - node.session.heard < DOUBT for node in self._all_nodes() if node is not self.node)
 
 
 class Progress:

@@ -41,6 +41,15 @@ class Listener(Protocol):
     def lost(self, error: HostError) -> None:
         """The host is gone."""
 
+    def apart(self, reason: str) -> None:
+        """The connection is gone, and another one is tried."""
+
+    def together(self, seconds: float) -> None:
+        """It is there again, after so long."""
+
+    def others_answer(self) -> bool:
+        """Whether the network of this machine works: other hosts are heard."""
+
 
 @dataclass(slots=True)
 class Exchange:
@@ -102,6 +111,8 @@ class Inbox:
         self.mux = Mux(self, express=self._express)
         self.agent: AgentHello | None = None
         """What the host said of itself."""
+        self.greetings = 0
+        """How often it said hello: once on each connection."""
         self.exchanges: dict[int, Exchange | Reply] = {}
         self._host = host
         self._listener = listener
@@ -128,6 +139,7 @@ class Inbox:
         if hello.protocol != VERSION:
             raise HostUnfit(f"its agent speaks protocol {hello.protocol}, not {VERSION}", host=self._host)
         self.agent = hello
+        self.greetings += 1
         self.mux.resume(hello.received)
 
     def bye(self, reason: str) -> None:

@@ -1,6 +1,7 @@
 """A session: one agent on one host, as this machine talks to it.
 
-One stream, many exchanges: requests and their answers, what processes write, and what happens to them.
+One stream, many exchanges: requests and their answers, what processes write, and what happens to them. When the stream
+breaks or falls silent it is replaced by another, to the same agent, and nothing is lost or said twice.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from skyfab.errors import HostLost, HostUnfit, ProtocolError, SkyfabError
@@ -22,6 +24,7 @@ from skyfab.protocol import VERSION, messages
 from skyfab.protocol.frames import HEAD, HEADER
 from skyfab.protocol.messages import AgentHello, ClientHello, Message
 from skyfab.protocol.streams import Buffer
+from skyfab.revival import Revival, close
 from skyfab.transport.base import Stream, Transport
 from skyfab.turns import Turns
 
@@ -29,19 +32,44 @@ CONNECT: Final = 30.0
 """Seconds from the first byte to the agent's hello."""
 GOODBYE: Final = 5.0
 """Seconds that a host has to end its processes when the pool closes."""
-PING: Final = 5.0
-SILENCE: Final = 30.0
-"""Seconds without a word after which a host counts as lost."""
+PING: Final = 2.5
+"""Seconds between signs of life."""
+DOUBT: Final = 5.0
+"""Seconds without a word after which another connection is tried."""
+GONE: Final = "agent is gone"
+"""What the link says of an agent that it does not find."""
 
 
 class Session:
     """The conversation with one host's agent. Thread-safe."""
 
-    def __init__(self, host: Host, transport: Transport, launch: Launch, listener: Listener, *, lease: float) -> None:
+    def __init__(
+        self,
+        host: Host,
+        reach: Callable[[], Transport],
+        launch: Launch,
+        listener: Listener,
+        *,
+        lease: float,
+        silence: float = 10.0,
+    ) -> None:
+        """`lease` is how long the two sides may be apart; after `silence` a host is lost when others answer."""
         self.host = host
-        self._transport = transport
+        self._reach = reach
+        self._transport = reach()
         self._launch = launch
+        self._listener = listener
         self._lease = lease
+        self._silence = silence
+        self._pace = min(PING, lease / 4) if lease else PING
+        self._revival: Revival | None = None
+        self._fresh: tuple[Stream, Transport] | None = None
+        """A stream that is to take the place of the one that broke."""
+        self._adopted = 0.0
+        self._greetings = 0
+        """How often the agent had said hello when the stream that is there was taken."""
+        self._quiet_since = 0.0
+        self._verdict: Exception | None = None
         self._inbox = Inbox(host.name, listener)
         self._mux = self._inbox.mux
         self._lock = threading.Lock()
@@ -92,6 +120,19 @@ class Session:
         for fd in (self._source, self._waker[0]):
             self._poll.register(fd, select.POLLIN)
 
+    def _rejoin(self, transport: Transport, deadline: float, stopped: Callable[[], bool]) -> Stream:
+        """Another stream to the same agent. Raises a HostError."""
+        assert self.agent is not None
+        launch = replace(self._launch, python=self.agent.executable, prepare=None)
+        stream = transport.open(launch.command("resume"))
+        try:
+            launch.join(stream, deadline=deadline, stopped=stopped)
+        except BaseException:
+            stream.close()
+            raise
+        transport.joined()
+        return stream
+
     def _introduce(self) -> AgentHello:
         assert self._stream is not None
         with self._lock:
@@ -136,10 +177,12 @@ class Session:
         self.poke()
         self._turns.join(GOODBYE + 1)
         with self._turns.held:
-            if self._stream is not None:
-                self._stream.close()
-                self._stream = None
-            self._transport.close()
+            fresh = [] if self._fresh is None else [self._fresh]
+            for stream, transport in [(self._stream, self._transport), *fresh]:
+                if stream is not None:
+                    stream.close()
+                transport.close()
+            self._stream = self._fresh = None
             if self._waker is not None:
                 for fd in self._waker:
                     os.close(fd)
@@ -183,8 +226,10 @@ class Session:
             stream = self._next_stream
             self._next_stream += 2
             reply = self._inbox.exchanges[stream] = Reply(stream, seat)
+            if self._stream is None:
+                self._mux.send(stream, head, (data,))
+                return reply
             frame = HEADER.pack(HEAD, len(head), stream, len(head) + len(data)) + head + data
-            assert self._stream is not None
             try:
                 drained = self._mux.send_frame(frame, self._stream.send)
             except OSError:
@@ -231,13 +276,14 @@ class Session:
 
     def _pump(self, timeout: float | None) -> None:
         """Waits for the stream once, reads and writes what it can, and hands out what has arrived."""
+        if self._fresh is not None:
+            self._adopt()
         stream = self._stream
-        assert stream is not None
         assert self._waker is not None
-        wait = PING if timeout is None else min(timeout, PING)
+        wait = self._pace if timeout is None else min(timeout, self._pace)
         if self._farewell:
             wait = min(wait, 0.5)
-        if self._mux.has_output:
+        if stream is not None and self._mux.has_output:
             sink = stream.sink()
             if sink is None:
                 wait = 0.002  # nothing tells when there is room: try again soon
@@ -260,22 +306,22 @@ class Session:
                 if INTERRUPTS.missed is not None and not outer:
                     INTERRUPTS.go_on()
 
-    def _take_in(self, stream: Stream, ready: list[tuple[int, int]]) -> list[Callable[[], None]] | None:
+    def _take_in(self, stream: Stream | None, ready: list[tuple[int, int]]) -> list[Callable[[], None]] | None:
         """Reads and writes what it can; returns what others are to be told."""
         assert self._waker is not None
         try:
             with self._lock:
                 heard = False
                 for fd, _ in ready:
-                    if fd == self._source:
+                    if stream is not None and fd == self._source:
                         heard = True
                         self._read(stream)
                     elif fd == self._waker[0]:
                         os.read(fd, 4096)
                     else:
-                        self._poll.unregister(fd)
+                        self._forget(fd)
                 if self._ended is None:
-                    if not heard or self._farewell:
+                    if not heard or self._farewell or self._mux.heard - self._pinged > self._pace:
                         self._keep_alive()
                     if self._mux.has_output:
                         self._flush()
@@ -287,21 +333,21 @@ class Session:
     def _torn(self) -> None:
         """Something broke in the middle of reading: nobody knows how much is lost."""
         with self._lock:
-            self._end(HostLost("interrupted while it was answering", host=self.host.name))
+            self._finish(HostLost("interrupted while it was answering", host=self.host.name))
             after = self._inbox.take()
         self._turns.call(after)
 
     def _read(self, stream: Stream) -> None:
         try:
             if not self._mux.read(stream.recv_into):
-                self._end(None)
+                self._break(None)
         except BlockingIOError:
             pass
         except (OSError, EOFError) as error:
-            self._end(HostLost(f"the connection broke: {error}", host=self.host.name))
+            self._break(HostLost(f"the connection broke: {error}", host=self.host.name))
         except SkyfabError as error:
             error.host = error.host or self.host.name
-            self._end(error)
+            self._finish(error)
 
     def _say(self, stream: int, head: bytes, parts: Sequence[Buffer], *, urgent: bool = False) -> bool:
         if urgent or self._stream is None:
@@ -322,20 +368,135 @@ class Session:
 
     def _keep_alive(self) -> None:
         now = time.monotonic()
-        if self._farewell and now > self._until:
-            self._end(None)
-        elif now - self._mux.heard > SILENCE:
-            self._end(HostLost(f"not a word for {SILENCE:.0f} s", host=self.host.name, hint="is it up?"))
-        elif now - self._mux.heard > PING and now - self._pinged > PING:
+        if self._verdict is not None:
+            self._finish(self._verdict)
+        elif self._farewell and (now > self._until or self._stream is None):
+            self._finish(None)
+        elif now - self._pinged > self._pace:
             self._pinged = now
             self._mux.ping()
+        if now - self._mux.heard > DOUBT and self.agent is not None:
+            self._revive(f"not a word for {DOUBT:.0f} s")
 
-    def _end(self, error: Exception | None) -> None:
-        """The stream is over: everybody who waits is told."""
+    # ---- other streams
+
+    @property
+    def heard(self) -> float:
+        """When the host last said something; it says something every few seconds."""
+        return self._mux.heard if self._revival is None else self._quiet_since
+
+    def _break(self, error: Exception | None) -> None:
+        """The stream has ended, and not because somebody wanted it to: another may take its place."""
         if self._ended is not None:
             return
+        if self._farewell or self.agent is None:
+            self._finish(error)
+            return
         assert self._stream is not None
-        if error is None and not self._farewell:
+        error = error or self._stream.explain()
+        if GONE in str(error) or self._lease <= 0:
+            self._finish(error)
+            return
+        self._let_go()
+        self._revive(error.message if isinstance(error, SkyfabError) else str(error))
+
+    def _let_go(self) -> None:
+        stream, self._stream = self._stream, None
+        transport = self._transport
+        assert stream is not None
+        for fd in (self._source, stream.sink()):
+            if fd is not None:
+                self._forget(fd)
+        self._source = -1
+        threading.Thread(target=close, args=(stream, transport), daemon=True).start()
+
+    def _forget(self, fd: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._poll.unregister(fd)
+
+    def _revive(self, reason: str) -> None:
+        if self._revival is not None or self._ended is not None or self._farewell:
+            return
+        self._quiet_since = self._mux.heard
+        self._inbox.after.append(lambda: self._listener.apart(reason))
+        self._revival = Revival(
+            self._reach,
+            self._rejoin,
+            needless=self._is_well,
+            hopeless=self._hopeless,
+            hopeful=self._is_hopeful,
+            take=self._offer,
+            give_up=self._condemn,
+        )
+
+    def _is_well(self) -> bool:
+        """The host speaks again; or nobody wants it to."""
+        if self._farewell or self._ended is not None:
+            return True
+        with self._lock:
+            well = self._stream is not None and self._fresh is None and not self._is_new
+            well = well and self._mux.heard > self._quiet_since
+            if well:
+                self._revival = None
+        if well:
+            self._listener.together(time.monotonic() - self._quiet_since)
+        return well
+
+    @property
+    def _is_new(self) -> bool:
+        """The stream that is there has not brought the agent's hello yet."""
+        return self._inbox.greetings == self._greetings
+
+    def _is_hopeful(self) -> bool:
+        """A new stream is there, and may have something to say soon."""
+        if self._fresh is not None:
+            return True
+        return self._stream is not None and self._is_new and time.monotonic() - self._adopted < DOUBT
+
+    def _hopeless(self) -> Exception | None:
+        apart = time.monotonic() - self._quiet_since
+        if apart > self._lease:
+            return HostLost(f"gone for more than its lease of {self._lease:g} s", host=self.host.name, hint="is it up?")
+        if apart > self._silence and self._listener.others_answer():
+            return HostLost(
+                f"not a word for {self._silence:g} s, and others answer", host=self.host.name, hint="is it up?"
+            )
+        return None
+
+    def _offer(self, stream: Stream, transport: Transport) -> bool:
+        with self._lock:
+            if self._fresh is not None or self._ended is not None or self._farewell:
+                return False
+            self._fresh = (stream, transport)
+        self.poke()
+        return True
+
+    def _adopt(self) -> None:
+        """Goes on with a new stream: both sides say how far they have heard, and the rest is said again."""
+        with self._lock:
+            if self._stream is not None:
+                self._let_go()
+            assert self._fresh is not None
+            (self._stream, self._transport), self._fresh = self._fresh, None
+            self._adopted = time.monotonic()
+            self._greetings = self._inbox.greetings
+            self._mux.attach(self._hello())
+            self._source = self._stream.fileno()
+            self._poll.register(self._source, select.POLLIN)
+            self._read(self._stream)  # some of it may have come together with the link's answer
+            self._flush()
+
+    def _condemn(self, error: Exception) -> None:
+        self._verdict = error
+        self.poke()
+
+    # ---- the end
+
+    def _finish(self, error: Exception | None) -> None:
+        """It is over: everybody who waits is told."""
+        if self._ended is not None:
+            return
+        if error is None and not self._farewell and self._stream is not None:
             error = self._stream.explain()
         self._ended = error or HostLost("the pool is closed", host=self.host.name)
         self._turns.over = True

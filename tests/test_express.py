@@ -26,7 +26,7 @@ from stage.spot import Spot, until
 from stage.threads import at_once, begin
 
 import skyfab as sky
-from skyfab import session
+from skyfab import hearing, session
 from skyfab.dispatch import Task
 from skyfab.events import CallEnded, CallStarted, Event, Output
 from skyfab.lab import Lab
@@ -111,8 +111,9 @@ def test_a_host_that_is_cut_off_is_lost_and_the_others_go_on(
 ) -> None:
     """First in this file: it shortens the patience of every pool, and no other is open yet."""
     monkeypatch.setattr(session, "PING", 0.2)
-    monkeypatch.setattr(session, "SILENCE", 1.0)
-    pool = open_pool("openssh", count=2, lease=2)
+    monkeypatch.setattr(session, "DOUBT", 0.7)
+    monkeypatch.setattr(hearing, "DOUBT", 0.7)
+    pool = open_pool("openssh", count=2, lease=20, silence=1.5)
     first = namespaces.hosts[0]
     waiting = begin(lambda: stay(spot / "pid") >> pool)
     assert set(spot.wait("pid")) == {first.name}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -403,6 +404,10 @@ class Quiet:
     def wrote(self, seat: str, lines: object) -> None: ...
     def exited(self, seat: str, text: str) -> None: ...
     def lost(self, error: Exception) -> None: ...
+    def apart(self, reason: str) -> None: ...
+    def together(self, seconds: float) -> None: ...
+    def others_answer(self) -> bool:
+        return False
 
 
 def test_a_whole_session_below_a_hostile_home(hostile_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +416,7 @@ def test_a_whole_session_below_a_hostile_home(hostile_home: Path, monkeypatch: p
     host = Host(name="local", cache="~/my 'cache'; $(touch pwned)")
     for _ in range(2):  # with an empty cache, and with one that has the bundle
         made = Launch(host=host, session=os.urandom(8).hex(), bundle=bundle(), python=sys.executable)
-        session = Session(host, Local(host), made, Quiet(), lease=5)
+        session = Session(host, lambda: Local(host), made, Quiet(), lease=5)
         agent = session.open()
         try:
             assert agent.python == local_python()
@@ -477,7 +482,7 @@ def test_two_programs_unpack_one_bundle_at_once(tmp_path: Path) -> None:
         )
         for _ in range(3)
     ]
-    sessions = [Session(made.host, Local(made.host), made, Quiet(), lease=5) for made in launches]
+    sessions = [Session(made.host, functools.partial(Local, made.host), made, Quiet(), lease=5) for made in launches]
     found: list[object] = []
 
     def open_it(session: Session) -> None:

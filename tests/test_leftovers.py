@@ -21,6 +21,7 @@ from stage.remote import leave, linger, wait_for
 from stage.spot import Spot, until
 
 import skyfab as sky
+from skyfab.events import HostState
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.process import LabProcess
 
@@ -77,6 +78,14 @@ def sweep(host: LabHost) -> None:
     for cache in caches(host):
         for folder in cache.glob("run/*/*"):
             shutil.rmtree(folder)
+
+
+@sky.function
+def leave_and_wait(path: str, go: str) -> int:
+    """Leaves this process's number, and returns it once it may go."""
+    leave(path, str(os.getpid()))
+    wait_for(go)
+    return os.getpid()
 
 
 @pytest.fixture
@@ -364,23 +373,20 @@ def test_a_zygote_that_is_killed_is_replaced_and_the_pool_goes_on(
     until(lambda: not runs_on("node1", int(spot.notes("rank.child")["node1"])), "the end of the child", 10)
 
 
-@pytest.mark.parametrize("victim", ["agent", "link", "ssh"])
-def test_an_agent_or_a_connection_that_is_killed_is_a_host_lost_and_the_others_go_on(
+def test_an_agent_that_is_killed_is_a_host_lost_and_the_others_go_on(
     hosts: list[LabHost],
     open_pool: Callable[..., sky.Compute],
     spot: Spot,
     runs_on: Callable[[str, int], bool],
     clean: Callable[[], None],
-    victim: str,
 ) -> None:
     pool = open_pool("openssh", count=2, lease=LEASE)
     future = pool.submit(linger_with_a_child(spot / "rank"), on="node1")
     number = int(spot.wait("rank")["node1"])
     _, _, agent = chain(hosts[0], number)
     assert agent.pid == pool.hosts[0].agent.pid
-    victims = {"agent": lambda: agent.outside, "link": lambda: link(hosts[0]).outside, "ssh": ssh}
-    os.kill(victims[victim](), signal.SIGKILL)
-    with pytest.raises(sky.HostError) as caught:
+    os.kill(agent.outside, signal.SIGKILL)
+    with pytest.raises(sky.HostLost) as caught:
         future.result(30)
     assert caught.value.host == "node1"
     for name in ("rank", "rank.child"):
@@ -388,6 +394,24 @@ def test_an_agent_or_a_connection_that_is_killed_is_a_host_lost_and_the_others_g
     assert [ok(n) >> pool for n in range(3)] == [0, 1, 2]
     until(lambda: not traces.on(hosts[0]), "the end of everything on the lost host, while the pool is open", 15)
     until(lambda: not traces.folders(hosts[0]), "the end of its run folder", 10)
+    pool.close()
+    clean()
+
+
+@pytest.mark.parametrize("victim", ["link", "ssh"])
+def test_a_connection_that_is_killed_is_replaced_and_nothing_is_lost(
+    hosts: list[LabHost], open_pool: Callable[..., sky.Compute], spot: Spot, clean: Callable[[], None], victim: str
+) -> None:
+    pool = open_pool("openssh", count=2, lease=20)
+    states: list[str] = []
+    pool.events.subscribe(lambda event: states.append(event.state) if isinstance(event, HostState) else None)
+    future = pool.submit(leave_and_wait(spot / "rank", spot / "go"), on="node1")
+    spot.wait("rank")
+    os.kill(link(hosts[0]).outside if victim == "link" else ssh(), signal.SIGKILL)
+    until(lambda: states == ["reconnecting", "ready"], "another connection")
+    spot.leave("go")
+    assert future.result(30) == int(spot.notes("rank")["node1"])
+    assert [ok(n) >> pool for n in range(3)] == [0, 1, 2]
     pool.close()
     clean()
 

@@ -54,6 +54,8 @@ class Agent:
         self._machine = Machine()
         self._store = Store(run=self._run, cache=cache)
         self._connection: Connection | None = None
+        self._waiting: set[Connection] = set()
+        """Others, on which nobody has said hello yet."""
         self._routes: dict[int, Route] = {}
         self._missing: dict[int, int] = {}
         self._ports = Ports()
@@ -89,7 +91,7 @@ class Agent:
                 self._seats.pass_on()
                 if self._mux.has_output:
                     self._write()
-                if self._connection is None and time.monotonic() >= self._silent_since + self._lease:
+                if time.monotonic() >= self._until():
                     self._done = True
         finally:
             self._clean_up()
@@ -106,11 +108,13 @@ class Agent:
         """Seconds until something must be done without being asked."""
         if self._seats.busy:
             return 0.0
-        if self._connection and not self._seats.timed:
-            return 60.0
         now = time.monotonic()
-        until = now + 60.0 if self._connection else self._silent_since + self._lease
-        return max(0.0, self._seats.next_deadline(until) - now)
+        until = self._until()
+        return max(0.0, (self._seats.next_deadline(until) if self._seats.timed else until) - now)
+
+    def _until(self) -> float:
+        """When the lease runs out, unless the client is heard before."""
+        return (self._mux.heard if self._connection else self._silent_since) + self._lease
 
     def _clean_up(self) -> None:
         """Nothing is left: ranks, socket, folder."""
@@ -124,6 +128,8 @@ class Agent:
         self._mux.bye("done")
         self._write()
         self._drop()
+        for connection in self._waiting:
+            connection.close()
 
     # ---- the connection
 
@@ -136,10 +142,27 @@ class Agent:
         except (OSError, ValueError):
             link.close()
             return
-        self._drop()
         self._machine.reached_through(about.get("connection", ""))
-        self._connection = Connection(link, *fds)
-        self._watch.add(self._connection.source, READ, self._read)
+        connection = Connection(link, *fds)
+        if self._connection is None:
+            self._join(connection)
+        else:  # the one that is there may be dead, and may be alive: a client that tries several times says hello once
+            self._waiting.add(connection)
+            self._watch.add(connection.source, READ, lambda: self._consider(connection))
+
+    def _consider(self, connection: Connection) -> None:
+        """A client on another connection says hello, or has given it up."""
+        self._watch.drop(connection.source)
+        self._waiting.discard(connection)
+        if connection.has_data():
+            self._drop()
+            self._join(connection)
+        else:
+            connection.close()
+
+    def _join(self, connection: Connection) -> None:
+        self._connection = connection
+        self._watch.add(connection.source, READ, self._read)
         self._mux.attach(self._hello())
         self._write()
 
@@ -155,6 +178,7 @@ class Agent:
             cpus=self._machine.cpus,
             platform=self._machine.platform,
             pid=os.getpid(),
+            executable=sys.executable,
         ).encode()
 
     def _read(self) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import functools
 import io
 import os
+import termios
 
 from skyfab.protocol.pipes import widen
 
@@ -29,6 +32,12 @@ class Connection:
             widen(fd)
         self.recv_into: RecvInto = io.FileIO(source, closefd=False).readinto
         self.send: Send = functools.partial(os.writev, sink)
+
+    def has_data(self) -> bool:
+        """Something can be read that is not the end."""
+        count = array.array("i", [0])
+        fcntl.ioctl(self.source, termios.FIONREAD, count)
+        return count[0] > 0
 
     def close(self) -> None:
         for fd in {self.source, self.sink}:

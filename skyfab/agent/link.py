@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     """``link CACHE SESSION start|resume``; the marker line for success is already out."""
     cache, session, mode = argv
     try:
-        _enter_folder(cache, session)
+        _enter_folder(cache, session, make=mode == "start")
         agent = _agent(cache, session, may_start=mode == "start")
     except OSError as error:
         print(f"skyfab: {error}", file=sys.stderr)
@@ -34,13 +34,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _enter_folder(cache: str, session: str) -> None:
+def _enter_folder(cache: str, session: str, *, make: bool) -> None:
     """Makes the pool's run folder and goes there: socket paths are short only when relative.
 
     Hosts that share a home folder keep apart by host name.
     """
     folder = os.path.join(cache, "run", socket.gethostname(), session)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
+    if make:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    elif not os.path.isdir(folder):
+        raise ConnectionError("the pool's agent is gone from this host")
     os.chdir(folder)
     found = os.stat(".")
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:

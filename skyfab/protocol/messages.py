@@ -334,6 +334,8 @@ class AgentHello(Message):
     cpus: int
     platform: str
     pid: int
+    executable: str
+    """The interpreter that runs it."""
 
 
 @functools.lru_cache(maxsize=256)

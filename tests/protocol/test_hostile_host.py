@@ -115,6 +115,11 @@ class Listener:
     def lost(self, error: Exception) -> None:
         self.lost_with.append(error)
 
+    def apart(self, reason: str) -> None: ...
+    def together(self, seconds: float) -> None: ...
+    def others_answer(self) -> bool:
+        return False
+
 
 def hello(**changes: Any) -> bytes:
     about = {"protocol": VERSION, "python": local_python(), "cloudpickle": cloudpickle.__version__, **changes}
@@ -126,7 +131,7 @@ def prepared() -> Iterator[tuple[Session, Puppet, Listener]]:
     host = Host(name="node")
     puppet, listener = Puppet(), Listener()
     made = Launch(host=host, session=SESSION, bundle=bundle(), python=local_python())
-    session = Session(host, puppet, made, listener, lease=5)
+    session = Session(host, lambda: puppet, made, listener, lease=5)
     try:
         yield session, puppet, listener
     finally:

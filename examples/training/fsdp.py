@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +26,7 @@ import digits
 
 @sky.function
 def train(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> tuple[dict[str, Tensor], list[float], int]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     mesh = init_device_mesh(device, (sky.instance_info().world_size,))
     for layer in [*model.layers, model]:
         if list(layer.parameters()):

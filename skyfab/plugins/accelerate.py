@@ -80,11 +80,12 @@ def accelerate(config: Mapping[str, Any] | None = None) -> Accelerate:
 
 
 def meet_on_cpus(info: InstanceInfo) -> None:
-    """Says that ranks without a GPU belong together: else accelerate, and so the Trainer, runs a job in each."""
+    """Says that ranks without GPUs of their own belong together: else accelerate, and the Trainer, run a job in each."""
     torch = sys.modules.get("torch")  # loaded by its plugin, wherever that stands in the list
     if torch is None or info.world_size < 2:
         return
-    if not getattr(torch, "accelerator", torch.cuda).is_available():
+    devices = getattr(torch, "accelerator", torch.cuda)
+    if not devices.is_available() or devices.device_count() < info.local_world_size:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 

@@ -22,6 +22,7 @@ from skyfab.events import CallEnded, CallStarted, Events, HostState
 from skyfab.express import UNFIT, express
 from skyfab.gangs import Gangs, insist
 from skyfab.hearing import Hearing, Progress
+from skyfab.homecoming import Homecoming
 from skyfab.image import Image
 from skyfab.interrupts import INTERRUPTS
 from skyfab.inventory import Host, Inventory
@@ -72,6 +73,8 @@ class Compute:
         """
         if ranks != "auto" and ranks < 1:
             raise UsageError(f"ranks={ranks!r}: a number from 1 on, or 'auto'")
+        if lease < 1 or silence <= 0:
+            raise UsageError(f"lease={lease!r}, silence={silence!r}: a second at least, and more than nothing")
         self.inventory = _inventory(inventory)
         self.selected = self.inventory.select(hosts, nodes=nodes)
         """The hosts that were asked for."""
@@ -90,6 +93,10 @@ class Compute:
         self._around = contextlib.ExitStack()
         self._queue = Queue(self._started)
         self._gangs = Gangs(self._env_of)
+        self._listeners: dict[int, Hearing] = {}
+        self._homecoming = Homecoming(
+            lambda node: self._talk(node.index, node.host, self._listeners[node.index], again=True), self._welcome
+        )
         self._lock = threading.Lock()
         self._session = secrets.token_hex(8)
         self._open = False
@@ -113,6 +120,7 @@ class Compute:
         if self._open:
             return
         INTERRUPTS.watch()
+        self._homecoming.begin()
         self._show()
         try:
             nodes = self._connect()
@@ -154,11 +162,17 @@ class Compute:
             self._project.tree()
 
     def _node(self, index: int, host: Host) -> Node:
-        session = f"{self._session}-{index}"  # two names may be one machine
+        listener = Hearing(self.events, self._gangs, self._queue, self._homecoming, lambda: self._opening)
+        node = listener.node = Node(index, host, self.inventory, self._talk(index, host, listener))
+        self._listeners[index] = listener
+        return node
+
+    def _talk(self, index: int, host: Host, listener: Hearing, *, again: bool = False) -> Session:
+        pool = secrets.token_hex(8) if again else self._session  # what the one before has left is not for this one
+        session = f"{pool}-{index}"  # two names may be one machine
         python, prepare = self._outfit.interpreter(host, session, Progress(self.events, host.name))
         launch = Launch(host=host, session=session, bundle=bundle(), python=python, prepare=prepare)
-        listener = Hearing(self.events, self._gangs, self._queue, lambda: self._opening)
-        talk = Session(
+        return Session(
             host,
             lambda: transport_for(host, self.inventory),
             launch,
@@ -166,14 +180,19 @@ class Compute:
             lease=self._lease,
             silence=self._silence,
         )
-        node = listener.node = Node(index, host, self.inventory, talk)
-        return node
+
+    def _welcome(self, node: Node) -> None:
+        """A node that was lost is there again: it gets what the others have."""
+        while (tree := self._synced) is not None and not node.knows(tree):
+            node.learn_tree(tree)
+        self.events.emit(HostState(host=node.name, state="ready", detail="taken back"))
 
     def close(self) -> None:
         """Ends every process of the pool on every host."""
         if self._open:
             self._around.close()
             self._open = False
+            self._homecoming.close()
             self._queue.fail_all()
             close_all(self.hosts)
             for node in self.hosts:
@@ -207,7 +226,7 @@ class Compute:
     def run(self, call: Call[R]) -> R:
         """Runs a call on one rank and waits for it: ``call >> compute``."""
         function, arguments, _ = self._pack(call)
-        if call.function.stall is not None:
+        if call.function.stall is not None or call.function.retries:
             return self._wait(self.submit(call))
         timeout = self._timeout_of(call.function)
         label = call.function.label
@@ -254,7 +273,7 @@ class Compute:
                 return insist(start, lambda error, number: may_go_on(error, number, elastic, retries), in_order)
             return insist(start, lambda _, number: number < retries) if retries else start(0)
         node = None if on == "one" else self.hosts[0] if on == "head" else self._named(on)
-        task = Task(function, arguments, label=label, timeout=timeout, on=node)
+        task = Task(function, arguments, label=label, timeout=timeout, on=node, retries=call.function.retries)
         self._queue.add(task)
         self._watch(call.function, task.future, task.places)
         return task.future

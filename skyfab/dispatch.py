@@ -89,6 +89,7 @@ class Task:
         "future",
         "label",
         "on",
+        "retries",
         "slot",
         "started",
         "stream",
@@ -104,7 +105,10 @@ class Task:
         timeout: float | None,
         on: Node | None = None,
         each: bool = False,
+        retries: int = 0,
     ) -> None:
+        self.retries = retries
+        """How often it may still be moved from a host that is lost to another one."""
         self.function = function
         self.arguments = arguments
         self.label = label
@@ -326,9 +330,17 @@ class Queue:
         assert slot is not None
         if isinstance(error, HostLost) and slot.node.lost is None:
             slot.node.lost = error
+        again = isinstance(error, HostLost) and task.retries > 0 and task.on is None and not task.future.done()
         with self._lock:
             slot.tasks.remove(task)
-        self._finish(task, None, error)
+            if again:
+                task.retries -= 1
+                task.slot = None
+                self._waiting.appendleft(task)
+        if again and task.ended is not None:
+            task.ended(error)
+        elif not again:
+            self._finish(task, None, error)
         self.advance()
 
     def _finish(self, task: Task, result: Any = None, error: BaseException | None = None) -> None:

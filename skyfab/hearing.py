@@ -6,18 +6,27 @@ import time
 from collections.abc import Callable, Sequence
 
 from skyfab.dispatch import Queue
-from skyfab.errors import HostError
+from skyfab.errors import HostError, ProtocolError
 from skyfab.events import Events, HostState, Moved, Output
 from skyfab.gangs import Gangs
+from skyfab.homecoming import Homecoming
 from skyfab.node import Node
 from skyfab.output import Lines
-from skyfab.session import DOUBT
+from skyfab.reunion import DOUBT
 
 
 class Hearing:
     """Listens to one node."""
 
-    def __init__(self, events: Events, gangs: Gangs, queue: Queue, all_nodes: Callable[[], Sequence[Node]]) -> None:
+    def __init__(
+        self,
+        events: Events,
+        gangs: Gangs,
+        queue: Queue,
+        homecoming: Homecoming,
+        all_nodes: Callable[[], Sequence[Node]],
+    ) -> None:
+        self._homecoming = homecoming
         self._all_nodes = all_nodes
         self._events = events
         self._gangs = gangs
@@ -43,6 +52,8 @@ class Hearing:
         self.node.lost = error
         self._events.emit(HostState(host=self.node.name, state="lost", detail=error.message))
         self._queue.advance()
+        if not isinstance(error.__cause__, ProtocolError):  # whatever speaks there is not one of ours
+            self._homecoming.expect(self.node)
 
     def apart(self, reason: str) -> None:
         assert self.node is not None

@@ -89,6 +89,17 @@ class Node:
             hang_up(self._connection)
         self.session.close()
 
+    def begin_anew(self, session: Session) -> None:
+        """The host has a new agent, which has been told nothing yet."""
+        with self._lock:
+            self.session = session
+            self._seats.clear()
+            self._functions.clear()
+            self._trees = {""}
+            self._blobs.clear()
+            self._coming.clear()
+            self._seen.clear()
+
     # ---- calls
 
     def call(

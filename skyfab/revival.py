@@ -15,6 +15,7 @@ from typing import Final
 
 from skyfab.errors import HostLost, HostUnfit, SkyfabError
 from skyfab.transport.base import Stream, Transport
+from skyfab.wire import close
 
 PAUSE: Final = 0.1
 LONGEST: Final = 0.7
@@ -139,9 +140,3 @@ class Revival:
             elif not isinstance(attempt.error, SkyfabError):
                 return attempt.error
         return None
-
-
-def close(stream: Stream, transport: Transport) -> None:
-    """Lets go of both."""
-    stream.close()
-    transport.close()

@@ -6,9 +6,7 @@ breaks or falls silent it is replaced by another, to the same agent, and nothing
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,12 +19,13 @@ from skyfab.interrupts import INTERRUPTS, MAIN
 from skyfab.inventory import Host
 from skyfab.launch import Launch, cannot_run, local_python, other_python
 from skyfab.protocol import VERSION, messages
-from skyfab.protocol.frames import HEAD, HEADER
+from skyfab.protocol.frames import BYE, HEAD, HEADER, frame
 from skyfab.protocol.messages import AgentHello, ClientHello, Message
 from skyfab.protocol.streams import Buffer
-from skyfab.revival import Revival, close
+from skyfab.reunion import DOUBT, Reunion
 from skyfab.transport.base import Stream, Transport
 from skyfab.turns import Turns
+from skyfab.wire import Wire, close
 
 CONNECT: Final = 30.0
 """Seconds from the first byte to the agent's hello."""
@@ -34,8 +33,6 @@ GOODBYE: Final = 5.0
 """Seconds that a host has to end its processes when the pool closes."""
 PING: Final = 2.5
 """Seconds between signs of life."""
-DOUBT: Final = 5.0
-"""Seconds without a word after which another connection is tried."""
 GONE: Final = "agent is gone"
 """What the link says of an agent that it does not find."""
 
@@ -56,20 +53,9 @@ class Session:
         """`lease` is how long the two sides may be apart; after `silence` a host is lost when others answer."""
         self.host = host
         self._reach = reach
-        self._transport = reach()
         self._launch = launch
-        self._listener = listener
         self._lease = lease
-        self._silence = silence
         self._pace = min(PING, lease / 4) if lease else PING
-        self._revival: Revival | None = None
-        self._fresh: tuple[Stream, Transport] | None = None
-        """A stream that is to take the place of the one that broke."""
-        self._adopted = 0.0
-        self._greetings = 0
-        """How often the agent had said hello when the stream that is there was taken."""
-        self._quiet_since = 0.0
-        self._verdict: Exception | None = None
         self._inbox = Inbox(host.name, listener)
         self._mux = self._inbox.mux
         self._lock = threading.Lock()
@@ -77,14 +63,23 @@ class Session:
         self._deadline = 0.0
         self._until = float("inf")
         self._next_stream = 1
-        self._stream: Stream | None = None
-        self._source = -1
         self._ended: Exception | None = None
         self._farewell = False
         self._pinged = 0.0
-        self._waker: tuple[int, int] | None = None
-        self._poll = select.poll()
-        self._turns = Turns(self._pump, self.poke)
+        self._wire = Wire()
+        self._turns = Turns(self._pump, self._wire.poke)
+        self._reunion = Reunion(
+            self._wire,
+            self._inbox,
+            self._lock,
+            listener,
+            host=host.name,
+            lease=lease,
+            silence=silence,
+            over=lambda: self._farewell or self._ended is not None,
+            reach=reach,
+            join=self._rejoin,
+        )
 
     @property
     def agent(self) -> AgentHello | None:
@@ -108,17 +103,20 @@ class Session:
     def _join(self) -> None:
         """Starts the link on the host; from then on the stream speaks frames."""
         self._deadline = time.monotonic() + CONNECT
-        self._stream = self._transport.open(self._launch.command())
-        self._launch.join(self._stream, deadline=self._deadline, stopped=lambda: self._farewell)
-        self._transport.joined()
+        transport = self._reach()
+        stream: Stream | None = None
+        try:
+            stream = transport.open(self._launch.command())
+            self._launch.join(stream, deadline=self._deadline, stopped=lambda: self._farewell)
+            transport.joined()
+        except BaseException:
+            if stream is not None:
+                stream.close()
+            transport.close()
+            raise
         self._deadline = max(self._deadline, time.monotonic() + CONNECT)  # an environment may have been made meanwhile
         self._mux.attach(self._hello())
-        self._waker = os.pipe()
-        for fd in self._waker:
-            os.set_blocking(fd, False)
-        self._source = self._stream.fileno()
-        for fd in (self._source, self._waker[0]):
-            self._poll.register(fd, select.POLLIN)
+        self._wire.take(stream, transport)
 
     def _rejoin(self, transport: Transport, deadline: float, stopped: Callable[[], bool]) -> Stream:
         """Another stream to the same agent. Raises a HostError."""
@@ -134,9 +132,8 @@ class Session:
         return stream
 
     def _introduce(self) -> AgentHello:
-        assert self._stream is not None
         with self._lock:
-            self._read(self._stream)  # some of it may have come together with the link's answer
+            self._read()  # some of it may have come together with the link's answer
         while self.agent is None and self._ended is None and time.monotonic() < self._deadline:
             self._pump(0.5)
         if self._ended is not None and self.agent is None:
@@ -171,22 +168,23 @@ class Session:
         self._farewell = True
         self._until = time.monotonic() + GOODBYE
         with self._lock:
-            if self._waker is not None and self._ended is None:
+            if self._wire.stream is not None and self._ended is None:
                 self._mux.bye()
                 self._flush()
         self.poke()
         self._turns.join(GOODBYE + 1)
         with self._turns.held:
-            fresh = [] if self._fresh is None else [self._fresh]
-            for stream, transport in [(self._stream, self._transport), *fresh]:
-                if stream is not None:
-                    stream.close()
-                transport.close()
-            self._stream = self._fresh = None
-            if self._waker is not None:
-                for fd in self._waker:
-                    os.close(fd)
-                self._waker = None
+            self._wire.close()
+            self._reunion.close()
+
+    def end_agent(self) -> None:
+        """Ends an agent that was given up, if it is there. Raises a HostError."""
+        transport = self._reach()
+        stream = self._rejoin(transport, time.monotonic() + CONNECT, lambda: False)
+        try:
+            stream.send([frame(BYE)])
+        finally:
+            close(stream, transport)
 
     # ---- speaking
 
@@ -226,12 +224,13 @@ class Session:
             stream = self._next_stream
             self._next_stream += 2
             reply = self._inbox.exchanges[stream] = Reply(stream, seat)
-            if self._stream is None:
+            wire = self._wire.stream
+            if wire is None:
                 self._mux.send(stream, head, (data,))
                 return reply
-            frame = HEADER.pack(HEAD, len(head), stream, len(head) + len(data)) + head + data
+            whole = HEADER.pack(HEAD, len(head), stream, len(head) + len(data)) + head + data
             try:
-                drained = self._mux.send_frame(frame, self._stream.send)
+                drained = self._mux.send_frame(whole, wire.send)
             except OSError:
                 drained = True  # the reading side finds out why
         if not drained:
@@ -269,35 +268,24 @@ class Session:
 
     def poke(self) -> None:
         """Makes whoever waits look again."""
-        waker = self._waker
-        if waker is not None:
-            with contextlib.suppress(OSError):
-                os.write(waker[1], b"!")
+        self._wire.poke()
 
     def _pump(self, timeout: float | None) -> None:
         """Waits for the stream once, reads and writes what it can, and hands out what has arrived."""
-        if self._fresh is not None:
+        if self._reunion.fresh is not None:
             self._adopt()
-        stream = self._stream
-        assert self._waker is not None
         wait = self._pace if timeout is None else min(timeout, self._pace)
         if self._farewell:
             wait = min(wait, 0.5)
-        if stream is not None and self._mux.has_output:
-            sink = stream.sink()
-            if sink is None:
-                wait = 0.002  # nothing tells when there is room: try again soon
-            else:
-                self._poll.register(sink, select.POLLOUT)
         main = threading.get_ident() == MAIN
         outer = INTERRUPTS.held
         if main:
             INTERRUPTS.held = False  # here alone may it be interrupted: nothing has been read yet
-        ready = self._poll.poll(wait * 1000)
+        ready = self._wire.wait(wait, writing=self._mux.has_output)
         if main:
             INTERRUPTS.held = True
         try:
-            after = self._take_in(stream, ready)
+            after = self._take_in(ready)
             if after:
                 self._turns.call(after)
         finally:
@@ -306,20 +294,20 @@ class Session:
                 if INTERRUPTS.missed is not None and not outer:
                     INTERRUPTS.go_on()
 
-    def _take_in(self, stream: Stream | None, ready: list[tuple[int, int]]) -> list[Callable[[], None]] | None:
+    def _take_in(self, ready: list[tuple[int, int]]) -> list[Callable[[], None]] | None:
         """Reads and writes what it can; returns what others are to be told."""
-        assert self._waker is not None
+        wire = self._wire
         try:
             with self._lock:
                 heard = False
                 for fd, _ in ready:
-                    if stream is not None and fd == self._source:
+                    if fd == wire.source:
                         heard = True
-                        self._read(stream)
-                    elif fd == self._waker[0]:
+                        self._read()
+                    elif fd == wire.waker:
                         os.read(fd, 4096)
                     else:
-                        self._forget(fd)
+                        wire.forget(fd)
                 if self._ended is None:
                     if not heard or self._farewell or self._mux.heard - self._pinged > self._pace:
                         self._keep_alive()
@@ -337,7 +325,9 @@ class Session:
             after = self._inbox.take()
         self._turns.call(after)
 
-    def _read(self, stream: Stream) -> None:
+    def _read(self) -> None:
+        stream = self._wire.stream
+        assert stream is not None
         try:
             if not self._mux.read(stream.recv_into):
                 self._break(None)
@@ -350,40 +340,42 @@ class Session:
             self._finish(error)
 
     def _say(self, stream: int, head: bytes, parts: Sequence[Buffer], *, urgent: bool = False) -> bool:
-        if urgent or self._stream is None:
+        wire = self._wire.stream
+        if urgent or wire is None:
             self._mux.send(stream, head, parts, urgent=urgent)
             return self._flush()
         try:
-            return self._mux.send_now(stream, head, parts, self._stream.send)
+            return self._mux.send_now(stream, head, parts, wire.send)
         except OSError:
             return True  # the reading side finds out why
 
     def _flush(self) -> bool:
-        if self._stream is None:
+        wire = self._wire.stream
+        if wire is None:
             return True
         try:
-            return self._mux.flush(self._stream.send)
+            return self._mux.flush(wire.send)
         except OSError:
             return True  # the reading side finds out why
 
     def _keep_alive(self) -> None:
         now = time.monotonic()
-        if self._verdict is not None:
-            self._finish(self._verdict)
-        elif self._farewell and (now > self._until or self._stream is None):
+        if self._reunion.verdict is not None:
+            self._finish(self._reunion.verdict)
+        elif self._farewell and (now > self._until or self._wire.stream is None):
             self._finish(None)
         elif now - self._pinged > self._pace:
             self._pinged = now
             self._mux.ping()
         if now - self._mux.heard > DOUBT and self.agent is not None:
-            self._revive(f"not a word for {DOUBT:.0f} s")
+            self._reunion.doubt(f"not a word for {DOUBT:.0f} s")
 
     # ---- other streams
 
     @property
     def heard(self) -> float:
         """When the host last said something; it says something every few seconds."""
-        return self._mux.heard if self._revival is None else self._quiet_since
+        return self._reunion.heard
 
     def _break(self, error: Exception | None) -> None:
         """The stream has ended, and not because somebody wanted it to: another may take its place."""
@@ -392,103 +384,21 @@ class Session:
         if self._farewell or self.agent is None:
             self._finish(error)
             return
-        assert self._stream is not None
-        error = error or self._stream.explain()
+        assert self._wire.stream is not None
+        error = error or self._wire.stream.explain()
         if GONE in str(error) or self._lease <= 0:
             self._finish(error)
             return
-        self._let_go()
-        self._revive(error.message if isinstance(error, SkyfabError) else str(error))
-
-    def _let_go(self) -> None:
-        stream, self._stream = self._stream, None
-        transport = self._transport
-        assert stream is not None
-        for fd in (self._source, stream.sink()):
-            if fd is not None:
-                self._forget(fd)
-        self._source = -1
-        threading.Thread(target=close, args=(stream, transport), daemon=True).start()
-
-    def _forget(self, fd: int) -> None:
-        with contextlib.suppress(KeyError):
-            self._poll.unregister(fd)
-
-    def _revive(self, reason: str) -> None:
-        if self._revival is not None or self._ended is not None or self._farewell:
-            return
-        self._quiet_since = self._mux.heard
-        self._inbox.after.append(lambda: self._listener.apart(reason))
-        self._revival = Revival(
-            self._reach,
-            self._rejoin,
-            needless=self._is_well,
-            hopeless=self._hopeless,
-            hopeful=self._is_hopeful,
-            take=self._offer,
-            give_up=self._condemn,
-        )
-
-    def _is_well(self) -> bool:
-        """The host speaks again; or nobody wants it to."""
-        if self._farewell or self._ended is not None:
-            return True
-        with self._lock:
-            well = self._stream is not None and self._fresh is None and not self._is_new
-            well = well and self._mux.heard > self._quiet_since
-            if well:
-                self._revival = None
-        if well:
-            self._listener.together(time.monotonic() - self._quiet_since)
-        return well
-
-    @property
-    def _is_new(self) -> bool:
-        """The stream that is there has not brought the agent's hello yet."""
-        return self._inbox.greetings == self._greetings
-
-    def _is_hopeful(self) -> bool:
-        """A new stream is there, and may have something to say soon."""
-        if self._fresh is not None:
-            return True
-        return self._stream is not None and self._is_new and time.monotonic() - self._adopted < DOUBT
-
-    def _hopeless(self) -> Exception | None:
-        apart = time.monotonic() - self._quiet_since
-        if apart > self._lease:
-            return HostLost(f"gone for more than its lease of {self._lease:g} s", host=self.host.name, hint="is it up?")
-        if apart > self._silence and self._listener.others_answer():
-            return HostLost(
-                f"not a word for {self._silence:g} s, and others answer", host=self.host.name, hint="is it up?"
-            )
-        return None
-
-    def _offer(self, stream: Stream, transport: Transport) -> bool:
-        with self._lock:
-            if self._fresh is not None or self._ended is not None or self._farewell:
-                return False
-            self._fresh = (stream, transport)
-        self.poke()
-        return True
+        self._wire.let_go()
+        self._reunion.doubt(error.message if isinstance(error, SkyfabError) else str(error))
 
     def _adopt(self) -> None:
         """Goes on with a new stream: both sides say how far they have heard, and the rest is said again."""
         with self._lock:
-            if self._stream is not None:
-                self._let_go()
-            assert self._fresh is not None
-            (self._stream, self._transport), self._fresh = self._fresh, None
-            self._adopted = time.monotonic()
-            self._greetings = self._inbox.greetings
             self._mux.attach(self._hello())
-            self._source = self._stream.fileno()
-            self._poll.register(self._source, select.POLLIN)
-            self._read(self._stream)  # some of it may have come together with the link's answer
+            self._reunion.adopt()
+            self._read()  # some of it may have come together with the link's answer
             self._flush()
-
-    def _condemn(self, error: Exception) -> None:
-        self._verdict = error
-        self.poke()
 
     # ---- the end
 
@@ -496,8 +406,8 @@ class Session:
         """It is over: everybody who waits is told."""
         if self._ended is not None:
             return
-        if error is None and not self._farewell and self._stream is not None:
-            error = self._stream.explain()
+        if error is None and not self._farewell and self._wire.stream is not None:
+            error = self._wire.stream.explain()
         self._ended = error or HostLost("the pool is closed", host=self.host.name)
         self._turns.over = True
         lost = None
@@ -514,9 +424,11 @@ def _as_lost(error: Exception, host: Host) -> HostLost:
     """It was there: whatever its connection says of its end, that is over."""
     if isinstance(error, HostLost):
         return error
+    lost = HostLost(str(error), host=host.name)
     if isinstance(error, SkyfabError):
-        return HostLost(error.message, host=host.name, hint=error.hint)
-    return HostLost(str(error), host=host.name)
+        lost = HostLost(error.message, host=host.name, hint=error.hint)
+    lost.__cause__ = error
+    return lost
 
 
 def _check(agent: AgentHello, host: Host) -> None:

@@ -72,7 +72,14 @@ class Spread:
         arguments = _pack(group)
         if count == 1 and arguments.size * self._most > _BYTES:
             self._most = max(1, _BYTES // arguments.size)
-        task = Task(self._function, arguments, label=group[0].function.label, timeout=self._timeout, on=None, each=True)
+        task = Task(
+            self._function,
+            arguments,
+            label=group[0].function.label,
+            timeout=self._timeout,
+            each=True,
+            retries=group[0].function.retries,
+        )
         with self._lock:
             self._running.add(task)
         Future.add_done_callback(task.future, lambda future: self._came(task, first, count, future))

@@ -26,7 +26,7 @@ from stage.spot import Spot, until
 from stage.threads import at_once, begin
 
 import skyfab as sky
-from skyfab import hearing, session
+from skyfab import hearing, reunion, session
 from skyfab.dispatch import Task
 from skyfab.events import CallEnded, CallStarted, Event, Output
 from skyfab.lab import Lab
@@ -111,8 +111,8 @@ def test_a_host_that_is_cut_off_is_lost_and_the_others_go_on(
 ) -> None:
     """First in this file: it shortens the patience of every pool, and no other is open yet."""
     monkeypatch.setattr(session, "PING", 0.2)
-    monkeypatch.setattr(session, "DOUBT", 0.7)
-    monkeypatch.setattr(hearing, "DOUBT", 0.7)
+    for room in (session, reunion, hearing):
+        monkeypatch.setattr(room, "DOUBT", 0.7)
     pool = open_pool("openssh", count=2, lease=20, silence=1.5)
     first = namespaces.hosts[0]
     waiting = begin(lambda: stay(spot / "pid") >> pool)
@@ -350,7 +350,7 @@ def test_ctrl_c_in_the_middle_of_a_read_leaves_nobody_waiting(
     pool = open_pool("openssh", host={"slots": 2}, lease=2)
     assert identity(1) >> pool == 1
     other = wait_at(spot / "never") > pool
-    stream = pool.hosts[0].session._stream
+    stream = pool.hosts[0].session._wire.stream
     assert stream is not None
     receive: Callable[[memoryview], int | None] = stream.recv_into
     main = threading.get_ident()

@@ -20,9 +20,9 @@ LAYERS = [
     "protocol",  # what the two sides of a connection share, and all they share
     "host selection inventory_file inventory image output calls",  # what the user says, as data
     "transport env bundle changes project parcel refs shell launch plugins outfit stacks",  # how it gets to a host
-    "interrupts turns inbox revival session",  # one agent on one host
-    "answers node muster dispatch express meeting gang gangs elastic autopsy hearing spread runs",  # a pool's parts
-    "compute device",  # the pool
+    "interrupts turns inbox wire revival reunion session",  # one agent on one host
+    "answers node muster dispatch express meeting gang gangs elastic autopsy homecoming hearing spread runs",  # a pool
+    "compute device",  # the pool itself
     "terminal view ui",  # what a person sees
     "commands cli",  # what a person types
 ]

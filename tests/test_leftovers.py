@@ -392,8 +392,10 @@ def test_an_agent_that_is_killed_is_a_host_lost_and_the_others_go_on(
     for name in ("rank", "rank.child"):
         until(lambda name=name: not runs_on("node1", int(spot.notes(name)["node1"])), f"the end of the {name}")
     assert [ok(n) >> pool for n in range(3)] == [0, 1, 2]
-    until(lambda: not traces.on(hosts[0]), "the end of everything on the lost host, while the pool is open", 15)
-    until(lambda: not traces.folders(hosts[0]), "the end of its run folder", 10)
+    until(lambda: pool.hosts[0].lost is None, "the lost host is taken back, with another agent", 15)
+    assert pool.hosts[0].agent.pid != agent.pid
+    assert {pool.submit(ok(n), on=name).result(30) for n, name in enumerate(("node1", "node2"))} == {0, 1}
+    assert ok(5) @ pool == [5, 5]
     pool.close()
     clean()
 

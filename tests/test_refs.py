@@ -365,11 +365,11 @@ def test_a_disk_without_room_fails_the_call_and_the_pool_goes_on(
 
 
 def test_a_host_that_is_lost_fails_the_calls_that_wait_for_content(open_pool: Callable[..., sky.Compute]) -> None:
-    pool = open_pool("openssh", lease=0.1)
+    pool = open_pool("openssh", lease=1)
     ref = pool.put(random(64 * MB))
     assert identity(1) >> pool == 1
     futures = [pool.submit(total(ref)) for _ in range(4)]
-    os.kill(pool.hosts[0].session._stream._process.pid, signal.SIGKILL)
+    os.kill(pool.hosts[0].session._wire.stream._process.pid, signal.SIGKILL)
     for future in futures:
         with suppress(sky.HostError):
             future.result(60)

@@ -80,7 +80,7 @@ def accelerate(config: Mapping[str, Any] | None = None) -> Accelerate:
 
 
 def meet_on_cpus(info: InstanceInfo) -> None:
-    """Says that ranks without GPUs of their own belong together: else accelerate, and the Trainer, run a job in each."""
+    """Says that ranks without GPUs of their own belong together: else accelerate, and the Trainer, run one in each."""
     torch = sys.modules.get("torch")  # loaded by its plugin, wherever that stands in the list
     if torch is None or info.world_size < 2:
         return

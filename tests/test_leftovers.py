@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -78,6 +79,18 @@ def sweep(host: LabHost) -> None:
     for cache in caches(host):
         for folder in cache.glob("run/*/*"):
             shutil.rmtree(folder)
+
+
+@sky.function
+def daemonize(path: str, never: str) -> None:
+    """Starts a process that is nobody's child, in a session of its own, and stays."""
+    program = (
+        f"import os, time; os.setsid(); os.fork() and os._exit(0); open('{path}.new', 'w').write(str(os.getpid()));"
+    )
+    program += f"os.rename('{path}.new', '{path}'); time.sleep(600)"
+    leave(f"{path}.rank", str(os.getpid()))
+    subprocess.run([sys.executable, "-c", program], check=True)
+    wait_for(never, 600)
 
 
 @sky.function
@@ -423,6 +436,52 @@ def ssh() -> int:
     children = [words.split(":")[0].split()[1] for words in traces.children() if "skyfab-node1" in words]
     (one,) = children
     return int(one)
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "lease"])
+def test_children_in_sessions_of_their_own_go_too(
+    hosts: list[LabHost],
+    open_pool: Callable[..., sky.Compute],
+    spot: Spot,
+    runs_on: Callable[[str, int], bool],
+    how: str,
+) -> None:
+    """With the rank that started them, or with the pool at the latest: here one that is a daemon."""
+    pool = open_pool("openssh", count=1, lease=LEASE)
+    future = daemonize(spot / "daemon", spot / "never") > pool
+    daemon = int(spot.wait("daemon")["node1"])
+    assert runs_on("node1", daemon)
+    if how == "cancel":
+        future.cancel()
+    elif how == "close":
+        pool.close()
+    else:
+        _, _, agent = chain(hosts[0], int(spot.notes("daemon.rank")["node1"]))
+        os.kill(agent.outside, signal.SIGKILL)
+    until(lambda: not runs_on("node1", daemon), "the end of the daemon", 10)
+    if how == "cancel":
+        assert ok(1) >> pool == 1
+
+
+def test_what_a_host_that_lost_power_has_left_is_swept_by_the_next_pool(
+    namespaces: Lab, open_pool: Callable[..., sky.Compute]
+) -> None:
+    host = namespaces.hosts[0]
+    pool = open_pool("openssh", count=1)
+    folder = next(iter(caches(host)[0].glob("run/*/*")))
+    assert ok(1) >> pool == 1
+    dead, young = folder.parent / "0123456789abcdef-0", folder.parent / "fedcba9876543210-0"
+    for stale in (dead, young):
+        stale.mkdir(mode=0o700)
+        with socket.socket(socket.AF_UNIX) as listener:  # a name that nobody listens at any more
+            listener.bind(str(stale / "agent.sock"))
+    os.utime(dead, (0, 0))
+    os.utime(folder, (0, 0))  # alive, and old
+    second = open_pool("openssh", count=1)
+    assert ok(2) >> second == 2
+    assert ok(3) >> pool == 3
+    assert (dead.exists(), young.exists(), folder.exists()) == (False, True, True)
+    shutil.rmtree(young)
 
 
 def test_an_agent_that_is_asked_to_end_cleans_up(

@@ -20,6 +20,7 @@ from skyfab.agent.ports import Ports, reach
 from skyfab.agent.seat import Running, Seat
 from skyfab.agent.seats import Seats
 from skyfab.agent.store import Store, Writer
+from skyfab.agent.sweep import sweep
 from skyfab.agent.watch import READ, WRITE, Watch
 from skyfab.errors import ProtocolError
 from skyfab.protocol import VERSION, messages
@@ -233,6 +234,8 @@ class Agent:
         hello = messages.expect(ClientHello, payload)
         if hello.protocol != VERSION:
             raise ProtocolError(f"protocol {hello.protocol} there, {VERSION} here")
+        if not self._greeted:
+            sweep(self._run)
         self._greeted = True
         self._lease = hello.lease
         self._mux.resume(hello.received)

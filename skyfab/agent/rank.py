@@ -52,7 +52,7 @@ def _settle(request: dict[str, Any]) -> None:
     """Makes this process look as if it had been started for the user's code alone."""
     os.umask(int(os.environ.pop("SKYFAB_UMASK", "022"), 8))
     os.environ.update(request["env"])
-    os.environ["SKYFAB_SEAT"] = request["seat"]
+    os.environ["SKYFAB_RANK"] = str(request["id"])  # by this the zygote knows whose child a process is
     sys.path[:0] = request["path"]
     sys.argv = [""]
     sys.modules["__main__"] = types.ModuleType("__main__")

@@ -135,13 +135,12 @@ def _serve(control: socket.socket, cwd: str) -> None:
     children: dict[int, int] = {}
     own = {control.fileno(), alarm_in, alarm_out}
     parent = os.getpid()
+    _adopt_orphans()
     try:
         _attend(control, alarm_in, children, lambda request, fds: _become_rank(request, fds, cwd, own, parent))
     finally:
         _kill(list(children))
-        for pid in children:  # one that still lives could write to the folder
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        _end_all()  # one that still lives could write to the folder
         import shutil
 
         shutil.rmtree(os.path.dirname(cwd), ignore_errors=True)  # the agent may have been killed
@@ -198,6 +197,7 @@ def _reap(children: dict[int, int], control: socket.socket) -> None:
         if pid in children:
             with contextlib.suppress(OSError):  # what the rank started and left behind goes with it
                 os.killpg(pid, signal.SIGKILL)
+            _kill([stray for stray in _offspring() if stray not in children and _belongs(stray, children[pid])])
             _say(control, "ended", children.pop(pid), os.waitstatus_to_exitcode(status))
 
 
@@ -213,6 +213,42 @@ def _signal(pids: list[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, number)
+
+
+def _adopt_orphans() -> None:
+    """On Linux, what a rank's children leave behind becomes ours, whatever session or group it made for itself."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(36, 1)
+
+
+def _offspring() -> list[int]:
+    """Our children, dead or alive. Nobody else can have their numbers until we have reaped them."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:  # not Linux, or a kernel without this file
+        return []
+
+
+def _belongs(pid: int, rank: int) -> bool:
+    """Whether a process was started by that rank, as its environment says."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return f"SKYFAB_RANK={rank}".encode() in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def _end_all() -> None:
+    """Kills and reaps until there is nobody left: who loses its parent comes to us."""
+    while True:
+        _signal(_offspring(), signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
 
 
 def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: set[int], parent: int) -> NoReturn:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from skyfab.errors import SkyfabError as SkyfabError
     from skyfab.errors import UnknownHost as UnknownHost
     from skyfab.errors import Unreachable as Unreachable
+    from skyfab.errors import UntrustedResult as UntrustedResult
     from skyfab.errors import UsageError as UsageError
     from skyfab.image import Image as Image
     from skyfab.image import PipIndex as PipIndex
@@ -82,6 +83,7 @@ _HOMES = {
         "SkyfabError",
         "UnknownHost",
         "Unreachable",
+        "UntrustedResult",
         "UsageError",
     ),
     "calls": ("Call", "Function", "function", "gather"),

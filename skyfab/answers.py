@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,18 +14,26 @@ from skyfab.errors import (
     RankDied,
     RemoteError,
     RemoteTraceback,
+    UntrustedResult,
 )
 from skyfab.protocol import codec, messages
 from skyfab.protocol.messages import Message
 from skyfab.protocol.streams import Buffer
 
 
-def resolve(message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str) -> Any:
-    """The value that a call returned. Raises the exception that it raised, with the host's traceback as cause."""
+def resolve(
+    message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str, wary: bool = False
+) -> Any:
+    """The value that a call returned. Raises the exception that it raised, with the host's traceback as cause.
+
+    With `wary`, a host is not trusted: nothing but plain data is unpickled.
+    """
     if isinstance(message, messages.Result):
-        return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label)
+        if not buffers:
+            raise ProtocolError("a result without content", host=host)
+        return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label, wary=wary)
     if isinstance(message, messages.Raised):
-        raise _exception(message, buffers, host, rank) from RemoteTraceback(message.traceback, host, rank)
+        raise _exception(message, buffers, host, rank, wary) from RemoteTraceback(message.traceback, host, rank)
     if isinstance(message, messages.Ended):
         cause = RemoteTraceback(message.traceback, host, rank) if message.traceback else None
         raise _ending(message, host, rank, label) from cause
@@ -33,8 +42,12 @@ def resolve(message: Message, buffers: list[memoryview], *, host: str, rank: int
     raise ProtocolError(f"{message.op} where a result was expected", host=host)
 
 
-def unpickle(data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str) -> Any:
-    """A result's value. Raises NotPicklable."""
+def unpickle(
+    data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str, wary: bool = False
+) -> Any:
+    """A result's value. Raises NotPicklable or, with `wary`, UntrustedResult."""
+    if wary:
+        return _plain(data, buffers, host=host, rank=rank, label=label)
     try:
         return codec.loads(data, buffers)
     except Exception as error:
@@ -46,11 +59,30 @@ def unpickle(data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: in
         ) from error
 
 
-def _exception(message: messages.Raised, buffers: list[memoryview], host: str, rank: int | None) -> BaseException:
-    """The exception itself; a RemoteError in its place where it cannot travel."""
+def _plain(data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str) -> Any:
+    from skyfab.protocol import plain  # only for those who ask for it
+
+    try:
+        return plain.loads(data, buffers)
+    except pickle.UnpicklingError as error:
+        what = str(error)
+    except Exception as error:  # a damaged pickle raises what it likes
+        what = f"{type(error).__name__}: {ascii(str(error))[1:-1][:200]}"
+    raise UntrustedResult(
+        f"the result of {label} is not plain data, and was not unpickled: {what}",
+        host=host,
+        rank=rank,
+        hint='return plain data, arrays or tensors; or trust the hosts: Compute(…, results="any")',
+    )
+
+
+def _exception(
+    message: messages.Raised, buffers: list[memoryview], host: str, rank: int | None, wary: bool
+) -> BaseException:
+    """The exception itself; a RemoteError in its place where it cannot travel, or is not to be trusted."""
     if buffers:
         try:
-            found = codec.loads(buffers[0], buffers[1:])
+            found = _plain_exception(buffers) if wary else codec.loads(buffers[0], buffers[1:])
         except Exception:
             found = None
         if isinstance(found, Exception):
@@ -58,6 +90,12 @@ def _exception(message: messages.Raised, buffers: list[memoryview], host: str, r
                 found.add_note(f"hint: on {host}: Image(pip=[…]) installs packages, Image(includes=[…]) sends your own")
             return found
     return RemoteError(f"{message.kind}: {message.text}", kind=message.kind, host=host, rank=rank)
+
+
+def _plain_exception(buffers: list[memoryview]) -> Exception:
+    from skyfab.protocol import plain
+
+    return plain.loads_exception(buffers[0], buffers[1:])
 
 
 def _ending(message: messages.Ended, host: str, rank: int | None, label: str) -> Exception:

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, overload
 from skyfab.autopsy import Place, watch
 from skyfab.bundle import bundle
 from skyfab.calls import Call, Function, Group, as_function
+from skyfab.detached import Run, attach
 from skyfab.dispatch import CallFuture, Queue, Slot, Task
 from skyfab.elastic import in_order, may_go_on, remaining
 from skyfab.errors import UsageError
@@ -27,6 +28,7 @@ from skyfab.image import Image
 from skyfab.interrupts import INTERRUPTS
 from skyfab.inventory import Host, Inventory
 from skyfab.launch import Launch
+from skyfab.launcher import Launcher
 from skyfab.muster import close_all, open_all
 from skyfab.node import Node, SeatPlan
 from skyfab.outfit import Outfit
@@ -65,9 +67,13 @@ class Compute:
         lease: float = 60,
         silence: float = 10,
         timeout: float | None = None,
+        results: Literal["any", "data"] = "any",
         ui: Literal["auto", "rich", "plain", "none"] = "auto",
     ) -> None:
         """Constructs only; hosts are reached when it is entered.
+
+        With ``results="data"`` hosts are not trusted: what they return may be plain data, numpy arrays and torch
+        tensors, and nothing else is unpickled (docs/security.md).
 
         Raises InventoryError and UsageError for what cannot be.
         """
@@ -75,6 +81,8 @@ class Compute:
             raise UsageError(f"ranks={ranks!r}: a number from 1 on, or 'auto'")
         if lease < 1 or silence <= 0:
             raise UsageError(f"lease={lease!r}, silence={silence!r}: a second at least, and more than nothing")
+        if results not in ("any", "data"):
+            raise UsageError(f"results={results!r}: 'any', or 'data' where hosts are not trusted")
         self.inventory = _inventory(inventory)
         self.selected = self.inventory.select(hosts, nodes=nodes)
         """The hosts that were asked for."""
@@ -91,7 +99,8 @@ class Compute:
         self.events = Events()
         self._project = Project(self._image)
         self._around = contextlib.ExitStack()
-        self._queue = Queue(self._started)
+        self._wary = results == "data"
+        self._queue = Queue(self._started, wary=self._wary)
         self._gangs = Gangs(self._env_of)
         self._listeners: dict[int, Hearing] = {}
         self._homecoming = Homecoming(
@@ -264,7 +273,9 @@ class Compute:
                 gang = self._gangs.current(nodes, ranks, tree, attempt=attempt, conducted=elastic is not None)
                 ended = self._started(label, *(node.name for node in nodes))
                 least = None if elastic is None else elastic.least
-                future = gang.call(function, arguments, timeout=timeout, label=label, ended=ended, least=least)
+                future = gang.call(
+                    function, arguments, timeout=timeout, label=label, ended=ended, least=least, wary=self._wary
+                )
                 self._watch(call.function, future, lambda: [(m.node, m.seat, m.rank) for m in gang.members])
                 return future
 
@@ -281,6 +292,38 @@ class Compute:
     def _watch(self, function: Function[..., Any], future: CallFuture, places: Callable[[], Sequence[Place]]) -> None:
         if function.stall is not None:
             watch(future, places, function.stall, function.label, self.events)
+
+    def launch(self, call: Call[Any], *, on: str = "all", name: str | None = None) -> Run:
+        """Starts a call that outlives this program: the hosts keep what it writes and returns. `on` is as in `submit`.
+
+        It has processes of its own. Returns once the hosts have all they need; ``sky.attach(run.id)`` finds it again.
+        """
+        function, arguments, tree = self._pack(call)
+        chosen = list(self.hosts) if on == "all" else [self._named(on) if on not in ("one", "head") else self.hosts[0]]
+        if on == "all" and self._elastic is not None:
+            chosen = remaining(chosen, self._elastic)
+        nodes = [self._apart(node) for node in chosen]
+        ranks = [self._ranks_on(node) if on == "all" else 1 for node in chosen]
+        launcher = Launcher(
+            nodes, ranks, function, arguments, label=call.function.label, name=name or call.function.label
+        )
+        timeout = self._timeout_of(call.function)
+        if on == "all":
+            gangs = Gangs(self._env_of)
+            conducted = self._elastic is not None
+            launcher.start_gang(
+                lambda: gangs.current(nodes, ranks, tree, conducted=conducted), self._synced, timeout, conducted
+            )
+        else:
+            launcher.start_one(lambda node: self._solo_plan(node, tree), self._synced, timeout)
+        return attach(launcher.id, [node.host for node in chosen], inventory=self.inventory)
+
+    def _apart(self, node: Node) -> Node:
+        """The same host once more, with an agent of its own."""
+        listener = Hearing(Events(), Gangs(self._env_of), Queue(self._started), Homecoming.none(), lambda: ())
+        session = self._talk(node.index, node.host, listener, again=True)
+        made = listener.node = Node(node.index, node.host, self.inventory, session)
+        return made
 
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
         """Runs calls side by side: ``(f(1) & g(2)) >> compute``."""

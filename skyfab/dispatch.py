@@ -170,7 +170,9 @@ _load = operator.attrgetter("load")
 class Queue:
     """Places solo calls on slots, the least loaded first."""
 
-    def __init__(self, started: Callable[[str, str], Callable[[BaseException | None], None]]) -> None:
+    def __init__(
+        self, started: Callable[[str, str], Callable[[BaseException | None], None]], *, wary: bool = False
+    ) -> None:
         """`started` is told of each call (its label) and its host, and returns what is to be told of its end."""
         self._slots: list[Slot] = []
         self._waiting: deque[Task] = deque()
@@ -178,6 +180,8 @@ class Queue:
         self._mean = 1.0
         self._looking = False
         self.started = started
+        self.wary = wary
+        """Hosts are not trusted: only plain data is taken from them."""
 
     def open(self, slots: Iterable[Slot]) -> None:
         self._slots = list(slots)
@@ -291,7 +295,7 @@ class Queue:
         if again:
             return
         try:
-            result = resolve(message, buffers, host=slot.node.name, rank=None, label=task.label)
+            result = resolve(message, buffers, host=slot.node.name, rank=None, label=task.label, wary=self.wary)
         except BaseException as error:
             self._finish(task, None, error)
         else:

@@ -19,6 +19,7 @@
     ├── CallError                            a call that ended without result or exception of its own
     │   ├── RankDied                         its process ended: exit code or signal
     │   ├── RemoteError                      its exception could not travel; type and text did
+    │   ├── UntrustedResult                  it returned more than the plain data that results="data" takes
     │   ├── CallTimeout (TimeoutError)
     │   └── CallCancelled
     └── BroadcastError (ExceptionGroup)      some ranks of a gang failed; `.results` has the others
@@ -169,6 +170,10 @@ class RemoteError(CallError):
         super().__init__(message, **place)
         self.kind = kind
         """The qualified name of the exception's type on the host."""
+
+
+class UntrustedResult(CallError):
+    """A host sent more than plain data to a pool that takes nothing else: it was not unpickled."""
 
 
 class CallTimeout(CallError, TimeoutError):

@@ -45,9 +45,9 @@ def express(
     queue.release(slot)
     try:
         if reply.value is not None:
-            result = unpickle(reply.value, (), host=host, rank=None, label=label)
+            result = unpickle(reply.value, (), host=host, rank=None, label=label, wary=queue.wary)
         else:
-            result = _result(reply, host, label)
+            result = _result(reply, host, label, queue.wary)
     except BaseException as error:
         ended(error)
         raise
@@ -55,12 +55,12 @@ def express(
     return result
 
 
-def _result(reply: Reply, host: str, label: str) -> Any:
+def _result(reply: Reply, host: str, label: str, wary: bool) -> Any:
     assert reply.found is not None
     message, buffers = reply.found
     if isinstance(message, messages.Ended) and message.why == "unstarted":
         return UNFIT  # its process ended before: another one takes it
-    return resolve(message, buffers, host=host, rank=None, label=label)
+    return resolve(message, buffers, host=host, rank=None, label=label, wary=wary)
 
 
 def _give_up(queue: Queue, slot: Slot, reply: Reply | None) -> None:

@@ -110,13 +110,14 @@ class Gang:
         label: str,
         ended: Callable[[BaseException | None], None],
         least: int | None = None,
+        wary: bool = False,
     ) -> CallFuture:
         """Runs a function on every rank; the future's result is a list in rank order.
 
         `ended` is called with the failure, if any, before the future is resolved. With `least`, so many members are
-        enough: others but the first may be lost, and their result is None.
+        enough: others but the first may be lost, and their result is None. With `wary`, results are plain data.
         """
-        round_ = _Round(self, label, ended, least)
+        round_ = _Round(self, label, ended, least, wary)
         self.rounds += 1
         for member in self.members:
             round_.start(member, function, arguments, timeout)
@@ -127,9 +128,10 @@ class _Round:
     """One call of a gang, while it is under way."""
 
     def __init__(
-        self, gang: Gang, label: str, ended: Callable[[BaseException | None], None], least: int | None
+        self, gang: Gang, label: str, ended: Callable[[BaseException | None], None], least: int | None, wary: bool
     ) -> None:
         self._told = ended
+        self._wary = wary
         self._spare = 0 if least is None else len(gang.members) - least
         """Members that may still be lost."""
         self.future = CallFuture()
@@ -166,7 +168,14 @@ class _Round:
         if isinstance(message, messages.Ended) and message.why not in ("unpicklable", "exit"):
             self._gang.broken = True
         try:
-            value = resolve(message, buffers, host=member.node.name, rank=member.rank, label=self._label)
+            value = resolve(
+                message,
+                buffers,
+                host=member.node.name,
+                rank=member.rank,
+                label=self._label,
+                wary=self._wary,
+            )
         except BaseException as error:
             self._ended(member, error, failed=True)
         else:

@@ -177,6 +177,24 @@ class Session:
             self._wire.close()
             self._reunion.close()
 
+    def abandon(self) -> None:
+        """Waits until the agent has heard everything, and leaves it to itself. Raises HostLost."""
+        with self._lock:
+            self._mux.ping()
+        if not self._turns.wait(self._is_heard) and self._ended is not None:
+            raise self._ended
+        with self._lock:
+            self._farewell = True
+            self._wire.let_go()
+        self.close()
+
+    def _is_heard(self) -> bool:
+        with self._lock:
+            if not self._mux.is_heard and time.monotonic() - self._pinged > 0.05:
+                self._pinged = time.monotonic()
+                self._mux.ping()
+            return self._mux.is_heard
+
     def end_agent(self) -> None:
         """Ends an agent that was given up, if it is there. Raises a HostError."""
         transport = self._reach()

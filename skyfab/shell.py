@@ -140,6 +140,27 @@ class Shell:
             raise ScriptFailed(answer.status, answer.text)
         return answer.text
 
+    def read(self, path: str, start: int = 0, count: int | None = None) -> bytearray:
+        """The content of a file, named by a word of a script. Raises FileNotFoundError."""
+        size = f"$(wc -c <{path})" if count is None else str(count)
+        take = f"cat {path}" if count is None else f"tail -c +{start + 1} {path} | head -c {count}"
+        self.tell(f'if test -r {path}; then echo "${{m}}size {size}"; {take}; else echo "${{m}}absent"; fi')
+        if self.greeting is not None:
+            greeting, self.greeting = self.greeting, None
+            greeting()
+        self._patience.deadline = float("inf")
+        said = (self.answer() or "").split()
+        if len(said) != 2 or not said[1].isdigit():
+            raise FileNotFoundError(path)
+        content = bytearray(int(said[1]))
+        view = memoryview(content)
+        while view:
+            got = self._recv(view)
+            if not got:
+                raise self._stream.explain()
+            view = view[got:]
+        return content
+
     def go(self, python: str, *, provided: str = "true") -> str | None:
         """Has the shell become an interpreter, named by a word of a script; the answer is what `Launch.join` waits for.
 

@@ -21,7 +21,7 @@ LAYERS = [
     "host selection inventory_file inventory image output calls",  # what the user says, as data
     "transport env bundle changes project parcel refs shell launch plugins outfit stacks",  # how it gets to a host
     "interrupts turns inbox wire revival reunion session",  # one agent on one host
-    "answers node muster dispatch express meeting gang gangs elastic autopsy homecoming hearing spread runs",  # a pool
+    "answers node muster dispatch express meeting gang gangs elastic autopsy homecoming hearing spread detached launcher",  # a pool
     "compute device",  # the pool itself
     "terminal view ui",  # what a person sees
     "commands cli",  # what a person types
@@ -50,7 +50,8 @@ OUTSIDE = {
     "packaging": {"env.lock", "env.resolve", "env.wheels"},
     "rich": {"ui"},
     "tomli": {"inventory_file", "env.lock"},
-    "torch": {"protocol.codec", "plugins", "device", "commands.train"},
+    "numpy": {"protocol.makers"},
+    "torch": {"protocol.codec", "protocol.makers", "plugins", "device", "commands.train"},
     "jax": {"plugins"},
     "jaxlib": {"plugins"},
     "uv": {"env.uv"},
@@ -182,9 +183,9 @@ def test_the_agent_imports_nothing_of_the_client() -> None:
 
 
 def test_what_hosts_run_needs_the_standard_library_and_cloudpickle() -> None:
-    """errors may use exceptiongroup where there is one; torch is imported where tensors are unpickled."""
+    """errors may use exceptiongroup where there is one; numpy and torch are imported where theirs is unpickled."""
     shipped = [one for one in IMPORTS if one.source in AGENT_MAY_IMPORT]
-    assert {one.outside for one in shipped} - {None} <= {"cloudpickle", "exceptiongroup", "torch"}
+    assert {one.outside for one in shipped} - {None} <= {"cloudpickle", "exceptiongroup", "numpy", "torch"}
 
 
 def test_the_lab_stands_beside() -> None:

@@ -17,6 +17,7 @@ import time
 from skyfab.agent.connection import Connection
 from skyfab.agent.machine import Machine
 from skyfab.agent.ports import Ports, reach
+from skyfab.agent.record import Record
 from skyfab.agent.seat import Running, Seat
 from skyfab.agent.seats import Seats
 from skyfab.agent.store import Store, Writer
@@ -52,6 +53,9 @@ class Agent:
     def __init__(self, listener: socket.socket, zygote: Zygote, *, cache: str, session: str) -> None:
         self._listener = listener
         self._run = os.getcwd()
+        self._cache = cache
+        self._record: Record | None = None
+        """Of a run that goes on without a client."""
         self._machine = Machine()
         self._store = Store(run=self._run, cache=cache)
         self._connection: Connection | None = None
@@ -92,7 +96,7 @@ class Agent:
                 self._seats.pass_on()
                 if self._mux.has_output:
                     self._write()
-                if time.monotonic() >= self._until():
+                if time.monotonic() >= self._until() or self._is_fulfilled():
                     self._done = True
         finally:
             self._clean_up()
@@ -115,13 +119,21 @@ class Agent:
 
     def _until(self) -> float:
         """When the lease runs out, unless the client is heard before."""
+        if self._record is not None and self._record.running:
+            return time.monotonic() + 3600
         return (self._mux.heard if self._connection else self._silent_since) + self._lease
+
+    def _is_fulfilled(self) -> bool:
+        """A run's calls are answered, and nobody is there who could make more."""
+        return self._connection is None and self._record is not None and not self._record.running
 
     def _clean_up(self) -> None:
         """Nothing is left: ranks, socket, folder."""
         import shutil
 
         self._seats.close()
+        if self._record is not None:
+            self._record.close()
         self._ports.close_all()
         self._listener.close()
         os.chdir("/")
@@ -211,7 +223,9 @@ class Agent:
     def _relay(self, frame: memoryview) -> bool:
         connection = self._connection
         try:
-            return connection is not None and self._mux.relay(bytes(frame), connection.send)
+            if connection is None or self._record is not None:
+                return False
+            return self._mux.relay(bytes(frame), connection.send)
         except OSError:
             self._drop()
             return True  # it is kept, for the next connection
@@ -312,6 +326,8 @@ class Agent:
         else:
             if message.function not in seat.functions:
                 self._teach(seat, message.function)
+            if self._record is not None:
+                self._record.expect(stream, seat.rank)
             seat.give(Running(stream, message.timeout), head, data)
             if data is not None and message.timeout is None:
                 self._seats.recognise(head, seat)
@@ -358,6 +374,15 @@ class Agent:
 
     def _release(self, stream: int, message: messages.Release, head: bytes, data: Data) -> None:
         self._seats.release(message.seat)
+
+    def _detach(self, stream: int, message: messages.Detach, head: bytes, data: Data) -> None:
+        if not message.run.isalnum():  # it names a folder
+            raise ProtocolError(f"not the name of a run: {message.run!r:.80}")
+        if self._record is not None:
+            raise ProtocolError("this agent has a run already")
+        self._record = Record(os.path.join(self._cache, "runs", message.run), message.about, self._mux)
+        self._seats.keep_in(self._record)
+        self._mux.send(stream, Done().encode())
 
     def _look(self, stream: int, message: messages.Look, head: bytes, data: Data) -> None:
         self._mux.send(stream, Done(text=self._seats.look(message.seat)).encode())
@@ -416,6 +441,7 @@ _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
     messages.Recall: Agent._recall,
     messages.Release: Agent._release,
     messages.Look: Agent._look,
+    messages.Detach: Agent._detach,
     messages.Has: Agent._has,
     messages.Blob: Agent._blob,
     messages.Tree: Agent._tree,

@@ -16,24 +16,32 @@ TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
     from typing import Final
 
+    from skyfab.agent.record import Record
     from skyfab.protocol.streams import Mux
 
 _ROOM: Final = 1024 * 1024
 """Bytes that may wait for the connection; the rest waits in the file."""
+_LARGE: Final = 64 * 1024 * 1024
+"""Bytes in a file, after which another one is begun; the last two are kept."""
+_MOST: Final = 1024 * 1024 * 1024
+"""Bytes that may wait in the file; a process that writes more than its client takes has to wait."""
 
 
 class LogPipe:
     """The agent's end of one rank's stdout or stderr."""
 
-    def __init__(self, mux: Mux, stream: int, path: str, *, seat: str, fd: int) -> None:
+    def __init__(self, mux: Mux | Record, stream: int, path: str, *, seat: str, fd: int) -> None:
         self.source, self.sink = os.pipe()
         os.set_blocking(self.source, False)
         widen(self.source)  # a burst of lines does not stop the rank
         self._mux = mux
+        self._path = path
         self._stream = stream
         self._file = -1
         with contextlib.suppress(OSError):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._base = 0
+        """Bytes that were in the files before this one."""
         self.end = self._sent = os.fstat(self._file).st_size if self._file >= 0 else 0
         """Bytes that the process has written."""
         self._full = False
@@ -70,6 +78,18 @@ class LogPipe:
         self.end += len(data) if ahead else kept
         if ahead:
             self._sent = self.end
+            if self.end - self._base > _LARGE:
+                self._turn_over()
+
+    def _turn_over(self) -> None:
+        """Begins a new file; the one before the last is gone."""
+        with contextlib.suppress(OSError):
+            os.rename(self._path, f"{self._path}.1")
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(file, self._file)
+            os.close(file)
+            os.set_inheritable(self._file, False)
+            self._base = self.end
 
     def _write(self, data: bytes) -> int:
         """How much of it is in the file now. A file that has missed something is not written to again."""
@@ -86,7 +106,7 @@ class LogPipe:
     @property
     def stopped(self) -> bool:
         """Nothing more is read until the client has caught up."""
-        return bool(self._unkept)
+        return bool(self._unkept) or self.end - self._sent > _MOST
 
     def told(self, mark: int) -> bool:
         """Everything up to `mark` has been handed to the connection."""
@@ -101,7 +121,7 @@ class LogPipe:
         """Forwards more of the file, as there is room. True: it did."""
         before = self._sent
         while self._sent < self.end and self._mux.queued(self._stream) < _ROOM:
-            data = os.pread(self._file, min(256 * 1024, self.end - self._sent), self._sent)
+            data = os.pread(self._file, min(256 * 1024, self.end - self._sent), self._sent - self._base)
             if not data:
                 break
             self._forward(data)
@@ -118,6 +138,13 @@ class LogPipe:
             self._mux.send(self._stream, self._announce, large=True)
             self._announce = None
         self._mux.send_data(self._stream, data)
+
+    def move(self, path: str, record: Record) -> None:
+        """Goes on elsewhere, for nobody who listens."""
+        with contextlib.suppress(OSError):
+            os.rename(self._path, path)
+        self._path = path
+        self._mux = record
 
     def hang_up(self) -> None:
         """Nobody writes any more; what was written is still passed on."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from typing import Final, Protocol
 
     from skyfab.agent.logs import LogPipe
+    from skyfab.agent.record import Record
     from skyfab.protocol.streams import Buffer, Mux
 
     Piece = tuple[Buffer, int, int]
@@ -57,7 +58,7 @@ class Running:
 class Owner(Protocol):
     """What a seat needs of its agent."""
 
-    mux: Mux
+    mux: Mux | Record
     dirty: set[Seat]
     """Seats with something to flush."""
     stuck: set[Seat]
@@ -81,7 +82,9 @@ class Owner(Protocol):
 class Seat:
     """One rank process: its socket, its logs, its calls."""
 
-    def __init__(self, owner: Owner, number: int, name: str, generation: int, logs: Sequence[LogPipe]) -> None:
+    def __init__(
+        self, owner: Owner, number: int, name: str, generation: int, logs: Sequence[LogPipe], rank: int = 0
+    ) -> None:
         self._owner = owner
         self.number = number
         """Names the process for the zygote; a seat's name can be taken again."""
@@ -89,6 +92,7 @@ class Seat:
         """The process group that the rank leads, once it is known."""
         self.name = name
         self.generation = generation
+        self.rank = rank
         self.logs = logs
         rank_in, self.sink = os.pipe()
         self.source, rank_out = os.pipe()
@@ -330,6 +334,13 @@ class Seat:
             self.condemn("cancelled")
         else:
             self.take_back(stream, "cancelled")
+
+    def end_soon(self, seconds: float) -> None:
+        """The call that runs has so much time left: others have failed, and it may wait for them."""
+        if self.calls:
+            self.calls[0].verdict = "cancelled"
+            self.calls[0].deadline = self._owner.now() + seconds
+            self._owner.timed.add(self)
 
     def take_back(self, stream: int, why: str) -> None:
         """A call that has not begun never will."""

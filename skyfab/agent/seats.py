@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any, Final
 
+    from skyfab.agent.record import Record
     from skyfab.agent.watch import Watch
     from skyfab.protocol.streams import Mux
 
 
 _FAMILIAR: Final = 1024
 _STACKS: Final = 64 * 1024
+_GRACE: Final = 2.0
 _FAREWELL: Final = 1.0
 """Seconds that processes have to leave when the pool closes."""
 
@@ -45,7 +47,8 @@ class Seats:
         relay: Callable[[memoryview], bool],
         abandon: Callable[[int], None],
     ) -> None:
-        self.mux = mux
+        self.mux: Mux | Record = mux
+        self._record: Record | None = None
         self.flush = flush
         self.relay = relay
         self.abandon = abandon
@@ -85,9 +88,10 @@ class Seats:
         os.makedirs(self._logs, mode=0o700, exist_ok=True)
         with contextlib.suppress(OSError):
             os.unlink(f"stacks/{name}")  # it says that signals are understood
-        logs = [self._log(name, fd) for fd in (1, 2)]
+        rank = int(request["info"].get("rank", 0))
+        logs = [self._log(name, rank, fd) for fd in (1, 2)]
         self._started += 1
-        seat = self._seats[name] = Seat(self, self._started, name, generation, logs)
+        seat = self._seats[name] = Seat(self, self._started, name, generation, logs, rank)
         theirs = [*seat.rank_ends, *(log.sink for log in logs), *([listener] if listener >= 0 else [])]
         self._zygote.spawn({"id": seat.number, "seat": name, **request}, theirs)
         for fd in theirs:
@@ -96,11 +100,29 @@ class Seats:
             self._hear(log)
         self.readable(seat, True)
 
-    def _log(self, seat: str, fd: int) -> LogPipe:
+    def _log(self, seat: str, rank: int, fd: int) -> LogPipe:
         stream = self._next_stream
         self._next_stream += 2
-        path = os.path.join(self._logs, f"{seat}.{'out' if fd == 1 else 'err'}")
+        name = seat if self._record is None else str(rank)
+        path = os.path.join(self._logs, f"{name}.{'out' if fd == 1 else 'err'}")
         return LogPipe(self.mux, stream, path, seat=seat, fd=fd)
+
+    def keep_in(self, record: Record) -> None:
+        """From now on everything goes to a run's record, what is under way included."""
+        self.mux = self._record = record
+        self._logs = record.logs
+        record.on_failure = self._end_soon
+        self.forget()
+        for seat in self:
+            for call in seat.calls:
+                record.expect(call.stream, seat.rank)
+            for log, end in zip(seat.logs, ("out", "err"), strict=True):
+                log.move(os.path.join(self._logs, f"{seat.rank}.{end}"), record)
+
+    def _end_soon(self) -> None:
+        """A rank of the run has failed: the others here do not wait for it for ever."""
+        for seat in self:
+            seat.end_soon(_GRACE)
 
     def recognise(self, head: bytes, seat: Seat) -> None:
         """Calls like this one may take the short way from now on."""

@@ -177,6 +177,17 @@ class Look(Message):
     seat: str
 
 
+class Detach(Message):
+    """From now on nobody may be there: what ranks write and answer is kept in the folder of this run; answered by Done.
+
+    The agent stays until they have answered.
+    """
+
+    op: ClassVar[str] = "detach"
+    run: str
+    about: Mapping[str, Any]
+
+
 class Has(Message):
     """Which of these blobs are missing? Answered by Missing."""
 

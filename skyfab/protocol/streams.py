@@ -260,6 +260,11 @@ class Mux:
         return True
 
     @property
+    def is_heard(self) -> bool:
+        """The other side has all that was said."""
+        return not (self._urgent or self._turns or self._replay or self._unacked)
+
+    @property
     def has_output(self) -> bool:
         """Something could be written now."""
         if self._batch or self._control or self._pong_due or self._ack_due:

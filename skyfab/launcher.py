@@ -1,0 +1,108 @@
+"""The launcher: hands a call to agents of its own, on one host or several, and leaves them to themselves."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from skyfab.errors import SkyfabError
+from skyfab.events import Events
+from skyfab.gang import Gang
+from skyfab.muster import close_all, open_all
+from skyfab.node import Node, SeatPlan
+from skyfab.parcel import FunctionParcel
+from skyfab.project import Tree
+from skyfab.protocol import codec, messages
+
+
+class Launcher:
+    """One run on its way to its hosts."""
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        ranks: Sequence[int],
+        function: FunctionParcel,
+        arguments: codec.Payload,
+        *,
+        label: str,
+        name: str,
+    ) -> None:
+        """The nodes have agents that nobody else uses; they are not open yet."""
+        self.id = secrets.token_hex(8)
+        self._nodes = nodes
+        self._ranks = ranks
+        self._function = function
+        self._arguments = arguments
+        self._label = label
+        self._name = name
+        self._failures: list[Exception] = []
+
+    def start_gang(self, gather: Callable[[], Gang], tree: Tree | None, timeout: float | None, conducted: bool) -> None:
+        """A call on every rank. Raises what keeps it from starting, and then nothing of it is left."""
+
+        def go() -> None:
+            gang = gather()
+            held = [[m.rank for m in gang.members if m.node is node] for node in self._nodes]
+            self._tell(held, world=sum(self._ranks), on="all", elastic=conducted)
+            future = gang.call(self._function, self._arguments, timeout=timeout, label=self._label, ended=self._note)
+            for member in gang.members:
+                member.node.session.wait(lambda member=member: bool(member.stream) or future.done())  # type: ignore[misc]
+
+        self._start(go, tree)
+
+    def start_one(self, plan: Callable[[Node], SeatPlan], tree: Tree | None, timeout: float | None) -> None:
+        """A call on one host."""
+
+        def go() -> None:
+            (node,) = self._nodes
+            self._tell([[0]], world=1, on="one", elastic=False)
+            streams: list[int] = []
+            node.call(
+                "solo.0",
+                plan(node),
+                self._function,
+                self._arguments,
+                timeout=timeout,
+                answer=lambda message, buffers: None,
+                failure=self._failures.append,
+                sent=streams.append,
+            )
+            node.session.wait(lambda: bool(streams or self._failures))
+
+        self._start(go, tree)
+
+    def _start(self, go: Callable[[], None], tree: Tree | None) -> None:
+        open_all(self._nodes, Events(), failed=lambda node: None)
+        try:
+            for node in self._nodes:
+                if tree is not None and not node.learn_tree(tree):
+                    raise SkyfabError("a file of the project changed in this moment", hint="try again")
+            go()
+            if self._failures:
+                raise self._failures[0]
+            for node in self._nodes:
+                node.session.abandon()
+        except BaseException:
+            close_all(self._nodes)
+            raise
+
+    def _note(self, error: BaseException | None) -> None:
+        if isinstance(error, Exception):
+            self._failures.append(error)
+
+    def _tell(self, held: Sequence[Sequence[int]], **more: Any) -> None:
+        """Each host is told what it has of the run; from then on it keeps it."""
+        for place, (node, ranks) in enumerate(zip(self._nodes, held, strict=True)):
+            about = {
+                "id": self.id,
+                "name": self._name,
+                "function": self._label,
+                "host": node.name,
+                "hosts": [each.name for each in self._nodes],
+                "place": place,
+                "ranks": list(ranks),
+                **more,
+            }
+            node.session.ask(messages.Detach(run=self.id, about=about))

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from skyfab.context import silent as silent
     from skyfab.context import stderr as stderr
     from skyfab.context import stdout as stdout
+    from skyfab.detached import Run as Run
+    from skyfab.detached import attach as attach
+    from skyfab.detached import runs as runs
     from skyfab.errors import AuthenticationRefused as AuthenticationRefused
     from skyfab.errors import BroadcastError as BroadcastError
     from skyfab.errors import CallCancelled as CallCancelled
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "compute": ("Compute",),
+    "detached": ("Run", "attach", "runs"),
     "context": ("InstanceInfo", "instance_info", "shard", "silent", "stderr", "stdout"),
     "errors": (
         "AuthenticationRefused",

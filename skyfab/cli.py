@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from invoke import Collection, Context, Exit, ParseError, Program, Task, task
+from invoke import Argument, Collection, Context, Exit, ParseError, Program, Task, task
 
 from skyfab import __version__
 from skyfab.commands import failure
@@ -22,6 +22,19 @@ SELECT = {
     "hosts": "names, groups or tags of the inventory, node[1-4], !node3, user@10.0.0.5:2222; several with commas",
     "inventory": "an inventory file; else $SKYFAB_INVENTORY, ./inventory.toml, the user's own",
 }
+
+RUN = "the run: its id, the beginning of that, or its name"
+
+
+class _Task(Task[Callable[..., None]]):
+    """A task with the few short flags that everybody expects."""
+
+    def get_arguments(self, ignore_unknown_help: bool | None = None) -> list[Argument]:
+        found: list[Argument] = super().get_arguments(ignore_unknown_help)
+        for argument in found:
+            if argument.name == "follow":
+                argument.names = (*argument.names, "f")
+        return found
 
 
 def command(*repeated: str, **help_: str) -> Callable[[Callable[..., int | None]], Task[Callable[..., None]]]:
@@ -39,9 +52,8 @@ def command(*repeated: str, **help_: str) -> Callable[[Callable[..., int | None]
 
         # Without short flags: -h is for help, not for hosts.
         name = body.__name__.strip("_")
-        made: Task[Callable[..., None]] = task(help=help_, iterable=list(repeated), auto_shortflags=False, name=name)(
-            run
-        )
+        make = task(help=help_, iterable=list(repeated), auto_shortflags=False, name=name, klass=_Task)
+        made: Task[Callable[..., None]] = make(run)
         return made
 
     return decorate
@@ -65,13 +77,19 @@ def _reported(body: Callable[[], int | None]) -> int | None:
         raise Exit(failure.text(error), code=failure.exit_code(error)) from error
 
 
-@command(**SELECT, epochs="how often each rank sees its share of the data; 10", ranks="ranks on each host")
+@command(
+    **SELECT,
+    epochs="how often each rank sees its share of the data; 10",
+    ranks="ranks on each host",
+    detach="leave it to the hosts, and end; pressing d does so later",
+)
 def train(
     _: Context,
     hosts: str | None = None,
     inventory: str | None = None,
     epochs: str = "10",
     ranks: str | None = None,
+    detach: bool = False,
 ) -> None:
     """Train a digit classifier, on hosts or here.
 
@@ -81,15 +99,27 @@ def train(
         skyfab train
         skyfab train --hosts=node1,node2 --epochs=20
         skyfab train --hosts=gpu --inventory=lab.toml --ranks=2
+        skyfab train --hosts=gpu --epochs=500 --detach
     """
     from skyfab.commands.train import train as run
 
-    run(hosts, inventory, epochs=_count("epochs", epochs), ranks=None if ranks is None else _count("ranks", ranks))
+    count = None if ranks is None else _count("ranks", ranks)
+    run(hosts, inventory, epochs=_count("epochs", epochs), ranks=count, detach=detach)
 
 
-@command(**SELECT, ranks="ranks on each host; one per GPU, or one", target="FILE.py, or FILE.py:function")
+@command(
+    **SELECT,
+    ranks="ranks on each host; one per GPU, or one",
+    target="FILE.py, or FILE.py:function",
+    detach="leave it to the hosts, and end; pressing d does so later",
+)
 def run(
-    _: Context, target: str, hosts: str | None = None, inventory: str | None = None, ranks: str | None = None
+    _: Context,
+    target: str,
+    hosts: str | None = None,
+    inventory: str | None = None,
+    ranks: str | None = None,
+    detach: bool = False,
 ) -> None:
     """Run a script on every rank, as torchrun would.
 
@@ -102,7 +132,69 @@ def run(
     """
     from skyfab.commands.run import run as start
 
-    start(target, _after_dashes(), hosts, inventory, ranks=None if ranks is None else _count("ranks", ranks))
+    count = None if ranks is None else _count("ranks", ranks)
+    start(target, _after_dashes(), hosts, inventory, ranks=count, detach=detach)
+
+
+@command(**SELECT)
+def runs(_: Context, hosts: str | None = None, inventory: str | None = None) -> int:
+    """List detached runs, the latest first.
+
+    For each its id, state, age, ranks and hosts, name and last line. Ends with 3 when a host cannot be asked.
+
+        skyfab runs
+        skyfab runs --hosts=gpu
+    """
+    from skyfab.commands.runs import runs as show
+
+    return show(hosts, inventory)
+
+
+@command(**SELECT, id=RUN, follow="until it is over", rank="only what this one has written")
+def logs(
+    _: Context,
+    id: str,  # noqa: A002
+    hosts: str | None = None,
+    inventory: str | None = None,
+    follow: bool = False,
+    rank: str | None = None,
+) -> None:
+    """Print what a detached run has written.
+
+    Each line with its host and rank; what went to stderr goes there.
+
+        skyfab logs 3f2a91c0
+        skyfab logs night -f --rank=0
+    """
+    from skyfab.commands.runs import logs as show
+
+    show(id, hosts, inventory, follow=follow, rank=None if rank is None else _count("rank", rank, least=0))
+
+
+@command(**SELECT, id=RUN)
+def attach(_: Context, id: str, hosts: str | None = None, inventory: str | None = None) -> int:  # noqa: A002
+    """Follow a detached run until it is over.
+
+    Ctrl-C leaves it alone. Ends with 1 when it failed, and says how.
+
+        skyfab attach 3f2a91c0
+    """
+    from skyfab.commands.runs import follow
+
+    return follow(id, hosts, inventory)
+
+
+@command(**SELECT, id=RUN)
+def stop(_: Context, id: str, hosts: str | None = None, inventory: str | None = None) -> None:  # noqa: A002
+    """End a detached run on all its hosts.
+
+    Its ranks and what they started; what it wrote stays.
+
+        skyfab stop 3f2a91c0
+    """
+    from skyfab.commands.runs import stop as end
+
+    end([id], hosts, inventory)
 
 
 @command(**SELECT, json="print a list for programs")
@@ -287,7 +379,11 @@ def status(_: Context) -> None:
         print("no lab is up\nhint: skyfab lab.up", file=sys.stderr)
 
 
-namespace = Collection(train, run, hosts, stacks, exec_, trust, prepare, gc, Collection("lab", up, down, status))
+namespace = Collection(
+    *(train, run, runs, logs, attach, stop),
+    *(hosts, stacks, exec_, trust, prepare, gc),
+    Collection("lab", up, down, status),
+)
 """All of skyfab's tasks. In a tasks.py of your own: ``from skyfab.cli import namespace``."""
 
 

@@ -24,6 +24,7 @@ from skyfab.express import UNFIT, express
 from skyfab.gangs import Gangs, insist
 from skyfab.hearing import Hearing, Progress
 from skyfab.homecoming import Homecoming
+from skyfab.host import CHECKS, Env
 from skyfab.image import Image
 from skyfab.interrupts import INTERRUPTS
 from skyfab.inventory import Host, Inventory
@@ -91,7 +92,7 @@ class Compute:
         self._elastic = next((plugin.elastic for plugin in self._plugins if plugin.elastic), None)
         self._outfit = Outfit(self.selected, self._image, self._plugins)
         self._ranks = ranks
-        self._env = dict(env or {})
+        self._env = _variables(env or {})
         self._lease = lease
         self._silence = silence
         self._timeout = timeout
@@ -304,19 +305,36 @@ class Compute:
             chosen = remaining(chosen, self._elastic)
         nodes = [self._apart(node) for node in chosen]
         ranks = [self._ranks_on(node) if on == "all" else 1 for node in chosen]
-        launcher = Launcher(
-            nodes, ranks, function, arguments, label=call.function.label, name=name or call.function.label
-        )
-        timeout = self._timeout_of(call.function)
+        label, timeout = call.function.label, self._timeout_of(call.function)
+        launcher = Launcher(nodes, ranks, label=label, name=name or label)
         if on == "all":
             gangs = Gangs(self._env_of)
             conducted = self._elastic is not None
             launcher.start_gang(
-                lambda: gangs.current(nodes, ranks, tree, conducted=conducted), self._synced, timeout, conducted
+                lambda: gangs.current(nodes, ranks, tree, conducted=conducted),
+                self._synced,
+                function,
+                arguments,
+                timeout=timeout,
+                conducted=conducted,
             )
         else:
-            launcher.start_one(lambda node: self._solo_plan(node, tree), self._synced, timeout)
+            launcher.start_one(
+                lambda node: self._solo_plan(node, tree), self._synced, function, arguments, timeout=timeout
+            )
         return attach(launcher.id, [node.host for node in chosen], inventory=self.inventory)
+
+    def detach(self, *, name: str | None = None) -> Run:
+        """Hands the broadcast that is under way to the hosts: it goes on when this program ends. The pool is closed."""
+        self._check_open()
+        gang = self._gangs.at_work()
+        if gang is None:
+            raise UsageError("no broadcast is under way", hint="submit(call, on='all') starts one; launch(call), a run")
+        ranks = [self._ranks_on(node) for node in gang.nodes]
+        launcher = Launcher(gang.nodes, ranks, label=gang.label, name=name or gang.label)
+        launcher.take_over(gang, conducted=self._elastic is not None)
+        self.close()
+        return attach(launcher.id, [node.host for node in gang.nodes], inventory=self.inventory)
 
     def _apart(self, node: Node) -> Node:
         """The same host once more, with an agent of its own."""
@@ -440,6 +458,15 @@ class Compute:
 
 def _nobody(error: BaseException | None) -> None:
     """Nobody listens."""
+
+
+def _variables(given: Mapping[str, str]) -> Mapping[str, str]:
+    """Checked as an inventory's are; they do not print."""
+    try:
+        found: Env = CHECKS["env"](given)
+    except UsageError as error:
+        raise UsageError(f"env {error.message}", hint=error.hint) from None
+    return found
 
 
 def _inventory(given: str | os.PathLike[str] | Inventory | None) -> Inventory:

@@ -103,7 +103,7 @@ class Run:
         self.started = min(part.started for part in parts)
 
     def __repr__(self) -> str:
-        return f"<run {self.id[:8]} {self.name}: {self._state()}>"
+        return f"<run {self.id[:8]} {self.name}: {self.state}>"
 
     @property
     def parts(self) -> list[Part]:
@@ -114,9 +114,11 @@ class Run:
     def status(self) -> State:
         """How it stands now."""
         self.look()
-        return self._state()
+        return self.state
 
-    def _state(self) -> State:
+    @property
+    def state(self) -> State:
+        """How it stood when it was last looked at."""
         states = {part.state for part in self._parts}
         if len(self._parts) < len(self.hosts):
             states.add("unreachable")

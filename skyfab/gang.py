@@ -52,6 +52,8 @@ class Gang:
         self.nodes = list(nodes)
         self.tree = tree
         self.attempt = attempt
+        self.label = ""
+        """The function of its last call."""
         self.broken = False
         self.rounds = 0
         """Calls under way."""
@@ -118,6 +120,7 @@ class Gang:
         enough: others but the first may be lost, and their result is None. With `wary`, results are plain data.
         """
         round_ = _Round(self, label, ended, least, wary)
+        self.label = label
         self.rounds += 1
         for member in self.members:
             round_.start(member, function, arguments, timeout)

@@ -62,6 +62,11 @@ class Gangs:
                 self._ranks.update({(member.node.index, member.seat): member.rank for member in gang.members})
             return gang
 
+    def at_work(self) -> Gang | None:
+        """The gang, while a call of it is under way."""
+        gang = self._gang
+        return gang if gang is not None and gang.rounds and not gang.broken else None
+
     def rank_of(self, node: Node, seat: str) -> int | None:
         """The rank of the process in a seat; None for one that runs solo calls."""
         return self._ranks.get((node.index, seat))

@@ -23,36 +23,49 @@ class Launcher:
         self,
         nodes: Sequence[Node],
         ranks: Sequence[int],
-        function: FunctionParcel,
-        arguments: codec.Payload,
         *,
         label: str,
         name: str,
     ) -> None:
-        """The nodes have agents that nobody else uses; they are not open yet."""
+        """The nodes have agents that nobody else uses."""
         self.id = secrets.token_hex(8)
         self._nodes = nodes
         self._ranks = ranks
-        self._function = function
-        self._arguments = arguments
         self._label = label
         self._name = name
         self._failures: list[Exception] = []
 
-    def start_gang(self, gather: Callable[[], Gang], tree: Tree | None, timeout: float | None, conducted: bool) -> None:
+    def start_gang(
+        self,
+        gather: Callable[[], Gang],
+        tree: Tree | None,
+        function: FunctionParcel,
+        arguments: codec.Payload,
+        *,
+        timeout: float | None,
+        conducted: bool,
+    ) -> None:
         """A call on every rank. Raises what keeps it from starting, and then nothing of it is left."""
 
         def go() -> None:
             gang = gather()
             held = [[m.rank for m in gang.members if m.node is node] for node in self._nodes]
             self._tell(held, world=sum(self._ranks), on="all", elastic=conducted)
-            future = gang.call(self._function, self._arguments, timeout=timeout, label=self._label, ended=self._note)
+            future = gang.call(function, arguments, timeout=timeout, label=self._label, ended=self._note)
             for member in gang.members:
                 member.node.session.wait(lambda member=member: bool(member.stream) or future.done())  # type: ignore[misc]
 
         self._start(go, tree)
 
-    def start_one(self, plan: Callable[[Node], SeatPlan], tree: Tree | None, timeout: float | None) -> None:
+    def start_one(
+        self,
+        plan: Callable[[Node], SeatPlan],
+        tree: Tree | None,
+        function: FunctionParcel,
+        arguments: codec.Payload,
+        *,
+        timeout: float | None,
+    ) -> None:
         """A call on one host."""
 
         def go() -> None:
@@ -62,8 +75,8 @@ class Launcher:
             node.call(
                 "solo.0",
                 plan(node),
-                self._function,
-                self._arguments,
+                function,
+                arguments,
                 timeout=timeout,
                 answer=lambda message, buffers: None,
                 failure=self._failures.append,
@@ -91,6 +104,13 @@ class Launcher:
     def _note(self, error: BaseException | None) -> None:
         if isinstance(error, Exception):
             self._failures.append(error)
+
+    def take_over(self, gang: Gang, *, conducted: bool) -> None:
+        """A gang's call that is under way becomes the run's. Raises HostLost."""
+        held = [[m.rank for m in gang.members if m.node is node] for node in self._nodes]
+        self._tell(held, world=sum(self._ranks), on="all", elastic=conducted)
+        for node in self._nodes:
+            node.session.abandon()
 
     def _tell(self, held: Sequence[Sequence[int]], **more: Any) -> None:
         """Each host is told what it has of the run; from then on it keeps it."""

@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from skyfab.calls import as_function
+from skyfab.commands.keys import broadcast, farewell
 from skyfab.compute import Compute
+from skyfab.detached import Run
 from skyfab.errors import UsageError
 
 
-def run(target: str, arguments: Sequence[str], hosts: str | None, inventory: str | None, *, ranks: int | None) -> None:
+def run(
+    target: str,
+    arguments: Sequence[str],
+    hosts: str | None,
+    inventory: str | None,
+    *,
+    ranks: int | None,
+    detach: bool,
+) -> None:
     """Runs FILE.py or FILE.py:function on every rank of the hosts, or on two ranks of this machine."""
     script, function = _parsed(target)
     if hosts is None and inventory is None:
@@ -25,7 +35,10 @@ def run(target: str, arguments: Sequence[str], hosts: str | None, inventory: str
     with Compute(hosts, inventory=inventory, ranks=ranks or "auto") as compute:
         perform = as_function(_perform)
         perform.label = target
-        perform(script.name, function, list(arguments)) @ compute
+        call = perform(script.name, function, list(arguments))
+        found = compute.launch(call) if detach else broadcast(compute, call, name=target)
+    if isinstance(found, Run):
+        farewell(found)
 
 
 def _parsed(target: str) -> tuple[Path, str]:

@@ -12,13 +12,15 @@ from typing import Any
 import skyfab
 from skyfab import plugins
 from skyfab.calls import Call, as_function
+from skyfab.commands.keys import broadcast, farewell
 from skyfab.compute import Compute
+from skyfab.detached import Run
 from skyfab.errors import BroadcastError, RemoteTraceback, UsageError
 from skyfab.image import Image
 from skyfab.ui import columns
 
 
-def train(hosts: str | None, inventory: str | None, *, epochs: int, ranks: int | None) -> None:
+def train(hosts: str | None, inventory: str | None, *, epochs: int, ranks: int | None, detach: bool) -> None:
     """Trains on every rank of the hosts, or on two ranks of this machine, and prints how well."""
     started = time.monotonic()
     folder = _example()
@@ -36,8 +38,12 @@ def train(hosts: str | None, inventory: str | None, *, epochs: int, ranks: int |
     with pool as compute:
         calling = time.monotonic()
         _say(f"training on {_counted(compute.world_size, 'rank')} of {_counted(len(compute.hosts), 'host')}")
-        trained = _broadcast(compute, as_function(digits.train)(model, data.x_train, data.y_train, epochs))
+        call = as_function(digits.train)(model, data.x_train, data.y_train, epochs)
+        trained = compute.launch(call, name="train") if detach else _broadcast(compute, call)
         done = time.monotonic()
+    if isinstance(trained, Run):
+        farewell(trained)
+        return
 
     model = trained[0].model  # all ranks have the same
     after = digits.evaluate(model, data.x_test, data.y_test)
@@ -79,9 +85,9 @@ def _untrained(digits: Any, data: Any) -> Any:
     return digits.Classifier(data.x_train.shape[1])
 
 
-def _broadcast(compute: Compute, call: Call[Any]) -> list[Any]:
+def _broadcast(compute: Compute, call: Call[Any]) -> list[Any] | Run:
     try:
-        return call @ compute
+        return broadcast(compute, call, name="train")
     except BroadcastError as error:
         first, cause = error.exceptions[0], error.exceptions[0].__cause__
         if isinstance(first, ModuleNotFoundError) and first.name == "torch" and isinstance(cause, RemoteTraceback):

@@ -114,7 +114,7 @@ class Seat:
             self._poll.register(log, select.POLLIN)
         self._reader = Reader(self, express=self._return)
         self._out: deque[Piece] = deque()
-        self._stalled: deque[tuple[tuple[int, ...], int, int, bytes, int]] = deque()
+        self._stalled: deque[tuple[tuple[int, ...] | None, int, int, bytes, int]] = deque()
         """Frames of answers, each with how far the logs must be told before it."""
         self._answer: tuple[int, int] | None = None
         """The large answer under way: its stream, and how many bytes are missing."""
@@ -224,7 +224,7 @@ class Seat:
         return True
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
-        marks: tuple[int, ...] = ()
+        marks: tuple[int, ...] | None = ()
         if kind == BYE:  # it ends after the answer that follows
             self.condemned = True
             return
@@ -233,12 +233,18 @@ class Seat:
                 for log in self.logs:
                     self._owner.drain(log)
             if any(log.waiting for log in self.logs):
-                marks = tuple(log.end for log in self.logs)
-        if not self._stalled and self._told(marks):
+                marks = self._marks()
+        if not self._stalled and marks is not None and self._told(marks):
             self._pass_on(kind, stream, payload, head)
         else:
             self._stalled.append((marks, kind, stream, bytes(payload), head))
             self._pause()
+
+    def _marks(self) -> tuple[int, ...] | None:
+        """How far each log has come; None while there is no room for what the process has written."""
+        if any(log.stopped for log in self.logs) or self._poll.poll(0):
+            return None
+        return tuple(log.end for log in self.logs)
 
     def _told(self, marks: tuple[int, ...]) -> bool:
         """What the process had written before its answer is on its way: only then may the answer follow."""
@@ -303,7 +309,7 @@ class Seat:
         True: it did.
         """
         before = len(self._stalled)
-        while self._stalled and self._told(self._stalled[0][0]):
+        while self._stalled and self._is_next():
             self._pass_on(*self._stalled.popleft()[1:])
         if self._stalled or (self._answer is not None and self._owner.mux.queued(self._answer[0]) >= _BACKLOG // 2):
             return len(self._stalled) < before
@@ -311,6 +317,16 @@ class Seat:
         self._owner.stuck.discard(self)
         self._owner.readable(self, True)
         return True
+
+    def _is_next(self) -> bool:
+        """The first of the frames that wait may be passed on."""
+        marks, *frame = self._stalled[0]
+        if marks is None:
+            marks = self._marks()
+            if marks is None:
+                return False
+            self._stalled[0] = (marks, *frame)  # type: ignore[assignment]
+        return self._told(marks)
 
     # ---- endings
 

@@ -70,10 +70,9 @@ def dumps(value: Any) -> Payload:
     """
     if type(value) in _ATOMS or (type(value) is tuple and all(type(v) in _ATOMS for v in value)):
         return Payload(pickle.dumps(value, protocol=5))  # nothing in there for cloudpickle to do
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(value)
-    return Payload(file.getvalue(), pickler.buffers, pickler.refs or _NO_REFS)
+    file, beside = io.BytesIO(), _Beside()
+    _Pickler(file, beside).dump(value)
+    return Payload(file.getvalue(), beside.buffers, beside.refs or _NO_REFS)
 
 
 def loads(data: Buffer, buffers: Sequence[memoryview] = ()) -> Any:
@@ -112,30 +111,37 @@ def _places(sizes: Sequence[int]) -> Iterator[int]:
     yield place
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    def __init__(self, file: io.BytesIO) -> None:
+class _Beside:
+    """What travels beside a pickle. It knows nothing of the pickler, whose memory would last as long as a cycle."""
+
+    def __init__(self) -> None:
         self.buffers: list[memoryview] = []
         self.refs: dict[int, str] = {}
-        self._packed: dict[pickle.PickleBuffer, str] = {}
-        self._storages: dict[int, _Storage] = {}
-        torch = sys.modules.get("torch")
-        self._typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
-        self._untyped = getattr(torch, "UntypedStorage", None)
-        self._rebuild = getattr(getattr(torch, "_utils", None), "_rebuild_tensor_v3", None)
-        super().__init__(file, protocol=5, buffer_callback=self._beside)
+        self.packed: dict[pickle.PickleBuffer, str] = {}
 
-    def _beside(self, buffer: pickle.PickleBuffer) -> bool:
+    def __call__(self, buffer: pickle.PickleBuffer) -> bool:
         try:
             view = buffer.raw()
         except BufferError:  # not contiguous: pickle says so itself
             return True
-        name = self._packed.get(buffer)
+        name = self.packed.get(buffer)
         if name is not None:
             self.refs[id(view)] = name
         elif view.nbytes < IN_BAND or len(self.buffers) - len(self.refs) >= _BESIDE:
             return True
         self.buffers.append(view)
         return False
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    def __init__(self, file: io.BytesIO, beside: _Beside) -> None:
+        self._packed = beside.packed
+        self._storages: dict[int, _Storage] = {}
+        torch = sys.modules.get("torch")
+        self._typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
+        self._untyped = getattr(torch, "UntypedStorage", None)
+        self._rebuild = getattr(getattr(torch, "_utils", None), "_rebuild_tensor_v3", None)
+        super().__init__(file, protocol=5, buffer_callback=beside)
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, BaseException) and _is_plain(type(obj)):

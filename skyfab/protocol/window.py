@@ -19,24 +19,28 @@ class Window:
     CEILING: Final = 32 * 1024 * 1024
 
     def __init__(self) -> None:
-        self.size = 256 * 1024
+        self.size = self.FLOOR
         self._base = float("inf")
-        self._hold = 0.0
+        self._changed = 0.0
 
     def restart(self) -> None:
-        """Another connection may have a longer way."""
+        """Another connection may have a longer way, or a narrower one."""
+        self.size = self.FLOOR
         self._base = float("inf")
-        self._hold = 0.0
+        self._changed = 0.0
 
     def observe(self, elapsed: float, now: float) -> None:
         """A frame was acknowledged `elapsed` seconds after it was sent."""
         self._base = min(self._base, elapsed)
+        if now - elapsed < self._changed:
+            return  # it was sent when the window had another size
         queued = elapsed - self._base
         if queued < 0.05:
             self.size = min(2 * self.size, self.CEILING)
-        elif queued > 0.15 and now > self._hold:
-            self.size = max(self.size * 3 // 4, self.FLOOR)
-            self._hold = now + elapsed
+            self._changed = now
+        elif queued > 0.15:  # down to what the wire carries in the time that it takes at best
+            self.size = max(int(self.size * (self._base + 0.1) / elapsed), self.FLOOR)
+            self._changed = now
 
     @property
     def chunk(self) -> int:

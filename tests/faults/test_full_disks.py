@@ -1,0 +1,189 @@
+"""Full disks: a host without room says so. What needs none goes on; with room again, everything does."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import errands
+import pytest
+from cable import restore, silence
+from stage.spot import Spot
+from stage.threads import begin
+
+import skyfab as sky
+from skyfab.events import Output
+from skyfab.lab import Lab, LabHost
+
+pytestmark = pytest.mark.lab
+
+MB = 1 << 20
+PLACE = "/small"
+SIZE = 16
+"""Megabytes: enough for skyfab, the tests' own modules and a few logs."""
+
+
+@sky.function
+def speak(lines: int, width: int = 1000) -> int:
+    for number in range(lines):
+        print(f"spoken {number} {'.' * width}")
+    return lines
+
+
+@sky.function
+def keep_speaking(stop: str, width: int = 1000) -> int:
+    from pathlib import Path
+
+    number = 0
+    while not Path(stop).exists():
+        print(f"spoken {number} {'.' * width}", flush=True)
+        number += 1
+    return number
+
+
+@pytest.fixture
+def small(lab: Lab) -> Iterator[LabHost]:
+    """node1, with a small disk for its cache."""
+    host = lab["node1"]
+    host.run(["mkdir", "-p", PLACE])
+    host.small_disk(PLACE, SIZE)
+    yield host
+    host.run(["umount", PLACE])
+
+
+@pytest.fixture
+def pool(small: LabHost, open_pool: Callable[..., sky.Compute]) -> sky.Compute:
+    pool = open_pool("openssh", count=1, ranks=2, lease=10, host={"cache": f"{PLACE}/cache", "slots": 2})
+    assert errands.digest(b"") @ pool
+    return pool
+
+
+@pytest.fixture
+def spoken(pool: sky.Compute) -> list[int]:
+    """The numbers of the lines that have come."""
+    found: list[int] = []
+
+    def listen(event: object) -> None:
+        if isinstance(event, Output) and event.text.startswith("spoken "):
+            found.append(int(event.text.split()[1]))
+
+    pool.events.subscribe(listen)
+    return found
+
+
+def fill(host: LabHost) -> None:
+    host.run(["sh", "-c", f"cat /dev/zero >{PLACE}/fill"], check=False)
+    assert host.run(["df", "--output=avail", PLACE]).stdout.split()[-1] == "0"
+
+
+def make_room(host: LabHost) -> None:
+    host.run(["rm", "-f", f"{PLACE}/fill"])
+
+
+def works(pool: sky.Compute, spot: Spot) -> None:
+    large = random.Random(1).randbytes(2 * MB)
+    assert errands.note(spot / "calls", "one") >> pool == "one"
+    assert len(errands.note_rank(spot / "calls", "all") @ pool) == 2
+    assert errands.digest(large) >> pool == errands.digest.fn(large)
+
+
+def test_more_output_than_the_disk_has_room_for(
+    small: LabHost, pool: sky.Compute, spoken: list[int], spot: Spot
+) -> None:
+    """Each line comes, once and in order, though none of them can be kept."""
+    lines = 2 * SIZE * 1000
+    assert speak(lines) >> pool == lines
+    assert spoken == list(range(lines))
+    works(pool, spot)
+
+
+@pytest.mark.usefixtures("hurry")
+def test_more_output_than_the_disk_has_room_for_while_nobody_listens(
+    lab: Lab, small: LabHost, pool: sky.Compute, spoken: list[int], spot: Spot
+) -> None:
+    """The process has to wait; it goes on when the network is back, and nothing is missing."""
+    future = keep_speaking(spot / "enough") > pool
+    while len(spoken) < 100:
+        time.sleep(0.01)
+    silence(lab.hosts)
+    time.sleep(2.5)
+    restore(lab.hosts)
+    time.sleep(0.5)
+    spot.leave("enough")
+    count = future.result(60)
+    assert spoken == list(range(count))
+    works(pool, spot)
+
+
+def test_a_blob_and_logs_that_together_fill_the_disk(
+    small: LabHost, pool: sky.Compute, spoken: list[int], spot: Spot
+) -> None:
+    """The blob's call fails with the reason; the lines come all the same, and the pool works."""
+    future = keep_speaking(spot / "enough") > pool
+    while len(spoken) < 1000:
+        time.sleep(0.01)
+    reasons = []
+    for number in range(3):
+        ref = pool.put(random.Random(number).randbytes(SIZE * MB))
+        with pytest.raises(sky.HostUnfit, match="No space left") as caught:
+            errands.digest(ref) >> pool
+        reasons.append(caught.value)
+    assert all(reason.host == "node1" and "space" in (reason.hint or "") for reason in reasons)
+    spot.leave("enough")
+    count = future.result(60)
+    assert spoken == list(range(count))
+    works(pool, spot)
+
+
+def test_a_disk_that_fills_up_while_everything_is_under_way(small: LabHost, pool: sky.Compute, spot: Spot) -> None:
+    """What needs no room goes on: small calls, their output, large arguments and results that pass through memory."""
+    over = threading.Event()
+    working = [
+        begin(lambda: errands.talking(pool, spot, over)),
+        begin(lambda: errands.gangs(pool, spot, over)),
+        begin(lambda: errands.uploads(pool, spot, over, megabytes=4)),
+        begin(lambda: errands.downloads(pool, spot, over, megabytes=4)),
+    ]
+    time.sleep(0.5)
+    fill(small)
+    time.sleep(1)
+    make_room(small)
+    time.sleep(0.3)
+    over.set()
+    for work in working:
+        work.result(errands.PATIENCE)
+    works(pool, spot)
+
+
+def test_whatever_is_asked_of_a_host_with_a_full_disk_ends(small: LabHost, pool: sky.Compute, spot: Spot) -> None:
+    """With a result or with a clear error, never in silence; and with room again all of it works."""
+    errands.note(spot / "calls", "before") >> pool
+    fill(small)
+    anew = sky.function(lambda: "anew")
+    asks: dict[str, Callable[[], object]] = {
+        "small call": lambda: errands.note(spot / "calls", "full") >> pool,
+        "new function": lambda: anew() >> pool,
+        "gang": lambda: errands.note_rank(spot / "calls", "full") @ pool,
+        "gang with a large argument": lambda: errands.digest(random.Random(2).randbytes(4 * MB)) @ pool,
+        "reference": lambda: errands.digest(pool.put(random.Random(3).randbytes(4 * MB))) >> pool,
+        "output": lambda: speak(5000) >> pool,
+        "a process that dies": lambda: sky.function(lambda: __import__("os")._exit(3))() >> pool,
+        "and the one after it": lambda: errands.note(spot / "calls", "after") >> pool,
+    }
+    for name, ask in asks.items():
+        asked = begin(ask)
+        try:
+            found: object = asked.result(60)
+        except TimeoutError:
+            pytest.fail(f"{name}: no answer in a minute")
+        except sky.SkyfabError as error:
+            found = error
+        print(f"{name}: {found!r:.300}")
+        if isinstance(found, Exception):
+            assert "No space left" in str(found) or isinstance(found, sky.RankDied), name
+    make_room(small)
+    assert pool.hosts[0].lost is None
+    assert anew() >> pool == "anew"
+    works(pool, spot)

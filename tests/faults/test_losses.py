@@ -1,0 +1,190 @@
+"""Losses: a host that stays away is lost in good time and with a clear word, and nothing of the pool stays on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import errands
+import pytest
+import remains
+from cable import restore, silence
+from stage.remote import leave, linger
+from stage.spot import Spot, until
+
+import skyfab as sky
+from skyfab.commands.gc import gc
+from skyfab.lab import Lab, sshd
+
+pytestmark = pytest.mark.lab
+
+
+@sky.function
+def stay(path: str) -> None:
+    linger(path)
+
+
+@sky.function
+def arrive(path: str) -> str:
+    leave(path)
+    return sky.instance_info().hostname
+
+
+def stay_everywhere(pool: sky.Compute, spot: Spot, name: str = "pid") -> list[Future[None]]:
+    futures = [pool.submit(stay(spot / name), on=node.name) for node in pool.hosts]
+    spot.wait(name, count=len(futures))
+    return futures
+
+
+def away_for_longer_than_the_lease(lab: Lab, pool: sky.Compute, spot: Spot, lease: float) -> None:
+    futures = stay_everywhere(pool, spot)
+    cut = time.monotonic()
+    silence(lab.hosts)
+    for future, node in zip(futures, pool.hosts, strict=True):
+        with pytest.raises(sky.HostLost, match="lease") as caught:
+            future.result(lease + 30)
+        assert caught.value.host == node.name
+        assert caught.value.hint
+    assert time.monotonic() - cut > lease - 1, "it may have come back until then"
+    left = remains.after(lab.hosts, seconds=cut + lease + 5 - time.monotonic())
+    assert not left, f"left behind while the cable is out: {sorted(left)}"
+    restore(lab.hosts)
+    sshd.wait(lab["node1"])
+    sshd.wait(lab["node2"])
+    with pytest.raises(sky.HostLost):
+        errands.digest(b"") >> pool
+    with pytest.raises(sky.SkyfabError):
+        errands.digest(b"") @ pool
+    pool.close()
+    with pool:
+        assert len(errands.digest(b"") @ pool) == 2, "opened again, it works again"
+
+
+@pytest.mark.usefixtures("hurry")
+@pytest.mark.parametrize("transport", ["openssh", "fabric"])
+def test_away_for_longer_than_the_lease(
+    lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, transport: str
+) -> None:
+    away_for_longer_than_the_lease(lab, open_pool(transport, count=2, lease=3), spot, 3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["openssh", "fabric"])
+def test_away_for_longer_than_the_lease_with_the_patience_of_users(
+    lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, transport: str
+) -> None:
+    away_for_longer_than_the_lease(lab, open_pool(transport, count=2, lease=30), spot, 30)
+
+
+def one_of_three_is_away(lab: Lab, pool: sky.Compute, spot: Spot, silence: float) -> None:
+    gone, *others = stay_everywhere(pool, spot)
+    cut = time.monotonic()
+    silence([lab["node1"]])
+    while not gone.done():  # the others work as if nothing were
+        for name in ("node2", "node3"):
+            assert pool.submit(errands.digest(b"x"), on=name).result(30)
+    with pytest.raises(sky.HostLost) as caught:
+        gone.result()
+    apart = time.monotonic() - cut
+    assert caught.value.host == "node1"
+    assert silence - 1 < apart < silence + 15, f"lost after {apart:.1f} s"
+    assert [node.lost is None for node in pool.hosts] == [False, True, True]
+    assert not any(future.done() for future in others)
+    assert {sky.function(lambda: sky.instance_info().hostname)() >> pool for _ in range(6)} <= {"node2", "node3"}
+    with pytest.raises(sky.HostLost):
+        pool.submit(errands.digest(b""), on="node1").result(30)
+    with pytest.raises((sky.HostLost, sky.BroadcastError)) as group:
+        errands.digest(b"") @ pool
+    assert "node1" in str(group.value)
+
+
+@pytest.fixture
+def two_slots(open_pool: Callable[..., sky.Compute]) -> Callable[..., sky.Compute]:
+    return lambda **options: open_pool("openssh", count=3, host={"slots": 2}, **options)
+
+
+@pytest.mark.usefixtures("hurry")
+def test_one_of_three_is_away(lab: Lab, two_slots: Callable[..., sky.Compute], spot: Spot) -> None:
+    """It is lost after `silence`, long before its lease is over."""
+    pool = two_slots(lease=8, silence=2)
+    cut = time.monotonic()
+    one_of_three_is_away(lab, pool, spot, 2)
+    left = remains.after([lab["node1"]], seconds=cut + 8 + 10 - time.monotonic())
+    assert not left, f"left behind on the lost host: {sorted(left)}"
+
+
+@pytest.mark.soak
+def test_one_of_three_is_away_with_the_patience_of_users(
+    lab: Lab, two_slots: Callable[..., sky.Compute], spot: Spot
+) -> None:
+    one_of_three_is_away(lab, two_slots(lease=20), spot, 10)
+
+
+@pytest.mark.usefixtures("hurry")
+def test_the_only_host_of_a_pool_is_waited_for_until_its_lease_is_over(
+    lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot
+) -> None:
+    """`silence` is for pools whose other hosts answer."""
+    pool = open_pool("openssh", lease=60, silence=1)
+    assert errands.note(spot / "calls", "before") >> pool
+    silence(lab.hosts)
+    future = errands.note(spot / "calls", "meanwhile") > pool
+    time.sleep(4)
+    assert not future.done()
+    restore(lab.hosts)
+    assert future.result(30) == "meanwhile"
+    assert spot.notes("calls")["node1"].splitlines() == ["before", "meanwhile"]
+
+
+def clean(lab: Lab) -> None:
+    """A host that was switched off keeps its run folder, for nobody was there to remove it: `gc` does, a day later."""
+    left = remains.after([lab["node1"]], seconds=0)
+    assert all("/run/node1/" in name for name in left), f"left behind: {sorted(left)}"
+    lab["node1"].run(["sh", "-c", "touch -d '2 days ago' /root/.cache/skyfab/run/node1/*"])
+    gc("node1", str(lab.inventory), days=30, here=False)
+    left = remains.after([lab["node1"]], seconds=5)
+    assert not left, f"left behind after gc: {sorted(left)}"
+
+
+@pytest.mark.usefixtures("hurry")
+@pytest.mark.parametrize("transport", ["openssh", "fabric"])
+def test_a_host_that_is_started_again_is_lost_at_once(
+    lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, transport: str
+) -> None:
+    """Its processes are gone for good: nobody waits for the lease, and the others go on."""
+    pool = open_pool(transport, count=2, lease=600, silence=600)
+    gone, other = stay_everywhere(pool, spot)
+    before = time.monotonic()
+    lab["node1"].reboot()
+    with pytest.raises(sky.HostLost) as caught:
+        gone.result(60)
+    assert caught.value.host == "node1"
+    assert time.monotonic() - before < 45
+    assert not other.done()
+    other.cancel()
+    until(lambda: other.done(), "the end of the other call")
+    assert sky.function(lambda: sky.instance_info().hostname)() >> pool == "node2"
+    pool.close()
+    clean(lab)
+
+
+@pytest.mark.usefixtures("hurry")
+def test_a_host_whose_power_fails_is_lost_and_the_others_go_on(
+    lab: Lab, two_slots: Callable[..., sky.Compute], spot: Spot
+) -> None:
+    pool = two_slots(lease=600, silence=2)
+    gone, *others = stay_everywhere(pool, spot)
+    lab["node1"].kill()
+    try:
+        with pytest.raises(sky.HostLost) as caught:
+            gone.result(60)
+        assert caught.value.host == "node1"
+        assert [arrive(spot / "there") >> pool for _ in range(4)]
+        assert not any(future.done() for future in others)
+        before = time.monotonic()
+        pool.close()
+        assert time.monotonic() - before < 20
+    finally:
+        lab["node1"].reboot()
+    clean(lab)

@@ -1,0 +1,265 @@
+"""Detached runs on real hosts: they outlive the program, and any other one finds them, reads them and ends them."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage import traces
+from stage.remote import leave, wait_for
+from stage.spot import Spot, until
+
+import skyfab as sky
+from skyfab.lab import Lab, LabHost
+
+pytestmark = pytest.mark.lab
+
+Hosts = Callable[..., list[sky.Host]]
+
+
+@sky.function
+def count(lines: int, go: str = "") -> tuple[int, int, bytes]:
+    """Writes so many lines, waits in the middle if it is told for what, and returns its place and a megabyte."""
+    info = sky.instance_info()
+    for number in range(lines):
+        print(f"line {number} of rank {info.rank}")
+        if go and number == lines // 2:
+            leave(f"{go}.waits")
+            wait_for(go, 60)
+    print("a last word", file=sys.stderr)
+    return info.rank, info.world_size, bytes([info.rank]) * 1_000_000
+
+
+@sky.function
+def fail(how: str) -> None:
+    if sky.instance_info().rank == 1:
+        raise ValueError("lost its way") if how == "raise" else os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(120)
+
+
+@pytest.fixture
+def hosts(namespaces: Lab, hosts_of: Hosts) -> list[sky.Host]:
+    return hosts_of("openssh", 2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_on(namespaces: Lab) -> Iterator[None]:
+    """A run that is over has no process and no socket; its folder stays, for a while."""
+    yield
+    for host in namespaces.hosts[:2]:
+        until(lambda host=host: not traces.on(host) and not traces.folders(host), f"the end of all runs on {host.name}")
+
+
+def lines_of(run: sky.Run, **options: Any) -> dict[tuple[int, str], list[str]]:
+    found: dict[tuple[int, str], list[str]] = {}
+    for rank, stream, line in run.logs(**options):
+        found.setdefault((rank, stream), []).append(line)
+    return found
+
+
+def launch(hosts: list[sky.Host], call: Any, **options: Any) -> sky.Run:
+    """Starts a run from a pool that is closed right afterwards."""
+    with sky.Compute(hosts, ui="none") as pool:
+        return pool.launch(call, **options)
+
+
+def test_a_run_goes_on_without_its_program(hosts: list[sky.Host], spot: Spot) -> None:
+    """On all ranks, with its output and its results in their order; and a second time."""
+    run = launch(hosts, count(10, spot / "go"), name="night")
+    assert (run.name, run.hosts, run.world_size) == ("night", [host.name for host in hosts], 2)
+    spot.wait("go.waits", 2)
+    assert run.status == "running"
+    with pytest.raises(TimeoutError, match="still running"):
+        run.result(0.1)
+    spot.leave("go")
+    found = sky.attach(run.id[:6], hosts)
+    assert [(rank, world, len(data), data[0]) for rank, world, data in found.result(60)] == [
+        (rank, 2, 1_000_000, rank) for rank in range(2)
+    ]
+    assert found.status == "done"
+    expected = {(rank, "out"): [f"line {n} of rank {rank}" for n in range(10)] for rank in range(2)}
+    expected |= {(rank, "err"): ["a last word"] for rank in range(2)}
+    assert lines_of(found) == expected
+    assert lines_of(found, rank=1) == {key: value for key, value in expected.items() if key[0] == 1}
+    assert [rank for rank, _, _ in sky.attach("night", hosts).result()] == [0, 1]
+
+
+def test_a_run_on_one_host_returns_one_result(hosts: list[sky.Host]) -> None:
+    run = launch(hosts, count(1), on=hosts[1].name, name="one")
+    assert run.result(60)[:2] == (0, 1)
+    assert run.hosts == [hosts[1].name]
+
+
+def test_logs_are_followed_to_the_end(hosts: list[sky.Host], spot: Spot) -> None:
+    run = launch(hosts, count(40, spot / "go"), name="followed")
+    spot.wait("go.waits", 2)
+    follower = run.logs(follow=True)
+    first = [next(follower) for _ in range(5)]
+    spot.leave("go")
+    rest = list(follower)
+    for rank in range(2):
+        lines = [line for number, stream, line in [*first, *rest] if (number, stream) == (rank, "out")]
+        assert lines == [f"line {n} of rank {rank}" for n in range(40)]
+
+
+@pytest.mark.parametrize(("how", "kind"), [("raise", ValueError), ("die", sky.RankDied)])
+def test_a_rank_that_fails_ends_the_run(hosts: list[sky.Host], how: str, kind: type[Exception]) -> None:
+    """With the others of its host, which would wait for it for ever; the first failure is what is raised."""
+    with sky.Compute(hosts[:1], ranks=3, ui="none") as pool:
+        run = pool.launch(fail(how), name="bad")
+    with pytest.raises(sky.BroadcastError) as raised:
+        run.result(30)
+    assert any(isinstance(error, kind) for error in raised.value.exceptions)
+    assert run.status == "failed"
+
+
+def test_a_run_is_stopped(hosts: list[sky.Host], spot: Spot) -> None:
+    run = launch(hosts, count(10, spot / "never"), name="endless")
+    spot.wait("never.waits", 2)
+    run.stop()
+    assert run.status == "stopped"
+    assert lines_of(run)[0, "out"] == [f"line {n} of rank 0" for n in range(6)]
+    run.stop()  # it is over
+
+
+def test_a_broadcast_that_is_under_way_is_left_to_its_hosts(hosts: list[sky.Host], spot: Spot) -> None:
+    heard: list[str] = []
+    with sky.Compute(hosts, ui="none") as pool:
+        pool.events.subscribe(lambda event: heard.append(str(event)))
+        with pytest.raises(sky.UsageError, match="no broadcast"):
+            pool.detach()
+        pool.submit(count(10, spot / "go"), on="all")
+        spot.wait("go.waits", 2)
+        run = pool.detach(name="handed over")
+    assert run.status == "running"
+    spot.leave("go")
+    assert [rank for rank, _, _ in run.result(60)] == [0, 1]
+    assert lines_of(run)[1, "out"] == [f"line {n} of rank 1" for n in range(10)]
+
+
+def test_a_program_that_is_killed_leaves_its_runs_alone(namespaces: Lab, hosts: list[sky.Host], spot: Spot) -> None:
+    program = f"""
+        import os, signal, sys
+        import skyfab as sky
+
+        def work(go):
+            import time
+            from pathlib import Path
+
+            Path(go + ".waits").touch()
+            while not Path(go).exists():
+                time.sleep(0.05)
+            return "done"
+
+        with sky.Compute("node1", ui="none") as pool:
+            print(pool.launch(sky.function(work)({spot / "go"!r}), on="node1").id, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    env = {**os.environ, "SKYFAB_INVENTORY": str(namespaces.inventory)}
+    argv = [sys.executable, "-c", textwrap.dedent(program)]
+    ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    run = sky.attach(ended.stdout.strip(), inventory=namespaces.inventory)
+    spot.wait("go.waits")
+    assert run.status == "running"
+    spot.leave("go")
+    assert run.result(30) == "done"
+
+
+def test_a_run_whose_host_was_started_again_is_lost_and_its_logs_are_there(spot: Spot, namespaces: Lab) -> None:
+    with Lab.start(1, kind="namespace", python=sys.executable) as lab:
+        own = Spot(lab.hosts)
+        inventory = sky.Inventory.load(lab.inventory)
+        with sky.Compute("node1", inventory=inventory, ui="none") as pool:
+            run = pool.launch(count(4, own / "never"), name="unlucky")
+        own.wait("never.waits")
+        lab["node1"].reboot()
+        found = sky.attach("unlucky", inventory=inventory)
+        assert found.status == "lost"
+        assert lines_of(found)[0, "out"] == [f"line {n} of rank 0" for n in range(3)]
+        with pytest.raises(sky.HostLost) as raised:
+            run.result(10)
+        assert raised.value.hint == f"what it wrote until then: skyfab logs {run.id[:8]}"
+        own.close()
+
+
+def test_names_that_mean_none_or_several_are_refused(hosts: list[sky.Host]) -> None:
+    for _ in range(2):
+        launch(hosts[:1], count(1), on="one", name="twin").result(30)
+    with pytest.raises(sky.UsageError, match="2 runs are called 'twin'"):
+        sky.attach("twin", hosts)
+    with pytest.raises(sky.UsageError, match="no run 'nobody'"):
+        sky.attach("nobody", hosts)
+
+
+# ---- as a person sees it
+
+
+def skyfab(lab: Lab, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "SKYFAB_INVENTORY": str(lab.inventory)}
+    argv = [sys.executable, "-m", "skyfab.cli", *arguments]
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=90, stdin=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "job.py"
+    path.write_text("import os, time\nprint('rank', os.environ['RANK'], flush=True)\ntime.sleep(600)\n")
+    return path
+
+
+def test_the_commands(namespaces: Lab, script: Path) -> None:
+    begun = skyfab(namespaces, "run", "--detach", "--hosts=node1,node2", str(script))
+    assert begun.returncode == 0, begun.stderr
+    name = begun.stdout.strip()
+    assert f"skyfab stop {name}" in begun.stderr
+    until(lambda: "rank 1" in skyfab(namespaces, "logs", name).stdout, "the second rank's line")
+    listed = skyfab(namespaces, "runs", "--hosts=node1,node2")
+    (line,) = [line for line in listed.stdout.splitlines() if line.startswith(name)]
+    assert line.split()[1] == "running"
+    assert "2 ranks on node1, node2" in line
+    assert skyfab(namespaces, "stop", name).stdout.split()[:2] == [name, "stopped"]
+    attached = skyfab(namespaces, "attach", name)
+    assert attached.returncode == 1
+    assert sorted(attached.stdout.splitlines()) == ["node1[0] rank 0", "node2[1] rank 1"]
+    assert "stopped" in attached.stderr
+    missing = skyfab(namespaces, "logs", "nobody")
+    assert (missing.returncode, missing.stderr.splitlines()[0]) == (2, "error: no run 'nobody' on these hosts")
+
+
+def test_d_detaches(namespaces: Lab, script: Path, host_with_runs: Callable[[], set[str]]) -> None:
+    before = host_with_runs()
+    env = {**os.environ, "SKYFAB_INVENTORY": str(namespaces.inventory), "TERM": "dumb"}
+    argv = [sys.executable, "-m", "skyfab.cli", "run", "--hosts=node1", str(script)]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(argv, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as program:
+        os.close(theirs)
+        said = b""
+        while b"rank 0" not in said:
+            said += os.read(ours, 65536)
+        os.write(ours, b"d")
+        with suppress(OSError):  # the end of a terminal
+            while b"goes on on node1" not in said:
+                said += os.read(ours, 65536)
+        assert program.wait(30) == 0, said
+    os.close(ours)
+    (name,) = host_with_runs() - before
+    run = sky.attach(name, inventory=namespaces.inventory)
+    assert run.status == "running"
+    run.stop()
+
+
+@pytest.fixture
+def host_with_runs(namespaces: Lab) -> Callable[[], set[str]]:
+    host: LabHost = namespaces.hosts[0]
+    return lambda: {path.name for path in host.path("/root/.cache/skyfab/runs").glob("*")}

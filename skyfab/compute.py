@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, overload
 from skyfab.autopsy import Place, watch
 from skyfab.bundle import bundle
 from skyfab.calls import Call, Function, Group, as_function
-from skyfab.detached import Run, attach
+from skyfab.detached import Results, Run, attach
 from skyfab.dispatch import CallFuture, Queue, Slot, Task
 from skyfab.elastic import in_order, may_go_on, remaining
 from skyfab.errors import UsageError
@@ -24,7 +24,7 @@ from skyfab.express import UNFIT, express
 from skyfab.gangs import Gangs, insist
 from skyfab.hearing import Hearing, Progress
 from skyfab.homecoming import Homecoming
-from skyfab.host import CHECKS, Env
+from skyfab.host import variables
 from skyfab.image import Image
 from skyfab.interrupts import INTERRUPTS
 from skyfab.inventory import Host, Inventory
@@ -92,7 +92,7 @@ class Compute:
         self._elastic = next((plugin.elastic for plugin in self._plugins if plugin.elastic), None)
         self._outfit = Outfit(self.selected, self._image, self._plugins)
         self._ranks = ranks
-        self._env = _variables(env or {})
+        self._env = variables(env or {}, "env")
         self._lease = lease
         self._silence = silence
         self._timeout = timeout
@@ -322,7 +322,8 @@ class Compute:
             launcher.start_one(
                 lambda node: self._solo_plan(node, tree), self._synced, function, arguments, timeout=timeout
             )
-        return attach(launcher.id, [node.host for node in chosen], inventory=self.inventory)
+        results: Results = "data" if self._wary else "any"
+        return attach(launcher.id, [node.host for node in chosen], inventory=self.inventory, results=results)
 
     def detach(self, *, name: str | None = None) -> Run:
         """Hands the broadcast that is under way to the hosts: it goes on when this program ends. The pool is closed."""
@@ -334,7 +335,8 @@ class Compute:
         launcher = Launcher(gang.nodes, ranks, label=gang.label, name=name or gang.label)
         launcher.take_over(gang, conducted=self._elastic is not None)
         self.close()
-        return attach(launcher.id, [node.host for node in gang.nodes], inventory=self.inventory)
+        results: Results = "data" if self._wary else "any"
+        return attach(launcher.id, [node.host for node in gang.nodes], inventory=self.inventory, results=results)
 
     def _apart(self, node: Node) -> Node:
         """The same host once more, with an agent of its own."""
@@ -458,15 +460,6 @@ class Compute:
 
 def _nobody(error: BaseException | None) -> None:
     """Nobody listens."""
-
-
-def _variables(given: Mapping[str, str]) -> Mapping[str, str]:
-    """Checked as an inventory's are; they do not print."""
-    try:
-        found: Env = CHECKS["env"](given)
-    except UsageError as error:
-        raise UsageError(f"env {error.message}", hint=error.hint) from None
-    return found
 
 
 def _inventory(given: str | os.PathLike[str] | Inventory | None) -> Inventory:

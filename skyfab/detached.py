@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,10 +27,14 @@ from skyfab.shell import Shell
 from skyfab.transport import transport_for
 
 T = TypeVar("T")
+Results = Literal["any", "data"]
+"""What is taken from hosts; ``"data"`` from those that are not trusted: see `Compute`."""
 State = Literal["running", "done", "failed", "stopped", "lost", "unreachable"]
 PACE: Final = 0.5
 """Seconds between looks."""
 _CHUNK: Final = 1024 * 1024
+_LOG: Final = re.compile(r"((\d{1,9})\.(out|err)(\.1)?) (\d{1,15})")
+"""A log's name (its rank, its stream, whether it is the one before the last) and size."""
 
 _ALIVE: Final = """
 alive() {
@@ -89,8 +94,11 @@ class Part:
 class Run:
     """A run that its hosts have: its `id` and `name`, the names of its `hosts`, its `status`."""
 
-    def __init__(self, parts: Sequence[Part], inventory: Inventory, hosts: Sequence[Host]) -> None:
+    def __init__(
+        self, parts: Sequence[Part], inventory: Inventory, hosts: Sequence[Host], results: Results = "any"
+    ) -> None:
         """`hosts` are those that were asked; others of the run are looked up in the inventory."""
+        self._wary = results == "data"
         self._asked = {host.name: host for host in hosts}
         self._parts = list(parts)
         self._inventory = inventory
@@ -196,7 +204,7 @@ class Run:
                 size = int.from_bytes(content[:4], "big")
                 message = messages.decode(bytes(content[4 : 4 + size]))
                 buffers = split(getattr(message, "parts", ()), content[4 + size :])
-                value = resolve(message, buffers, host=host.name, rank=place, label=self.function)
+                value = resolve(message, buffers, host=host.name, rank=place, label=self.function, wary=self._wary)
             except FileNotFoundError:
                 text = f"rank {rank} of {self.function} was stopped, or had no room for its result"
                 value = _Failed(SkyfabError(text, host=host.name, rank=place))
@@ -220,15 +228,22 @@ class _Failed:
 
 
 def runs(
-    hosts: str | Iterable[str | Host] | None = None, *, inventory: str | os.PathLike[str] | Inventory | None = None
+    hosts: str | Iterable[str | Host] | None = None,
+    *,
+    inventory: str | os.PathLike[str] | Inventory | None = None,
+    results: Results = "any",
 ) -> list[Run]:
     """The runs that the hosts of an inventory have, the latest first. Raises a HostError where one cannot be asked."""
-    found, _ = survey(_inventory(inventory), hosts, patient=False)
+    found, _ = survey(_inventory(inventory), hosts, patient=False, results=results)
     return found
 
 
 def survey(
-    inventory: Inventory, hosts: str | Iterable[str | Host] | None, *, patient: bool = True
+    inventory: Inventory,
+    hosts: str | Iterable[str | Host] | None,
+    *,
+    patient: bool = True,
+    results: Results = "any",
 ) -> tuple[list[Run], list[SkyfabError]]:
     """The runs of all hosts that could be asked, and what is wrong with the others: raised unless `patient`."""
     errors: list[SkyfabError] = []
@@ -237,7 +252,10 @@ def survey(
     for found in _on_all(selected, inventory, _look, errors if patient else None):
         for part in found:
             parts.setdefault(part.about["id"], []).append(part)
-    all_runs = [Run(sorted(some, key=lambda part: part.about["place"]), inventory, selected) for some in parts.values()]
+    all_runs = [
+        Run(sorted(some, key=lambda part: int(part.about["place"])), inventory, selected, results)
+        for some in parts.values()
+    ]
     return sorted(all_runs, key=lambda run: run.started, reverse=True), errors
 
 
@@ -246,9 +264,10 @@ def attach(
     hosts: str | Iterable[str | Host] | None = None,
     *,
     inventory: str | os.PathLike[str] | Inventory | None = None,
+    results: Results = "any",
 ) -> Run:
     """The run with this id, the beginning of one, or a name. Raises UsageError where there is none, or several."""
-    found, errors = survey(_inventory(inventory), hosts)
+    found, errors = survey(_inventory(inventory), hosts, results=results)
     fitting = [run for run in found if run.id.startswith(id)] or [run for run in found if run.name == id]
     if len(fitting) == 1:
         return fitting[0]
@@ -341,10 +360,10 @@ def _new_lines(
     """The lines that have come to the logs on a host since the last time; with `rest` half ones too."""
     folder = f'"$c"/runs/{run}/logs'
     for line in shell.run(f'cd {folder} && for f in *; do echo "$f $(wc -c <"$f")"; done').splitlines():
-        name, _, size = line.partition(" ")
-        rank, stream, *old = name.split(".")
-        if not rank.isdigit() or stream not in ("out", "err") or (only is not None and int(rank) != only):
+        found = _LOG.fullmatch(line)
+        if found is None or (only is not None and int(found[2]) != only):
             continue
+        name, rank, stream, old, size = found.groups()
         tail = tails.setdefault((number, name), _Tail())
         if old and (number, f"{rank}.{stream}") in tails:
             continue  # it has been read under its first name
@@ -352,6 +371,8 @@ def _new_lines(
             tail.offset = 0  # another file by now
         while tail.offset < int(size):
             data = bytes(shell.read(f"{folder}/{name}", tail.offset, min(_CHUNK, int(size) - tail.offset)))
+            if not data:
+                break
             tail.offset += len(data)
             *lines, tail.rest = (tail.rest + data).split(b"\n")
             yield from ((int(rank), stream, each.decode(errors="replace")) for each in lines)

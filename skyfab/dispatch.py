@@ -23,6 +23,8 @@ from skyfab.protocol import codec, messages
 _AHEAD: Final = 0.010
 """Seconds of work that a slot may hold ahead."""
 _MOST: Final = 32
+_PATIENCE: Final = 100
+"""How often a call may come back without having begun: then its process cannot be started."""
 _SMALL: Final = 64 * 1024
 """Larger arguments are not sent ahead."""
 
@@ -90,6 +92,7 @@ class Task:
         "label",
         "on",
         "retries",
+        "returned",
         "slot",
         "started",
         "stream",
@@ -120,6 +123,8 @@ class Task:
         self.future = CallFuture()
         self.ended: Callable[[BaseException | None], None] | None = None
         self.slot: Slot | None = None
+        self.returned = 0
+        """How often it came back without having begun."""
         self.stream = 0
         self.started = 0.0
 
@@ -285,6 +290,9 @@ class Queue:
             slot.tasks.remove(task)
             again = why in ("unstarted", "recalled") and not task.future.done()
             if again:
+                task.returned += 1
+                again = task.returned < _PATIENCE
+            if again:
                 self._waiting.appendleft(task)
             elif why != "recalled":
                 self._measure(task, slot)
@@ -293,6 +301,8 @@ class Queue:
         if len(self._slots) > 1:
             self._help()
         if again:
+            if why == "unstarted":
+                slot.node.vacated(slot.seat)
             return
         try:
             result = resolve(message, buffers, host=slot.node.name, rank=None, label=task.label, wary=self.wary)

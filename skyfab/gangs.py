@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from skyfab.dispatch import CallFuture
+from skyfab.errors import ProtocolError
 from skyfab.gang import Gang
 from skyfab.meeting import arrange
 from skyfab.node import Node
@@ -101,7 +102,12 @@ def insist(
             return
         error = inner.exception()
         if error is None:
-            outer.settle(finish(inner.result()))
+            try:
+                found = finish(inner.result())
+            except Exception as trouble:
+                outer.settle(None, ProtocolError(f"no results that could be: {trouble}"))
+            else:
+                outer.settle(found)
         elif not outer.done() and again(error, number):  # not on the thread that reads: a new gang must be asked for
             threading.Thread(target=attempt, args=(number + 1,), daemon=True).start()
         else:

@@ -328,6 +328,14 @@ def _env(value: object) -> Env:
     return Env(value)
 
 
+def variables(given: object, where: str) -> Env:
+    """Environment variables that somebody has given, checked as an inventory's are. Raises UsageError."""
+    try:
+        return _env(given)
+    except UsageError as error:
+        raise UsageError(f"{where} {error.message}", hint=error.hint) from None
+
+
 CHECKS: Mapping[str, Callable[[object], Any]] = {
     "name": _name,
     "address": _address,

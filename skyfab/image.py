@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from skyfab.errors import UsageError
+from skyfab.host import variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Image:
         for name in ("pip", "pip_indexes", "apt", "includes", "excludes"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        object.__setattr__(self, "env", variables(self.env, "Image(env=…)"))
         for package in self.apt:
             if not re.fullmatch(r"[a-z0-9][a-z0-9+.:-]*(=[A-Za-z0-9.+:~-]+)?", package):
                 raise UsageError(f"Image(apt=…) names {package!r}, which is no Debian package")

@@ -38,6 +38,10 @@ _SCRIPT: Final = "; ".join(
         "d=$3 i=$4 k=$5",
         'm="=sky""fab=$i="',
         'case $c in /*) ;; "~") c=$HOME;; "~/"*) c=$HOME/${c#"~/"};; *) c=$HOME/$c;; esac',
+        # Who can write there could have put a bundle of their own in it.
+        'if test -e "$c"; then case $(ls -ldL "$c") in ?????w*|????????w*) r="is open to others";;'
+        ' *) test -O "$c" && r= || r="belongs to somebody else";; esac;'
+        ' test -z "$r" || { echo "${m}failed its cache folder $r: $c"; exit; }; fi',
         # What is asked for: an interpreter's path, an environment (as long as the machine has not been started again
         # since it was chosen), or a version.
         "case $p in /*) ;; none) p=;; env/*) p=${p#env/}; r=${p#*/}; e=$c/envs/${p%%/*}; p=;"
@@ -152,6 +156,10 @@ class Launch:
 def _room(detail: str) -> str | None:
     if "No space left" in detail or "quota" in detail:
         return "free some space there, or put the cache on another disk (cache = … in the inventory)"
+    if "is open to others" in detail:
+        return "chmod 700 it there, if nobody has put anything in it, or choose another (cache = … in the inventory)"
+    if "belongs to somebody else" in detail:
+        return "choose one of your own (cache = … in the inventory)"
     if any(word in detail for word in ("Read-only", "Permission denied", "Not a directory", "File exists")):
         return "choose a folder that can be written to (cache = … in the inventory)"
     return None
@@ -163,8 +171,12 @@ def spelled(word: str) -> str:
 
 
 def _greet(stream: Stream, shell: Shell) -> None:
-    if shell.answer() is None:
+    answer = shell.answer()
+    if answer is None:
         raise _silence(stream, shell)
+    word, _, detail = answer.partition(" ")
+    if word == "failed":
+        raise HostUnfit(detail, host=shell.host.name, hint=_room(detail))
 
 
 def _silence(stream: Stream, shell: Shell) -> Exception:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from skyfab.errors import HostError, PeersApart, PoolError
+from skyfab.errors import HostError, PeersApart, PoolError, ProtocolError
 from skyfab.node import Node
 from skyfab.protocol.messages import Done, Port, Reach, Reached, Unport
 
@@ -55,7 +55,8 @@ def arrange(nodes: Sequence[Node], known: Mapping[int, str]) -> Meeting:
 
 def _port(node: Node) -> int:
     answer = node.session.ask(Port())
-    assert isinstance(answer, Done)
+    if not isinstance(answer, Done) or not answer.text.isdigit() or len(answer.text) > 5:
+        raise ProtocolError("its answer names no port", host=node.name)
     return int(answer.text)
 
 
@@ -66,7 +67,8 @@ def _look(node: Node, nodes: Sequence[Node], ports: Sequence[int]) -> Reached:
         if other is not node and other.agent.address != node.agent.address
     ]
     answer = node.session.ask(Reach(peers=peers))
-    assert isinstance(answer, Reached)
+    if not isinstance(answer, Reached) or not all(words[:1] in [[a] for a, _ in peers] for words in answer.failed):
+        raise ProtocolError("its answer names nobody that was asked for", host=node.name)
     return answer
 
 

@@ -10,7 +10,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from skyfab.errors import HostUnfit, SkyfabError
@@ -36,7 +36,7 @@ class SeatPlan:
     """What the process in a seat must be; another plan means another process."""
 
     tree: str
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)
     info: Mapping[str, Any]
     port: int = 0
     """One that the host's agent holds: the process takes it over."""
@@ -171,10 +171,10 @@ class Node:
             if self._seats.pop(seat, None) is not None:
                 self.session.send(messages.Release(seat=seat))
 
-    def vacated(self, seat: str, generation: int) -> None:
-        """The process in a seat has ended, if it is still that one."""
+    def vacated(self, seat: str, generation: int | None = None) -> None:
+        """The process in a seat has ended, if it is still that one; or there never was one."""
         with self._lock:
-            if seat in self._seats and self._seats[seat][1] == generation:
+            if seat in self._seats and generation in (None, self._seats[seat][1]):
                 del self._seats[seat]
 
     def _seat(self, seat: str, plan: SeatPlan) -> None:

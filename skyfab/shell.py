@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from skyfab.errors import HostLost, HostUnfit, Unreachable
+from skyfab.errors import HostLost, HostUnfit, ProtocolError, Unreachable
 from skyfab.inventory import Host
 from skyfab.protocol.streams import Buffer
 from skyfab.transport.base import Stream
@@ -21,6 +21,7 @@ _NOISE: Final = 256 * 1024
 """What a shell may print before it runs our command."""
 START: Final = 30.0
 """Seconds that an interpreter has to start."""
+_PIECE: Final = 1024 * 1024
 _KEPT: Final = 1024 * 1024
 """What a script may print."""
 
@@ -142,23 +143,26 @@ class Shell:
 
     def read(self, path: str, start: int = 0, count: int | None = None) -> bytearray:
         """The content of a file, named by a word of a script. Raises FileNotFoundError."""
-        size = f"$(wc -c <{path})" if count is None else str(count)
+        announced = f"$(wc -c <{path})" if count is None else str(count)
         take = f"cat {path}" if count is None else f"tail -c +{start + 1} {path} | head -c {count}"
-        self.tell(f'if test -r {path}; then echo "${{m}}size {size}"; {take}; else echo "${{m}}absent"; fi')
+        self.tell(f'if test -r {path}; then echo "${{m}}size {announced}"; {take}; else echo "${{m}}absent"; fi')
         if self.greeting is not None:
             greeting, self.greeting = self.greeting, None
             greeting()
         self._patience.deadline = float("inf")
         said = (self.answer() or "").split()
-        if len(said) != 2 or not said[1].isdigit():
+        if len(said) != 2 or not said[1].isdigit() or len(said[1]) > 15:
             raise FileNotFoundError(path)
-        content = bytearray(int(said[1]))
-        view = memoryview(content)
-        while view:
-            got = self._recv(view)
+        size = int(said[1])
+        if count is not None and size > count:
+            raise ProtocolError(f"{size} bytes where {count} were asked for", host=self.host.name)
+        content = bytearray()
+        scratch = memoryview(bytearray(min(size, _PIECE)))
+        while len(content) < size:  # memory for what has come, not for what was announced
+            got = self._recv(scratch[: size - len(content)])
             if not got:
                 raise self._stream.explain()
-            view = view[got:]
+            content += scratch[:got]
         return content
 
     def go(self, python: str, *, provided: str = "true") -> str | None:
@@ -215,13 +219,13 @@ class _Answer:
         for line in lines:
             before, marked, status = line.partition(self._end)
             if marked:
-                self.status = int(status) if status.isdigit() else 1
+                self.status = int(status) if status.isdigit() and len(status) < 9 else 1
                 self.complete = True
             if before or not marked:
                 self._keep(before.decode(errors="replace"))
 
     def _keep(self, line: str) -> None:
-        self._size += len(line)
+        self._size += len(line) + 1
         if self._size <= _KEPT:
             self._lines.append(line)
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from skyfab.calls import Call
 from skyfab.dispatch import CallFuture, Queue, Task
+from skyfab.errors import ProtocolError
 from skyfab.parcel import FunctionParcel, pack_arguments
 from skyfab.protocol import codec
 
@@ -95,7 +96,11 @@ class Spread:
         if error is not None:
             self._fail(error)
             return
-        spent, values = future.result()
+        found = future.result()
+        if not _is_answer(found, count):  # whatever made it, it was not our code
+            self._fail(ProtocolError("its answer to a map is none"))
+            return
+        spent, values = found
         with self._lock:
             self._results[first : first + count] = values
             self._left -= count
@@ -135,3 +140,8 @@ def _pack(group: Sequence[Call[Any]]) -> codec.Payload:
         for call in group:
             pack_arguments(call)
         raise
+
+
+def _is_answer(found: Any, count: int) -> bool:
+    """The seconds that it took, and as many results as there were items."""
+    return type(found) is tuple and [*map(type, found)] == [float, list] and len(found[1]) == count

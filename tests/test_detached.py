@@ -161,7 +161,7 @@ def test_a_program_that_is_killed_leaves_its_runs_alone(namespaces: Lab, hosts: 
                 time.sleep(0.05)
             return "done"
 
-        with sky.Compute("node1", ui="none") as pool:
+        with sky.Compute("node1", ui="none", lease=2) as pool:
             print(pool.launch(sky.function(work)({spot / "go"!r}), on="node1").id, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
     """

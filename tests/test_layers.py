@@ -21,7 +21,8 @@ LAYERS = [
     "host selection inventory_file inventory image output calls",  # what the user says, as data
     "transport env bundle changes project parcel refs shell launch plugins outfit stacks",  # how it gets to a host
     "interrupts turns inbox wire revival reunion session",  # one agent on one host
-    "answers node muster dispatch express meeting gang gangs elastic autopsy homecoming hearing spread detached launcher",  # a pool
+    "answers node muster dispatch express meeting gang gangs elastic autopsy homecoming hearing spread",  # a pool
+    "detached launcher",  # runs without one
     "compute device",  # the pool itself
     "terminal view ui",  # what a person sees
     "commands cli",  # what a person types

@@ -29,6 +29,7 @@ from stage.spot import Spot
 
 import skyfab as sky
 from skyfab.answers import resolve
+from skyfab.bundle import bundle
 from skyfab.events import Event
 from skyfab.lab import Lab
 from skyfab.protocol import codec, messages, plain
@@ -757,3 +758,25 @@ def test_the_document_names_tests_that_are_there() -> None:
             named += 1
             assert f"\ndef {test}(" in (root / file).read_text(), f"{file}::{test}"
     assert named > 30
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "says"),
+    [("eve", "700", "somebody else"), ("eve", "755", "somebody else"), ("ada", "777", "open"), ("ada", "770", "open")],
+)
+def test_a_cache_of_somebody_else_is_refused(
+    namespaces: Lab, hosts_of: Callable[..., list[sky.Host]], owner: str, mode: str, says: str
+) -> None:
+    """Who can write there could have put a bundle of their own in it: it would run as us."""
+    host = namespaces.hosts[0]
+    host.add_user("eve")
+    cache, mark = "/tmp/cache-of-eve", "/tmp/cache-of-eve-ran"
+    place = f"{cache}/bundles/{bundle().digest}"
+    script = f'mkdir -p {place}; echo \'open("{mark}", "w")\' >{place}/__main__.py; chmod -R a+rX {cache};'
+    host.run(["sh", "-c", f"{script} chown -R {owner} {cache}; chmod {mode} {cache}"])
+    try:
+        with pytest.raises(sky.HostUnfit, match=says):
+            sky.Compute(hosts_of("openssh", 1, user="ada", cache=cache), ui="none").open()
+        assert not host.path(mark).exists()
+    finally:
+        host.run(["rm", "-rf", cache, mark])

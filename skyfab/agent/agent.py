@@ -87,7 +87,11 @@ class Agent:
 
     def run(self) -> None:
         """Until the client says goodbye or its lease runs out."""
+        alarm, bell = os.pipe()  # a signal alone would not wake us from waiting
+        os.set_blocking(bell, False)
+        signal.set_wakeup_fd(bell)
         signal.signal(signal.SIGTERM, self._terminated)
+        self._watch.add(alarm, READ, lambda: self._woken(alarm))
         self._listener.setblocking(False)
         self._watch.add(self._listener.fileno(), READ, self._accept)
         try:
@@ -105,6 +109,9 @@ class Agent:
         """Passes a small call on as it lies, to a seat that is idle and has had one like it."""
         seat = self._seats.familiar.get(bytes(frame[HEADER.size : HEADER.size + head]))
         return seat is not None and seat.take(stream, frame)
+
+    def _woken(self, alarm: int) -> None:
+        os.read(alarm, 64)
 
     def _terminated(self, *_: object) -> None:
         self._done = True

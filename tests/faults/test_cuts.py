@@ -23,9 +23,9 @@ pytestmark = pytest.mark.lab
 
 Errand = Callable[[sky.Compute, Spot, threading.Event], None]
 
-SHORT = (0.3, 3.3, 1.0)
-"""Seconds. The first is over before anybody notices. After the second the old connection sleeps on: what is lost is sent
-again after 0.2, 0.6, 1.4, 3 and 6 s, so that a new connection comes first."""
+SHORT = (0.3, 4.2, 1.0)
+"""Seconds. The first is over before anybody notices. After the second the old connection sleeps on: what is lost is
+sent again after 0.2, 0.6, 1.4, 3 and 6 s, so that a new connection comes first."""
 
 
 def each(errand: Errand) -> str:
@@ -118,7 +118,7 @@ def everything(
 @pytest.mark.usefixtures("hurry")
 def test_an_upload_goes_on_where_it_stopped(lab: Lab, open_pool: Callable[..., sky.Compute]) -> None:
     """What had arrived is not sent again, however often it is interrupted."""
-    interrupted_upload(lab, open_pool("openssh", lease=90), megabytes=48, cut=3.3, mbit=200)
+    interrupted_upload(lab, open_pool("openssh", lease=90), megabytes=48, cut=4.2, mbit=200)
 
 
 def interrupted_upload(lab: Lab, pool: sky.Compute, *, megabytes: int, cut: float, mbit: float) -> None:

@@ -1,0 +1,162 @@
+"""Hosts that vanish: what runs there fails or moves, the others go on, and who answers again is taken back."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage.remote import leave, wait_for
+from stage.spot import Spot, until
+
+import skyfab as sky
+from skyfab import hearing, reunion, session
+from skyfab.lab import Lab
+
+pytestmark = pytest.mark.lab
+
+
+@pytest.fixture(scope="module")
+def pair(lab: Lab) -> Iterator[Lab]:
+    """Two hosts that may be broken."""
+    if lab.kind != "namespace":
+        pytest.skip(lab.limits[0])
+    with Lab.start(2, kind="namespace", python=sys.executable) as own:
+        yield own
+
+
+@pytest.fixture
+def place(pair: Lab) -> Iterator[Spot]:
+    found = Spot(pair.hosts)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def pool(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., sky.Compute]]:
+    """A pool that loses patience in seconds."""
+    monkeypatch.setattr(session, "PING", 0.3)
+    for room in (session, reunion, hearing):
+        monkeypatch.setattr(room, "DOUBT", 1.0)
+    opened: list[sky.Compute] = []
+
+    def open_it(**options: Any) -> sky.Compute:
+        inventory = sky.Inventory.load(pair.inventory)
+        opened.append(sky.Compute("node1,node2", inventory=inventory, silence=2, lease=20, ui="none", **options))
+        opened[-1].open()
+        return opened[-1]
+
+    yield open_it
+    for host in pair.hosts:
+        host.restore()
+    for one in opened:
+        one.close()
+
+
+def stay(path: str, go: str) -> str:
+    """Says where it runs, and waits; started again on another host it finds the note and returns at once."""
+    name = sky.instance_info().hostname
+    leave(f"{path}.{name}")
+    if not Path(f"{path}.go").exists():
+        wait_for(go, 60)
+    return name
+
+
+def in_collective(path: str) -> float:
+    import torch
+    import torch.distributed as dist
+
+    leave(path)
+    if dist.get_rank() == 1:
+        wait_for(f"{path}.go", 60)
+    found = torch.ones(1)
+    dist.all_reduce(found)
+    return found.item()
+
+
+@pytest.mark.torch
+def test_a_host_that_vanishes_during_a_collective_ends_the_gang(
+    pair: Lab, pool: Callable[..., sky.Compute], place: Spot
+) -> None:
+    """The others are stopped, though no connection of theirs has ended; and a host that is back belongs to the next."""
+    pytest.importorskip("torch")
+    compute = pool(plugins=[sky.plugins.torch()])
+    call = sky.function(in_collective)
+    future = compute.submit(call(place / "met"), on="all")
+    place.wait("met", 2)
+    pair["node2"].cut()
+    with pytest.raises(sky.BroadcastError) as raised:
+        future.result(30)
+    assert isinstance(raised.value.exceptions[0], sky.HostLost)
+    assert raised.value.exceptions[0].host == "node2"
+    pair["node2"].restore()
+    place.leave("met.go")
+    until(lambda: compute.hosts[1].lost is None, "node2 is taken back")
+    assert call(place / "met") @ compute == [2.0, 2.0]
+
+
+def test_a_call_that_may_be_repeated_moves_to_another_host(
+    pair: Lab, pool: Callable[..., sky.Compute], place: Spot
+) -> None:
+    compute = pool()
+    futures = [compute.submit(sky.function(retries=1)(stay)(place / f"at{n}", place / "never")) for n in range(2)]
+    for n, name in enumerate(("node1", "node2")):
+        place.wait(f"at{n}.{name}")
+        place.leave(f"at{n}.go")
+    pair["node2"].cut()
+    place.leave("never")
+    assert futures[0].result(30) == "node1"
+    assert futures[1].result(30) == "node1"
+
+
+def test_a_map_goes_on_without_a_host(pair: Lab, pool: Callable[..., sky.Compute], place: Spot) -> None:
+    compute = pool()
+    begun = place / "begun"
+
+    def square(number: int) -> int:
+        leave(begun)
+        if sky.instance_info().hostname == "node2":
+            wait_for(f"{begun}.never", 60)
+        return number * number
+
+    def cut() -> None:
+        place.wait("begun", 2)
+        pair["node2"].cut()
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    assert compute.map(sky.function(retries=2)(square), range(20)) == [n * n for n in range(20)]
+    thread.join()
+
+
+def test_a_call_that_may_not_be_repeated_fails(pair: Lab, pool: Callable[..., sky.Compute], place: Spot) -> None:
+    compute = pool()
+    future = compute.submit(sky.function(stay)(place / "alone", place / "never"), on="node2")
+    moved = compute.submit(sky.function(retries=5)(stay)(place / "pinned", place / "never"), on="node2")
+    place.wait("alone.node2")
+    pair["node2"].cut()
+    for one in (future, moved):
+        with pytest.raises(sky.HostLost) as raised:
+            one.result(30)
+        assert raised.value.host == "node2"
+    assert compute.submit(sky.function(len)("four"), on="node1").result(10) == 4
+
+
+def test_when_nobody_answers_the_fault_may_be_here(pair: Lab, pool: Callable[..., sky.Compute], place: Spot) -> None:
+    """The pool waits for its lease, says so, and nothing is lost."""
+    compute = pool()
+    said: list[str] = []
+    compute.events.subscribe(lambda event: said.append(str(event)))
+    futures = [compute.submit(sky.function(stay)(place / "here", place / "go"), on=f"node{n}") for n in (1, 2)]
+    for name in ("node1", "node2"):
+        place.wait(f"here.{name}")
+    pair.cut()
+    until(lambda: sum("reconnecting" in line for line in said) == 2, "both are missed")
+    place.leave("go")
+    until(lambda: any("is this machine's network up?" in line for line in said), "whose fault it may be")
+    pair.restore()
+    assert [future.result(30) for future in futures] == ["node1", "node2"]
+    assert not any(": lost" in line for line in said)

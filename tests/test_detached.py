@@ -94,10 +94,13 @@ def test_a_run_goes_on_without_its_program(hosts: list[sky.Host], spot: Spot) ->
     assert [rank for rank, _, _ in sky.attach("night", hosts).result()] == [0, 1]
 
 
-def test_a_run_on_one_host_returns_one_result(hosts: list[sky.Host]) -> None:
+def test_a_run_on_one_host_returns_one_result(hosts: list[sky.Host], namespaces: Lab) -> None:
     run = launch(hosts, count(1), on=hosts[1].name, name="one")
     assert run.result(60)[:2] == (0, 1)
     assert run.hosts == [hosts[1].name]
+    folder = namespaces.hosts[1].path(f"/root/.cache/skyfab/runs/{run.id}")
+    assert b"count" in (folder / "call").read_bytes()
+    assert {path.stat().st_mode & 0o077 for path in [folder, *folder.rglob("*")]} == {0}
 
 
 def test_logs_are_followed_to_the_end(hosts: list[sky.Host], spot: Spot) -> None:
@@ -254,6 +257,8 @@ def test_d_detaches(namespaces: Lab, script: Path, host_with_runs: Callable[[], 
         assert program.wait(30) == 0, said
     os.close(ours)
     (name,) = host_with_runs() - before
+    kept = {path.name for path in namespaces.hosts[0].path(f"/root/.cache/skyfab/runs/{name}").iterdir()}
+    assert kept >= {"about", "agent", "logs", "status"}
     run = sky.attach(name, inventory=namespaces.inventory)
     assert run.status == "running"
     run.stop()

@@ -1,7 +1,7 @@
 """The record of a detached run on one host: nobody is there to hear, so answers and states are written to files.
 
-``runs/ID`` in the cache holds `about` (what it is), `status` (how it stands), `agent` (who runs it), a log for each
-rank and stream, and each rank's answer. Whatever has its final name is whole.
+``runs/ID`` in the cache holds `about` (what it is), `call` (what it runs), `status` (how it stands), `agent` (who runs
+it), a log for each rank and stream, and each rank's answer. Whatever has its final name is whole.
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ class Record:
         """A rank has been given the call of the run."""
         self._ranks[stream] = rank
         self._note(rank, "running")
+
+    def keep_call(self, *pieces: bytes | memoryview | None) -> None:
+        """What is run, once: the function and its arguments, as they came. What is large is not kept twice."""
+        if not os.path.exists(os.path.join(self._folder, "call")):
+            parts = [bytes(piece) if piece is not None else b"" for piece in pieces]
+            self._write("call", b"".join(len(part).to_bytes(4, "big") + part for part in parts))
 
     def close(self) -> None:
         """Nothing more comes: what has not been answered was stopped."""

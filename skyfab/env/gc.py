@@ -38,6 +38,7 @@ _WORDS: Final = {
     "blobs": "file",
     "logs": "log",
     "run": "run folder",
+    "runs": "run",
     "drafts": "half-made thing",
     "wheels": "wheel",
     "locks": "lock",
@@ -117,6 +118,12 @@ is_gone() {
   done
   return 0
 }
+# a detached run's agent lives
+goes_on() {
+  read -r j g w <"$1/agent" 2>/dev/null || return 1
+  test "$g" = "$(cat /proc/sys/kernel/random/boot_id 2>/dev/null || echo '?')" || return 1
+  if test -d /proc/self; then test "$(readlink "/proc/$j/cwd" 2>/dev/null)" = "$w"; else kill -0 "$j" 2>/dev/null; fi
+}
 # pythons that environments are made from, those included that are being made
 homes() { D=$(cat "$c"/envs/*/pyvenv.cfg "$c"/envs/.in-*/pyvenv.cfg "$c"/envs/.in-*/*/pyvenv.cfg 2>/dev/null); }
 needed() { case $D in */pythons/"${1#./}"/*) return 0;; esac; return 1; }
@@ -189,6 +196,13 @@ for f in trees blobs; do
     take $f touched
   fi
 done
+if enter runs; then
+  l=$(for x in $(hex); do
+    if goes_on $x; then continue; fi
+    if test -e $x/fetched; then if is_old $x/fetched $day; then echo $x; fi
+    elif is_old $x/status $age; then echo $x; fi; done)
+  take runs none
+fi
 if enter logs; then
   l=$(for x in $(here -name "$H*" -mmin +$age); do
     set -- "$c"/run/*/${x#./}

@@ -21,7 +21,8 @@ _OPTIONS = {
     "StrictHostKeyChecking": "yes",
     "UpdateHostKeys": "no",
     "ConnectTimeout": "10",
-    "ServerAliveInterval": "0",
+    "ServerAliveInterval": "10",  # while there is no agent yet, nobody else would notice a dead link
+    "ServerAliveCountMax": "3",
     "ControlMaster": "no",
     "ClearAllForwardings": "yes",
     "ForwardAgent": "no",

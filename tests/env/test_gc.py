@@ -321,6 +321,28 @@ def test_an_agent_that_answers_is_alive_wherever_its_process_is(cache: Cache, mo
     assert not Path(where).exists()
 
 
+def test_runs_stay_while_they_go_on_and_until_they_are_fetched(cache: Cache) -> None:
+    """One that was fetched goes after a day, another when it is old; one whose agent lives stays, however old."""
+    fetched, just_fetched, old, young, alive, rebooted = (letter * 16 for letter in "abcdef")
+    cache(
+        f"""
+        mkdir -p "$c/runs" && cd "$c/runs" || exit 1
+        for d in {fetched} {just_fetched} {old} {young} {alive} {rebooted}; do mkdir $d; echo 1 >$d/status; done
+        boot=$(cat /proc/sys/kernel/random/boot_id)
+        for d in {fetched} {just_fetched} {old} {young}; do echo "4194304 $boot /nowhere" >$d/agent; done
+        echo "$$ $boot $(readlink /proc/$$/cwd)" >{alive}/agent
+        echo "$$ another-boot $(readlink /proc/$$/cwd)" >{rebooted}/agent
+        : >{fetched}/fetched; : >{just_fetched}/fetched
+        find . -exec touch -d '40 days ago' {{}} +
+        touch {just_fetched}/fetched {young}/status
+        """
+    )
+    # The shell that wrote its number down has ended: another one stands for the agent that lives.
+    cache(f"""echo "1 $(cat /proc/sys/kernel/random/boot_id) $(readlink /proc/1/cwd)" >"$c/runs/{alive}/agent" """)
+    assert cache.gc().counts.get("runs") == 3
+    assert cache('ls "$c/runs"') == [just_fetched, young, alive]
+
+
 def test_lock_files_stay_with_their_environments(cache: Cache) -> None:
     gone, made = "d" * 40, "e" * 40
     cache(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, Literal, TypeVar, overload
 
 from skyfab.autopsy import Place, watch
-from skyfab.bundle import bundle
 from skyfab.calls import Call, Function, Group, as_function
 from skyfab.detached import Results, Run, attach
 from skyfab.dispatch import CallFuture, Queue, Slot, Task
@@ -22,13 +20,10 @@ from skyfab.errors import UsageError
 from skyfab.events import CallEnded, CallStarted, Events, HostState
 from skyfab.express import UNFIT, express
 from skyfab.gangs import Gangs, insist
-from skyfab.hearing import Hearing, Progress
-from skyfab.homecoming import Homecoming
 from skyfab.host import variables
 from skyfab.image import Image
 from skyfab.interrupts import INTERRUPTS
 from skyfab.inventory import Host, Inventory
-from skyfab.launch import Launch
 from skyfab.launcher import Launcher
 from skyfab.muster import close_all, open_all
 from skyfab.node import Node, SeatPlan
@@ -38,9 +33,8 @@ from skyfab.plugins.base import Plugin
 from skyfab.project import Project, Tree
 from skyfab.protocol import codec
 from skyfab.refs import Ref, put
-from skyfab.session import Session
+from skyfab.roster import Roster
 from skyfab.spread import Spread
-from skyfab.transport import transport_for
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -93,8 +87,6 @@ class Compute:
         self._outfit = Outfit(self.selected, self._image, self._plugins)
         self._ranks = ranks
         self._env = variables(env or {}, "env")
-        self._lease = lease
-        self._silence = silence
         self._timeout = timeout
         self._ui = ui
         self.events = Events()
@@ -103,14 +95,18 @@ class Compute:
         self._wary = results == "data"
         self._queue = Queue(self._started, wary=self._wary)
         self._gangs = Gangs(self._env_of)
-        self._listeners: dict[int, Hearing] = {}
-        self._homecoming = Homecoming(
-            lambda node: self._talk(node.index, node.host, self._listeners[node.index], again=True), self._welcome
+        self._roster = Roster(
+            self.inventory,
+            self._outfit,
+            self.events,
+            self._gangs,
+            self._queue,
+            lease=lease,
+            silence=silence,
+            welcome=self._welcome,
         )
         self._lock = threading.Lock()
-        self._session = secrets.token_hex(8)
         self._open = False
-        self._opening: Sequence[Node] = ()
         self._synced: Tree | None = None
         self._closers: list[Callable[[], None]] = []
         self.hosts: Sequence[Node] = ()
@@ -130,7 +126,6 @@ class Compute:
         if self._open:
             return
         INTERRUPTS.watch()
-        self._homecoming.begin()
         self._show()
         try:
             nodes = self._connect()
@@ -155,9 +150,8 @@ class Compute:
             self.close()
             raise
 
-    def _connect(self) -> list[Node]:
-        self._outfit.begin()
-        nodes = self._opening = [self._node(index, host) for index, host in enumerate(self.selected)]
+    def _connect(self) -> Sequence[Node]:
+        nodes = self._roster.call_up(self.selected)
         ahead = threading.Thread(target=self._look_ahead, daemon=True)
         ahead.start()
         try:
@@ -171,30 +165,11 @@ class Compute:
         with contextlib.suppress(UsageError):  # raised again, where somebody hears it
             self._project.tree()
 
-    def _node(self, index: int, host: Host) -> Node:
-        listener = Hearing(self.events, self._gangs, self._queue, self._homecoming, lambda: self._opening)
-        node = listener.node = Node(index, host, self.inventory, self._talk(index, host, listener))
-        self._listeners[index] = listener
-        return node
-
-    def _talk(self, index: int, host: Host, listener: Hearing, *, again: bool = False) -> Session:
-        pool = secrets.token_hex(8) if again else self._session  # what the one before has left is not for this one
-        session = f"{pool}-{index}"  # two names may be one machine
-        python, prepare = self._outfit.interpreter(host, session, Progress(self.events, host.name))
-        launch = Launch(host=host, session=session, bundle=bundle(), python=python, prepare=prepare)
-        return Session(
-            host,
-            lambda: transport_for(host, self.inventory),
-            launch,
-            listener,
-            lease=self._lease,
-            silence=self._silence,
-        )
-
     def _welcome(self, node: Node) -> None:
         """A node that was lost is there again: it gets what the others have."""
         while (tree := self._synced) is not None and not node.knows(tree):
-            node.learn_tree(tree)
+            if not node.learn_tree(tree):  # somebody is editing: the next call looks again
+                self._synced = None
         self.events.emit(HostState(host=node.name, state="ready", detail="taken back"))
 
     def close(self) -> None:
@@ -202,14 +177,14 @@ class Compute:
         if self._open:
             self._around.close()
             self._open = False
-            self._homecoming.close()
+            self._roster.homecoming.close()
             self._queue.fail_all()
             close_all(self.hosts)
             for node in self.hosts:
                 self.events.emit(HostState(host=node.name, state="closed"))
             INTERRUPTS.leave()
         else:
-            close_all(self._opening)  # another thread may be connecting: it stops
+            close_all(self._roster.nodes)  # another thread may be connecting: it stops
         self._project.close()
         self._hide()
 
@@ -303,7 +278,7 @@ class Compute:
         chosen = list(self.hosts) if on == "all" else [self._named(on) if on not in ("one", "head") else self.hosts[0]]
         if on == "all" and self._elastic is not None:
             chosen = remaining(chosen, self._elastic)
-        nodes = [self._apart(node) for node in chosen]
+        nodes = [self._roster.apart(node, self._env_of) for node in chosen]
         ranks = [self._ranks_on(node) if on == "all" else 1 for node in chosen]
         label, timeout = call.function.label, self._timeout_of(call.function)
         launcher = Launcher(nodes, ranks, label=label, name=name or label)
@@ -337,13 +312,6 @@ class Compute:
         self.close()
         results: Results = "data" if self._wary else "any"
         return attach(launcher.id, [node.host for node in gang.nodes], inventory=self.inventory, results=results)
-
-    def _apart(self, node: Node) -> Node:
-        """The same host once more, with an agent of its own."""
-        listener = Hearing(Events(), Gangs(self._env_of), Queue(self._started), Homecoming.none(), lambda: ())
-        session = self._talk(node.index, node.host, listener, again=True)
-        made = listener.node = Node(node.index, node.host, self.inventory, session)
-        return made
 
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
         """Runs calls side by side: ``(f(1) & g(2)) >> compute``."""
@@ -431,7 +399,7 @@ class Compute:
             "accelerators": len(node.gpus),
             "total_accelerators": len(node.gpus),
             "peers": [node.agent.address],
-            "job_id": self._session,
+            "job_id": self._roster.pool,
         }
         env = dict(self._env_of(node))
         if node.host.gpus != "auto":

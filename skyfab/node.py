@@ -45,11 +45,13 @@ class SeatPlan:
 class Node:
     """One host of the pool: `name`, `host`, `agent` (what it said of itself), `connection`."""
 
-    def __init__(self, index: int, host: Host, inventory: Inventory, session: Session) -> None:
+    session: Session
+    """The conversation with its agent; another one, when the host was lost and is there again."""
+
+    def __init__(self, index: int, host: Host, inventory: Inventory) -> None:
         self.index = index
         self.name = host.name
         self.host = host
-        self.session = session
         self.lost: Exception | None = None
         self._inventory = inventory
         self._lock = threading.RLock()

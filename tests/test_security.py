@@ -707,7 +707,7 @@ def test_a_run_folder_of_somebody_else_is_refused(
     (target,) = hosts_of(by, 1, user="ada", cache="/tmp/run-folder")
     for owner, mode in (("root", "777"), ("ada", "750")):
         compute = sky.Compute([target], ui="none")
-        place = f"/tmp/run-folder/run/{host.name}/{compute._session}-0"
+        place = f"/tmp/run-folder/run/{host.name}/{compute._roster.pool}-0"
         host.run(["sh", "-c", f"umask 0; mkdir -p {place}; chown -R ada /tmp/run-folder; chmod 700 /tmp/run-folder"])
         host.run(["sh", "-c", f"chown {owner} {place}; chmod {mode} {place}"])
         try:

@@ -20,7 +20,6 @@ from collections import deque
 
 from skyfab import context
 from skyfab.agent.store import map_blob
-from skyfab.agent.zygote import STACKS
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import Assembly, split
 from skyfab.protocol.frames import BYE, CHUNK, DATA, HEAD, HEADER, Reader, data_header, frame
@@ -61,20 +60,9 @@ def _settle(request: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable(sys.stderr)
     info = request["info"]
-    _offer_stacks(request["seat"], info.get("rank", 0))
+    context.offer_stacks(request["seat"], info.get("rank", 0))
     context.hold_listener(request["listener"])
     context.enter(context.InstanceInfo(**{**info, "peers": tuple(info["peers"])}))
-
-
-def _offer_stacks(seat: str, rank: int) -> None:
-    """Whoever may send us a signal finds out where we are, whatever we are stuck in: see `skyfab.stacks`."""
-    try:
-        os.makedirs("../stacks", mode=0o700, exist_ok=True)
-        file = os.open(f"../stacks/{seat}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        faulthandler.register(STACKS, file, all_threads=True)
-        os.write(file, f"{os.getpid()} {STACKS} {rank} {seat}\n".encode())  # last: who finds it may send the signal
-    except (OSError, ValueError):
-        pass  # a full disk is no reason not to work
 
 
 def _text(fd: int) -> Any:

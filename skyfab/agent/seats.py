@@ -12,7 +12,8 @@ import time
 from skyfab.agent.logs import LogPipe
 from skyfab.agent.seat import Seat
 from skyfab.agent.watch import READ, WRITE
-from skyfab.agent.zygote import STACKS, Zygote
+from skyfab.agent.zygote import Zygote
+from skyfab.context import STACKS
 from skyfab.errors import ProtocolError
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 _MESSAGE = 1 << 20
-STACKS = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 7) + 7
-"""The signal on which a rank writes its stacks."""
 
 
 class Zygote:

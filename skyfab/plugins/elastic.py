@@ -168,6 +168,7 @@ def perform(parcel: bytes, place: dict[str, Any]) -> bytes:
         attempt=int(os.environ["SKYFAB_ATTEMPT"]),
     )
     context.enter(info)
+    context.offer_stacks(f"{info.job_id}.rank{info.local_rank}", info.rank)
     try:
         function, plugins, args, kwargs = codec.loads(*pickle.loads(parcel))
         return _flat(_inside(plugins, info, lambda: function(*args, **kwargs)))

@@ -105,7 +105,6 @@ class Torch(Plugin):
         import torch
         import torch.distributed as dist
 
-        _choose_interface()
         device, able = _own_device(info)
         store = _open_store(info)
         agreed = _meet(store, info, "nccl" if able else "gloo")
@@ -156,14 +155,6 @@ def _elastic(hosts: tuple[int, int], max_restarts: int) -> Elastic:
 
 
 # ---- the process group
-
-
-def _choose_interface() -> None:
-    """Traffic between ranks takes the interface that leads to the other hosts, unless the user has said which."""
-    interface = os.environ.get("SKYFAB_INTERFACE")
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def _own_device(info: InstanceInfo) -> tuple[int | None, bool]:

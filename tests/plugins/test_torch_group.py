@@ -88,8 +88,8 @@ def test_a_solo_call_has_no_group(gang: sky.Compute) -> None:
 
 
 def test_a_gang_of_one_has_a_group_too(open_pool: Callable[..., sky.Compute]) -> None:
-    """Its traffic takes the interface that leads to the others, unless the user has said which."""
-    env = {"SKYFAB_INTERFACE": "lo", "NCCL_SOCKET_IFNAME": "ib0"}
+    """Its traffic takes the interface that the user has named."""
+    env = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib0"}
     pool = open_pool(ranks=1, plugins=[sky.plugins.torch(backend="gloo")], env=env)
     assert total() @ pool == [(1.0, "gloo", 1)]
     assert interfaces() @ pool == [["lo", "ib0"]]

@@ -1,0 +1,88 @@
+"""The roster: the nodes of a pool, how each is talked to, and those that come back."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+
+from skyfab.bundle import bundle
+from skyfab.dispatch import Queue
+from skyfab.events import Events
+from skyfab.gangs import Gangs
+from skyfab.hearing import Hearing, Progress
+from skyfab.homecoming import Homecoming
+from skyfab.inventory import Host, Inventory
+from skyfab.launch import Launch
+from skyfab.node import Node
+from skyfab.outfit import Outfit
+from skyfab.session import Session
+from skyfab.transport import transport_for
+
+
+class Roster:
+    """Makes nodes. They are not open yet, and `nodes` are those of the pool itself."""
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        outfit: Outfit,
+        events: Events,
+        gangs: Gangs,
+        queue: Queue,
+        *,
+        lease: float,
+        silence: float,
+        welcome: Callable[[Node], None],
+    ) -> None:
+        """`welcome` is called with a lost node that is there again, before calls may go to it."""
+        self._inventory = inventory
+        self._outfit = outfit
+        self._events = events
+        self._gangs = gangs
+        self._queue = queue
+        self._lease = lease
+        self._silence = silence
+        self._pool = secrets.token_hex(8)
+        self._listeners: dict[int, Hearing] = {}
+        self.homecoming = Homecoming(lambda node: self._talk(node, self._listeners[node.index]), welcome)
+        self.nodes: Sequence[Node] = ()
+
+    @property
+    def pool(self) -> str:
+        """The pool's name on its hosts."""
+        return self._pool
+
+    def call_up(self, hosts: Sequence[Host]) -> Sequence[Node]:
+        """The nodes of the pool, one for each host."""
+        self._outfit.begin()
+        self.nodes = [self._recruit(index, host) for index, host in enumerate(hosts)]
+        self.homecoming.begin()
+        return self.nodes
+
+    def _recruit(self, index: int, host: Host) -> Node:
+        listener = Hearing(self._events, self._gangs, self._queue, self.homecoming, lambda: self.nodes)
+        node = listener.node = Node(index, host, self._inventory)
+        node.session = self._talk(node, listener, pool=self._pool)
+        self._listeners[index] = listener
+        return node
+
+    def apart(self, node: Node, env: Callable[[Node], Mapping[str, str]]) -> Node:
+        """The same host once more, with an agent of its own that nobody listens to."""
+        listener = Hearing(Events(), Gangs(env), self._queue, Homecoming.none(), lambda: ())
+        made = listener.node = Node(node.index, node.host, self._inventory)
+        made.session = self._talk(made, listener)
+        return made
+
+    def _talk(self, node: Node, listener: Hearing, *, pool: str | None = None) -> Session:
+        """A session with an agent that nobody has talked to before."""
+        host = node.host
+        name = f"{pool or secrets.token_hex(8)}-{node.index}"  # two names may be one machine
+        python, prepare = self._outfit.interpreter(host, name, Progress(self._events, host.name))
+        return Session(
+            host,
+            lambda: transport_for(host, self._inventory),
+            Launch(host=host, session=name, bundle=bundle(), python=python, prepare=prepare),
+            listener,
+            lease=self._lease,
+            silence=self._silence,
+        )

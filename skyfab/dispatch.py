@@ -301,8 +301,6 @@ class Queue:
         if len(self._slots) > 1:
             self._help()
         if again:
-            if why == "unstarted":
-                slot.node.vacated(slot.seat)
             return
         try:
             result = resolve(message, buffers, host=slot.node.name, rank=None, label=task.label, wary=self.wary)

@@ -173,10 +173,10 @@ class Node:
             if self._seats.pop(seat, None) is not None:
                 self.session.send(messages.Release(seat=seat))
 
-    def vacated(self, seat: str, generation: int | None = None) -> None:
-        """The process in a seat has ended, if it is still that one; or there never was one."""
+    def vacated(self, seat: str, generation: int) -> None:
+        """The process in a seat has ended, if it is still that one."""
         with self._lock:
-            if seat in self._seats and generation in (None, self._seats[seat][1]):
+            if seat in self._seats and self._seats[seat][1] == generation:
                 del self._seats[seat]
 
     def _seat(self, seat: str, plan: SeatPlan) -> None:

@@ -123,7 +123,7 @@ def cut_at_random_moments(
 def test_a_cut_while_skyfab_itself_is_brought(
     lab: Lab, hosts_of: Callable[..., list[sky.Host]], transport: str, seed: int
 ) -> None:
-    cut_at_random_moments(lab, hosts_of(transport, 2), None, seed=seed, cuts=[1.0] * 3)
+    cut_at_random_moments(lab, hosts_of(transport, 2), None, seed=seed, cuts=[1.0] * 2)
 
 
 @pytest.mark.parametrize(("transport", "seed"), [("openssh", 43), ("fabric", 44)])
@@ -131,7 +131,7 @@ def test_a_cut_while_packages_are_installed(
     lab: Lab, hosts_of: Callable[..., list[sky.Host]], index: Index, transport: str, seed: int
 ) -> None:
     hosts = hosts_of(transport, 2)
-    cut_at_random_moments(lab, hosts, sky.Image(pip=["shelf"]), seed=seed, cuts=[1.0] * 3)
+    cut_at_random_moments(lab, hosts, sky.Image(pip=["shelf"]), seed=seed, cuts=[1.0] * 2)
 
 
 @pytest.mark.soak

@@ -133,7 +133,7 @@ def kill_at_random_moments(lab: Lab, client: Client, seed: int, times: int) -> N
 
 
 def test_a_client_that_is_killed_at_any_moment_leaves_nothing(lab: Lab, client: Client) -> None:
-    kill_at_random_moments(lab, client, seed=5, times=6)
+    kill_at_random_moments(lab, client, seed=5, times=5)
 
 
 @pytest.mark.soak

@@ -77,7 +77,7 @@ def test_away_for_longer_than_the_lease_with_the_patience_of_users(
     away_for_longer_than_the_lease(lab, open_pool(transport, count=2, lease=30), spot, 30)
 
 
-def one_of_three_is_away(lab: Lab, pool: sky.Compute, spot: Spot, silence: float) -> None:
+def one_of_three_is_away(lab: Lab, pool: sky.Compute, spot: Spot, patience: float) -> None:
     gone, *others = stay_everywhere(pool, spot)
     cut = time.monotonic()
     silence([lab["node1"]])
@@ -88,7 +88,7 @@ def one_of_three_is_away(lab: Lab, pool: sky.Compute, spot: Spot, silence: float
         gone.result()
     apart = time.monotonic() - cut
     assert caught.value.host == "node1"
-    assert silence - 1 < apart < silence + 15, f"lost after {apart:.1f} s"
+    assert patience - 3 < apart < patience + 15, f"lost after {apart:.1f} s"
     assert [node.lost is None for node in pool.hosts] == [False, True, True]
     assert not any(future.done() for future in others)
     assert {sky.function(lambda: sky.instance_info().hostname)() >> pool for _ in range(6)} <= {"node2", "node3"}
@@ -119,6 +119,8 @@ def test_one_of_three_is_away_with_the_patience_of_users(
     lab: Lab, two_slots: Callable[..., sky.Compute], spot: Spot
 ) -> None:
     one_of_three_is_away(lab, two_slots(lease=20), spot, 10)
+    left = remains.after([lab["node1"]], seconds=20 + 5)
+    assert not left, f"left behind on the lost host: {sorted(left)}"
 
 
 @pytest.mark.usefixtures("hurry")
@@ -141,9 +143,11 @@ def clean(lab: Lab) -> None:
     """A host that was switched off keeps its run folder, for nobody was there to remove it: `gc` does, a day later."""
     left = remains.after([lab["node1"]], seconds=0)
     assert all("/run/node1/" in name for name in left), f"left behind: {sorted(left)}"
-    lab["node1"].run(["sh", "-c", "touch -d '2 days ago' /root/.cache/skyfab/run/node1/*"])
-    gc("node1", str(lab.inventory), days=30, here=False)
-    left = remains.after([lab["node1"]], seconds=5)
+    deadline = time.monotonic() + 20
+    while left and time.monotonic() < deadline:  # the pool's last attempts to come back may just have arrived
+        lab["node1"].run(["sh", "-c", "touch -d '2 days ago' /root/.cache/skyfab/run/node1/*"])
+        gc("node1", str(lab.inventory), days=30, here=False)
+        left = remains.after([lab["node1"]], seconds=0.5)
     assert not left, f"left behind after gc: {sorted(left)}"
 
 

@@ -30,7 +30,7 @@ class Function(Generic[P, R]):
         self.stall = stall
         """Seconds without progress after which it is told where its processes are."""
         self.retries = retries
-        """How often a call that failed is started again, on all ranks."""
+        """How often a broadcast that failed is started again on all ranks, and a call is moved from a lost host."""
         self.timeout = timeout
         """Seconds after which a call is stopped on its host."""
         self.packed: Any = None
@@ -86,7 +86,8 @@ def function(fn: Any = None, /, *, timeout: float | None = None, retries: int = 
     """Makes a function one that runs on hosts: ``@sky.function`` or ``@sky.function(timeout=60, retries=2)``.
 
     A broadcast (``@``) that fails is started again on all ranks, as often as `retries` says; the function finds out
-    from ``instance_info().attempt`` how often that has happened. When a rank has stood still for `stall` seconds, the
+    from ``instance_info().attempt`` how often that has happened. Any other call is moved to another host when its host
+    is lost: it may then have run twice. When a rank has stood still for `stall` seconds, the
     stacks of all of them are shown, alike ones together; the call goes on.
     """
     if fn is None:

@@ -33,8 +33,8 @@ State = Literal["running", "done", "failed", "stopped", "lost", "unreachable"]
 PACE: Final = 0.5
 """Seconds between looks."""
 _CHUNK: Final = 1024 * 1024
-_LOG: Final = re.compile(r"((\d{1,9})\.(out|err)(\.1)?) (\d{1,15})")
-"""A log's name (its rank, its stream, whether it is the one before the last) and size."""
+_LOG: Final = re.compile(r"(\d{1,9}\.(?:out|err)(?:\.1)?) (\d{1,15})")
+"""A log's name (its rank, its stream, ``.1`` for the file before the last) and size."""
 
 _ALIVE: Final = """
 alive() {
@@ -134,8 +134,8 @@ class Run:
         return next((state for state in order if state in states), "done")
 
     def look(self) -> None:
-        """Looks at all its hosts again. Raises a HostError where one cannot be asked."""
-        found = _on_all(self._known(), self._inventory, _look)
+        """Looks at all its hosts again; those that cannot be asked now may be later."""
+        found = _on_all(self._known(), self._inventory, _look, [])
         self._parts = [part for parts in found for part in parts if part.about["id"] == self.id]
 
     def _known(self) -> list[Host]:
@@ -359,23 +359,26 @@ def _new_lines(
 ) -> Iterator[tuple[int, str, str]]:
     """The lines that have come to the logs on a host since the last time; with `rest` half ones too."""
     folder = f'"$c"/runs/{run}/logs'
-    for line in shell.run(f'cd {folder} && for f in *; do echo "$f $(wc -c <"$f")"; done').splitlines():
-        found = _LOG.fullmatch(line)
-        if found is None or (only is not None and int(found[2]) != only):
+    listed = shell.run(f'cd {folder} && for f in *; do echo "$f $(wc -c <"$f")"; done').splitlines()
+    sizes = {found[1]: int(found[2]) for line in listed if (found := _LOG.fullmatch(line))}
+    for name in sorted(name for name in sizes if not name.endswith(".1")):
+        rank, stream = name.split(".")
+        if only is not None and int(rank) != only:
             continue
-        name, rank, stream, old, size = found.groups()
         tail = tails.setdefault((number, name), _Tail())
-        if old and (number, f"{rank}.{stream}") in tails:
-            continue  # it has been read under its first name
-        if int(size) < tail.offset:
-            tail.offset = 0  # another file by now
-        while tail.offset < int(size):
-            data = bytes(shell.read(f"{folder}/{name}", tail.offset, min(_CHUNK, int(size) - tail.offset)))
-            if not data:
-                break
-            tail.offset += len(data)
-            *lines, tail.rest = (tail.rest + data).split(b"\n")
-            yield from ((int(rank), stream, each.decode(errors="replace")) for each in lines)
+        pieces = [(name, sizes[name])]
+        if sizes[name] < tail.offset or (not tail.offset and f"{name}.1" in sizes):
+            pieces.insert(0, (f"{name}.1", sizes.get(f"{name}.1", 0)))  # another file was begun since
+        for place, (file, size) in enumerate(pieces):
+            if place:
+                tail.offset = 0
+            while tail.offset < size:
+                data = bytes(shell.read(f"{folder}/{file}", tail.offset, min(_CHUNK, size - tail.offset)))
+                if not data:
+                    break
+                tail.offset += len(data)
+                *lines, tail.rest = (tail.rest + data).split(b"\n")
+                yield from ((int(rank), stream, each.decode(errors="replace")) for each in lines)
         if rest and tail.rest:
             yield int(rank), stream, tail.rest.decode(errors="replace")
             tail.rest = b""

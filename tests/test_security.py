@@ -681,6 +681,8 @@ def test_a_detached_run_keeps_no_secret(namespaces: Lab, open_pool: Callable[...
     pool = open_pool("openssh", user="ada", env={"TOKEN": SECRET}, plugins=[sky.plugins.huggingface(token=SECRET)])
     run = pool.launch(sky.function(lambda: len(os.environ["TOKEN"] + os.environ["HF_TOKEN"]))(), name="quiet")
     assert run.result(timeout=60) == [2 * len(SECRET)]
+    small = pool.launch(sky.function(len)(SECRET), on="one", name="small")  # the whole call is one small message
+    assert small.result(timeout=60) == len(SECRET)
     cache = namespaces.hosts[0].path("/home/ada/.cache/skyfab")
     assert list(cache.glob(f"runs/{run.id}/result.*"))
     assert seen_in(cache, SECRET) == []
@@ -747,12 +749,13 @@ def test_this_program_listens_nowhere(open_pool: Callable[..., sky.Compute]) -> 
 # ---- the document
 
 
-def test_the_document_names_tests_that_are_there() -> None:
+@pytest.mark.parametrize("document", ["security.md", "reliability.md"])
+def test_the_documents_name_tests_that_are_there(document: str) -> None:
     """A promise without its test is none."""
     root = Path(__file__).parents[1]
     named = 0
     file = ""
-    for path, test in re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", (root / "docs" / "security.md").read_text()):
+    for path, test in re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", (root / "docs" / document).read_text()):
         file = path or file
         if file and test:
             named += 1

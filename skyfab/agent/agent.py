@@ -335,8 +335,7 @@ class Agent:
                 self._teach(seat, message.function)
             if self._record is not None:
                 self._record.expect(stream, seat.rank)
-                function, content = self._functions[message.function]
-                self._record.keep_call(function, content if isinstance(content, bytes) else None, head, data)
+                self._record.keep_call(message)
             seat.give(Running(stream, message.timeout), head, data)
             if data is not None and message.timeout is None:
                 self._seats.recognise(head, seat)

@@ -51,11 +51,12 @@ class Record:
         self._ranks[stream] = rank
         self._note(rank, "running")
 
-    def keep_call(self, *pieces: bytes | memoryview | None) -> None:
-        """What is run, once: the function and its arguments, as they came. What is large is not kept twice."""
+    def keep_call(self, call: messages.Call) -> None:
+        """What is run, once: the function by its digest, and the sizes of its arguments. What they are stays unsaid."""
         if not os.path.exists(os.path.join(self._folder, "call")):
-            parts = [bytes(piece) if piece is not None else b"" for piece in pieces]
-            self._write("call", b"".join(len(part).to_bytes(4, "big") + part for part in parts))
+            sizes = [part if isinstance(part, int) else part[1] for part in call.parts]
+            said = {"function": call.function, "arguments": sizes, "timeout": call.timeout}
+            self._write("call", json.dumps(said).encode())
 
     def close(self) -> None:
         """Nothing more comes: what has not been answered was stopped."""

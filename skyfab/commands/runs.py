@@ -58,7 +58,7 @@ def logs(run: str, selection: str | None, inventory: str | None, *, follow: bool
 
 def follow(run: str, selection: str | None, inventory: str | None) -> int:
     """Prints what a run writes until it is over, and how it ended; raises what it has raised."""
-    found = attach(run, selection, inventory=load(inventory))
+    found = attach(run, selection, inventory=load(inventory), results="data")  # a failure is shown, and no more
     try:
         _print(found, follow=True, rank=None)
     except KeyboardInterrupt:

@@ -266,3 +266,38 @@ def test_a_disk_that_fills_up_loses_no_line_while_the_client_is_away(pair: Pair,
             finish(pair, log)
         rank.wait()
         assert heard(pair) == data
+
+
+def test_a_file_that_has_grown_large_is_followed_by_another(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them are kept, the client misses nothing, and what it has yet to hear is in the last one."""
+    monkeypatch.setattr("skyfab.agent.logs._LARGE", 10_000)
+    said = b"".join(b"line %d\n" % number for number in range(5_000))
+    with opened(pair, tmp_path / "0.out") as log:
+        writer = Writer(log)
+        for at in range(0, len(said), 1_000):
+            writer.write(said[at : at + 1_000])
+            log.drain()
+            pair.settle()
+        log.catch_up()
+        pair.settle()
+        last, before = (tmp_path / "0.out").read_bytes(), (tmp_path / "0.out.1").read_bytes()
+    assert said.endswith(before + last)
+    assert 10_000 < len(before) < 20_000
+    assert len(last) < 20_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.out", "0.out.1"]
+
+
+def test_a_process_that_writes_more_than_its_client_takes_waits(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyfab.agent.logs._MOST", 100_000)
+    with opened(pair, tmp_path / "0.out") as log:
+        os.set_blocking(log.sink, False)
+        with contextlib.suppress(BlockingIOError):  # nobody settles: the client takes nothing
+            while True:
+                os.write(log.sink, bytes(50_000))
+                log.drain()
+        assert log.stopped
+        assert (tmp_path / "0.out").stat().st_size < 64 * 1024 * 1024

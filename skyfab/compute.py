@@ -74,7 +74,7 @@ class Compute:
         """
         if ranks != "auto" and ranks < 1:
             raise UsageError(f"ranks={ranks!r}: a number from 1 on, or 'auto'")
-        if lease < 1 or silence <= 0:
+        if not lease >= 1 or not silence > 0:
             raise UsageError(f"lease={lease!r}, silence={silence!r}: a second at least, and more than nothing")
         if results not in ("any", "data"):
             raise UsageError(f"results={results!r}: 'any', or 'data' where hosts are not trusted")

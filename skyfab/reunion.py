@@ -13,7 +13,7 @@ from skyfab.revival import Join, Revival
 from skyfab.transport.base import Stream, Transport
 from skyfab.wire import Wire
 
-DOUBT: Final = 5.0
+DOUBT: Final = 3.0
 """Seconds without a word after which another connection is tried."""
 
 
@@ -52,6 +52,10 @@ class Reunion:
         self._revival: Revival | None = None
         self._quiet_since = 0.0
         self._adopted = 0.0
+        self._renewed = False
+        """There is another stream than the one that was doubted."""
+        self._proof = 0
+        """A sign of life that shows that the host hears us too."""
         self._greetings = 0
         """How often the agent had said hello when the stream that is there was taken."""
 
@@ -65,6 +69,8 @@ class Reunion:
         if self._revival is not None or self._over():
             return
         self._quiet_since = self._inbox.mux.heard
+        self._proof = self._inbox.mux.ping()
+        self._renewed = False
         self._inbox.after.append(lambda: self._listener.apart(reason))
         self._revival = Revival(
             self._reach,
@@ -82,6 +88,7 @@ class Reunion:
         fresh, self.fresh = self.fresh, None
         self._wire.take(*fresh)
         self._adopted = time.monotonic()
+        self._renewed = True
         self._greetings = self._inbox.greetings
 
     def close(self) -> None:
@@ -99,7 +106,7 @@ class Reunion:
             return True
         with self._lock:
             well = self._wire.stream is not None and self.fresh is None and not self._is_new
-            well = well and self._inbox.mux.heard > self._quiet_since
+            well = well and (self._renewed or self._inbox.mux.echoed >= self._proof)
             if well:
                 self._revival = None
         if well:

@@ -31,7 +31,7 @@ CONNECT: Final = 30.0
 """Seconds from the first byte to the agent's hello."""
 GOODBYE: Final = 5.0
 """Seconds that a host has to end its processes when the pool closes."""
-PING: Final = 2.5
+PING: Final = 1.0
 """Seconds between signs of life."""
 GONE: Final = "agent is gone"
 """What the link says of an agent that it does not find."""

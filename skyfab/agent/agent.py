@@ -139,6 +139,9 @@ class Agent:
         import shutil
 
         self._seats.close()
+        for route in self._routes.values():
+            if isinstance(route, Writer):  # half a blob is nobody's
+                route.abort()
         if self._record is not None:
             self._record.close()
         self._ports.close_all()
@@ -255,6 +258,8 @@ class Agent:
         hello = messages.expect(ClientHello, payload)
         if hello.protocol != VERSION:
             raise ProtocolError(f"protocol {hello.protocol} there, {VERSION} here")
+        if not hello.lease >= 0:
+            raise ProtocolError(f"a lease of {hello.lease} s")
         if not self._greeted:
             sweep(self._run)
         self._greeted = True
@@ -307,7 +312,9 @@ class Agent:
     def _abandon(self, stream: int) -> None:
         """Data still under way on this stream goes nowhere."""
         if stream in self._routes:
-            self._routes[stream] = None
+            route, self._routes[stream] = self._routes[stream], None
+            if isinstance(route, Writer):
+                route.abort()
 
     def _fail(self, stream: int, error: Exception) -> None:
         self._abandon(stream)
@@ -401,6 +408,7 @@ class Agent:
         self._mux.send(stream, messages.Missing(names=self._store.missing(message.names)).encode())
 
     def _blob(self, stream: int, message: messages.Blob, head: bytes, data: Data) -> None:
+        inline_size(message.parts)
         writer = self._store.writer(message.name, keep=message.keep)
         if data is None:
             self._expect(stream, message.parts, writer)

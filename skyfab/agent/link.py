@@ -53,7 +53,8 @@ def _enter_folder(cache: str, session: str, *, make: bool) -> None:
 def _agent(cache: str, session: str, *, may_start: bool) -> socket.socket:
     """A connection to the agent's socket."""
     with open("lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two links may come at once
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two links may come at once
         client = socket.socket(socket.AF_UNIX)
         try:
             client.connect(SOCKET)

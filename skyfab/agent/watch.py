@@ -13,6 +13,10 @@ READ = select.POLLIN
 WRITE = select.POLLOUT
 
 
+_LONGEST = 3600.0
+"""Seconds; the system cannot count much further."""
+
+
 class Watch:
     """One `epoll`, or `poll` where there is none, with a callback for each descriptor."""
 
@@ -38,7 +42,7 @@ class Watch:
 
     def wait(self, timeout: float) -> None:
         """Waits for the first that is ready and calls all that are."""
-        for fd, _ in self._poll.poll(timeout * self._unit):
+        for fd, _ in self._poll.poll(min(timeout, _LONGEST) * self._unit):
             call = self._calls.get(fd)
             if call is not None:  # one before it may have dropped it
                 call()

@@ -193,12 +193,14 @@ def build(
     `uv` is a word of a script; `python` a path, or a version that uv finds or downloads.
     """
     shell.run(f"""
-e=$c/envs/{digest} t=$c/envs/.in-{digest}-{session}
+n=$(uname -n | tr -cd 'A-Za-z0-9.-')
+e=$c/envs/{digest} t=$c/envs/.in-{digest}-$n-{session}
 mkdir -p "$c/envs" || exit 1
 f=
-if command -v flock >/dev/null; then exec 9>"$c/envs/.lock-{digest}" && flock 9 && f=1 || exit 1; fi
+if command -v flock >/dev/null; then exec 9>"$c/envs/.lock-{digest}" || exit 1; flock 9 2>/dev/null && f=1; fi
 if test -x "$e/bin/python" && test -f "$e/.ready"; then exit 0; fi
-if test -n "$f"; then for p in "$c"/envs/.in-{digest}-*; do rm -rf "$p"; done; fi  # of those that were killed
+# of those that were killed here: locks may not reach another host that shares this folder
+if test -n "$f"; then for p in "$c"/envs/.in-{digest}-"$n"-*; do rm -rf "$p"; done; fi
 rm -rf "$e"
 trap 'rm -rf "$t"' EXIT
 unset VIRTUAL_ENV CONDA_PREFIX PYTHONPATH PYTHONHOME

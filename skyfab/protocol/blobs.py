@@ -95,12 +95,9 @@ class Assembly:
             raise ProtocolError(f"a message of {self.missing} bytes; at most {limit} are accepted")
         self._parts = parts
         self._resolve = resolve
-        try:
-            self.inline = [allocate(part) for part in parts if isinstance(part, int)]
-        except (OSError, OverflowError, MemoryError, ValueError) as error:
-            raise ProtocolError(f"a message of {self.missing} bytes, for which there is no memory") from error
-        """The parts that came with the message."""
-        self._at = 0
+        self._sizes = [part for part in parts if isinstance(part, int)]
+        self.inline: list[memoryview] = []
+        """The parts that came with the message, as far as they have: nothing is held for what was only announced."""
         self._offset = 0
 
     def place(self, length: int) -> memoryview:
@@ -109,9 +106,18 @@ class Assembly:
             raise ProtocolError(f"{length} bytes of data where {self.missing} were announced")
         if not length:
             return memoryview(bytearray())
-        while self._offset == len(self.inline[self._at]):
-            self._at, self._offset = self._at + 1, 0
-        return self.inline[self._at][self._offset : self._offset + length]
+        while not self.inline or self._offset == len(self.inline[-1]):
+            self._begin()
+        return self.inline[-1][self._offset : self._offset + length]
+
+    def _begin(self) -> None:
+        """Makes room for the next part."""
+        size = self._sizes[len(self.inline)]
+        try:
+            self.inline.append(allocate(size))
+        except (OSError, OverflowError, MemoryError, ValueError) as error:
+            raise ProtocolError(f"a part of {size} bytes, for which there is no memory") from error
+        self._offset = 0
 
     def advance(self, length: int) -> bool:
         """Those bytes have arrived. True when the message is complete."""
@@ -121,5 +127,7 @@ class Assembly:
 
     def buffers(self) -> list[memoryview]:
         """All parts in order; blobs come from `resolve`."""
+        while len(self.inline) < len(self._sizes):  # empty ones
+            self._begin()
         inline = iter(self.inline)
         return [next(inline) if isinstance(part, int) else _named(part, self._resolve) for part in self._parts]

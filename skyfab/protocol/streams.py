@@ -106,6 +106,11 @@ class Mux:
         self._asked = False
         """An acknowledgement has been asked for."""
         self._pong_due = False
+        self._pong = b""
+        """What the last sign of life that was asked for is called."""
+        self._pings = 0
+        self.echoed = 0
+        """The last sign of life that has come: the other side hears what is said here."""
         self._ack_due = False
         self._owed_bytes = 0
         self._owed_frames = 0
@@ -227,8 +232,11 @@ class Mux:
         else:
             self.forget(stream)
 
-    def ping(self) -> None:
-        self._control.append(frame(PING))
+    def ping(self) -> int:
+        """Asks for a sign of life; `echoed` is this number, or a later one's, once it has come."""
+        self._pings += 1
+        self._control.append(frame(PING, 0, COUNT.pack(self._pings)))
+        return self._pings
 
     def bye(self, reason: str = "") -> None:
         self._control.append(frame(BYE, 0, reason.encode()))
@@ -286,7 +294,7 @@ class Mux:
         if not self._joined:
             return bool(batch)
         if self._pong_due:
-            batch.append(frame(PONG))
+            batch.append(frame(PONG, 0, self._pong))
         if self._ack_due:
             batch.append(frame(ACK, 0, COUNT.pack(self.received)))
         self._pong_due = self._ack_due = False
@@ -386,6 +394,10 @@ class Mux:
             self._acknowledge(_count(payload))
         elif kind == PING:
             self._pong_due = self._ack_due = True
+            self._pong = bytes(payload[: COUNT.size])
+        elif kind == PONG:
+            if len(payload) == COUNT.size:
+                self.echoed = _count(payload)
         elif kind == HELLO:
             if self._joined:
                 raise ProtocolError("hello twice on one connection")

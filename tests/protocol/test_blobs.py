@@ -233,7 +233,7 @@ def test_a_message_above_the_limit_is_refused_before_memory_is_taken() -> None:
 def test_an_impossible_size_is_protocol_error(size: int) -> None:
     """An answer of an exabyte is nonsense like any other: not OSError, OverflowError or MemoryError."""
     with pytest.raises(ProtocolError):
-        Assembly([size])
+        Assembly([size]).place(1)
 
 
 def test_endlessly_many_tiny_parts_are_refused() -> None:

@@ -14,8 +14,14 @@ from skyfab.cli import namespace as ns
 
 ROOT = Path(__file__).resolve().parent
 
-LAB_PROGRAMS = {"sshd": "openssh-server", "ssh": "openssh-client", "ip": "iproute2", "ps": "procps"}
-"""What the lab starts its hosts with, and the Debian package that has it."""
+LAB_PROGRAMS = {
+    "sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "ip": "iproute2",
+    "ps": "procps",
+    "faketime": "faketime",
+}
+"""What the lab starts its hosts with, and what tests use there; each with the Debian package that has it."""
 
 
 @task(
@@ -43,7 +49,7 @@ def check(_: Context) -> None:
 
 @task(help={"only": "one benchmark, by its name"})
 def bench(_: Context, only: str | None = None) -> None:
-    """Measure against raw ssh and execnet on the lab, and print the ratios."""
+    """Measure against raw ssh, execnet and torchrunx on the lab, and print the ratios."""
     finish(python("-m", "benchmarks", *(["--only", only] if only else [])))
 
 

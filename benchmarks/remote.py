@@ -16,6 +16,12 @@ def nothing() -> None:
 
 
 @sky.function
+def doze(seconds: float) -> None:
+    """A call that runs for so long."""
+    time.sleep(seconds)
+
+
+@sky.function
 def square(number: int) -> int:
     return number * number
 

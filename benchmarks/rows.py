@@ -12,6 +12,7 @@ from benchmarks.distributed import Distributed
 from benchmarks.environment import Environment
 from benchmarks.map import Map
 from benchmarks.output import Lines
+from benchmarks.reconnect import Reconnect
 from benchmarks.result import Result
 from benchmarks.warm import Warm
 
@@ -27,4 +28,4 @@ class Row(Protocol):
         """Measures, and yields a line of the table for each figure. Raises Skip where that cannot be done."""
 
 
-ROWS: tuple[Row, ...] = (Warm(), Cold(), Map(), Bulk(), Lines(), Environment(), Distributed())
+ROWS: tuple[Row, ...] = (Warm(), Cold(), Map(), Bulk(), Lines(), Environment(), Distributed(), Reconnect())

@@ -41,6 +41,10 @@ class Scale:
     """What each of these runs, in turns with those of plain ssh."""
     steps: int = 10
     """Of a lap."""
+    away: tuple[float, ...] = (2.0, 4.0, 8.0)
+    """Seconds that a link loses every packet: less than it takes to doubt the connection, about as long, and more."""
+    cuts: int = 5
+    """How often it does."""
 
 
 TASTE = Scale(
@@ -63,5 +67,7 @@ TASTE = Scale(
     crews=1,
     laps=1,
     steps=2,
+    away=(1.0,),
+    cuts=1,
 )
 """Seconds for everything: shows that the harness works, not how fast skyfab is."""

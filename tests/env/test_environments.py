@@ -374,7 +374,7 @@ def test_a_cache_from_which_nothing_can_be_run_is_refused(
     hosts = fresh()
     host = namespaces[hosts[0].name]
     host.run(["mkdir", "-p", hosts[0].cache])
-    host.run(["mount", "-t", "tmpfs", "-o", "noexec", "none", hosts[0].cache])
+    host.run(["mount", "-t", "tmpfs", "-o", "noexec,mode=700", "none", hosts[0].cache])
     with pytest.raises(sky.HostUnfit, match="noexec"):
         pool(hosts, pip=["shelf"]).open()
 

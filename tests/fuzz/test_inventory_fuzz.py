@@ -1,0 +1,198 @@
+"""Inventories under mutation: a real file with something wrong in it, and selections of its hosts.
+
+An inventory is read or is an InventoryError, a selection is hosts or a UsageError; nothing else is raised, and nothing
+takes long, however large the numbers in it are. (Text and tables out of nothing are in tests/test_inventory.py.)
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from skyfab.errors import InventoryError, UsageError
+from skyfab.host import CHECKS, Host
+from skyfab.inventory import Inventory
+from skyfab.selection import MOST
+
+EXAMPLE = (Path(__file__).parents[2] / "inventory.example.toml").read_text()
+PARTS = re.findall(r"[\w.-]+|\s+|[^\w\s]", EXAMPLE)
+T = TypeVar("T")
+
+QUICK, LONG = 120, 20_000
+SECONDS = 5.0
+"""For one inventory or selection, on a machine that is busy."""
+
+
+def fuzz(examples: int = QUICK) -> settings:
+    checks = [HealthCheck.too_slow, HealthCheck.large_base_example]
+    return settings(database=None, deadline=None, max_examples=examples, suppress_health_check=checks)
+
+
+ODD_TEXT = st.sampled_from(
+    [
+        *(
+            "",
+            "\0",
+            "\n",
+            "\t",
+            '"',
+            "'",
+            "[",
+            "]",
+            "[[",
+            "]]",
+            "{",
+            "}",
+            "=",
+            "!",
+            ",",
+            "#",
+            "\\u",
+            "\\",
+            "=\n",
+            "é",
+            "\u2028",
+        ),
+        *("[1-9999]", "[1-10000]", "[0-999999999]", "[9-1]", "[1-99][1-99][1-99]", "[1-2,,3]", "-oProxyCommand=x"),
+        *("all", "none", "local", "node1", "node[1-4]", "!all", "*", "[!a]", "[z-a]", "ssh://", "a@b@c:22", "::1", "%"),
+        *("9" * 400, "1e400", "-0", "inf", "nan", "0x" + "f" * 40, "1979-05-27T07:32:00Z", "[" * 60, "a." * 60, "true"),
+    ]
+)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> str:
+    """The example that users copy, with some of its words dropped, doubled, moved or replaced; perhaps cut short."""
+    parts = list(PARTS)
+    for _ in range(draw(st.integers(1, 8))):
+        at = draw(st.integers(0, len(parts) - 1))
+        end = min(len(parts), at + draw(st.sampled_from([1, 1, 1, 5, 40])))
+        what = draw(st.sampled_from(["drop", "double", "move", "replace", "replace", "insert"]))
+        piece = parts[at:end]
+        if what in ("drop", "move"):
+            del parts[at:end]
+        if what in ("double", "move"):
+            place = draw(st.integers(0, len(parts)))
+            parts[place:place] = piece
+        if what == "replace":
+            parts[at:end] = [draw(ODD_TEXT | st.text(max_size=5))]
+        if what == "insert":
+            parts.insert(at, draw(ODD_TEXT))
+        if not parts:
+            break
+    text = "".join(parts)
+    return text[: draw(st.integers(0, len(text)))] if draw(st.integers(0, 5)) == 0 else text
+
+
+WORDS = [*re.findall(r"[\w.-]{2,}", EXAMPLE), "all", "local", "node[1-4]", "node*", "ada@10.0.0.5:2222"]
+SELECTORS = st.lists(ODD_TEXT | st.sampled_from(WORDS) | st.just(","), max_size=6).map("".join)
+
+
+def outcome(work: Callable[..., T], *arguments: Any, **keywords: Any) -> T | UsageError:
+    """What comes of it, or the one kind of error that it may raise; in good time, and with few words."""
+    began = time.monotonic()
+    found: T | UsageError
+    try:
+        found = work(*arguments, **keywords)
+    except UsageError as error:
+        found = error
+    assert time.monotonic() - began < SECONDS
+    assert not isinstance(found, UsageError) or len(str(found)) < 100_000
+    return found
+
+
+def check_text(text: str) -> Inventory | None:
+    found = outcome(Inventory.parse, text, "inventory.toml")
+    if isinstance(found, Inventory):
+        return found
+    assert isinstance(found, InventoryError)
+    assert str(found).startswith("inventory.toml: ")
+    return None
+
+
+def check_selection(inventory: Inventory, words: object) -> None:
+    hosts = outcome(inventory.select, words)
+    if not isinstance(hosts, UsageError):
+        assert hosts
+        for host in hosts[:100]:
+            outcome(inventory.jump_chain, host)
+
+
+def test_the_example_is_an_inventory() -> None:
+    """Else mutations of it prove nothing."""
+    assert "".join(PARTS) == EXAMPLE
+    assert check_text(EXAMPLE)
+
+
+@fuzz()
+@given(documents(), SELECTORS)
+@example("[hosts]\n" + "".join(f'"n{n}[1-9999]" = {{}}\n' for n in range(3)), "all,!n1*")
+@example('[hosts.a]\njump = "b"\n[hosts.b]\njump = "a"\n', "a")
+@example("[groups]\n" + "".join(f'g{n} = ["g{n + 1}"]\n' for n in range(500)) + 'g500 = ["a"]\n[hosts.a]\n', "g0")
+def test_any_change_of_the_example_is_an_inventory_or_an_inventory_error(text: str, words: str) -> None:
+    inventory = check_text(text)
+    if inventory is not None:
+        check_selection(inventory, words)
+
+
+@fuzz()
+@given(st.lists(SELECTORS, max_size=3) | SELECTORS)
+@example("node[1-9999]" * 2)
+@example(",".join(["node[1-9999]"] * 8))
+@example("!" * 500)
+@example("[1-2]" * 200)
+@example("*" * 60 + "b")
+def test_any_selection_of_the_example_is_hosts_or_a_usage_error(words: str | list[str]) -> None:
+    check_selection(Inventory.parse(EXAMPLE), words)
+
+
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.binary(max_size=3) | st.text(max_size=5) | ODD_TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@fuzz()
+@given(st.dictionaries(st.sampled_from(sorted(CHECKS)), VALUES | st.tuples(VALUES) | st.just(object()), max_size=4))
+def test_a_host_of_anything_is_a_host_or_a_usage_error(fields: dict[str, Any]) -> None:
+    """As a program makes it, without a file."""
+    host = outcome(Host, **{"name": "node1", **fields})
+    if isinstance(host, Host):
+        assert not host.login.startswith("-")
+        check_selection(Inventory(hosts={}), [host])
+
+
+@pytest.mark.parametrize("items", [3, None, [None], [["node1"]], [b"node1"], {"node1": 1}, object(), [object()]])
+def test_what_is_no_selection_is_a_usage_error_or_everything(items: object) -> None:
+    check_selection(Inventory.parse(EXAMPLE), items)
+
+
+def test_ranges_do_not_multiply_into_memory() -> None:
+    """However many words of a group stand for thousands of hosts that are not there."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(UsageError):
+            Inventory.parse("[hosts]\na = {}\n[groups]\n" + "".join(f'g{n} = ["x[1-{MOST}]"]\n' for n in range(5)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000_000
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@fuzz(LONG)
+@given(documents(), SELECTORS)
+def test_at_length(text: str, words: str) -> None:
+    inventory = check_text(text)
+    if inventory is not None:
+        check_selection(inventory, words)

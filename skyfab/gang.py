@@ -54,6 +54,7 @@ class Gang:
         self.attempt = attempt
         self.label = ""
         """The function of its last call."""
+        self._round: _Round | None = None
         self.broken = False
         self.rounds = 0
         """Calls under way."""
@@ -103,6 +104,11 @@ class Gang:
             except SkyfabError:
                 pass  # a lost host has nothing left to release
 
+    def hand_over(self, error: Exception) -> None:
+        """Its call goes on without us: whoever waits for it is told so, and nobody stops it."""
+        if self._round is not None:
+            self._round.abandon(error)
+
     def call(
         self,
         function: FunctionParcel,
@@ -121,6 +127,7 @@ class Gang:
         """
         round_ = _Round(self, label, ended, least, wary)
         self.label = label
+        self._round = round_
         self.rounds += 1
         for member in self.members:
             round_.start(member, function, arguments, timeout)
@@ -205,6 +212,13 @@ class _Round:
             self._timer = threading.Timer(GRACE, self._stop_others)
             self._timer.daemon = True
             self._timer.start()
+
+    def abandon(self, error: Exception) -> None:
+        """Nothing more is heard of it."""
+        with self._lock:
+            self._open.clear()
+        self._told(error)
+        self.future.settle(None, error)
 
     def _stop_others(self) -> None:
         self._gang.broken = True

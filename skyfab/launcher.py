@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from skyfab.errors import SkyfabError
+from skyfab.errors import CallCancelled, SkyfabError
 from skyfab.events import Events
 from skyfab.gang import Gang
 from skyfab.muster import close_all, open_all
@@ -109,6 +109,7 @@ class Launcher:
         """A gang's call that is under way becomes the run's. Raises HostLost."""
         held = [[m.rank for m in gang.members if m.node is node] for node in self._nodes]
         self._tell(held, world=sum(self._ranks), on="all", elastic=conducted)
+        gang.hand_over(CallCancelled(f"{self._label} goes on as run {self.id[:8]}"))
         for node in self._nodes:
             node.session.abandon()
 

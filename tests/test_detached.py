@@ -142,9 +142,11 @@ def test_a_broadcast_that_is_under_way_is_left_to_its_hosts(hosts: list[sky.Host
         pool.events.subscribe(lambda event: heard.append(str(event)))
         with pytest.raises(sky.UsageError, match="no broadcast"):
             pool.detach()
-        pool.submit(count(10, spot / "go"), on="all")
+        future = pool.submit(count(10, spot / "go"), on="all")
         spot.wait("go.waits", 2)
         run = pool.detach(name="handed over")
+        with pytest.raises(sky.CallCancelled, match=f"goes on as run {run.id[:8]}"):
+            future.result(10)
     assert run.status == "running"
     spot.leave("go")
     assert [rank for rank, _, _ in run.result(60)] == [0, 1]

@@ -51,6 +51,8 @@ class Reunion:
         """There is no more hope."""
         self._revival: Revival | None = None
         self._quiet_since = 0.0
+        self._others_since = 0.0
+        """Since when other hosts answer while this one does not."""
         self._adopted = 0.0
         self._renewed = False
         """There is another stream than the one that was doubted."""
@@ -71,6 +73,7 @@ class Reunion:
         self._quiet_since = self._inbox.mux.heard
         self._proof = self._inbox.mux.ping()
         self._renewed = False
+        self._others_since = self._quiet_since
         self._inbox.after.append(lambda: self._listener.apart(reason))
         self._revival = Revival(
             self._reach,
@@ -125,10 +128,14 @@ class Reunion:
         return self._wire.stream is not None and self._is_new and time.monotonic() - self._adopted < DOUBT
 
     def _hopeless(self) -> Exception | None:
-        apart = time.monotonic() - self._quiet_since
-        if apart > self._lease:
+        now = time.monotonic()
+        if now - self._quiet_since > self._lease:
             return HostLost(f"gone for more than its lease of {self._lease:g} s", host=self._host, hint="is it up?")
-        if apart > self._silence and self._listener.others_answer():
+        if not self._listener.others_answer():  # when they do again, this one gets its time too
+            self._others_since = float("inf")
+        elif self._others_since > now:
+            self._others_since = now
+        if now - self._others_since > self._silence:
             return HostLost(f"not a word for {self._silence:g} s, and others answer", host=self._host, hint="is it up?")
         return None
 

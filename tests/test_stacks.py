@@ -63,7 +63,13 @@ def test_ranks_at_the_same_place_are_shown_together(
         future = pool.submit(everyone(), on="all")
         for rank in range(4):
             spot.wait(f"here{rank}")
-        ran = stacks(namespaces)
+
+        def shown() -> subprocess.CompletedProcess[str] | None:
+            """Who waits looks around now and then, and may be found doing so."""
+            ran = stacks(namespaces)
+            return ran if "3 ranks in wait_for at " in ran.stdout and "1 rank in wait_for at " in ran.stdout else None
+
+        ran = until(shown, "three ranks at one place, and one at another")
         spot.leave("go")
         assert future.result() == [0, 1, 2, 3], "nobody was disturbed"
         idle = stacks(namespaces)
@@ -110,11 +116,13 @@ def test_a_call_that_stands_still_is_looked_at_by_itself(
         assert child.poll() is None
         return rank
 
+    waiting = ["sh", "-c", f"until test -e '{go}'; do sleep 0.1; done"]
+
     def in_collective() -> None:
-        wait_for(go)
+        subprocess.run(waiting)
 
     def in_loader() -> None:
-        wait_for(go)
+        subprocess.run(waiting)
 
     found: list[Stalled] = []
     with sky.Compute(hosts_of("openssh", 2), ranks=2, ui="none") as pool:

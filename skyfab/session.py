@@ -299,7 +299,7 @@ class Session:
         outer = INTERRUPTS.held
         if main:
             INTERRUPTS.held = False  # here alone may it be interrupted: nothing has been read yet
-        ready = self._wire.wait(wait, writing=self._mux.has_output)
+        ready = self._wire.wait(wait, self._mux.has_output)
         if main:
             INTERRUPTS.held = True
         try:

@@ -47,7 +47,7 @@ class Wire:
         self.source = -1
         threading.Thread(target=close, args=(stream, transport), daemon=True).start()
 
-    def wait(self, seconds: float, *, writing: bool) -> list[tuple[int, int]]:
+    def wait(self, seconds: float, writing: bool) -> list[tuple[int, int]]:
         """The descriptors that are ready: `source`, `waker`, or another where there is room to write."""
         if writing and self.stream is not None:
             sink = self.stream.sink()

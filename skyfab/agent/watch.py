@@ -40,9 +40,11 @@ class Watch:
     def __contains__(self, fd: int) -> bool:
         return fd in self._calls
 
-    def wait(self, timeout: float) -> None:
-        """Waits for the first that is ready and calls all that are."""
-        for fd, _ in self._poll.poll(min(timeout, _LONGEST) * self._unit):
+    def wait(self, timeout: float) -> bool:
+        """Waits for the first that is ready and calls all that are. False: none was."""
+        ready = self._poll.poll(min(timeout, _LONGEST) * self._unit)
+        for fd, _ in ready:
             call = self._calls.get(fd)
             if call is not None:  # one before it may have dropped it
                 call()
+        return bool(ready)

@@ -78,7 +78,7 @@ class Compute:
             raise UsageError(f"lease={lease!r}, silence={silence!r}: a second at least, and more than nothing")
         if results not in ("any", "data"):
             raise UsageError(f"results={results!r}: 'any', or 'data' where hosts are not trusted")
-        self.inventory = _inventory(inventory)
+        self.inventory = Inventory.of(inventory)
         self.selected = self.inventory.select(hosts, nodes=nodes)
         """The hosts that were asked for."""
         self._image = image or Image()
@@ -428,12 +428,6 @@ class Compute:
 
 def _nobody(error: BaseException | None) -> None:
     """Nobody listens."""
-
-
-def _inventory(given: str | os.PathLike[str] | Inventory | None) -> Inventory:
-    if isinstance(given, Inventory):
-        return given
-    return Inventory.find() if given is None else Inventory.load(given)
 
 
 def _all_results(futures: Sequence[Future[Any]]) -> list[Any]:

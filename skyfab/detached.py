@@ -18,12 +18,12 @@ from typing import Any, Final, Literal, TypeVar
 
 from skyfab.answers import resolve
 from skyfab.elastic import in_order
-from skyfab.errors import BroadcastError, HostLost, SkyfabError, UsageError
+from skyfab.errors import BroadcastError, HostLost, HostUnfit, SkyfabError, UsageError
 from skyfab.inventory import Host, Inventory
 from skyfab.launch import open_shell
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import split
-from skyfab.shell import Shell
+from skyfab.shell import ScriptFailed, Shell
 from skyfab.transport import transport_for
 
 T = TypeVar("T")
@@ -71,6 +71,7 @@ alive "$d" || exit 0
 kill -TERM "$pid"
 set -- 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20
 for i; do alive "$d" || exit 0; sleep 0.5; done
+echo "process $pid has not ended after 10 s; wait, or end it there: kill -9 $pid"
 exit 1
 """
 )
@@ -234,7 +235,7 @@ def runs(
     results: Results = "any",
 ) -> list[Run]:
     """The runs that the hosts of an inventory have, the latest first. Raises a HostError where one cannot be asked."""
-    found, _ = survey(_inventory(inventory), hosts, patient=False, results=results)
+    found, _ = survey(Inventory.of(inventory), hosts, patient=False, results=results)
     return found
 
 
@@ -267,7 +268,7 @@ def attach(
     results: Results = "any",
 ) -> Run:
     """The run with this id, the beginning of one, or a name. Raises UsageError where there is none, or several."""
-    found, errors = survey(_inventory(inventory), hosts, results=results)
+    found, errors = survey(Inventory.of(inventory), hosts, results=results)
     fitting = [run for run in found if run.id.startswith(id)] or [run for run in found if run.name == id]
     if len(fitting) == 1:
         return fitting[0]
@@ -277,12 +278,6 @@ def attach(
     if errors:
         raise errors[0]
     raise UsageError(f"no run {id!r} on these hosts", hint="skyfab runs lists them")
-
-
-def _inventory(given: str | os.PathLike[str] | Inventory | None) -> Inventory:
-    if isinstance(given, Inventory):
-        return given
-    return Inventory.find() if given is None else Inventory.load(given)
 
 
 def _on_all(
@@ -297,11 +292,15 @@ def _on_all(
         try:
             with open_shell(host, transport_for(host, inventory)) as shell:
                 return ask(host, shell)
-        except SkyfabError as error:
-            if errors is None:
-                raise
-            errors.append(error)
-            return None
+        except ScriptFailed as failed:
+            said = failed.output.strip()[-400:] or f"exit code {failed.status}"
+            error: SkyfabError = HostUnfit(f"its shell could not do it: {said}", host=host.name)
+        except SkyfabError as unable:
+            error = unable
+        if errors is None:
+            raise error
+        errors.append(error)
+        return None
 
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:
         return [found for found in pool.map(one, hosts) if found is not None]
@@ -359,7 +358,7 @@ def _new_lines(
 ) -> Iterator[tuple[int, str, str]]:
     """The lines that have come to the logs on a host since the last time; with `rest` half ones too."""
     folder = f'"$c"/runs/{run}/logs'
-    listed = shell.run(f'cd {folder} && for f in *; do echo "$f $(wc -c <"$f")"; done').splitlines()
+    listed = shell.run(f'cd {folder} 2>/dev/null || exit 0; for f in *; do echo "$f $(wc -c <"$f")"; done').splitlines()
     sizes = {found[1]: int(found[2]) for line in listed if (found := _LOG.fullmatch(line))}
     for name in sorted(name for name in sizes if not name.endswith(".1")):
         rank, stream = name.split(".")

@@ -23,9 +23,10 @@ class Hearing:
         events: Events,
         gangs: Gangs,
         queue: Queue,
-        homecoming: Homecoming,
+        homecoming: Homecoming | None,
         all_nodes: Callable[[], Sequence[Node]],
     ) -> None:
+        """Without a `homecoming`, a node that is lost stays so."""
         self._homecoming = homecoming
         self._all_nodes = all_nodes
         self._events = events
@@ -52,7 +53,8 @@ class Hearing:
         self.node.lost = error
         self._events.emit(HostState(host=self.node.name, state="lost", detail=error.message))
         self._queue.advance()
-        if not isinstance(error.__cause__, ProtocolError):  # whatever speaks there is not one of ours
+        stranger = isinstance(error.__cause__, ProtocolError)  # whatever speaks there, it is not one of ours
+        if self._homecoming is not None and not stranger:
             self._homecoming.expect(self.node)
 
     def apart(self, reason: str) -> None:

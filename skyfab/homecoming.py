@@ -28,13 +28,6 @@ class Homecoming:
         self._sessions: set[Session] = set()
         self._threads: list[threading.Thread] = []
 
-    @classmethod
-    def none(cls) -> Homecoming:
-        """For a node that nobody would take back."""
-        made = cls(lambda node: node.session, lambda node: None)
-        made.close()
-        return made
-
     def expect(self, node: Node) -> None:
         """The node was lost just now."""
         with self._lock:

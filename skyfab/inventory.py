@@ -36,6 +36,13 @@ class Inventory:
                 raise UsageError(f"group {group} has {', '.join(sorted(strange))}, which is no host of the inventory")
 
     @classmethod
+    def of(cls, given: str | os.PathLike[str] | Inventory | None) -> Inventory:
+        """The one that is given, or in the file of that path, or found where nothing is. Raises InventoryError."""
+        if isinstance(given, Inventory):
+            return given
+        return cls.find() if given is None else cls.load(given)
+
+    @classmethod
     def find(cls, environ: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] = ".") -> Inventory:
         """The inventory of ``$SKYFAB_INVENTORY``, else of this folder, else of the user; else `local` alone."""
         environ = os.environ if environ is None else environ

@@ -42,15 +42,11 @@ class Roster:
         self._queue = queue
         self._lease = lease
         self._silence = silence
-        self._pool = secrets.token_hex(8)
+        self.pool = secrets.token_hex(8)
+        """The pool's name on its hosts."""
         self._listeners: dict[int, Hearing] = {}
         self.homecoming = Homecoming(lambda node: self._talk(node, self._listeners[node.index]), welcome)
         self.nodes: Sequence[Node] = ()
-
-    @property
-    def pool(self) -> str:
-        """The pool's name on its hosts."""
-        return self._pool
 
     def call_up(self, hosts: Sequence[Host]) -> Sequence[Node]:
         """The nodes of the pool, one for each host."""
@@ -62,13 +58,13 @@ class Roster:
     def _recruit(self, index: int, host: Host) -> Node:
         listener = Hearing(self._events, self._gangs, self._queue, self.homecoming, lambda: self.nodes)
         node = listener.node = Node(index, host, self._inventory)
-        node.session = self._talk(node, listener, pool=self._pool)
+        node.session = self._talk(node, listener, pool=self.pool)
         self._listeners[index] = listener
         return node
 
     def apart(self, node: Node, env: Callable[[Node], Mapping[str, str]]) -> Node:
         """The same host once more, with an agent of its own that nobody listens to."""
-        listener = Hearing(Events(), Gangs(env), self._queue, Homecoming.none(), lambda: ())
+        listener = Hearing(Events(), Gangs(env), self._queue, None, lambda: ())
         made = listener.node = Node(node.index, node.host, self._inventory)
         made.session = self._talk(made, listener)
         return made

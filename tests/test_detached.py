@@ -199,6 +199,24 @@ def test_a_run_whose_host_was_started_again_is_lost_and_its_logs_are_there(spot:
         own.close()
 
 
+def test_a_run_that_does_not_end_says_what_to_do(
+    namespaces: Lab, hosts: list[sky.Host], spot: Spot, runs_on: Callable[[str, int], bool]
+) -> None:
+    """Its agent is frozen: whoever stops it is told, in time, what would help."""
+    run = launch(hosts[:1], count(4, spot / "never"), on="one", name="frozen")
+    spot.wait("never.waits")
+    about = namespaces.hosts[0].path(f"/root/.cache/skyfab/runs/{run.id}/agent").read_text().split()
+    (agent,) = [one for one in namespaces.hosts[0].processes() if one.pid == int(about[0])]
+    os.kill(agent.outside, signal.SIGSTOP)
+    try:
+        with pytest.raises(sky.HostUnfit, match=f"kill -9 {agent.pid}"):
+            run.stop()
+    finally:
+        os.kill(agent.outside, signal.SIGCONT)
+    until(lambda: not runs_on("node1", agent.pid), "its end, when it wakes")
+    assert run.status == "stopped"
+
+
 def test_names_that_mean_none_or_several_are_refused(hosts: list[sky.Host]) -> None:
     for _ in range(2):
         launch(hosts[:1], count(1), on="one", name="twin").result(30)

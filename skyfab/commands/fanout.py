@@ -22,7 +22,7 @@ _FAREWELL: Final = 3.0
 
 def load(path: str | None) -> Inventory:
     """The inventory of `--inventory`, or the one that is found without."""
-    return Inventory.find() if path is None else Inventory.load(path)
+    return Inventory.of(path)
 
 
 class Outcome(Generic[R]):

@@ -28,7 +28,7 @@ def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
     try:
         with _unbuffered():
             while not future.done():
-                if select.select([sys.stdin], [], [], 0.1)[0] and os.read(sys.stdin.fileno(), 64).lower() == b"d":
+                if select.select([sys.stdin], [], [], 0.1)[0] and b"d" in os.read(sys.stdin.fileno(), 64).lower():
                     return compute.detach(name=name)
     except KeyboardInterrupt:
         future.cancel()

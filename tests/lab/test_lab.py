@@ -105,7 +105,13 @@ def mentions(text: str) -> list[str]:
 
 
 def children() -> set[str]:
-    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found |= set((task / "children").read_text().split())
+        except OSError:  # a thread that has ended since
+            continue
+    return found
 
 
 def network_spaces() -> set[int]:

@@ -37,7 +37,7 @@ def children() -> set[str]:
     for task in Path("/proc/self/task").iterdir():
         try:
             found |= {f"child {pid}: {_words(int(pid))}" for pid in (task / "children").read_text().split()}
-        except FileNotFoundError:
+        except OSError:  # a thread that has ended since
             continue
     return {child for child in found if ": unshare " not in child}
 

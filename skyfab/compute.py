@@ -173,20 +173,27 @@ class Compute:
         self.events.emit(HostState(host=node.name, state="ready", detail="taken back"))
 
     def close(self) -> None:
-        """Ends every process of the pool on every host."""
-        if self._open:
-            self._around.close()
-            self._open = False
+        """Ends every process of the pool on every host. A Ctrl-C leaves that to the agents, when the lease is over."""
+        try:
+            if self._open:
+                self._leave()
+            else:
+                close_all(self._roster.nodes)  # another thread may be connecting: it stops
+        finally:
+            self._project.close()
+            self._hide()
+
+    def _leave(self) -> None:
+        self._around.close()
+        self._open = False
+        try:
             self._roster.homecoming.close()
             self._queue.fail_all()
             close_all(self.hosts)
             for node in self.hosts:
                 self.events.emit(HostState(host=node.name, state="closed"))
+        finally:
             INTERRUPTS.leave()
-        else:
-            close_all(self._roster.nodes)  # another thread may be connecting: it stops
-        self._project.close()
-        self._hide()
 
     def _show(self) -> None:
         if self._ui != "none":

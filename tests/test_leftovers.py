@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,33 @@ def test_ctrl_c_may_be_caught_and_the_pool_goes_on(client: Client, spot: Spot, c
     clean()
 
 
+@pytest.mark.parametrize("text", ["stay() >> compute", "stay() @ compute", "time.sleep(600)"])
+def test_ctrl_c_twice_waits_for_nobody(
+    client: Client, hosts: list[LabHost], spot: Spot, clean: Callable[[], None], text: str
+) -> None:
+    """The hosts cannot be reached, so the goodbye takes its time: the second Ctrl-C cuts it short."""
+    running = client.start(f"ok() @ compute; print('open', flush=True); {text}")
+    assert running.stdout is not None
+    assert running.stdout.readline() == "open\n"
+    if "stay" in text:
+        spot.wait("pids")
+    for host in hosts:
+        host.cut()
+    try:
+        running.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert running.poll() is None, "the goodbye was over before anybody was in a hurry"
+        running.send_signal(signal.SIGINT)
+        running.wait(3)
+        code, err = client.end(running)
+    finally:
+        for host in hosts:
+            host.restore()
+    assert code in (130, -signal.SIGINT), err
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    clean()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_client_that_is_killed_is_waited_for_no_longer_than_its_lease(
     client: Client, spot: Spot, clean: Callable[[], None], number: signal.Signals
@@ -301,6 +329,24 @@ def test_ctrl_c_while_connecting(client: Client, hosts: list[LabHost], clean: Ca
         code, _ = client.end(running)
     finally:
         hosts[1].restore()
+    assert code in (130, -signal.SIGINT)
+    clean()
+
+
+def test_ctrl_c_twice_while_connecting(client: Client, hosts: list[LabHost], clean: Callable[[], None]) -> None:
+    for host in hosts:
+        host.cut()
+    try:
+        running = client.start("pass")
+        until(lambda: traces.here(client.temporary), "an ssh that tries")
+        for _ in range(2):
+            running.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        running.wait(3)
+        code, _ = client.end(running)
+    finally:
+        for host in hosts:
+            host.restore()
     assert code in (130, -signal.SIGINT)
     clean()
 

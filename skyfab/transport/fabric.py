@@ -20,7 +20,7 @@ import paramiko
 from skyfab.errors import AuthenticationRefused, HostError, HostKeyRefused, HostLost, Unreachable
 from skyfab.inventory import Host, Inventory
 from skyfab.protocol.streams import Buffer
-from skyfab.transport.openssh import CONFIG, by_hand, changed_key
+from skyfab.transport.openssh import ALIVE_COUNT, ALIVE_INTERVAL, CONFIG, by_hand, changed_key
 
 _PACKET: Final = 1024 * 1024
 """paramiko slows to a crawl when it is handed larger pieces."""
@@ -63,6 +63,19 @@ def hang_up(connection: Any) -> None:
         connection = connection.gateway
 
 
+def _tune(connection: Any) -> None:
+    """Small packets leave at once; a host that is gone without a word is noticed, as ssh is told to (ServerAlive…)."""
+    while isinstance(connection, fabric.Connection):
+        transport = connection.client.get_transport()
+        transport.set_keepalive(ALIVE_INTERVAL)
+        if isinstance(transport.sock, socket.socket):  # beyond a jump host a channel stands in for it
+            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # paramiko does not look for answers, but the kernel does
+                patience = 1000 * ALIVE_INTERVAL * ALIVE_COUNT
+                transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
+        connection = connection.gateway
+
+
 def _check_keys(made: fabric.Connection, host: Host) -> None:
     client = made.client
     client.set_missing_host_key_policy(paramiko.RejectPolicy())
@@ -99,10 +112,6 @@ class Fabric:
     def open(self, command: str) -> ChannelStream:
         self._connection = self._connect()
         transport = self._connection.client.get_transport()
-        try:
-            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except (AttributeError, OSError):  # a jump host's channel stands in for the socket
-            pass
         channel = transport.open_session(window_size=64 * 1024 * 1024, max_packet_size=32768)
         channel.exec_command(command)
         self._stream = ChannelStream(channel, self._host)
@@ -129,6 +138,7 @@ class Fabric:
         except Exception as error:
             hang_up(made)
             raise _explain(self._host, error) from error
+        _tune(made)
         return made
 
     def joined(self) -> None:
@@ -180,8 +190,6 @@ class ChannelStream:
         channel.settimeout(0.0)
         self._fd: int = channel.fileno()
         self._said = b""
-        self._held = memoryview(b"")
-        self.joined = False
         self._held = memoryview(b"")
         self.joined = False
 

@@ -7,7 +7,9 @@ import os
 import re
 import shlex
 import tempfile
+import weakref
 from pathlib import Path
+from typing import TextIO
 
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostLost, Unreachable
 from skyfab.inventory import Host, Inventory
@@ -16,13 +18,16 @@ from skyfab.transport.process import ProcessStream
 CONFIG = "SKYFAB_SSH_CONFIG"
 """Names the file to read in place of the user's ssh_config."""
 
+ALIVE_INTERVAL, ALIVE_COUNT = 10, 3
+"""Seconds between questions, and how many may stay unanswered: while there is no agent yet, nobody else would ask."""
+
 _OPTIONS = {
     "BatchMode": "yes",
     "StrictHostKeyChecking": "yes",
     "UpdateHostKeys": "no",
     "ConnectTimeout": "10",
-    "ServerAliveInterval": "10",  # while there is no agent yet, nobody else would notice a dead link
-    "ServerAliveCountMax": "3",
+    "ServerAliveInterval": str(ALIVE_INTERVAL),
+    "ServerAliveCountMax": str(ALIVE_COUNT),
     "ControlMaster": "no",
     "ClearAllForwardings": "yes",
     "ForwardAgent": "no",
@@ -48,6 +53,8 @@ class OpenSSH:
         """How ssh is told of each hop: a host of the inventory by a block of its own, another one as it is."""
         self._known: Path | None = None
         self._config: Path | None = None
+        self._files: list[Path] = []
+        weakref.finalize(self, _remove, self._files)
 
     def open(self, command: str) -> ProcessStream:
         return ProcessStream(self.argv(command), self._explain)
@@ -84,9 +91,8 @@ class OpenSSH:
     def _known_hosts(self) -> Path:
         """A known_hosts file with the keys that the inventory gives."""
         if self._known is None:
-            fd, name = tempfile.mkstemp(prefix="skyfab-known-")
-            self._known = Path(name)
-            with os.fdopen(fd, "w") as file:
+            self._known, file = self._new_file("skyfab-known-")
+            with file:
                 for host in (self._host, *self._jumps):
                     if host.host_key is not None:
                         file.write(f"{_alias(host)} {host.host_key}\n")
@@ -98,9 +104,8 @@ class OpenSSH:
         if not self._jumps:
             return Path(base) if base else None
         if self._config is None:
-            fd, name = tempfile.mkstemp(prefix="skyfab-ssh-")
-            self._config = Path(name)
-            with os.fdopen(fd, "w") as file:
+            self._config, file = self._new_file("skyfab-ssh-")
+            with file:
                 for jump in self._jumps:
                     if self._aliases[jump] == jump.login:
                         continue
@@ -112,19 +117,27 @@ class OpenSSH:
                     file.write(f"Include {_quoted(str(Path(path).expanduser()))}\n")
         return self._config
 
+    def _new_file(self, prefix: str) -> tuple[Path, TextIO]:
+        fd, name = tempfile.mkstemp(prefix=prefix)
+        self._files.append(Path(name))
+        return Path(name), os.fdopen(fd, "w")
+
     def _explain(self, code: int, errors: str) -> Exception:
         return explain(self._host, code, errors)
 
     def joined(self) -> None:
         """ssh has read its files: a program that is killed later leaves none behind."""
-        for path in (self._known, self._config):
-            if path is not None:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+        _remove(self._files)
         self._known = self._config = None
 
     def close(self) -> None:
         self.joined()
+
+
+def _remove(files: list[Path]) -> None:
+    while files:
+        with contextlib.suppress(OSError):
+            files.pop().unlink()
 
 
 def by_hand(host: Host, command: str = "") -> str:

@@ -8,6 +8,7 @@ import io
 import os
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ class ProcessStream:
             bufsize=0,
             start_new_session=True,
         )
+        # A program that is in a hurry leaves no ssh behind that waits for a host which does not answer.
+        self._last = weakref.finalize(self, self._process.terminate)
         assert self._process.stdin and self._process.stdout
         self._in = self._process.stdout.fileno()
         self._out = self._process.stdin.fileno()
@@ -77,4 +80,5 @@ class ProcessStream:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self._last.detach()
         self._errors.close()

@@ -140,7 +140,7 @@ def test_the_only_host_of_a_pool_is_waited_for_until_its_lease_is_over(
 
 
 def clean(lab: Lab) -> None:
-    """A host that was switched off keeps its run folder, for nobody was there to remove it: `gc` does, a day later."""
+    """A host that was switched off keeps its run folder, for nobody could remove it: the next pool does, or gc."""
     deadline = time.monotonic() + 10
     while True:  # the pool's last attempts to come back may just have arrived
         left = remains.after([lab["node1"]], seconds=0)

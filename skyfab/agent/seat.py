@@ -6,18 +6,14 @@ Calls run in the order in which they came; the first one without an answer is th
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import os
-import select
 import signal
 from collections import deque
 
-from skyfab.errors import ProtocolError
+from skyfab.agent.answers import Answers
 from skyfab.protocol import messages
-from skyfab.protocol.blobs import inline_size
-from skyfab.protocol.frames import BYE, DATA, HEAD, HEADER, Reader, data_header
+from skyfab.protocol.frames import HEAD, HEADER, data_header
 from skyfab.protocol.pipes import widen
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
@@ -36,8 +32,6 @@ else:
 
 _LAST_WORDS: Final = 2.0
 """Seconds from SIGTERM to SIGKILL."""
-_BACKLOG: Final = 2 * 1024 * 1024
-"""Bytes of an answer that may wait for the connection before the rank is left waiting."""
 
 
 class Running:
@@ -104,20 +98,11 @@ class Seat:
             widen(fd)
         self.waits_to_write = False
         """The rank's pipe is full: somebody watches for room in it."""
-        self.paused = False
         self.condemned = False
         self._doom: float | None = None
         """When it is ended by force, if it has not ended by itself."""
-        self._recv_into = io.FileIO(self.source, closefd=False).readinto
-        self._poll = select.poll()
-        for log in logs:
-            self._poll.register(log, select.POLLIN)
-        self._reader = Reader(self, express=self._return)
         self._out: deque[Piece] = deque()
-        self._stalled: deque[tuple[tuple[int, ...] | None, int, int, bytes, int]] = deque()
-        """Frames of answers, each with how far the logs must be told before it."""
-        self._answer: tuple[int, int] | None = None
-        """The large answer under way: its stream, and how many bytes are missing."""
+        self.answers = Answers(self, owner)
 
     # ---- towards the rank
 
@@ -196,97 +181,9 @@ class Seat:
             if length:
                 self._owner.mux.used(stream, length)
 
-    # ---- from the rank
+    # ---- one call after another
 
-    def read(self) -> None:
-        """Takes what the rank has to say."""
-        try:
-            if self._reader.pump(self._recv_into):
-                return
-        except BlockingIOError:
-            return
-        except OSError:
-            pass
-        except ProtocolError:  # it wrote to our pipe: that is its end, not ours
-            self.kill()
-        self._owner.readable(self, False)  # it has hung up
-
-    def place(self, stream: int, length: int) -> memoryview:
-        return memoryview(bytearray(length))
-
-    def _return(self, stream: int, frame: memoryview, head: int) -> bool:
-        """Passes a small answer on as it lies, if nothing is in its way."""
-        if self._stalled or not self.calls or self.calls[0].stream != stream or self._poll.poll(0):
-            return False
-        if self._owner.behind or not self._owner.relay(frame):
-            return False
-        self._close(stream)
-        return True
-
-    def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
-        marks: tuple[int, ...] | None = ()
-        if kind == BYE:  # it ends after the answer that follows
-            self.condemned = True
-            return
-        if kind == HEAD:
-            if self._poll.poll(0):
-                for log in self.logs:
-                    self._owner.drain(log)
-            if any(log.waiting for log in self.logs):
-                marks = self._marks()
-        if not self._stalled and marks is not None and self._told(marks):
-            self._pass_on(kind, stream, payload, head)
-        else:
-            self._stalled.append((marks, kind, stream, bytes(payload), head))
-            self._pause()
-
-    def _marks(self) -> tuple[int, ...] | None:
-        """How far each log has come; None while there is no room for what the process has written."""
-        if any(log.stopped for log in self.logs) or self._poll.poll(0):
-            return None
-        return tuple(log.end for log in self.logs)
-
-    def _told(self, marks: tuple[int, ...]) -> bool:
-        """What the process had written before its answer is on its way: only then may the answer follow."""
-        if not marks or all(log.told(mark) for log, mark in zip(self.logs, marks, strict=True)):
-            return True
-        self._owner.flush()
-        return all(log.told(mark) for log, mark in zip(self.logs, marks, strict=True))
-
-    def _pass_on(self, kind: int, stream: int, payload: Buffer, head: int) -> None:
-        mux = self._owner.mux
-        if kind == DATA:
-            self._relay(stream, payload)
-        elif head:
-            mux.send(stream, bytes(payload[:head]), (payload[head:],))
-            self._close(stream)
-        elif kind == HEAD:
-            content = bytes(payload)
-            mux.send(stream, content, large=True)
-            missing = inline_size(getattr(messages.decode(content), "parts", ()))
-            if missing:
-                self._answer = (stream, missing)
-            else:
-                self._close(stream)
-
-    def _pause(self) -> None:
-        self.paused = True
-        self._owner.stuck.add(self)
-        self._owner.readable(self, False)
-
-    def _relay(self, stream: int, payload: Buffer) -> None:
-        if self._answer is None:
-            return
-        missing = self._answer[1] - len(payload)
-        self._answer = (stream, missing)
-        self._owner.mux.send_data(stream, payload)
-        if missing <= 0:
-            self._answer = None
-            self._close(stream)
-        elif self._owner.mux.queued(stream) > _BACKLOG:
-            self._pause()
-
-    def _close(self, stream: int) -> None:
+    def answered(self, stream: int) -> None:
         """An answer is complete: the next call, if any, has begun."""
         if self.calls and self.calls[0].stream == stream:
             self.calls.popleft()
@@ -302,31 +199,6 @@ class Seat:
         if call.held:
             self._queue(self._out, *call.held)
             call.held = []
-
-    def resume(self) -> bool:
-        """Goes on where it paused: the logs are out, and the connection has taken enough of a large answer.
-
-        True: it did.
-        """
-        before = len(self._stalled)
-        while self._stalled and self._is_next():
-            self._pass_on(*self._stalled.popleft()[1:])
-        if self._stalled or (self._answer is not None and self._owner.mux.queued(self._answer[0]) >= _BACKLOG // 2):
-            return len(self._stalled) < before
-        self.paused = False
-        self._owner.stuck.discard(self)
-        self._owner.readable(self, True)
-        return True
-
-    def _is_next(self) -> bool:
-        """The first of the frames that wait may be passed on."""
-        marks, *frame = self._stalled[0]
-        if marks is None:
-            marks = self._marks()
-            if marks is None:
-                return False
-            self._stalled[0] = (marks, *frame)  # type: ignore[assignment]
-        return self._told(marks)
 
     # ---- endings
 
@@ -396,18 +268,12 @@ class Seat:
 
     def ended(self, exitcode: int, text: str) -> None:
         """The process is gone: answers the call that ran, and hands back those that had not begun."""
-        with contextlib.suppress(OSError, ProtocolError):
-            while self._reader.pump(self._recv_into):
-                pass
-        for log in self.logs:
-            log.drain()
-        while self._stalled:
-            self._pass_on(*self._stalled.popleft()[1:])
+        broken = self.answers.finish()
         mux = self._owner.mux
         exited = messages.Exited(seat=self.name, generation=self.generation, text=text, exitcode=exitcode)
         mux.send(0, exited.encode())  # first: those who hear the answers want to know that the seat is free
         for place, call in enumerate(self.calls):
-            if self._answer is not None and self._answer[0] == call.stream:
+            if call.stream == broken:
                 mux.forget(call.stream)
             if place:
                 answer = messages.Ended(why="unstarted")

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from mutation import PIECES, RECORDED, Source, mutated
 from recording import CONVERSATIONS, CORPUS, SIDES, Ear, Frame, record
 
-from skyfab.agent import agent as agent_module
+from skyfab.agent import orders
 from skyfab.agent import seats as seats_module
 from skyfab.agent import store as store_module
 from skyfab.agent.agent import Agent
@@ -234,7 +234,7 @@ Make = Callable[[], contextlib.AbstractContextManager[Host]]
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """``with host() as one:`` an agent in a folder of its own; nothing it does leaves this process."""
-    monkeypatch.setattr(agent_module, "reach", lambda peers: ([], ""))
+    monkeypatch.setattr(orders, "reach", lambda peers: ([], ""))
     monkeypatch.setattr(seats_module, "_FAREWELL", 0.0)
     before, number = Path.cwd(), 0
 

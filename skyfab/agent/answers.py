@@ -1,0 +1,163 @@
+"""Answers: what a rank says, passed on in order, and never before what it had written until then."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import select
+from collections import deque
+
+from skyfab.errors import ProtocolError
+from skyfab.protocol import messages
+from skyfab.protocol.blobs import inline_size
+from skyfab.protocol.frames import BYE, DATA, HEAD, Reader
+
+TYPE_CHECKING = False  # a cold host has no time for `typing`
+if TYPE_CHECKING:
+    from typing import Final
+
+    from skyfab.agent.seat import Owner, Seat
+    from skyfab.protocol.streams import Buffer
+
+_BACKLOG: Final = 2 * 1024 * 1024
+"""Bytes of an answer that may wait for the connection before the rank is left waiting."""
+
+
+class Answers:
+    """The way from one rank to the client."""
+
+    def __init__(self, seat: Seat, owner: Owner) -> None:
+        self._seat = seat
+        self._owner = owner
+        self._logs = seat.logs
+        self._recv_into = io.FileIO(seat.source, closefd=False).readinto
+        self._poll = select.poll()
+        for log in seat.logs:
+            self._poll.register(log, select.POLLIN)
+        self._reader = Reader(self, express=self._return)
+        self._stalled: deque[tuple[tuple[int, ...] | None, int, int, bytes, int]] = deque()
+        """Frames of answers, each with how far the logs must be told before it."""
+        self._answer: tuple[int, int] | None = None
+        """The large answer under way: its stream, and how many bytes are missing."""
+
+    def read(self) -> None:
+        """Takes what the rank has to say."""
+        try:
+            if self._reader.pump(self._recv_into):
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        except ProtocolError:  # it wrote to our pipe: that is its end, not ours
+            self._seat.kill()
+        self._owner.readable(self._seat, False)  # it has hung up
+
+    def place(self, stream: int, length: int) -> memoryview:
+        return memoryview(bytearray(length))
+
+    def _return(self, stream: int, frame: memoryview, head: int) -> bool:
+        """Passes a small answer on as it lies, if nothing is in its way."""
+        if self._stalled or not self._seat.calls or self._seat.calls[0].stream != stream or self._poll.poll(0):
+            return False
+        if self._owner.behind or not self._owner.relay(frame):
+            return False
+        self._seat.answered(stream)
+        return True
+
+    def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
+        marks: tuple[int, ...] | None = ()
+        if kind == BYE:  # it ends after the answer that follows
+            self._seat.condemned = True
+            return
+        if kind == HEAD:
+            if self._poll.poll(0):
+                for log in self._logs:
+                    self._owner.drain(log)
+            if any(log.waiting for log in self._logs):
+                marks = self._marks()
+        if not self._stalled and marks is not None and self._told(marks):
+            self._pass_on(kind, stream, payload, head)
+        else:
+            self._stalled.append((marks, kind, stream, bytes(payload), head))
+            self._pause()
+
+    def _marks(self) -> tuple[int, ...] | None:
+        """How far each log has come; None while there is no room for what the process has written."""
+        if any(log.stopped for log in self._logs) or self._poll.poll(0):
+            return None
+        return tuple(log.end for log in self._logs)
+
+    def _told(self, marks: tuple[int, ...]) -> bool:
+        """What the process had written before its answer is on its way: only then may the answer follow."""
+        if not marks or all(log.told(mark) for log, mark in zip(self._logs, marks, strict=True)):
+            return True
+        self._owner.flush()
+        return all(log.told(mark) for log, mark in zip(self._logs, marks, strict=True))
+
+    def _pass_on(self, kind: int, stream: int, payload: Buffer, head: int) -> None:
+        mux = self._owner.mux
+        if kind == DATA:
+            self._relay(stream, payload)
+        elif head:
+            mux.send(stream, bytes(payload[:head]), (payload[head:],))
+            self._seat.answered(stream)
+        elif kind == HEAD:
+            content = bytes(payload)
+            mux.send(stream, content, large=True)
+            missing = inline_size(getattr(messages.decode(content), "parts", ()))
+            if missing:
+                self._answer = (stream, missing)
+            else:
+                self._seat.answered(stream)
+
+    def _pause(self) -> None:
+        self._owner.stuck.add(self._seat)
+        self._owner.readable(self._seat, False)
+
+    def _relay(self, stream: int, payload: Buffer) -> None:
+        if self._answer is None:
+            return
+        missing = self._answer[1] - len(payload)
+        self._answer = (stream, missing)
+        self._owner.mux.send_data(stream, payload)
+        if missing <= 0:
+            self._answer = None
+            self._seat.answered(stream)
+        elif self._owner.mux.queued(stream) > _BACKLOG:
+            self._pause()
+
+    def resume(self) -> bool:
+        """Goes on where it paused: the logs are out, and the connection has taken enough of a large answer.
+
+        True: it did.
+        """
+        before = len(self._stalled)
+        while self._stalled and self._is_next():
+            self._pass_on(*self._stalled.popleft()[1:])
+        if self._stalled or (self._answer is not None and self._owner.mux.queued(self._answer[0]) >= _BACKLOG // 2):
+            return len(self._stalled) < before
+        self._owner.stuck.discard(self._seat)
+        self._owner.readable(self._seat, True)
+        return True
+
+    def _is_next(self) -> bool:
+        """The first of the frames that wait may be passed on."""
+        marks, *frame = self._stalled[0]
+        if marks is None:
+            marks = self._marks()
+            if marks is None:
+                return False
+            self._stalled[0] = (marks, *frame)  # type: ignore[assignment]
+        return self._told(marks)
+
+    def finish(self) -> int:
+        """The process is gone: what it has said still counts. The stream of a large answer that it broke off, or 0."""
+        with contextlib.suppress(OSError, ProtocolError):
+            while self._reader.pump(self._recv_into):
+                pass
+        for log in self._logs:
+            log.drain()
+        while self._stalled:
+            self._pass_on(*self._stalled.popleft()[1:])
+        return self._answer[0] if self._answer is not None else 0

@@ -1,0 +1,182 @@
+"""Orders: what the client asks for, carried out. Mechanisms only; which call goes where is the client's business."""
+
+from __future__ import annotations
+
+import os
+
+from skyfab.agent.ports import Ports, reach
+from skyfab.agent.record import Record
+from skyfab.agent.seat import Running, Seat
+from skyfab.agent.store import Store
+from skyfab.errors import ProtocolError
+from skyfab.protocol import messages
+from skyfab.protocol.blobs import Assembly, inline_size
+from skyfab.protocol.frames import CHUNK
+from skyfab.protocol.messages import Done
+
+TYPE_CHECKING = False  # a cold host has no time for `typing`
+if TYPE_CHECKING:
+    from typing import Any, Final
+
+    from skyfab.agent.machine import Machine
+    from skyfab.agent.routes import Routes
+    from skyfab.agent.seats import Seats
+    from skyfab.protocol.streams import Mux
+
+    Data = memoryview | None
+    """What a small message has with it; a large one's data follows."""
+
+
+class Orders:
+    """Takes a client's messages one by one."""
+
+    def __init__(self, mux: Mux, seats: Seats, routes: Routes, *, cache: str, machine: Machine) -> None:
+        self._mux = mux
+        self._seats = seats
+        self._routes = routes
+        self._cache = cache
+        self._machine = machine
+        self._store = Store(run=os.getcwd(), cache=cache)
+        self._ports = Ports()
+        self._functions: dict[str, tuple[bytes, bytes | Assembly]] = {}
+        self.record: Record | None = None
+        """Of a run that goes on without a client."""
+
+    def take(self, stream: int, head: bytes, data: Data) -> None:
+        message = messages.decode(head)
+        try:
+            _OPERATIONS[type(message)](self, stream, message, head, data)
+        except Exception as error:
+            self._routes.fail(stream, error)
+
+    def close(self) -> None:
+        """Nothing is left open."""
+        if self.record is not None:
+            self.record.close()
+        self._ports.close_all()
+
+    # ---- processes and calls
+
+    def _spawn(self, stream: int, message: messages.Spawn, head: bytes, data: Data) -> None:
+        request = {
+            "env": message.env,
+            "info": message.info,
+            "path": self._store.roots(message.tree) if message.tree else [],
+            "stores": self._store.folders,
+        }
+        self._seats.spawn(message.seat, message.generation, request, self._ports.hand_over(message.port))
+
+    def _call(self, stream: int, message: messages.Call, head: bytes, data: Data) -> None:
+        seat = self._seats.get(message.seat)
+        if seat is None:
+            self._mux.send(stream, messages.Ended(why="unstarted").encode())
+        else:
+            if message.function not in seat.functions:
+                self._teach(seat, message.function)
+            if self.record is not None:
+                self.record.expect(stream, seat.rank)
+                self.record.keep_call(message)
+            seat.give(Running(stream, message.timeout), head, data)
+            if data is not None and message.timeout is None:
+                self._seats.recognise(head, seat)
+        if data is None:
+            self._routes.expect(stream, message.parts, seat)
+
+    def _teach(self, seat: Seat, digest: str) -> None:
+        """Passes a function on to a rank that has not seen it."""
+        head, content = self._functions[digest]
+        seat.functions.add(digest)
+        if isinstance(content, bytes):
+            seat.tell(0, head, content)
+            return
+        seat.tell(0, head, None)
+        for part in content.inline:
+            for at in range(0, len(part), CHUNK):
+                seat.tell_data(0, part[at : at + CHUNK])
+
+    def _function(self, stream: int, message: messages.Function, head: bytes, data: Data) -> None:
+        if data is not None:
+            self._functions[message.digest] = (head, bytes(data))
+        else:
+            content = Assembly(message.parts)
+            self._functions[message.digest] = (head, content)
+            self._routes.expect(stream, message.parts, content)
+
+    def _forget(self, stream: int, message: messages.Forget, head: bytes, data: Data) -> None:
+        for digest in message.digests:
+            self._functions.pop(digest, None)
+        self._seats.forget()
+        for seat in self._seats:
+            seat.functions.difference_update(message.digests)
+            if not seat.calls:  # one that waits may be for such a function
+                seat.tell(0, head, b"")
+
+    def _cancel(self, stream: int, message: messages.Cancel, head: bytes, data: Data) -> None:
+        for seat in self._seats:
+            seat.cancel(message.stream)
+
+    def _recall(self, stream: int, message: messages.Recall, head: bytes, data: Data) -> None:
+        for seat in self._seats:
+            for call in message.streams:
+                seat.take_back(call, "recalled")
+
+    def _release(self, stream: int, message: messages.Release, head: bytes, data: Data) -> None:
+        self._seats.release(message.seat)
+
+    def _detach(self, stream: int, message: messages.Detach, head: bytes, data: Data) -> None:
+        if not message.run.isalnum():  # it names a folder
+            raise ProtocolError(f"not the name of a run: {message.run!r:.80}")
+        if self.record is not None:
+            raise ProtocolError("this agent has a run already")
+        self.record = Record(os.path.join(self._cache, "runs", message.run), message.about, self._mux)
+        self._seats.keep_in(self.record)
+        self._mux.send(stream, Done().encode())
+
+    def _look(self, stream: int, message: messages.Look, head: bytes, data: Data) -> None:
+        self._mux.send(stream, Done(text=self._seats.look(message.seat)).encode())
+
+    # ---- content, ports
+
+    def _has(self, stream: int, message: messages.Has, head: bytes, data: Data) -> None:
+        self._mux.send(stream, messages.Missing(names=self._store.missing(message.names)).encode())
+
+    def _blob(self, stream: int, message: messages.Blob, head: bytes, data: Data) -> None:
+        inline_size(message.parts)
+        writer = self._store.writer(message.name, keep=message.keep)
+        if data is None:
+            self._routes.expect(stream, message.parts, writer)
+        else:
+            self._routes.keep(stream, writer, data)
+
+    def _tree(self, stream: int, message: messages.Tree, head: bytes, data: Data) -> None:
+        self._store.lay_out(message.digest, message.files)
+        self._mux.send(stream, Done().encode())
+
+    def _port(self, stream: int, message: messages.Port, head: bytes, data: Data) -> None:
+        self._mux.send(stream, Done(text=str(self._ports.open(self._machine.address))).encode())
+
+    def _unport(self, stream: int, message: messages.Unport, head: bytes, data: Data) -> None:
+        self._ports.close(message.port)
+
+    def _reach(self, stream: int, message: messages.Reach, head: bytes, data: Data) -> None:
+        failed, interface = reach(message.peers)
+        self._mux.send(stream, messages.Reached(failed=failed, interface=interface).encode())
+
+
+_OPERATIONS: Final[dict[type[messages.Message], Any]] = {
+    messages.Spawn: Orders._spawn,
+    messages.Call: Orders._call,
+    messages.Function: Orders._function,
+    messages.Forget: Orders._forget,
+    messages.Cancel: Orders._cancel,
+    messages.Recall: Orders._recall,
+    messages.Release: Orders._release,
+    messages.Look: Orders._look,
+    messages.Detach: Orders._detach,
+    messages.Has: Orders._has,
+    messages.Blob: Orders._blob,
+    messages.Tree: Orders._tree,
+    messages.Port: Orders._port,
+    messages.Unport: Orders._unport,
+    messages.Reach: Orders._reach,
+}

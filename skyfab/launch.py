@@ -21,6 +21,7 @@ from skyfab.bundle import Bundle
 from skyfab.errors import HostLost, HostUnfit
 from skyfab.inventory import Host
 from skyfab.protocol.blobs import name_of
+from skyfab.protocol.messages import AgentHello
 from skyfab.shell import LOOP, START, Patience, Shell
 from skyfab.transport.base import Stream, Transport
 from skyfab.transport.openssh import by_hand
@@ -209,6 +210,20 @@ def other_python(version: str, host: Host) -> HostUnfit:
         host=host.name,
         hint=f'name an interpreter {local_python()} there: Image(python="/path/to/python{local_python()}")',
     )
+
+
+def check_agent(agent: AgentHello, host: Host) -> None:
+    """Functions travel as byte code: the interpreters must agree before anything is unpickled."""
+    import cloudpickle
+
+    if agent.python != local_python():
+        raise other_python(agent.python, host)
+    if agent.cloudpickle != cloudpickle.__version__:
+        raise HostUnfit(
+            f"it has cloudpickle {agent.cloudpickle}, this program {cloudpickle.__version__}",
+            host=host.name,
+            hint="make them the same version",
+        )
 
 
 def local_python() -> str:

@@ -20,7 +20,7 @@ LAYERS = [
     "protocol",  # what the two sides of a connection share, and all they share
     "host selection inventory_file inventory image output calls",  # what the user says, as data
     "transport env bundle changes project parcel refs shell launch plugins outfit stacks",  # how it gets to a host
-    "interrupts turns inbox wire revival reunion session",  # one agent on one host
+    "interrupts turns inbox wire revival reunion line session",  # one agent on one host
     "answers node muster dispatch express meeting gang gangs elastic autopsy homecoming hearing spread",  # a pool
     "roster detached launcher",  # who belongs to it; runs without one
     "compute device",  # the pool itself
@@ -42,7 +42,7 @@ UPWARD = {
 
 OUTSIDE = {
     # A library, and the only modules that may import it.
-    "cloudpickle": {"protocol.codec", "bundle", "session"},
+    "cloudpickle": {"protocol.codec", "bundle", "launch"},
     "exceptiongroup": {"errors"},
     "fabric": {"transport.fabric"},
     "invoke": {"cli"},

@@ -1,0 +1,331 @@
+"""The line: a session's stream, whichever one that is just now, read and written.
+
+Whoever waits for an answer reads, see `turns`. When the stream breaks or falls silent, a reunion finds another one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from skyfab.errors import HostLost, SkyfabError
+from skyfab.inbox import Answer, Exchange, Failure, Inbox, Listener, Reply
+from skyfab.interrupts import INTERRUPTS, MAIN
+from skyfab.inventory import Host
+from skyfab.protocol import VERSION
+from skyfab.protocol.frames import HEAD, HEADER
+from skyfab.protocol.messages import ClientHello, Message
+from skyfab.protocol.streams import Buffer
+from skyfab.reunion import DOUBT, Reunion
+from skyfab.revival import Join
+from skyfab.transport.base import Stream, Transport
+from skyfab.turns import Turns
+from skyfab.wire import Wire
+
+PING: Final = 1.0
+"""Seconds between signs of life."""
+GONE: Final = "agent is gone"
+"""What the link says of an agent that it does not find."""
+
+
+class Line:
+    """The way to one agent and back. Thread-safe."""
+
+    def __init__(
+        self,
+        host: Host,
+        listener: Listener,
+        *,
+        lease: float,
+        silence: float,
+        reach: Callable[[], Transport],
+        join: Join,
+    ) -> None:
+        self._host = host
+        self._lease = lease
+        self._pace = min(PING, lease / 4) if lease else PING
+        self.inbox = Inbox(host.name, listener)
+        self.mux = self.inbox.mux
+        self._lock = threading.Lock()
+        self.ended: Exception | None = None
+        """Why it is over."""
+        self.farewell = False
+        """This side wants it to end."""
+        self._until = float("inf")
+        """When the farewell is over, heard or not."""
+        self._pinged = 0.0
+        self._next_stream = 1
+        self.wire = Wire()
+        self.turns = Turns(self.pump, self.wire.poke)
+        self.reunion = Reunion(
+            self.wire,
+            self.inbox,
+            self._lock,
+            listener,
+            host=host.name,
+            lease=lease,
+            silence=silence,
+            over=lambda: self.farewell or self.ended is not None,
+            reach=reach,
+            join=join,
+        )
+
+    # ---- the beginning and the end
+
+    def begin_with(self, stream: Stream, transport: Transport) -> None:
+        """The first stream, on which the agent is about to say hello."""
+        self.mux.attach(self._hello())
+        self.wire.take(stream, transport)
+        with self._lock:
+            self._read()  # some of it may have come together with the link's answer
+
+    def close(self, patience: float) -> None:
+        """Says goodbye, and waits for the answer so long."""
+        self.farewell = True
+        self._until = time.monotonic() + patience
+        with self._lock:
+            if self.wire.stream is not None and self.ended is None:
+                self.mux.bye()
+                self._flush()
+        self.wire.poke()
+        self.turns.join(patience + 1)
+        with self.turns.held:
+            self.wire.close()
+            self.reunion.close()
+
+    def abandon(self) -> None:
+        """Waits until the agent has heard everything, and lets go of it without a goodbye. Raises HostLost."""
+        with self._lock:
+            self.mux.ping()
+        if not self.turns.wait(self._is_heard) and self.ended is not None:
+            raise self.ended
+        with self._lock:
+            self.farewell = True
+            self.wire.let_go()
+
+    def _hello(self) -> bytes:
+        """How far this side has heard; it opens every stream."""
+        received = self.mux.received
+        return ClientHello(protocol=VERSION, received=received, lease=self._lease, name=self._host.name).encode()
+
+    def _is_heard(self) -> bool:
+        with self._lock:
+            if not self.mux.is_heard and time.monotonic() - self._pinged > 0.05:
+                self._pinged = time.monotonic()
+                self.mux.ping()
+            return self.mux.is_heard
+
+    # ---- speaking
+
+    def send(
+        self,
+        message: Message | bytes,
+        parts: Sequence[Buffer] = (),
+        *,
+        answer: Answer | None = None,
+        failure: Failure | None = None,
+        seat: str | None = None,
+        urgent: bool = False,
+    ) -> int:
+        """Sends a message. `answer` or `failure` is called once, on whatever thread reads.
+
+        With `seat`, what the process in it has written so far is shown before the answer. Returns the stream's number.
+        Raises HostLost when the host is gone.
+        """
+        head = message if isinstance(message, bytes) else message.encode()
+        with self._lock:
+            if self.ended is not None:
+                raise self.ended
+            stream = self._next_stream
+            self._next_stream += 2
+            if answer is not None:
+                self.inbox.exchanges[stream] = Exchange(answer, failure or _ignore, seat)
+            drained = self._say(stream, head, parts, urgent=urgent)
+        if not drained:
+            self.wire.poke()
+        return stream
+
+    def begin(self, head: bytes, data: bytes, seat: str) -> Reply:
+        """Sends a small message whose answer this thread will `await_reply`. Raises HostLost."""
+        with self._lock:
+            if self.ended is not None:
+                raise self.ended
+            stream = self._next_stream
+            self._next_stream += 2
+            reply = self.inbox.exchanges[stream] = Reply(stream, seat)
+            wire = self.wire.stream
+            if wire is None:
+                self.mux.send(stream, head, (data,))
+                return reply
+            whole = HEADER.pack(HEAD, len(head), stream, len(head) + len(data)) + head + data
+            try:
+                drained = self.mux.send_frame(whole, wire.send)
+            except OSError:
+                drained = True  # the reading side finds out why
+        if not drained:
+            self.wire.poke()
+        return reply
+
+    def await_reply(self, reply: Reply) -> None:
+        """Raises HostLost when the host is gone first."""
+        self.turns.wait(reply.is_there)
+        if reply.error is not None:
+            raise reply.error
+
+    # ---- reading and writing
+
+    def pump(self, timeout: float | None) -> None:
+        """Waits for the stream once, reads and writes what it can, and hands out what has arrived."""
+        if self.reunion.fresh is not None:
+            self._adopt()
+        wait = self._pace if timeout is None else min(timeout, self._pace)
+        if self.farewell:
+            wait = min(wait, 0.5)
+        main = threading.get_ident() == MAIN
+        outer = INTERRUPTS.held
+        if main:
+            INTERRUPTS.held = False  # here alone may it be interrupted: nothing has been read yet
+        ready = self.wire.wait(wait, self.mux.has_output)
+        if main:
+            INTERRUPTS.held = True
+        try:
+            after = self._take_in(ready)
+            if after:
+                self.turns.call(after)
+        finally:
+            if main:
+                INTERRUPTS.held = outer
+                if INTERRUPTS.missed is not None and not outer:
+                    INTERRUPTS.go_on()
+
+    def _take_in(self, ready: list[tuple[int, int]]) -> list[Callable[[], None]] | None:
+        """Reads and writes what it can; returns what others are to be told."""
+        wire = self.wire
+        try:
+            with self._lock:
+                heard = False
+                for fd, _ in ready:
+                    if fd == wire.source:
+                        heard = True
+                        self._read()
+                    elif fd == wire.waker:
+                        os.read(fd, 4096)
+                    else:
+                        wire.forget(fd)
+                if self.ended is None:
+                    if not heard or self.farewell or self.mux.heard - self._pinged > self._pace:
+                        self._keep_alive()
+                    if self.mux.has_output:
+                        self._flush()
+                return self.inbox.take() if self.inbox.after else None
+        except BaseException:
+            self._torn()
+            raise
+
+    def _torn(self) -> None:
+        """Something broke in the middle of reading: nobody knows how much is lost."""
+        with self._lock:
+            self._finish(HostLost("interrupted while it was answering", host=self._host.name))
+            after = self.inbox.take()
+        self.turns.call(after)
+
+    def _read(self) -> None:
+        stream = self.wire.stream
+        assert stream is not None
+        try:
+            if not self.mux.read(stream.recv_into):
+                self._break(None)
+        except BlockingIOError:
+            pass
+        except (OSError, EOFError) as error:
+            self._break(HostLost(f"the connection broke: {error}", host=self._host.name))
+        except SkyfabError as error:
+            error.host = error.host or self._host.name
+            self._finish(error)
+
+    def _say(self, stream: int, head: bytes, parts: Sequence[Buffer], *, urgent: bool = False) -> bool:
+        wire = self.wire.stream
+        if urgent or wire is None:
+            self.mux.send(stream, head, parts, urgent=urgent)
+            return self._flush()
+        try:
+            return self.mux.send_now(stream, head, parts, wire.send)
+        except OSError:
+            return True  # the reading side finds out why
+
+    def _flush(self) -> bool:
+        wire = self.wire.stream
+        if wire is None:
+            return True
+        try:
+            return self.mux.flush(wire.send)
+        except OSError:
+            return True  # the reading side finds out why
+
+    def _keep_alive(self) -> None:
+        now = time.monotonic()
+        if self.reunion.verdict is not None:
+            self._finish(self.reunion.verdict)
+        elif self.farewell and (now > self._until or self.wire.stream is None):
+            self._finish(None)
+        elif now - self._pinged > self._pace:
+            self._pinged = now
+            self.mux.ping()
+        if now - self.mux.heard > DOUBT and self.inbox.agent is not None:
+            self.reunion.doubt(f"not a word for {DOUBT:.0f} s")
+
+    def _break(self, error: Exception | None) -> None:
+        """The stream has ended, and not because somebody wanted it to: another may take its place."""
+        if self.ended is not None:
+            return
+        if self.farewell or self.inbox.agent is None:
+            self._finish(error)
+            return
+        assert self.wire.stream is not None
+        error = error or self.wire.stream.explain()
+        if GONE in str(error) or self._lease <= 0:
+            self._finish(error)
+            return
+        self.wire.let_go()
+        self.reunion.doubt(error.message if isinstance(error, SkyfabError) else str(error))
+
+    def _adopt(self) -> None:
+        """Goes on with a new stream: both sides say how far they have heard, and the rest is said again."""
+        with self._lock:
+            self.mux.attach(self._hello())
+            self.reunion.adopt()
+            self._read()  # some of it may have come together with the link's answer
+            self._flush()
+
+    # ---- the end
+
+    def _finish(self, error: Exception | None) -> None:
+        """It is over: everybody who waits is told."""
+        if self.ended is not None:
+            return
+        if error is None and not self.farewell and self.wire.stream is not None:
+            error = self.wire.stream.explain()
+        self.ended = error or HostLost("the pool is closed", host=self._host.name)
+        self.turns.over = True
+        lost = None
+        if not self.farewell and self.inbox.agent is not None:
+            lost = self.ended = _as_lost(self.ended, self._host)
+        self.inbox.end(self.ended, lost=lost)
+
+
+def _as_lost(error: Exception, host: Host) -> HostLost:
+    """It was there: whatever its connection says of its end, that is over."""
+    if isinstance(error, HostLost):
+        return error
+    lost = HostLost(str(error), host=host.name)
+    if isinstance(error, SkyfabError):
+        lost = HostLost(error.message, host=host.name, hint=error.hint)
+    lost.__cause__ = error
+    return lost
+
+
+def _ignore(error: Exception) -> None:
+    """For requests whose failure nobody waits for."""

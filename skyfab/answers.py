@@ -17,8 +17,8 @@ from skyfab.errors import (
     UntrustedResult,
 )
 from skyfab.protocol import codec, messages
+from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import Message
-from skyfab.protocol.streams import Buffer
 
 
 def resolve(

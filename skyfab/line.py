@@ -16,9 +16,8 @@ from skyfab.inbox import Answer, Exchange, Failure, Inbox, Listener, Reply
 from skyfab.interrupts import INTERRUPTS, MAIN
 from skyfab.inventory import Host
 from skyfab.protocol import VERSION
-from skyfab.protocol.frames import HEAD, HEADER
+from skyfab.protocol.frames import HEAD, HEADER, Buffer
 from skyfab.protocol.messages import ClientHello, Message
-from skyfab.protocol.streams import Buffer
 from skyfab.reunion import DOUBT, Reunion
 from skyfab.revival import Join
 from skyfab.transport.base import Stream, Transport

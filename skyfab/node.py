@@ -20,8 +20,8 @@ from skyfab.parcel import FunctionParcel
 from skyfab.project import Tree
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import LARGE, name_of
+from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import AgentHello
-from skyfab.protocol.streams import Buffer
 from skyfab.session import Session
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from skyfab.inventory import Host
 from skyfab.launch import Launch, cannot_run, check_agent
 from skyfab.line import Line
 from skyfab.protocol import messages
-from skyfab.protocol.frames import BYE, frame
+from skyfab.protocol.frames import BYE, Buffer, frame
 from skyfab.protocol.messages import AgentHello, Message
-from skyfab.protocol.streams import Buffer
 from skyfab.transport.base import Stream, Transport
 from skyfab.wire import close
 

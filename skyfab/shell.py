@@ -13,7 +13,7 @@ from typing import Final
 
 from skyfab.errors import HostLost, HostUnfit, ProtocolError, Unreachable
 from skyfab.inventory import Host
-from skyfab.protocol.streams import Buffer
+from skyfab.protocol.frames import Buffer
 from skyfab.transport.base import Stream
 from skyfab.transport.openssh import by_hand
 

@@ -207,7 +207,7 @@ def test_nothing_is_kept_of_thousands_of_calls(one: sky.Compute) -> None:
         assert len(talk._line.mux._unacked) <= 2 * ACK_FRAMES
     assert talk._line.mux._owed_frames < ACK_FRAMES
     assert talk._line.inbox.exchanges == {}
-    assert talk._line.mux._outgoing == {}
+    assert talk._line.mux._bulk._streams == {}
 
 
 def test_more_functions_than_a_host_remembers(one: sky.Compute) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from skyfab.protocol.streams import Buffer
+    from skyfab.protocol.frames import Buffer
 
 
 _TEXT = 16 * 1024

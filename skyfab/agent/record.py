@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from skyfab.protocol.streams import Buffer, Mux
+    from skyfab.protocol.frames import Buffer
+    from skyfab.protocol.streams import Mux
 
 
 class Record:

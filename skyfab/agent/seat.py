@@ -11,7 +11,7 @@ import os
 import signal
 from collections import deque
 
-from skyfab.agent.answers import Answers
+from skyfab.agent.voice import Voice
 from skyfab.protocol import messages
 from skyfab.protocol.frames import HEAD, HEADER, data_header
 from skyfab.protocol.pipes import widen
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from skyfab.agent.logs import LogPipe
     from skyfab.agent.record import Record
-    from skyfab.protocol.streams import Buffer, Mux
+    from skyfab.protocol.frames import Buffer
+    from skyfab.protocol.streams import Mux
 
     Piece = tuple[Buffer, int, int]
     """Bytes for the rank; the stream and length whose credit goes back once they are taken."""
@@ -102,7 +103,7 @@ class Seat:
         self._doom: float | None = None
         """When it is ended by force, if it has not ended by itself."""
         self._out: deque[Piece] = deque()
-        self.answers = Answers(self, owner)
+        self.voice = Voice(self, owner)
 
     # ---- towards the rank
 
@@ -268,7 +269,7 @@ class Seat:
 
     def ended(self, exitcode: int, text: str) -> None:
         """The process is gone: answers the call that ran, and hands back those that had not begun."""
-        broken = self.answers.finish()
+        broken = self.voice.finish()
         mux = self._owner.mux
         exited = messages.Exited(seat=self.name, generation=self.generation, text=text, exitcode=exitcode)
         mux.send(0, exited.encode())  # first: those who hear the answers want to know that the seat is free

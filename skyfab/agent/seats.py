@@ -174,7 +174,7 @@ class Seats:
 
     def readable(self, seat: Seat, wanted: bool) -> None:
         if wanted:
-            self._watch.add(seat.source, READ, seat.answers.read)
+            self._watch.add(seat.source, READ, seat.voice.read)
         else:
             self._watch.drop(seat.source)
 
@@ -207,7 +207,7 @@ class Seats:
                 if log.hung_up:
                     log.close()
         for seat in list(self.stuck):
-            self.busy |= seat.answers.resume()
+            self.busy |= seat.voice.resume()
 
     def next_deadline(self, until: float) -> float:
         """Ends calls that are past their time; says when to look again, `until` at the latest."""

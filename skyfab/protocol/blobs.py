@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Final
 
+    from skyfab.protocol.frames import Buffer
     from skyfab.protocol.messages import Part
-    from skyfab.protocol.streams import Buffer
 
     Resolve = Callable[[str], memoryview]
 

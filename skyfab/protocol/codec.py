@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import Any, Final
 
-    from skyfab.protocol.streams import Buffer
+    from skyfab.protocol.frames import Buffer
 
 IN_BAND: Final = 4096
 """Buffers below this size are cheaper inside the pickle than beside it."""

@@ -46,6 +46,8 @@ LIMIT: Final = 4 * 1024 * 1024
 """The largest payload that is accepted."""
 KINDS: Final = frozenset({HELLO, ACK, PING, PONG, BYE, HEAD, DATA, CREDIT})
 
+Buffer = bytes | bytearray | memoryview
+
 
 def frame(kind: int, stream: int = 0, payload: bytes = b"", head: int = 0) -> bytes:
     """A whole frame in one piece, so that it leaves in one write."""

@@ -20,8 +20,8 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from skyfab.protocol.frames import Buffer
 from skyfab.protocol.makers import Draft, Maker, find, find_exception, refuse
-from skyfab.protocol.streams import Buffer
 
 _FEW: Final = 4096
 """Things that a key, or an exception, consists of: a small pickle can name a tuple whose hash takes for ever."""

@@ -13,7 +13,8 @@ from collections import deque
 
 from skyfab.errors import ProtocolError
 from skyfab.protocol import frames
-from skyfab.protocol.frames import ACK, BYE, COUNT, CREDIT, DATA, HEAD, HEADER, HELLO, PING, PONG, frame
+from skyfab.protocol.bulk import CREDIT_WINDOW, Bulk
+from skyfab.protocol.frames import ACK, BYE, COUNT, CREDIT, DATA, HEAD, HEADER, HELLO, PING, PONG, Buffer, frame
 from skyfab.protocol.window import Window
 
 TYPE_CHECKING = False  # see frames
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
 else:
     Protocol = object
 
-Buffer = bytes | bytearray | memoryview
-
-CREDIT_WINDOW: Final = 16 * 1024 * 1024
-"""DATA bytes that one stream may send before its receiver has used them."""
 SMALL: Final = 32 * 1024
 """Messages up to this size leave in one write, ahead of bulk data."""
 ACK_BYTES: Final = 1024 * 1024
@@ -57,18 +54,6 @@ class Handler(Protocol):
         """The other side ends the conversation for good."""
 
 
-class _Outgoing:
-    """What one stream still has to send, and may."""
-
-    __slots__ = ("credit", "last", "pending")
-
-    def __init__(self) -> None:
-        self.last = False
-        """Nothing will be added."""
-        self.pending: deque[memoryview] = deque()
-        self.credit = CREDIT_WINDOW
-
-
 class _Sent:
     """A chunk of bulk data that the other side has not acknowledged."""
 
@@ -93,8 +78,7 @@ class Mux:
         self._reader = self._new_reader()
         self._control: deque[bytes] = deque()
         self._urgent: deque[bytes] = deque()
-        self._outgoing: dict[int, _Outgoing] = {}
-        self._turns: deque[int] = deque()
+        self._bulk = Bulk()
         self._unacked: deque[bytes | _Sent] = deque()
         self._replay: deque[bytes | _Sent] = deque()
         self._batch: deque[Buffer] = deque()
@@ -189,7 +173,7 @@ class Mux:
 
     def relay(self, whole: bytes, send: Send) -> bool:
         """Sends a small message's frame as it is, as far as there is room. False: others are before it."""
-        if self._batch or self._urgent or self._turns or self._control or self._replay:
+        if self._batch or self._urgent or self._bulk.turns or self._control or self._replay:
             return False
         if self._ack_due or self._pong_due or not self._joined:
             return False
@@ -205,32 +189,21 @@ class Mux:
 
     def send_data(self, stream: int, data: Buffer) -> None:
         """Queues more data of a message that `send` has opened."""
-        if not len(data):
-            return
-        outgoing = self._outgoing.get(stream)
-        if outgoing is None:
-            outgoing = self._outgoing[stream] = _Outgoing()
-        if not outgoing.pending:
-            self._turns.append(stream)
-        outgoing.pending.append(memoryview(data).cast("B"))
+        self._bulk.add(stream, data)
 
     def queued(self, stream: int) -> int:
         """Bytes of this stream that wait to be sent."""
-        outgoing = self._outgoing.get(stream)
-        return sum(map(len, outgoing.pending)) if outgoing else 0
+        return self._bulk.queued(stream)
 
     def forget(self, stream: int) -> None:
         """The conversation on this stream is over; what it still had to send is dropped."""
-        self._outgoing.pop(stream, None)
+        self._bulk.forget(stream)
         self._used.pop(stream, None)
 
     def finish(self, stream: int) -> None:
         """Nothing more will be sent on this stream; what is queued still goes."""
-        outgoing = self._outgoing.get(stream)
-        if outgoing is not None and outgoing.pending:
-            outgoing.last = True
-        else:
-            self.forget(stream)
+        self._bulk.finish(stream)
+        self._used.pop(stream, None)
 
     def ping(self) -> int:
         """Asks for a sign of life; `echoed` is this number, or a later one's, once it has come."""
@@ -270,7 +243,7 @@ class Mux:
     @property
     def is_heard(self) -> bool:
         """The other side has all that was said."""
-        return not (self._urgent or self._turns or self._replay or self._unacked)
+        return not (self._urgent or self._bulk.turns or self._replay or self._unacked)
 
     @property
     def has_output(self) -> bool:
@@ -281,11 +254,11 @@ class Mux:
             return False
         if self._replay or self._urgent:
             return True
-        if not self._turns:
+        if not self._bulk.turns:
             return False
         if self._flight >= self.window.size:
             return not self._asked
-        return any(o.credit > 0 for s in self._turns if (o := self._outgoing.get(s)) is not None)
+        return self._bulk.is_ready
 
     def _fill(self) -> bool:
         batch = self._batch
@@ -298,7 +271,7 @@ class Mux:
         if self._ack_due:
             batch.append(frame(ACK, 0, COUNT.pack(self.received)))
         self._pong_due = self._ack_due = False
-        now = self._clock() if self._turns or self._replay else 0.0
+        now = self._clock() if self._bulk.turns or self._replay else 0.0
         if self._replay:
             while self._replay and len(batch) < 64:
                 sent = self._replay.popleft()
@@ -312,41 +285,17 @@ class Mux:
             whole = self._urgent.popleft()
             self._unacked.append(whole)
             batch.append(whole)
-        if not batch and self._turns:
+        if not batch and self._bulk.turns:
             if self._flight < self.window.size:
-                self._take_turn(now)
+                piece = self._bulk.next(self.window.chunk)
+                if piece is not None:
+                    self._unacked.append(_Sent(*piece, now))
+                    self._flight += len(piece[1])
+                    batch.extend(piece)
             elif not self._asked:
                 self._asked = True
                 batch.append(frame(PING))
         return bool(batch)
-
-    def _take_turn(self, now: float) -> None:
-        """Moves one chunk of the next stream that has credit into the batch."""
-        for _ in range(len(self._turns)):
-            stream = self._turns.popleft()
-            outgoing = self._outgoing.get(stream)
-            if outgoing is None or not outgoing.pending:
-                continue
-            if outgoing.credit <= 0:
-                self._turns.append(stream)
-                continue
-            view = outgoing.pending[0]
-            size = min(len(view), self.window.chunk, outgoing.credit)
-            chunk = view[:size]
-            if size == len(view):
-                outgoing.pending.popleft()
-            else:
-                outgoing.pending[0] = view[size:]
-            outgoing.credit -= size
-            if outgoing.pending:
-                self._turns.append(stream)
-            elif outgoing.last:
-                self.forget(stream)
-            header = frames.data_header(stream, size)
-            self._unacked.append(_Sent(header, chunk, now))
-            self._flight += size
-            self._batch.extend((header, chunk))
-            return
 
     # ---- receiving
 
@@ -387,9 +336,7 @@ class Mux:
             self._owed_bytes += len(payload)
             self._handler.data(stream, payload)
         elif kind == CREDIT:
-            outgoing = self._outgoing.get(stream)
-            if outgoing is not None:
-                outgoing.credit += _count(payload)
+            self._bulk.grant(stream, _count(payload))
         elif kind == ACK:
             self._acknowledge(_count(payload))
         elif kind == PING:

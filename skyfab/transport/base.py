@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from skyfab.protocol.streams import Buffer
+from skyfab.protocol.frames import Buffer
 
 
 class Stream(Protocol):

@@ -19,7 +19,7 @@ import paramiko
 
 from skyfab.errors import AuthenticationRefused, HostError, HostKeyRefused, HostLost, Unreachable
 from skyfab.inventory import Host, Inventory
-from skyfab.protocol.streams import Buffer
+from skyfab.protocol.frames import Buffer
 from skyfab.transport.openssh import ALIVE_COUNT, ALIVE_INTERVAL, CONFIG, by_hand, changed_key
 
 _PACKET: Final = 1024 * 1024

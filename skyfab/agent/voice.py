@@ -1,4 +1,4 @@
-"""Answers: what a rank says, passed on in order, and never before what it had written until then."""
+"""The voice of a rank: what it says, passed on in order, and never before what it had written until then."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from typing import Final
 
     from skyfab.agent.seat import Owner, Seat
-    from skyfab.protocol.streams import Buffer
+    from skyfab.protocol.frames import Buffer
 
 _BACKLOG: Final = 2 * 1024 * 1024
 """Bytes of an answer that may wait for the connection before the rank is left waiting."""
 
 
-class Answers:
+class Voice:
     """The way from one rank to the client."""
 
     def __init__(self, seat: Seat, owner: Owner) -> None:

@@ -1,0 +1,98 @@
+"""Bulk: data of large messages that waits to be sent. Streams take turns, each as far as its receiver has room."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from skyfab.protocol.frames import Buffer, data_header
+
+TYPE_CHECKING = False  # see frames
+if TYPE_CHECKING:
+    from typing import Final
+
+CREDIT_WINDOW: Final = 16 * 1024 * 1024
+"""DATA bytes that one stream may send before its receiver has used them."""
+
+
+class _Outgoing:
+    """What one stream still has to send, and may."""
+
+    __slots__ = ("credit", "last", "pending")
+
+    def __init__(self) -> None:
+        self.last = False
+        """Nothing will be added."""
+        self.pending: deque[memoryview] = deque()
+        self.credit = CREDIT_WINDOW
+
+
+class Bulk:
+    """The queues of all streams."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, _Outgoing] = {}
+        self.turns: deque[int] = deque()
+        """Streams with something to send, in the order in which they may; some have been forgotten since."""
+
+    def add(self, stream: int, data: Buffer) -> None:
+        """Queues data. It is not copied."""
+        if not len(data):
+            return
+        outgoing = self._streams.get(stream)
+        if outgoing is None:
+            outgoing = self._streams[stream] = _Outgoing()
+        if not outgoing.pending:
+            self.turns.append(stream)
+        outgoing.pending.append(memoryview(data).cast("B"))
+
+    def queued(self, stream: int) -> int:
+        """Bytes of this stream that wait."""
+        outgoing = self._streams.get(stream)
+        return sum(map(len, outgoing.pending)) if outgoing else 0
+
+    def grant(self, stream: int, credit: int) -> None:
+        """The receiver has room for so many more bytes."""
+        outgoing = self._streams.get(stream)
+        if outgoing is not None:
+            outgoing.credit += credit
+
+    def forget(self, stream: int) -> None:
+        """What this stream still had to send is dropped."""
+        self._streams.pop(stream, None)
+
+    def finish(self, stream: int) -> None:
+        """Nothing will be added: once all of it is out, the stream is forgotten."""
+        outgoing = self._streams.get(stream)
+        if outgoing is not None and outgoing.pending:
+            outgoing.last = True
+        else:
+            self.forget(stream)
+
+    @property
+    def is_ready(self) -> bool:
+        """Some stream could send now."""
+        return any(o.credit > 0 for stream in self.turns if (o := self._streams.get(stream)) is not None)
+
+    def next(self, limit: int) -> tuple[bytes, memoryview] | None:
+        """A chunk of the next stream that has credit, with its header."""
+        for _ in range(len(self.turns)):
+            stream = self.turns.popleft()
+            outgoing = self._streams.get(stream)
+            if outgoing is None or not outgoing.pending:
+                continue
+            if outgoing.credit <= 0:
+                self.turns.append(stream)
+                continue
+            view = outgoing.pending[0]
+            size = min(len(view), limit, outgoing.credit)
+            if size == len(view):
+                outgoing.pending.popleft()
+            else:
+                outgoing.pending[0] = view[size:]
+            outgoing.credit -= size
+            if outgoing.pending:
+                self.turns.append(stream)
+            elif outgoing.last:
+                self.forget(stream)
+            return data_header(stream, size), view[:size]
+        return None

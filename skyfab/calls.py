@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
@@ -138,6 +138,21 @@ class Group:
     def __and__(self, other: Call[Any] | Group) -> Group:
         more = other.calls if isinstance(other, Group) else (other,)
         return Group((*self.calls, *more), self.stream, self.ordered)
+
+    def results(self, futures: Sequence[Future[Any]]) -> tuple[Any, ...] | Iterator[Any]:
+        """What its calls return, as was asked for. On a failure, or Ctrl-C, those that still run are cancelled."""
+        if self.stream:
+            return _yielded(futures, futures if self.ordered else as_completed(futures))
+        return tuple(_yielded(futures, futures))
+
+
+def _yielded(futures: Sequence[Future[Any]], order: Iterable[Future[Any]]) -> Iterator[Any]:
+    try:
+        for future in order:
+            yield future.result()
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 def gather(*calls: Call[Any], stream: bool = False, ordered: bool = True) -> Group:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar, overload
 
 from skyfab.autopsy import Place, watch
@@ -17,7 +15,7 @@ from skyfab.detached import Results, Run, attach
 from skyfab.dispatch import CallFuture, Queue, Slot, Task
 from skyfab.elastic import in_order, may_go_on, remaining
 from skyfab.errors import UsageError
-from skyfab.events import CallEnded, CallStarted, Events, HostState
+from skyfab.events import Events, HostState
 from skyfab.express import UNFIT, express
 from skyfab.gangs import Gangs, insist
 from skyfab.host import variables
@@ -38,7 +36,6 @@ from skyfab.spread import Spread
 
 R = TypeVar("R")
 T = TypeVar("T")
-_calls = itertools.count(1)
 
 
 class Compute:
@@ -93,7 +90,7 @@ class Compute:
         self._project = Project(self._image)
         self._around = contextlib.ExitStack()
         self._wary = results == "data"
-        self._queue = Queue(self._started, wary=self._wary)
+        self._queue = Queue(self.events.call, wary=self._wary)
         self._gangs = Gangs(self._env_of)
         self._roster = Roster(
             self.inventory,
@@ -254,7 +251,7 @@ class Compute:
                 nodes = self.hosts if elastic is None else remaining(self.hosts, elastic)
                 ranks = [self._ranks_on(node) for node in nodes]
                 gang = self._gangs.current(nodes, ranks, tree, attempt=attempt, conducted=elastic is not None)
-                ended = self._started(label, *(node.name for node in nodes))
+                ended = self.events.call(label, *(node.name for node in nodes))
                 least = None if elastic is None else elastic.least
                 future = gang.call(
                     function, arguments, timeout=timeout, label=label, ended=ended, least=least, wary=self._wary
@@ -322,10 +319,7 @@ class Compute:
 
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
         """Runs calls side by side: ``(f(1) & g(2)) >> compute``."""
-        futures = [self.submit(call) for call in group.calls]
-        if group.stream:
-            return _streamed(futures, ordered=group.ordered)
-        return tuple(_all_results(futures))
+        return group.results([self.submit(call) for call in group.calls])
 
     @overload
     def map(self, function: Function[..., R], *items: Iterable[Any]) -> list[R]: ...
@@ -415,42 +409,3 @@ class Compute:
 
     def _env_of(self, node: Node) -> dict[str, str]:
         return {**node.host.env, **self._outfit.image_of(node.host).env, **self._env}
-
-    def _started(self, label: str, *hosts: str) -> Callable[[BaseException | None], None]:
-        """Tells that a call began on these hosts; returns what tells that it ended."""
-        if not self.events.active:
-            return _nobody
-        call, began = next(_calls), time.monotonic()
-        for host in hosts:
-            self.events.emit(CallStarted(host=host, call=call, function=label))
-
-        def ended(error: BaseException | None) -> None:
-            kind = None if error is None else type(error).__name__
-            for host in hosts:
-                seconds = time.monotonic() - began
-                self.events.emit(CallEnded(host=host, call=call, function=label, seconds=seconds, error=kind))
-
-        return ended
-
-
-def _nobody(error: BaseException | None) -> None:
-    """Nobody listens."""
-
-
-def _all_results(futures: Sequence[Future[Any]]) -> list[Any]:
-    """Every result in order. On a failure, or Ctrl-C, the calls that still run are cancelled."""
-    try:
-        return [future.result() for future in futures]
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        raise
-
-
-def _streamed(futures: Sequence[Future[Any]], *, ordered: bool) -> Iterator[Any]:
-    try:
-        for future in futures if ordered else as_completed(futures):
-            yield future.result()
-    finally:
-        for future in futures:
-            future.cancel()

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,6 +107,9 @@ class Moved(Event):
 Subscriber = Callable[[Event], None]
 
 
+_calls = itertools.count(1)
+
+
 class Events:
     """Hands each event to every subscriber, in order of emission per host."""
 
@@ -131,6 +136,22 @@ class Events:
         """Somebody listens."""
         return bool(self._subscribers)
 
+    def call(self, function: str, *hosts: str) -> Callable[[BaseException | None], None]:
+        """Tells that a call began on these hosts; returns what tells that it ended, and how."""
+        if not self._subscribers:
+            return _nobody
+        number, began = next(_calls), time.monotonic()
+        for host in hosts:
+            self.emit(CallStarted(host=host, call=number, function=function))
+
+        def ended(error: BaseException | None) -> None:
+            kind = None if error is None else type(error).__name__
+            for host in hosts:
+                seconds = time.monotonic() - began
+                self.emit(CallEnded(host=host, call=number, function=function, seconds=seconds, error=kind))
+
+        return ended
+
     def emit(self, event: Event) -> None:
         """A subscriber that raises is reported and does not disturb the others."""
         for subscriber in self._subscribers:
@@ -139,3 +160,7 @@ class Events:
             except Exception:
                 print(f"skyfab: a subscriber failed on {event!r}", file=sys.stderr)
                 traceback.print_exc()
+
+
+def _nobody(error: BaseException | None) -> None:
+    """Nobody listens."""

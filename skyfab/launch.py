@@ -231,12 +231,21 @@ def local_python() -> str:
 
 
 @contextmanager
-def open_shell(host: Host, transport: Transport, *, stopped: Callable[[], bool] = lambda: False) -> Iterator[Shell]:
-    """A shell on a host that needs nothing but a shell; `$c` is the cache folder's path in its scripts."""
+def open_shell(
+    host: Host,
+    transport: Transport,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    quiet: float = float("inf"),
+) -> Iterator[Shell]:
+    """A shell on a host that needs nothing but a shell; `$c` is the cache folder's path in its scripts.
+
+    A script that says nothing for `quiet` seconds is given up.
+    """
     launch = Launch(host=host, session=secrets.token_hex(8), bundle=Bundle("none", ()), python="none")
     stream = transport.open(launch.command())
     try:
-        shell = Shell(stream, launch.marker, Patience(host, time.monotonic() + START, stopped))
+        shell = Shell(stream, launch.marker, Patience(host, time.monotonic() + START, stopped), quiet)
         shell.greeting = lambda: _greet(stream, shell)
         yield shell
     finally:

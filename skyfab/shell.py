@@ -68,10 +68,12 @@ class Patience:
 class Shell:
     """Reads marked answers from a stream, and has scripts run at its other end."""
 
-    def __init__(self, stream: Stream, marker: str, patience: Patience) -> None:
+    def __init__(self, stream: Stream, marker: str, patience: Patience, quiet: float = float("inf")) -> None:
+        """A script may say nothing for `quiet` seconds. A connection that dies is noticed by the transport."""
         self._stream = stream
         self._marker = marker.encode()
         self._patience = patience
+        self._quiet = quiet
         self.host = patience.host
         self.greeting: Callable[[], None] | None = None
         """Reads what the shell says before the first script, once that is on its way: a round trip less."""
@@ -126,7 +128,7 @@ class Shell:
         if self.greeting is not None:
             greeting, self.greeting = self.greeting, None
             greeting()
-        self._patience.deadline = float("inf")  # a connection that dies is noticed by the transport
+        self._patience.deadline = time.monotonic() + self._quiet
         answer = _Answer(self._marker)
         for piece in feed:
             if not self._send_while_silent(piece, answer):
@@ -136,6 +138,7 @@ class Shell:
             got = self._recv(scratch)
             if not got:
                 raise self._stream.explain()
+            self._patience.deadline = time.monotonic() + self._quiet
             answer.feed(bytes(scratch[:got]))
         if answer.status:
             raise ScriptFailed(answer.status, answer.text)
@@ -149,8 +152,11 @@ class Shell:
         if self.greeting is not None:
             greeting, self.greeting = self.greeting, None
             greeting()
-        self._patience.deadline = float("inf")
-        said = (self.answer() or "").split()
+        self._patience.deadline = time.monotonic() + self._quiet
+        answer = self.answer()
+        if answer is None:
+            raise self._stream.explain()
+        said = answer.split()
         if len(said) != 2 or not said[1].isdigit() or len(said[1]) > 15:
             raise FileNotFoundError(path)
         size = int(said[1])
@@ -162,6 +168,7 @@ class Shell:
             got = self._recv(scratch[: size - len(content)])
             if not got:
                 raise self._stream.explain()
+            self._patience.deadline = time.monotonic() + self._quiet
             content += scratch[:got]
         return content
 

@@ -19,6 +19,7 @@ import pytest
 from stage import traces
 from stage.remote import leave, wait_for
 from stage.spot import Spot, until
+from stage.threads import begin
 
 import skyfab as sky
 from skyfab.lab import Lab, LabHost
@@ -114,6 +115,52 @@ def test_logs_are_followed_to_the_end(hosts: list[sky.Host], spot: Spot) -> None
     for rank in range(2):
         lines = [line for number, stream, line in [*first, *rest] if (number, stream) == (rank, "out")]
         assert lines == [f"line {n} of rank {rank}" for n in range(40)]
+
+
+def connections() -> set[int]:
+    """The ssh programs that this process has started."""
+    found = {words.split()[1].rstrip(":"): words for words in traces.children()}
+    return {int(pid) for pid, words in found.items() if ": ssh " in words}
+
+
+def test_whoever_follows_logs_in_once(hosts: list[sky.Host], spot: Spot) -> None:
+    run = launch(hosts, count(4, spot / "go"), name="polite")
+    spot.wait("go.waits", 2)
+    follower = run.logs(follow=True)
+    next(follower)
+    seen = connections()
+    assert len(seen) == 2
+    listening = begin(lambda: list(follower))
+    waiting = begin(lambda: run.result(60))
+    until(lambda: len(connections()) == 4, "somebody who waits for the result")
+    both = connections()
+    for _ in range(30):
+        time.sleep(0.05)
+        assert connections() == both
+    spot.leave("go")
+    assert len(listening.result(60)) == 9
+    assert len(waiting.result(60)) == 2
+    assert connections() == set()
+
+
+def test_whoever_follows_survives_connections_that_break(hosts: list[sky.Host], spot: Spot) -> None:
+    run = launch(hosts, count(40, spot / "go"), name="patient")
+    spot.wait("go.waits", 2)
+    troubles: list[sky.SkyfabError] = []
+    run.trouble = troubles.append
+    follower = run.logs(follow=True)
+    first = [next(follower) for _ in range(5)]
+    waiting = begin(lambda: run.result(60))
+    until(lambda: len(connections()) == 4, "somebody who waits for the result")
+    for pid in connections():
+        os.kill(pid, signal.SIGKILL)
+    spot.leave("go")
+    rest = list(follower)
+    for rank in range(2):
+        lines = [line for number, stream, line in [*first, *rest] if (number, stream) == (rank, "out")]
+        assert lines == [f"line {n} of rank {rank}" for n in range(40)]
+    assert [rank for rank, _, _ in waiting.result(60)] == [0, 1]
+    assert {error.host for error in troubles} == {host.name for host in hosts}
 
 
 @pytest.mark.parametrize(("how", "kind"), [("raise", ValueError), ("die", sky.RankDied)])

@@ -22,7 +22,7 @@ LAYERS = [
     "transport env bundle changes project parcel refs shell launch plugins outfit stacks",  # how it gets to a host
     "interrupts turns inbox wire revival reunion line session",  # one agent on one host
     "answers node muster dispatch express meeting gang gangs elastic autopsy homecoming hearing spread",  # a pool
-    "roster detached launcher",  # who belongs to it; runs without one
+    "shells records detached roster launcher",  # who belongs to it; runs without one
     "compute device",  # the pool itself
     "terminal view ui",  # what a person sees
     "commands cli",  # what a person types

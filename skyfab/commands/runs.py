@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from skyfab.commands import failure
 from skyfab.commands.fanout import load
-from skyfab.detached import Part, Run, attach, survey
-from skyfab.terminal import clean
+from skyfab.detached import Run, attach, survey
+from skyfab.records import Part
+from skyfab.terminal import clean, clean_lines
 
 
 def runs(selection: str | None, inventory: str | None) -> int:
@@ -74,6 +75,7 @@ def follow(run: str, selection: str | None, inventory: str | None) -> int:
 
 
 def _print(run: Run, *, follow: bool, rank: int | None) -> None:
+    run.trouble = lambda error: print(f"{clean_lines(str(error))}\ntrying again", file=sys.stderr)
     where = {number: part.host for part in run.parts for number in part.about["ranks"]}
     for number, stream, line in run.logs(follow=follow, rank=rank):
         place = where.get(number, "?") if run.world_size == 1 else f"{where.get(number, '?')}[{number}]"

@@ -178,6 +178,8 @@ def explain(host: Host, code: int, errors: str) -> Exception:
     if code == 255:
         said = re.sub(r"^ssh: ", "", last) or f"{host.destination} does not answer"
         return Unreachable(said, host=host.name, hint=f"is it up? try: {by_hand(host)}")
+    if code < 0:
+        return Unreachable(f"ssh was ended on this machine, by signal {-code}", host=host.name)
     return HostLost(f"the connection ended{': ' + last if last else ''}", host=host.name)
 
 

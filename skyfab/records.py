@@ -16,7 +16,8 @@ _CHUNK: Final = 1024 * 1024
 _LOG: Final = re.compile(r"(\d{1,9}\.(?:out|err)(?:\.1)?) (\d{1,15})")
 """A log's name (its rank, its stream, ``.1`` for the file before the last) and size."""
 
-_ALIVE: Final = """
+ALIVE: Final = """
+# the agent of the run in this folder lives
 alive() {
   read -r pid boot folder <"$1/agent" 2>/dev/null || return 1
   test "$boot" = "$(cat /proc/sys/kernel/random/boot_id 2>/dev/null || echo '?')" || return 1
@@ -25,7 +26,7 @@ alive() {
 }
 """
 _LOOK: Final = (
-    _ALIVE
+    ALIVE
     + """
 for d in "$c"/runs/$r; do
   test -s "$d/about" || continue
@@ -48,7 +49,7 @@ nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader,nounits
 true
 """
 _STOP: Final = (
-    _ALIVE
+    ALIVE
     + """
 alive "$d" || exit 0
 kill -TERM "$pid"

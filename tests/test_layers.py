@@ -19,10 +19,10 @@ LAYERS = [
     "errors events context",  # what everybody shares
     "protocol",  # what the two sides of a connection share, and all they share
     "host selection inventory_file inventory image output calls",  # what the user says, as data
-    "transport env bundle changes project parcel refs shell launch plugins outfit stacks",  # how it gets to a host
+    "transport env bundle changes project parcel refs shell launch shells records plugins outfit stacks",  # the way
     "interrupts turns inbox wire revival reunion line session",  # one agent on one host
     "answers node muster dispatch express meeting gang gangs elastic autopsy homecoming hearing spread",  # a pool
-    "shells records detached roster launcher",  # who belongs to it; runs without one
+    "detached roster launcher",  # who belongs to it; runs without one
     "compute device",  # the pool itself
     "terminal view ui",  # what a person sees
     "commands cli",  # what a person types

@@ -20,6 +20,7 @@ from typing import Final
 
 from skyfab.env.uv import home
 from skyfab.errors import HostUnfit, UsageError
+from skyfab.records import ALIVE
 from skyfab.shell import ScriptFailed, Shell
 
 _HOUR: Final = 60
@@ -118,12 +119,6 @@ is_gone() {
   done
   return 0
 }
-# a detached run's agent lives
-goes_on() {
-  read -r j g w <"$1/agent" 2>/dev/null || return 1
-  test "$g" = "$(cat /proc/sys/kernel/random/boot_id 2>/dev/null || echo '?')" || return 1
-  if test -d /proc/self; then test "$(readlink "/proc/$j/cwd" 2>/dev/null)" = "$w"; else kill -0 "$j" 2>/dev/null; fi
-}
 # pythons that environments are made from, those included that are being made
 homes() { D=$(cat "$c"/envs/*/pyvenv.cfg "$c"/envs/.in-*/pyvenv.cfg "$c"/envs/.in-*/*/pyvenv.cfg 2>/dev/null); }
 needed() { case $D in */pythons/"${1#./}"/*) return 0;; esac; return 1; }
@@ -198,7 +193,7 @@ for f in trees blobs; do
 done
 if enter runs; then
   l=$(for x in $(hex); do
-    if goes_on $x; then continue; fi
+    if alive $x; then continue; fi
     if test -e $x/fetched; then if is_old $x/fetched $day; then echo $x; fi
     elif is_old $x/status $age; then echo $x; fi; done)
   take runs none
@@ -232,7 +227,7 @@ _CONNECT: Final = (
     "sys.exit(8 if s.connect_ex('agent.sock') in (errno.ECONNREFUSED,errno.ENOENT) else 9)"
 )
 """8: nobody answers at the socket."""
-_SCRIPT: Final = re.sub(r"^ +|^ *#.*\n", "", _BODY.strip(), flags=re.MULTILINE)
+_SCRIPT: Final = re.sub(r"^ +|^ *#.*\n", "", (ALIVE + _BODY).strip(), flags=re.MULTILINE)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from skyfab.commands import failure
 from skyfab.commands.fanout import load
 from skyfab.detached import Run, attach, survey
 from skyfab.records import Part
-from skyfab.terminal import clean, clean_lines
+from skyfab.terminal import clean
 
 
 def runs(selection: str | None, inventory: str | None) -> int:
@@ -75,7 +75,9 @@ def follow(run: str, selection: str | None, inventory: str | None) -> int:
 
 
 def _print(run: Run, *, follow: bool, rank: int | None) -> None:
-    run.trouble = lambda error: print(f"{clean_lines(str(error))}\ntrying again", file=sys.stderr)
+    run.trouble = lambda error: print(
+        clean(f"{error.host}: {error.message}; trying again", colour=False) + "\n", end="", file=sys.stderr
+    )
     where = {number: part.host for part in run.parts for number in part.about["ranks"]}
     for number, stream, line in run.logs(follow=follow, rank=rank):
         place = where.get(number, "?") if run.world_size == 1 else f"{where.get(number, '?')}[{number}]"

@@ -21,7 +21,7 @@ from benchmarks.result import Bar, Result, Skip
 from benchmarks.sample import Sample, alternate
 from skyfab.lab.namespace import NamespaceHost
 from skyfab.lab.network import INTERFACE, ip
-from skyfab.line import PING
+from skyfab.tether import PING
 
 _BAR: Final = Bar(1.0, on="value")
 _PATIENCE: Final = 60.0

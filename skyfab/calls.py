@@ -142,17 +142,25 @@ class Group:
     def results(self, futures: Sequence[Future[Any]]) -> tuple[Any, ...] | Iterator[Any]:
         """What its calls return, as was asked for. On a failure, or Ctrl-C, those that still run are cancelled."""
         if self.stream:
-            return _yielded(futures, futures if self.ordered else as_completed(futures))
-        return tuple(_yielded(futures, futures))
+            return _stream(futures, futures if self.ordered else as_completed(futures))
+        try:
+            return tuple([future.result() for future in futures])
+        except BaseException:
+            _cancel(futures)
+            raise
 
 
-def _yielded(futures: Sequence[Future[Any]], order: Iterable[Future[Any]]) -> Iterator[Any]:
+def _stream(futures: Sequence[Future[Any]], order: Iterable[Future[Any]]) -> Iterator[Any]:
     try:
         for future in order:
             yield future.result()
     finally:
-        for future in futures:
-            future.cancel()
+        _cancel(futures)
+
+
+def _cancel(futures: Sequence[Future[Any]]) -> None:
+    for future in futures:
+        future.cancel()
 
 
 def gather(*calls: Call[Any], stream: bool = False, ordered: bool = True) -> Group:

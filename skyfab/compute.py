@@ -170,7 +170,7 @@ class Compute:
         self.events.emit(HostState(host=node.name, state="ready", detail="taken back"))
 
     def close(self) -> None:
-        """Ends every process of the pool on every host. A Ctrl-C leaves that to the agents, when the lease is over."""
+        """Ends every process of the pool on every host."""
         try:
             if self._open:
                 self._leave()
@@ -181,16 +181,18 @@ class Compute:
             self._hide()
 
     def _leave(self) -> None:
-        self._around.close()
-        self._open = False
         try:
+            self._around.close()
             self._roster.homecoming.close()
-            self._queue.fail_all()
-            close_all(self.hosts)
-            for node in self.hosts:
-                self.events.emit(HostState(host=node.name, state="closed"))
         finally:
-            INTERRUPTS.leave()
+            self._open = False
+            self._queue.fail_all()
+            try:
+                close_all(self.hosts)
+            finally:
+                INTERRUPTS.leave()
+        for node in self.hosts:
+            self.events.emit(HostState(host=node.name, state="closed"))
 
     def _show(self) -> None:
         if self._ui != "none":

@@ -9,23 +9,28 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from skyfab.answers import resolve
 from skyfab.elastic import in_order
-from skyfab.errors import BroadcastError, HostLost, SkyfabError, Unreachable, UsageError
+from skyfab.errors import BroadcastError, HostLost, SkyfabError, UsageError
 from skyfab.inventory import Host, Inventory
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import split
-from skyfab.records import Part, State, Tail, look, new_lines, stop
-from skyfab.shell import Shell
-from skyfab.shells import Shells
+from skyfab.records import About, Part, State, Tail, look, new_lines, stop
+from skyfab.shell import ScriptFailed, Shell
+from skyfab.shells import PASSING, Shells
 
 Results = Literal["any", "data"]
 """What is taken from hosts; ``"data"`` from those that are not trusted: see `Compute`."""
+Trouble = Callable[[SkyfabError], None]
+"""Told when a host stops answering while somebody waits for it; it is asked again until it answers."""
 PACE: Final = 0.5
 """Seconds between looks."""
+_MOMENT: Final = 10.0
+"""Seconds that a look may take when time is up."""
 
 
 class Run:
@@ -39,15 +44,13 @@ class Run:
         self._asked = {host.name: host for host in hosts}
         self._parts = list(parts)
         self._inventory = inventory
-        about = parts[0].about
-        self.id: str = about["id"]
-        self.name: str = about["name"]
-        self.function: str = about["function"]
-        self.hosts: list[str] = list(about["hosts"])
-        self.world_size = int(about["world"])
+        self._about = about = parts[0].about
+        self.id = about.id
+        self.name = about.name
+        self.function = about.function
+        self.hosts = list(about.hosts)
+        self.world_size = about.world
         self.started = min(part.started for part in parts)
-        self.trouble: Callable[[SkyfabError], None] | None = None
-        """Told when a host stops answering while somebody waits for it; it is asked again until it does."""
 
     def __repr__(self) -> str:
         return f"<run {self.id[:8]} {self.name}: {self.state}>"
@@ -55,7 +58,7 @@ class Run:
     @property
     def parts(self) -> list[Part]:
         """As they were when it was last looked at."""
-        return self._parts
+        return list(self._parts)
 
     @property
     def status(self) -> State:
@@ -66,8 +69,11 @@ class Run:
     @property
     def state(self) -> State:
         """How it stood when it was last looked at."""
-        states = {part.state for part in self._parts}
-        if len(self._parts) < len(self.hosts):
+        return self._state_of(self._parts)
+
+    def _state_of(self, parts: Sequence[Part]) -> State:
+        states = {part.state for part in parts}
+        if len(parts) < len(self.hosts):
             states.add("unreachable")
         order: tuple[State, ...] = ("lost", "running", "unreachable", "stopped", "failed")
         return next((state for state in order if state in states), "done")
@@ -75,39 +81,47 @@ class Run:
     def look(self) -> None:
         """Looks at all its hosts again; those that cannot be asked now may be later."""
         with self._shells() as shells:
-            self._look(shells)
+            self._look(shells, [])
 
-    def _look(self, shells: Shells) -> list[SkyfabError]:
-        errors: list[SkyfabError] = []
-        found = shells.ask(lambda host, shell: look(host, shell, self.id), errors)
-        self._parts = [part for parts in found for part in parts[:1] if part.about["id"] == self.id]
-        return errors
+    def _look(self, shells: Shells, errors: list[SkyfabError]) -> list[Part]:
+        parts = shells.ask(self._part, errors)
+        self._parts = parts
+        return parts
 
-    def _is_over(self, shells: Shells) -> bool:
-        """Looks. Raises what will not get better by waiting."""
-        _only_passing(self._look(shells))
-        return self.state not in ("running", "unreachable")
+    def _part(self, shell: Shell) -> Part:
+        found = look(shell, self.id)
+        if found and found[0].about.id == self.id:
+            return found[0]
+        # It was there: somebody has removed it.
+        return Part(host=shell.host.name, about=self._about, state="lost", started=self.started)
 
-    def _shells(self) -> Shells:
-        hosts = [self._asked.get(name) or self._inventory.select([name])[0] for name in self.hosts]
-        return Shells(hosts, self._inventory, self.trouble)
+    def _shells(self, **options: Any) -> Shells:
+        return Shells([self._host(name) for name in self.hosts], self._inventory, **options)
+
+    def _host(self, name: str) -> Host:
+        """One that was asked, or that the inventory has; else it is for the inventory to say what the name means."""
+        return self._asked.get(name) or self._inventory.hosts.get(name) or self._inventory.select([name])[0]
 
     # ---- output
 
-    def logs(self, *, follow: bool = False, rank: int | None = None) -> Iterator[tuple[int, str, str]]:
+    def logs(
+        self, *, follow: bool = False, rank: int | None = None, trouble: Trouble | None = None
+    ) -> Iterator[tuple[int, str, str]]:
         """What its ranks have written, line by line: the rank, ``out`` or ``err``, the line.
 
-        With `follow` until the run is over, whatever happens to connections.
+        With `follow` until the run is over, whatever happens to connections; `trouble` is told of each that breaks.
         """
         tails: dict[tuple[str, str], Tail] = {}
-        with self._shells() as shells:
+        with self._shells(trouble=trouble if follow else None) as shells:
+            if not follow:
+                shells.ask(lambda shell: shell.run("true"))  # all log in at once
             while True:
                 over = not follow or self._is_over(shells)
                 for host in shells.hosts:
                     try:
                         with shells.on(host) as shell:
                             yield from new_lines(shell, self.id, rank, tails, rest=over)
-                    except (HostLost, Unreachable):
+                    except PASSING:
                         if not follow:
                             raise
                         over = False  # it may have more to say
@@ -115,40 +129,78 @@ class Run:
                     return
                 time.sleep(PACE)
 
+    def _is_over(self, shells: Shells) -> bool:
+        errors: list[SkyfabError] = []
+        state = self._state_of(self._look(shells, errors))
+        _check(errors)
+        return state not in ("running", "unreachable")
+
     # ---- its end
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None, *, trouble: Trouble | None = None) -> Any:
         """Waits for its end, and returns what ``@`` or ``>>`` would have returned; raises what it has raised.
 
-        Raises TimeoutError, and HostLost where a host was started again meanwhile.
+        Connections may break meanwhile; `trouble` is told. Raises TimeoutError, and HostLost where a host was started
+        again.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._shells() as shells:
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        answers: dict[str, list[tuple[int, Any]]] = {}
+        with self._shells(until=until + _MOMENT, trouble=trouble) as shells:
             while True:
-                if self._is_over(shells):
-                    self._check_lost()
-                    errors: list[SkyfabError] = []
-                    answers = [answer for found in shells.ask(self._fetch, errors) for answer in found]
-                    if not _only_passing(errors):
-                        return self._conclude(answers)
-                if deadline is not None and time.monotonic() > deadline:
-                    raise TimeoutError(f"run {self.id[:8]} is still {self.state}")
+                errors: list[SkyfabError] = []
+                parts = self._look(shells, errors)
+                state = self._state_of(parts)
+                if state not in ("running", "unreachable"):
+                    self._check_lost(parts)
+                    shells.ask(lambda shell: self._fetch(shell, parts, answers), errors)  # noqa: B023
+                    if not errors:
+                        return self._conclude(parts[0].about, [one for some in answers.values() for one in some])
+                if time.monotonic() > until:
+                    why = f"cannot be asked: {errors[0]}" if errors else f"is still {state}"
+                    raise TimeoutError(f"run {self.id[:8]} {why}")
+                _check(errors)
                 time.sleep(PACE)
 
-    def _check_lost(self) -> None:
-        lost = next((part for part in self._parts if part.state == "lost"), None)
-        if lost is not None:
-            raise HostLost(
-                f"its agent ended, or it was started again, during run {self.id[:8]}",
-                host=lost.host,
-                hint=f"what it wrote until then: skyfab logs {self.id[:8]}",
-            )
+    def _check_lost(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if part.state == "lost":
+                raise HostLost(
+                    f"its agent ended, or it was started again, during run {self.id[:8]}",
+                    host=part.host,
+                    hint=f"what it wrote until then: skyfab logs {self.id[:8]}",
+                )
 
-    def _conclude(self, answers: list[tuple[int, Any]]) -> Any:
+    def _fetch(self, shell: Shell, parts: Sequence[Part], answers: dict[str, list[tuple[int, Any]]]) -> None:
+        """Adds what the ranks of a host have answered, unless it is there already."""
+        host = shell.host.name
+        if host in answers:
+            return
+        about = next(part.about for part in parts if part.host == host)
+        found: list[tuple[int, Any]] = []
+        for rank in about.ranks:
+            place = rank if about.on == "all" else None
+            try:
+                content = memoryview(shell.read(f'"$c"/runs/{self.id}/result.{rank}'))
+            except FileNotFoundError:
+                text = f"rank {rank} of {self.function} was stopped, or had no room for its result"
+                found.append((rank, _Failed(SkyfabError(text, host=host, rank=place))))
+                continue
+            try:
+                size = int.from_bytes(content[:4], "big")
+                message = messages.decode(bytes(content[4 : 4 + size]))
+                buffers = split(getattr(message, "parts", ()), content[4 + size :])
+                value = resolve(message, buffers, host=host, rank=place, label=self.function, wary=self._wary)
+            except Exception as error:
+                value = _Failed(error)
+            found.append((rank, value))
+        answers[host] = found
+        with suppress(ScriptFailed):  # a disk that is full does not keep it from us
+            shell.run(f'true >"$c"/runs/{self.id}/fetched')
+
+    def _conclude(self, about: About, answers: list[tuple[int, Any]]) -> Any:
         values = [value for _, value in sorted(answers, key=lambda answer: answer[0])]
         failures = [value.error for value in values if isinstance(value, _Failed)]
-        about = self._parts[0].about
-        if about["on"] != "all":
+        if about.on != "all":
             if failures:
                 raise failures[0]
             return values[0]
@@ -156,34 +208,12 @@ class Run:
             results = [value.error if isinstance(value, _Failed) else value for value in values]
             count = f"{len(failures)} of {len(values)} ranks"
             raise BroadcastError(f"{self.function} failed on {count}", failures, results)
-        return in_order(values) if about["elastic"] else values
-
-    def _fetch(self, host: Host, shell: Shell) -> list[tuple[int, Any]]:
-        part = next(part for part in self._parts if part.host == host.name)
-        found: list[tuple[int, Any]] = []
-        for rank in part.about["ranks"]:
-            place = rank if part.about["on"] == "all" else None
-            try:
-                content = memoryview(shell.read(f'"$c"/runs/{self.id}/result.{int(rank)}'))
-            except FileNotFoundError:
-                text = f"rank {rank} of {self.function} was stopped, or had no room for its result"
-                found.append((int(rank), _Failed(SkyfabError(text, host=host.name, rank=place))))
-                continue
-            try:
-                size = int.from_bytes(content[:4], "big")
-                message = messages.decode(bytes(content[4 : 4 + size]))
-                buffers = split(getattr(message, "parts", ()), content[4 + size :])
-                value = resolve(message, buffers, host=host.name, rank=place, label=self.function, wary=self._wary)
-            except Exception as error:
-                value = _Failed(error)
-            found.append((int(rank), value))
-        shell.run(f'true >"$c"/runs/{self.id}/fetched')
-        return found
+        return in_order(values) if about.elastic else values
 
     def stop(self) -> None:
         """Ends its ranks on all hosts, and waits for that. What it wrote stays."""
         with self._shells() as shells:
-            shells.ask(lambda host, shell: stop(shell, self.id))
+            shells.ask(lambda shell: stop(shell, self.id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +221,11 @@ class _Failed:
     error: Exception
 
 
-def _only_passing(errors: Sequence[SkyfabError]) -> bool:
-    """There are some, and they may be over the next time. Raises one that will not."""
+def _check(errors: Sequence[SkyfabError]) -> None:
+    """Raises one that will not be over the next time."""
     for error in errors:
-        if not isinstance(error, (HostLost, Unreachable)):
+        if not isinstance(error, PASSING):
             raise error
-    return bool(errors)
 
 
 # ---- finding them
@@ -227,10 +256,9 @@ def survey(
     with Shells(selected, inventory) as shells:
         for found in shells.ask(look, errors if patient else None):
             for part in found:
-                parts.setdefault(part.about["id"], []).append(part)
+                parts.setdefault(part.about.id, []).append(part)
     all_runs = [
-        Run(sorted(some, key=lambda part: int(part.about["place"])), inventory, selected, results)
-        for some in parts.values()
+        Run(sorted(some, key=lambda part: part.about.place), inventory, selected, results) for some in parts.values()
     ]
     return sorted(all_runs, key=lambda run: run.started, reverse=True), errors
 

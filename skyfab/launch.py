@@ -243,7 +243,11 @@ def open_shell(
     A script that says nothing for `quiet` seconds is given up.
     """
     launch = Launch(host=host, session=secrets.token_hex(8), bundle=Bundle("none", ()), python="none")
-    stream = transport.open(launch.command())
+    try:
+        stream = transport.open(launch.command())
+    except BaseException:
+        transport.close()
+        raise
     try:
         shell = Shell(stream, launch.marker, Patience(host, time.monotonic() + START, stopped), quiet)
         shell.greeting = lambda: _greet(stream, shell)

@@ -6,15 +6,19 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
-from skyfab.inventory import Host
 from skyfab.shell import Shell
 
+T = TypeVar("T")
 State = Literal["running", "done", "failed", "stopped", "lost", "unreachable"]
+_TOLD: Final[tuple[State, ...]] = ("running", "done", "failed", "stopped")
+"""What a host says; the rest is for others to say."""
 _CHUNK: Final = 1024 * 1024
-_LOG: Final = re.compile(r"(\d{1,9}\.(?:out|err)(?:\.1)?) (\d{1,15})")
-"""A log's name (its rank, its stream, ``.1`` for the file before the last) and size."""
+_LATEST: Final = 1e11
+"""A time that no clock shows."""
+_LOG: Final = re.compile(r"([0-9]{1,9}\.(?:out|err)(?:\.1)?) ([0-9]{1,20}) ([0-9]{1,15})")
+"""A log's name (its rank, its stream, ``.1`` for the file before the last), the number of its file, and its size."""
 
 ALIVE: Final = """
 # the agent of the run in this folder lives
@@ -39,7 +43,7 @@ for d in "$c"/runs/$r; do
     l=$(tail -c 2000 "$d/logs/$f" | tr -d '\\000' | grep . | tail -n 1)
     test -z "$l" || break
   done
-  printf '%s\\n' "$l"
+  printf '=last %s\\n' "$l"
 done
 true
 """
@@ -62,55 +66,97 @@ exit 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a run is, as each of its hosts has written it down."""
+
+    id: str
+    name: str
+    function: str
+    hosts: tuple[str, ...]
+    place: int
+    """Of the host among them."""
+    ranks: tuple[int, ...]
+    """Those of this host."""
+    world: int
+    on: str
+    elastic: bool
+
+    @classmethod
+    def read(cls, text: str) -> About:
+        """Raises ValueError: a host may say anything."""
+        said = _object(text)
+        wrong = [name for name, kind in _FIELDS.items() if type(said.get(name)) is not kind]
+        if wrong:
+            raise ValueError(f"not what a run has: {wrong[0]}")
+        return cls(
+            hosts=_several(said.get("hosts"), str),
+            ranks=_several(said.get("ranks"), int),
+            **{name: said[name] for name in _FIELDS},
+        )
+
+
+_FIELDS: Final = {"id": str, "name": str, "function": str, "place": int, "world": int, "on": str, "elastic": bool}
+"""Those that have one value each."""
+
+
+def _several(found: Any, kind: type[T]) -> tuple[T, ...]:
+    if not isinstance(found, list) or not found or not all(type(one) is kind for one in found):
+        raise ValueError(f"not a list of {kind.__name__}")
+    if len(set(found)) < len(found):
+        raise ValueError("the same twice")
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """What one host has of a run."""
 
     host: str
-    about: dict[str, Any]
+    about: About
     state: State
     started: float
-    ranks: dict[int, str]
-    last: str
+    last: str = ""
     """The last line that a rank wrote there."""
     gpus: tuple[str, ...] = ()
     """For each GPU of the host how busy it is, in percent, and the megabytes in use."""
 
 
-def look(host: Host, shell: Shell, run: str | None = None) -> list[Part]:
+def look(shell: Shell, run: str | None = None) -> list[Part]:
     """What a host has of all runs; or of one, and then nothing of its GPUs: that may take a second."""
-    text = shell.run(f"r='*'\n{_LOOK}{_GPUS}" if run is None else f"r={run}\n{_LOOK}")
-    gpus = tuple(line.removeprefix("=gpu ") for line in text.splitlines() if line.startswith("=gpu "))
+    lines = shell.run(f"r='*'\n{_LOOK}{_GPUS}" if run is None else f"r={run}\n{_LOOK}").splitlines()
+    gpus = tuple(line.removeprefix("=gpu ") for line in lines if line.startswith("=gpu "))
     found = []
-    for piece in text.split("=run ")[1:]:
-        lines = piece.splitlines()
-        try:
-            name, alive = lines[0].split()
-            about, status = json.loads(lines[1]), json.loads(lines[2])
-            found.append(
-                _part(host.name, name, alive == "yes", about, status, lines[3] if len(lines) > 3 else "", gpus)
-            )
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            continue  # half-written, or not ours
+    for number, line in enumerate(lines):
+        if line.startswith("=run "):
+            try:
+                found.append(_part(shell.host.name, lines[number : number + 4], gpus))
+            except (ValueError, IndexError):
+                continue  # half-written, or not ours
     return found
 
 
-def _part(
-    host: str, name: str, alive: bool, about: dict[str, Any], status: dict[str, Any], last: str, gpus: tuple[str, ...]
-) -> Part:
-    state = status["state"]
-    if about["id"] != name or not name.isalnum() or state not in ("running", "done", "failed", "stopped"):
+def _part(host: str, lines: list[str], gpus: tuple[str, ...]) -> Part:
+    """Raises ValueError or IndexError."""
+    _, name, alive = lines[0].split()
+    about, status, last = About.read(lines[1]), _object(lines[2]), lines[3].removeprefix("=last ")
+    state: State | None = status.get("state")
+    started: Any = status.get("started")
+    if about.id != name or not name.isalnum() or state is None or state not in _TOLD:
         raise ValueError(name)
-    about = {**about, "hosts": [str(one) for one in about["hosts"]], "ranks": [int(rank) for rank in about["ranks"]]}
-    ranks = {int(rank): str(how) for rank, how in status["ranks"].items()}
-    return Part(
-        host=host,
-        about=about,
-        state="lost" if state == "running" and not alive else state,
-        started=float(status["started"]),
-        ranks=ranks,
-        last=last,
-        gpus=gpus,
-    )
+    if type(started) not in (int, float) or not 0 <= started < _LATEST:
+        raise ValueError("started")
+    known: State = "lost" if state == "running" and alive != "yes" else state
+    return Part(host=host, about=about, state=known, started=float(started), last=last, gpus=gpus)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError("not an object")
+    return found
 
 
 def stop(shell: Shell, run: str) -> None:
@@ -122,11 +168,17 @@ def stop(shell: Shell, run: str) -> None:
 
 
 class Tail:
-    """How far a log has been read."""
+    """How far a log has been read: in which of its files, as the system numbers them, and how many bytes of it."""
 
     def __init__(self) -> None:
+        self.file = ""
         self.offset = 0
         self.rest = b""
+
+    def begin(self, file: str) -> None:
+        """Goes on in this file, from its beginning unless it is the one that was being read."""
+        if self.file != file:
+            self.file, self.offset = file, 0
 
 
 def new_lines(
@@ -134,23 +186,29 @@ def new_lines(
 ) -> Iterator[tuple[int, str, str]]:
     """The lines that have come to the logs on a host since the last time; with `rest` half ones too."""
     folder = f'"$c"/runs/{run}/logs'
-    listed = shell.run(f'cd {folder} 2>/dev/null || exit 0; for f in *; do echo "$f $(wc -c <"$f")"; done').splitlines()
-    sizes = {found[1]: int(found[2]) for line in listed if (found := _LOG.fullmatch(line))}
-    for name in sorted(name for name in sizes if not name.endswith(".1")):
+    listing = 'for f in *; do set -- $(ls -i "$f"); echo "$f $1 $(wc -c <"$f")"; done'
+    listed = shell.run(f"cd {folder} 2>/dev/null || exit 0; {listing}").splitlines()
+    files = {found[1]: (found[2], int(found[3])) for line in listed if (found := _LOG.fullmatch(line))}
+    for name in sorted(name for name in files if not name.endswith(".1")):
         rank, stream = name.split(".")
         if only is not None and int(rank) != only:
             continue
         tail = tails.setdefault((shell.host.name, name), Tail())
-        pieces = [(name, sizes[name])]
-        if sizes[name] < tail.offset or (not tail.offset and f"{name}.1" in sizes):
-            pieces.insert(0, (f"{name}.1", sizes.get(f"{name}.1", 0)))  # another file was begun since
-        for place, (file, size) in enumerate(pieces):
-            if place:
-                tail.offset = 0
+        unread = [file for file in (f"{name}.1", name) if file in files]
+        if tail.file == files[name][0]:
+            unread = [name]
+        elif tail.file not in [files[file][0] for file in unread]:  # more was written than is kept
+            tail.rest = b""
+        for file in unread:
+            number, size = files[file]
+            tail.begin(number)
             while tail.offset < size:
-                data = bytes(shell.read(f"{folder}/{file}", tail.offset, min(_CHUNK, size - tail.offset)))
-                if not data:
-                    break
+                count = min(_CHUNK, size - tail.offset)
+                same = f'test "$(set -- $(ls -i {folder}/{file}); echo $1)" = {number}'
+                try:
+                    data = shell.read(f"{folder}/{file}", tail.offset, count, provided=same)
+                except FileNotFoundError:  # another file was begun just now: the next look finds it
+                    return
                 tail.offset += len(data)
                 *lines, tail.rest = (tail.rest + data).split(b"\n")
                 yield from ((int(rank), stream, each.decode(errors="replace")) for each in lines)

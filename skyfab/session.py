@@ -16,12 +16,11 @@ from skyfab.errors import HostLost, HostUnfit, ProtocolError
 from skyfab.inbox import Listener
 from skyfab.inventory import Host
 from skyfab.launch import Launch, cannot_run, check_agent
-from skyfab.line import Line
 from skyfab.protocol import messages
 from skyfab.protocol.frames import BYE, Buffer, frame
 from skyfab.protocol.messages import AgentHello, Message
+from skyfab.tether import Tether
 from skyfab.transport.base import Stream, Transport
-from skyfab.wire import close
 
 CONNECT: Final = 30.0
 """Seconds from the first byte to the agent's hello."""
@@ -30,7 +29,10 @@ GOODBYE: Final = 5.0
 
 
 class Session:
-    """The conversation with one host's agent. Thread-safe."""
+    """The conversation with one host's agent: `send`, `begin`, `await_reply`, `wait` and `poke` are its tether's.
+
+    Thread-safe.
+    """
 
     def __init__(
         self,
@@ -46,30 +48,29 @@ class Session:
         self.host = host
         self._reach = reach
         self._launch = launch
-        self._line = Line(host, listener, lease=lease, silence=silence, reach=reach, join=self._rejoin)
+        self._tether = Tether(host, listener, lease=lease, silence=silence, reach=reach, join=self._rejoin)
         self._gate = threading.Lock()
-        self._deadline = 0.0
-        # The line's own: a call has no time for another step.
-        self.send = self._line.send
-        self.begin = self._line.begin
-        self.await_reply = self._line.await_reply
-        self.wait = self._line.turns.wait
-        self.poke = self._line.wire.poke
+        # The tether's own: a call has no time for another step.
+        self.send = self._tether.send
+        self.begin = self._tether.begin
+        self.await_reply = self._tether.await_reply
+        self.wait = self._tether.wait
+        self.poke = self._tether.poke
 
     @property
     def agent(self) -> AgentHello | None:
         """What the host said of itself, once it is open."""
-        return self._line.inbox.agent
+        return self._tether.agent
 
     @property
     def heard(self) -> float:
         """When the host last said something; it says something every few seconds."""
-        return self._line.reunion.heard
+        return self._tether.heard
 
     @property
     def moved(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
-        return self._line.mux.bytes_out, self._line.mux.bytes_in
+        return self._tether.moved
 
     # ---- opening and closing
 
@@ -77,30 +78,29 @@ class Session:
         """Connects and waits for the agent's hello. Raises a HostError."""
         with self._gate:
             try:
-                self._join()
-                agent = self._introduce()
+                agent = self._introduce(self._join())
             except BaseException:
-                self._line.close(GOODBYE)
+                self._tether.close(GOODBYE)
                 raise
-            self._line.turns.start(f"skyfab-{self.host.name}")
+            self._tether.start(f"skyfab-{self.host.name}")
             return agent
 
-    def _join(self) -> None:
-        """Starts the link on the host; from then on the stream speaks frames."""
-        self._deadline = time.monotonic() + CONNECT
+    def _join(self) -> float:
+        """Starts the link on the host; from then on the stream speaks frames. Returns until when it may say hello."""
+        deadline = time.monotonic() + CONNECT
         transport = self._reach()
         stream: Stream | None = None
         try:
             stream = transport.open(self._launch.command())
-            self._launch.join(stream, deadline=self._deadline, stopped=lambda: self._line.farewell)
+            self._launch.join(stream, deadline=deadline, stopped=lambda: self._tether.is_leaving)
             transport.joined()
         except BaseException:
             if stream is not None:
                 stream.close()
             transport.close()
             raise
-        self._deadline = max(self._deadline, time.monotonic() + CONNECT)  # an environment may have been made meanwhile
-        self._line.begin_with(stream, transport)
+        self._tether.begin_with(stream, transport)
+        return max(deadline, time.monotonic() + CONNECT)  # an environment may have been made meanwhile
 
     def _rejoin(self, transport: Transport, deadline: float, stopped: Callable[[], bool]) -> Stream:
         """Another stream to the same agent. Raises a HostError."""
@@ -115,20 +115,20 @@ class Session:
         transport.joined()
         return stream
 
-    def _introduce(self) -> AgentHello:
-        while self.agent is None and self._line.ended is None and time.monotonic() < self._deadline:
-            self._line.pump(0.5)
-        if self._line.ended is not None and self.agent is None:
-            failed = self._line.ended
+    def _introduce(self, deadline: float) -> AgentHello:
+        while self.agent is None and self._tether.ended is None and time.monotonic() < deadline:
+            self._tether.pump(0.5)
+        if self._tether.ended is not None and self.agent is None:
+            failed = self._tether.ended
             if isinstance(failed, ProtocolError):  # whatever it is that speaks there
                 failed = HostLost("", host=self.host.name)
             raise cannot_run(failed, self.host)
-        if self._line.ended is not None:
-            raise self._line.ended
+        if self._tether.ended is not None:
+            raise self._tether.ended
         if self.agent is None:
             raise HostUnfit("its agent does not answer", host=self.host.name)
         check_agent(self.agent, self.host)
-        if self._line.farewell:
+        if self._tether.is_leaving:
             raise HostLost("the pool was closed", host=self.host.name)
         return self.agent
 
@@ -137,24 +137,26 @@ class Session:
 
         While another thread opens the session, that fails first.
         """
-        self._line.farewell = True
-        self.poke()
+        self._tether.leave()
         with self._gate:
-            self._line.close(GOODBYE)
+            self._tether.close(GOODBYE)
 
     def abandon(self) -> None:
         """Waits until the agent has heard everything, and leaves it to itself. Raises HostLost."""
-        self._line.abandon()
+        self._tether.abandon()
         self.close()
 
     def end_agent(self) -> None:
         """Ends an agent that was given up, if it is there. Raises a HostError."""
         transport = self._reach()
-        stream = self._rejoin(transport, time.monotonic() + CONNECT, lambda: False)
         try:
-            stream.send([frame(BYE)])
+            stream = self._rejoin(transport, time.monotonic() + CONNECT, lambda: False)
+            try:
+                stream.send([frame(BYE)])
+            finally:
+                stream.close()
         finally:
-            close(stream, transport)
+            transport.close()
 
     def ask(self, message: Message, parts: Sequence[Buffer] = ()) -> Message:
         """Sends a message and waits for its answer. Raises what the host says went wrong."""

@@ -5,6 +5,7 @@ Every answer of ours is marked with a random word, so that no banner can be take
 
 from __future__ import annotations
 
+import re
 import select
 import time
 from collections.abc import Callable, Iterable
@@ -22,8 +23,10 @@ _NOISE: Final = 256 * 1024
 START: Final = 30.0
 """Seconds that an interpreter has to start."""
 _PIECE: Final = 1024 * 1024
-_KEPT: Final = 1024 * 1024
-"""What a script may print."""
+_KEPT: Final = 8 * 1024 * 1024
+"""What is kept of a script's output."""
+_MOST: Final = 256 * 1024 * 1024
+"""What it may print at all."""
 
 LOOP: Final = (
     "PATH=$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin; while read -r n r; do case $r in"
@@ -124,6 +127,7 @@ class Shell:
         source = "" if feed else " </dev/null"
         # A script that fails leaves some of its input unread: nothing can follow it.
         end = "; test $s = 0 || exit" if feed else ""
+        self._patience.deadline = max(self._patience.deadline, time.monotonic() + min(self._quiet, START))
         self.tell(f'( {script}\n) 2>&1{source}; s=$?; echo "${{m}}done $s"{end}', fed=bool(feed))
         if self.greeting is not None:
             greeting, self.greeting = self.greeting, None
@@ -144,11 +148,14 @@ class Shell:
             raise ScriptFailed(answer.status, answer.text)
         return answer.text
 
-    def read(self, path: str, start: int = 0, count: int | None = None) -> bytearray:
-        """The content of a file, named by a word of a script. Raises FileNotFoundError."""
+    def read(self, path: str, start: int = 0, count: int | None = None, *, provided: str = "true") -> bytearray:
+        """The content of a file, named by a word of a script. Raises FileNotFoundError, and if `provided` fails."""
         announced = f"$(wc -c <{path})" if count is None else str(count)
         take = f"cat {path}" if count is None else f"tail -c +{start + 1} {path} | head -c {count}"
-        self.tell(f'if test -r {path}; then echo "${{m}}size {announced}"; {take}; else echo "${{m}}absent"; fi')
+        self._patience.deadline = max(self._patience.deadline, time.monotonic() + min(self._quiet, START))
+        self.tell(
+            f'if test -r {path} && {provided}; then echo "${{m}}size {announced}"; {take}; else echo "${{m}}absent"; fi'
+        )
         if self.greeting is not None:
             greeting, self.greeting = self.greeting, None
             greeting()
@@ -157,7 +164,7 @@ class Shell:
         if answer is None:
             raise self._stream.explain()
         said = answer.split()
-        if len(said) != 2 or not said[1].isdigit() or len(said[1]) > 15:
+        if len(said) != 2 or not re.fullmatch("[0-9]{1,15}", said[1]):
             raise FileNotFoundError(path)
         size = int(said[1])
         if count is not None and size > count:
@@ -215,7 +222,7 @@ class _Answer:
     def __init__(self, marker: bytes) -> None:
         self._end = marker + b"done "
         self._lines: list[str] = []
-        self._size = 0
+        self._size = self._printed = 0
         self._rest = b""
         self.status = 0
         self.complete = False
@@ -223,6 +230,9 @@ class _Answer:
     def feed(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
         self._rest = self._rest[-_KEPT:]
+        self._printed += len(data)
+        if self._printed > _MOST:
+            raise ProtocolError("a script prints without end")
         for line in lines:
             before, marked, status = line.partition(self._end)
             if marked:

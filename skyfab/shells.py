@@ -1,4 +1,7 @@
-"""Shells: one on each of some hosts, opened when it is asked something, kept, and opened anew when it broke."""
+"""Shells: one on each of some hosts, opened when it is asked something, kept, and opened anew when it broke.
+
+Whoever looks at hosts again and again logs in once.
+"""
 
 from __future__ import annotations
 
@@ -7,98 +10,121 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
-from skyfab.errors import HostUnfit, SkyfabError
+from skyfab.errors import HostLost, HostUnfit, SkyfabError, Unreachable
 from skyfab.inventory import Host, Inventory
 from skyfab.launch import open_shell
 from skyfab.shell import ScriptFailed, Shell
 from skyfab.transport import transport_for
 
+PassingError = HostLost | Unreachable
 S = TypeVar("S")
 T = TypeVar("T")
 
+PASSING: Final = (HostLost, Unreachable)
+"""Errors that may be over the next time."""
 _PAUSE: Final = 0.5
+"""Seconds for which a host that could not be asked is left alone, the first time."""
 _LONGEST: Final = 15.0
-"""Seconds for which a host that could not be asked is left alone: the first time, and what they grow to."""
+"""What they grow to."""
 _QUIET: Final = 60.0
 """Seconds without a word after which a shell is given up."""
 
 
 class Shells:
-    """Whoever looks at hosts again and again logs in once."""
+    """A shell on each host."""
 
     def __init__(
-        self, hosts: Sequence[Host], inventory: Inventory, trouble: Callable[[SkyfabError], None] | None = None
+        self,
+        hosts: Sequence[Host],
+        inventory: Inventory,
+        *,
+        until: float = float("inf"),
+        trouble: Callable[[SkyfabError], None] | None = None,
     ) -> None:
-        """`trouble` is told when a host stops answering, once each time."""
+        """Nobody is waited for past `until`. `trouble` is told when a host stops answering, once each time."""
         self.hosts = hosts
         self._inventory = inventory
+        self._until = until
         self._trouble = trouble
+        self._closed = False
         self._entries = {host.name: _Entry() for host in hosts}
 
     def __enter__(self) -> Shells:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _side_by_side(_Entry.close, list(self._entries.values()))
+        self._closed = True  # threads that still ask stop by themselves
+        _side_by_side(_Entry.end, [entry for entry in self._entries.values() if entry.shell is not None])
 
-    def ask(self, question: Callable[[Host, Shell], T], errors: list[SkyfabError] | None = None) -> list[T]:
+    def _is_over(self) -> bool:
+        return self._closed or time.monotonic() > self._until
+
+    def ask(self, question: Callable[[Shell], T], errors: list[SkyfabError] | None = None) -> list[T]:
         """Asks all of them at once. Raises the first failure, unless they are to be collected."""
 
         def one(host: Host) -> T:
             with self.on(host) as shell:
-                return question(host, shell)
+                return question(shell)
 
         found = []
-        for answer, error in _side_by_side(one, self.hosts):
-            if error is None:
-                found.append(answer)
-            elif errors is None or not isinstance(error, SkyfabError):
-                raise error
+        for outcome in _side_by_side(one, self.hosts):
+            if not isinstance(outcome, _Raised):
+                found.append(outcome)
+            elif errors is not None and isinstance(outcome.error, SkyfabError):
+                errors.append(outcome.error)
             else:
-                errors.append(error)
+                raise outcome.error
         return found
 
     @contextlib.contextmanager
     def on(self, host: Host) -> Iterator[Shell]:
-        """The host's shell. One that could not be had, or breaks, is left alone for a while: its error is raised again.
+        """The host's shell, for one at a time. One that could not be had, or broke, is left alone for a while.
 
-        Raises a HostError.
+        Raises a HostError; the same again while it is left alone.
         """
         entry = self._entries[host.name]
-        if entry.error is not None and time.monotonic() < entry.until:
-            raise entry.error
-        try:
-            if entry.shell is None:
-                entry.open(host, self._inventory)
-                assert entry.shell is not None
-            yield entry.shell
-        except ScriptFailed as failed:
-            said = failed.output.strip()[-400:] or f"exit code {failed.status}"
-            raise HostUnfit(f"its shell could not do it: {said}", host=host.name) from failed
-        except SkyfabError as error:
-            if entry.failed(error) and self._trouble is not None:
-                self._trouble(error)
-            raise
-        entry.error = None
+        with entry.lock:
+            if entry.error is not None and time.monotonic() < entry.until:
+                raise entry.error.with_traceback(None)
+            try:
+                yield entry.shell or self._open(entry, host)
+            except ScriptFailed as failed:
+                said = failed.output.strip()[-400:] or f"exit code {failed.status}"
+                raise HostUnfit(f"its shell could not do it: {said}", host=host.name) from failed
+            except PASSING as error:
+                if entry.fail(error) and self._trouble is not None:
+                    self._trouble(error)
+                raise
+            except BaseException:  # what it has answered, and what not, nobody knows
+                entry.close()
+                raise
+            entry.error = None
+
+    def _open(self, entry: _Entry, host: Host) -> Shell:
+        shell = open_shell(host, transport_for(host, self._inventory), stopped=self._is_over, quiet=_QUIET)
+        entry.shell = entry.stack.enter_context(shell)
+        if self._is_over():
+            raise HostLost("nobody waits for it any more", host=host.name)
+        return entry.shell
 
 
 class _Entry:
     """One host's shell, if it has one, and how it went the last time."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.shell: Shell | None = None
-        self.error: SkyfabError | None = None
+        self.stack = contextlib.ExitStack()
+        """What closes it."""
+        self.error: PassingError | None = None
         self.until = 0.0
+        """When it may be tried again."""
         self._pause = _PAUSE
-        self._stack = contextlib.ExitStack()
 
-    def open(self, host: Host, inventory: Inventory) -> None:
-        self.shell = self._stack.enter_context(open_shell(host, transport_for(host, inventory), quiet=_QUIET))
-
-    def failed(self, error: SkyfabError) -> bool:
-        """True: it went well until now."""
+    def fail(self, error: PassingError) -> bool:
+        """Notes a failure. True: it is the first in a row."""
         first = self.error is None
         self._pause = _PAUSE if first else min(_LONGEST, 1.5 * self._pause)
         self.error, self.until = error, time.monotonic() + self._pause * random.uniform(0.7, 1.3)
@@ -107,22 +133,40 @@ class _Entry:
 
     def close(self) -> None:
         self.shell = None
-        self._stack.close()
+        self.stack.close()
+
+    def end(self) -> None:
+        """Whoever asks it just now stops in a moment; one that does not is left to its own end."""
+        if self.lock.acquire(timeout=1):
+            try:
+                self.close()
+            finally:
+                self.lock.release()
 
 
-def _side_by_side(action: Callable[[S], T], items: Sequence[S]) -> list[tuple[T, BaseException | None]]:
+class _Raised:
+    """An exception in place of an answer."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def _side_by_side(action: Callable[[S], T], items: Sequence[S]) -> list[T | _Raised]:
     """What became of each. On threads that nobody has to wait for, should there be a Ctrl-C."""
-    outcomes: list[Any] = [(None, None)] * len(items)
+    outcomes: dict[int, T | _Raised] = {}
 
     def one(place: int) -> None:
         try:
-            outcomes[place] = (action(items[place]), None)
+            outcomes[place] = action(items[place])
         except BaseException as error:
-            outcomes[place] = (None, error)
+            outcomes[place] = _Raised(error)
 
+    if len(items) == 1:
+        one(0)
+        return list(outcomes.values())
     threads = [threading.Thread(target=one, args=(place,), daemon=True) for place in range(len(items))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return outcomes
+    return [outcomes[place] for place in range(len(items))]

@@ -147,8 +147,7 @@ def test_whoever_follows_survives_connections_that_break(hosts: list[sky.Host], 
     run = launch(hosts, count(40, spot / "go"), name="patient")
     spot.wait("go.waits", 2)
     troubles: list[sky.SkyfabError] = []
-    run.trouble = troubles.append
-    follower = run.logs(follow=True)
+    follower = run.logs(follow=True, trouble=troubles.append)
     first = [next(follower) for _ in range(5)]
     waiting = begin(lambda: run.result(60))
     until(lambda: len(connections()) == 4, "somebody who waits for the result")

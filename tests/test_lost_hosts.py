@@ -13,7 +13,7 @@ from stage.remote import leave, wait_for
 from stage.spot import Spot, until
 
 import skyfab as sky
-from skyfab import hearing, line, reunion
+from skyfab import hearing, reunion, tether
 from skyfab.lab import Lab
 
 pytestmark = pytest.mark.lab
@@ -38,8 +38,8 @@ def place(pair: Lab) -> Iterator[Spot]:
 @pytest.fixture
 def pool(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., sky.Compute]]:
     """A pool that loses patience in seconds."""
-    monkeypatch.setattr(line, "PING", 0.3)
-    for room in (line, reunion, hearing):
+    monkeypatch.setattr(tether, "PING", 0.3)
+    for room in (tether, reunion, hearing):
         monkeypatch.setattr(room, "DOUBT", 1.0)
     opened: list[sky.Compute] = []
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from skyfab.commands import failure
 from skyfab.commands.fanout import load
 from skyfab.detached import Run, attach, survey
+from skyfab.errors import SkyfabError
 from skyfab.records import Part
 from skyfab.terminal import clean
 
@@ -65,7 +66,7 @@ def follow(run: str, selection: str | None, inventory: str | None) -> int:
     except KeyboardInterrupt:
         print(f"\nit goes on; to end it: skyfab stop {found.id[:8]}", file=sys.stderr)
         return 130
-    state = found.status
+    state = found.state
     print(f"{found.name}: {state}", file=sys.stderr)
     if state in ("failed", "lost"):
         found.result()
@@ -75,14 +76,16 @@ def follow(run: str, selection: str | None, inventory: str | None) -> int:
 
 
 def _print(run: Run, *, follow: bool, rank: int | None) -> None:
-    run.trouble = lambda error: print(
-        clean(f"{error.host}: {error.message}; trying again", colour=False) + "\n", end="", file=sys.stderr
-    )
-    where = {number: part.host for part in run.parts for number in part.about["ranks"]}
-    for number, stream, line in run.logs(follow=follow, rank=rank):
+    where = {number: part.host for part in run.parts for number in part.about.ranks}
+    for number, stream, line in run.logs(follow=follow, rank=rank, trouble=_tell):
         place = where.get(number, "?") if run.world_size == 1 else f"{where.get(number, '?')}[{number}]"
         out = sys.stdout if stream == "out" else sys.stderr
         print(f"{place} {clean(line, colour=out.isatty())}", file=out, flush=True)
+
+
+def _tell(error: SkyfabError) -> None:
+    """In one write: several threads may have something to tell."""
+    sys.stderr.write(clean(f"{error.host}: {error.message}; trying again", colour=False) + "\n")
 
 
 def stop(names: Sequence[str], selection: str | None, inventory: str | None) -> None:

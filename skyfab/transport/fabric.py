@@ -111,9 +111,12 @@ class Fabric:
 
     def open(self, command: str) -> ChannelStream:
         self._connection = self._connect()
-        transport = self._connection.client.get_transport()
-        channel = transport.open_session(window_size=64 * 1024 * 1024, max_packet_size=32768)
-        channel.exec_command(command)
+        try:
+            transport = self._connection.client.get_transport()
+            channel = transport.open_session(window_size=64 * 1024 * 1024, max_packet_size=32768)
+            channel.exec_command(command)
+        except Exception as error:  # the connection broke just now
+            raise _explain(self._host, error) from error
         self._stream = ChannelStream(channel, self._host)
         return self._stream
 
@@ -135,10 +138,10 @@ class Fabric:
         made = connection(self._host, self._inventory, password=password)
         try:
             made.open()
+            _tune(made)
         except Exception as error:
             hang_up(made)
             raise _explain(self._host, error) from error
-        _tune(made)
         return made
 
     def joined(self) -> None:
@@ -225,12 +228,16 @@ class ChannelStream:
             sent: int = self._channel.send(view)
         except TimeoutError:
             raise BlockingIOError from None
+        except (EOFError, OSError, paramiko.SSHException) as error:
+            raise BrokenPipeError(str(error)) from error
         if not sent:
             raise BrokenPipeError("the channel is closed")
         return sent
 
     def explain(self) -> Exception:
         said = self._said.decode(errors="replace").strip().rpartition("\n")[2]
+        if not self._channel.get_transport().is_active():
+            return Unreachable("the connection broke", host=self._host.name)
         return HostLost(f"the connection ended{': ' + said if said else ''}", host=self._host.name)
 
     def close(self) -> None:

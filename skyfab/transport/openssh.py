@@ -54,7 +54,7 @@ class OpenSSH:
         self._known: Path | None = None
         self._config: Path | None = None
         self._files: list[Path] = []
-        weakref.finalize(self, _remove, self._files)
+        weakref.finalize(self, _remove_here, self._files, os.getpid())
 
     def open(self, command: str) -> ProcessStream:
         return ProcessStream(self.argv(command), self._explain)
@@ -138,6 +138,11 @@ def _remove(files: list[Path]) -> None:
     while files:
         with contextlib.suppress(OSError):
             files.pop().unlink()
+
+
+def _remove_here(files: list[Path], pid: int) -> None:
+    if os.getpid() == pid:  # in a child that was forked they are still the parent's
+        _remove(files)
 
 
 def by_hand(host: Host, command: str = "") -> str:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import os
+import signal
 import subprocess
 import tempfile
 import weakref
@@ -37,7 +38,7 @@ class ProcessStream:
             start_new_session=True,
         )
         # A program that is in a hurry leaves no ssh behind that waits for a host which does not answer.
-        self._last = weakref.finalize(self, self._process.terminate)
+        self._at_exit = weakref.finalize(self, _end, self._process, signal.SIGTERM)
         assert self._process.stdin and self._process.stdout
         self._in = self._process.stdout.fileno()
         self._out = self._process.stdin.fileno()
@@ -74,11 +75,18 @@ class ProcessStream:
         try:
             self._process.wait(1)
         except subprocess.TimeoutExpired:  # still connecting, or the host does not answer
-            self._process.terminate()
+            _end(self._process, signal.SIGTERM)
             try:
                 self._process.wait(2)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                _end(self._process, signal.SIGKILL)
                 self._process.wait()
-        self._last.detach()
+        self._at_exit.detach()
         self._errors.close()
+
+
+def _end(process: subprocess.Popen[bytes], number: int) -> None:
+    """With its group: to a host behind others, ssh has a child of its own."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)

@@ -17,7 +17,7 @@ import pytest
 import remains
 
 import skyfab as sky
-from skyfab import hearing, line, reunion
+from skyfab import hearing, reunion, tether
 from skyfab.errors import UsageError
 from skyfab.lab import Lab
 
@@ -52,8 +52,8 @@ def hosts_of(lab: Lab) -> Callable[..., list[sky.Host]]:
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is noticed in less than a second, for tests of minutes and not of hours."""
-    monkeypatch.setattr(line, "PING", 0.2)
-    for room in (line, reunion, hearing):
+    monkeypatch.setattr(tether, "PING", 0.2)
+    for room in (tether, reunion, hearing):
         monkeypatch.setattr(room, "DOUBT", 0.7, raising=False)
 
 

@@ -162,7 +162,7 @@ def outcome(session: Session, puppet: Puppet, answer: bytes, message: messages.M
 
     caller = threading.Thread(target=ask)
     caller.start()
-    while not session._line.inbox.exchanges and caller.is_alive():
+    while not session._tether._inbox.exchanges and caller.is_alive():
         time.sleep(0.001)
     puppet.say(answer)
     with contextlib.suppress(OSError):
@@ -372,7 +372,7 @@ def test_a_seat_that_is_filled_again_and_again_is_not_a_flood(monkeypatch: pytes
             sent += head(0, filled(messages.Exited, seat="0", generation=n))
         assert outcome(session, puppet, sent + head(1, messages.Done())) == messages.Done()
         assert len(listener.lines) == 500
-        assert len(session._line.inbox._output) <= 100
+        assert len(session._tether._inbox._output) <= 100
 
 
 def test_a_host_that_never_reads_does_not_hang_the_client() -> None:

@@ -1,4 +1,4 @@
-"""The line: a session's stream, whichever one that is just now, read and written.
+"""The tether: the stream to a host's agent, whichever one that is just now, read and written.
 
 Whoever waits for an answer reads, see `turns`. When the stream breaks or falls silent, a reunion finds another one.
 """
@@ -17,7 +17,7 @@ from skyfab.interrupts import INTERRUPTS, MAIN
 from skyfab.inventory import Host
 from skyfab.protocol import VERSION
 from skyfab.protocol.frames import HEAD, HEADER, Buffer
-from skyfab.protocol.messages import ClientHello, Message
+from skyfab.protocol.messages import AgentHello, ClientHello, Message
 from skyfab.reunion import DOUBT, Reunion
 from skyfab.revival import Join
 from skyfab.transport.base import Stream, Transport
@@ -30,7 +30,7 @@ GONE: Final = "agent is gone"
 """What the link says of an agent that it does not find."""
 
 
-class Line:
+class Tether:
     """The way to one agent and back. Thread-safe."""
 
     def __init__(
@@ -46,76 +46,108 @@ class Line:
         self._host = host
         self._lease = lease
         self._pace = min(PING, lease / 4) if lease else PING
-        self.inbox = Inbox(host.name, listener)
-        self.mux = self.inbox.mux
+        self._inbox = Inbox(host.name, listener)
+        self._mux = self._inbox.mux
         self._lock = threading.Lock()
-        self.ended: Exception | None = None
-        """Why it is over."""
-        self.farewell = False
-        """This side wants it to end."""
+        self._ended: Exception | None = None
+        self._farewell = False
         self._until = float("inf")
         """When the farewell is over, heard or not."""
         self._pinged = 0.0
         self._next_stream = 1
-        self.wire = Wire()
-        self.turns = Turns(self.pump, self.wire.poke)
-        self.reunion = Reunion(
-            self.wire,
-            self.inbox,
+        self._wire = Wire()
+        self._turns = Turns(self.pump, self._wire.poke)
+        self._reunion = Reunion(
+            self._wire,
+            self._inbox,
             self._lock,
             listener,
             host=host.name,
             lease=lease,
             silence=silence,
-            over=lambda: self.farewell or self.ended is not None,
+            over=lambda: self._farewell or self._ended is not None,
             reach=reach,
             join=join,
         )
+
+    @property
+    def agent(self) -> AgentHello | None:
+        """What the host said of itself, once it has."""
+        return self._inbox.agent
+
+    @property
+    def ended(self) -> Exception | None:
+        """Why it is over."""
+        return self._ended
+
+    @property
+    def heard(self) -> float:
+        """When the host last said something; it says something every few seconds."""
+        return self._reunion.heard
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes sent and received so far."""
+        return self._mux.bytes_out, self._mux.bytes_in
+
+    @property
+    def is_leaving(self) -> bool:
+        """This side wants it to end."""
+        return self._farewell
 
     # ---- the beginning and the end
 
     def begin_with(self, stream: Stream, transport: Transport) -> None:
         """The first stream, on which the agent is about to say hello."""
-        self.mux.attach(self._hello())
-        self.wire.take(stream, transport)
+        self._mux.attach(self._hello())
+        self._wire.take(stream, transport)
         with self._lock:
             self._read()  # some of it may have come together with the link's answer
 
+    def start(self, name: str) -> None:
+        """From now on somebody always reads."""
+        self._turns.start(name)
+
+    def leave(self) -> None:
+        """It is to end: whoever waits looks up."""
+        self._farewell = True
+        self.poke()
+
     def close(self, patience: float) -> None:
         """Says goodbye, and waits for the answer so long."""
-        self.farewell = True
+        self._farewell = True
         self._until = time.monotonic() + patience
         with self._lock:
-            if self.wire.stream is not None and self.ended is None:
-                self.mux.bye()
+            if self._wire.stream is not None and self._ended is None:
+                self._mux.bye()
                 self._flush()
-        self.wire.poke()
-        self.turns.join(patience + 1)
-        with self.turns.held:
-            self.wire.close()
-            self.reunion.close()
+        self._wire.poke()
+        self._turns.join(patience + 1)
+        with self._turns.held:
+            self._wire.close()
+            self._reunion.close()
 
     def abandon(self) -> None:
         """Waits until the agent has heard everything, and lets go of it without a goodbye. Raises HostLost."""
         with self._lock:
-            self.mux.ping()
-        if not self.turns.wait(self._is_heard) and self.ended is not None:
-            raise self.ended
+            self._mux.ping()
+        if not self._turns.wait(self._is_heard) and self._ended is not None:
+            raise self._ended
         with self._lock:
-            self.farewell = True
-            self.wire.let_go()
+            self._farewell = True
+            self._wire.let_go()
 
     def _hello(self) -> bytes:
         """How far this side has heard; it opens every stream."""
-        received = self.mux.received
+        received = self._mux.received
         return ClientHello(protocol=VERSION, received=received, lease=self._lease, name=self._host.name).encode()
 
     def _is_heard(self) -> bool:
         with self._lock:
-            if not self.mux.is_heard and time.monotonic() - self._pinged > 0.05:
+            if not self._mux.is_heard and time.monotonic() - self._pinged > 0.05:
                 self._pinged = time.monotonic()
-                self.mux.ping()
-            return self.mux.is_heard
+                self._mux.ping()
+            return self._mux.is_heard
 
     # ---- speaking
 
@@ -136,64 +168,72 @@ class Line:
         """
         head = message if isinstance(message, bytes) else message.encode()
         with self._lock:
-            if self.ended is not None:
-                raise self.ended
+            if self._ended is not None:
+                raise self._ended
             stream = self._next_stream
             self._next_stream += 2
             if answer is not None:
-                self.inbox.exchanges[stream] = Exchange(answer, failure or _ignore, seat)
+                self._inbox.exchanges[stream] = Exchange(answer, failure or _ignore, seat)
             drained = self._say(stream, head, parts, urgent=urgent)
         if not drained:
-            self.wire.poke()
+            self._wire.poke()
         return stream
 
     def begin(self, head: bytes, data: bytes, seat: str) -> Reply:
         """Sends a small message whose answer this thread will `await_reply`. Raises HostLost."""
         with self._lock:
-            if self.ended is not None:
-                raise self.ended
+            if self._ended is not None:
+                raise self._ended
             stream = self._next_stream
             self._next_stream += 2
-            reply = self.inbox.exchanges[stream] = Reply(stream, seat)
-            wire = self.wire.stream
+            reply = self._inbox.exchanges[stream] = Reply(stream, seat)
+            wire = self._wire.stream
             if wire is None:
-                self.mux.send(stream, head, (data,))
+                self._mux.send(stream, head, (data,))
                 return reply
             whole = HEADER.pack(HEAD, len(head), stream, len(head) + len(data)) + head + data
             try:
-                drained = self.mux.send_frame(whole, wire.send)
+                drained = self._mux.send_frame(whole, wire.send)
             except OSError:
                 drained = True  # the reading side finds out why
         if not drained:
-            self.wire.poke()
+            self._wire.poke()
         return reply
 
     def await_reply(self, reply: Reply) -> None:
         """Raises HostLost when the host is gone first."""
-        self.turns.wait(reply.is_there)
+        self._turns.wait(reply.is_there)
         if reply.error is not None:
             raise reply.error
+
+    def poke(self) -> None:
+        """Makes whoever waits look again."""
+        self._wire.poke()
+
+    def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Reads until `done()`, or lets another caller do so. False: time is up."""
+        return self._turns.wait(done, timeout)
 
     # ---- reading and writing
 
     def pump(self, timeout: float | None) -> None:
         """Waits for the stream once, reads and writes what it can, and hands out what has arrived."""
-        if self.reunion.fresh is not None:
+        if self._reunion.fresh is not None:
             self._adopt()
         wait = self._pace if timeout is None else min(timeout, self._pace)
-        if self.farewell:
+        if self._farewell:
             wait = min(wait, 0.5)
         main = threading.get_ident() == MAIN
         outer = INTERRUPTS.held
         if main:
             INTERRUPTS.held = False  # here alone may it be interrupted: nothing has been read yet
-        ready = self.wire.wait(wait, self.mux.has_output)
+        ready = self._wire.wait(wait, self._mux.has_output)
         if main:
             INTERRUPTS.held = True
         try:
             after = self._take_in(ready)
             if after:
-                self.turns.call(after)
+                self._turns.call(after)
         finally:
             if main:
                 INTERRUPTS.held = outer
@@ -202,7 +242,7 @@ class Line:
 
     def _take_in(self, ready: list[tuple[int, int]]) -> list[Callable[[], None]] | None:
         """Reads and writes what it can; returns what others are to be told."""
-        wire = self.wire
+        wire = self._wire
         try:
             with self._lock:
                 heard = False
@@ -214,12 +254,12 @@ class Line:
                         os.read(fd, 4096)
                     else:
                         wire.forget(fd)
-                if self.ended is None:
-                    if not heard or self.farewell or self.mux.heard - self._pinged > self._pace:
+                if self._ended is None:
+                    if not heard or self._farewell or self._mux.heard - self._pinged > self._pace:
                         self._keep_alive()
-                    if self.mux.has_output:
+                    if self._mux.has_output:
                         self._flush()
-                return self.inbox.take() if self.inbox.after else None
+                return self._inbox.take() if self._inbox.after else None
         except BaseException:
             self._torn()
             raise
@@ -228,14 +268,14 @@ class Line:
         """Something broke in the middle of reading: nobody knows how much is lost."""
         with self._lock:
             self._finish(HostLost("interrupted while it was answering", host=self._host.name))
-            after = self.inbox.take()
-        self.turns.call(after)
+            after = self._inbox.take()
+        self._turns.call(after)
 
     def _read(self) -> None:
-        stream = self.wire.stream
+        stream = self._wire.stream
         assert stream is not None
         try:
-            if not self.mux.read(stream.recv_into):
+            if not self._mux.read(stream.recv_into):
                 self._break(None)
         except BlockingIOError:
             pass
@@ -246,56 +286,56 @@ class Line:
             self._finish(error)
 
     def _say(self, stream: int, head: bytes, parts: Sequence[Buffer], *, urgent: bool = False) -> bool:
-        wire = self.wire.stream
+        wire = self._wire.stream
         if urgent or wire is None:
-            self.mux.send(stream, head, parts, urgent=urgent)
+            self._mux.send(stream, head, parts, urgent=urgent)
             return self._flush()
         try:
-            return self.mux.send_now(stream, head, parts, wire.send)
+            return self._mux.send_now(stream, head, parts, wire.send)
         except OSError:
             return True  # the reading side finds out why
 
     def _flush(self) -> bool:
-        wire = self.wire.stream
+        wire = self._wire.stream
         if wire is None:
             return True
         try:
-            return self.mux.flush(wire.send)
+            return self._mux.flush(wire.send)
         except OSError:
             return True  # the reading side finds out why
 
     def _keep_alive(self) -> None:
         now = time.monotonic()
-        if self.reunion.verdict is not None:
-            self._finish(self.reunion.verdict)
-        elif self.farewell and (now > self._until or self.wire.stream is None):
+        if self._reunion.verdict is not None:
+            self._finish(self._reunion.verdict)
+        elif self._farewell and (now > self._until or self._wire.stream is None):
             self._finish(None)
         elif now - self._pinged > self._pace:
             self._pinged = now
-            self.mux.ping()
-        if now - self.mux.heard > DOUBT and self.inbox.agent is not None:
-            self.reunion.doubt(f"not a word for {DOUBT:.0f} s")
+            self._mux.ping()
+        if now - self._mux.heard > DOUBT and self._inbox.agent is not None:
+            self._reunion.doubt(f"not a word for {DOUBT:.0f} s")
 
     def _break(self, error: Exception | None) -> None:
         """The stream has ended, and not because somebody wanted it to: another may take its place."""
-        if self.ended is not None:
+        if self._ended is not None:
             return
-        if self.farewell or self.inbox.agent is None:
+        if self._farewell or self._inbox.agent is None:
             self._finish(error)
             return
-        assert self.wire.stream is not None
-        error = error or self.wire.stream.explain()
+        assert self._wire.stream is not None
+        error = error or self._wire.stream.explain()
         if GONE in str(error) or self._lease <= 0:
             self._finish(error)
             return
-        self.wire.let_go()
-        self.reunion.doubt(error.message if isinstance(error, SkyfabError) else str(error))
+        self._wire.let_go()
+        self._reunion.doubt(error.message if isinstance(error, SkyfabError) else str(error))
 
     def _adopt(self) -> None:
         """Goes on with a new stream: both sides say how far they have heard, and the rest is said again."""
         with self._lock:
-            self.mux.attach(self._hello())
-            self.reunion.adopt()
+            self._mux.attach(self._hello())
+            self._reunion.adopt()
             self._read()  # some of it may have come together with the link's answer
             self._flush()
 
@@ -303,16 +343,16 @@ class Line:
 
     def _finish(self, error: Exception | None) -> None:
         """It is over: everybody who waits is told."""
-        if self.ended is not None:
+        if self._ended is not None:
             return
-        if error is None and not self.farewell and self.wire.stream is not None:
-            error = self.wire.stream.explain()
-        self.ended = error or HostLost("the pool is closed", host=self._host.name)
-        self.turns.over = True
+        if error is None and not self._farewell and self._wire.stream is not None:
+            error = self._wire.stream.explain()
+        self._ended = error or HostLost("the pool is closed", host=self._host.name)
+        self._turns.over = True
         lost = None
-        if not self.farewell and self.inbox.agent is not None:
-            lost = self.ended = _as_lost(self.ended, self._host)
-        self.inbox.end(self.ended, lost=lost)
+        if not self._farewell and self._inbox.agent is not None:
+            lost = self._ended = _as_lost(self._ended, self._host)
+        self._inbox.end(self._ended, lost=lost)
 
 
 def _as_lost(error: Exception, host: Host) -> HostLost:

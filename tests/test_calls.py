@@ -180,6 +180,14 @@ def test_ampersand_runs_calls_side_by_side_and_keeps_their_order(pool: sky.Compu
 def test_groups_of_any_length_keep_their_order(pool: sky.Compute) -> None:
     assert (add(1) & add(2) & add(3)) >> pool == (11, 12, 13)
     assert (add(1) & (add(2) & add(3))) >> pool == (11, 12, 13)
+
+
+def test_calls_side_by_side_raise_as_they_are(pool: sky.Compute) -> None:
+    def stop() -> None:
+        raise StopIteration("enough")
+
+    with pytest.raises(StopIteration, match="enough"):
+        (add(1) & sky.function(stop)()) >> pool
     assert sky.gather(*(identity(n) for n in range(20))) >> pool == tuple(range(20))
     assert sky.gather() >> pool == ()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from stage.threads import begin
 
 import skyfab as sky
 from skyfab.lab import Lab, LabHost
+from skyfab.lab.process import LabProcess
 
 pytestmark = pytest.mark.lab
 
@@ -123,6 +126,11 @@ def connections() -> set[int]:
     return {int(pid) for pid, words in found.items() if ": ssh " in words}
 
 
+def logins(host: LabHost) -> list[LabProcess]:
+    """The connections that a host's sshd has, by the processes that have them."""
+    return [process for process in host.processes() if re.match(r"sshd: \w+@", process.cmdline[0])]
+
+
 def test_whoever_follows_logs_in_once(hosts: list[sky.Host], spot: Spot) -> None:
     run = launch(hosts, count(4, spot / "go"), name="polite")
     spot.wait("go.waits", 2)
@@ -143,16 +151,21 @@ def test_whoever_follows_logs_in_once(hosts: list[sky.Host], spot: Spot) -> None
     assert connections() == set()
 
 
-def test_whoever_follows_survives_connections_that_break(hosts: list[sky.Host], spot: Spot) -> None:
+@pytest.mark.parametrize("transport", ["openssh", "fabric"])
+def test_whoever_follows_survives_connections_that_break(
+    namespaces: Lab, hosts_of: Hosts, spot: Spot, transport: str
+) -> None:
+    hosts = hosts_of(transport, 2)
     run = launch(hosts, count(40, spot / "go"), name="patient")
     spot.wait("go.waits", 2)
     troubles: list[sky.SkyfabError] = []
     follower = run.logs(follow=True, trouble=troubles.append)
     first = [next(follower) for _ in range(5)]
     waiting = begin(lambda: run.result(60))
-    until(lambda: len(connections()) == 4, "somebody who waits for the result")
-    for pid in connections():
-        os.kill(pid, signal.SIGKILL)
+    until(lambda: sum(map(len, map(logins, namespaces.hosts[:2]))) == 4, "somebody who waits for the result")
+    for host in namespaces.hosts[:2]:
+        for process in logins(host):
+            os.kill(process.outside, signal.SIGKILL)
     spot.leave("go")
     rest = list(follower)
     for rank in range(2):
@@ -180,6 +193,17 @@ def test_a_run_is_stopped(hosts: list[sky.Host], spot: Spot) -> None:
     assert run.status == "stopped"
     assert lines_of(run)[0, "out"] == [f"line {n} of rank 0" for n in range(6)]
     run.stop()  # it is over
+
+
+def test_a_run_that_somebody_has_removed_is_lost(hosts: list[sky.Host], namespaces: Lab) -> None:
+    run = launch(hosts, count(1), name="removed")
+    run.result(30)
+    shutil.rmtree(namespaces.hosts[1].path(f"/root/.cache/skyfab/runs/{run.id}"))
+    assert run.status == "lost"
+    with pytest.raises(sky.HostLost) as raised:
+        run.result(30)
+    assert raised.value.host == hosts[1].name
+    assert {rank for rank, _, _ in run.logs(follow=True)} == {0}
 
 
 def test_a_broadcast_that_is_under_way_is_left_to_its_hosts(hosts: list[sky.Host], spot: Spot) -> None:

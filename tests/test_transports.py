@@ -27,6 +27,7 @@ from skyfab.transport import Stream, transport_for
 from skyfab.transport.fabric import Fabric
 from skyfab.transport.local import Local
 from skyfab.transport.openssh import OpenSSH
+from skyfab.transport.process import ProcessStream
 
 pytestmark = pytest.mark.lab
 
@@ -258,6 +259,17 @@ def test_more_than_512_mb_each_way(by: str, hosts_of: Hosts) -> None:
     finally:
         stream.close()
         way.close()
+
+
+def test_a_stream_ends_with_what_its_program_has_started(runs_on: Callable[[str, int], bool]) -> None:
+    """To a host behind others, ssh starts an ssh of its own."""
+    stream = ProcessStream(["sh", "-c", "sleep 600 & echo $!; wait"], lambda code, text: RuntimeError(text))
+    select.select([stream], [], [], 10)
+    view = memoryview(bytearray(20))
+    child = int(bytes(view[: stream.recv_into(view)]))
+    assert runs_on("here", child)
+    stream.close()
+    until(lambda: not runs_on("here", child), "the end of its child")
 
 
 # ---- which transport

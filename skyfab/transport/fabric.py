@@ -208,7 +208,8 @@ class ChannelStream:
         if not self._held:
             # Byte by byte, as an answer is looked for in a shell's noise, paramiko would move all that it holds each
             # time. Later nothing may be held here: nobody could tell that it can be read.
-            self._held = self._recv(min(len(view), _PACKET) if self.joined else 4096)
+            size = len(view) if self.joined else max(len(view), 4096)
+            self._held = self._recv(min(size, _PACKET))
         taken = min(len(view), len(self._held))
         view[:taken] = self._held[:taken]
         self._held = self._held[taken:]

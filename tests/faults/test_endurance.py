@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +95,26 @@ def divide(n: int) -> float:
     return 1 / n
 
 
-def endure(lab: Lab, open_pool: Callable[..., sky.Compute], *, first: int, then: int, transport: str) -> None:
-    pool = open_pool(transport, count=2, ranks=2, lease=60, host={"slots": 2})
+def endure(lab: Lab, hosts: list[sky.Host], *, first: int, then: int) -> None:
+    """In a program of its own: how large this one is depends on the tests before."""
+    program = "import pickle, sys, test_endurance; test_endurance.work_and_compare(*pickle.load(sys.stdin.buffer))"
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        input=pickle.dumps((lab.folder, hosts, first, then)),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))},
+        capture_output=True,
+        timeout=800,
+    )
+    print(ended.stdout.decode())
+    assert ended.returncode == 0, ended.stderr.decode()
+
+
+def work_and_compare(folder: Path, hosts: list[sky.Host], first: int, then: int) -> None:
+    with sky.Compute(hosts, ranks=2, lease=60, ui="none") as pool:
+        compare(Lab.load(folder), pool, first, then)
+
+
+def compare(lab: Lab, pool: sky.Compute, first: int, then: int) -> None:
     lines = [0]
 
     def count(event: object) -> None:
@@ -131,14 +152,14 @@ def settle(pool: sky.Compute) -> None:
     assert pool.world_size == len(echo(0) @ pool)
 
 
-def test_a_thousand_calls_leave_both_sides_as_they_were(lab: Lab, open_pool: Callable[..., sky.Compute]) -> None:
-    endure(lab, open_pool, first=600, then=1200, transport="openssh")
+def test_a_thousand_calls_leave_both_sides_as_they_were(lab: Lab, hosts_of: Callable[..., list[sky.Host]]) -> None:
+    endure(lab, hosts_of("openssh", 2, slots=2), first=600, then=1200)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["openssh", "fabric"])
 def test_ten_thousand_calls_leave_both_sides_as_they_were(
-    lab: Lab, open_pool: Callable[..., sky.Compute], transport: str
+    lab: Lab, hosts_of: Callable[..., list[sky.Host]], transport: str
 ) -> None:
-    endure(lab, open_pool, first=2000, then=10_000, transport=transport)
+    endure(lab, hosts_of(transport, 2, slots=2), first=2000, then=10_000)

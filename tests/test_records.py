@@ -1,0 +1,197 @@
+"""Records of detached runs, read through a real shell of this machine: logs that grow and change files, and rubbish."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import skyfab as sky
+from skyfab.launch import open_shell
+from skyfab.records import Tail, look, new_lines
+from skyfab.shell import Shell
+from skyfab.transport import transport_for
+
+RUN = "abc123"
+ABOUT = {
+    "id": RUN,
+    "name": "night",
+    "function": "train",
+    "host": "here",
+    "hosts": ["here", "there"],
+    "place": 0,
+    "ranks": [0, 1],
+    "world": 4,
+    "on": "all",
+    "elastic": False,
+}
+STATUS = {"state": "done", "started": 1.5e9, "ranks": {"0": "done"}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place = tmp_path / "runs" / RUN
+    (place / "logs").mkdir(parents=True)
+    tmp_path.chmod(0o700)
+    return place
+
+
+@pytest.fixture
+def shell(tmp_path: Path, folder: Path) -> Iterator[Shell]:
+    host = sky.Host(name="here", transport="local", cache=str(tmp_path))
+    with open_shell(host, transport_for(host, sky.Inventory(hosts={}))) as opened:
+        yield opened
+
+
+class Follower:
+    """Somebody who looks now and then."""
+
+    def __init__(self, shell: Shell, folder: Path) -> None:
+        self._shell = shell
+        self._logs = folder / "logs"
+        self._tails: dict[tuple[str, str], Tail] = {}
+
+    def write(self, text: str) -> None:
+        with (self._logs / "0.out").open("a") as file:
+            file.write(text)
+
+    def rotate(self) -> None:
+        (self._logs / "0.out").rename(self._logs / "0.out.1")
+        (self._logs / "0.out").touch()
+
+    def look(self, *, rest: bool = False) -> list[str]:
+        return [line for _, _, line in new_lines(self._shell, RUN, None, self._tails, rest=rest)]
+
+
+@pytest.fixture
+def follower(shell: Shell, folder: Path) -> Follower:
+    return Follower(shell, folder)
+
+
+def test_a_log_grows(follower: Follower) -> None:
+    assert follower.look() == []
+    follower.write("one\ntw")
+    assert follower.look() == ["one"]
+    follower.write("o\n")
+    assert follower.look() == ["two"]
+    follower.write("half")
+    assert follower.look() == []
+    assert follower.look(rest=True) == ["half"]
+
+
+def test_another_file_that_is_still_empty(follower: Follower) -> None:
+    follower.write("one\ntwo\n")
+    assert follower.look() == ["one", "two"]
+    follower.write("three\n")
+    follower.rotate()
+    assert follower.look() == ["three"]
+    assert follower.look() == []
+    follower.write("four\n")
+    assert follower.look() == ["four"]
+
+
+def test_another_file_that_is_longer_already(follower: Follower) -> None:
+    follower.write("one\n")
+    assert follower.look() == ["one"]
+    follower.write("two, and its ")
+    follower.rotate()
+    follower.write("end\nthree\nfour\nfive\n")
+    assert follower.look() == ["two, and its end", "three", "four", "five"]
+    assert follower.look() == []
+
+
+def test_whoever_comes_late_is_told_what_is_kept(follower: Follower) -> None:
+    for number in range(4):
+        follower.write(f"line {number}\n")
+        follower.rotate()
+    follower.write("the last one\n")
+    assert follower.look() == ["line 3", "the last one"]
+    assert follower.look() == []
+
+
+def test_whoever_breaks_off_goes_on_where_that_was(follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After any number of pieces, in either file."""
+    monkeypatch.setattr("skyfab.records._CHUNK", 5)
+    follower.write("one\ntwo\nthree\n")
+    follower.rotate()
+    follower.write("four\nfive\nsix\n")
+    real, left, found = Shell.read, [0], []
+
+    def read(*arguments: Any, **options: Any) -> bytearray:
+        left[0] -= 1
+        if left[0] < 0:
+            raise ConnectionResetError
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(Shell, "read", read)
+    for _ in range(20):
+        left[0] = 1
+        lines = new_lines(follower._shell, RUN, None, follower._tails, rest=False)
+        try:
+            for _, _, line in lines:
+                found.append(line)  # what came before it broke counts
+        except ConnectionResetError:
+            continue
+    assert found == ["one", "two", "three", "four", "five", "six"]
+
+
+# ---- what hosts say
+
+
+def test_runs_are_found_whatever_they_are_called(shell: Shell, folder: Path) -> None:
+    (folder / "about").write_text(json.dumps({**ABOUT, "name": "x =run y"}))
+    (folder / "status").write_text(json.dumps(STATUS))
+    (folder / "logs" / "0.out").write_text("=run abc yes\n=gpu 1, 2\n")
+    (part,) = look(shell, RUN)
+    assert (part.about.name, part.state, part.last) == ("x =run y", "done", "=gpu 1, 2")
+    assert [one.about.id for one in look(shell)] == [RUN]
+    assert look(shell, "nobody") == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hosts": []},
+        {"hosts": ["a", "a"]},
+        {"hosts": [1]},
+        {"ranks": [True]},
+        {"ranks": []},
+        {"name": None},
+        {"world": "4"},
+        {"id": "another"},
+    ],
+    ids=str,
+)
+def test_what_no_run_has_is_no_run(shell: Shell, folder: Path, wrong: dict[str, Any]) -> None:
+    (folder / "about").write_text(json.dumps({**ABOUT, **wrong}))
+    (folder / "status").write_text(json.dumps(STATUS))
+    assert look(shell, RUN) == []
+
+
+class Liar:
+    """A shell on a host that says anything."""
+
+    host = sky.Host(name="liar")
+
+    def __init__(self, text: str) -> None:
+        self.run = lambda script: text
+
+
+@given(st.text(), st.text(), st.text())
+def test_whatever_a_host_says_is_read(about: str, status: str, last: str) -> None:
+    look(Liar(f"=run {RUN} yes\n{about}\n{status}\n{last}"))  # type: ignore[arg-type]
+    look(Liar(about + status))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "status",
+    ["[" * 100_000, '{"state": "done", "started": Infinity}', '{"state": "done", "started": 1' + "0" * 400 + "}", "{}"],
+    ids=["deep", "never", "huge", "empty"],
+)
+def test_statuses_that_cannot_be(status: str) -> None:
+    assert look(Liar(f"=run {RUN} yes\n{json.dumps(ABOUT)}\n{status}\n=last x")) == []  # type: ignore[arg-type]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
+from skyfab.abreast import Raised, abreast
 from skyfab.errors import PoolError, SkyfabError, UsageError
 from skyfab.events import Events, HostState
 from skyfab.node import Node
@@ -30,7 +30,7 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
     for node in nodes:
         events.emit(HostState(host=node.name, state="connecting"))
     try:
-        _side_by_side(enter, nodes)
+        _with_each(enter, nodes)
     except BaseException:  # Ctrl-C: those that are still connecting stop too
         close_all(nodes)
         raise
@@ -41,15 +41,13 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
 
 def close_all(nodes: Sequence[Node]) -> None:
     """Ends every process of the pool on every host."""
-    _side_by_side(Node.close, nodes)
+    _with_each(Node.close, nodes)
 
 
-def _side_by_side(action: Callable[[Node], None], nodes: Sequence[Node]) -> None:
-    threads = [threading.Thread(target=action, args=(node,), daemon=True) for node in nodes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def _with_each(action: Callable[[Node], None], nodes: Sequence[Node]) -> None:
+    for outcome in abreast(action, nodes):
+        if isinstance(outcome, Raised):
+            raise outcome.error
 
 
 def _all_of(errors: Sequence[Exception], total: int) -> Exception:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
+from skyfab.abreast import Raised, abreast
 from skyfab.errors import HostLost, HostUnfit, SkyfabError, Unreachable
 from skyfab.inventory import Host, Inventory
 from skyfab.launch import open_shell
@@ -19,7 +20,6 @@ from skyfab.shell import ScriptFailed, Shell
 from skyfab.transport import transport_for
 
 PassingError = HostLost | Unreachable
-S = TypeVar("S")
 T = TypeVar("T")
 
 PASSING: Final = (HostLost, Unreachable)
@@ -56,7 +56,7 @@ class Shells:
 
     def __exit__(self, *_: object) -> None:
         self._closed = True  # threads that still ask stop by themselves
-        _side_by_side(_Entry.end, [entry for entry in self._entries.values() if entry.shell is not None])
+        abreast(_Entry.end, [entry for entry in self._entries.values() if entry.shell is not None])
 
     def _is_over(self) -> bool:
         return self._closed or time.monotonic() > self._until
@@ -69,8 +69,8 @@ class Shells:
                 return question(shell)
 
         found = []
-        for outcome in _side_by_side(one, self.hosts):
-            if not isinstance(outcome, _Raised):
+        for outcome in abreast(one, self.hosts):
+            if not isinstance(outcome, Raised):
                 found.append(outcome)
             elif errors is not None and isinstance(outcome.error, SkyfabError):
                 errors.append(outcome.error)
@@ -142,31 +142,3 @@ class _Entry:
                 self.close()
             finally:
                 self.lock.release()
-
-
-class _Raised:
-    """An exception in place of an answer."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
-def _side_by_side(action: Callable[[S], T], items: Sequence[S]) -> list[T | _Raised]:
-    """What became of each. On threads that nobody has to wait for, should there be a Ctrl-C."""
-    outcomes: dict[int, T | _Raised] = {}
-
-    def one(place: int) -> None:
-        try:
-            outcomes[place] = action(items[place])
-        except BaseException as error:
-            outcomes[place] = _Raised(error)
-
-    if len(items) == 1:
-        one(0)
-        return list(outcomes.values())
-    threads = [threading.Thread(target=one, args=(place,), daemon=True) for place in range(len(items))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [outcomes[place] for place in range(len(items))]

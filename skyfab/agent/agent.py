@@ -66,7 +66,7 @@ class Agent:
             relay=self._relay,
             abandon=self._routes.abandon,
         )
-        self._orders = Orders(self._mux, self._seats, self._routes, cache=cache, machine=self._machine)
+        self._orders = Orders(self._mux, self._seats, self._routes, run=self._run, cache=cache, machine=self._machine)
 
     # ---- the loop
 

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 class Orders:
     """Takes a client's messages one by one."""
 
-    def __init__(self, mux: Mux, seats: Seats, routes: Routes, *, cache: str, machine: Machine) -> None:
+    def __init__(self, mux: Mux, seats: Seats, routes: Routes, *, run: str, cache: str, machine: Machine) -> None:
         self._mux = mux
         self._seats = seats
         self._routes = routes
         self._cache = cache
         self._machine = machine
-        self._store = Store(run=os.getcwd(), cache=cache)
+        self._store = Store(run=run, cache=cache)
         self._ports = Ports()
         self._functions: dict[str, tuple[bytes, bytes | Assembly]] = {}
         self.record: Record | None = None

@@ -151,8 +151,8 @@ class Voice:
             self._stalled[0] = (marks, *frame)  # type: ignore[assignment]
         return self._told(marks)
 
-    def finish(self) -> int:
-        """The process is gone: what it has said still counts. The stream of a large answer that it broke off, or 0."""
+    def finish(self) -> int | None:
+        """The process is gone: what it has said still counts. Returns the stream of an answer that it broke off."""
         with contextlib.suppress(OSError, ProtocolError):
             while self._reader.pump(self._recv_into):
                 pass
@@ -160,4 +160,4 @@ class Voice:
             log.drain()
         while self._stalled:
             self._pass_on(*self._stalled.popleft()[1:])
-        return self._answer[0] if self._answer is not None else 0
+        return self._answer[0] if self._answer is not None else None

@@ -64,7 +64,10 @@ def hang_up(connection: Any) -> None:
 
 
 def _tune(connection: Any) -> None:
-    """Small packets leave at once; a host that is gone without a word is noticed, as ssh is told to (ServerAlive…)."""
+    """Small packets leave at once; a host that is gone without a word is noticed, as ssh is told to (ServerAlive…).
+
+    Of those behind a jump host only that one: paramiko waits for no answers.
+    """
     while isinstance(connection, fabric.Connection):
         transport = connection.client.get_transport()
         transport.set_keepalive(ALIVE_INTERVAL)

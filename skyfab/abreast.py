@@ -1,0 +1,35 @@
+"""Abreast: the same thing done for several hosts at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class Raised:
+    """An exception in place of an answer."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def abreast(action: Callable[[S], T], items: Sequence[S]) -> list[T | Raised]:
+    """What became of each, in their order. On threads that nobody has to wait for, should there be a Ctrl-C."""
+    outcomes: dict[int, T | Raised] = {}
+
+    def one(place: int) -> None:
+        try:
+            outcomes[place] = action(items[place])
+        except BaseException as error:
+            outcomes[place] = Raised(error)
+
+    threads = [threading.Thread(target=one, args=(place,), daemon=True) for place in range(len(items))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [outcomes[place] for place in range(len(items))]

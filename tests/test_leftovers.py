@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import traces
+from stage import remains, traces
 from stage.remote import leave, linger, wait_for
 from stage.spot import Spot, until
 
@@ -38,15 +37,10 @@ KEPT = {"bundles", "blobs", "trees", "logs", "run"}
 # ---- what could be left
 
 
-def caches(host: LabHost) -> list[Path]:
-    homes = [host.path("/root"), *host.path("/home").iterdir()]
-    return [cache for home in homes if (cache := home / ".cache/skyfab").is_dir()]
-
-
 def drafts(host: LabHost) -> set[str]:
     """Files that were begun and never finished, and whatever else a cache has no room for."""
     found = set()
-    for cache in caches(host):
+    for cache in remains.caches(host):
         found |= {str(entry) for entry in cache.iterdir() if entry.name not in KEPT}
         for kind in ("blobs", "trees", "bundles"):
             entries = (cache / kind).iterdir() if (cache / kind).is_dir() else ()
@@ -69,17 +63,6 @@ def listeners(host: LabHost) -> set[str]:
 
 def temporary(host: LabHost) -> set[str]:
     return {f"{host.name}: {path}" for place in ("/tmp", "/var/tmp", "/dev/shm") for path in host.path(place).glob("*")}
-
-
-def sweep(host: LabHost) -> None:
-    """What one test has left is not the next one's."""
-    for process in host.processes():
-        if "sshd" not in process.cmdline[0]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.outside, signal.SIGKILL)
-    for cache in caches(host):
-        for folder in cache.glob("run/*/*"):
-            shutil.rmtree(folder)
 
 
 @sky.function
@@ -134,8 +117,7 @@ def clean(
     try:
         check()
     finally:
-        for host in hosts:
-            sweep(host)
+        remains.sweep(hosts)
 
 
 # ---- the ends of programs
@@ -514,7 +496,7 @@ def test_what_a_host_that_lost_power_has_left_is_swept_by_the_next_pool(
 ) -> None:
     host = namespaces.hosts[0]
     pool = open_pool("openssh", count=1)
-    folder = next(iter(caches(host)[0].glob("run/*/*")))
+    folder = next(iter(remains.caches(host)[0].glob("run/*/*")))
     assert ok(1) >> pool == 1
     dead, young = folder.parent / "0123456789abcdef-0", folder.parent / "fedcba9876543210-0"
     for stale in (dead, young):
@@ -596,7 +578,7 @@ def test_pools_that_open_at_once_on_a_fresh_host_all_work(
     """Nothing is there: each brings the bundle, one wins, and no draft stays."""
     from stage.threads import at_once
 
-    for cache in caches(hosts[0]):
+    for cache in remains.caches(hosts[0]):
         shutil.rmtree(cache)
 
     def use(number: int) -> int:
@@ -673,7 +655,7 @@ def test_opening_and_closing_many_times_leaves_no_more_than_once(
     def kept() -> set[str]:
         return {
             str(path)
-            for cache in caches(hosts[0])
+            for cache in remains.caches(hosts[0])
             for kind in ("bundles", "blobs", "trees")
             for path in (cache / kind).glob("*")
         }

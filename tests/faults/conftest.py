@@ -14,7 +14,7 @@ from typing import Any
 
 import cable
 import pytest
-import remains
+from stage import remains
 
 import skyfab as sky
 from skyfab import hearing, reunion, tether

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import remains
 from cable import restore, silence
-from stage import remote
+from stage import remains, remote
 from stage.index import Index
 from stage.threads import begin
 

@@ -12,8 +12,7 @@ from contextlib import ExitStack
 
 import errands
 import pytest
-import remains
-from stage import traces
+from stage import remains, traces
 from stage.remote import leave, linger, wait_for
 from stage.spot import Spot, until
 from stage.threads import begin

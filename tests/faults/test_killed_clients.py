@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import remains
 from cable import restore, silence
-from stage import traces
+from stage import remains, traces
 from stage.spot import Spot
 
 import skyfab as sky

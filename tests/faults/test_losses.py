@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 import errands
 import pytest
-import remains
 from cable import restore, silence
+from stage import remains
 from stage.remote import leave, linger
 from stage.spot import Spot, until
 

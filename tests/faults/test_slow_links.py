@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import errands
 import pytest
-import remains
+from stage import remains
 from stage.remote import linger
 from stage.spot import Spot, until
 

@@ -9,9 +9,8 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from stage import traces
-
 from skyfab.lab import LabHost
+from stage import traces
 
 
 def on(host: LabHost) -> set[str]:

@@ -19,8 +19,6 @@ import cloudpickle
 
 from skyfab.protocol.blobs import name_of
 
-_STAYS: Final = ("examples", "lab")
-"""What no host has a use for."""
 _MAIN: Final = """import sys
 if sys.version_info < (3, 10):
     sys.exit(sys.version.split()[0])
@@ -65,5 +63,5 @@ def _files() -> Iterator[tuple[str, bytes]]:
     for package in (Path(__file__).parent, Path(cloudpickle.__file__).parent):
         for file in sorted(package.rglob("*.py")):
             inner = file.relative_to(package)
-            if inner.parts[0] not in _STAYS:
+            if inner.parts[0] != "examples":
                 yield f"{package.name}/{inner.as_posix()}", file.read_bytes()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 
 from skyfab.abreast import Raised, abreast
 from skyfab.errors import PoolError, SkyfabError, UsageError
 from skyfab.events import Events, HostState
 from skyfab.node import Node
+from skyfab.transport.process import end_all
 
 
 def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], None]) -> None:
@@ -40,8 +42,12 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
 
 
 def close_all(nodes: Sequence[Node]) -> None:
-    """Ends every process of the pool on every host."""
-    _with_each(Node.close, nodes)
+    """Ends every process of the pool on every host. Interrupted, it leaves that to the hosts."""
+    try:
+        _with_each(Node.close, nodes)
+    except KeyboardInterrupt:
+        atexit.register(end_all)
+        raise
 
 
 def _with_each(action: Callable[[Node], None], nodes: Sequence[Node]) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from skyfab.protocol.pipes import widen
 
@@ -37,8 +37,7 @@ class ProcessStream:
             bufsize=0,
             start_new_session=True,
         )
-        # A program that is in a hurry leaves no ssh behind that waits for a host which does not answer.
-        self._at_exit = weakref.finalize(self, _end, self._process, signal.SIGTERM)
+        _STREAMS.add(self)
         assert self._process.stdin and self._process.stdout
         self._in = self._process.stdout.fileno()
         self._out = self._process.stdin.fileno()
@@ -75,18 +74,25 @@ class ProcessStream:
         try:
             self._process.wait(1)
         except subprocess.TimeoutExpired:  # still connecting, or the host does not answer
-            _end(self._process, signal.SIGTERM)
+            self.end(signal.SIGTERM)
             try:
                 self._process.wait(2)
             except subprocess.TimeoutExpired:
-                _end(self._process, signal.SIGKILL)
+                self.end(signal.SIGKILL)
                 self._process.wait()
-        self._at_exit.detach()
         self._errors.close()
 
+    def end(self, number: int) -> None:
+        """Ends the process, with its group: to a host behind others, ssh has a child of its own."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
 
-def _end(process: subprocess.Popen[bytes], number: int) -> None:
-    """With its group: to a host behind others, ssh has a child of its own."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+
+_STREAMS: Final[weakref.WeakSet[ProcessStream]] = weakref.WeakSet()
+
+
+def end_all() -> None:
+    """Ends every stream of this program, which ends too: none is left that waits for a host which does not answer."""
+    for stream in list(_STREAMS):
+        stream.end(signal.SIGTERM)

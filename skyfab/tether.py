@@ -53,7 +53,7 @@ class Tether:
         self._farewell = False
         self._until = float("inf")
         """When the farewell is over, heard or not."""
-        self._pinged = 0.0
+        self._pinged = self._looked = self._woke = 0.0
         self._next_stream = 1
         self._wire = Wire()
         self._turns = Turns(self.pump, self._wire.poke)
@@ -306,6 +306,9 @@ class Tether:
 
     def _keep_alive(self) -> None:
         now = time.monotonic()
+        if now - max(self._looked, self._mux.heard) > max(2 * self._pace, 1.0):
+            self._woke = now  # this program itself stood still, and has asked for nothing
+        self._looked = now
         if self._reunion.verdict is not None:
             self._finish(self._reunion.verdict)
         elif self._farewell and (now > self._until or self._wire.stream is None):
@@ -313,7 +316,7 @@ class Tether:
         elif now - self._pinged > self._pace:
             self._pinged = now
             self._mux.ping()
-        if now - self._mux.heard > DOUBT and self._inbox.agent is not None:
+        if now - max(self._mux.heard, self._woke) > DOUBT and self._inbox.agent is not None:
             self._reunion.doubt(f"not a word for {DOUBT:.0f} s")
 
     def _break(self, error: Exception | None) -> None:

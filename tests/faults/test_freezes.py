@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from stage.spot import Spot, until
 from stage.threads import begin
 
 import skyfab as sky
+from skyfab.events import Event, HostState
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.process import LabProcess
 
@@ -288,3 +290,17 @@ def test_calls_go_on_while_the_zygote_is_frozen_and_what_it_was_told_is_done_lat
     go_on()
     until(lambda: gone(lab, rank), "the end of the call that was cancelled", 20)
     assert errands.note(spot / "calls", "last") >> pool == "last"
+
+
+def test_a_program_that_stands_still_doubts_nobody(open_pool: Callable[..., sky.Compute]) -> None:
+    """It holds Python's lock for longer than any host may be silent: nothing is read, and nothing was asked."""
+    pool = open_pool("openssh", count=2, lease=60)
+    assert errands.digest(b"") @ pool
+    before = [node.session._tether._inbox.greetings for node in pool.hosts]
+    seen: list[Event] = []
+    pool.events.subscribe(seen.append)
+    ctypes.PyDLL(None).sleep(3)
+    time.sleep(1)
+    assert [node.session._tether._inbox.greetings for node in pool.hosts] == before
+    assert not [event for event in seen if isinstance(event, HostState)]
+    assert errands.digest(b"") @ pool

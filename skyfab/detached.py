@@ -92,7 +92,7 @@ class Run:
         found = look(shell, self.id)
         if found and found[0].about.id == self.id:
             return found[0]
-        # It was there: somebody has removed it.
+        # It was there, so somebody has removed it: to wait for it would be to wait for ever.
         return Part(host=shell.host.name, about=self._about, state="lost", started=self.started)
 
     def _shells(self, **options: Any) -> Shells:
@@ -165,7 +165,7 @@ class Run:
         for part in parts:
             if part.state == "lost":
                 raise HostLost(
-                    f"its agent ended, or it was started again, during run {self.id[:8]}",
+                    f"its agent ended, it was started again, or somebody removed what it had of run {self.id[:8]}",
                     host=part.host,
                     hint=f"what it wrote until then: skyfab logs {self.id[:8]}",
                 )

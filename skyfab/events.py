@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 State = Literal["connecting", "preparing", "ready", "reconnecting", "lost", "failed", "closed"]
 
@@ -109,6 +109,9 @@ Subscriber = Callable[[Event], None]
 
 _calls = itertools.count(1)
 
+emitting: Final[set[int]] = set()
+"""Threads, by their numbers, that run a subscriber: they must not wait for calls, which may need them to go on."""
+
 
 class Events:
     """Hands each event to every subscriber, in order of emission per host."""
@@ -153,13 +156,24 @@ class Events:
         return ended
 
     def emit(self, event: Event) -> None:
-        """A subscriber that raises is reported and does not disturb the others."""
-        for subscriber in self._subscribers:
-            try:
-                subscriber(event)
-            except Exception:
-                print(f"skyfab: a subscriber failed on {event!r}", file=sys.stderr)
-                traceback.print_exc()
+        """A subscriber that raises, SystemExit included, is reported and does not disturb the others."""
+        if not self._subscribers:
+            return
+        me = threading.get_ident()
+        nested = me in emitting
+        emitting.add(me)
+        try:
+            for subscriber in self._subscribers:
+                try:
+                    subscriber(event)
+                except KeyboardInterrupt:  # Ctrl-C while it ran: that is for the program
+                    raise
+                except BaseException:
+                    print(f"skyfab: a subscriber failed on {event!r}", file=sys.stderr)
+                    traceback.print_exc()
+        finally:
+            if not nested:
+                emitting.discard(me)
 
 
 def _nobody(error: BaseException | None) -> None:

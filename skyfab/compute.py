@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Final, Literal, TypeVar, overload
 
 from skyfab.autopsy import Place, watch
 from skyfab.calls import Call, Function, Group, as_function
 from skyfab.detached import Results, Run, attach
-from skyfab.dispatch import CallFuture, Queue, Slot, Task
+from skyfab.dispatch import CallFuture, Queue, Slot, Task, refuse_to_block
 from skyfab.elastic import in_order, may_go_on, remaining
-from skyfab.errors import UsageError
-from skyfab.events import Events, HostState
+from skyfab.errors import HostLost, UsageError
+from skyfab.events import Events, HostState, emitting
 from skyfab.express import UNFIT, express
-from skyfab.gangs import Gangs, insist
+from skyfab.gang import Broadcast, GangCall
+from skyfab.gangs import BroadcastQueue, Gangs, retry
 from skyfab.host import variables
 from skyfab.image import Image
 from skyfab.interrupts import INTERRUPTS
@@ -92,6 +95,7 @@ class Compute:
         self._wary = results == "data"
         self._queue = Queue(self.events.call, wary=self._wary)
         self._gangs = Gangs(self._env_of)
+        self._broadcasts = BroadcastQueue()
         self._roster = Roster(
             self.inventory,
             self._outfit,
@@ -104,6 +108,8 @@ class Compute:
         )
         self._lock = threading.Lock()
         self._open = False
+        self._is_parents = False
+        """It was open when this process was forked."""
         self._synced: Tree | None = None
         self._closers: list[Callable[[], None]] = []
         self.hosts: Sequence[Node] = ()
@@ -122,6 +128,8 @@ class Compute:
         """Reaches every host at once. Raises the one failure, or a PoolError with all of them."""
         if self._open:
             return
+        if self._is_parents:
+            raise _parents_pool()
         INTERRUPTS.watch()
         self._show()
         try:
@@ -139,7 +147,9 @@ class Compute:
             if number < node.host.slots
         )
         self._synced = None
+        self._broadcasts.open()
         self._open = True
+        _OPEN.add(self)
         try:
             for plugin in self._plugins:
                 self._around.enter_context(plugin.around_client(self))
@@ -162,15 +172,24 @@ class Compute:
         with contextlib.suppress(UsageError):  # raised again, where somebody hears it
             self._project.tree()
 
-    def _welcome(self, node: Node) -> None:
-        """A node that was lost is there again: it gets what the others have."""
-        while (tree := self._synced) is not None and not node.knows(tree):
-            if not node.learn_tree(tree):  # somebody is editing: the next call looks again
-                self._synced = None
+    def _welcome(self, node: Node, accept: Callable[[], None]) -> None:
+        """A node that was lost is there again: it gets what the others have. `accept` lets calls go to it."""
+        while True:
+            with self._lock:  # no other project is synced between the last look and then
+                tree = self._synced
+                if tree is None or node.knows(tree):
+                    accept()
+                    break
+            if not node.learn_tree(tree):  # a file has changed: the next call looks again
+                with self._lock:
+                    self._synced = None
         self.events.emit(HostState(host=node.name, state="ready", detail="taken back"))
 
     def close(self) -> None:
-        """Ends every process of the pool on every host."""
+        """Ends every process of the pool on every host. In a forked child it does nothing: the pool is the parent's."""
+        if self._is_parents:
+            return
+        refuse_to_block()
         try:
             if self._open:
                 self._leave()
@@ -186,7 +205,9 @@ class Compute:
             self._roster.homecoming.close()
         finally:
             self._open = False
+            _OPEN.discard(self)
             self._queue.fail_all()
+            self._broadcasts.close()
             try:
                 close_all(self.hosts)
             finally:
@@ -221,6 +242,8 @@ class Compute:
             return self._wait(self.submit(call))
         timeout = self._timeout_of(call.function)
         label = call.function.label
+        if emitting:
+            refuse_to_block()
         result: R = express(self._queue, function, arguments, label=label, timeout=timeout)
         if result is UNFIT:
             task = Task(function, arguments, label=label, timeout=timeout)
@@ -249,27 +272,37 @@ class Compute:
         if on == "all":
             elastic = self._elastic
 
+            broadcast = Broadcast(
+                function=function,
+                arguments=arguments,
+                label=label,
+                timeout=timeout,
+                min_hosts=None if elastic is None else elastic.least,
+                wary=self._wary,
+            )
+
             def start(attempt: int) -> CallFuture:
-                nodes = self.hosts if elastic is None else remaining(self.hosts, elastic)
-                ranks = [self._ranks_on(node) for node in nodes]
-                gang = self._gangs.current(nodes, ranks, tree, attempt=attempt, conducted=elastic is not None)
-                ended = self.events.call(label, *(node.name for node in nodes))
-                least = None if elastic is None else elastic.least
-                future = gang.call(
-                    function, arguments, timeout=timeout, label=label, ended=ended, least=least, wary=self._wary
-                )
-                self._watch(call.function, future, lambda: [(m.node, m.seat, m.rank) for m in gang.members])
-                return future
+                begun = self._broadcasts.add(broadcast, lambda call: self._begin_broadcast(call, tree, attempt))
+                self._watch(call.function, begun.future, begun.places)
+                return begun.future
 
             retries = call.function.retries
             if elastic is not None:
-                return insist(start, lambda error, number: may_go_on(error, number, elastic, retries), in_order)
-            return insist(start, lambda _, number: number < retries) if retries else start(0)
+                return retry(start, lambda error, number: may_go_on(error, number, elastic, retries), in_order)
+            return retry(start, lambda _, number: number < retries) if retries else start(0)
         node = None if on == "one" else self.hosts[0] if on == "head" else self._named(on)
         task = Task(function, arguments, label=label, timeout=timeout, on=node, retries=call.function.retries)
         self._queue.add(task)
         self._watch(call.function, task.future, task.places)
         return task.future
+
+    def _begin_broadcast(self, call: GangCall, tree: str, attempt: int) -> None:
+        """Hands a broadcast to the ranks of the hosts that are there. Raises what is wrong with them."""
+        nodes = self.hosts if self._elastic is None else remaining(self.hosts, self._elastic)
+        ranks = [self._ranks_on(node) for node in nodes]
+        gang = self._gangs.current(nodes, ranks, tree, attempt=attempt, conducted=self._elastic is not None)
+        with INTERRUPTS:
+            call.begin(gang, self.events.call(call.broadcast.label, *(node.name for node in nodes)))
 
     def _watch(self, function: Function[..., Any], future: CallFuture, places: Callable[[], Sequence[Place]]) -> None:
         if function.stall is not None:
@@ -294,9 +327,7 @@ class Compute:
             launcher.start_gang(
                 lambda: gangs.current(nodes, ranks, tree, conducted=conducted),
                 self._synced,
-                function,
-                arguments,
-                timeout=timeout,
+                Broadcast(function=function, arguments=arguments, label=label, timeout=timeout),
                 conducted=conducted,
             )
         else:
@@ -309,15 +340,15 @@ class Compute:
     def detach(self, *, name: str | None = None) -> Run:
         """Hands the broadcast that is under way to the hosts: it goes on when this program ends. The pool is closed."""
         self._check_open()
-        gang = self._gangs.at_work()
-        if gang is None:
+        call = self._broadcasts.at_work
+        if call is None or call.gang is None:
             raise UsageError("no broadcast is under way", hint="submit(call, on='all') starts one; launch(call), a run")
-        ranks = [self._ranks_on(node) for node in gang.nodes]
-        launcher = Launcher(gang.nodes, ranks, label=gang.label, name=name or gang.label)
-        launcher.take_over(gang, conducted=self._elastic is not None)
+        nodes, label = call.gang.nodes, call.broadcast.label
+        launcher = Launcher(nodes, [self._ranks_on(node) for node in nodes], label=label, name=name or label)
+        launcher.take_over(call, conducted=self._elastic is not None)
         self.close()
         results: Results = "data" if self._wary else "any"
-        return attach(launcher.id, [node.host for node in gang.nodes], inventory=self.inventory, results=results)
+        return attach(launcher.id, [node.host for node in nodes], inventory=self.inventory, results=results)
 
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
         """Runs calls side by side: ``(f(1) & g(2)) >> compute``."""
@@ -369,7 +400,14 @@ class Compute:
 
     # ---- inside
 
+    def _leave_to_parent(self) -> None:
+        """This is a forked child: the pool's streams are the parent's, which knows nothing of what is said here."""
+        if self._open:
+            self._open, self._is_parents = False, True
+
     def _check_open(self) -> None:
+        if self._is_parents:
+            raise _parents_pool()
         if not self._open:
             raise UsageError("the pool is not open", hint="with sky.Compute(…) as compute: …")
 
@@ -385,10 +423,11 @@ class Compute:
         tree = self._project.tree()
         if tree is self._synced:
             return tree.digest
-        behind = [node for node in self.hosts if node.lost is None and not node.knows(tree)]
-        with self._lock, ThreadPoolExecutor(max(1, len(behind))) as pool:
-            while not all(done.result() for done in [pool.submit(node.learn_tree, tree) for node in behind]):
-                tree = self._project.tree(anew=True)  # somebody is editing
+        with self._lock:
+            behind = [node for node in self.hosts if node.lost is None and not node.knows(tree)]
+            with ThreadPoolExecutor(max(1, len(behind))) as pool:
+                while not all(list(pool.map(functools.partial(_learns, tree), behind))):
+                    tree = self._project.tree(anew=True)  # a file has changed since the tree was read
             self._synced = tree
             self._queue.replan(lambda slot: self._solo_plan(slot.node, tree.digest))
         return tree.digest
@@ -411,3 +450,32 @@ class Compute:
 
     def _env_of(self, node: Node) -> dict[str, str]:
         return {**node.host.env, **self._outfit.image_of(node.host).env, **self._env}
+
+
+_OPEN: Final[weakref.WeakSet[Compute]] = weakref.WeakSet()
+"""The pools that are open in this process."""
+
+
+def _leave_all_to_parent() -> None:
+    for pool in list(_OPEN):
+        pool._leave_to_parent()
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _parents_pool() -> UsageError:
+    return UsageError(
+        "this pool was opened by the process that this one was forked from",
+        hint="open one here: with sky.Compute(…) as compute: …",
+    )
+
+
+def _learns(tree: Tree, node: Node) -> bool:
+    """False: a file has changed since the tree was read. A host that is lost meanwhile learns nothing, and need not."""
+    try:
+        return node.learn_tree(tree)
+    except HostLost as error:
+        node.note_lost(error)
+        return True

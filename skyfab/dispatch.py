@@ -7,18 +7,23 @@ are shorter than the way to the host, a few ahead of that.
 from __future__ import annotations
 
 import operator
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
+from concurrent.futures._base import CANCELLED
 from typing import Any, Final
 
 from skyfab.answers import resolve
-from skyfab.errors import CallCancelled, HostLost, SkyfabError
+from skyfab.errors import CallCancelled, HostLost, SkyfabError, UsageError
+from skyfab.events import emitting
+from skyfab.interrupts import INTERRUPTS
 from skyfab.node import Node, SeatPlan
 from skyfab.parcel import FunctionParcel
 from skyfab.protocol import codec, messages
+from skyfab.turns import refuse_nested_wait
 
 _AHEAD: Final = 0.010
 """Seconds of work that a slot may hold ahead."""
@@ -29,41 +34,63 @@ _SMALL: Final = 64 * 1024
 """Larger arguments are not sent ahead."""
 
 
+def refuse_to_block() -> None:
+    """Raises UsageError on a thread that must not wait for a call: one that runs a subscriber of events, or reads."""
+    if threading.get_ident() in emitting:
+        raise UsageError(
+            "a subscriber of events cannot wait for a call: the thread that it runs on may be needed for that",
+            hint="start a thread for it, or use compute.submit(call) and its add_done_callback",
+        )
+    refuse_nested_wait()
+
+
 class CallFuture(Future[Any]):
     """The future of a call. Who waits for it reads the host's stream meanwhile; cancelling it stops it on the host."""
 
     def __init__(self) -> None:
         super().__init__()
         self.node: Node | None = None
+        self._process = os.getpid()
         self.on_cancel: Callable[[], object] | None = None
         self._waiter: tuple[int, Node] | None = None
         """The thread that waits, and the node whose stream it reads meanwhile."""
 
     def result(self, timeout: float | None = None) -> Any:
-        self._read(timeout)
-        return super().result(timeout)
+        return super().result(self._read(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._read(timeout)
-        return super().exception(timeout)
+        return super().exception(self._read(timeout))
 
-    def _read(self, timeout: float | None) -> None:
+    def _read(self, timeout: float | None) -> float | None:
+        """Reads until it is done or time is up; returns the time that is left."""
+        if self.done():
+            return timeout
+        if self._process != os.getpid():
+            raise UsageError("this call was made by another process, and only that one can wait for it")
+        refuse_to_block()
+        deadline = None if timeout is None else time.monotonic() + timeout
         node = self.node
-        if node is not None and not self.done():
+        if node is not None:
             self._waiter = (threading.get_ident(), node)
             node.session.wait(self.done, timeout)
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         """Calls `fn` on a thread of its own: it may make calls and wait for them, which who reads a stream may not."""
         super().add_done_callback(lambda future: threading.Thread(target=fn, args=(future,), daemon=True).start())
 
     def cancel(self) -> bool:
-        """Works while the call is queued and while it runs."""
-        if not super().cancel():
-            return False
-        self.set_running_or_notify_cancel()
-        if self.on_cancel is not None:
-            self.on_cancel()
+        """Works while the call is queued and while it runs; twice is the same as once."""
+        with INTERRUPTS:
+            if not super().cancel():
+                return False
+            with self._condition:
+                first = self._state == CANCELLED
+                if first:
+                    self.set_running_or_notify_cancel()
+            on_cancel = self.on_cancel
+            if first and on_cancel is not None:
+                on_cancel()
         return True
 
     def settle(self, result: Any = None, error: BaseException | None = None) -> None:
@@ -81,9 +108,10 @@ class CallFuture(Future[Any]):
 
 
 class Task:
-    """One solo call: what to run, and who waits for it."""
+    """One solo call: what to run, and who waits for it. It is the `Caller` of its node."""
 
     __slots__ = (
+        "_queue",
         "arguments",
         "each",
         "ended",
@@ -110,6 +138,7 @@ class Task:
         each: bool = False,
         retries: int = 0,
     ) -> None:
+        self._queue: Queue | None = None
         self.retries = retries
         """How often it may still be moved from a host that is lost to another one."""
         self.function = function
@@ -131,6 +160,25 @@ class Task:
     def places(self) -> list[tuple[Node, str, int | None]]:
         """Where it runs: at one place, once it has begun."""
         return [] if self.slot is None else [(self.slot.node, self.slot.seat, None)]
+
+    def enter(self, queue: Queue) -> None:
+        self._queue = queue
+        self.future.on_cancel = lambda: queue.cancel(self)
+
+    def is_wanted(self) -> bool:
+        return not self.future.cancelled()
+
+    def sent(self, stream: int) -> None:
+        assert self._queue is not None
+        self._queue.sent(self, stream)
+
+    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        assert self._queue is not None
+        self._queue.answered(self, message, buffers)
+
+    def failed(self, error: Exception) -> None:
+        assert self._queue is not None
+        self._queue.failed(self, error)
 
 
 _RESERVED: Final = Task(FunctionParcel("", codec.Payload(b"")), codec.Payload(b""), label="", timeout=None)
@@ -180,6 +228,8 @@ class Queue:
     ) -> None:
         """`started` is told of each call (its label) and its host, and returns what is to be told of its end."""
         self._slots: list[Slot] = []
+        self._advancing: set[int] = set()
+        """The threads that are in `advance`."""
         self._waiting: deque[Task] = deque()
         self._lock = threading.Lock()
         self._mean = 1.0
@@ -216,50 +266,69 @@ class Queue:
 
     def add(self, task: Task) -> None:
         """Runs the task as soon as a slot is free."""
-        task.future.on_cancel = lambda: self._cancel(task)
-        with self._lock:
-            self._waiting.append(task)
-        self.advance()
+        task.enter(self)
+        with INTERRUPTS:
+            with self._lock:
+                self._waiting.append(task)
+            self.advance()
 
     def advance(self) -> None:
-        """Gives waiting calls to slots that have room."""
-        while True:
-            with self._lock:
-                placed = self._place()
-            if placed is None:
-                return
-            self._give(*placed)
+        """Gives waiting calls to slots that have room; those that no host is left for fail.
 
-    def _place(self) -> tuple[Task, Slot] | None:
-        """The next task and the slot that takes it, if any does now."""
+        Any number of calls may fail or come back meanwhile: inside of itself it does nothing, its own loop goes on.
+        """
+        me = threading.get_ident()
+        if me in self._advancing:
+            return
+        self._advancing.add(me)
+        try:
+            while self._advance_once():
+                pass
+        finally:
+            self._advancing.discard(me)
+
+    def _advance_once(self) -> bool:
+        """Places one call, or fails those that cannot be placed. False: there was neither."""
+        stranded: list[Task] = []
+        with self._lock:
+            placed = self._place(stranded)
+        for task in stranded:
+            lost = task.on.lost if task.on is not None else None
+            self._finish(task, None, lost or HostLost("every host of the pool is lost"))
+        if placed is not None:
+            self._give(*placed)
+        return placed is not None or bool(stranded)
+
+    def _place(self, stranded: list[Task]) -> tuple[Task, Slot] | None:
+        """The next task and the slot that takes it, if any does now. `stranded` gets tasks that no slot will take."""
         if not self._waiting:
+            return None
+        alive = [slot for slot in self._slots if slot.node.lost is None]
+        if not alive:
+            stranded += self._waiting
+            self._waiting.clear()
             return None
         now = time.monotonic()
         ahead = max(1, min(_MOST, int(_AHEAD / max(self._mean, 1e-6))))
         for position, task in enumerate(self._waiting):
-            fitting = [slot for slot in self._slots if slot.node.lost is None and task.on in (None, slot.node)]
+            fitting = alive if task.on is None else [slot for slot in alive if slot.node is task.on]
             slot = min(fitting, key=_load, default=None)
             if slot is None:
                 del self._waiting[position]
-                self._stranded(task)
-                return self._place()
+                stranded.append(task)
+                return None
             if not slot.tasks or (len(slot.tasks) < ahead and slot.takes_ahead(task, now)):
                 del self._waiting[position]
                 slot.tasks.append(task)
                 slot.given = slot.plan
+                task.slot, task.stream = slot, 0  # the number that it had on another host means nothing here
                 return task, slot
             if task.on is None:
                 return None  # everything is busy
         return None
 
-    def _stranded(self, task: Task) -> None:
-        """No host is left for it."""
-        lost = task.on.lost if task.on is not None else None
-        error = lost or HostLost("every host of the pool is lost")
-        threading.Thread(target=self._finish, args=(task, None, error)).start()
-
     def _give(self, task: Task, slot: Slot) -> None:
-        task.slot, task.started = slot, time.monotonic()
+        task.started = time.monotonic()
         task.future.node = slot.node
         task.ended = self.started(task.label, slot.node.name)
         try:
@@ -270,19 +339,20 @@ class Queue:
                 task.arguments,
                 timeout=task.timeout,
                 each=task.each,
-                answer=lambda message, buffers: self._answered(task, message, buffers),
-                failure=lambda error: self._failed(task, error),
-                sent=lambda stream: self._sent(task, stream),
+                caller=task,
             )
         except SkyfabError as error:
-            self._failed(task, error)
+            self.failed(task, error)
 
-    def _sent(self, task: Task, stream: int) -> None:
-        task.stream = stream
-        if task.future.cancelled():  # while its arguments were on their way
-            self._cancel(task)
+    # ---- what a task's node tells
 
-    def _answered(self, task: Task, message: messages.Message, buffers: list[memoryview]) -> None:
+    def sent(self, task: Task, stream: int) -> None:
+        with self._lock:
+            task.stream = stream
+        if task.future.cancelled():  # in this very moment
+            self.cancel(task)
+
+    def answered(self, task: Task, message: messages.Message, buffers: list[memoryview]) -> None:
         slot = task.slot
         assert slot is not None
         why = message.why if isinstance(message, messages.Ended) else ""
@@ -293,6 +363,7 @@ class Queue:
                 task.returned += 1
                 again = task.returned < _PATIENCE
             if again:
+                task.slot, task.stream = None, 0
                 self._waiting.appendleft(task)
             elif why != "recalled":
                 self._measure(task, slot)
@@ -332,22 +403,22 @@ class Queue:
             ahead = [(slot, slot.tasks[1:]) for slot in self._slots if slot.is_stuck(now) and len(slot.tasks) > 1]
         for slot, tasks in ahead:
             try:
-                slot.node.recall([task.stream for task in tasks])
+                slot.node.recall([task.stream for task in tasks if task.stream])
             except SkyfabError:
                 pass  # lost: its failure is on its way
         self._help()
 
-    def _failed(self, task: Task, error: Exception) -> None:
+    def failed(self, task: Task, error: Exception) -> None:
         slot = task.slot
         assert slot is not None
-        if isinstance(error, HostLost) and slot.node.lost is None:
-            slot.node.lost = error
+        if isinstance(error, HostLost):
+            slot.node.note_lost(error)
         again = isinstance(error, HostLost) and task.retries > 0 and task.on is None and not task.future.done()
         with self._lock:
             slot.tasks.remove(task)
             if again:
                 task.retries -= 1
-                task.slot = None
+                task.slot, task.stream = None, 0
                 self._waiting.appendleft(task)
         if again and task.ended is not None:
             task.ended(error)
@@ -361,14 +432,16 @@ class Queue:
         task.future.settle(result, error)
         task.future.on_cancel = None  # it leads back to the task, and to the arguments in it
 
-    def _cancel(self, task: Task) -> None:
+    def cancel(self, task: Task) -> None:
+        """Stops a call, wherever it is. One that is not sent yet is not wanted any more, and never is."""
         with self._lock:
             if task in self._waiting:
                 self._waiting.remove(task)
                 return
-        if task.slot is not None and task.stream:
+            slot, stream = task.slot, task.stream
+        if slot is not None and stream:
             try:
-                task.slot.node.cancel(task.stream)
+                slot.node.cancel(stream)
             except SkyfabError:
                 pass  # the host is gone, and the call with it
 

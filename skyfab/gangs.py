@@ -1,18 +1,22 @@
-"""Gangs: the gang that a pool has now, and which rank sits in which seat."""
+"""Gangs: the gang that a pool has now, which rank sits in which seat, and the broadcasts that wait for it."""
 
 from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from skyfab.dispatch import CallFuture
-from skyfab.errors import ProtocolError
-from skyfab.gang import Gang
+from skyfab.errors import CallCancelled, ProtocolError
+from skyfab.gang import Broadcast, Gang, GangCall
+from skyfab.interrupts import INTERRUPTS
 from skyfab.meeting import arrange
 from skyfab.node import Node
+
+Start = Callable[[GangCall], None]
 
 
 class Gangs:
@@ -24,6 +28,7 @@ class Gangs:
         self._gang: Gang | None = None
         self._numbers = itertools.count(1)
         self._ranks: dict[tuple[int, str], int] = {}
+        self._new_ranks: dict[tuple[int, str], int] = {}
         self._interfaces: dict[int, str] = {}
         """Known of nodes that have been seen to reach each other."""
         self._lock = threading.Lock()
@@ -41,7 +46,7 @@ class Gangs:
             if gang is not None and not gang.broken and (gang.tree, gang.attempt, gang.nodes) == wanted:
                 return gang
             if gang is not None:
-                gang.retire()
+                gang.release()  # nothing runs in it: a pool has one broadcast at a time
             for node in nodes:
                 if node.lost is not None:
                     raise node.lost
@@ -59,14 +64,11 @@ class Gangs:
                 conducted=conducted,
             )
             self._gang = gang
+            before, self._new_ranks = self._new_ranks, {}
             if not conducted:  # else a seat has several, and which ones may change
-                self._ranks.update({(member.node.index, member.seat): member.rank for member in gang.members})
+                self._new_ranks = {(member.node.index, member.seat): member.rank for member in gang.members}
+            self._ranks = {**before, **self._new_ranks}  # the gang before may still have something to say
             return gang
-
-    def at_work(self) -> Gang | None:
-        """The gang, while a call of it is under way."""
-        gang = self._gang
-        return gang if gang is not None and gang.rounds and not gang.broken else None
 
     def rank_of(self, node: Node, seat: str) -> int | None:
         """The rank of the process in a seat; None for one that runs solo calls."""
@@ -79,7 +81,85 @@ class Gangs:
             gang.broken = True
 
 
-def insist(
+class BroadcastQueue:
+    """Runs the broadcasts of a pool one after another, in the order in which they were asked for.
+
+    So every rank sees them in one order, whatever threads and sizes; and when one is cancelled, or fails and takes its
+    processes along, the next has begun nowhere and gets another gang.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[GangCall, Start]] = deque()
+        self._active: GangCall | None = None
+        self._closed = False
+
+    def open(self) -> None:
+        self._closed = False
+
+    def add(self, broadcast: Broadcast, start: Start) -> GangCall:
+        """Runs it when all before it are over. `start` begins it on a gang, which may take a while; it may raise."""
+        call = GangCall(broadcast, self._ended)
+        call.future.on_cancel = lambda: self._withdraw(call)
+        with INTERRUPTS:
+            with self._lock:
+                idle = self._active is None and not self._waiting
+                if idle:
+                    self._active = call
+                else:
+                    self._waiting.append((call, start))
+        if idle:
+            self._begin(call, start)
+        return call
+
+    @property
+    def at_work(self) -> GangCall | None:
+        """The broadcast that runs now."""
+        call = self._active
+        runs = call is not None and call.is_sent and call.is_wanted and call.gang is not None and not call.gang.broken
+        return call if runs else None
+
+    def close(self) -> None:
+        """The pool closes: what has not begun never will."""
+        with self._lock:
+            self._closed = True
+            waiting, self._waiting = self._waiting, deque()
+        for call, _ in waiting:
+            call.fail(CallCancelled(f"{call.broadcast.label} had not begun when the pool was closed"))
+
+    def _begin(self, call: GangCall, start: Start) -> None:
+        try:
+            if call.future.done():
+                self._ended(call)
+            else:
+                start(call)
+        except Exception as error:
+            call.fail(error)
+        except BaseException as error:  # Ctrl-C: in the wait for a gang, or once it runs
+            if call.gang is None:
+                call.fail(error)
+            call.future.cancel()
+            raise
+
+    def _withdraw(self, call: GangCall) -> None:
+        """Cancelled before it began. If it is about to begin, `_begin` or the call itself finds out."""
+        with self._lock:
+            self._waiting = deque(entry for entry in self._waiting if entry[0] is not call)
+
+    def _ended(self, call: GangCall) -> None:
+        """The next one begins, on a thread of its own: a new gang has to be asked for, and this one may read."""
+        with self._lock:
+            if self._active is not call:
+                return
+            self._active = None
+            if not self._waiting or self._closed:
+                return
+            following, start = self._waiting.popleft()
+            self._active = following
+        threading.Thread(target=self._begin, args=(following, start), daemon=True).start()
+
+
+def retry(
     start: Callable[[int], CallFuture],
     again: Callable[[BaseException, int], bool],
     finish: Callable[[Any], Any] = lambda result: result,
@@ -94,6 +174,8 @@ def insist(
             outer.settle(None, error)
             return
         outer.node, outer.on_cancel = inner.node, inner.cancel
+        if outer.cancelled():  # meanwhile: nobody has told the new attempt
+            inner.cancel()
         Future.add_done_callback(inner, lambda _: done(inner, number))
 
     def done(inner: CallFuture, number: int) -> None:
@@ -108,6 +190,8 @@ def insist(
                 outer.settle(None, ProtocolError(f"no results that could be: {trouble}"))
             else:
                 outer.settle(found)
+        elif isinstance(error, CallCancelled):  # it was handed over to its hosts, or the pool is closed
+            outer.settle(None, error)
         elif not outer.done() and again(error, number):  # not on the thread that reads: a new gang must be asked for
             threading.Thread(target=attempt, args=(number + 1,), daemon=True).start()
         else:

@@ -10,7 +10,7 @@ from skyfab.dispatch import Queue
 from skyfab.events import Events
 from skyfab.gangs import Gangs
 from skyfab.hearing import Hearing, Progress
-from skyfab.homecoming import Homecoming
+from skyfab.homecoming import Homecoming, Welcome
 from skyfab.inventory import Host, Inventory
 from skyfab.launch import Launch
 from skyfab.node import Node
@@ -32,9 +32,9 @@ class Roster:
         *,
         lease: float,
         silence: float,
-        welcome: Callable[[Node], None],
+        welcome: Welcome,
     ) -> None:
-        """`welcome` is called with a lost node that is there again, before calls may go to it."""
+        """`welcome` is called with a lost node that is there again, and with what lets calls go to it."""
         self._inventory = inventory
         self._outfit = outfit
         self._events = events

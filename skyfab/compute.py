@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -94,6 +96,9 @@ class Compute:
         self._around = contextlib.ExitStack()
         self._wary = results == "data"
         self._queue = Queue(self.events.call, wary=self._wary)
+        # Threads of the pool hold these: a pool that is dropped must not be kept alive by them.
+        self._env_of = functools.partial(_env_of, self._outfit, self._env)
+        welcome = weakref.WeakMethod(self._welcome)
         self._gangs = Gangs(self._env_of)
         self._broadcasts = BroadcastQueue()
         self._roster = Roster(
@@ -104,7 +109,7 @@ class Compute:
             self._queue,
             lease=lease,
             silence=silence,
-            welcome=self._welcome,
+            welcome=lambda node, accept: (found := welcome()) and found(node, accept),
         )
         self._lock = threading.Lock()
         self._open = False
@@ -283,6 +288,7 @@ class Compute:
 
             def start(attempt: int) -> CallFuture:
                 begun = self._broadcasts.add(broadcast, lambda call: self._begin_broadcast(call, tree, attempt))
+                begun.future.pool = self
                 self._watch(call.function, begun.future, begun.places)
                 return begun.future
 
@@ -292,6 +298,7 @@ class Compute:
             return retry(start, lambda _, number: number < retries) if retries else start(0)
         node = None if on == "one" else self.hosts[0] if on == "head" else self._named(on)
         task = Task(function, arguments, label=label, timeout=timeout, on=node, retries=call.function.retries)
+        task.future.pool = self
         self._queue.add(task)
         self._watch(call.function, task.future, task.places)
         return task.future
@@ -448,8 +455,12 @@ class Compute:
             env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, node.host.gpus)))
         return SeatPlan(tree=tree, env=env, info=info)
 
-    def _env_of(self, node: Node) -> dict[str, str]:
-        return {**node.host.env, **self._outfit.image_of(node.host).env, **self._env}
+    def __del__(self) -> None:
+        """A pool that is dropped while it is open is closed, not here: this may be any thread, with any lock held."""
+        if getattr(self, "_open", False) and not sys.is_finalizing():
+            names = ", ".join(node.name for node in self.hosts)
+            warnings.warn(f"a pool was dropped while it was open: {names}", ResourceWarning, stacklevel=2, source=self)
+            threading.Thread(target=self.close, daemon=True).start()
 
 
 _OPEN: Final[weakref.WeakSet[Compute]] = weakref.WeakSet()
@@ -463,6 +474,11 @@ def _leave_all_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _env_of(outfit: Outfit, env: Mapping[str, str], node: Node) -> dict[str, str]:
+    """What a node's processes find in their environment."""
+    return {**node.host.env, **outfit.image_of(node.host).env, **env}
 
 
 def _parents_pool() -> UsageError:

@@ -50,6 +50,8 @@ class CallFuture(Future[Any]):
     def __init__(self) -> None:
         super().__init__()
         self.node: Node | None = None
+        self.pool: object = None
+        """What runs it, and is not dropped while this is waited for."""
         self._process = os.getpid()
         self.on_cancel: Callable[[], object] | None = None
         self._waiter: tuple[int, Node] | None = None

@@ -173,7 +173,7 @@ def retry(
         except BaseException as error:
             outer.settle(None, error)
             return
-        outer.node, outer.on_cancel = inner.node, inner.cancel
+        outer.node, outer.pool, outer.on_cancel = inner.node, inner.pool, inner.cancel
         if outer.cancelled():  # meanwhile: nobody has told the new attempt
             inner.cancel()
         Future.add_done_callback(inner, lambda _: done(inner, number))

@@ -16,11 +16,12 @@ from typing import Any, Final, Literal, TypeVar, overload
 from skyfab.autopsy import Place, watch
 from skyfab.calls import Call, Function, Group, as_function
 from skyfab.detached import Results, Run, attach
-from skyfab.dispatch import CallFuture, Queue, Slot, Task, refuse_to_block
+from skyfab.dispatch import Queue, Slot, Task
 from skyfab.elastic import in_order, may_go_on, remaining
 from skyfab.errors import HostLost, UsageError
 from skyfab.events import Events, HostState, emitting
 from skyfab.express import UNFIT, express
+from skyfab.futures import CallFuture, refuse_to_block
 from skyfab.gang import Broadcast, GangCall
 from skyfab.gangs import BroadcastQueue, Gangs, retry
 from skyfab.host import variables

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from skyfab.answers import resolve
-from skyfab.dispatch import CallFuture
 from skyfab.errors import BroadcastError, HostLost, RemoteTraceback, SkyfabError
+from skyfab.futures import CallFuture
 from skyfab.meeting import Meeting
 from skyfab.node import Node, SeatPlan
 from skyfab.parcel import FunctionParcel

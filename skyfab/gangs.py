@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from skyfab.dispatch import CallFuture
 from skyfab.errors import CallCancelled, ProtocolError
+from skyfab.futures import CallFuture
 from skyfab.gang import Broadcast, Gang, GangCall
 from skyfab.interrupts import INTERRUPTS
 from skyfab.meeting import arrange

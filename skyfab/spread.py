@@ -13,8 +13,9 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from skyfab.calls import Call
-from skyfab.dispatch import CallFuture, Queue, Task
+from skyfab.dispatch import Queue, Task
 from skyfab.errors import ProtocolError
+from skyfab.futures import CallFuture
 from skyfab.parcel import FunctionParcel, pack_arguments
 from skyfab.protocol import codec
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab.dispatch import CallFuture, Queue, Slot, Task
+from skyfab.dispatch import Queue, Slot, Task
+from skyfab.futures import CallFuture
 from skyfab.node import SeatPlan
 from skyfab.parcel import FunctionParcel
 from skyfab.protocol import codec, messages
@@ -213,7 +214,7 @@ def test_the_time_that_reading_took_is_not_waited_for_again(monkeypatch: pytest.
     future = CallFuture()
     future.node = node  # type: ignore[assignment]
     now = [100.0]
-    monkeypatch.setattr("skyfab.dispatch.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("skyfab.futures.time.monotonic", lambda: now[0])
 
     def wait(done: Callable[[], bool], timeout: float | None = None) -> bool:
         now[0] += timeout or 0

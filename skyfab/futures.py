@@ -1,4 +1,4 @@
-"""The futures of calls: a thread that waits for one reads its host's stream meanwhile; cancelling one stops the call."""
+"""The futures of calls. A thread that waits for one reads its host's stream; cancelling one stops the call there."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Final, Literal, TypeVar, overload
 
 from skyfab.autopsy import Place, watch
@@ -18,7 +18,7 @@ from skyfab.calls import Call, Function, Group, as_function
 from skyfab.detached import Results, Run, attach
 from skyfab.dispatch import Queue, Slot, Task
 from skyfab.elastic import in_order, may_go_on, remaining
-from skyfab.errors import HostLost, UsageError
+from skyfab.errors import UsageError
 from skyfab.events import Events, HostState, emitting
 from skyfab.express import UNFIT, express
 from skyfab.futures import CallFuture, refuse_to_block
@@ -34,7 +34,8 @@ from skyfab.node import Node, SeatPlan
 from skyfab.outfit import Outfit
 from skyfab.parcel import FunctionParcel, pack_arguments, pack_function
 from skyfab.plugins.base import Plugin
-from skyfab.project import Project, Tree
+from skyfab.project import Project
+from skyfab.project_sync import ProjectSync
 from skyfab.protocol import codec
 from skyfab.refs import Ref, put
 from skyfab.roster import Roster
@@ -93,13 +94,12 @@ class Compute:
         self._timeout = timeout
         self._ui = ui
         self.events = Events()
-        self._project = Project(self._image)
+        self._sync = ProjectSync(Project(self._image))
         self._around = contextlib.ExitStack()
         self._wary = results == "data"
         self._queue = Queue(self.events.call, wary=self._wary)
-        # Threads of the pool hold these: a pool that is dropped must not be kept alive by them.
+        # A function without the pool: threads hold it, and must not keep a pool that was dropped.
         self._env_of = functools.partial(_env_of, self._outfit, self._env)
-        welcome = weakref.WeakMethod(self._welcome)
         self._gangs = Gangs(self._env_of)
         self._broadcasts = BroadcastQueue()
         self._roster = Roster(
@@ -110,13 +110,11 @@ class Compute:
             self._queue,
             lease=lease,
             silence=silence,
-            welcome=lambda node, accept: (found := welcome()) and found(node, accept),
+            welcome=self._sync.take_back,
         )
-        self._lock = threading.Lock()
         self._open = False
         self._is_parents = False
         """It was open when this process was forked."""
-        self._synced: Tree | None = None
         self._closers: list[Callable[[], None]] = []
         self.hosts: Sequence[Node] = ()
         """The nodes of the pool, once it is open."""
@@ -141,7 +139,7 @@ class Compute:
         try:
             nodes = self._connect()
         except BaseException:
-            self._project.close()
+            self._sync.close()
             self._hide()
             INTERRUPTS.leave()
             raise
@@ -152,7 +150,7 @@ class Compute:
             for node in nodes
             if number < node.host.slots
         )
-        self._synced = None
+        self._sync.begin()
         self._broadcasts.open()
         self._open = True
         _OPEN.add(self)
@@ -165,31 +163,13 @@ class Compute:
 
     def _connect(self) -> Sequence[Node]:
         nodes = self._roster.call_up(self.selected)
-        ahead = threading.Thread(target=self._look_ahead, daemon=True)
+        ahead = threading.Thread(target=self._sync.read_ahead, daemon=True)
         ahead.start()
         try:
             open_all(nodes, self.events, failed=lambda node: self._outfit.failed(node.host))
         finally:
             ahead.join()
         return nodes
-
-    def _look_ahead(self) -> None:
-        """Reads the project while the hosts are being reached."""
-        with contextlib.suppress(UsageError):  # raised again, where somebody hears it
-            self._project.tree()
-
-    def _welcome(self, node: Node, accept: Callable[[], None]) -> None:
-        """A node that was lost is there again: it gets what the others have. `accept` lets calls go to it."""
-        while True:
-            with self._lock:  # no other project is synced between the last look and then
-                tree = self._synced
-                if tree is None or node.knows(tree):
-                    accept()
-                    break
-            if not node.learn_tree(tree):  # a file has changed: the next call looks again
-                with self._lock:
-                    self._synced = None
-        self.events.emit(HostState(host=node.name, state="ready", detail="taken back"))
 
     def close(self) -> None:
         """Ends every process of the pool on every host. In a forked child it does nothing: the pool is the parent's."""
@@ -202,7 +182,7 @@ class Compute:
             else:
                 close_all(self._roster.nodes)  # another thread may be connecting: it stops
         finally:
-            self._project.close()
+            self._sync.close()
             self._hide()
 
     def _leave(self) -> None:
@@ -334,13 +314,13 @@ class Compute:
             conducted = self._elastic is not None
             launcher.start_gang(
                 lambda: gangs.current(nodes, ranks, tree, conducted=conducted),
-                self._synced,
+                self._sync.tree,
                 Broadcast(function=function, arguments=arguments, label=label, timeout=timeout),
                 conducted=conducted,
             )
         else:
             launcher.start_one(
-                lambda node: self._solo_plan(node, tree), self._synced, function, arguments, timeout=timeout
+                lambda node: self._solo_plan(node, tree), self._sync.tree, function, arguments, timeout=timeout
             )
         results: Results = "data" if self._wary else "any"
         return attach(launcher.id, [node.host for node in chosen], inventory=self.inventory, results=results)
@@ -428,17 +408,11 @@ class Compute:
 
     def _sync_tree(self) -> str:
         """The project's digest, once every host has its files."""
-        tree = self._project.tree()
-        if tree is self._synced:
-            return tree.digest
-        with self._lock:
-            behind = [node for node in self.hosts if node.lost is None and not node.knows(tree)]
-            with ThreadPoolExecutor(max(1, len(behind))) as pool:
-                while not all(list(pool.map(functools.partial(_learns, tree), behind))):
-                    tree = self._project.tree(anew=True)  # a file has changed since the tree was read
-            self._synced = tree
-            self._queue.replan(lambda slot: self._solo_plan(slot.node, tree.digest))
-        return tree.digest
+        return self._sync.digest(self.hosts, self._replan)
+
+    def _replan(self, tree: str) -> None:
+        """Later calls want processes that import the new code."""
+        self._queue.replan(lambda slot: self._solo_plan(slot.node, tree))
 
     def _solo_plan(self, node: Node, tree: str) -> SeatPlan:
         info = {
@@ -487,12 +461,3 @@ def _parents_pool() -> UsageError:
         "this pool was opened by the process that this one was forked from",
         hint="open one here: with sky.Compute(…) as compute: …",
     )
-
-
-def _learns(tree: Tree, node: Node) -> bool:
-    """False: a file has changed since the tree was read. A host that is lost meanwhile learns nothing, and need not."""
-    try:
-        return node.learn_tree(tree)
-    except HostLost as error:
-        node.note_lost(error)
-        return True

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from skyfab.errors import HostLost, SkyfabError
+from skyfab.events import Events, HostState
 from skyfab.node import Node
 from skyfab.session import Session
 
@@ -22,10 +23,11 @@ Welcome = Callable[[Node, Callable[[], None]], None]
 class Homecoming:
     """Waits for lost hosts while their pool is open."""
 
-    def __init__(self, session_for: Callable[[Node], Session], welcome: Welcome) -> None:
+    def __init__(self, session_for: Callable[[Node], Session], welcome: Welcome, events: Events) -> None:
         """`welcome` is called with a node that has a new session and knows nothing, and with what accepts it."""
         self._session_for = session_for
         self._welcome = welcome
+        self._events = events
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._sessions: set[Session] = set()
@@ -90,6 +92,7 @@ class Homecoming:
         before = node.session
         node.begin_anew(session)
         self._welcome(node, accept)
+        self._events.emit(HostState(host=node.name, state="ready", detail="taken back"))
         before.close()
         with contextlib.suppress(SkyfabError):  # it may be gone, and if not it ends by itself after its lease
             before.end_agent(stopped=self._over.is_set)

@@ -45,7 +45,7 @@ class Roster:
         self.pool = secrets.token_hex(8)
         """The pool's name on its hosts."""
         self._listeners: dict[int, Hearing] = {}
-        self.homecoming = Homecoming(lambda node: self._talk(node, self._listeners[node.index]), welcome)
+        self.homecoming = Homecoming(lambda node: self._talk(node, self._listeners[node.index]), welcome, events)
         self.nodes: Sequence[Node] = ()
 
     def call_up(self, hosts: Sequence[Host]) -> Sequence[Node]:

@@ -11,6 +11,7 @@ from stage.spot import until
 
 import skyfab as sky
 from skyfab import homecoming
+from skyfab.events import Events
 from skyfab.homecoming import Homecoming
 
 GONE = sky.HostLost("gone", host="node1")
@@ -64,7 +65,7 @@ def begin(node: FakeNode) -> Iterator[Begin]:
         return node.made[-1]
 
     def start(welcome: Any) -> Homecoming:
-        made.append(Homecoming(session_for, welcome))
+        made.append(Homecoming(session_for, welcome, Events()))
         return made[-1]
 
     yield start

@@ -21,7 +21,7 @@ LAYERS = [
     "host selection inventory_file inventory image output calls",  # what the user says, as data
     "transport env bundle changes project parcel refs shell launch shells records plugins outfit stacks",  # the way
     "interrupts turns inbox wire revival reunion tether session",  # one agent on one host
-    "answers node futures muster dispatch express meeting gang gangs",  # a pool's calls
+    "answers node project_sync futures muster dispatch express meeting gang gangs",  # a pool's calls
     "elastic autopsy homecoming hearing spread",  # and what becomes of them and its hosts
     "detached roster launcher",  # who belongs to it; runs without one
     "compute device",  # the pool itself

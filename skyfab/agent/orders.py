@@ -71,16 +71,16 @@ class Orders:
         if seat is None:
             self._mux.send(stream, messages.Ended(why="unstarted").encode())
         else:
-            if message.function not in seat.functions:
+            if message.function not in seat.functions and not seat.condemned:
                 self._teach(seat, message.function)
             if self.record is not None:
                 self.record.expect(stream, seat.rank)
                 self.record.keep_call(message)
             seat.give(Running(stream, message.timeout), head, data)
-            if data is not None and message.timeout is None:
+            if data is None:
+                self._routes.expect(stream, message.parts, seat)
+            elif message.timeout is None:
                 self._seats.recognise(head, seat)
-        if data is None:
-            self._routes.expect(stream, message.parts, seat)
 
     def _teach(self, seat: Seat, digest: str) -> None:
         """Passes a function on to a rank that has not seen it."""

@@ -71,9 +71,7 @@ class Seats:
         watch.add(zygote.fileno(), READ, self._heed_zygote)
 
     def get(self, name: str) -> Seat | None:
-        """The seat, unless its process is about to end."""
-        seat = self._seats.get(name)
-        return None if seat is None or seat.condemned else seat
+        return self._seats.get(name)
 
     def __iter__(self) -> Iterator[Seat]:
         return iter(list(self._seats.values()))

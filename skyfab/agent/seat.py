@@ -91,8 +91,7 @@ class Seat:
         self.generation = generation
         self.rank = rank
         self.logs = logs
-        rank_in, self.sink = os.pipe()
-        self.source, rank_out = os.pipe()
+        rank_in, self.sink, self.source, rank_out = _pipes()
         self.functions: set[str] = set()
         self.calls: deque[Running] = deque()
         self.rank_ends = (rank_in, rank_out)
@@ -285,8 +284,11 @@ class Seat:
         self.condemned = True
         self._owner.kill(self)
 
-    def ended(self, exitcode: int, text: str) -> None:
-        """The process is gone: answers the call that ran, and hands back those that had not begun."""
+    def ended(self, exitcode: int | None, text: str) -> None:
+        """The process is gone: answers the call that ran, and hands back those that had not begun.
+
+        The exit code is None where it has never been there.
+        """
         self.condemned = True  # an answer that is found only now begins nothing, and ends nothing
         self._doom = None
         broken = self.voice.finish()
@@ -310,6 +312,17 @@ class Seat:
     def close(self) -> None:
         for fd in (self.source, self.sink):
             os.close(fd)
+
+
+def _pipes() -> tuple[int, int, int, int]:
+    """Two pipes or, where there is no room for both, none."""
+    one = os.pipe()
+    try:
+        return (*one, *os.pipe())
+    except OSError:
+        for fd in one:
+            os.close(fd)
+        raise
 
 
 def _opening(stream: int, head: bytes, data: Buffer | None) -> Piece:

@@ -312,7 +312,8 @@ class Exited(Message):
     seat: str
     generation: int
     text: str
-    exitcode: int
+    exitcode: int | None = None
+    """None: it could not be started."""
 
 
 # ---- hello

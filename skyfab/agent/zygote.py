@@ -67,7 +67,7 @@ class Zygote:
             self._socket.setblocking(False)
 
     def notices(self) -> list[tuple[str, int, Any]]:
-        """What has happened to ranks: ("started", rank, process id), ("ended", rank, exit code) or ("failed", rank, why).
+        """What has happened to ranks: ("started", rank, process id), ("ended", rank, exit code), ("failed", rank, why).
 
         A rank that failed has never begun. Raises EOFError when the zygote is gone.
         """

@@ -328,6 +328,8 @@ class ClientHello(Message):
     lease: float
     name: str
     """How this machine calls the host."""
+    local: bool = False
+    """It is this machine: a connection that ends is the end of the program, and not of a network."""
 
 
 class AgentHello(Message):

@@ -21,6 +21,8 @@ _USER = re.compile(r"\w([\w.+\\@-]*[\w-])?")
 _PLACE = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>\w[\w.+-]*))(?::(?P<port>[0-9]{1,5}))?")
 _IPV6 = re.compile(r"([0-9a-fA-F:.]+)(%\w[\w.-]*)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LONGEST = 128 * 1024 - 1
+"""Bytes of a variable and its name: Linux starts no program with more (MAX_ARG_STRLEN)."""
 _PYTHON = re.compile(r"auto|/.*|[0-9]+\.[0-9]+(\.[0-9]+)?")
 
 
@@ -325,6 +327,13 @@ def _env(value: object) -> Env:
             raise UsageError(f"must set {name} to a string, not {kind(text)}", hint="write the value in quotes")
         if "\0" in text:
             raise UsageError(f"has a NUL character in {name}", hint="no variable can hold one")
+        size = len(f"{name}={text}".encode(errors="surrogatepass"))
+        if size > _LONGEST:
+            raise UsageError(
+                f"sets {name} to a value of {size - len(name) - 1:,} bytes, and Linux gives no program more than"
+                f" {_LONGEST - len(name) - 1:,}",
+                hint="pass it as an argument, or write it to a file and set the variable to its path",
+            )
     return Env(value)
 
 

@@ -212,7 +212,6 @@ class Node:
         if sitting is not None and (sitting[0] is plan or sitting[0] == plan):
             return
         self._generation += 1
-        self._seats[seat] = (plan, self._generation)
         self.session.send(
             messages.Spawn(
                 seat=seat,
@@ -223,6 +222,7 @@ class Node:
                 port=plan.port,
             )
         )
+        self._seats[seat] = (plan, self._generation)
 
     def _teach(self, function: FunctionParcel, names: Mapping[int, str]) -> None:
         if function.digest in self._functions:

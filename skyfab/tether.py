@@ -140,8 +140,13 @@ class Tether:
 
     def _hello(self) -> bytes:
         """How far this side has heard; it opens every stream."""
-        received = self._mux.received
-        return ClientHello(protocol=VERSION, received=received, lease=self._lease, name=self._host.name).encode()
+        return ClientHello(
+            protocol=VERSION,
+            received=self._mux.received,
+            lease=self._lease,
+            name=self._host.name,
+            local=self._host.transport == "local",
+        ).encode()
 
     def _is_heard(self) -> bool:
         with self._lock:

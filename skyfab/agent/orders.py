@@ -58,29 +58,38 @@ class Orders:
     # ---- processes and calls
 
     def _spawn(self, stream: int, message: messages.Spawn, head: bytes, data: Data) -> None:
-        request = {
-            "env": message.env,
-            "info": message.info,
-            "path": self._store.roots(message.tree) if message.tree else [],
-            "stores": self._store.folders,
-        }
-        self._seats.spawn(message.seat, message.generation, request, self._ports.hand_over(message.port))
+        listener = self._ports.hand_over(message.port)
+        try:
+            request = {
+                "env": message.env,
+                "info": message.info,
+                "path": self._store.roots(message.tree) if message.tree else [],
+                "stores": self._store.folders,
+            }
+            self._seats.spawn(message.seat, message.generation, request, listener)
+        except Exception as error:
+            self._seats.fail(message.seat, message.generation, error)
+        finally:
+            if listener >= 0:
+                os.close(listener)
 
     def _call(self, stream: int, message: messages.Call, head: bytes, data: Data) -> None:
         seat = self._seats.get(message.seat)
         if seat is None:
-            self._mux.send(stream, messages.Ended(why="unstarted").encode())
+            why = self._seats.unborn.get(message.seat)
+            ended = messages.Ended(why="died", text=why) if why else messages.Ended(why="unstarted")
+            self._mux.send(stream, ended.encode())
         else:
-            if message.function not in seat.functions:
+            if message.function not in seat.functions and not seat.condemned:
                 self._teach(seat, message.function)
             if self.record is not None:
                 self.record.expect(stream, seat.rank)
                 self.record.keep_call(message)
             seat.give(Running(stream, message.timeout), head, data)
-            if data is not None and message.timeout is None:
+            if data is None:
+                self._routes.expect(stream, message.parts, seat)
+            elif message.timeout is None:
                 self._seats.recognise(head, seat)
-        if data is None:
-            self._routes.expect(stream, message.parts, seat)
 
     def _teach(self, seat: Seat, digest: str) -> None:
         """Passes a function on to a rank that has not seen it."""

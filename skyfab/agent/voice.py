@@ -123,6 +123,7 @@ class Voice:
         self._owner.mux.send_data(stream, payload)
         if missing <= 0:
             self._answer = None
+            self._owner.mux.finish(stream)
             self._seat.answered(stream)
         elif self._owner.mux.queued(stream) > _BACKLOG:
             self._pause()

@@ -312,7 +312,8 @@ class Exited(Message):
     seat: str
     generation: int
     text: str
-    exitcode: int
+    exitcode: int | None = None
+    """None: it could not be started."""
 
 
 # ---- hello
@@ -327,6 +328,8 @@ class ClientHello(Message):
     lease: float
     name: str
     """How this machine calls the host."""
+    local: bool = False
+    """It is this machine: a connection that ends is the end of the program, and not of a network."""
 
 
 class AgentHello(Message):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar, overload
 
+from skyfab import nesting
 from skyfab.autopsy import Place, watch
 from skyfab.calls import Call, Function, Group, as_function
 from skyfab.detached import Results, Run, attach
@@ -119,9 +120,13 @@ class Compute:
         self.close()
 
     def open(self) -> None:
-        """Reaches every host at once. Raises the one failure, or a PoolError with all of them."""
+        """Reaches every host at once. Raises the one failure, or a PoolError with all of them.
+
+        Raises UsageError in a rank that is importing a module, and where too many pools are inside each other.
+        """
         if self._open:
             return
+        nesting.check()
         INTERRUPTS.watch()
         self._show()
         try:
@@ -410,4 +415,4 @@ class Compute:
         return SeatPlan(tree=tree, env=env, info=info)
 
     def _env_of(self, node: Node) -> dict[str, str]:
-        return {**node.host.env, **self._outfit.image_of(node.host).env, **self._env}
+        return {**node.host.env, **self._outfit.image_of(node.host).env, **self._env, **nesting.variables()}

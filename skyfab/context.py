@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CoroutineType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,6 +50,20 @@ def enter(info: InstanceInfo) -> None:
     """This process is that rank, from now on. Called once, by the rank itself."""
     global _current
     _current = info
+
+
+def in_a_rank() -> bool:
+    """This process is one that a pool has started for its calls."""
+    return _current is not None
+
+
+def awaited(result: Any) -> Any:
+    """What a function returns; what an ``async def`` returns is run to its end, in an event loop of its own."""
+    if type(result) is not CoroutineType:
+        return result
+    import asyncio
+
+    return asyncio.run(result)
 
 
 _listener = -1
@@ -180,17 +195,30 @@ def _limited(fds: tuple[int, ...], only: Only) -> Callable[[F], F]:
     if only != "head" and not callable(only):
         raise ValueError(f'only={only!r}: "head", or a function of InstanceInfo that says where to speak')
 
+    import inspect  # slow to load, and most ranks have no use for it
+
     def decorate(function: F) -> F:
         rewrap: Callable[[Any], F] | None = getattr(function, "rewrap", None)
         if rewrap is not None:  # a @sky.function: the limit goes inside
             return rewrap(decorate)
 
-        @functools.wraps(function)
-        def limited(*args: Any, **kwargs: Any) -> Any:
-            if may_speak(only):
-                return function(*args, **kwargs)
-            with muted(fds):
-                return function(*args, **kwargs)
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def limited(*args: Any, **kwargs: Any) -> Any:
+                if may_speak(only):
+                    return await function(*args, **kwargs)
+                with muted(fds):
+                    return await function(*args, **kwargs)
+
+        else:
+
+            @functools.wraps(function)
+            def limited(*args: Any, **kwargs: Any) -> Any:
+                if may_speak(only):
+                    return function(*args, **kwargs)
+                with muted(fds):
+                    return function(*args, **kwargs)
 
         return limited  # type: ignore[return-value]
 

@@ -12,13 +12,11 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
-
-import pathspec
+from typing import TYPE_CHECKING, Final
 
 from skyfab.changes import Changes
 from skyfab.errors import UsageError
@@ -34,7 +32,11 @@ _SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages", "di
 _MOST_FOLDERS: Final = 2000
 
 Stamp = tuple[int, int, int]
-Ignore = tuple[Path, pathspec.GitIgnoreSpec]
+
+if TYPE_CHECKING:
+    import pathspec
+
+    Ignore = tuple[Path, pathspec.GitIgnoreSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Project:
 
     def __init__(self, image: Image) -> None:
         self._includes = [_included(word) for word in image.includes]
-        self._excludes = pathspec.GitIgnoreSpec.from_lines(image.excludes)
+        self._excludes = _patterns(image.excludes)
         self._tree = EMPTY
         self._stamps: dict[Path, Stamp] = {}
         self._names: dict[tuple[Path, Stamp], str] = {}
@@ -346,6 +348,18 @@ def _up_to_repository(folder: Path) -> list[Path]:
 
 def _ignore_file(folder: Path) -> pathspec.GitIgnoreSpec | None:
     try:
-        return pathspec.GitIgnoreSpec.from_lines((folder / ".gitignore").read_text().splitlines())
+        return _patterns((folder / ".gitignore").read_text().splitlines())
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def _patterns(lines: Iterable[str]) -> pathspec.GitIgnoreSpec:
+    """Hosts import this module without pathspec: only a pool that is opened needs it. Raises UsageError."""
+    try:
+        import pathspec
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"a pool cannot be opened here: {sys.executable} has no {error.name}",
+            hint='a function that opens a pool of its own needs skyfab\'s libraries there: Image(pip=["pathspec", …])',
+        ) from None
+    return pathspec.GitIgnoreSpec.from_lines(lines)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _TEXT = 16 * 1024
 _FAMILIAR = 1024
+_COROUTINE = types.CoroutineType
 
 
 def main(source: int, sink: int, request: dict[str, Any]) -> None:
@@ -184,6 +185,8 @@ class Rank:
             *args, kwargs = codec.loads(buffers[0], buffers[1:])
             buffers.clear()  # the arguments alone keep their memory
             result = function(*args, **kwargs) if kwargs else function(*args)
+            if type(result) is _COROUTINE:
+                result = context.awaited(result)
             del args, kwargs
         except SystemExit as error:
             self._flush()
@@ -239,7 +242,7 @@ class Rank:
             with contextlib.ExitStack() as around:
                 for plugin in plugins:
                     around.enter_context(plugin.around_call(context.instance_info()))
-                return function(*args, **kwargs)
+                return context.awaited(function(*args, **kwargs))
 
         return inside
 
@@ -304,9 +307,9 @@ def _each(function: Any, again: Callable[[], Any] | None, items: list[tuple[Any,
     """Calls a function for every item. With `again`, what one item changes in place the next one does not see."""
     began = time.perf_counter()
     if again is None:
-        results = [function(*item) for item in items]
+        results = [context.awaited(function(*item)) for item in items]
     else:
-        results = [function(*(again() if at else items)[at]) for at in range(len(items))]
+        results = [context.awaited(function(*(again() if at else items)[at])) for at in range(len(items))]
     return time.perf_counter() - began, results
 
 

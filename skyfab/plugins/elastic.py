@@ -171,7 +171,7 @@ def perform(parcel: bytes, place: dict[str, Any]) -> bytes:
     context.offer_stacks(f"{info.job_id}.rank{info.local_rank}", info.rank)
     try:
         function, plugins, args, kwargs = codec.loads(*pickle.loads(parcel))
-        return _flat(_inside(plugins, info, lambda: function(*args, **kwargs)))
+        return _flat(_inside(plugins, info, lambda: context.awaited(function(*args, **kwargs))))
     except Exception as error:
         print(f"rank {info.rank} failed, attempt {info.attempt}: {type(error).__name__}: {error}", file=sys.stderr)
         _leave(error)

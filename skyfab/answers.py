@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from skyfab.errors import (
     CallCancelled,
@@ -20,6 +23,9 @@ from skyfab.protocol import codec, messages
 from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import Message
 
+_LONGEST: Final = 400
+"""Characters of a path that is worth a look."""
+
 
 def resolve(
     message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str, wary: bool = False
@@ -33,7 +39,8 @@ def resolve(
             raise ProtocolError("a result without content", host=host)
         return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label, wary=wary)
     if isinstance(message, messages.Raised):
-        raise _exception(message, buffers, host, rank, wary) from RemoteTraceback(message.traceback, host, rank)
+        found = _exception(message, buffers, host, rank, wary)
+        raise found from RemoteTraceback(message.traceback + _noted(found, host), host, rank)
     if isinstance(message, messages.Ended):
         cause = RemoteTraceback(message.traceback, host, rank) if message.traceback else None
         raise _ending(message, host, rank, label) from cause
@@ -86,10 +93,41 @@ def _exception(
         except Exception:
             found = None
         if isinstance(found, Exception):
-            if isinstance(found, ModuleNotFoundError) and hasattr(found, "add_note"):
-                found.add_note(f"hint: on {host}: Image(pip=[…]) installs packages, Image(includes=[…]) sends your own")
             return found
     return RemoteError(f"{message.kind}: {message.text}", kind=message.kind, host=host, rank=rank)
+
+
+def _noted(error: BaseException, host: str) -> str:
+    """Adds what helps to an exception of the user's. Returns what must be shown otherwise: before Python 3.11."""
+    note = _note(error, host)
+    if note is None:
+        return ""
+    if hasattr(error, "add_note"):
+        with contextlib.suppress(TypeError):  # the exception may have notes of another kind
+            error.add_note(note)
+        return ""
+    return f"\n{note}"
+
+
+def _note(error: BaseException, host: str) -> str | None:
+    if isinstance(error, ModuleNotFoundError):
+        return f"hint: on {host}: Image(pip=[…]) installs packages, Image(includes=[…]) sends your own"
+    if isinstance(error, FileNotFoundError) and (here := _found_here(error.filename)):
+        name = repr(error.filename)
+        return f"hint: {name} is here ({here}), not on {host}: Image(includes=[{name}]) sends it along"
+    if type(error) is EOFError and str(error) == "EOF when reading a line":
+        return f"hint: no keyboard is connected to processes on {host}: pass what input() should return as an argument"
+    return None
+
+
+def _found_here(name: object) -> Path | None:
+    """The path of a relative file that lies in the current folder, or beside the program."""
+    if not isinstance(name, str) or not name or len(name) > _LONGEST or Path(name).is_absolute():
+        return None
+    program = getattr(sys.modules.get("__main__"), "__file__", None) or "."
+    with contextlib.suppress(OSError, ValueError):  # a host says what it likes
+        return next((path for path in (Path.cwd() / name, Path(program).parent / name) if path.exists()), None)
+    return None
 
 
 def _plain_exception(buffers: list[memoryview]) -> Exception:

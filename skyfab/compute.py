@@ -34,6 +34,7 @@ from skyfab.protocol import codec
 from skyfab.refs import Ref, put
 from skyfab.roster import Roster
 from skyfab.spread import Spread
+from skyfab.workdir import Workdirs, tell_files
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class Compute:
         image: Image | None = None,
         plugins: Sequence[Plugin] = (),
         env: Mapping[str, str] | None = None,
+        workdir: str | os.PathLike[str] = "auto",
         lease: float = 60,
         silence: float = 10,
         timeout: float | None = None,
@@ -64,6 +66,10 @@ class Compute:
         ui: Literal["auto", "rich", "plain", "none"] = "auto",
     ) -> None:
         """Constructs only; hosts are reached when it is entered.
+
+        `workdir` is where relative paths of a function lead. ``"auto"``: on a host a folder that stands for the
+        current one here, and stays; on this machine the current folder itself. Or a path on the hosts, or ``"temp"``
+        for a folder that goes with the pool.
 
         With ``results="data"`` hosts are not trusted: what they return may be plain data, numpy arrays and torch
         tensors, and nothing else is unpickled (docs/security.md).
@@ -102,6 +108,7 @@ class Compute:
             lease=lease,
             silence=silence,
             welcome=self._welcome,
+            workdirs=Workdirs(workdir),
         )
         self._lock = threading.Lock()
         self._open = False
@@ -188,6 +195,7 @@ class Compute:
     def _leave(self) -> None:
         try:
             self._around.close()
+            tell_files(self.hosts, self.inventory, self.events)
             self._roster.homecoming.close()
         finally:
             self._open = False

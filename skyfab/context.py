@@ -66,6 +66,20 @@ def awaited(result: Any) -> Any:
     return asyncio.run(result)
 
 
+_folder = ""
+
+
+def hold_folder(path: str) -> None:
+    """The pool's own folder for its processes, which goes with it. Called once, by the rank itself."""
+    global _folder
+    _folder = path
+
+
+def own_folder() -> str:
+    """Where this process may keep what must go with its pool; functions start elsewhere, in a working folder."""
+    return _folder
+
+
 _listener = -1
 
 
@@ -97,9 +111,10 @@ def offer_stacks(seat: str, rank: int) -> None:
     """Whoever may send us a signal finds out where we are, whatever we are stuck in: see `skyfab.stacks`."""
     import faulthandler
 
+    folder = os.path.join(_folder, "../stacks")  # noqa: PTH118  # no time for pathlib on a cold host
     try:
-        os.makedirs("../stacks", mode=0o700, exist_ok=True)  # noqa: PTH103  # no time for pathlib on a cold host
-        file = os.open(f"../stacks/{seat}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.makedirs(folder, mode=0o700, exist_ok=True)  # noqa: PTH103
+        file = os.open(f"{folder}/{seat}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         faulthandler.register(STACKS, file, all_threads=True)
         os.write(file, f"{os.getpid()} {STACKS} {rank} {seat}\n".encode())  # last: who finds it may send the signal
     except (OSError, ValueError):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Final
 
 from skyfab.changes import Changes
@@ -50,6 +50,8 @@ class Root:
     """Whatever the files are, as `includes` promises."""
     packages: bool = False
     """Of its folders only packages: a script may lie among things that are not its own."""
+    place: PurePath | None = None
+    """Where its files lie in the working folder; None: they do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,8 @@ class Project:
         for number, (root, walk) in enumerate(zip(roots, walks, strict=True)):
             for path in walk.files():
                 found[f"{number:03d}/{path.relative_to(root.path).as_posix()}"] = path
+                if root.place is not None:
+                    found |= dict.fromkeys(_places(path, root, roots), path)
         folders = {folder for walk in walks for folder in walk.folders()}
         if folders != self._folders:
             self._folders = folders
@@ -193,6 +197,15 @@ def _roots(loaded: Sequence[str], includes: Sequence[Root]) -> list[Root]:
     return [*includes, *inner]
 
 
+def _places(path: Path, root: Root, roots: Sequence[Root]) -> Iterator[str]:
+    """Where a file that was asked for lies besides: in the working folder, and beside modules as it does here."""
+    assert root.place is not None
+    yield ("files" / root.place / path.relative_to(root.path)).as_posix()
+    for number, other in enumerate(roots):
+        if not other.everything and other.path in path.parents:
+            yield f"{number:03d}/{path.relative_to(other.path).as_posix()}"
+
+
 def _holds(outer: Path, inner: Path) -> bool:
     return outer != inner and outer in inner.parents
 
@@ -245,16 +258,18 @@ _INSTALLED: Final = _installed()
 def _included(word: str) -> Root:
     """What ``Image(includes=[…])`` names: a folder, a file or an importable module."""
     path = Path(word).expanduser()
-    if not path.exists():
+    by_name = not path.exists()
+    if by_name:
         spec = find_spec(word) if word.isidentifier() else None
         if spec is None or spec.origin is None:
             raise UsageError(f"Image(includes=…) names {word!r}, which is neither a file nor a module here")
         path = Path(spec.origin)
         path = path.parent if path.name == "__init__.py" else path
-    path = path.resolve()
+    path, here = Path(os.path.abspath(path)), Path(os.path.abspath("."))
+    place = path.relative_to(here) if path.is_relative_to(here) else PurePath(path.name)
     if path.is_file() or _package(path):
-        return Root(path.parent, only=(path.name,), everything=True)
-    return Root(path, everything=True)
+        return Root(path.parent, only=(path.name,), everything=True, place=None if by_name else place.parent)
+    return Root(path, everything=True, place=None if by_name else place)
 
 
 # ---- which files

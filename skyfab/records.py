@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
 from skyfab.shell import Shell
+from skyfab.workdir import Written, parse
 
 T = TypeVar("T")
 State = Literal["running", "done", "failed", "stopped", "lost", "unreachable"]
@@ -119,6 +120,8 @@ class Part:
     """The last line that a rank wrote there."""
     gpus: tuple[str, ...] = ()
     """For each GPU of the host how busy it is, in percent, and the megabytes in use."""
+    files: tuple[Written, ...] = ()
+    """What it has written in working folders that stay, once it is over."""
 
 
 def look(shell: Shell, run: str | None = None) -> list[Part]:
@@ -146,7 +149,8 @@ def _part(host: str, lines: list[str], gpus: tuple[str, ...]) -> Part:
     if type(started) not in (int, float) or not 0 <= started < _LATEST:
         raise ValueError("started")
     known: State = "lost" if state == "running" and alive != "yes" else state
-    return Part(host=host, about=about, state=known, started=float(started), last=last, gpus=gpus)
+    files = tuple(parse(status.get("files")))
+    return Part(host=host, about=about, state=known, started=float(started), last=last, gpus=gpus, files=files)
 
 
 def _object(text: str) -> dict[str, Any]:

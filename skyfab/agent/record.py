@@ -59,8 +59,8 @@ class Record:
             said = {"function": call.function, "arguments": sizes, "timeout": call.timeout}
             self._write("call", json.dumps(said).encode())
 
-    def close(self) -> None:
-        """Nothing more comes: what has not been answered was stopped."""
+    def close(self, written: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Nothing more comes: what has not been answered was stopped. `written` is what lies in working folders."""
         for stream in list(self._drafts):
             self.forget(stream)
         for rank in self._ranks.values():
@@ -68,6 +68,7 @@ class Record:
         states = set(self._status["ranks"].values())
         self._status["state"] = next((bad for bad in ("stopped", "failed") if bad in states), "done")
         self._status["ended"] = time.time()
+        self._status["files"] = list(written)
         self._write("status", json.dumps(self._status).encode())
 
     def _note(self, rank: int, state: str) -> None:

@@ -22,6 +22,7 @@ def run(
     inventory: str | None,
     *,
     ranks: int | None,
+    workdir: str,
     detach: bool,
 ) -> None:
     """Runs FILE.py or FILE.py:function on every rank of the hosts, or on two ranks of this machine."""
@@ -32,7 +33,7 @@ def run(
     main = types.ModuleType("__main__")
     main.__file__ = str(script)
     sys.modules["__main__"] = main
-    with Compute(hosts, inventory=inventory, ranks=ranks or "auto") as compute:
+    with Compute(hosts, inventory=inventory, ranks=ranks or "auto", workdir=workdir) as compute:
         started = as_function(perform)
         started.label = target
         call = started(script.name, function, list(arguments))

@@ -98,12 +98,21 @@ class Written:
         >>> str(Written("mnist-1a2b3c4d", 2, 5_000_000, ("model.pt", "log.csv"), True))
         '2 files (5.0 MB): model.pt, log.csv'
         """
-        number = self.size / 1e6
-        count = f"{self.count} file{'' if self.count == 1 else 's'}"
-        more = ", …" if self.count > len(self.names) else ""
-        return f"{'' if self.complete else 'at least '}{count} ({number:.{0 if number >= 10 else 1}f} MB): " + (
-            ", ".join(self.names) + more
-        )
+        count = f"{'' if self.complete else 'at least '}{self.count} file{'' if self.count == 1 else 's'}"
+        names = ", ".join(self.names) + (", …" if self.count > len(self.names) else "")
+        return f"{count} ({_size(self.size)}): {names}"
+
+
+def _size(count: int) -> str:
+    """
+    >>> _size(12), _size(3456), _size(123_456_789)
+    ('12 bytes', '3 kB', '123 MB')
+    """
+    if count < 1000:
+        return f"{count} byte{'' if count == 1 else 's'}"
+    if count < 1_000_000:
+        return f"{count / 1e3:.0f} kB"
+    return f"{count / 1e6:.{0 if count >= 10_000_000 else 1}f} MB"
 
 
 def parse(document: object) -> list[Written]:

@@ -19,7 +19,7 @@ LAYERS = [
     "errors events context script nesting abreast",  # what everybody shares
     "protocol",  # what the two sides of a connection share, and all they share
     "host selection inventory_file inventory image output calls",  # what the user says, as data
-    "transport env bundle changes project parcel refs shell launch shells records plugins outfit stacks workdir",  # the way
+    "transport env bundle changes project parcel refs shell launch shells workdir records plugins outfit stacks",  # way
     "interrupts turns inbox wire revival reunion tether session",  # one agent on one host
     "answers node muster dispatch express meeting gang gangs elastic autopsy homecoming hearing spread",  # a pool
     "detached roster launcher",  # who belongs to it; runs without one

@@ -52,10 +52,15 @@ class Orders:
         except Exception as error:
             self._routes.fail(stream, error)
 
+    def look_at_files(self) -> None:
+        """A run's record says what was written. This takes a while, and comes before the run folder goes."""
+        if self.record is not None:
+            self.record.files = self._written.report()
+
     def close(self) -> None:
         """Nothing is left open."""
         if self.record is not None:
-            self.record.close(self._written.report())
+            self.record.close()
         self._ports.close_all()
 
     # ---- processes and calls

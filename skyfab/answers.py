@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +25,10 @@ from skyfab.protocol import codec, messages
 from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import Message
 
-_LONGEST: Final = 400
+_LONGEST: Final = 1000
 """Characters of a path that is worth a look."""
+_BESIDE: Final = re.compile(r"/trees/[0-9a-f]{64}/[0-9]{3}/(.+)")
+"""Where a host has the project's modules."""
 
 
 def resolve(
@@ -113,20 +117,25 @@ def _note(error: BaseException, host: str) -> str | None:
     if isinstance(error, ModuleNotFoundError):
         return f"hint: on {host}: Image(pip=[…]) installs packages, Image(includes=[…]) sends your own"
     if isinstance(error, FileNotFoundError) and (here := _found_here(error.filename)):
-        name = repr(error.filename)
-        return f"hint: {name} is here ({here}), not on {host}: Image(includes=[{name}]) sends it along"
+        word = repr(os.path.relpath(here))
+        return f"hint: {here} exists on this machine, not on {host}: Image(includes=[{word}]) sends it along"
     if type(error) is EOFError and str(error) == "EOF when reading a line":
         return f"hint: no keyboard is connected to processes on {host}: pass what input() should return as an argument"
     return None
 
 
 def _found_here(name: object) -> Path | None:
-    """The path of a relative file that lies in the current folder, or beside the program."""
-    if not isinstance(name, str) or not name or len(name) > _LONGEST or Path(name).is_absolute():
+    """The file that a host looked for in its working folder or beside a module, if this machine has it there."""
+    if not isinstance(name, str) or len(name) > _LONGEST or not name.isprintable():  # a host says what it likes
         return None
+    beside = _BESIDE.search(name)
     program = getattr(sys.modules.get("__main__"), "__file__", None) or "."
-    with contextlib.suppress(OSError, ValueError):  # a host says what it likes
-        return next((path for path in (Path.cwd() / name, Path(program).parent / name) if path.exists()), None)
+    folders = (Path.cwd(), Path(program).absolute().parent) if beside else (Path.cwd(),)
+    inner = Path(beside[1] if beside else name)
+    if inner.is_absolute():
+        return None
+    with contextlib.suppress(OSError):
+        return next((path for folder in folders if (path := folder / inner).exists()), None)
     return None
 
 

@@ -319,10 +319,22 @@ def test_a_missing_file_that_is_here_is_named_with_what_to_do(folder: Path, remo
     with sky.Compute(remote[:1], ui="none") as compute:
         with pytest.raises(FileNotFoundError) as caught:
             sky.function(read)("sub/data.csv") >> compute
-        shown = "\n".join(getattr(caught.value, "__notes__", [])) + str(caught.value.__cause__)
-        assert (
-            f"'sub/data.csv' is here ({folder}/sub/data.csv), not on node1: Image(includes=['sub/data.csv'])" in shown
-        )
-        with pytest.raises(FileNotFoundError) as caught:
-            sky.function(read)("nowhere.csv") >> compute
-        assert "includes" not in "\n".join(getattr(caught.value, "__notes__", [])) + str(caught.value.__cause__)
+        note = f"hint: {folder}/sub/data.csv exists on this machine, not on node1: Image(includes=['sub/data.csv'])"
+        assert note in text_of(caught.value)
+        for elsewhere in ("nowhere.csv", str(folder / "sub/data.csv")):
+            with pytest.raises(FileNotFoundError) as caught:
+                sky.function(read)(elsewhere) >> compute
+            assert "includes" not in text_of(caught.value)
+
+
+def test_so_is_one_that_lies_beside_its_module_here(folder: Path, remote: list[sky.Host], tmp_path: Path) -> None:
+    write("sub/data.csv", "1")
+    write("sub/reads.py", "import pathlib\nprint((pathlib.Path(__file__).parent / 'data.csv').read_text())\n")
+    ran = skyfab(folder, "run", "--hosts=node1", "sub/reads.py", inventory=inventory(tmp_path / "i.toml", remote[:1]))
+    assert ran.returncode == 1
+    assert f"{folder}/sub/data.csv exists on this machine, not on node1: Image(includes=['sub/data.csv'])" in ran.stderr
+
+
+def text_of(error: BaseException) -> str:
+    """What a traceback has of it besides its message, in whichever Python."""
+    return "\n".join(getattr(error, "__notes__", [])) + str(error.__cause__)

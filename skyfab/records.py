@@ -26,7 +26,9 @@ ALIVE: Final = """
 alive() {
   read -r pid boot folder <"$1/agent" 2>/dev/null || return 1
   test "$boot" = "$(cat /proc/sys/kernel/random/boot_id 2>/dev/null || echo '?')" || return 1
-  if test -d /proc/self; then test "$(readlink "/proc/$pid/cwd" 2>/dev/null)" = "$folder"
+  # at its end its folder goes first, and then it writes how the run ended
+  if test -d /proc/self; then
+    case $(readlink "/proc/$pid/cwd" 2>/dev/null) in "$folder"|"$folder (deleted)") ;; *) false;; esac
   else kill -0 "$pid" 2>/dev/null; fi
 }
 """

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, Literal, TypeVar, overload
 
+from skyfab import nesting
 from skyfab.autopsy import Place, watch
 from skyfab.calls import Call, Function, Group, as_function
 from skyfab.detached import Results, Run, attach
@@ -40,6 +41,7 @@ from skyfab.protocol import codec
 from skyfab.refs import Ref, put
 from skyfab.roster import Roster
 from skyfab.spread import Spread
+from skyfab.workdir import Workdirs, tell_files
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -63,6 +65,7 @@ class Compute:
         image: Image | None = None,
         plugins: Sequence[Plugin] = (),
         env: Mapping[str, str] | None = None,
+        workdir: str | os.PathLike[str] = "auto",
         lease: float = 60,
         silence: float = 10,
         timeout: float | None = None,
@@ -70,6 +73,10 @@ class Compute:
         ui: Literal["auto", "rich", "plain", "none"] = "auto",
     ) -> None:
         """Constructs only; hosts are reached when it is entered.
+
+        `workdir` is where relative paths of a function lead. ``"auto"``: on a host a folder that stands for the
+        current one here, and stays; on this machine the current folder itself. Or a path on the hosts, or ``"temp"``
+        for a folder that goes with the pool.
 
         With ``results="data"`` hosts are not trusted: what they return may be plain data, numpy arrays and torch
         tensors, and nothing else is unpickled (docs/security.md).
@@ -111,6 +118,7 @@ class Compute:
             lease=lease,
             silence=silence,
             welcome=self._sync.take_back,
+            workdirs=Workdirs(workdir),
         )
         self._open = False
         self._is_parents = False
@@ -129,11 +137,15 @@ class Compute:
         self.close()
 
     def open(self) -> None:
-        """Reaches every host at once. Raises the one failure, or a PoolError with all of them."""
+        """Reaches every host at once. Raises the one failure, or a PoolError with all of them.
+
+        Raises UsageError in a rank that is importing a module, and where too many pools are inside each other.
+        """
         if self._open:
             return
         if self._is_parents:
             raise _parents_pool()
+        nesting.check()
         INTERRUPTS.watch()
         self._show()
         try:
@@ -188,6 +200,7 @@ class Compute:
     def _leave(self) -> None:
         try:
             self._around.close()
+            tell_files(self.hosts, self.inventory, self.events)
             self._roster.homecoming.close()
         finally:
             self._open = False
@@ -453,7 +466,7 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 def _env_of(outfit: Outfit, env: Mapping[str, str], node: Node) -> dict[str, str]:
     """What a node's processes find in their environment."""
-    return {**node.host.env, **outfit.image_of(node.host).env, **env}
+    return {**node.host.env, **outfit.image_of(node.host).env, **env, **nesting.variables()}
 
 
 def _parents_pool() -> UsageError:

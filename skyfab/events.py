@@ -104,6 +104,21 @@ class Moved(Event):
         return f"{self.host}: {self.what} {self.done / 1e6:.0f} of {self.total / 1e6:.0f} MB"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesWritten(Event):
+    """A pool closes, and its functions have written files in a working folder that stays."""
+
+    path: str
+    """The folder, on the host."""
+    what: str
+    """How many files, their size, and the names of the latest."""
+    fetch: str
+    """The command that copies the folder here."""
+
+    def __str__(self) -> str:
+        return f"{self.host}: wrote {self.what} in {self.path}; to fetch: {self.fetch}"
+
+
 Subscriber = Callable[[Event], None]
 
 

@@ -86,6 +86,8 @@ class Host:
     """Solo calls at a time."""
     cache: str = "~/.cache/skyfab"
     """``~`` is the home on the host, and is expanded there."""
+    workdir: str = "auto"
+    """Where relative paths of functions lead: ``"auto"``, ``"temp"`` or a path on the host, as for `Compute`."""
     transport: Literal["auto", "openssh", "fabric", "local"] = "auto"
     interface: str = "auto"
     tags: tuple[str, ...] = ()
@@ -293,6 +295,15 @@ def _cache(value: object) -> str:
     return text
 
 
+def _workdir(value: object) -> str:
+    text = _text(value)
+    if text not in ("auto", "temp") and not text.startswith(("/", "~")):
+        raise UsageError(
+            f"must be an absolute path on the host: {text!r}", hint='start it with / or ~/; or "auto", or "temp"'
+        )
+    return text
+
+
 def _transport(value: object) -> str:
     text = _text(value)
     choices = ("auto", "openssh", "fabric", "local")
@@ -357,6 +368,7 @@ CHECKS: Mapping[str, Callable[[object], Any]] = {
     "gpus": _gpus,
     "slots": _slots,
     "cache": _cache,
+    "workdir": _workdir,
     "transport": _transport,
     "interface": _interface,
     "tags": _tags,

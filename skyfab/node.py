@@ -23,6 +23,7 @@ from skyfab.protocol.blobs import LARGE, name_of
 from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import AgentHello
 from skyfab.session import Session
+from skyfab.workdir import Workdir
 
 if TYPE_CHECKING:
     import fabric
@@ -70,6 +71,8 @@ class Node:
         self.index = index
         self.name = host.name
         self.host = host
+        self.workdir = Workdir()
+        """Where relative paths of its functions lead."""
         self.lost: Exception | None = None
         self._inventory = inventory
         self._lock = threading.RLock()
@@ -220,6 +223,8 @@ class Node:
                 env=dict(plan.env),
                 info=dict(plan.info),
                 port=plan.port,
+                workdir=self.workdir.told,
+                include=not self.workdir.callers,
             )
         )
         self._seats[seat] = (plan, self._generation)

@@ -17,6 +17,7 @@ from skyfab.node import Node
 from skyfab.outfit import Outfit
 from skyfab.session import Session
 from skyfab.transport import transport_for
+from skyfab.workdir import Workdirs
 
 
 class Roster:
@@ -33,8 +34,10 @@ class Roster:
         lease: float,
         silence: float,
         welcome: Welcome,
+        workdirs: Workdirs,
     ) -> None:
         """`welcome` is called with a lost node that is there again, and with what lets calls go to it."""
+        self._workdirs = workdirs
         self._inventory = inventory
         self._outfit = outfit
         self._events = events
@@ -58,6 +61,7 @@ class Roster:
     def _recruit(self, index: int, host: Host) -> Node:
         listener = Hearing(self._events, self._gangs, self._queue, self.homecoming, lambda: self.nodes)
         node = listener.node = Node(index, host, self._inventory)
+        node.workdir = self._workdirs.of(host)
         node.session = self._talk(node, listener, pool=self.pool)
         self._listeners[index] = listener
         return node
@@ -66,6 +70,7 @@ class Roster:
         """The same host once more, with an agent of its own that nobody listens to."""
         listener = Hearing(Events(), Gangs(env), self._queue, None, lambda: ())
         made = listener.node = Node(node.index, node.host, self._inventory)
+        made.workdir = node.workdir
         made.session = self._talk(made, listener)
         return made
 

@@ -16,7 +16,8 @@ h=$(hostname)
 for f in "$c"/run/"$h"/*/stacks/*; do
   read -r pid number rank seat <"$f" 2>/dev/null || continue
   d=${f%/stacks/*}
-  test "$(readlink "/proc/$pid/cwd" 2>/dev/null)" = "$(readlink -f "$d")/work" || continue
+  # it has the file open: no other process got its number
+  ls -l "/proc/$pid/fd" 2>/dev/null | grep -qF -e "-> $(readlink -f "$f")" || continue
   n=$(wc -c <"$f")
   kill -"$number" "$pid" 2>/dev/null || continue
   set -- 1 2 3 4 5 6 7 8 9 10

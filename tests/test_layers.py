@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[1] / "skyfab"
 
 LAYERS = [
     # What stands in one line may import what stands in its own line and in the lines above it.
-    "errors events context abreast",  # what everybody shares
+    "errors events context script nesting abreast",  # what everybody shares
     "protocol",  # what the two sides of a connection share, and all they share
     "host selection inventory_file inventory image output calls",  # what the user says, as data
-    "transport env bundle changes project parcel refs shell launch shells records plugins outfit stacks",  # the way
+    "transport env bundle changes project parcel refs shell launch shells workdir records plugins outfit stacks",  # way
     "interrupts turns inbox wire revival reunion tether session",  # one agent on one host
     "answers node project_sync futures muster dispatch express meeting gang gangs",  # a pool's calls
     "elastic autopsy homecoming hearing spread",  # and what becomes of them and its hosts

@@ -141,6 +141,7 @@ class Agent:
         """Nothing is left: ranks, socket, folder."""
         import shutil
 
+        self._orders.look_at_files()
         self._seats.close()
         self._routes.close()
         self._orders.close()

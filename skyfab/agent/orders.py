@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 
+from skyfab.agent.files import Written, place
 from skyfab.agent.ports import Ports, reach
 from skyfab.agent.record import Record
 from skyfab.agent.seat import Running, Seat
@@ -38,6 +40,7 @@ class Orders:
         self._machine = machine
         self._store = Store(run=run, cache=cache)
         self._ports = Ports()
+        self._written = Written()
         self._functions: dict[str, tuple[bytes, bytes | Assembly]] = {}
         self.record: Record | None = None
         """Of a run that goes on without a client."""
@@ -48,6 +51,11 @@ class Orders:
             _OPERATIONS[type(message)](self, stream, message, head, data)
         except Exception as error:
             self._routes.fail(stream, error)
+
+    def look_at_files(self) -> None:
+        """A run's record says what was written. This takes a while, and comes before the run folder goes."""
+        if self.record is not None:
+            self.record.files = self._written.report()
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -60,11 +68,16 @@ class Orders:
     def _spawn(self, stream: int, message: messages.Spawn, head: bytes, data: Data) -> None:
         listener = self._ports.hand_over(message.port)
         try:
+            folder = place(message.workdir, self._cache)
+            included = self._store.included(message.tree) if message.include else ""
+            if folder:
+                self._written.begin(message.workdir, folder, included)
             request = {
                 "env": message.env,
                 "info": message.info,
                 "path": self._store.roots(message.tree) if message.tree else [],
                 "stores": self._store.folders,
+                "workdir": [folder, self._cache, included],
             }
             self._seats.spawn(message.seat, message.generation, request, listener)
         except Exception as error:
@@ -144,6 +157,9 @@ class Orders:
     def _look(self, stream: int, message: messages.Look, head: bytes, data: Data) -> None:
         self._mux.send(stream, Done(text=self._seats.look(message.seat)).encode())
 
+    def _report(self, stream: int, message: messages.Written, head: bytes, data: Data) -> None:
+        self._mux.send(stream, Done(text=json.dumps(self._written.report())).encode())
+
     # ---- content, ports
 
     def _has(self, stream: int, message: messages.Has, head: bytes, data: Data) -> None:
@@ -182,6 +198,7 @@ _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
     messages.Release: Orders._release,
     messages.Look: Orders._look,
     messages.Detach: Orders._detach,
+    messages.Written: Orders._report,
     messages.Has: Orders._has,
     messages.Blob: Orders._blob,
     messages.Tree: Orders._tree,

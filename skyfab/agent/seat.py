@@ -279,6 +279,12 @@ class Seat:
         os.close(nowhere)
         return True
 
+    def leave(self) -> None:
+        """The process says that it ends after its next answer. The client hears that first, and starts another one."""
+        self.condemned = True
+        exited = messages.Exited(seat=self.name, generation=self.generation, text="it ended itself", exitcode=0)
+        self._owner.mux.send(0, exited.encode())
+
     def kill(self) -> None:
         """Ends the process and its group."""
         self.condemned = True

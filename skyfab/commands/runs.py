@@ -68,6 +68,8 @@ def follow(run: str, selection: str | None, inventory: str | None) -> int:
         return 130
     state = found.state
     print(f"{found.name}: {state}", file=sys.stderr)
+    for files in found.files():
+        print(clean(str(files), colour=False), file=sys.stderr)
     if state in ("failed", "lost"):
         found.result()
     if state == "done":

@@ -6,6 +6,7 @@ told in a second, and not by a hang.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def arrange(nodes: Sequence[Node], known: Mapping[int, str]) -> Meeting:
 
 def _port(node: Node) -> int:
     answer = node.session.ask(Port())
-    if not isinstance(answer, Done) or not answer.text.isdigit() or len(answer.text) > 5:
+    if not isinstance(answer, Done) or not re.fullmatch("[0-9]{1,5}", answer.text):
         raise ProtocolError("its answer names no port", host=node.name)
     return int(answer.text)
 
@@ -67,7 +68,8 @@ def _look(node: Node, nodes: Sequence[Node], ports: Sequence[int]) -> Reached:
         if other is not node and other.agent.address != node.agent.address
     ]
     answer = node.session.ask(Reach(peers=peers))
-    if not isinstance(answer, Reached) or not all(words[:1] in [[a] for a, _ in peers] for words in answer.failed):
+    asked = [address for address, _ in peers]
+    if not isinstance(answer, Reached) or not all(len(one) == 2 and one[0] in asked for one in answer.failed):
         raise ProtocolError("its answer names nobody that was asked for", host=node.name)
     return answer
 

@@ -95,6 +95,13 @@ def test_groups_are_sorted_by_size_and_kept_apart_by_pool() -> None:
     assert [[stack.rank for stack in group] for group in found] == [[1, 2], [0], [3]]
 
 
+@pytest.mark.parametrize("number", ["²", "9" * 5000, "-1"])
+def test_numbers_that_are_none_are_passed_over(number: str) -> None:
+    assert parse("h", f"=rank 0 {number} a-1 gang1.0\n") == []
+    (found,) = parse("h", f'=rank {number} 7 a-1 gang1.0\nThread 1:\n  File "f", line {number} in g\n')
+    assert (found.rank, found.frames) == (None, ())
+
+
 @given(st.text())
 def test_whatever_a_host_says_is_read(text: str) -> None:
     parse("h", text)

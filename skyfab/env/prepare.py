@@ -176,7 +176,7 @@ class _Steps:
         remote = [wheel.url for wheel in lock.wheels if wheel.url.startswith(("https:", "http:"))]
         asked = (*indexes(image), *dict.fromkeys(f"{origin(url)}/" for url in remote)) if lock.wheels else ()
         reached = set(self._probe((*asked, _PYTHONS)).reachable)
-        own = len(remote) == len(lock.wheels) and not needs_push(image)
+        own = not needs_push(image, lock.wheels)
         return image.install == "fetch" or (own and set(asked) <= reached), _PYTHONS in reached
 
     def _install(self, facts: Facts, target: Target, lock: Lock, own: str | None, digest: str) -> None:
@@ -252,7 +252,7 @@ _ROOM: Final = "free some space there (skyfab gc), or put the cache on another d
 
 
 def _numbers(program: Program) -> tuple[int, ...]:
-    return tuple(int(word) for word in program.version.split(".") if word.isdigit())
+    return tuple(int(word) for word in program.version.split(".") if word.isdecimal())
 
 
 def _unfit(failed: ScriptFailed, host: Host) -> Exception:

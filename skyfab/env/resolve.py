@@ -48,8 +48,12 @@ def toml(value: object) -> str:
 
 
 def clean(text: str) -> str:
-    """Without user and password in URLs."""
-    return re.sub(r"(?<=://)[^/\s\"]+@", "", text)
+    """TOML without user and password in the URLs of its strings."""
+    return _STRING.sub(lambda found: re.sub(r"(?<=://)[^/\s]*@", "", found[0]), text)
+
+
+_STRING = re.compile(r'"(?:\\.|[^"\\\n])*"' + r"|'[^'\n]*'")
+"""Of TOML: either quotation mark may stand inside the other."""
 
 
 def text_of(path: str) -> str:

@@ -624,6 +624,34 @@ def test_a_lock_of_ones_own_without_a_wheel_for_the_host(mine: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("quote", "secret"), [('"', "pw"), ("'", "pw"), ('"', "p'w"), ("'", 'p"w'), ('"', "p@w"), ("'", "p@w")]
+)
+def test_passwords_in_a_lock_of_ones_own_stay_here(tmp_path: Path, quote: str, secret: str) -> None:
+    """The host gets the wheels, and neither a password nor a part of one."""
+    url = f"{quote}https://ada:{secret}@a.example/x-1.0-py3-none-any.whl{quote}"
+    file = tmp_path / "pylock.toml"
+    hashes = f"hashes = {{ sha256 = '{'a' * 64}' }}"
+    file.write_text(f"[[packages]]\nname = 'x'\nversion = '1.0'\nwheels = [{{ url = {url}, {hashes} }}]\n")
+    image, lock = Image(lock=str(file)), read_lock(file, HOST)
+    assert needs_push(image, lock.wheels)
+    assert indexes(image) == ("https://a.example",)
+    assert "ada" not in lock.text
+    assert secret not in lock.text
+    assert f"ada:{secret}@" in lock.wheels[0].url, "it is fetched from here"
+
+
+def test_a_lock_of_ones_own_may_be_fetched_where_no_password_is_needed(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = read_lock(mine, replace(HOST, libc="glibc 2.17"))
+    assert lock.text == mine.read_text()
+    assert not needs_push(Image(lock=str(mine)), lock.wheels)
+    (mine.parent / "netrc").write_text("machine a.example login ada password pw\n")
+    monkeypatch.setenv("NETRC", str(mine.parent / "netrc"))
+    assert needs_push(Image(lock=str(mine)), lock.wheels)
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("packages = 7", "not a pylock.toml"),
@@ -633,6 +661,10 @@ def test_a_lock_of_ones_own_without_a_wheel_for_the_host(mine: Path) -> None:
         (
             "[[packages]]\nname = 'x'\nversion = '1'\nwheels = [{url = 'https://a.example/x-1-py3-none-any.whl'}]",
             "sha256",
+        ),
+        (
+            "[[packages]]\nname = 'x'\nwheels = [{name = 'x-1-py3-none-any.a/../../evil.whl', path = 'x'}]",
+            "not the name of a file",
         ),
         ("[[packages]]\nname = 'x'\nvcs = {type = 'git', url = 'https://a.example/x'}", "x  ?has no wheel"),
     ],

@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
             facts = Facts.of(arena)
             results, notes = measure(rows, arena)
     except UsageError as error:  # this machine cannot have a lab
-        print(f"error: {error}\nhint: {error.hint}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     table.show(results, [*notes, str(facts)])
     if options.json:

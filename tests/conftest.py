@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import traces
+from stage import labs, traces
 from stage.spot import Spot
 
 import skyfab as sky
@@ -91,7 +91,10 @@ def home(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="session")
 def lab(pytestconfig: pytest.Config) -> Iterator[Lab]:
-    """Four hosts for the whole run, with the system's own Python and nothing else."""
+    """Four hosts for the whole run, with the system's own Python and nothing else.
+
+    A module that hosts import may import pytest and hypothesis, which are stand-ins there, and no other package.
+    """
     yield from _started(pytestconfig, None)
 
 
@@ -106,9 +109,13 @@ def lent_lab(pytestconfig: pytest.Config) -> Iterator[Lab]:
 
 def _started(config: pytest.Config, python: str | None) -> Iterator[Lab]:
     kind: Any = os.environ.get("SKYFAB_TEST_LAB", "auto")
+    if kind == "loopback" or os.geteuid() != 0:
+        python = sys.executable  # such hosts share this machine's files: there is nothing to be kept from them
     with Lab.start(count=4, kind=kind, python=python) as lab:
         if lab.kind != "namespace" and os.environ.get("CI"):
             pytest.fail(f"CI has no namespace hosts: {' '.join(lab.limits)}")
+        if python is None:
+            labs.put_stand_ins(lab)
         config.stash[_labs].append(lab)
         yield lab
 
@@ -143,6 +150,12 @@ def _hosts_of(lab: Lab, home: Path) -> Callable[..., list[sky.Host]]:
     return hosts
 
 
+@pytest.fixture(scope="module")
+def lent_hosts_of(lent_lab: Lab, home: Path) -> Callable[..., list[sky.Host]]:
+    """The same for hosts that have what this program can import."""
+    return _hosts_of(lent_lab, home)
+
+
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> str:
     """Each transport in turn: one suite runs over all of them."""
@@ -157,9 +170,9 @@ def pool(transport: str, hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sk
 
 
 @pytest.fixture(scope="module")
-def lent_pool(transport: str, lent_lab: Lab, home: Path) -> Iterator[sky.Compute]:
+def lent_pool(transport: str, lent_hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
     """The same on hosts that have what this program can import."""
-    with sky.Compute(_hosts_of(lent_lab, home)(transport), ui="none") as compute:
+    with sky.Compute(lent_hosts_of(transport), ui="none") as compute:
         yield compute
 
 

@@ -7,11 +7,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from skyfab.errors import UsageError
 from skyfab.lab import Lab, LabHost
+from stage import stand_in
 
 
 def start(count: int = 1, **options: object) -> Lab:
@@ -22,6 +24,16 @@ def start(count: int = 1, **options: object) -> Lab:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))
+
+
+def put_stand_ins(lab: Lab) -> None:
+    """Lets hosts with a Python of their own import test modules."""
+    for host in lab.hosts:
+        folder = host.run([host.python, "-c", "import site; print(site.getsitepackages()[-1])"]).stdout.strip()
+        for name in ("pytest", "hypothesis"):
+            path = host.path(folder) / f"{name}.py"
+            path.write_text(Path(stand_in.__file__).read_text())
+            path.chmod(0o644)
 
 
 def ssh(host: LabHost, command: str, user: str | None = None) -> str:

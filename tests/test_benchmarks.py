@@ -232,5 +232,5 @@ def test_a_taste_of_every_row(row: Row, lent_lab: Lab) -> None:
 
 
 @pytest.mark.lab
-def test_the_facts_name_the_cipher_that_is_used(lab: Lab) -> None:
+def test_the_facts_name_the_cipher_that_is_used(lent_lab: Lab) -> None:
     assert "aes128-gcm@openssh.com" in str(Facts.of(Arena.on(lent_lab, TASTE)))

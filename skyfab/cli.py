@@ -338,18 +338,22 @@ def gc(
     run(hosts, inventory, days=_count("days", days, least=0), here=here)
 
 
-@command(count="how many hosts; 4")
-def up(_: Context, count: str = "4") -> None:
+@command(
+    count="how many hosts; 4",
+    python="an interpreter of this machine that the hosts are lent, with its packages; else they have the system's own",
+)
+def up(_: Context, count: str = "4", python: str | None = None) -> None:
     """Start throw-away hosts on this machine.
 
-    They are called node1, node2 …; the last line printed is the path of their inventory.
+    They are called node1, node2 …; the last line printed is the path of their inventory. What they are made with
+    (openssh-server, iproute2) is installed first, where this is root on Debian.
 
         export SKYFAB_INVENTORY=$(skyfab lab.up --count=2)
         skyfab hosts
     """
     from skyfab import lab
 
-    path = lab.up(_count("count", count))
+    path = lab.up(_count("count", count), python=python)
     for host in lab.status():
         print(host, file=sys.stderr)
     print(f"hint: export SKYFAB_INVENTORY={path}", file=sys.stderr)

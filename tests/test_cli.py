@@ -450,8 +450,8 @@ def test_train_without_hosts_is_two_ranks_on_this_machine(tmp_path: Path) -> Non
 @pytest.mark.lab
 @pytest.mark.torch
 @needs_torch
-def test_train_on_hosts(lab: Lab, tmp_path: Path) -> None:
-    words = ("train", "--hosts=node1,node2", f"--inventory={lab.inventory}", "--epochs=3")
+def test_train_on_hosts(lent_lab: Lab, tmp_path: Path) -> None:
+    words = ("train", "--hosts=node1,node2", f"--inventory={lent_lab.inventory}", "--epochs=3")
     trained(program(*words, cwd=tmp_path), ["node1", "node2"])
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import pytest
 from stage.spot import until
 
@@ -27,7 +26,15 @@ from skyfab.lab import Lab
 from skyfab.protocol import codec
 from skyfab.refs import put
 
+np = pytest.importorskip("numpy")
 pytestmark = pytest.mark.lab
+
+
+@pytest.fixture(scope="module")
+def lab(lent_lab: Lab) -> Lab:
+    """Arrays are what references are for: hosts need numpy."""
+    return lent_lab
+
 
 MB = 1 << 20
 EXAMPLES = Path(__file__).parents[1] / "examples" / "models"

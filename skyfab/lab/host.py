@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NoReturn
@@ -22,11 +22,20 @@ class Plan:
     count: int
     user: str
     python: str
+    """The interpreter that hosts have; empty where they are to have none."""
+    lends_python: bool
+    """Whether it is lent to them, and the inventory names it; else it is the system's own."""
     identity: Path
     client_key: str
     password: str
     lend: tuple[str, ...]
     """Folders that namespace hosts see besides the system's, read-only."""
+    second_network: bool
+    isolated: bool
+    forwarded: bool
+    reverse_dns: bool
+    shells: Mapping[str, str]
+    """Login shells by user, where they are not to have the usual one."""
 
     @property
     def names(self) -> list[str]:
@@ -49,6 +58,9 @@ class LabHost:
     """The private key that lets every user in."""
     host_key: str
     python: str
+    """An interpreter there; empty where there is none."""
+    lent_python: bool
+    """Whether it is lent from this machine: then the inventory names it."""
     cache: str | None
     """Where skyfab keeps its files there; None is skyfab's own default."""
     folder: Path
@@ -80,6 +92,11 @@ class LabHost:
             return Process.parse((self.folder / f"{role}.pid").read_text())
         except (FileNotFoundError, ValueError):
             return None
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Its own addresses, by interface. Behind a forwarded port `address` is none of them."""
+        self._cannot("say its addresses")
 
     def __str__(self) -> str:
         return f"{self.name} {self.user}@{self.address}:{self.port}"
@@ -129,20 +146,20 @@ class LabHost:
         """Kills the host if it is up and starts it again: same files, keys and address."""
         self._cannot("reboot")
 
-    def cut(self) -> None:
-        """Pulls the cable: packets are lost both ways, nothing is told to anyone."""
+    def cut(self, interface: str | None = None) -> None:
+        """Pulls a cable, or all: packets are lost both ways, nothing is told to anyone."""
         self._cannot("be cut off")
 
-    def restore(self) -> None:
-        """Puts the cable back."""
+    def restore(self, interface: str | None = None) -> None:
+        """Puts it back."""
         self._cannot("be cut off")
 
     def slow(self, mbit: float | None) -> None:
-        """Limits the cable, each way, to so many megabits a second; None ends it."""
+        """Limits its cables, each way, to so many megabits a second; None ends it."""
         self._cannot("be slowed")
 
     def block(self, other: LabHost) -> None:
-        """Hides another host from this one: nothing it sends there goes out."""
+        """Hides another host from this one: nothing it sends there goes out, on any network."""
         self._cannot("be kept from its peers")
 
     def unblock(self, other: LabHost) -> None:

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ mount -t tmpfs tmpfs root/run
 SCRIPT = r"""
 set -eu
 umask 022
-folder=$1 name=$2 address=$3 sshd=$4
+folder=$1 name=$2 addresses=$3 sshd=$4
 shift 4
 
 read -r pid rest </proc/self/stat   # our number on the machine: its /proc is still the one in sight
@@ -41,8 +41,10 @@ exec 3>&1 >&2 </dev/null
 
 echo "$name" >/proc/sys/kernel/hostname
 ip link set lo up
-ip address add "$address/24" dev eth0
-ip link set eth0 up
+for pair in $addresses; do
+    ip address add "${pair#*=}/24" dev "${pair%%=*}"
+    ip link set "${pair%%=*}" up
+done
 
 cd "$folder"
 mount -t overlay -o lowerdir=/,upperdir=upper,workdir=work overlay root
@@ -91,10 +93,11 @@ class Start:
     word: int
 
     @classmethod
-    def begin(cls, folder: Path, *, name: str, address: str, lent: Sequence[str], log: Path) -> Start:
+    def begin(cls, folder: Path, *, name: str, addresses: Mapping[str, str], lent: Sequence[str], log: Path) -> Start:
         for layer in ("root", "work"):
             (folder / layer).mkdir(exist_ok=True)
-        argv = [*UNSHARE, "sh", "-c", SCRIPT, "boot", str(folder), name, address, sshd.program(), *lent]
+        pairs = " ".join(f"{interface}={address}" for interface, address in addresses.items())
+        argv = [*UNSHARE, "sh", "-c", SCRIPT, "boot", str(folder), name, pairs, sshd.program(), *lent]
         answer, its_answer = os.pipe()
         its_word, word = os.pipe()
         try:

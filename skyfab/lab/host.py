@@ -27,6 +27,9 @@ class Plan:
     password: str
     lend: tuple[str, ...]
     """Folders that namespace hosts see besides the system's, read-only."""
+    second_network: bool
+    isolated: bool
+    forwarded: bool
 
     @property
     def names(self) -> list[str]:
@@ -81,6 +84,11 @@ class LabHost:
         except (FileNotFoundError, ValueError):
             return None
 
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Its own addresses, by interface. Behind a forwarded port `address` is none of them."""
+        self._cannot("say its addresses")
+
     def __str__(self) -> str:
         return f"{self.name} {self.user}@{self.address}:{self.port}"
 
@@ -129,20 +137,20 @@ class LabHost:
         """Kills the host if it is up and starts it again: same files, keys and address."""
         self._cannot("reboot")
 
-    def cut(self) -> None:
-        """Pulls the cable: packets are lost both ways, nothing is told to anyone."""
+    def cut(self, interface: str | None = None) -> None:
+        """Pulls a cable, or all: packets are lost both ways, nothing is told to anyone."""
         self._cannot("be cut off")
 
-    def restore(self) -> None:
-        """Puts the cable back."""
+    def restore(self, interface: str | None = None) -> None:
+        """Puts it back."""
         self._cannot("be cut off")
 
     def slow(self, mbit: float | None) -> None:
-        """Limits the cable, each way, to so many megabits a second; None ends it."""
+        """Limits its cables, each way, to so many megabits a second; None ends it."""
         self._cannot("be slowed")
 
     def block(self, other: LabHost) -> None:
-        """Hides another host from this one: nothing it sends there goes out."""
+        """Hides another host from this one: nothing it sends there goes out, on any network."""
         self._cannot("be kept from its peers")
 
     def unblock(self, other: LabHost) -> None:

@@ -52,6 +52,9 @@ class Lab:
         user: str = "root",
         python: str | None = None,
         lend: Sequence[str] = (),
+        second_network: bool = False,
+        isolated: bool = False,
+        forwarded: bool = False,
         persistent: bool = False,
     ) -> Lab:
         """Starts hosts node1, node2 … and returns when all of them greet.
@@ -59,6 +62,15 @@ class Lab:
         `user` is who the inventory logs in as (on loopback: always the current one), `python` the interpreter
         it names (by default this one). A namespace host sees this machine's system folders, copied when it
         writes, and read-only the interpreter and the folders that `lend` names; nothing else.
+
+        Kinds of namespace hosts, which can be combined:
+
+        - `second_network`: each host has a second interface, ``fast0``, on a network without this machine.
+        - `isolated`: on ``eth0`` hosts see this machine and not each other. With `second_network` they see each
+          other there only.
+        - `forwarded`: this machine reaches each host through a port of 127.0.0.1. Every host has the address
+          10.0.2.15 on ``eth0``, behind a NAT of its own, as Vagrant's have in VirtualBox.
+
         Raises UsageError where the machine cannot do it.
         """
         if not 1 <= count <= MOST:
@@ -72,7 +84,8 @@ class Lab:
         try:
             (place / OWNER).write_text(str(Process.of(os.getpid())))
             keeper.watch(place)
-            chosen, limits = _choose(kind, place / "hosts")
+            special = second_network or isolated or forwarded
+            chosen, limits = _choose(kind, place / "hosts", special=special)
             plan = Plan(
                 folder=place / "hosts",
                 count=count,
@@ -82,6 +95,9 @@ class Lab:
                 client_key=sshd.make_key(place / "id_ed25519", "skyfab-lab"),
                 password=secrets.token_urlsafe(9),
                 lend=tuple(lend),
+                second_network=second_network,
+                isolated=isolated,
+                forwarded=forwarded,
             )
             lab = cls(folder=place, record=_start(plan, chosen, limits))
             if persistent:
@@ -181,16 +197,19 @@ def _recorded(plan: Plan, kind: Kind, hosts: Sequence[LabHost], limits: tuple[st
     return record
 
 
-def _choose(kind: str, folder: Path) -> tuple[Kind, tuple[str, ...]]:
-    """What the hosts will be, and what that leaves untested."""
+def _choose(kind: str, folder: Path, *, special: bool) -> tuple[Kind, tuple[str, ...]]:
+    """What the hosts will be, and what that leaves untested. `special` ones are no loopback hosts."""
     folder.mkdir()
+    if kind == "loopback" and special:
+        raise UsageError("loopback hosts are all alike", hint='Lab.start(kind="namespace"), as root on Linux')
     if kind == "loopback":
         return "loopback", loopback.LIMITS
     obstacle = boot.make_room(folder)
     if obstacle is None:
         return "namespace", ()
-    if kind == "namespace":
-        raise UsageError(f"this machine cannot have namespace hosts: {obstacle}", hint='Lab.start(kind="loopback")')
+    if kind == "namespace" or special:
+        hint = None if special else 'Lab.start(kind="loopback")'
+        raise UsageError(f"this machine cannot have namespace hosts: {obstacle}", hint=hint)
     return "loopback", (f"This machine cannot have namespace hosts: {obstacle}.", *loopback.LIMITS)
 
 

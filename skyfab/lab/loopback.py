@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import pwd
-import socket
 import subprocess
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from . import sshd
 from .host import LabHost, Plan
+from .network import free_ports
 from .process import LabProcess, Process, listed, spawn
 
 LIMITS = (
@@ -96,7 +95,7 @@ def build(plan: Plan) -> list[LoopbackHost]:
     """Makes the hosts' keys and settings, and finds them ports. Nothing runs yet."""
     keys_file = plan.folder / "authorized_keys"
     keys_file.write_text(f"{plan.client_key}\n")
-    return [_build(plan, number, port, keys_file) for number, port in enumerate(_ports(plan.count), 1)]
+    return [_build(plan, number, port, keys_file) for number, port in enumerate(free_ports(plan.count), 1)]
 
 
 def boot(hosts: Sequence[LoopbackHost]) -> None:
@@ -136,12 +135,3 @@ def _build(plan: Plan, number: int, port: int, keys_file: Path) -> LoopbackHost:
     )
     (folder / "sshd_config").write_text(settings.text())
     return host
-
-
-def _ports(count: int) -> list[int]:
-    """Ports that were free a moment ago; all are held until the last is found, so they differ."""
-    with ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in held:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in held]

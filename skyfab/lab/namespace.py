@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,11 +15,11 @@ from typing import ClassVar
 
 from skyfab.errors import Unreachable
 
-from . import accounts, root, sshd
+from . import accounts, relay, root, sshd
 from .boot import PATH, Start
 from .host import LabHost, Plan
-from .network import INTERFACE, Network, shape
-from .process import LabProcess, Process, listed
+from .network import GATEWAY, GUEST, INTERFACE, NAT_CABLE, Network, free_ports, ip, make_room_for_neighbours, shape
+from .process import LabProcess, Process, listed, spawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ class NamespaceHost(LabHost):
             os.chown(file, account.uid, account.gid)
 
     def kill(self) -> None:
-        for role in ("init", "parent"):
+        for role in ("init", "parent", "nat"):
             process = self.recorded(role)
             if process is not None:
                 process.end()
@@ -87,21 +89,38 @@ class NamespaceHost(LabHost):
         self.kill()
         boot([self])
 
-    def cut(self) -> None:
-        self.network.switch([self.number], on=False)
+    @property
+    def addresses(self) -> dict[str, str]:
+        return self.network.addresses(self.number)
 
-    def restore(self) -> None:
-        self.network.switch([self.number], on=True)
+    def cut(self, interface: str | None = None) -> None:
+        self._switch(interface, "down")
+
+    def restore(self, interface: str | None = None) -> None:
+        self._switch(interface, "up")
 
     def slow(self, mbit: float | None) -> None:
-        shape(self.network.cable(self.number), mbit)
-        shape(INTERFACE, mbit, inside=self._enter("net"))
+        for interface in self.network.interfaces:
+            cable = self.network.cable(self.number, interface)
+            shape(cable, mbit, inside=self._beyond(cable))
+            shape(interface, mbit, inside=self._enter("net"))
 
     def block(self, other: LabHost) -> None:
-        self.run(["ip", "route", "replace", "blackhole", other.address])
+        for address in self._sees(other):
+            self.run(["ip", "route", "replace", "blackhole", address])
 
     def unblock(self, other: LabHost) -> None:
-        self.run(["ip", "route", "delete", "blackhole", other.address])
+        for address in self._sees(other):
+            self.run(["ip", "route", "delete", "blackhole", address])
+
+    def _switch(self, interface: str | None, state: str) -> None:
+        for each in self.network.interfaces if interface is None else [interface]:
+            cable = self.network.cable(self.number, each)
+            ip(f"link set {cable} {state}", inside=self._beyond(cable))
+
+    def _sees(self, other: LabHost) -> list[str]:
+        """The addresses of another host; behind forwarded ports some are this one's too."""
+        return [address for address in other.addresses.values() if address not in self.addresses.values()]
 
     def small_disk(self, path: str, megabytes: float) -> None:
         self.run(["mkdir", "-p", path])
@@ -112,19 +131,26 @@ class NamespaceHost(LabHost):
     def _enter(self, *spaces: str) -> list[str]:
         return ["nsenter", f"--target={self.init.pid}", *(f"--{space}" for space in spaces)]
 
+    def _beyond(self, cable: str) -> list[str]:
+        """What runs a command where the other end of a cable is."""
+        nat = self.recorded("nat") if cable == NAT_CABLE else None
+        return ["nsenter", f"--target={nat.pid}", "--net"] if nat is not None else []
+
 
 def build(plan: Plan) -> list[NamespaceHost]:
     """Makes the hosts' keys and their network. Nothing runs yet."""
     lent = tuple(root.lent(plan.python, plan.lend))
     with ThreadPoolExecutor(8) as pool:
         keys = list(pool.map(lambda name: _key(plan.folder / name, name), plan.names))
-    wires = Network.open()
+    make_room_for_neighbours(plan.count)
+    ports = free_ports(plan.count) if plan.forwarded else [22] * plan.count
+    wires = Network.open(second=plan.second_network, isolated=plan.isolated, forwarded=plan.forwarded)
     return [
         NamespaceHost(
             name=name,
             number=number,
-            address=wires.address(10 + number),
-            port=22,
+            address="127.0.0.1" if plan.forwarded else wires.addresses(number)[INTERFACE],
+            port=ports[number - 1],
             user=plan.user,
             identity=plan.identity,
             host_key=key,
@@ -140,12 +166,12 @@ def build(plan: Plan) -> list[NamespaceHost]:
 
 def prepare(hosts: Sequence[NamespaceHost], plan: Plan) -> None:
     """Fills the hosts' root folders before their first boot."""
-    names = {host.name: host.address for host in hosts}
+    names = {host.name: host.addresses[INTERFACE] for host in hosts}
     for host in hosts:
         root.prepare(
             host.folder / "upper",
             name=host.name,
-            names=names,
+            names={host.name: "127.0.1.1"} if plan.forwarded else names,
             key=host.folder / "key",
             client_key=plan.client_key,
             password=plan.password,
@@ -156,8 +182,12 @@ def boot(hosts: Sequence[NamespaceHost]) -> None:
     """Starts hosts side by side, and returns when all of them greet."""
     with ExitStack() as stack:
         starting = [(host, stack.enter_context(_start(host))) for host in hosts]
+        nats = {host.number: _nat(host) for host in hosts if host.network.forwarded}
         pids = {host.number: _first(host, start) for host, start in starting}
-        hosts[0].network.plug(pids)
+        hosts[0].network.plug(pids, nats)
+        for pid in nats.values():
+            up = ("link set lo up", f"address add {GATEWAY}/24 dev {NAT_CABLE}", f"link set {NAT_CABLE} up")
+            ip(*up, inside=["nsenter", f"--target={pid}", "--net"])
         for _, start in starting:
             start.go()
         for host, start in starting:
@@ -180,9 +210,29 @@ def _key(folder: Path, name: str) -> str:
 
 
 def _start(host: NamespaceHost) -> Start:
-    start = Start.begin(host.folder, name=host.name, address=host.address, lent=host.lent, log=host.log)
+    start = Start.begin(host.folder, name=host.name, addresses=host.addresses, lent=host.lent, log=host.log)
     host.record("parent", start.process)
     return start
+
+
+def _nat(host: NamespaceHost) -> int:
+    """Starts the NAT in front of a host, which relays the port that it is reached by; returns its pid.
+
+    The port is taken here, and the namespace is the NAT's own: in it the host's address is unlike any other.
+    """
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", host.port), backlog=128))
+        told, tells = os.pipe()
+        stack.callback(os.close, told)
+        argv = ["unshare", "--net", sys.executable, "-I", "-S", relay.__file__, GUEST, "22"]
+        try:
+            process = spawn(argv, env={"PATH": PATH}, stdin=listener.fileno(), stdout=tells, log=host.log)
+        finally:
+            os.close(tells)
+        host.record("nat", process)
+        if not os.read(told, 32):
+            raise Unreachable(f"its port could not be forwarded: {sshd.last_words(host.log)}", host=host.name)
+    return process.pid
 
 
 def _first(host: NamespaceHost, start: Start) -> int:

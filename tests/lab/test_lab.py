@@ -5,16 +5,16 @@ from __future__ import annotations
 import base64
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import paramiko
 import pytest
+from stage.labs import answers, ssh, start, until
 
 from skyfab import lab as lab_module
 from skyfab.errors import Unreachable, UsageError
@@ -33,7 +33,7 @@ PROJECT = Path(lab_module.__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with _start(count=2) as lab:
+    with start(count=2) as lab:
         yield lab
 
 
@@ -43,48 +43,6 @@ def node(lab: Lab) -> Iterator[LabHost]:
     host = lab.hosts[0]
     yield host
     host.reboot()
-
-
-def _start(count: int = 1, **options: object) -> Lab:
-    try:
-        return Lab.start(count, kind="namespace", **options)  # type: ignore[arg-type]
-    except UsageError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
-
-
-def ssh(host: LabHost, command: str, user: str | None = None) -> str:
-    """Runs a command by the ssh program, with the host's key checked and nothing of the user's read."""
-    known = host.folder / "known_hosts"
-    known.write_text(f"[{host.address}]:{host.port} {host.host_key}\n{host.address} {host.host_key}\n")
-    options = {
-        "UserKnownHostsFile": f'"{known}"',
-        "StrictHostKeyChecking": "yes",
-        "BatchMode": "yes",
-        "ConnectTimeout": "5",
-    }
-    argv = ["ssh", "-F", "none", "-i", str(host.identity), "-p", str(host.port), "-o", "IdentitiesOnly=yes"]
-    for name, value in options.items():
-        argv += ["-o", f"{name}={value}"]
-    done = subprocess.run([*argv, f"{user or host.user}@{host.address}", command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to be in time"
-        time.sleep(0.02)
-
-
-def answers(host: LabHost, timeout: float = 0.5) -> bool:
-    try:
-        with socket.create_connection((host.address, host.port), timeout) as connection:
-            return connection.recv(4) == b"SSH-"
-    except OSError:
-        return False
 
 
 def links() -> set[str]:
@@ -176,7 +134,7 @@ def test_what_a_host_borrows_it_cannot_change(lab: Lab) -> None:
 def test_a_folder_can_be_lent(tmp_path: Path) -> None:
     (tmp_path / "with 'quotes' here").mkdir()
     (tmp_path / "with 'quotes' here" / "data").write_text("hello")
-    with _start(lend=[str(tmp_path)]) as lab:
+    with start(lend=[str(tmp_path)]) as lab:
         assert ssh(lab.hosts[0], f"cat {tmp_path}/*/data") == "hello"
 
 
@@ -188,7 +146,7 @@ def test_an_interpreter_behind_a_chain_of_links_is_lent_whole(tmp_path: Path) ->
     (tmp_path / "env/bin").mkdir(parents=True)
     python = tmp_path / "env/bin/python"
     python.symlink_to(tmp_path / "installed/3/bin" / real.name)
-    with _start(python=str(python)) as lab:
+    with start(python=str(python)) as lab:
         assert lab.hosts[0].python == str(python)
         assert ssh(lab.hosts[0], f"{python} -c 'import json; print(json.dumps(1))'", "ada") == "1\n"
 
@@ -320,7 +278,7 @@ def test_a_host_can_be_kept_from_a_peer_only(node: LabHost, lab: Lab) -> None:
 
 def test_stopping_leaves_nothing(tmp_path: Path) -> None:
     before = children()
-    lab = _start(2, folder=tmp_path / "lab with, 'odd' name")
+    lab = start(2, folder=tmp_path / "lab with, 'odd' name")
     with lab:
         host = lab.hosts[0]
         assert isinstance(host, NamespaceHost)
@@ -340,7 +298,7 @@ def test_stopping_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_two_labs_at_once_do_not_meet(lab: Lab) -> None:
-    with _start(2) as other:
+    with start(2) as other:
         assert {host.address for host in lab.hosts}.isdisjoint(host.address for host in other.hosts)
         assert ssh(other.hosts[1], "hostname") == ssh(lab.hosts[1], "hostname")
         reached = lab.hosts[0].run(["ip", "route", "get", other.hosts[0].address], check=False)
@@ -433,7 +391,7 @@ def test_a_lab_is_not_put_where_something_else_is(tmp_path: Path) -> None:
 
 
 def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _start(1, folder=tmp_path / "works").stop()
+    start(1, folder=tmp_path / "works").stop()
     before = children()
     monkeypatch.setattr("skyfab.lab.root._server", lambda *_: None)  # no settings: sshd will not start
     with pytest.raises(Unreachable, match=r"node\d: .*sshd"):
@@ -502,7 +460,7 @@ def test_a_lab_within_a_container_keeps_its_files_in_memory(nested: Lab) -> None
 @pytest.fixture(scope="module")
 def nested() -> Iterator[Lab]:
     """A lab on whose host labs can be started."""
-    with _start(lend=[str(PROJECT)], python=sys.executable) as lab:
+    with start(lend=[str(PROJECT)], python=sys.executable) as lab:
         yield lab
 
 

@@ -1,0 +1,118 @@
+"""The kinds of lab hosts: each is one argument of the lab, and is what real hosts are."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from stage.labs import answers, ssh, start, until
+
+import skyfab as sky
+from skyfab.errors import UsageError
+from skyfab.lab import Lab, LabHost
+
+pytestmark = pytest.mark.lab
+
+
+def reaches(host: LabHost, address: str) -> bool:
+    """Whether a host gets an answer from the SSH server of another one at that address."""
+    code = f"import socket; print(socket.create_connection(({address!r}, 22), 2).recv(4))"
+    return host.run(["python3", "-c", code], check=False).stdout.strip() == "b'SSH-'"
+
+
+def addresses_on(host: LabHost) -> dict[str, str]:
+    """What the host itself says."""
+    lines = host.run(["ip", "-4", "-brief", "address"]).stdout.splitlines()
+    found = {line.split()[0].partition("@")[0]: line.split()[2].partition("/")[0] for line in lines}
+    return {name: address for name, address in found.items() if name != "lo"}
+
+
+# A second network
+
+
+def test_hosts_have_a_second_network_that_this_machine_is_not_on() -> None:
+    with start(2, second_network=True) as lab:
+        first, second = lab.hosts
+        assert list(first.addresses) == ["eth0", "fast0"]
+        assert addresses_on(first) == first.addresses
+        assert ssh(first, "echo $SSH_CONNECTION").split()[2] == first.address == first.addresses["eth0"]
+        assert all(reaches(first, address) for address in second.addresses.values())
+        ours = subprocess.run(["ip", "-brief", "address"], capture_output=True, text=True, check=True).stdout
+        assert first.addresses["fast0"].rpartition(".")[0] not in ours
+        first.cut("fast0")
+        assert answers(first)
+        assert not reaches(first, second.addresses["fast0"])
+        first.restore("fast0")
+        until(lambda: reaches(first, second.addresses["fast0"]))
+        first.block(second)
+        assert not any(reaches(first, address) for address in second.addresses.values())
+        first.reboot()
+        assert all(reaches(second, address) for address in first.addresses.values())
+
+
+def test_isolated_hosts_see_this_machine_only() -> None:
+    with start(2, isolated=True) as lab:
+        assert all(answers(host) for host in lab.hosts)
+        assert not reaches(lab.hosts[0], lab.hosts[1].address)
+        lab.hosts[1].reboot()
+        assert not reaches(lab.hosts[0], lab.hosts[1].address)
+
+
+def test_isolated_hosts_with_a_second_network_see_each_other_there() -> None:
+    with start(2, second_network=True, isolated=True) as lab:
+        first, second = lab.hosts
+        assert not reaches(first, second.addresses["eth0"])
+        assert reaches(first, second.addresses["fast0"])
+
+
+# Behind forwarded ports
+
+
+@pytest.fixture(scope="module")
+def forwarded() -> Iterator[Lab]:
+    with start(2, forwarded=True, second_network=True) as lab:
+        yield lab
+
+
+def test_hosts_behind_forwarded_ports_have_one_address_and_ports_of_this_machine(forwarded: Lab) -> None:
+    first, second = forwarded.hosts
+    assert (first.address, second.address) == ("127.0.0.1", "127.0.0.1")
+    assert first.port != second.port
+    for host in forwarded.hosts:
+        assert ssh(host, "hostname").strip() == host.name
+        assert ssh(host, "echo $SSH_CONNECTION").split()[::2] == ["10.0.2.2", "10.0.2.15"]
+        assert addresses_on(host) == host.addresses
+        assert host.run(["getent", "hosts", host.name]).stdout.split() == ["127.0.1.1", host.name]
+    assert first.addresses["eth0"] == second.addresses["eth0"] == "10.0.2.15"
+    assert reaches(first, second.addresses["fast0"])
+
+
+def test_calls_reach_hosts_behind_forwarded_ports(forwarded: Lab) -> None:
+    with sky.Compute("lab", inventory=forwarded.inventory, ui="none") as compute:
+        assert compute.map(len, ["a" * 3_000_000, "bb"]) == [3_000_000, 2]
+        assert [host.name for host in compute.hosts] == ["node1", "node2"]
+
+
+def test_a_cut_behind_a_forwarded_port_is_silence_and_a_reboot_keeps_the_port(forwarded: Lab) -> None:
+    host = forwarded.hosts[0]
+    host.cut()
+    assert not answers(host)
+    host.restore()
+    until(lambda: answers(host))
+    host.kill()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host.address, host.port), 5)
+    host.reboot()
+    assert answers(host)
+    assert Lab.load(forwarded.folder) == forwarded
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize("kind", ["second_network", "isolated", "forwarded"])
+def test_loopback_hosts_have_no_kinds(kind: str) -> None:
+    with pytest.raises(UsageError, match="loopback hosts are all alike"):
+        Lab.start(1, kind="loopback", **{kind: True})  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ from skyfab.detached import Results, Run, attach
 from skyfab.dispatch import CallFuture, Queue, Slot, Task
 from skyfab.elastic import in_order, may_go_on, remaining
 from skyfab.errors import UsageError
-from skyfab.events import Events, HostState
+from skyfab.events import Events, HostState, Notice
 from skyfab.express import UNFIT, express
 from skyfab.gangs import Gangs, insist
 from skyfab.host import variables
@@ -23,11 +24,12 @@ from skyfab.image import Image
 from skyfab.interrupts import INTERRUPTS
 from skyfab.inventory import Host, Inventory
 from skyfab.launcher import Launcher
+from skyfab.meeting import Meetings
 from skyfab.muster import close_all, open_all
 from skyfab.node import Node, SeatPlan
 from skyfab.outfit import Outfit
 from skyfab.parcel import FunctionParcel, pack_arguments, pack_function
-from skyfab.plugins.base import Plugin
+from skyfab.plugins.base import Network, Plugin
 from skyfab.project import Project, Tree
 from skyfab.protocol import codec
 from skyfab.refs import Ref, put
@@ -91,13 +93,16 @@ class Compute:
         self._around = contextlib.ExitStack()
         self._wary = results == "data"
         self._queue = Queue(self.events.call, wary=self._wary)
-        self._gangs = Gangs(self._env_of)
+        self._pool = secrets.token_hex(8)
+        """Its name on its hosts."""
+        self._gangs = Gangs(self._env_of, self._pool, self._meetings())
         self._roster = Roster(
             self.inventory,
             self._outfit,
             self.events,
             self._gangs,
             self._queue,
+            pool=self._pool,
             lease=lease,
             silence=silence,
             welcome=self._welcome,
@@ -289,7 +294,7 @@ class Compute:
         label, timeout = call.function.label, self._timeout_of(call.function)
         launcher = Launcher(nodes, ranks, label=label, name=name or label)
         if on == "all":
-            gangs = Gangs(self._env_of)
+            gangs = Gangs(self._env_of, launcher.id, self._meetings())
             conducted = self._elastic is not None
             launcher.start_gang(
                 lambda: gangs.current(nodes, ranks, tree, conducted=conducted),
@@ -393,6 +398,12 @@ class Compute:
             self._queue.replan(lambda slot: self._solo_plan(slot.node, tree.digest))
         return tree.digest
 
+    def _meetings(self) -> Meetings:
+        """How ranks meet, as far as the plugins need it."""
+        wanted = {plugin.network for plugin in self._plugins}
+        network: Network = "needed" if "needed" in wanted else "wanted" if "wanted" in wanted else "unused"
+        return Meetings(network, lambda host, text: self.events.emit(Notice(host=host, text=text)))
+
     def _solo_plan(self, node: Node, tree: str) -> SeatPlan:
         info = {
             "node": node.index,
@@ -402,7 +413,7 @@ class Compute:
             "accelerators": len(node.gpus),
             "total_accelerators": len(node.gpus),
             "peers": [node.agent.address],
-            "job_id": self._roster.pool,
+            "job_id": self._pool,
         }
         env = dict(self._env_of(node))
         if node.host.gpus != "auto":

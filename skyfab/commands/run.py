@@ -13,6 +13,7 @@ from skyfab.commands.keys import broadcast, farewell
 from skyfab.compute import Compute
 from skyfab.detached import Run
 from skyfab.errors import UsageError
+from skyfab.plugins.base import Torchrun
 
 
 def run(
@@ -32,7 +33,7 @@ def run(
     main = types.ModuleType("__main__")
     main.__file__ = str(script)
     sys.modules["__main__"] = main
-    with Compute(hosts, inventory=inventory, ranks=ranks or "auto") as compute:
+    with Compute(hosts, inventory=inventory, ranks=ranks or "auto", plugins=[Torchrun()]) as compute:
         perform = as_function(_perform)
         perform.label = target
         call = perform(script.name, function, list(arguments))

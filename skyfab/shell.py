@@ -55,10 +55,18 @@ class Patience:
     deadline: float
     stopped: Callable[[], bool]
 
-    def a_moment(self, sources: list[Stream], sinks: list[int]) -> None:
-        """Waits for the stream, a little while at a time. Raises Unreachable or HostLost when it is over."""
+    def a_moment(self, stream: Stream, *, room: bool = False) -> None:
+        """Waits for the stream, or for `room` in it, a little while. Raises Unreachable or HostLost when it is over."""
         self.check()
-        select.select(sources, sinks, [], 0.2 if sources or sinks else 0.002)
+        poll = select.poll()
+        fd = stream.sink() if room else stream.fileno()
+        if fd is not None:
+            poll.register(fd, select.POLLOUT if room else select.POLLIN)
+        stderr = stream.stderr()
+        if stderr is not None:
+            poll.register(stderr, select.POLLIN)
+        poll.poll(2 if fd is None else 200)
+        stream.drain()
 
     def check(self) -> None:
         """Raises when it is over."""
@@ -111,8 +119,7 @@ class Shell:
             try:
                 rest = rest[self._stream.send([rest]) :]
             except BlockingIOError:
-                sink = self._stream.sink()
-                self._patience.a_moment([], [] if sink is None else [sink])
+                self._patience.a_moment(self._stream, room=True)
             except BrokenPipeError:
                 return False
         return True
@@ -207,7 +214,7 @@ class Shell:
             got = self._try(view)
             if got is not None:
                 return got
-            self._patience.a_moment([self._stream], [])
+            self._patience.a_moment(self._stream)
 
     def _try(self, view: memoryview) -> int | None:
         try:

@@ -252,6 +252,8 @@ class Tether:
                         self._read()
                     elif fd == wire.waker:
                         os.read(fd, 4096)
+                    elif fd == wire.stderr:
+                        wire.drain()
                     else:
                         wire.forget(fd)
                 if self._ended is None:

@@ -299,6 +299,11 @@ class Script:
     def sink(self) -> int | None:
         return None
 
+    def stderr(self) -> int | None:
+        return None
+
+    def drain(self) -> None: ...
+
     def recv_into(self, view: memoryview) -> int:
         return os.readv(self._source, [view])
 

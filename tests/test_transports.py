@@ -6,14 +6,16 @@ import hashlib
 import logging
 import os
 import re
+import resource
 import select
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,7 +64,12 @@ def wait_for(stream: Stream, *, room: bool = False) -> None:
     """Waits as its protocol says: for bytes, or for room where something tells of it."""
     sink = stream.sink() if room else None
     blind = room and sink is None
-    select.select([stream.fileno()], [] if sink is None else [sink], [], 0.002 if blind else 60)
+    poll = select.poll()
+    for fd, event in ((stream.fileno(), select.POLLIN), (sink, select.POLLOUT), (stream.stderr(), select.POLLIN)):
+        if fd is not None:
+            poll.register(fd, event)
+    poll.poll(2 if blind else 60_000)
+    stream.drain()
 
 
 def try_to_receive(stream: Stream, view: memoryview) -> int | None:
@@ -228,6 +235,42 @@ def test_any_amount_of_stderr_does_not_hold_up_the_stream(opened: Open) -> None:
     assert rest(stream) == b"after"
 
 
+def test_a_flood_of_stderr_takes_no_disk_and_its_end_is_kept(opened: Open) -> None:
+    """A host writes what it likes there, for as long as the session lasts."""
+    stream = opened("head -c 70000000 /dev/zero >&2; echo the reason >&2; exit 7")
+    assert rest(stream) == b""
+    assert temporary_bytes() < MB
+    assert isinstance(error := stream.explain(), sky.HostLost)
+    assert error.message.endswith("the reason")
+
+
+def test_a_flood_of_stderr_stops_nothing_in_an_open_pool(open_pool: Callable[..., sky.Compute]) -> None:
+    """The link on the host has the connection's stderr; the thread that reads the connection drains it."""
+    compute = open_pool("openssh", user="root")
+    assert flood(compute.hosts[0].session._launch.session) >> compute == 70_000_000
+    assert temporary_bytes() < MB
+
+
+@sky.function
+def flood(session: str) -> int:
+    """Writes 70 MB to the stderr of the link of this agent."""
+    for path in Path("/proc").glob("[0-9]*"):
+        if (path / "cmdline").read_bytes().split(b"\0")[-3:-1] == [session.encode(), b"start"]:
+            with (path / "fd" / "2").open("wb", buffering=0) as stderr:
+                return sum(stderr.write(bytes(1_000_000)) or 0 for _ in range(70))
+    return 0
+
+
+def temporary_bytes() -> int:
+    """In files without a name that this program has open."""
+    total = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one that lists them
+            found = os.fstat(int(fd.name))
+            total += found.st_size if stat.S_ISREG(found.st_mode) and not found.st_nlink else 0
+    return total
+
+
 def test_two_streams_to_one_host_do_not_meet(opened: Open) -> None:
     one, two = opened("cat"), opened("cat")
     assert echo(one, b"one") == b"one"
@@ -241,6 +284,28 @@ def test_closing_twice_is_fine(transport: str, hosts_of: Hosts) -> None:
     for _ in range(2):
         stream.close()
         way.close()
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """So many files are open that new ones have numbers which `select` cannot take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"a program may have {hard} files open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    yield
+    for fd in files:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
+def test_a_program_with_more_than_1024_files_open_has_pools_too(
+    transport: str, open_pool: Callable[..., sky.Compute]
+) -> None:
+    compute = open_pool(transport)
+    assert len(where() >> compute) == 3
 
 
 @pytest.mark.soak
@@ -264,7 +329,7 @@ def test_more_than_512_mb_each_way(by: str, hosts_of: Hosts) -> None:
 def test_a_stream_ends_with_what_its_program_has_started(runs_on: Callable[[str, int], bool]) -> None:
     """To a host behind others, ssh starts an ssh of its own."""
     stream = ProcessStream(["sh", "-c", "sleep 600 & echo $!; wait"], lambda code, text: RuntimeError(text))
-    select.select([stream], [], [], 10)
+    wait_for(stream)
     view = memoryview(bytearray(20))
     child = int(bytes(view[: stream.recv_into(view)]))
     assert runs_on("here", child)

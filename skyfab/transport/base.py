@@ -12,10 +12,19 @@ class Stream(Protocol):
     """The stdin and stdout of a command on a host. Nothing here blocks but `close`."""
 
     def fileno(self) -> int:
-        """Readable for `select` when there is something to receive."""
+        """Readable for `poll` when there is something to receive."""
 
     def sink(self) -> int | None:
-        """Writable for `select` when there is room to send; None where only trying tells."""
+        """Writable for `poll` when there is room to send; None where only trying tells."""
+
+    def stderr(self) -> int | None:
+        """Readable for `poll` when the command's stderr is to be drained, without which it stops at some point.
+
+        None at its end, and where `recv_into` drains it.
+        """
+
+    def drain(self) -> None:
+        """Reads what has come on stderr. The last 64 kB are kept, for `explain`."""
 
     def recv_into(self, view: memoryview) -> int | None:
         """Receives some bytes; 0 at the end. None, or BlockingIOError, when there is nothing yet."""

@@ -205,9 +205,15 @@ class ChannelStream:
     def sink(self) -> int | None:
         return None
 
-    def recv_into(self, view: memoryview) -> int:
+    def stderr(self) -> int | None:
+        return None
+
+    def drain(self) -> None:
         while self._channel.recv_stderr_ready():  # unread, it would use up the channel's window
             self._said = (self._said + self._channel.recv_stderr(65536))[-65536:]
+
+    def recv_into(self, view: memoryview) -> int:
+        self.drain()
         if not self._held:
             # Byte by byte, as an answer is looked for in a shell's noise, paramiko would move all that it holds each
             # time. Later nothing may be held here: nobody could tell that it can be read.

@@ -6,9 +6,10 @@ import contextlib
 import functools
 import io
 import os
+import select
 import signal
 import subprocess
-import tempfile
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from skyfab.protocol.frames import RecvInto
     from skyfab.protocol.streams import Send
 
+_KEPT: Final = 64 * 1024
+"""Bytes of stderr that are kept: the last ones. A pipe holds no more, so that one read empties it."""
+
 
 class ProcessStream:
     """The pipes of a child process, without blocking.
@@ -28,19 +32,21 @@ class ProcessStream:
 
     def __init__(self, argv: Sequence[str], explain: Callable[[int, str], Exception]) -> None:
         self._explain = explain
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the stream
         self._process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
+            stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
         )
         _STREAMS.add(self)
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin and self._process.stdout and self._process.stderr
         self._in = self._process.stdout.fileno()
         self._out = self._process.stdin.fileno()
+        self._err: int | None = self._process.stderr.fileno()
+        self._said = b""
+        os.set_blocking(self._err, False)
         for fd in (self._in, self._out):
             os.set_blocking(fd, False)
             widen(fd)
@@ -54,20 +60,37 @@ class ProcessStream:
     def sink(self) -> int | None:
         return self._out
 
-    def explain(self) -> Exception:
-        try:
-            code = self._process.wait(2)
-        except subprocess.TimeoutExpired:
-            code = 0
-        return self._explain(code, self.errors())
+    def stderr(self) -> int | None:
+        return self._err
 
-    def errors(self) -> str:
-        """The end of what it has said on stderr."""
-        size = os.fstat(self._errors.fileno()).st_size
-        return os.pread(self._errors.fileno(), 65536, max(0, size - 65536)).decode(errors="replace")
+    def drain(self) -> None:
+        if self._err is None:
+            return
+        try:
+            data = os.read(self._err, _KEPT)
+        except BlockingIOError:
+            return
+        self._said = (self._said + data)[-_KEPT:]
+        if not data:
+            self._err = None
+
+    def explain(self) -> Exception:
+        until = time.monotonic() + 2
+        poll = select.poll()
+        if self._err is not None:
+            poll.register(self._err, select.POLLIN)
+        while (code := self._process.poll()) is None and time.monotonic() < until:
+            if self._err is None:
+                time.sleep(0.01)
+            else:  # it ends only after all that it has to say was read
+                poll.poll(50)
+                self.drain()
+        self.drain()
+        return self._explain(code or 0, self._said.decode(errors="replace"))
 
     def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
+        self._err = None
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert pipe
             with contextlib.suppress(OSError):
                 pipe.close()
@@ -80,7 +103,6 @@ class ProcessStream:
             except subprocess.TimeoutExpired:
                 self.end(signal.SIGKILL)
                 self._process.wait()
-        self._errors.close()
 
     def end(self, number: int) -> None:
         """Ends the process, with its group: to a host behind others, ssh has a child of its own."""

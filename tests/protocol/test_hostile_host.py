@@ -62,6 +62,11 @@ class Stream:
     def sink(self) -> int | None:
         return self._sink
 
+    def stderr(self) -> int | None:
+        return None
+
+    def drain(self) -> None: ...
+
     def recv_into(self, view: memoryview) -> int:
         return self._socket.recv_into(view)
 

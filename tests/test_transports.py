@@ -444,6 +444,17 @@ def test_an_unknown_key_of_the_jump_host_is_refused(namespaces: Lab, hosts_of: H
         pass
 
 
+@pytest.mark.parametrize("lax", ["no", "accept-new"])
+@both
+def test_an_unknown_key_of_a_jump_host_of_no_inventory_is_refused_whatever_ssh_config_says(
+    namespaces: Lab, hosts_of: Hosts, by: str, lax: str, known_hosts: Path, ssh_config: Callable[[str], None]
+) -> None:
+    ssh_config(alias(namespaces, "bastion", "node1") + f"Host *\n  StrictHostKeyChecking {lax}\n")
+    with pytest.raises(sky.HostKeyRefused):
+        pool_of(replace(hosts_of(by, 2)[1], jump="bastion")).open()
+    assert known_hosts.read_text() == ""
+
+
 @both
 def test_a_target_that_refuses_behind_a_jump_host_leaves_no_connection(
     namespaces: Lab, hosts_of: Hosts, by: str
@@ -735,6 +746,23 @@ def test_a_wrong_key_in_the_inventory_is_refused(
     assert "not the one on record" in caught.value.message
     assert "host_key" in (caught.value.hint or "")
     assert "trust" not in (caught.value.hint or "")
+
+
+def test_a_wrong_key_in_the_inventory_is_refused_where_the_user_shares_a_connection(
+    lab: Lab, stranger: Callable[[str], sky.Host], ssh_config: Callable[[str], None], tmp_path: Path
+) -> None:
+    """A ControlMaster of the user's checked the host's key by the user's rules, or not at all."""
+    host = stranger("openssh")
+    master = str(tmp_path / "master")
+    ssh_config(f"Host *\n  ControlPath {master}\n")
+    words = ["ssh", "-F", os.environ["SKYFAB_SSH_CONFIG"], "-o", "StrictHostKeyChecking=no", "-i", str(host.identity)]
+    place = ["-p", str(host.port or 22), f"{host.user}@{host.address}"]
+    subprocess.run([*words, "-MNf", *place], check=True, capture_output=True)
+    try:
+        with pytest.raises(sky.HostKeyRefused):
+            pool_of(replace(host, host_key=lab.hosts[1].host_key)).open()
+    finally:
+        subprocess.run([*words, "-O", "exit", *place], check=True, capture_output=True)
 
 
 @both

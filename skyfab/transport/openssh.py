@@ -29,6 +29,7 @@ _OPTIONS = {
     "ServerAliveInterval": str(ALIVE_INTERVAL),
     "ServerAliveCountMax": str(ALIVE_COUNT),
     "ControlMaster": "no",
+    "ControlPath": "none",  # a shared connection was checked by other rules, or not at all
     "ClearAllForwardings": "yes",
     "ForwardAgent": "no",
     "ForwardX11": "no",
@@ -64,7 +65,7 @@ class OpenSSH:
         words = ["ssh", "-T"]
         if config := self._config_file():
             words += ["-F", str(config)]
-        for key, value in self._options(self._host).items():
+        for key, value in (_OPTIONS | self._own_options(self._host)).items():
             words += ["-o", f"{key}={value}"]
         if self._jumps:
             words += ["-J", ",".join(self._aliases[hop] for hop in self._jumps)]
@@ -72,8 +73,9 @@ class OpenSSH:
             words += ["-o", "ProxyJump=none"]
         return [*words, "--", self._host.destination, command]
 
-    def _options(self, host: Host) -> dict[str, str]:
-        options = dict(_OPTIONS)
+    def _own_options(self, host: Host) -> dict[str, str]:
+        """What is true of this host alone."""
+        options: dict[str, str] = {}
         if host.port is not None:
             options["Port"] = str(host.port)
         if host.user is not None:
@@ -99,7 +101,10 @@ class OpenSSH:
         return self._known
 
     def _config_file(self) -> Path | None:
-        """Jump hosts have keys, ports and users of their own: only a configuration file can say so."""
+        """Jump hosts have keys, ports and users of their own: only a configuration file can say so.
+
+        What it says of all hosts comes before the user's settings, which may be laxer.
+        """
         base = os.environ.get(CONFIG)
         if not self._jumps:
             return Path(base) if base else None
@@ -110,9 +115,11 @@ class OpenSSH:
                     if self._aliases[jump] == jump.login:
                         continue
                     file.write(f"Host {self._aliases[jump]}\n  HostName {jump.destination}\n")
-                    for key, value in self._options(jump).items():
+                    for key, value in self._own_options(jump).items():
                         file.write(f"  {key} {value}\n")
                 file.write("Match all\n")
+                for key, value in _OPTIONS.items():
+                    file.write(f"  {key} {value}\n")
                 for path in [base] if base else ["~/.ssh/config", "/etc/ssh/ssh_config"]:
                     file.write(f"Include {_quoted(str(Path(path).expanduser()))}\n")
         return self._config

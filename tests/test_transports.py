@@ -26,7 +26,7 @@ from stage.spot import Spot, until
 import skyfab as sky
 from skyfab.lab import Lab
 from skyfab.transport import Stream, transport_for
-from skyfab.transport.fabric import Fabric
+from skyfab.transport.fabric import Fabric, Passwords
 from skyfab.transport.local import Local
 from skyfab.transport.openssh import OpenSSH
 from skyfab.transport.process import ProcessStream
@@ -642,6 +642,19 @@ def test_the_connection_of_a_host_with_a_password_does_not_ask_again(
     assert len(paul.prompts) == 1
 
 
+def test_a_password_is_for_one_port_and_one_way_alone(person: Callable[..., Person]) -> None:
+    """Behind a forwarded port, or another jump host, the same address is another machine."""
+    gateway = sky.Host(name="a", address="10.0.0.1", port=2201, user="ada")
+    pat = person("first", "second", "third")
+    hosts = [gateway, replace(gateway, port=2202), replace(gateway, jump="bastion")]
+    try:
+        assert [Passwords.ask(host) for host in (*hosts, *hosts)] == 2 * ["first", "second", "third"]
+        assert len(set(pat.prompts)) == 3
+    finally:
+        for host in hosts:
+            Passwords.forget(host)
+
+
 def test_a_wrong_password_is_refused_and_forgotten(
     namespaces: Lab, hosts_of: Hosts, person: Callable[..., Person], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -732,6 +745,34 @@ def test_a_changed_key_is_refused_and_says_so(
         pool_of(host).open()
     assert "not the one on record" in caught.value.message
     assert re.search(r"skyfab trust --hosts=node1 --replace", caught.value.hint or "")
+
+
+@both
+def test_marked_and_broken_lines_of_known_hosts_are_not_in_the_way(
+    lab: Lab, stranger: Callable[[str], sky.Host], known_hosts: Path, by: str
+) -> None:
+    """People who use host certificates, or have revoked a key of another host, have such lines."""
+    host = stranger(by)
+    other, own = lab.hosts[1].host_key, lab.hosts[0].host_key
+    known_hosts.write_text(
+        f"# a comment\n\n@cert-authority *.example.org {other}\n@revoked * {other}\nbroken ssh-ed25519 AAAA!\n"
+        f"{place(host)} {own}\n"
+    )
+    with pool_of(host) as compute:
+        assert len(where() >> compute) == 3
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@both
+def test_a_revoked_key_is_refused_and_says_so(
+    lab: Lab, stranger: Callable[[str], sky.Host], known_hosts: Path, by: str, recorded: bool
+) -> None:
+    host = stranger(by)
+    key = lab.hosts[0].host_key
+    known_hosts.write_text(f"@revoked * {key}\n" + (f"{place(host)} {key}\n" if recorded else ""))
+    with pytest.raises(sky.HostKeyRefused, match="revoked") as caught:
+        pool_of(host).open()
+    assert "trust" not in str(caught.value)
 
 
 @both

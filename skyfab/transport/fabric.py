@@ -12,6 +12,8 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import fabric
@@ -20,7 +22,7 @@ import paramiko
 from skyfab.errors import AuthenticationRefused, HostError, HostKeyRefused, HostLost, Unreachable
 from skyfab.inventory import Host, Inventory
 from skyfab.protocol.frames import Buffer
-from skyfab.transport.openssh import ALIVE_COUNT, ALIVE_INTERVAL, CONFIG, by_hand, changed_key
+from skyfab.transport.openssh import ALIVE_COUNT, ALIVE_INTERVAL, CONFIG, REVOKED, by_hand, changed_key, revoked_key
 
 _PACKET: Final = 1024 * 1024
 """paramiko slows to a crawl when it is handed larger pieces."""
@@ -81,15 +83,14 @@ def _tune(connection: Any) -> None:
 
 def _check_keys(made: fabric.Connection, host: Host) -> None:
     client = made.client
-    client.set_missing_host_key_policy(paramiko.RejectPolicy())
     hop = made.gateway
     while isinstance(hop, fabric.Connection):  # ssh_config's ProxyJump: Fabric would take any key there
-        hop.client.set_missing_host_key_policy(paramiko.RejectPolicy())
-        hop.client.load_system_host_keys()
+        _go_by_known_hosts(hop.client)
         hop = hop.gateway
     if host.host_key is None:
-        client.load_system_host_keys()
+        _go_by_known_hosts(client)
         return
+    client.set_missing_host_key_policy(paramiko.RejectPolicy())
     kind, content = host.host_key.split()[:2]
     entry = paramiko.hostkeys.HostKeyEntry.from_line(f"{made.host} {kind} {content}")
     place = made.host if made.port == 22 else f"[{made.host}]:{made.port}"
@@ -97,6 +98,47 @@ def _check_keys(made: fabric.Connection, host: Host) -> None:
     # Only the kind of key on record can be compared.
     keys = [name for name in paramiko.Transport._preferred_keys if not _same_kind(name, kind)]
     made.connect_kwargs["disabled_algorithms"] = {"keys": keys}
+
+
+def _go_by_known_hosts(client: paramiko.SSHClient) -> None:
+    """Takes the keys in the user's known_hosts, but for those that some line of it revokes, and no others.
+
+    paramiko does not understand lines with a marker (`@revoked`, `@cert-authority`), and stops at them.
+    """
+    try:
+        lines = Path("~/.ssh/known_hosts").expanduser().read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    entries = []
+    revoked = set()
+    for line in lines:
+        marker, rest = [*line.split(maxsplit=1), "", ""][:2]
+        if marker == "@revoked" and (entry := _entry(rest)):
+            revoked.add(entry.key.asbytes())
+        elif not marker.startswith(("@", "#")) and (entry := _entry(line)):
+            entries.append(entry)
+    client.set_missing_host_key_policy(_Refusal(revoked))
+    client.get_host_keys()._entries += [entry for entry in entries if entry.key.asbytes() not in revoked]
+
+
+def _entry(line: str) -> Any:
+    """A line of known_hosts; None where paramiko cannot use it."""
+    try:
+        return paramiko.hostkeys.HostKeyEntry.from_line(line.strip())
+    except (paramiko.SSHException, paramiko.hostkeys.InvalidHostKey, ValueError):
+        return None
+
+
+class _Refusal(paramiko.RejectPolicy):  # type: ignore[misc]  # paramiko has no types
+    """Refuses a key that is not on record, and says which ones are revoked."""
+
+    def __init__(self, revoked: set[bytes]) -> None:
+        self._revoked = revoked
+
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        if key.asbytes() in self._revoked:
+            raise paramiko.SSHException(REVOKED)
+        super().missing_host_key(client, hostname, key)
 
 
 def _same_kind(name: str, kind: str) -> bool:
@@ -163,7 +205,9 @@ class Passwords:
 
     @staticmethod
     def _who(host: Host) -> str:
-        return f"{host.user or getpass.getuser()}@{host.destination}"
+        """The machine that it was typed for: an address means another one at another port, or behind another host."""
+        who = replace(host, user=host.user or getpass.getuser()).login
+        return f"{who} (through {host.jump})" if host.jump else who
 
     @classmethod
     def known(cls, host: Host) -> str | None:
@@ -263,6 +307,8 @@ def _explain(host: Host, error: Exception) -> HostError:
             hint=changed_key(host),
         )
     text = str(error) or type(error).__name__
+    if text == REVOKED:
+        return revoked_key(host)
     if "not found in known_hosts" in text:
         return HostKeyRefused("its host key is unknown", host=host.name, hint=f"skyfab trust --hosts={host.name}")
     if isinstance(error, (paramiko.AuthenticationException, paramiko.PasswordRequiredException)) or (

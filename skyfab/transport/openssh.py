@@ -21,6 +21,8 @@ CONFIG = "SKYFAB_SSH_CONFIG"
 ALIVE_INTERVAL, ALIVE_COUNT = 10, 3
 """Seconds between questions, and how many may stay unanswered: while there is no agent yet, nobody else would ask."""
 
+REVOKED = "its host key is revoked in known_hosts"
+
 _OPTIONS = {
     "BatchMode": "yes",
     "StrictHostKeyChecking": "yes",
@@ -166,6 +168,11 @@ def changed_key(host: Host) -> str:
     return f"if that is right, skyfab trust --hosts={host.name} --replace"
 
 
+def revoked_key(host: Host) -> HostKeyRefused:
+    """For a key that known_hosts marks with ``@revoked``."""
+    return HostKeyRefused(REVOKED, host=host.name, hint="whoever has that key can pass for it: give it another one")
+
+
 def explain(host: Host, code: int, errors: str) -> Exception:
     """What ssh's last words mean, as the error to raise."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
@@ -176,6 +183,8 @@ def explain(host: Host, code: int, errors: str) -> Exception:
             host=host.name,
             hint=changed_key(host),
         )
+    if "REVOKED HOST KEY" in errors:
+        return revoked_key(host)
     if "Host key verification failed" in errors or "host key is known for" in errors:
         return HostKeyRefused("its host key is unknown", host=host.name, hint=f"skyfab trust --hosts={host.name}")
     if "Permission denied" in errors or "Too many authentication failures" in errors:

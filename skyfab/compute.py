@@ -391,7 +391,7 @@ class Compute:
         if tree is self._synced:
             return tree.digest
         behind = [node for node in self.hosts if node.lost is None and not node.knows(tree)]
-        with self._lock, ThreadPoolExecutor(max(1, len(behind))) as pool:
+        with self._lock, ThreadPoolExecutor(min(32, max(1, len(behind)))) as pool:
             while not all(done.result() for done in [pool.submit(node.learn_tree, tree) for node in behind]):
                 tree = self._project.tree(anew=True)  # somebody is editing
             self._synced = tree

@@ -114,6 +114,8 @@ class Tap:
         stream.recv_into, stream.send = hear, tell  # type: ignore[assignment]
         return stream
 
+    servers = ()
+
     def joined(self) -> None:
         self._begun = True
 

@@ -88,6 +88,20 @@ def test_hosts_behind_forwarded_ports_meet_on_a_private_network(private: Lab) ->
         assert place() @ compute == [(addresses[0], address, addresses[0], "fast0") for address in addresses]
 
 
+def test_hosts_meet_by_ipv6_where_they_have_nothing_else(private: Lab) -> None:
+    for number, host in enumerate(private.hosts, 1):
+        host.run(["ip", "address", "flush", "dev", "fast0"])
+        host.run(["ip", "address", "add", f"fd53:4b::{number}/64", "dev", "fast0", "nodad"])
+    try:
+        with pool_of(private, plugins=[plugins.torch()]) as compute:
+            assert summed() @ compute == [3.0] * 2
+            assert (place() @ compute)[0][0] == "fd53:4b::1"
+    finally:
+        for host in private.hosts:
+            host.run(["ip", "address", "flush", "dev", "fast0"])
+            host.run(["ip", "address", "add", f"{host.addresses['fast0']}/24", "dev", "fast0"])
+
+
 @pytest.fixture(scope="module")
 def apart() -> Iterator[Lab]:
     """Forwarded ports, and no network between them."""

@@ -12,7 +12,7 @@ import socket
 import sys
 
 from benchmarks import training
-from skyfab.agent.ports import interface_towards
+from skyfab.agent.machine import Machine
 
 READY = "ready"
 ENV = "BENCH_ENV_"
@@ -44,7 +44,8 @@ def _be_found_from(host: str) -> None:
         probe.connect((host, 9))
         address = str(probe.getsockname()[0])
     socket.getfqdn = lambda name="": address
-    os.environ["GLOO_SOCKET_IFNAME"] = interface_towards(host)
+    names = [name for name, told in Machine().addresses() if told.partition("/")[0] == address]
+    os.environ["GLOO_SOCKET_IFNAME"] = names[0]
 
 
 def _words() -> list[logging.Handler]:

@@ -42,7 +42,7 @@ class Peak:
             self._most = max(self._most, self._now())
 
     def _now(self) -> int:
-        return sum(map(_proportional, self._pids))
+        return sum(map(proportional, self._pids))
 
 
 class OwnPeak:
@@ -54,21 +54,21 @@ class OwnPeak:
 
     def __enter__(self) -> OwnPeak:
         Path("/proc/self/clear_refs").write_text("5")  # resets the mark
-        self._start = _status("VmRSS")
+        self._start = status("VmRSS")
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.above = _status("VmHWM") - self._start
+        self.above = status("VmHWM") - self._start
 
 
-def _proportional(pid: int) -> int:
+def proportional(pid: int) -> int:
     try:
         return _kilobytes(Path(f"/proc/{pid}/smaps_rollup").read_text(), "Pss")
     except OSError:  # it ended
         return 0
 
 
-def _status(name: str) -> int:
+def status(name: str) -> int:
     return _kilobytes(Path("/proc/self/status").read_text(), name)
 
 

@@ -10,6 +10,7 @@ from benchmarks.bulk import Bulk
 from benchmarks.cold import Cold
 from benchmarks.distributed import Distributed
 from benchmarks.environment import Environment
+from benchmarks.many import Many
 from benchmarks.map import Map
 from benchmarks.output import Lines
 from benchmarks.reconnect import Reconnect
@@ -28,4 +29,4 @@ class Row(Protocol):
         """Measures, and yields a line of the table for each figure. Raises Skip where that cannot be done."""
 
 
-ROWS: tuple[Row, ...] = (Warm(), Cold(), Map(), Bulk(), Lines(), Environment(), Distributed(), Reconnect())
+ROWS: tuple[Row, ...] = (Warm(), Cold(), Map(), Bulk(), Lines(), Environment(), Distributed(), Reconnect(), Many())

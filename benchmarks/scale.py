@@ -45,6 +45,13 @@ class Scale:
     """Seconds that a link loses every packet: less than it takes to doubt the connection, about as long, and more."""
     cuts: int = 5
     """How often it does."""
+    hosts: tuple[int, ...] = (1, 4, 16, 64)
+    """Sizes of pools."""
+    openings: int = 3
+    """Pools of each size."""
+    broadcasts: int = 50
+    items: int = 10_000
+    """Of a map, in each."""
 
 
 TASTE = Scale(
@@ -69,5 +76,9 @@ TASTE = Scale(
     steps=2,
     away=(1.0,),
     cuts=1,
+    hosts=(1, 2),
+    openings=1,
+    broadcasts=3,
+    items=100,
 )
 """Seconds for everything: shows that the harness works, not how fast skyfab is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -17,17 +17,23 @@ class Raised:
         self.error = error
 
 
+_MOST: Final = 256
+"""Threads at a time. Those for hosts mostly wait."""
+
+
 def abreast(action: Callable[[S], T], items: Sequence[S]) -> list[T | Raised]:
     """What became of each, in their order. On threads that nobody has to wait for, should there be a Ctrl-C."""
     outcomes: dict[int, T | Raised] = {}
+    places = iter(range(len(items)))
 
-    def one(place: int) -> None:
-        try:
-            outcomes[place] = action(items[place])
-        except BaseException as error:
-            outcomes[place] = Raised(error)
+    def work() -> None:
+        for place in places:
+            try:
+                outcomes[place] = action(items[place])
+            except BaseException as error:
+                outcomes[place] = Raised(error)
 
-    threads = [threading.Thread(target=one, args=(place,), daemon=True) for place in range(len(items))]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(len(items), _MOST))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import secrets
 import sys
 import threading
 import warnings
@@ -30,6 +31,7 @@ from skyfab.image import Image
 from skyfab.interrupts import INTERRUPTS
 from skyfab.inventory import Host, Inventory
 from skyfab.launcher import Launcher
+from skyfab.meeting import Meetings
 from skyfab.muster import close_all, open_all
 from skyfab.node import Node, SeatPlan
 from skyfab.outfit import Outfit
@@ -107,7 +109,9 @@ class Compute:
         self._queue = Queue(self.events.call, wary=self._wary)
         # A function without the pool: threads hold it, and must not keep a pool that was dropped.
         self._env_of = functools.partial(_env_of, self._outfit, self._env)
-        self._gangs = Gangs(self._env_of)
+        self._pool = secrets.token_hex(8)
+        """Its name on its hosts."""
+        self._gangs = Gangs(self._env_of, self._pool, Meetings.of(self._plugins, self.events))
         self._broadcasts = BroadcastQueue()
         self._roster = Roster(
             self.inventory,
@@ -115,6 +119,7 @@ class Compute:
             self.events,
             self._gangs,
             self._queue,
+            pool=self._pool,
             lease=lease,
             silence=silence,
             welcome=self._sync.take_back,
@@ -323,7 +328,7 @@ class Compute:
         label, timeout = call.function.label, self._timeout_of(call.function)
         launcher = Launcher(nodes, ranks, label=label, name=name or label)
         if on == "all":
-            gangs = Gangs(self._env_of)
+            gangs = Gangs(self._env_of, launcher.id, Meetings.of(self._plugins, self.events))
             conducted = self._elastic is not None
             launcher.start_gang(
                 lambda: gangs.current(nodes, ranks, tree, conducted=conducted),
@@ -436,7 +441,7 @@ class Compute:
             "accelerators": len(node.gpus),
             "total_accelerators": len(node.gpus),
             "peers": [node.agent.address],
-            "job_id": self._roster.pool,
+            "job_id": self._pool,
         }
         env = dict(self._env_of(node))
         if node.host.gpus != "auto":

@@ -93,6 +93,16 @@ class Stalled(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Notice(Event):
+    """Something that a person should know, and that stops nothing."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Moved(Event):
     """Bytes on their way to or from a host."""
 

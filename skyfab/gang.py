@@ -43,6 +43,7 @@ class Gang:
         ranks: Sequence[int],
         *,
         name: str,
+        job: str,
         tree: str,
         meeting: Meeting,
         attempt: int,
@@ -65,16 +66,16 @@ class Gang:
                     "world_size": world,
                     "local_rank": local,
                     "local_world_size": local_world,
-                    "head_addr": nodes[0].agent.address,
+                    "head_addr": meeting.places[0].address,
                     "head_port": meeting.port,
                     "hostname": node.agent.hostname,
                     "accelerators": len(node.gpus),
                     "total_accelerators": sum(len(n.gpus) for n in nodes),
-                    "peers": [n.agent.address for n in nodes],
-                    "job_id": name,
+                    "peers": [other.address for other in meeting.places],
+                    "job_id": job,
                     "attempt": attempt,
                 }
-                ours = {**rank_env(info, node, meeting.interfaces[place]), **env(node)}
+                ours = {**rank_env(info, node, meeting.places[place].interface), **env(node)}
                 plan = SeatPlan(tree=tree, env=ours, info=info, port=0 if self.members else meeting.port)
                 self.members.append(Member(node, f"{name}.{local}", plan, len(self.members)))
 

@@ -13,7 +13,7 @@ from skyfab.errors import CallCancelled, ProtocolError
 from skyfab.futures import CallFuture
 from skyfab.gang import Broadcast, Gang, GangCall
 from skyfab.interrupts import INTERRUPTS
-from skyfab.meeting import arrange
+from skyfab.meeting import Meetings
 from skyfab.node import Node
 
 Start = Callable[[GangCall], None]
@@ -22,15 +22,16 @@ Start = Callable[[GangCall], None]
 class Gangs:
     """Keeps one gang for as long as its processes live and the project's code stays the same."""
 
-    def __init__(self, env: Callable[[Node], Mapping[str, str]]) -> None:
-        """`env` says what a node's processes find in their environment."""
+    def __init__(self, env: Callable[[Node], Mapping[str, str]], pool: str, meetings: Meetings) -> None:
+        """`env` says what a node's processes find in their environment; `pool` is a name that no other pool has."""
         self._env = env
+        self._pool = pool
+        self._meetings = meetings
         self._gang: Gang | None = None
         self._numbers = itertools.count(1)
         self._ranks: dict[tuple[int, str], int] = {}
         self._new_ranks: dict[tuple[int, str], int] = {}
-        self._interfaces: dict[int, str] = {}
-        """Known of nodes that have been seen to reach each other."""
+        self._job = pool
         self._lock = threading.Lock()
 
     def current(
@@ -50,13 +51,15 @@ class Gangs:
             for node in nodes:
                 if node.lost is not None:
                     raise node.lost
-            meeting = arrange(nodes, self._interfaces)
-            self._interfaces.update(zip((node.index for node in nodes), meeting.interfaces, strict=True))
-            name = f"gang{next(self._numbers)}"
+            meeting = self._meetings.arrange(nodes)
+            number = next(self._numbers)
+            if not attempt:  # what is tried again is the same job, and finds what it has saved under that name
+                self._job = f"{self._pool}-{number}"
             gang = Gang(
                 nodes,
                 ranks,
-                name=name,
+                name=f"gang{number}",
+                job=self._job,
                 tree=tree,
                 meeting=meeting,
                 attempt=attempt,

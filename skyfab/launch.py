@@ -24,6 +24,7 @@ from skyfab.protocol.blobs import name_of
 from skyfab.protocol.messages import AgentHello
 from skyfab.shell import LOOP, START, Patience, Shell
 from skyfab.transport.base import Stream, Transport
+from skyfab.transport.logins import LOGINS
 from skyfab.transport.openssh import by_hand
 
 _SCRIPT: Final = "; ".join(
@@ -115,12 +116,20 @@ class Launch:
         words = (self.host.cache, self.python, self.bundle.digest, self.session, mode)
         return f"exec /bin/sh -c '{_SCRIPT}' skyfab " + " ".join(f"'{spelled(word)}'" for word in words)
 
-    def join(self, stream: Stream, *, deadline: float, stopped: Callable[[], bool] = lambda: False) -> None:
+    def join(
+        self,
+        stream: Stream,
+        *,
+        deadline: float,
+        stopped: Callable[[], bool] = lambda: False,
+        arrived: Callable[[], None] = lambda: None,
+    ) -> None:
         """Reads the answer and sends what is asked for; afterwards the stream speaks frames.
 
+        `arrived` is called when the host has said something.
         Raises HostUnfit where the host cannot run us, or what the transport says of a lost connection.
         """
-        shell = Shell(stream, self.marker, Patience(self.host, deadline, stopped))
+        shell = Shell(stream, self.marker, Patience(self.host, deadline, stopped, arrived))
         asked = False
         ahead: str | None = None
         if self.python == "none" and self.prepare is not None:
@@ -243,15 +252,17 @@ def open_shell(
     A script that says nothing for `quiet` seconds is given up.
     """
     launch = Launch(host=host, session=secrets.token_hex(8), bundle=Bundle("none", ()), python="none")
-    try:
-        stream = transport.open(launch.command())
-    except BaseException:
-        transport.close()
-        raise
-    try:
-        shell = Shell(stream, launch.marker, Patience(host, time.monotonic() + START, stopped), quiet)
-        shell.greeting = lambda: _greet(stream, shell)
-        yield shell
-    finally:
-        stream.close()
-        transport.close()
+    with LOGINS.turn(transport.servers, stopped) as turn:
+        try:
+            stream = transport.open(launch.command())
+        except BaseException:
+            transport.close()
+            raise
+        try:
+            patience = Patience(host, time.monotonic() + START, stopped, turn.over)
+            shell = Shell(stream, launch.marker, patience, quiet)
+            shell.greeting = lambda: _greet(stream, shell)
+            yield shell
+        finally:
+            stream.close()
+            transport.close()

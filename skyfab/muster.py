@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import resource
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
 
 from skyfab.abreast import Raised, abreast
 from skyfab.errors import PoolError, SkyfabError, UsageError
@@ -11,12 +15,18 @@ from skyfab.events import Events, HostState
 from skyfab.node import Node
 from skyfab.transport.process import end_all
 
+_PER_HOST: Final = 8
+"""Descriptors: a stream has five. Where a connection breaks, others are tried beside it."""
+_SPARE: Final = 128
+"""For whatever else the program opens."""
+
 
 def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], None]) -> None:
     """Opens every node's session. Raises the one failure, or a PoolError with all of them, and leaves none open.
 
     `failed` is told of each that did, as it does.
     """
+    make_room(len(nodes))
     errors: dict[int, Exception] = {}
 
     def enter(node: Node) -> None:
@@ -39,6 +49,23 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
     if errors:
         close_all([node for node in nodes if node.index not in errors])
         raise _all_of([errors[index] for index in sorted(errors)], len(nodes))
+
+
+def make_room(hosts: int) -> None:
+    """Lets this program have as many files open as its hosts need, where it may. Raises UsageError where it may not."""
+    soft, hard = (
+        sys.maxsize if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    used = len(list(Path("/dev/fd").iterdir()))
+    if used + _PER_HOST * hosts > hard:
+        raise UsageError(
+            f"{hosts} hosts need about {used + _PER_HOST * hosts} open files, and this program may have {hard}",
+            hint="a larger limit (ulimit -n, LimitNOFILE= of a service), or fewer hosts at a time",
+        )
+    wanted = used + 2 * _PER_HOST * hosts + _SPARE
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
 
 
 def close_all(nodes: Sequence[Node]) -> None:

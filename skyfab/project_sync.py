@@ -41,7 +41,7 @@ class ProjectSync:
             return tree.digest
         with self._lock:
             behind = [node for node in nodes if node.lost is None and not node.knows(tree)]
-            with ThreadPoolExecutor(max(1, len(behind))) as pool:
+            with ThreadPoolExecutor(min(32, max(1, len(behind)))) as pool:
                 while not all(list(pool.map(functools.partial(_learns, tree), behind))):
                     tree = self._project.tree(anew=True)  # a file has changed since the tree was read
             self.tree = tree

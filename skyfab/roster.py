@@ -13,6 +13,7 @@ from skyfab.hearing import Hearing, Progress
 from skyfab.homecoming import Homecoming, Welcome
 from skyfab.inventory import Host, Inventory
 from skyfab.launch import Launch
+from skyfab.meeting import Meetings
 from skyfab.node import Node
 from skyfab.outfit import Outfit
 from skyfab.session import Session
@@ -31,12 +32,13 @@ class Roster:
         gangs: Gangs,
         queue: Queue,
         *,
+        pool: str,
         lease: float,
         silence: float,
         welcome: Welcome,
         workdirs: Workdirs,
     ) -> None:
-        """`welcome` is called with a lost node that is there again, and with what lets calls go to it."""
+        """`pool` is its name there. `welcome` is called with a lost node that is there again, before calls go to it."""
         self._workdirs = workdirs
         self._inventory = inventory
         self._outfit = outfit
@@ -45,8 +47,7 @@ class Roster:
         self._queue = queue
         self._lease = lease
         self._silence = silence
-        self.pool = secrets.token_hex(8)
-        """The pool's name on its hosts."""
+        self.pool = pool
         self._listeners: dict[int, Hearing] = {}
         self.homecoming = Homecoming(lambda node: self._talk(node, self._listeners[node.index]), welcome, events)
         self.nodes: Sequence[Node] = ()
@@ -68,7 +69,7 @@ class Roster:
 
     def apart(self, node: Node, env: Callable[[Node], Mapping[str, str]]) -> Node:
         """The same host once more, with an agent of its own that nobody listens to."""
-        listener = Hearing(Events(), Gangs(env), self._queue, None, lambda: ())
+        listener = Hearing(Events(), Gangs(env, self.pool, Meetings()), self._queue, None, lambda: ())
         made = listener.node = Node(node.index, node.host, self._inventory)
         made.workdir = node.workdir
         made.session = self._talk(made, listener)

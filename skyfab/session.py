@@ -21,6 +21,7 @@ from skyfab.protocol.frames import BYE, Buffer, frame
 from skyfab.protocol.messages import AgentHello, Message
 from skyfab.tether import Tether
 from skyfab.transport.base import Stream, Transport
+from skyfab.transport.logins import LOGINS, ServerBusy, retry
 
 CONNECT: Final = 30.0
 """Seconds from the first byte to the agent's hello."""
@@ -83,7 +84,7 @@ class Session:
         """Connects and waits for the agent's hello. Raises a HostError."""
         with self._gate:
             try:
-                agent = self._introduce(self._join())
+                agent = self._introduce(retry(self._join, self._is_leaving))
             except BaseException:
                 self._tether.close(GOODBYE)
                 raise
@@ -92,20 +93,26 @@ class Session:
 
     def _join(self) -> float:
         """Starts the link on the host; from then on the stream speaks frames. Returns until when it may say hello."""
-        deadline = time.monotonic() + CONNECT
         transport = self._reach()
         stream: Stream | None = None
         try:
-            stream = transport.open(self._launch.command())
-            self._launch.join(stream, deadline=deadline, stopped=lambda: self._tether.is_leaving)
+            with LOGINS.turn(transport.servers, self._is_leaving) as turn:
+                deadline = time.monotonic() + CONNECT
+                stream = transport.open(self._launch.command())
+                self._launch.join(stream, deadline=deadline, stopped=self._is_leaving, arrived=turn.over)
             transport.joined()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ServerBusy):
+                LOGINS.turned_away(transport.servers)
             if stream is not None:
                 stream.close()
             transport.close()
             raise
         self._tether.begin_with(stream, transport)
         return max(deadline, time.monotonic() + CONNECT)  # an environment may have been made meanwhile
+
+    def _is_leaving(self) -> bool:
+        return self._tether.is_leaving
 
     def _rejoin(self, transport: Transport, deadline: float, stopped: Callable[[], bool]) -> Stream:
         """Another stream to the same agent. Raises a HostError."""

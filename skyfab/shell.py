@@ -54,6 +54,8 @@ class Patience:
     host: Host
     deadline: float
     stopped: Callable[[], bool]
+    arrived: Callable[[], None] = lambda: None
+    """Called when the host has said something: the login is over."""
 
     def a_moment(self, stream: Stream, *, room: bool = False) -> None:
         """Waits for the stream, or for `room` in it, a little while. Raises Unreachable or HostLost when it is over."""
@@ -213,6 +215,7 @@ class Shell:
         while True:
             got = self._try(view)
             if got is not None:
+                self._patience.arrived()
                 return got
             self._patience.a_moment(self._stream)
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final
 
-from skyfab.events import CallEnded, Event, FilesWritten, HostState, Moved, Output, Stalled, State
+from skyfab.events import CallEnded, Event, FilesWritten, HostState, Moved, Notice, Output, Stalled, State
 from skyfab.terminal import clean_lines
 
 Line = tuple[str, str]
@@ -66,7 +66,7 @@ class View(ABC):
             self._moved(event)
         elif isinstance(event, CallEnded):
             self._settle(event.host)
-        elif isinstance(event, (Stalled, FilesWritten)):
+        elif isinstance(event, (Notice, Stalled, FilesWritten)):
             self._say("stderr", f"{clean_lines(str(event))}\n")
 
     def _output(self, event: Output) -> None:

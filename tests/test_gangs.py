@@ -65,19 +65,62 @@ def test_an_interface_can_be_named(open_pool: OpenPool, namespaces: Lab) -> None
     assert env["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def test_hosts_that_cannot_reach_each_other_are_told_apart_at_once(open_pool: OpenPool, namespaces: Lab) -> None:
+class Connected(sky.plugins.Plugin):
+    """Stands for any plugin whose ranks connect to each other."""
+
+    network = "needed"
+
+
+def test_hosts_that_cannot_reach_each_other_are_told_before_a_plugin_waits(
+    open_pool: OpenPool, namespaces: Lab
+) -> None:
     first, second = namespaces.hosts[:2]
-    pool = open_pool("openssh", count=2)
+    pool = open_pool("openssh", count=2, plugins=[Connected()])
     second.block(first)
     try:
-        with pytest.raises((sky.PeersApart, sky.PoolError)) as raised:
+        with pytest.raises(sky.PeersApart, match=f"it cannot connect to node1 at {first.address}") as raised:
             environment() @ pool
     finally:
         second.unblock(first)
-    errors = [raised.value] if isinstance(raised.value, sky.PeersApart) else list(raised.value.exceptions)
-    assert any(error.host == "node2" and "node1" in error.message for error in errors)
-    assert "iptables" in str(errors[0].hint)
+    assert raised.value.host == "node2"
+    assert "iptables" in str(raised.value.hint)
     assert len(environment() @ pool) == 2, "and it works once they do"
+
+
+def test_hosts_that_only_this_machine_reaches_work_together(open_pool: OpenPool, namespaces: Lab) -> None:
+    """In different places, say. Nothing between them is needed, tried or waited for."""
+    first, second = namespaces.hosts[:2]
+    first.block(second)
+    second.block(first)
+    try:
+        found = sky.function(sky.instance_info)() @ open_pool("openssh", count=2)
+    finally:
+        first.unblock(second)
+        second.unblock(first)
+    assert [info.rank for info in found] == [0, 1]
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_job_has_a_name_that_no_other_has(open_pool: OpenPool, retries: int) -> None:
+    """A folder for checkpoints may be named by it. What is tried again finds what it has saved."""
+
+    @sky.function(retries=retries)
+    def name() -> str:
+        info = sky.instance_info()
+        if info.attempt < retries:
+            raise ValueError(info.job_id)
+        return f"{info.attempt} {info.job_id}"
+
+    @sky.function
+    def solo() -> str:
+        return sky.instance_info().job_id
+
+    pools = [open_pool(ranks=2) for _ in range(2)]
+    found = [name() @ pool for pool in pools]
+    assert all(one == other for one, other in found)
+    (one, _), (other, _) = found
+    assert one != other
+    assert all(ranks[0].startswith(f"{retries} {solo() >> pool}-") for pool, ranks in zip(pools, found, strict=True))
 
 
 def test_hosts_may_have_different_numbers_of_ranks(hosts_of: Callable[..., list[sky.Host]]) -> None:

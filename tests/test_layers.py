@@ -21,8 +21,8 @@ LAYERS = [
     "host selection inventory_file inventory image output calls",  # what the user says, as data
     "transport env bundle changes project parcel refs shell launch shells workdir records plugins outfit stacks",  # way
     "interrupts turns inbox wire revival reunion tether session",  # one agent on one host
-    "answers node project_sync futures muster dispatch express meeting gang gangs",  # a pool's calls
-    "elastic autopsy homecoming hearing spread",  # and what becomes of them and its hosts
+    "answers node project_sync futures muster dispatch express addresses meeting",  # a pool: its hosts and calls
+    "gang gangs elastic autopsy homecoming hearing spread",  # and those who work together
     "detached roster launcher",  # who belongs to it; runs without one
     "compute device",  # the pool itself
     "terminal view ui",  # what a person sees

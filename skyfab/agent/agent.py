@@ -73,7 +73,7 @@ class Agent:
             relay=self._relay,
             abandon=self._routes.abandon,
         )
-        self._orders = Orders(self._mux, self._seats, self._routes, run=self._run, cache=cache, machine=self._machine)
+        self._orders = Orders(self._mux, self._seats, self._routes, self._watch, run=self._run, cache=cache)
 
     # ---- the loop
 
@@ -216,6 +216,8 @@ class Agent:
             cloudpickle=self._machine.cloudpickle,
             hostname=self._machine.name,
             address=self._machine.address,
+            addresses=self._machine.addresses(),
+            network=self._machine.network,
             gpus=self._machine.gpus,
             cpus=self._machine.cpus,
             platform=self._machine.platform,

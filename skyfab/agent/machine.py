@@ -1,4 +1,4 @@
-"""The machine as its agent finds it: name, address, GPUs, and how processes end on it."""
+"""The machine as its agent finds it: name, addresses, GPUs, and how processes end on it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,25 @@ class Machine:
         if len(words) == 4:
             self.address = words[2]
 
+    def addresses(self) -> list[list[str]]:
+        """Where other hosts may find it: pairs of interface and address, with the length of its network's prefix.
+
+        Loopback and link-local addresses are left out, and so are interfaces that are down. Empty where the system is
+        not Linux.
+        """
+        if not sys.platform.startswith("linux"):
+            return []
+        return [*_ipv4(), *_ipv6()]
+
+    @property
+    def network(self) -> str:
+        """Names this network stack. Two agents that say the same reach each other at any address, loopback too."""
+        try:
+            with open("/proc/sys/kernel/random/boot_id") as file:
+                return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+        except OSError:
+            return self.name
+
     def describe_end(self, exitcode: int) -> str:
         """In words, how a process with this exit code ended."""
         if exitcode >= 0:
@@ -41,6 +60,50 @@ class Machine:
             self._kills = kills
             return "its process was killed because the host ran out of memory"
         return f"its process was killed by {name}"
+
+
+_UP, _LOOPBACK = 0x1, 0x8
+_INTERFACES, _FLAGS, _NETMASK = 0x8912, 0x8913, 0x891B
+"""What Linux calls SIOCGIFCONF, SIOCGIFFLAGS, SIOCGIFNETMASK."""
+
+
+def _ipv4() -> list[list[str]]:
+    import array
+    import fcntl
+    import struct
+
+    entry = 40 if struct.calcsize("P") == 8 else 32
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            room = array.array("B", bytes(entry * 256))
+            request = struct.pack("iP", len(room), room.buffer_info()[0])
+            (size, _) = struct.unpack("iP", fcntl.ioctl(probe, _INTERFACES, request))
+            for at in range(0, size, entry):
+                name = bytes(room[at : at + 16])
+                (flags,) = struct.unpack("H", fcntl.ioctl(probe, _FLAGS, name + bytes(24))[16:18])
+                if flags & _UP and not flags & _LOOPBACK:
+                    mask = fcntl.ioctl(probe, _NETMASK, name + bytes(24))[20:24]
+                    prefix = int.from_bytes(mask, "big").bit_count()
+                    address = socket.inet_ntoa(bytes(room[at + 20 : at + 24]))
+                    found.append([name.partition(b"\0")[0].decode(errors="replace"), f"{address}/{prefix}"])
+        except OSError:  # an interface went away
+            pass
+    return found
+
+
+def _ipv6() -> list[list[str]]:
+    """Global addresses, and none that the system itself would not use (tentative, failed, deprecated)."""
+    try:
+        with open("/proc/net/if_inet6") as lines:
+            words = [line.split() for line in lines]
+    except OSError:  # it has none
+        return []
+    return [
+        [name, f"{socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))}/{int(prefix, 16)}"]
+        for address, _, prefix, scope, flags, name in words
+        if scope == "00" and not int(flags, 16) & 0x68
+    ]
 
 
 def _cloudpickle() -> str:

@@ -6,7 +6,8 @@ import json
 import os
 
 from skyfab.agent.files import Written, place
-from skyfab.agent.ports import Ports, reach
+from skyfab.agent.ports import Ports
+from skyfab.agent.reach import Reaching
 from skyfab.agent.record import Record
 from skyfab.agent.seat import Running, Seat
 from skyfab.agent.store import Store
@@ -20,9 +21,9 @@ TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
     from typing import Any, Final
 
-    from skyfab.agent.machine import Machine
     from skyfab.agent.routes import Routes
     from skyfab.agent.seats import Seats
+    from skyfab.agent.watch import Watch
     from skyfab.protocol.streams import Mux
 
     Data = memoryview | None
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
 class Orders:
     """Takes a client's messages one by one."""
 
-    def __init__(self, mux: Mux, seats: Seats, routes: Routes, *, run: str, cache: str, machine: Machine) -> None:
+    def __init__(self, mux: Mux, seats: Seats, routes: Routes, watch: Watch, *, run: str, cache: str) -> None:
         self._mux = mux
         self._seats = seats
         self._routes = routes
         self._cache = cache
-        self._machine = machine
+        self._watch = watch
         self._store = Store(run=run, cache=cache)
-        self._ports = Ports()
+        self._ports = Ports(watch)
         self._written = Written()
         self._functions: dict[str, tuple[bytes, bytes | Assembly]] = {}
         self.record: Record | None = None
@@ -178,14 +179,16 @@ class Orders:
         self._mux.send(stream, Done().encode())
 
     def _port(self, stream: int, message: messages.Port, head: bytes, data: Data) -> None:
-        self._mux.send(stream, Done(text=str(self._ports.open(self._machine.address))).encode())
+        self._mux.send(stream, Done(text=str(self._ports.open(message.address, message.word))).encode())
 
     def _unport(self, stream: int, message: messages.Unport, head: bytes, data: Data) -> None:
         self._ports.close(message.port)
 
     def _reach(self, stream: int, message: messages.Reach, head: bytes, data: Data) -> None:
-        failed, interface = reach(message.peers)
-        self._mux.send(stream, messages.Reached(failed=failed, interface=interface).encode())
+        def done(found: list[list[str]]) -> None:
+            self._mux.send(stream, messages.Reached(found=found).encode())
+
+        Reaching(message.peers, message.patience, self._watch, done)
 
 
 _OPERATIONS: Final[dict[type[messages.Message], Any]] = {

@@ -1,36 +1,44 @@
-"""Ports: where ranks will meet, bound before anybody is told the number; and who can be reached from here."""
+"""Ports: where ranks will meet, bound before the number is told; and where other hosts may try to reach this one."""
 
 from __future__ import annotations
 
 import os
-import select
 import socket
-import time
 
-_PATIENCE = 1.0
-"""Seconds in which a peer must answer."""
+from skyfab.agent.watch import READ
+
+TYPE_CHECKING = False  # a cold host has no time for `typing`
+if TYPE_CHECKING:
+    from skyfab.agent.watch import Watch
 
 
 class Ports:
     """Sockets that listen, until a process takes one over."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
         self._sockets: dict[int, socket.socket] = {}
 
-    def open(self, address: str) -> int:
-        """Listens at a free port of every interface; returns its number."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.socket(family)
-        listener.bind(("", 0))
-        listener.listen(2048)
+    def open(self, address: str = "", word: str = "") -> int:
+        """Listens at a free port of every interface; returns its number.
+
+        With a `word`, whoever connects is told it, by IPv4 or IPv6. Else the port is for a process, at `address`.
+        """
+        listener = _listener(six=":" in address or bool(word))
         port = int(listener.getsockname()[1])
         self._sockets[port] = listener
+        if word:
+            listener.setblocking(False)
+            self._watch.add(listener.fileno(), READ, lambda: _tell(listener, word))
         return port
 
     def hand_over(self, port: int) -> int:
         """The descriptor of a socket that listens there, now the caller's to close; -1 where there is none."""
         listener = self._sockets.pop(port, None)
-        return -1 if listener is None else listener.detach()
+        if listener is None:
+            return -1
+        self._watch.drop(listener.fileno())
+        return listener.detach()
 
     def close(self, port: int) -> None:
         fd = self.hand_over(port)
@@ -42,73 +50,33 @@ class Ports:
             self.close(port)
 
 
-def reach(peers: list[list[str]]) -> tuple[list[list[str]], str]:
-    """The peers that cannot be connected to, each with the reason, and the interface that leads to the first."""
-    failed: list[list[str]] = []
-    waiting: dict[int, tuple[socket.socket, list[str]]] = {}
-    poll = select.poll()
-    for address, port in peers:
+def _listener(*, six: bool) -> socket.socket:
+    if six:
         try:
-            probe = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            probe.setblocking(False)
-            error = probe.connect_ex((address, int(port)))
-        except (OSError, ValueError) as trouble:
-            failed.append([address, str(trouble)])
-            continue
-        if error not in (0, 115, 36):  # EINPROGRESS on Linux, on macOS
-            failed.append([address, os.strerror(error)])
-            probe.close()
-            continue
-        waiting[probe.fileno()] = (probe, [address, port])
-        poll.register(probe, select.POLLOUT)
-    deadline = time.monotonic() + _PATIENCE
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        for fd, _ in poll.poll(left * 1000):
-            probe, (address, _) = waiting.pop(fd)
-            poll.unregister(fd)
-            error = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if error:
-                failed.append([address, os.strerror(error)])
-            probe.close()
-    for probe, (address, _) in waiting.values():
-        failed.append([address, "no answer"])
-        probe.close()
-    return failed, interface_towards(peers[0][0]) if peers else ""
+            listener = socket.socket(socket.AF_INET6)
+        except OSError:  # a kernel without it: then nobody comes that way
+            return _listener(six=False)
+        try:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.bind(("::", 0))
+        except OSError:  # switched off
+            listener.close()
+            return _listener(six=False)
+    else:
+        listener = socket.socket(socket.AF_INET)
+        listener.bind(("", 0))
+    listener.listen(2048)
+    return listener
 
 
-def interface_towards(address: str) -> str:
-    """The name of the interface through which an address is reached; empty where nobody says."""
-    if not hasattr(socket, "if_nameindex"):
-        return ""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+def _tell(listener: socket.socket, word: str) -> None:
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))
-            own = probe.getsockname()[0]
-    except OSError:
-        return ""
-    return next((name for _, name in socket.if_nameindex() if own in _addresses(name, family)), "")
-
-
-def _addresses(interface: str, family: int) -> list[str]:
-    """The addresses of an interface, as Linux tells them."""
-    if family == socket.AF_INET6:
-        return _six(interface)
-    import fcntl
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:  # SIOCGIFADDR
-            answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", interface.encode()[:15]))
+        connection, _ = listener.accept()
+    except OSError:  # it has hung up
+        return
+    with connection:
+        connection.setblocking(False)
+        try:
+            connection.send(word.encode())
         except OSError:
-            return []
-    return [socket.inet_ntoa(answer[20:24])]
-
-
-def _six(interface: str) -> list[str]:
-    try:
-        with open("/proc/net/if_inet6") as lines:
-            words = [line.split() for line in lines]
-    except OSError:
-        return []
-    return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(word[0])) for word in words if word[-1] == interface]
+            pass

@@ -156,7 +156,7 @@ def _look_for_newer(image: Image, hosts: Sequence[Host], inventory: Inventory) -
         known.remember(host, facts)
         return Target.of(facts, local_python())
 
-    with ThreadPoolExecutor(max(1, len(hosts))) as threads:
+    with ThreadPoolExecutor(min(64, max(1, len(hosts)))) as threads:
         together = sorted({found for found in threads.map(target, hosts) if found is not None}, key=repr)
     for one in together:
         make_lock(image, one, together=together, upgrade=True)

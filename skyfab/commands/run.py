@@ -12,6 +12,7 @@ from skyfab.commands.keys import broadcast, farewell
 from skyfab.compute import Compute
 from skyfab.detached import Run
 from skyfab.errors import UsageError
+from skyfab.plugins.base import Torchrun
 from skyfab.script import perform
 
 
@@ -33,7 +34,8 @@ def run(
     main = types.ModuleType("__main__")
     main.__file__ = str(script)
     sys.modules["__main__"] = main
-    with Compute(hosts, inventory=inventory, ranks=ranks or "auto", workdir=workdir) as compute:
+    plugins = [Torchrun()]
+    with Compute(hosts, inventory=inventory, ranks=ranks or "auto", plugins=plugins, workdir=workdir) as compute:
         started = as_function(perform)
         started.label = target
         call = started(script.name, function, list(arguments))

@@ -64,7 +64,7 @@ def trust(selection: str | None, inventory: str | None, *, known_hosts: str | No
             raise UsageError(f"{program} is not installed here", hint="it is in the package openssh-client")
     new: list[Entry] = []
     failures: list[Exception] = []
-    with ThreadPoolExecutor(len(hosts)) as pool:
+    with ThreadPoolExecutor(min(32, len(hosts))) as pool:
         for fetched in [pool.submit(_fetch, host, known_hosts) for host in hosts]:
             try:
                 entry = fetched.result()

@@ -51,6 +51,7 @@ _IRREGULAR: Final = {
 class Accelerate(Plugin):
     """Made by `accelerate`, which says what the field means."""
 
+    network = "needed"
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -17,13 +17,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from skyfab.compute import Compute
     from skyfab.context import InstanceInfo
     from skyfab.host import Host
     from skyfab.image import Image
+
+
+Network = Literal["unused", "wanted", "needed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,11 @@ class Plugin:
 
     elastic: Elastic | None = None
     """Where it is set, each host has one process that starts the host's ranks: see `conduct`."""
+    network: Network = "unused"
+    """Whether the ranks of ``@`` connect to each other. Where it is "needed", hosts that cannot are an error at once.
+
+    Where it is "wanted", a line says so, and the call goes on.
+    """
 
     def transform(self, image: Image, host: Host) -> Image:
         """What the image must be on a host. Here, before anything is reached."""
@@ -65,3 +73,9 @@ class Plugin:
     def around_client(self, compute: Compute) -> Iterator[None]:
         """Here, while the pool is open."""
         yield
+
+
+class Torchrun(Plugin):
+    """Scripts that were written for torchrun: some connect to MASTER_ADDR, some do not."""
+
+    network = "wanted"

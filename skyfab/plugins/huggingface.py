@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class HuggingFace(Plugin):
     """Made by `huggingface`, which says what the field means."""
 
+    network = "wanted"  # the Trainer connects ranks, a pipeline does not
     token: str | None = None
 
     def __repr__(self) -> str:

@@ -29,6 +29,7 @@ _failed = False
 class Jax(Plugin):
     """Made by `jax`, which says what the field means."""
 
+    network = "needed"
     extra: str | None = None
 
     def transform(self, image: Image, host: Host) -> Image:

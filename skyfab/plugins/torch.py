@@ -31,6 +31,7 @@ _BUILD: Final = re.compile(r"auto|cpu|cu\d+|rocm[\d.]+|xpu")
 class Torch(Plugin):
     """Made by `torch`, which says what the fields mean."""
 
+    network = "needed"
     backend: str | None = None
     cuda: str = "auto"
     version: str = "auto"

@@ -228,6 +228,10 @@ class Port(Message):
     """Listen at a free TCP port, until it is handed to a process or given up; answered by Done with its number."""
 
     op: ClassVar[str] = "port"
+    address: str = ""
+    """The one that will be connected to; it says whether that is IPv6."""
+    word: str = ""
+    """What whoever connects is told, at any address of the host. Without it nobody is answered."""
 
 
 class Unport(Message):
@@ -238,10 +242,13 @@ class Unport(Message):
 
 
 class Reach(Message):
-    """Which of these addresses, pairs of host and port, cannot be connected to within a second? Answered by Reached."""
+    """Which of these can be connected to, and does the right host answer? Answered by Reached."""
 
     op: ClassVar[str] = "reach"
     peers: list[list[str]]
+    """Address, port, and the word that is said there (see Port). Several with one word are one host's addresses."""
+    patience: float
+    """Seconds."""
 
 
 # ---- from a host to this machine
@@ -286,10 +293,8 @@ class Reached(Message):
     """The answer to Reach."""
 
     op: ClassVar[str] = "reached"
-    failed: list[list[str]]
-    """Those that could not be reached, each with the reason in place of the port."""
-    interface: str
-    """The network interface that leads to the first of them."""
+    found: list[list[str]]
+    """For each of them, in order: what went wrong, or nothing; and the address of this host that leads there."""
 
 
 class Done(Message):
@@ -353,7 +358,11 @@ class AgentHello(Message):
     cloudpickle: str
     hostname: str
     address: str
-    """Where this machine reached it: what its peers may use."""
+    """Where this machine reached it."""
+    addresses: list[list[str]]
+    """Where other hosts may reach it: interface, and address with the length of its prefix."""
+    network: str
+    """Names its network stack: two agents on one machine say the same."""
     gpus: int
     cpus: int
     platform: str

@@ -42,6 +42,10 @@ class Stream(Protocol):
 class Transport(Protocol):
     """A way to reach one host."""
 
+    @property
+    def servers(self) -> Sequence[str]:
+        """The SSH servers on the way, each as address and port: they bear so many logins at a time."""
+
     def open(self, command: str) -> Stream:
         """Runs `command` through the host's login shell.
 

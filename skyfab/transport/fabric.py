@@ -23,7 +23,17 @@ import paramiko
 from skyfab.errors import AuthenticationRefused, HostError, HostKeyRefused, HostLost, Unreachable
 from skyfab.inventory import Host, Inventory
 from skyfab.protocol.frames import Buffer
-from skyfab.transport.openssh import ALIVE_COUNT, ALIVE_INTERVAL, CONFIG, REVOKED, by_hand, changed_key, revoked_key
+from skyfab.transport.logins import ServerBusy
+from skyfab.transport.openssh import (
+    ALIVE_COUNT,
+    ALIVE_INTERVAL,
+    CONFIG,
+    REVOKED,
+    by_hand,
+    changed_key,
+    revoked_key,
+    servers_of,
+)
 
 _PACKET: Final = 1024 * 1024
 """paramiko slows to a crawl when it is handed larger pieces."""
@@ -152,6 +162,7 @@ class Fabric:
     def __init__(self, host: Host, inventory: Inventory) -> None:
         self._host = host
         self._inventory = inventory
+        self.servers = servers_of(host, inventory)
         self._connection: fabric.Connection | None = None
         self._stream: ChannelStream | None = None
 
@@ -339,6 +350,12 @@ def _explain(host: Host, error: Exception) -> HostError:
             f"every key was refused{who}: {text}",
             host=host.name,
             hint=f"try: {by_hand(host)}",
+        )
+    if "protocol banner" in text:
+        return ServerBusy(
+            f"its SSH server, or a jump host's, hung up before the login: {text}",
+            host=host.name,
+            hint=f"is it up? one that is busy turns logins away (MaxStartups); try: {by_hand(host)}",
         )
     if isinstance(error, OSError) and error.filename and error.filename == host.identity:
         return AuthenticationRefused(f"its key cannot be read: {text}", host=host.name, hint="identity = … names it")

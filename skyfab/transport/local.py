@@ -10,6 +10,8 @@ from skyfab.transport.process import ProcessStream
 class Local:
     """Runs the command here."""
 
+    servers = ()
+
     def __init__(self, host: Host) -> None:
         self._host = host
 

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostLost, Unreachable
 from skyfab.inventory import Host, Inventory
+from skyfab.transport.logins import ServerBusy
 from skyfab.transport.process import ProcessStream
 
 CONFIG = "SKYFAB_SSH_CONFIG"
@@ -49,6 +50,7 @@ class OpenSSH:
     def __init__(self, host: Host, inventory: Inventory) -> None:
         self._host = host
         self._jumps = inventory.jump_chain(host)
+        self.servers = servers_of(host, inventory)
         self._aliases = {
             hop: f"skyfab-jump-{number}" if hop.name in inventory.hosts else hop.login
             for number, hop in enumerate(self._jumps)
@@ -143,6 +145,11 @@ class OpenSSH:
         self.joined()
 
 
+def servers_of(host: Host, inventory: Inventory) -> tuple[str, ...]:
+    """The SSH servers on the way to a host, as far as the inventory tells."""
+    return tuple(f"{hop.destination} {hop.port or 22}" for hop in (*inventory.jump_chain(host), host))
+
+
 def _remove(files: list[Path]) -> None:
     while files:
         with contextlib.suppress(OSError):
@@ -195,6 +202,13 @@ def explain(host: Host, code: int, errors: str) -> Exception:
             f"every key was refused{who}{offered}",
             host=host.name,
             hint=f"try: {by_hand(host)}",
+        )
+    busy = re.search(r"exchange_identification: (.*)", errors)  # an inner ssh's, where there is a jump host
+    if code == 255 and busy:
+        return ServerBusy(
+            f"its SSH server, or a jump host's, hung up before the login: {busy[1].strip()}",
+            host=host.name,
+            hint=f"is it up? one that is busy turns logins away (MaxStartups); try: {by_hand(host)}",
         )
     if code == 255:
         said = re.sub(r"^ssh: ", "", last) or f"{host.destination} does not answer"

@@ -38,6 +38,8 @@ _PLACE = {
     "agent": {
         "python": "3.11",
         "cloudpickle": "3.1.0",
+        "addresses": [["eth0", "10.0.0.11/24"], ["eth0", "fd00::11/64"]],
+        "network": "0a1b net:[4026531840]",
         "hostname": "node1",
         "address": "192.0.2.11",
         "gpus": 0,
@@ -111,6 +113,8 @@ class Tap:
 
         stream.recv_into, stream.send = hear, tell  # type: ignore[assignment]
         return stream
+
+    servers = ()
 
     def joined(self) -> None:
         self._begun = True

@@ -234,7 +234,7 @@ Make = Callable[[], contextlib.AbstractContextManager[Host]]
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """``with host() as one:`` an agent in a folder of its own; nothing it does leaves this process."""
-    monkeypatch.setattr(orders, "reach", lambda peers: ([], ""))
+    monkeypatch.setattr(orders, "Reaching", lambda peers, patience, watch, done: done([]))
     monkeypatch.setattr(seats_module, "_FAREWELL", 0.0)
     before, number = Path.cwd(), 0
 

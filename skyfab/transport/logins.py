@@ -1,0 +1,132 @@
+"""Logins: how many are under way at a time, and another try for one that a busy server turned away.
+
+An SSH server hangs up on some of those who come while ten others have not been let in yet (MaxStartups 10:30:100). It
+may be the way to many hosts, as a jump host is. And each login is work for this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from skyfab.errors import HostLost, Unreachable
+
+T = TypeVar("T")
+
+_PER_SERVER: Final = 8
+"""Logins at one server. Others may log in there too."""
+_ALL: Final = max(32, min(256, 16 * (os.cpu_count() or 1)))
+"""Logins of this program."""
+_PAUSES: Final = (0.25, 0.5, 1.0, 2.0)
+"""Seconds before another try, more or less."""
+
+
+class ServerBusy(Unreachable):
+    """An SSH server hung up before it asked who we are."""
+
+
+class Turn:
+    """A login's place in the queue, and then among those that are under way."""
+
+    def __init__(self, queue: Logins, servers: Sequence[str]) -> None:
+        self._queue = queue
+        self.servers = frozenset(servers)
+        self.granted = threading.Event()
+        self.ended = False
+
+    def over(self) -> None:
+        """The login has succeeded or failed: the next one may begin. Twice is fine."""
+        if not self.ended:
+            self._queue.leave(self)
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over()
+
+
+class Logins:
+    """Lets logins begin, in their order as far as their servers have room."""
+
+    def __init__(self, *, most: int = _ALL, per_server: int = _PER_SERVER) -> None:
+        self._most = most
+        self._per_server = per_server
+        self._lock = threading.Lock()
+        self._waiting: deque[Turn] = deque()
+        self._count = 0
+        self._at: Counter[str] = Counter()
+        self._less: Counter[str] = Counter()
+        """How many logins less than others a server bears."""
+
+    def turn(self, servers: Sequence[str], stopped: Callable[[], bool] = lambda: False) -> Turn:
+        """Waits for a login's turn; `servers` are all that it passes. Without any it need not wait.
+
+        Raises HostLost when it is `stopped` before.
+        """
+        turn = Turn(self, servers)
+        if not servers:
+            turn.ended = True
+            return turn
+        with self._lock:
+            self._waiting.append(turn)
+            self._advance()
+        try:
+            while not turn.granted.wait(0.2):
+                if stopped():
+                    raise HostLost("the pool was closed")
+        except BaseException:
+            turn.over()
+            raise
+        return turn
+
+    def turned_away(self, servers: Sequence[str]) -> None:
+        """A server hung up on a login: it bears one less than there were. Which one it was is not known."""
+        with self._lock:
+            for server in servers:
+                self._less[server] = min(self._less[server] + 1, self._per_server - 1)
+
+    def leave(self, turn: Turn) -> None:
+        with self._lock:
+            if turn.ended:
+                return
+            turn.ended = True
+            if turn.granted.is_set():
+                self._count -= 1
+                self._at.subtract(turn.servers)
+            else:
+                self._waiting.remove(turn)
+            self._advance()
+
+    def _advance(self) -> None:
+        for turn in list(self._waiting):
+            if self._count >= self._most:
+                return
+            if all(self._at[server] < self._per_server - self._less[server] for server in turn.servers):
+                self._waiting.remove(turn)
+                self._count += 1
+                self._at.update(turn.servers)
+                turn.granted.set()
+
+
+LOGINS: Final = Logins()
+"""Those of this program."""
+
+
+def retry(log_in: Callable[[], T], stopped: Callable[[], bool], pauses: Sequence[float] = _PAUSES) -> T:
+    """Logs in, and again after a while where the server was busy. Raises what the last try raised."""
+    for pause in pauses:
+        try:
+            return log_in()
+        except ServerBusy:
+            until = time.monotonic() + pause * random.uniform(0.7, 1.3)
+            while time.monotonic() < until and not stopped():
+                time.sleep(0.05)
+            if stopped():
+                raise
+    return log_in()

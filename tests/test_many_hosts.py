@@ -1,0 +1,259 @@
+"""Many hosts: logins that servers bear, files that a program may open, and pools of 16 and 64 hosts."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stage.labs import start, until
+
+import skyfab as sky
+from skyfab import muster
+from skyfab.abreast import abreast
+from skyfab.errors import HostLost, UsageError
+from skyfab.events import Event, Output
+from skyfab.lab import Lab
+from skyfab.transport.logins import Logins, ServerBusy, Turn, retry
+from skyfab.transport.openssh import explain, servers_of
+
+# ---- logins
+
+
+def begin(logins: Logins, *servers: str) -> tuple[list[Turn], threading.Thread]:
+    """A login that waits for its turn, on a thread; the list has it when it is there."""
+    there: list[Turn] = []
+    thread = threading.Thread(target=lambda: there.append(logins.turn(servers)))
+    thread.start()
+    return there, thread
+
+
+def test_a_server_bears_so_many_logins_and_others_do_not_wait_for_it() -> None:
+    logins = Logins(most=10, per_server=2)
+    held = [logins.turn(["gateway 22", f"node{n} 22"]) for n in (1, 2)]
+    third, waiting = begin(logins, "gateway 22", "node3 22")
+    logins.turn(["elsewhere 22"]).over()
+    assert not third
+    held[0].over()
+    held[0].over()  # twice is fine, and counts once
+    waiting.join()
+    assert len(third) == 1
+    fourth, still = begin(logins, "gateway 22", "node4 22")
+    assert not fourth
+    held[1].over()
+    still.join()
+
+
+def test_a_server_that_turned_a_login_away_gets_fewer_at_a_time() -> None:
+    logins = Logins(most=10, per_server=3)
+    for _ in range(5):
+        logins.turned_away(["node1 22"])
+    first = logins.turn(["node1 22"])
+    second, waiting = begin(logins, "node1 22")
+    assert not second
+    first.over()
+    waiting.join()
+    assert second, "one at a time, at least"
+
+
+def test_a_program_has_so_many_logins_under_way() -> None:
+    logins = Logins(most=2, per_server=8)
+    held = [logins.turn([f"node{n} 22"]) for n in (1, 2)]
+    third, waiting = begin(logins, "node3 22")
+    logins.turn([]).over()  # this machine itself needs none
+    assert not third
+    held[0].over()
+    waiting.join()
+    assert third
+
+
+def test_a_pool_that_is_closed_waits_for_no_turn() -> None:
+    logins = Logins(most=1, per_server=1)
+    held = logins.turn(["node1 22"])
+    with pytest.raises(HostLost):
+        logins.turn(["node1 22"], lambda: True)
+    held.over()
+    logins.turn(["node1 22"]).over()
+
+
+def test_the_servers_on_the_way_are_those_of_the_jump_hosts_too() -> None:
+    gateway = sky.Host(name="gateway", address="10.0.0.1", port=2222)
+    inside = sky.Host(name="inside", address="10.0.0.2", jump="gateway")
+    inventory = sky.Inventory(hosts={host.name: host for host in (gateway, inside)})
+    assert servers_of(inside, inventory) == ("10.0.0.1 2222", "10.0.0.2 22")
+
+
+def test_a_login_that_was_turned_away_is_tried_again() -> None:
+    tried: list[int] = []
+
+    def log_in() -> str:
+        tried.append(1)
+        if len(tried) < 3:
+            raise ServerBusy("busy", host="node1")
+        return "in"
+
+    assert retry(log_in, lambda: False, [0.01, 0.01]) == "in"
+    tried.clear()
+    with pytest.raises(ServerBusy):
+        retry(log_in, lambda: True, [60.0])
+    assert len(tried) == 1, "a pool that is closed does not try again"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "kex_exchange_identification: Connection closed by remote host\nConnection closed by 10.0.0.1 port 22\n",
+        "kex_exchange_identification: read: Connection reset by peer\nConnection reset by 10.0.0.1 port 22\n",
+        "ssh_exchange_identification: Connection closed by remote host\n",
+        "kex_exchange_identification: Connection closed by remote host\nConnection closed by UNKNOWN port 65535\n",
+    ],
+)
+def test_what_ssh_says_of_a_busy_server_is_known(said: str) -> None:
+    error = explain(sky.Host(name="node1", address="10.0.0.1"), 255, said)
+    assert isinstance(error, ServerBusy)
+    assert "MaxStartups" in str(error.hint)
+
+
+@pytest.mark.parametrize("transport", ["openssh", "fabric"])
+def test_a_server_that_turns_logins_away_is_asked_again(
+    namespaces: Lab, hosts_of: Callable[..., list[sky.Host]], transport: str
+) -> None:
+    """Ten names of one machine, whose sshd takes three at a time and hangs up on the others."""
+    node = namespaces.hosts[3]
+    before = node.path("/etc/ssh/sshd_config").read_text()
+    host = hosts_of(transport, 4)[3]
+    names = [replace(host, name=f"name{number}") for number in range(10)]
+    try:
+        node.path("/etc/ssh/sshd_config").write_text(before + "MaxStartups 3:100:3\n")
+        node.reboot()
+        with sky.Compute(names, ui="none") as compute:
+            assert len({info.hostname for info in sky.function(sky.instance_info)() @ compute}) == 1
+    finally:
+        node.path("/etc/ssh/sshd_config").write_text(before)
+        node.reboot()
+
+
+# ---- what this machine has for them
+
+
+def test_more_hosts_than_files_that_a_program_has_open_make_room() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(list(Path("/dev/fd").iterdir()))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))
+        muster.make_room(1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= used + 8 + 100
+        muster.make_room(200)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, 200 * 8)
+        raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+        muster.make_room(1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == raised, "it is never lowered"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_hosts_than_the_system_has_files_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1024))
+    with pytest.raises(UsageError, match=r"200 hosts need about .* and this program may have 1024") as raised:
+        muster.make_room(200)
+    assert "ulimit" in str(raised.value.hint)
+
+
+def test_more_hosts_than_threads_take_turns() -> None:
+    at_once: list[int] = []
+    running = 0
+    lock = threading.Lock()
+
+    def work(item: int) -> int:
+        nonlocal running
+        with lock:
+            running += 1
+            at_once.append(running)
+        time.sleep(0.002)
+        with lock:
+            running -= 1
+        return item
+
+    assert abreast(work, range(700)) == list(range(700))
+    assert max(at_once) <= 256
+
+
+# ---- pools
+
+
+class Connected(sky.plugins.Plugin):
+    """Stands for any plugin whose ranks connect to each other."""
+
+    network = "needed"
+
+
+@sky.function
+def meet() -> int:
+    """Every rank says hello at the head's port, and the head waits for all of them."""
+    import socket
+
+    info = sky.instance_info()
+    if info.rank:
+        for _ in range(600):
+            try:
+                with socket.create_connection((info.head_addr, info.head_port), 10) as connection:
+                    return len(connection.recv(1))
+            except ConnectionError:  # the head's process has begun, and its function has not
+                time.sleep(0.1)
+    with socket.create_server((info.head_addr, info.head_port), backlog=256) as listener:
+        listener.settimeout(60)
+        for _ in range(info.world_size - 1):
+            connection, _ = listener.accept()
+            with connection:
+                connection.send(b"!")
+    return 1
+
+
+@sky.function
+def say() -> None:
+    print("rank", sky.instance_info().rank)
+
+
+@pytest.fixture
+def many(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    with start(request.param, python=sys.executable) as lab:
+        yield lab
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("many", [16, pytest.param(64, marks=pytest.mark.soak)], indirect=True)
+def test_a_pool_of_many_hosts_opens_calls_maps_prints_and_closes(many: Lab) -> None:
+    count = len(many.hosts)
+    lines: list[str] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, Output):
+            lines.append(event.text)
+
+    with sky.Compute(inventory=many.inventory, plugins=[Connected()], ui="none") as compute:
+        assert meet() @ compute == [1] * count
+        assert compute.map(abs, range(-10_000, 0)) == list(range(10_000, 0, -1))
+        compute.events.subscribe(note)
+        say() @ compute
+        until(lambda: len(lines) == count)
+        assert sorted(lines, key=_number) == [f"rank {rank}" for rank in range(count)]
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("skyfab-")]
+        assert len(threads) <= count + 2
+    until(lambda: not _busy(many))
+
+
+def _busy(lab: Lab) -> list[str]:
+    return [host.name for host in lab.hosts if any("skyfab" in " ".join(one.cmdline) for one in host.processes())]
+
+
+def _number(line: str) -> int:
+    found = re.search(r"\d+$", line)
+    assert found
+    return int(found[0])

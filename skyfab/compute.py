@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from skyfab.autopsy import Place, watch
 from skyfab.calls import Call, Function, Group, as_function
+from skyfab.cloud import refuses_rent
 from skyfab.detached import Results, Run, attach
 from skyfab.dispatch import CallFuture, Queue, Slot, Task
 from skyfab.elastic import in_order, may_go_on, remaining
@@ -27,7 +28,7 @@ from skyfab.muster import close_all, open_all
 from skyfab.node import Node, SeatPlan
 from skyfab.outfit import Outfit
 from skyfab.parcel import FunctionParcel, pack_arguments, pack_function
-from skyfab.plugins.base import Plugin
+from skyfab.plugins.base import Plugin, check_together
 from skyfab.project import Project, Tree
 from skyfab.protocol import codec
 from skyfab.refs import Ref, put
@@ -46,6 +47,7 @@ class Compute:
     4
     """
 
+    @refuses_rent
     def __init__(
         self,
         hosts: str | Iterable[str | Host] | None = None,
@@ -80,6 +82,7 @@ class Compute:
         """The hosts that were asked for."""
         self._image = image or Image()
         self._plugins = tuple(plugins)
+        check_together(self._plugins)
         self._elastic = next((plugin.elastic for plugin in self._plugins if plugin.elastic), None)
         self._outfit = Outfit(self.selected, self._image, self._plugins)
         self._ranks = ranks

@@ -14,16 +14,21 @@ A plugin travels to the hosts by pickle, and runs there in each process before t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from skyfab.errors import UsageError
 
 if TYPE_CHECKING:
     from skyfab.compute import Compute
     from skyfab.context import InstanceInfo
     from skyfab.host import Host
     from skyfab.image import Image
+
+RENDEZVOUS: Final = "the port at which the ranks meet"
+"""What frameworks with a process group of their own take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class Elastic:
 class Plugin:
     """Derive from this and write the hooks that you need."""
 
+    exclusive: ClassVar[str] = ""
+    """What it takes for itself, in words: of the plugins of a pool, one may have it."""
     elastic: Elastic | None = None
     """Where it is set, each host has one process that starts the host's ranks: see `conduct`."""
 
@@ -65,3 +72,18 @@ class Plugin:
     def around_client(self, compute: Compute) -> Iterator[None]:
         """Here, while the pool is open."""
         yield
+
+
+def check_together(plugins: Sequence[Plugin]) -> None:
+    """Raises UsageError for plugins that cannot be in one pool."""
+    owners: dict[str, Plugin] = {}
+    for plugin in plugins:
+        if not plugin.exclusive:
+            continue
+        if plugin.exclusive in owners:
+            names = [f"plugins.{type(one).__name__.lower()}" for one in (owners[plugin.exclusive], plugin)]
+            raise UsageError(
+                f"{' and '.join(names)} cannot be in one pool: each needs {plugin.exclusive} for itself",
+                hint="leave one of them out, or open a pool for each",
+            )
+        owners[plugin.exclusive] = plugin

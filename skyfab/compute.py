@@ -87,6 +87,7 @@ class Compute:
         self._outfit = Outfit(self.selected, self._image, self._plugins)
         self._ranks = ranks
         self._env = variables(env or {}, "env")
+        self._lease = lease
         self._timeout = timeout
         self._ui = ui
         self.events = Events()
@@ -201,7 +202,7 @@ class Compute:
         if self._ui != "none":
             from skyfab.ui import attach
 
-            self._closers.append(attach(self.events, self._ui))
+            self._closers.append(attach(self.events, self._ui, patience=self._lease / 4))
 
     def _hide(self) -> None:
         while self._closers:

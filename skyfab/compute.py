@@ -288,7 +288,7 @@ class Compute:
         chosen = list(self.hosts) if on == "all" else [self._named(on) if on not in ("one", "head") else self.hosts[0]]
         if on == "all" and self._elastic is not None:
             chosen = remaining(chosen, self._elastic)
-        nodes = [self._roster.apart(node, self._env_of) for node in chosen]
+        nodes = self._roster.apart(chosen, self._env_of)
         ranks = [self._ranks_on(node) if on == "all" else 1 for node in chosen]
         label, timeout = call.function.label, self._timeout_of(call.function)
         launcher = Launcher(nodes, ranks, label=label, name=name or label)

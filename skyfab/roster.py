@@ -62,11 +62,15 @@ class Roster:
         self._listeners[index] = listener
         return node
 
-    def apart(self, node: Node, env: Callable[[Node], Mapping[str, str]]) -> Node:
-        """The same host once more, with an agent of its own that nobody listens to."""
+    def apart(self, nodes: Sequence[Node], env: Callable[[Node], Mapping[str, str]]) -> list[Node]:
+        """The same hosts once more, with agents of their own. These have one name on all hosts, as a pool's have."""
+        pool = secrets.token_hex(8)
+        return [self._apart(node, env, pool) for node in nodes]
+
+    def _apart(self, node: Node, env: Callable[[Node], Mapping[str, str]], pool: str) -> Node:
         listener = Hearing(Events(), Gangs(env), self._queue, None, lambda: ())
         made = listener.node = Node(node.index, node.host, self._inventory)
-        made.session = self._talk(made, listener)
+        made.session = self._talk(made, listener, pool=pool)
         return made
 
     def _talk(self, node: Node, listener: Hearing, *, pool: str | None = None) -> Session:

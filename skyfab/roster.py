@@ -51,6 +51,7 @@ class Roster:
     def call_up(self, hosts: Sequence[Host]) -> Sequence[Node]:
         """The nodes of the pool, one for each host."""
         self._outfit.begin()
+        self.pool = secrets.token_hex(8)  # a new name: agents of the last opening may still be about to end
         self.nodes = [self._recruit(index, host) for index, host in enumerate(hosts)]
         self.homecoming.begin()
         return self.nodes

@@ -288,10 +288,12 @@ class Worker:
     def _timeout(self, pool: Pool) -> None:
         number = self._model.number()
         function = self._random.choice([calls.limited_nap, calls.limited_save])
-        operation = self._operation("timeout", pool, 2 * number)
+        on = self._random.choice(["one", "one", "one", "all"])
+        expected = 2 * number if on == "one" else [2 * number] * pool.compute.world_size
+        operation = self._operation("timeout", pool, expected)
         operation.raises = (sky.CallTimeout,)
         operation.must_raise = function is calls.limited_nap
-        self._submit(operation, function(number, 60), on=self._random.choice(["one", "one", "one", "all"]))
+        self._submit(operation, function(number, 60), on=on)
 
     def _impatient(self, pool: Pool) -> None:
         number = self._model.number()

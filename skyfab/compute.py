@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, TypeVar, overload
 from skyfab import nesting
 from skyfab.autopsy import Place, watch
 from skyfab.calls import Call, Function, Group, as_function
+from skyfab.cloud import refuses_rent
 from skyfab.detached import Results, Run, attach
 from skyfab.dispatch import Queue, Slot, Task
 from skyfab.elastic import in_order, may_go_on, remaining
@@ -36,7 +37,7 @@ from skyfab.muster import close_all, open_all
 from skyfab.node import Node, SeatPlan
 from skyfab.outfit import Outfit
 from skyfab.parcel import FunctionParcel, pack_arguments, pack_function
-from skyfab.plugins.base import Plugin
+from skyfab.plugins.base import Plugin, check_together
 from skyfab.project import Project
 from skyfab.project_sync import ProjectSync
 from skyfab.protocol import codec
@@ -57,6 +58,7 @@ class Compute:
     4
     """
 
+    @refuses_rent
     def __init__(
         self,
         hosts: str | Iterable[str | Host] | None = None,
@@ -96,10 +98,12 @@ class Compute:
         """The hosts that were asked for."""
         self._image = image or Image()
         self._plugins = tuple(plugins)
+        check_together(self._plugins)
         self._elastic = next((plugin.elastic for plugin in self._plugins if plugin.elastic), None)
         self._outfit = Outfit(self.selected, self._image, self._plugins)
         self._ranks = ranks
         self._env = variables(env or {}, "env")
+        self._lease = lease
         self._timeout = timeout
         self._ui = ui
         self.events = Events()
@@ -110,7 +114,7 @@ class Compute:
         # A function without the pool: threads hold it, and must not keep a pool that was dropped.
         self._env_of = functools.partial(_env_of, self._outfit, self._env)
         self._pool = secrets.token_hex(8)
-        """Its name on its hosts."""
+        """The jobs of its gangs are named after it."""
         self._gangs = Gangs(self._env_of, self._pool, Meetings.of(self._plugins, self.events))
         self._broadcasts = BroadcastQueue()
         self._roster = Roster(
@@ -119,7 +123,6 @@ class Compute:
             self.events,
             self._gangs,
             self._queue,
-            pool=self._pool,
             lease=lease,
             silence=silence,
             welcome=self._sync.take_back,
@@ -223,7 +226,7 @@ class Compute:
         if self._ui != "none":
             from skyfab.ui import attach
 
-            self._closers.append(attach(self.events, self._ui))
+            self._closers.append(attach(self.events, self._ui, patience=self._lease / 4))
 
     def _hide(self) -> None:
         while self._closers:
@@ -285,8 +288,10 @@ class Compute:
                 wary=self._wary,
             )
 
+            jobs: list[str] = []
+
             def start(attempt: int) -> CallFuture:
-                begun = self._broadcasts.add(broadcast, lambda call: self._begin_broadcast(call, tree, attempt))
+                begun = self._broadcasts.add(broadcast, lambda call: self._begin_broadcast(call, tree, attempt, jobs))
                 begun.future.pool = self
                 self._watch(call.function, begun.future, begun.places)
                 return begun.future
@@ -302,11 +307,16 @@ class Compute:
         self._watch(call.function, task.future, task.places)
         return task.future
 
-    def _begin_broadcast(self, call: GangCall, tree: str, attempt: int) -> None:
-        """Hands a broadcast to the ranks of the hosts that are there. Raises what is wrong with them."""
+    def _begin_broadcast(self, call: GangCall, tree: str, attempt: int, jobs: list[str]) -> None:
+        """Hands a broadcast to the ranks of the hosts that are there. Raises what is wrong with them.
+
+        `jobs` keeps the name of its job: what is tried again finds what it has saved under that.
+        """
         nodes = self.hosts if self._elastic is None else remaining(self.hosts, self._elastic)
         ranks = [self._ranks_on(node) for node in nodes]
-        gang = self._gangs.current(nodes, ranks, tree, attempt=attempt, conducted=self._elastic is not None)
+        job, conducted = (jobs[0] if jobs else None), self._elastic is not None
+        gang = self._gangs.current(nodes, ranks, tree, attempt=attempt, job=job, conducted=conducted)
+        jobs.append(gang.job)
         with INTERRUPTS:
             call.begin(gang, self.events.call(call.broadcast.label, *(node.name for node in nodes)))
 
@@ -323,7 +333,7 @@ class Compute:
         chosen = list(self.hosts) if on == "all" else [self._named(on) if on not in ("one", "head") else self.hosts[0]]
         if on == "all" and self._elastic is not None:
             chosen = remaining(chosen, self._elastic)
-        nodes = [self._roster.apart(node, self._env_of) for node in chosen]
+        nodes = self._roster.apart(chosen, self._env_of)
         ranks = [self._ranks_on(node) if on == "all" else 1 for node in chosen]
         label, timeout = call.function.label, self._timeout_of(call.function)
         launcher = Launcher(nodes, ranks, label=label, name=name or label)

@@ -54,6 +54,11 @@ class Run:
         self.hosts = list(about.hosts)
         self.world_size = about.world
         self.started = min(part.started for part in parts)
+        found = {part.about.place for part in parts}
+        self.unasked = [
+            name for place, name in enumerate(about.hosts) if place not in found and name not in self._asked
+        ]
+        """Its hosts that were not asked when it was last looked at: its state is that of the others."""
 
     def __repr__(self) -> str:
         return f"<run {self.id[:8]} {self.name}: {self.state}>"
@@ -76,7 +81,7 @@ class Run:
 
     def _state_of(self, parts: Sequence[Part]) -> State:
         states = {part.state for part in parts}
-        if len(parts) < len(self.hosts):
+        if len(parts) < len(self.hosts) - len(self.unasked):
             states.add("unreachable")
         order: tuple[State, ...] = ("lost", "running", "unreachable", "stopped", "failed")
         return next((state for state in order if state in states), "done")
@@ -88,7 +93,7 @@ class Run:
 
     def _look(self, shells: Shells, errors: list[SkyfabError]) -> list[Part]:
         parts = shells.ask(self._part, errors)
-        self._parts = parts
+        self._parts, self.unasked = parts, []
         return parts
 
     def _part(self, shell: Shell) -> Part:

@@ -53,6 +53,7 @@ class Gang:
         self.nodes = list(nodes)
         self.tree = tree
         self.attempt = attempt
+        self.job = job
         self.broken = False
         """One of its processes has ended, or is about to: the next call needs another gang."""
         self.members: list[Member] = []
@@ -300,6 +301,14 @@ def rank_env(info: Mapping[str, Any], node: Node, interface: str) -> dict[str, s
         "LOCAL_WORLD_SIZE": info["local_world_size"],
         "NODE_RANK": info["node"],
         "GROUP_RANK": info["node"],
+        "GROUP_WORLD_SIZE": info["total_nodes"],
+        "ROLE_NAME": "default",  # torchrun's word for its only role: all ranks have it
+        "ROLE_RANK": info["rank"],
+        "ROLE_WORLD_SIZE": info["world_size"],
+        "TORCHELASTIC_RUN_ID": info["job_id"],
+        "TORCHELASTIC_RESTART_COUNT": info["attempt"],
+        "TORCHELASTIC_MAX_RESTARTS": info["attempt"],  # who starts it again, and how often, is not known here
+        "TORCHELASTIC_USE_AGENT_STORE": False,  # the head's process listens at MASTER_PORT, and no launcher
     }
     if node.host.gpus != "auto":
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, node.host.gpus))

@@ -31,15 +31,21 @@ class Gangs:
         self._numbers = itertools.count(1)
         self._ranks: dict[tuple[int, str], int] = {}
         self._new_ranks: dict[tuple[int, str], int] = {}
-        self._job = pool
         self._lock = threading.Lock()
 
     def current(
-        self, nodes: Sequence[Node], ranks: Sequence[int], tree: str, *, attempt: int = 0, conducted: bool = False
+        self,
+        nodes: Sequence[Node],
+        ranks: Sequence[int],
+        tree: str,
+        *,
+        attempt: int = 0,
+        job: str | None = None,
+        conducted: bool = False,
     ) -> Gang:
         """The gang for a call, with so many ranks on each node. Raises what is wrong with a node that is lost.
 
-        What is tried again gets a new one. Where it is `conducted`, each node has one process that starts the ranks.
+        What is tried again gets a new one, with the `job` of the attempts before. Where it is `conducted`, each node has one process that starts the ranks.
         """
         with self._lock:
             gang = self._gang
@@ -53,13 +59,11 @@ class Gangs:
                     raise node.lost
             meeting = self._meetings.arrange(nodes)
             number = next(self._numbers)
-            if not attempt:  # what is tried again is the same job, and finds what it has saved under that name
-                self._job = f"{self._pool}-{number}"
             gang = Gang(
                 nodes,
                 ranks,
                 name=f"gang{number}",
-                job=self._job,
+                job=job or f"{self._pool}-{number}",
                 tree=tree,
                 meeting=meeting,
                 attempt=attempt,

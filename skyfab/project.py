@@ -97,21 +97,22 @@ class Project:
         Where the system tells of changes, a look costs a microsecond; elsewhere, and for what others change on a
         network disk, the folders are read as often as costs little, and the files of loaded modules every time.
         """
-        quiet = self._changes.none_since()
-        now = time.monotonic()
-        if quiet and now < self._next_scan and len(sys.modules) == self._modules and not anew:
-            return self._tree
-        if anew or now >= self._next_scan or len(sys.modules) != self._modules or not (quiet or self._same()):
-            with self._lock:
+        with self._lock:  # a scan replaces the watch, and whoever asks meanwhile must not get the tree of before
+            quiet = self._changes.none_since()
+            now = time.monotonic()
+            if quiet and now < self._next_scan and len(sys.modules) == self._modules and not anew:
+                return self._tree
+            if anew or now >= self._next_scan or len(sys.modules) != self._modules or not (quiet or self._same()):
                 self._scan()
-            spent = time.monotonic() - now
-            pause = max(1.0, 100 * spent) if self._changes.active else max(0.02, 20 * spent)
-            self._next_scan = time.monotonic() + pause
-        return self._tree
+                spent = time.monotonic() - now
+                pause = max(1.0, 100 * spent) if self._changes.active else max(0.02, 20 * spent)
+                self._next_scan = time.monotonic() + pause
+            return self._tree
 
     def close(self) -> None:
         """Stops watching; the next `tree` begins again."""
-        self._changes.close()
+        with self._lock:
+            self._changes.close()
 
     def _same(self) -> bool:
         return not self._changes.active and all(_stamp(path) == stamp for path, stamp in self._watched)

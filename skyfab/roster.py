@@ -32,13 +32,12 @@ class Roster:
         gangs: Gangs,
         queue: Queue,
         *,
-        pool: str,
         lease: float,
         silence: float,
         welcome: Welcome,
         workdirs: Workdirs,
     ) -> None:
-        """`pool` is its name there. `welcome` is called with a lost node that is there again, before calls go to it."""
+        """`welcome` is called with a lost node that is there again, and with what lets calls go to it."""
         self._workdirs = workdirs
         self._inventory = inventory
         self._outfit = outfit
@@ -47,7 +46,8 @@ class Roster:
         self._queue = queue
         self._lease = lease
         self._silence = silence
-        self.pool = pool
+        self.pool = ""
+        """The pool's name on its hosts."""
         self._listeners: dict[int, Hearing] = {}
         self.homecoming = Homecoming(lambda node: self._talk(node, self._listeners[node.index]), welcome, events)
         self.nodes: Sequence[Node] = ()
@@ -55,6 +55,7 @@ class Roster:
     def call_up(self, hosts: Sequence[Host]) -> Sequence[Node]:
         """The nodes of the pool, one for each host."""
         self._outfit.begin()
+        self.pool = secrets.token_hex(8)  # a new name: agents of the last opening may still be about to end
         self.nodes = [self._recruit(index, host) for index, host in enumerate(hosts)]
         self.homecoming.begin()
         return self.nodes
@@ -67,12 +68,16 @@ class Roster:
         self._listeners[index] = listener
         return node
 
-    def apart(self, node: Node, env: Callable[[Node], Mapping[str, str]]) -> Node:
-        """The same host once more, with an agent of its own that nobody listens to."""
-        listener = Hearing(Events(), Gangs(env, self.pool, Meetings()), self._queue, None, lambda: ())
+    def apart(self, nodes: Sequence[Node], env: Callable[[Node], Mapping[str, str]]) -> list[Node]:
+        """The same hosts once more, with agents of their own. These have one name on all hosts, as a pool's have."""
+        pool = secrets.token_hex(8)
+        return [self._apart(node, env, pool) for node in nodes]
+
+    def _apart(self, node: Node, env: Callable[[Node], Mapping[str, str]], pool: str) -> Node:
+        listener = Hearing(Events(), Gangs(env, pool, Meetings()), self._queue, None, lambda: ())
         made = listener.node = Node(node.index, node.host, self._inventory)
         made.workdir = node.workdir
-        made.session = self._talk(made, listener)
+        made.session = self._talk(made, listener, pool=pool)
         return made
 
     def _talk(self, node: Node, listener: Hearing, *, pool: str | None = None) -> Session:

@@ -331,6 +331,28 @@ def test_the_commands(namespaces: Lab, script: Path) -> None:
     assert (missing.returncode, missing.stderr.splitlines()[0]) == (2, "error: no run 'nobody' on these hosts")
 
 
+def test_runs_on_some_hosts_says_how_they_stand_there_and_who_was_not_asked(
+    namespaces: Lab, hosts: list[sky.Host]
+) -> None:
+    run = launch(hosts, count(1), name="both")
+    run.result(60)
+    first, second = (host.name for host in hosts)
+
+    def listed(where: str) -> str:
+        lines = skyfab(namespaces, "runs", where).stdout.splitlines()
+        return next(line for line in lines if line.startswith(run.id[:8]))
+
+    for asked, other in ((first, second), (second, first)):
+        line = listed(f"--hosts={asked}")
+        assert line.split()[1] == "done"
+        assert f"2 ranks on {first}, {second} (not asked: {other})" in line
+    line = listed(f"--hosts={first},{second}")
+    assert line.split()[1] == "done" and "not asked" not in line
+    found = next(one for one in sky.runs(hosts[:1], inventory=namespaces.inventory) if one.id == run.id)
+    assert (found.state, found.unasked) == ("done", [second])
+    assert (found.status, found.unasked) == ("done", [])
+
+
 def test_d_detaches(namespaces: Lab, script: Path, host_with_runs: Callable[[], set[str]]) -> None:
     before = host_with_runs()
     env = {**os.environ, "SKYFAB_INVENTORY": str(namespaces.inventory), "TERM": "dumb"}

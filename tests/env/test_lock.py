@@ -17,7 +17,7 @@ from stage.index import Index, make_wheel, sha256
 from stage.spot import until
 from stage.threads import at_once
 
-from skyfab.env import tools, uv
+from skyfab.env import builds, tools, uv
 from skyfab.env.facts import Target
 from skyfab.env.lock import Lock, LockError, indexes, make_lock, needs_push, read_lock
 from skyfab.env.wheels import fetch
@@ -547,6 +547,85 @@ def test_an_index_named_for_torch_is_where_torch_comes_from(links: Path, private
     torch_wheel(links, "2.13.0+cpu")
     torch_wheel(private.folder, "2.10.0+custom")
     assert chosen(lock_of("torch", scoped=(PipIndex(private.secret_url, ("torch",)),))) == {"torch": "2.10.0+custom"}
+
+
+def vision(folder: Path, version: str, *, torch: str = "2.13.0", package: str = "torchvision") -> None:
+    make_wheel(folder, package, version, tag="cp311-cp311-manylinux_2_28_x86_64", requires=[f"torch=={torch}"])
+
+
+@pytest.mark.parametrize("package", ["torchvision", "torchaudio"])
+def test_a_torchvision_of_another_build_than_torch_is_refused_with_what_to_do(
+    links: Path, index: Index, package: str
+) -> None:
+    """As PyPI's is beside a torch for CPUs: its versions fit, and it fails when it is imported."""
+    torch_wheel(links, "2.13.0+cpu")
+    vision(index.folder, "0.28.0", package=package)
+    with pytest.raises(LockError, match=rf"{package} 0\.28\.0 .* beside torch 2\.13\.0\+cpu.*built for cpu") as raised:
+        lock_of("torch", package)
+    assert "put builds for cpu where pip looks for torch" in str(raised.value.hint)
+    assert "PipIndex(url, packages=" in str(raised.value.hint)
+
+
+def test_a_torchvision_that_comes_along_is_looked_at_too(links: Path, index: Index) -> None:
+    torch_wheel(links, "2.13.0+cpu")
+    vision(index.folder, "0.28.0")
+    index.add("models", "1.0", requires=["torchvision"])
+    with pytest.raises(LockError, match=r"torchvision 0\.28\.0"):
+        lock_of("models")
+
+
+def test_of_two_torchvisions_the_one_that_fits_torch_is_taken(links: Path, index: Index) -> None:
+    """The index has a newer one, for GPUs."""
+    torch_wheel(links, "2.13.0+cpu")
+    vision(links, "0.28.0+cpu")
+    vision(index.folder, "0.28.1")
+    assert chosen(lock_of("torch", "torchvision==0.28.*")) == {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu"}
+
+
+def test_a_torch_that_torchvision_fits_is_taken_even_if_it_is_older(links: Path, index: Index) -> None:
+    for build in ("2.13.0+cpu", "2.12.0+cpu"):
+        torch_wheel(links, build)
+    vision(links, "0.27.0+cpu", torch="2.12.0")
+    vision(index.folder, "0.28.0")
+    assert chosen(lock_of("torch", "torchvision")) == {"torch": "2.12.0+cpu", "torchvision": "0.27.0+cpu"}
+
+
+def test_what_lies_beside_torch_or_was_given_an_index_is_taken_to_fit(
+    links: Path, index: Index, private: Index
+) -> None:
+    torch_wheel(links, "2.13.0+cpu")
+    vision(links, "0.28.0")
+    assert chosen(lock_of("torch", "torchvision"))["torchvision"] == "0.28.0"
+    vision(private.folder, "0.28.7")
+    own = PipIndex(private.secret_url, ("torchvision",))
+    assert chosen(lock_of("torch", "torchvision", scoped=(own,)))["torchvision"] == "0.28.7"
+
+
+def test_an_index_for_torch_alone_says_that_torchvision_belongs_there_too(private: Index, index: Index) -> None:
+    torch_wheel(private.folder, "2.13.0+cpu")
+    vision(index.folder, "0.28.0")
+    with pytest.raises(LockError, match=r"torchvision 0\.28\.0 .* beside torch 2\.13\.0\+cpu"):
+        lock_of("torch", "torchvision", scoped=(PipIndex(private.secret_url, ("torch",)),))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "arch", "fitting"),
+    [
+        ("2.13.0", "0.28.0", "x86_64", True),
+        ("2.13.0+cpu", "0.28.0+cpu", "x86_64", True),
+        ("2.13.0+cu128", "0.28.0+cu129", "x86_64", True),  # torchvision compares CUDA's major versions
+        ("2.13.0+cu128", "0.28.0", "x86_64", True),
+        ("2.13.0+ours", "0.28.0", "x86_64", True),
+        ("2.13.0+cpu", "0.28.0", "aarch64", True),
+        ("2.13.0+cpu", "0.28.0", "x86_64", False),
+        ("2.13.0", "0.28.0+cpu", "x86_64", False),
+        ("2.13.0+cu128", "0.28.0+cu130", "x86_64", False),
+        ("2.13.0+cpu", "0.28.0+cu128", "aarch64", False),
+        ("2.13.0+rocm6.4", "0.28.0", "x86_64", False),
+    ],
+)
+def test_which_builds_fit(one: str, other: str, arch: str, fitting: bool) -> None:
+    assert builds.fit(one, other, arch) is builds.fit(other, one, arch) is fitting
 
 
 def test_macos_takes_torch_from_the_index(index: Index) -> None:

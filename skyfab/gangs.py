@@ -45,7 +45,8 @@ class Gangs:
     ) -> Gang:
         """The gang for a call, with so many ranks on each node. Raises what is wrong with a node that is lost.
 
-        What is tried again gets a new one, with the `job` of the attempts before. Where it is `conducted`, each node has one process that starts the ranks.
+        What is tried again gets a new one, with the `job` of the attempts before. Where it is `conducted`, each node
+        has one process that starts the ranks.
         """
         with self._lock:
             gang = self._gang

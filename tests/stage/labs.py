@@ -29,7 +29,7 @@ def start(count: int = 1, **options: object) -> Lab:
 def put_stand_ins(lab: Lab) -> None:
     """Lets hosts with a Python of their own import test modules."""
     for host in lab.hosts:
-        look = "import sys; print([path for path in sys.path if path.endswith('-packages')][-1])"
+        look = "import sys; print(next(path for path in sys.path if path.endswith('-packages')))"
         folder = host.run([host.python, "-c", look]).stdout.strip()
         for name in ("pytest", "hypothesis"):
             path = host.path(folder) / f"{name}.py"

@@ -11,7 +11,7 @@ import os
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -52,6 +52,8 @@ class Report:
         self._found: dict[str, list[str]] = {}
         self.done: Counter[str] = Counter()
         """Operations by kind."""
+        self.trail: list[str] = []
+        """What came before the first of them."""
 
     def broken(self, promise: str, what: str) -> None:
         with self._lock:
@@ -65,7 +67,7 @@ class Report:
         for promise, found in sorted(self._found.items()):
             lines.append(f"broken {len(found)} times: {PROMISES[promise]}")
             lines += [f"    {what}" for what in found[:4]]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.trail])
 
 
 @dataclass(slots=True)
@@ -88,6 +90,11 @@ class Pool:
     names: tuple[str, ...]
     machines: dict[str, LabHost]
     """Those hosts of it that are the lab's."""
+    trail: deque[str] = field(default_factory=lambda: deque(maxlen=12))
+    """What happened to it last: for whoever looks for the reason of a broken promise."""
+
+    def note(self, what: str) -> None:
+        self.trail.append(f"{time.monotonic() % 1000:7.3f} {what}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,11 +152,13 @@ class Model:
     @contextlib.contextmanager
     def excused(self, kind: Literal["lost", "closed"], pool: Pool, host: str | None = None) -> Iterator[None]:
         window = Window(kind, pool, host, time.monotonic())
+        pool.note(f"{kind} {host or ''}")
         with self._lock:
             self._windows.append(window)
         try:
             yield
         finally:
+            pool.note(f"no longer {kind} {host or ''}")
             window.end = time.monotonic() + 3  # the ranks that wait for one that is gone are stopped after a while
 
     def _excuses(self, operation: Operation) -> set[str]:
@@ -165,7 +174,14 @@ class Model:
 
     def judge(self, operation: Operation, value: Any, error: BaseException | None) -> None:
         self.report.done[operation.kind] += 1
-        excuses = self._excuses(operation)
+        count = self.report.count()
+        self._judge(operation, value, error, self._excuses(operation))
+        how = "returned" if error is None else f"raised {', '.join(type(one).__name__ for one in _flat(error))}"
+        operation.pool.note(f"{operation.kind} since {operation.start % 1000:.3f} {how}")
+        if self.report.count() > count:
+            self.report.trail = self.report.trail or [f"before that, on {operation.pool.name}:", *operation.pool.trail]
+
+    def _judge(self, operation: Operation, value: Any, error: BaseException | None, excuses: set[str]) -> None:
         if error is None:
             if operation.must_raise and not excuses:
                 self.report.broken("value", f"{operation} returned {value!r:.200} and raised nothing")
@@ -417,6 +433,8 @@ class World:
 
     def _edit(self, pool: Pool) -> None:
         self._model.edit()
+        for each in self._model.pools:
+            each.note(f"edited: version {self._model.version}")
 
     def _cut(self, pool: Pool) -> None:
         """Too short for anything to be lost."""

@@ -87,6 +87,7 @@ class Rank:
         """What plugins want done when this process ends in good order."""
         self._entered = self._spoiled = False
         """The plugins are at work in this process; one of them failed, and the process must not be used again."""
+        self._pid = os.getpid()
         self._fflush = ctypes.CDLL(None).fflush
         self._fflush.argtypes = [ctypes.c_void_p]
 
@@ -270,6 +271,8 @@ class Rank:
     # ---- answering
 
     def _answer(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
+        if os.getpid() != self._pid:  # the function has forked, and its child comes back from it too
+            os._exit(0)
         if payload is not None and not payload.buffers and len(payload.data) + len(message) <= SMALL:
             size = len(message)
             whole = HEADER.pack(HEAD, size, stream, size + len(payload.data)) + message + payload.data

@@ -115,6 +115,7 @@ class Rank:
         """CUDA is unusable: what plugins do at the end would fail, or wait for ever."""
         self.unfit: Exception | None = None
         """Why no call can run here."""
+        self._pid = os.getpid()
         self._fflush = ctypes.CDLL(None).fflush
         self._fflush.argtypes = [ctypes.c_void_p]
 
@@ -321,6 +322,8 @@ class Rank:
     # ---- answering
 
     def _answer(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
+        if os.getpid() != self._pid:  # the function has forked, and its child comes back from it too
+            os._exit(0)
         if payload is not None and not payload.buffers and len(payload.data) + len(message) <= SMALL:
             size = len(message)
             whole = HEADER.pack(HEAD, size, stream, size + len(payload.data)) + message + payload.data

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _PIECE = 64 * 1024
 """Bytes in a packet: what is longer comes in several. The system refuses packets of more than about 200 kB."""
+_MARK, _DIGITS = "SKYFAB_FORKED", 10
 _LAST, _MORE = b".", b"+"
 """How a packet begins."""
 
@@ -253,12 +254,27 @@ def _offspring() -> list[int]:
 
 
 def _belongs(pid: int, rank: int) -> bool:
-    """Whether a process was started by that rank, as its environment says."""
+    """Whether a process was started by that rank, as its environment says; or forked by it, as its mark says."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return f"SKYFAB_RANK={rank}".encode() in file.read().split(b"\0")
+            found = file.read().split(b"\0")
     except OSError:
         return False
+    return f"SKYFAB_RANK={rank}".encode() in found or f"{_MARK}={rank:0{_DIGITS}}".encode() in found
+
+
+def _mark(rank: int) -> None:
+    """Writes the rank's number where the kernel keeps what this process was started with.
+
+    A process that is forked and becomes no other program shows that, and not the variables which were set since.
+    """
+    import ctypes
+
+    if len(os.environ.get(_MARK, "")) == _DIGITS:  # the launch has made room for it
+        getenv = ctypes.CDLL(None).getenv
+        getenv.restype = ctypes.c_void_p
+        ctypes.memmove(getenv(_MARK.encode()), f"{rank:0{_DIGITS}}".encode(), _DIGITS)
+        del os.environ[_MARK]  # what is started has SKYFAB_RANK
 
 
 def _end_all() -> None:
@@ -280,6 +296,7 @@ def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: s
             os.close(fd)
         os.setsid()
         _die_with(parent)
+        _mark(request["id"])
         source, sink, out, err, *listener = fds
         for fd in (source, sink, *listener):
             os.set_inheritable(fd, False)

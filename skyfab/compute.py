@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -93,16 +92,13 @@ class Compute:
         self._around = contextlib.ExitStack()
         self._wary = results == "data"
         self._queue = Queue(self.events.call, wary=self._wary)
-        self._pool = secrets.token_hex(8)
-        """Its name on its hosts."""
-        self._gangs = Gangs(self._env_of, self._pool, self._meetings())
+        self._gangs = Gangs(self._env_of, lambda: self._roster.pool, self._meetings())
         self._roster = Roster(
             self.inventory,
             self._outfit,
             self.events,
             self._gangs,
             self._queue,
-            pool=self._pool,
             lease=lease,
             silence=silence,
             welcome=self._welcome,
@@ -294,7 +290,7 @@ class Compute:
         label, timeout = call.function.label, self._timeout_of(call.function)
         launcher = Launcher(nodes, ranks, label=label, name=name or label)
         if on == "all":
-            gangs = Gangs(self._env_of, launcher.id, self._meetings())
+            gangs = Gangs(self._env_of, lambda: launcher.id, self._meetings())
             conducted = self._elastic is not None
             launcher.start_gang(
                 lambda: gangs.current(nodes, ranks, tree, conducted=conducted),
@@ -413,7 +409,7 @@ class Compute:
             "accelerators": len(node.gpus),
             "total_accelerators": len(node.gpus),
             "peers": [node.agent.address],
-            "job_id": self._pool,
+            "job_id": self._roster.pool,
         }
         env = dict(self._env_of(node))
         if node.host.gpus != "auto":

@@ -18,15 +18,15 @@ from skyfab.node import Node
 class Gangs:
     """Keeps one gang for as long as its processes live and the project's code stays the same."""
 
-    def __init__(self, env: Callable[[Node], Mapping[str, str]], pool: str, meetings: Meetings) -> None:
-        """`env` says what a node's processes find in their environment; `pool` is a name that no other pool has."""
+    def __init__(self, env: Callable[[Node], Mapping[str, str]], pool: Callable[[], str], meetings: Meetings) -> None:
+        """`env` says what a node's processes find in their environment; `pool`, a name that no other pool has."""
         self._env = env
         self._pool = pool
         self._meetings = meetings
         self._gang: Gang | None = None
         self._numbers = itertools.count(1)
         self._ranks: dict[tuple[int, str], int] = {}
-        self._job = pool
+        self._job = ""
         self._lock = threading.Lock()
 
     def current(
@@ -49,7 +49,7 @@ class Gangs:
             meeting = self._meetings.arrange(nodes)
             number = next(self._numbers)
             if not attempt:  # what is tried again is the same job, and finds what it has saved under that name
-                self._job = f"{self._pool}-{number}"
+                self._job = f"{self._pool()}-{number}"
             gang = Gang(
                 nodes,
                 ranks,

@@ -31,12 +31,11 @@ class Roster:
         gangs: Gangs,
         queue: Queue,
         *,
-        pool: str,
         lease: float,
         silence: float,
         welcome: Callable[[Node], None],
     ) -> None:
-        """`pool` is its name there. `welcome` is called with a lost node that is there again, before calls go to it."""
+        """`welcome` is called with a lost node that is there again, before calls may go to it."""
         self._inventory = inventory
         self._outfit = outfit
         self._events = events
@@ -44,7 +43,8 @@ class Roster:
         self._queue = queue
         self._lease = lease
         self._silence = silence
-        self.pool = pool
+        self.pool = secrets.token_hex(8)
+        """The pool's name on its hosts."""
         self._listeners: dict[int, Hearing] = {}
         self.homecoming = Homecoming(lambda node: self._talk(node, self._listeners[node.index]), welcome)
         self.nodes: Sequence[Node] = ()
@@ -65,7 +65,7 @@ class Roster:
 
     def apart(self, node: Node, env: Callable[[Node], Mapping[str, str]]) -> Node:
         """The same host once more, with an agent of its own that nobody listens to."""
-        listener = Hearing(Events(), Gangs(env, self.pool, Meetings()), self._queue, None, lambda: ())
+        listener = Hearing(Events(), Gangs(env, lambda: "", Meetings()), self._queue, None, lambda: ())
         made = listener.node = Node(node.index, node.host, self._inventory)
         made.session = self._talk(made, listener)
         return made

@@ -237,7 +237,8 @@ def test_a_pool_of_many_hosts_opens_calls_maps_prints_and_closes(many: Lab) -> N
         if isinstance(event, Output):
             lines.append(event.text)
 
-    with sky.Compute(inventory=many.inventory, plugins=[Connected()], ui="none") as compute:
+    # All hosts share the cores of this machine: one may have to wait for its turn longer than a real one would.
+    with sky.Compute(inventory=many.inventory, plugins=[Connected()], silence=60, ui="none") as compute:
         assert meet() @ compute == [1] * count
         assert compute.map(abs, range(-10_000, 0)) == list(range(10_000, 0, -1))
         compute.events.subscribe(note)

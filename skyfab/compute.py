@@ -6,20 +6,17 @@ import contextlib
 import functools
 import os
 import secrets
-import sys
 import threading
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Final, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
-from skyfab import nesting
+from skyfab import nesting, open_pools
 from skyfab.autopsy import Place, watch
 from skyfab.calls import Call, Function, Group, as_function
 from skyfab.cloud import refuses_rent
 from skyfab.detached import Results, Run, attach
-from skyfab.dispatch import Queue, Slot, Task
+from skyfab.dispatch import Queue, Slot, Task, solo_plan
 from skyfab.elastic import in_order, may_go_on, remaining
 from skyfab.errors import UsageError
 from skyfab.events import Events, HostState, emitting
@@ -152,7 +149,7 @@ class Compute:
         if self._open:
             return
         if self._is_parents:
-            raise _parents_pool()
+            raise open_pools.parents_pool()
         nesting.check()
         INTERRUPTS.watch()
         self._show()
@@ -173,7 +170,7 @@ class Compute:
         self._sync.begin()
         self._broadcasts.open()
         self._open = True
-        _OPEN.add(self)
+        open_pools.add(self)
         try:
             for plugin in self._plugins:
                 self._around.enter_context(plugin.around_client(self))
@@ -212,7 +209,7 @@ class Compute:
             self._roster.homecoming.close()
         finally:
             self._open = False
-            _OPEN.discard(self)
+            open_pools.discard(self)
             self._queue.fail_all()
             self._broadcasts.close()
             try:
@@ -416,14 +413,13 @@ class Compute:
 
     # ---- inside
 
-    def _leave_to_parent(self) -> None:
+    def leave_to_parent(self) -> None:
         """This is a forked child: the pool's streams are the parent's, which knows nothing of what is said here."""
-        if self._open:
-            self._open, self._is_parents = False, True
+        self._open, self._is_parents = False, True
 
     def _check_open(self) -> None:
         if self._is_parents:
-            raise _parents_pool()
+            raise open_pools.parents_pool()
         if not self._open:
             raise UsageError("the pool is not open", hint="with sky.Compute(…) as compute: …")
 
@@ -443,49 +439,13 @@ class Compute:
         self._queue.replan(lambda slot: self._solo_plan(slot.node, tree))
 
     def _solo_plan(self, node: Node, tree: str) -> SeatPlan:
-        info = {
-            "node": node.index,
-            "total_nodes": len(self.selected),
-            "hostname": node.agent.hostname,
-            "head_addr": node.agent.address,
-            "accelerators": len(node.gpus),
-            "total_accelerators": len(node.gpus),
-            "peers": [node.agent.address],
-            "job_id": self._pool,
-        }
-        env = dict(self._env_of(node))
-        if node.host.gpus != "auto":
-            env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, node.host.gpus)))
-        return SeatPlan(tree=tree, env=env, info=info)
+        return solo_plan(node, tree, self._env_of(node), job=self._pool, total_nodes=len(self.selected))
 
     def __del__(self) -> None:
-        """A pool that is dropped while it is open is closed, not here: this may be any thread, with any lock held."""
-        if getattr(self, "_open", False) and not sys.is_finalizing():
-            names = ", ".join(node.name for node in self.hosts)
-            warnings.warn(f"a pool was dropped while it was open: {names}", ResourceWarning, stacklevel=2, source=self)
-            threading.Thread(target=self.close, daemon=True).start()
-
-
-_OPEN: Final[weakref.WeakSet[Compute]] = weakref.WeakSet()
-"""The pools that are open in this process."""
-
-
-def _leave_all_to_parent() -> None:
-    for pool in list(_OPEN):
-        pool._leave_to_parent()
-    _OPEN.clear()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)
+        if getattr(self, "_open", False):
+            open_pools.close_dropped(self, [node.name for node in self.hosts])
 
 
 def _env_of(outfit: Outfit, env: Mapping[str, str], node: Node) -> dict[str, str]:
     """What a node's processes find in their environment."""
     return {**node.host.env, **outfit.image_of(node.host).env, **env, **nesting.variables()}
-
-
-def _parents_pool() -> UsageError:
-    return UsageError(
-        "this pool was opened by the process that this one was forked from",
-        hint="open one here: with sky.Compute(…) as compute: …",
-    )

@@ -10,7 +10,7 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from skyfab.answers import resolve
@@ -374,3 +374,21 @@ class Queue:
             waiting, self._waiting = self._waiting, deque()
         for task in waiting:
             self._finish(task, None, CallCancelled(f"{task.label} had not begun when the pool was closed"))
+
+
+def solo_plan(node: Node, tree: str, env: Mapping[str, str], *, job: str, total_nodes: int) -> SeatPlan:
+    """What a process for solo calls on a node must be: a world of its own."""
+    info = {
+        "node": node.index,
+        "total_nodes": total_nodes,
+        "hostname": node.agent.hostname,
+        "head_addr": node.agent.address,
+        "accelerators": len(node.gpus),
+        "total_accelerators": len(node.gpus),
+        "peers": [node.agent.address],
+        "job_id": job,
+    }
+    env = dict(env)
+    if node.host.gpus != "auto":
+        env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, node.host.gpus)))
+    return SeatPlan(tree=tree, env=env, info=info)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1] / "skyfab"
 
 LAYERS = [
     # What stands in one line may import what stands in its own line and in the lines above it.
-    "errors events context script nesting abreast cloud",  # what everybody shares
+    "errors events context script nesting abreast cloud open_pools",  # what everybody shares
     "protocol",  # what the two sides of a connection share, and all they share
     "host selection inventory_file inventory image output calls",  # what the user says, as data
     "transport env bundle changes project parcel refs shell launch shells workdir records plugins outfit stacks",  # way

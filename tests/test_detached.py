@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import traces
+from stage import labs, traces
 from stage.remote import leave, wait_for
 from stage.spot import Spot, until
 from stage.threads import begin
@@ -253,7 +253,7 @@ def test_a_program_that_is_killed_leaves_its_runs_alone(namespaces: Lab, hosts: 
 
 
 def test_a_run_whose_host_was_started_again_is_lost_and_its_logs_are_there(spot: Spot, namespaces: Lab) -> None:
-    with Lab.start(1, kind="namespace", python=sys.executable) as lab:
+    with labs.start_for_calls(1) as lab:
         own = Spot(lab.hosts)
         inventory = sky.Inventory.load(lab.inventory)
         with sky.Compute("node1", inventory=inventory, ui="none") as pool:

@@ -26,6 +26,17 @@ def start(count: int = 1, **options: object) -> Lab:
         pytest.skip(str(error))
 
 
+def start_for_calls(count: int = 1, **options: object) -> Lab:
+    """The same, with hosts that have the system's own Python and can import test modules."""
+    lab = start(count, **options)
+    try:
+        put_stand_ins(lab)
+    except BaseException:
+        lab.stop()
+        raise
+    return lab
+
+
 def put_stand_ins(lab: Lab) -> None:
     """Lets hosts with a Python of their own import test modules."""
     for host in lab.hosts:

@@ -40,6 +40,7 @@ class ProjectSync:
         if tree is self.tree:
             return tree.digest
         with self._lock:
+            tree = self._project.tree()  # read again: another thread may have sent a newer one meanwhile
             behind = [node for node in nodes if node.lost is None and not node.knows(tree)]
             with ThreadPoolExecutor(min(32, max(1, len(behind)))) as pool:
                 while not all(list(pool.map(functools.partial(_learns, tree), behind))):

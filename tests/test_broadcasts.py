@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -173,3 +174,20 @@ def test_cancelling_a_broadcast_with_retries_is_quiet(open_pool: OpenPool, caplo
         future.result(30)
     assert sky.function(lambda: sky.instance_info().attempt)() @ pool == [0, 0]
     assert not caplog.records
+
+
+def test_a_broadcast_that_is_stopped_and_returns_leaves_the_next_one_alone(open_pool: OpenPool) -> None:
+    """Its processes are ended all the same: the next broadcast must not go to them."""
+
+    @sky.function(timeout=0.3)
+    def save_and_return() -> str:
+        saved: list[int] = []
+        signal.signal(signal.SIGTERM, lambda *_: saved.append(1))
+        while not saved:
+            time.sleep(0.01)
+        return "saved"
+
+    pool = open_pool("local", ranks=2)
+    for _ in range(5):
+        assert save_and_return() @ pool == ["saved"] * 2
+        assert sky.function(lambda: sky.instance_info().rank)() @ pool == [0, 1]

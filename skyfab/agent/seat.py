@@ -280,10 +280,14 @@ class Seat:
         return True
 
     def leave(self) -> None:
-        """The process says that it ends after its next answer. The client hears that first, and starts another one."""
+        """The process says that it ends after its next answer."""
         self.condemned = True
-        exited = messages.Exited(seat=self.name, generation=self.generation, text="it ended itself", exitcode=0)
-        self._owner.mux.send(0, exited.encode())
+
+    def announce_end(self) -> None:
+        """Before the end of an answer: a client that has that one sends no other call to a process that ends."""
+        if self.condemned:
+            exited = messages.Exited(seat=self.name, generation=self.generation, text="it is ending", exitcode=0)
+            self._owner.mux.send(0, exited.encode())
 
     def kill(self) -> None:
         """Ends the process and its group."""

@@ -103,16 +103,19 @@ class Project:
             if quiet and now < self._next_scan and len(sys.modules) == self._modules and not anew:
                 return self._tree
             if anew or now >= self._next_scan or len(sys.modules) != self._modules or not (quiet or self._same()):
+                self._next_scan = float("inf")
                 self._scan()
-                spent = time.monotonic() - now
-                pause = max(1.0, 100 * spent) if self._changes.active else max(0.02, 20 * spent)
-                self._next_scan = time.monotonic() + pause
+                if self._next_scan:
+                    spent = time.monotonic() - now
+                    pause = max(1.0, 100 * spent) if self._changes.active else max(0.02, 20 * spent)
+                    self._next_scan = time.monotonic() + pause
             return self._tree
 
     def close(self) -> None:
         """Stops watching; the next `tree` begins again."""
         with self._lock:
             self._changes.close()
+            self._next_scan = 0.0
 
     def _same(self) -> bool:
         return not self._changes.active and all(_stamp(path) == stamp for path, stamp in self._watched)
@@ -134,7 +137,7 @@ class Project:
         if folders != self._folders:
             self._folders = folders
             self._changes.watch(folders)
-            self._next_scan = 0.0
+            self._next_scan = 0.0  # what has changed there since they were read was not seen: the next look reads again
         stamps = {path: _stamp(str(path)) for path in found.values()}
         total = sum(stamp[1] for stamp in stamps.values())
         if total > _MOST_BYTES or len(found) > _MOST_FILES:

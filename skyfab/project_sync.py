@@ -32,7 +32,8 @@ class ProjectSync:
     def read_ahead(self) -> None:
         """Reads the project while the hosts are being reached."""
         with contextlib.suppress(UsageError):  # raised again by the first call
-            self._project.tree()
+            for _ in range(2):  # new folders are read, watched, and read again
+                self._project.tree()
 
     def digest(self, nodes: Sequence[Node], replan: Callable[[str], None]) -> str:
         """The project's digest, once every node has its files. `replan` is told of another one than before."""

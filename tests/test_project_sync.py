@@ -1,0 +1,145 @@
+"""The project's files on all nodes: an edit counts from the next call on, and an older version never comes back."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage.spot import until
+
+import skyfab as sky
+from skyfab.image import Image
+from skyfab.project import Project
+from skyfab.project_sync import ProjectSync
+
+
+class FakeTree:
+    def __init__(self, digest: str) -> None:
+        self.digest = digest
+
+
+class FakeProject:
+    """Whose tree is what the test says."""
+
+    def __init__(self) -> None:
+        self.now = FakeTree("old")
+
+    def tree(self, *, anew: bool = False) -> FakeTree:
+        return self.now
+
+
+class FakeNode:
+    def __init__(self) -> None:
+        self.name = "node1"
+        self.lost: Exception | None = None
+        self.known: set[str] = set()
+        self.learning: Any = None
+
+    def knows(self, tree: FakeTree) -> bool:
+        return tree.digest in self.known
+
+    def learn_tree(self, tree: FakeTree) -> bool:
+        if self.learning is not None:
+            self.learning()
+        self.known.add(tree.digest)
+        return True
+
+    def note_lost(self, error: Exception) -> None:
+        self.lost = error
+
+
+@pytest.fixture
+def project() -> FakeProject:
+    return FakeProject()
+
+
+@pytest.fixture
+def sync(project: FakeProject) -> ProjectSync:
+    return ProjectSync(project)  # type: ignore[arg-type]
+
+
+def test_a_thread_that_read_an_older_version_does_not_bring_it_back(sync: ProjectSync, project: FakeProject) -> None:
+    """It waits for its turn while another thread sends the newer one."""
+    node, plans, turn = FakeNode(), list[str](), threading.Event()
+    node.learning = lambda: turn.wait(30)
+    first = threading.Thread(target=sync.digest, args=([node], plans.append))
+    first.start()
+    until(lambda: sync._lock.locked())
+    second = threading.Thread(target=sync.digest, args=([node], plans.append))
+    second.start()  # it has read the old one, and waits
+    until(lambda: second.is_alive())
+    project.now = FakeTree("new")
+    third = threading.Thread(target=sync.digest, args=([node], plans.append))
+    third.start()
+    turn.set()
+    for thread in (first, second, third):
+        thread.join(30)
+    assert plans[0] == "old"
+    assert set(plans[1:]) == {"new"}
+
+
+def test_a_host_that_is_lost_while_it_is_sent_files_is_nothing_to_the_others(sync: ProjectSync) -> None:
+    lost, there = FakeNode(), FakeNode()
+
+    def vanish() -> None:
+        raise sky.HostLost("gone", host="node1")
+
+    lost.learning = vanish
+    assert sync.digest([lost, there], lambda digest: None) == "old"  # type: ignore[list-item]
+    assert lost.lost is not None
+    assert there.known == {"old"}
+
+
+def test_a_change_while_a_node_is_taken_back_reaches_it_before_calls_do(
+    sync: ProjectSync, project: FakeProject
+) -> None:
+    other, back = FakeNode(), FakeNode()
+    sync.digest([other], lambda digest: None)  # type: ignore[list-item]
+    known: list[set[str]] = []
+
+    def edit() -> None:
+        back.learning = None
+        project.now = FakeTree("new")
+        sync.digest([other], lambda digest: None)  # type: ignore[list-item]
+
+    back.learning = edit
+    sync.take_back(back, lambda: known.append(set(back.known)))  # type: ignore[arg-type]
+    assert known == [{"old", "new"}]
+
+
+def test_an_edit_after_a_pool_was_closed_and_opened_again_is_seen(tmp_path: Path) -> None:
+    module = tmp_path / "edited.py"
+    module.write_text("version = 1\n")
+    project = Project(Image(includes=[str(tmp_path)]))
+    before = project.tree()
+    assert project.tree() is before
+    project.close()
+    module.write_text("version = 2\n")
+    after = project.tree()
+    assert after.digest != before.digest
+    module.write_text("version = 3\n")
+    assert project.tree().digest not in (before.digest, after.digest), "and it is watched again"
+    project.close()
+
+
+def test_a_file_that_is_added_between_reading_new_folders_and_watching_them_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "first.py").touch()
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "second.py").touch()
+    project = Project(Image(includes=[str(tmp_path)]))
+    watch = project._changes.watch
+
+    def add_first(folders: Any) -> None:
+        if project._folders:  # they have been read
+            (tmp_path / "inner" / "added.py").touch()
+        watch(folders)
+
+    monkeypatch.setattr(project._changes, "watch", add_first)
+    project.tree()
+    monkeypatch.undo()
+    assert any(inner.endswith("inner/added.py") for inner, _ in project.tree().files)
+    project.close()

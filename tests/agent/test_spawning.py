@@ -10,13 +10,17 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import skyfab as sky
 from skyfab.agent import zygote
+from skyfab.agent.orders import Orders
+from skyfab.agent.record import Record
 from skyfab.agent.zygote import Zygote
+from skyfab.protocol import messages
 
 
 @sky.function
@@ -119,3 +123,16 @@ def test_a_call_whose_process_cannot_be_started_says_why(open_pool: Callable[...
     finally:
         folder.unlink()
     assert add(2) >> pool == 12
+
+
+def test_a_detached_run_whose_process_cannot_be_started_has_failed_and_says_why(tmp_path: Path) -> None:
+    """Nobody is there to hear it: it is in the run's record."""
+    seats: Any = SimpleNamespace(get=lambda name: None, unborn={"gang1.0": (3, "it could not be started: no room")})
+    nobody: Any = None
+    orders = Orders(nobody, seats, nobody, run=str(tmp_path), cache=str(tmp_path), machine=nobody)
+    orders.record = seats.mux = Record(str(tmp_path / "runs" / "a"), {}, nobody)
+    orders.take(5, messages.Call(seat="gang1.0", function="f", parts=[]).encode(), memoryview(b""))
+    assert not orders.record.running
+    assert b"no room" in (tmp_path / "runs" / "a" / "result.3").read_bytes()
+    orders.close()
+    assert json.loads((tmp_path / "runs" / "a" / "status").read_text())["state"] == "failed"

@@ -213,6 +213,9 @@ def cannot_run(error: Exception, host: Host) -> Exception:
     """Our shell script ran, and the interpreter that it started ended: that is the interpreter's doing."""
     if isinstance(error, HostLost):
         said = error.message.partition(": ")[2]
+        if said.startswith("skyfab: "):  # the link itself
+            text = said.removeprefix("skyfab: ")
+            return HostUnfit(f"skyfab could not be set up there: {text}", host=host.name, hint=_room(text))
         old = re.match(r"\d+\.\d+\.\d+", said)
         if old:
             return other_python(old[0], host)

@@ -276,7 +276,7 @@ def disk(namespaces: Lab) -> Iterator[Callable[[float], str]]:
 
         def make(megabytes: float) -> str:
             place = f"/small{len(host.run(['ls', '/']).stdout.split())}"
-            host.run(["mkdir", "-m", "777", place])
+            host.run(["mkdir", "-m", "1777", place])
             host.small_disk(place, megabytes)
             stack.callback(host.run, ["rmdir", place])
             stack.callback(host.run, ["umount", place])

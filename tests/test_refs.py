@@ -346,7 +346,7 @@ def test_an_object_that_cannot_be_made_on_the_host_fails_its_call(pool: sky.Comp
 def small_disk(namespaces: Lab) -> Iterator[str]:
     """A disk of six megabytes on node1, everybody's."""
     host, place = namespaces.hosts[0], "/small-for-refs"
-    host.run(["mkdir", "-m", "777", place])
+    host.run(["mkdir", "-m", "1777", place])
     host.small_disk(place, 6)
     yield place
     host.run(["umount", place])

@@ -82,7 +82,8 @@ class Orders:
             }
             self._seats.spawn(message.seat, message.generation, request, listener)
         except Exception as error:
-            self._seats.fail(message.seat, message.generation, error)
+            rank = message.info.get("rank")
+            self._seats.fail(message.seat, message.generation, rank if isinstance(rank, int) else 0, error)
         finally:
             if listener >= 0:
                 os.close(listener)
@@ -90,9 +91,7 @@ class Orders:
     def _call(self, stream: int, message: messages.Call, head: bytes, data: Data) -> None:
         seat = self._seats.get(message.seat)
         if seat is None:
-            why = self._seats.unborn.get(message.seat)
-            ended = messages.Ended(why="died", text=why) if why else messages.Ended(why="unstarted")
-            self._mux.send(stream, ended.encode())
+            self._refuse(stream, message.seat)
         else:
             if message.function not in seat.functions and not seat.condemned:
                 self._teach(seat, message.function)
@@ -104,6 +103,16 @@ class Orders:
                 self._routes.expect(stream, message.parts, seat)
             elif message.timeout is None:
                 self._seats.recognise(head, seat)
+
+    def _refuse(self, stream: int, name: str) -> None:
+        """There is no process in that seat: it has ended, and the call is to come again; or it could not be started."""
+        if name not in self._seats.unborn:
+            self._mux.send(stream, messages.Ended(why="unstarted").encode())
+            return
+        rank, why = self._seats.unborn[name]
+        if self.record is not None:
+            self.record.expect(stream, rank)
+        self._seats.mux.send(stream, messages.Ended(why="died", text=why).encode())
 
     def _teach(self, seat: Seat, digest: str) -> None:
         """Passes a function on to a rank that has not seen it."""

@@ -65,8 +65,8 @@ class Seats:
         self._logs = logs
         self._describe_end = describe_end
         self._seats: dict[str, Seat] = {}
-        self.unborn: dict[str, str] = {}
-        """Seats whose process could not be started, and why."""
+        self.unborn: dict[str, tuple[int, str]] = {}
+        """Seats whose process could not be started: the rank that it would have been, and why."""
         self.familiar: dict[bytes, Seat] = {}
         """Heads of small calls that have been made before, and the seats that know what they ask for."""
         self._started = 0
@@ -107,9 +107,10 @@ class Seats:
             self._hear(log)
         self.readable(seat, True)
 
-    def fail(self, name: str, generation: int, error: Exception) -> None:
+    def fail(self, name: str, generation: int, rank: int, error: Exception) -> None:
         """A process could not be started: its calls, which are on their way, are told why."""
-        text = self.unborn[name] = _not_started(error)
+        text = _not_started(error)
+        self.unborn[name] = (rank, text)
         self.mux.send(0, messages.Exited(seat=name, generation=generation, text=text).encode())
 
     def _log(self, seat: str, rank: int, fd: int, theirs: contextlib.ExitStack, ours: contextlib.ExitStack) -> LogPipe:

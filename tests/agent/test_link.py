@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import skyfab as sky
 from skyfab.agent.link import _check
 
 
@@ -63,3 +64,10 @@ def test_what_is_above_the_home_folder_is_not_looked_at(place: Path, monkeypatch
     monkeypatch.setenv("HOME", str(place.parent))
     place.parents[1].chmod(0o777)
     _check(str(place))
+
+
+def test_whoever_opens_a_pool_in_such_a_place_is_told_what_to_do(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.parents[1].chmod(0o777)
+    with pytest.raises(sky.HostUnfit, match="shared is open to others") as caught:
+        sky.Compute([sky.Host(name="here", transport="local", cache=str(place))], ui="none").open()
+    assert "cache = …" in str(caught.value.hint)

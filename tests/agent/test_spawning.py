@@ -5,18 +5,24 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import skyfab as sky
 from skyfab.agent import zygote
+from skyfab.agent.orders import Orders
+from skyfab.agent.record import Record
 from skyfab.agent.zygote import Zygote
+from skyfab.lab import Lab
+from skyfab.protocol import messages
 
 
 @sky.function
@@ -119,3 +125,39 @@ def test_a_call_whose_process_cannot_be_started_says_why(open_pool: Callable[...
     finally:
         folder.unlink()
     assert add(2) >> pool == 12
+
+
+@sky.function
+def limit_processes(soft: int) -> tuple[int, int]:
+    """Of the zygote, this rank's parent; returns this process's number and what the limit was."""
+    before, hard = resource.prlimit(os.getppid(), resource.RLIMIT_NPROC)
+    resource.prlimit(os.getppid(), resource.RLIMIT_NPROC, (soft, hard))
+    return os.getpid(), before
+
+
+@pytest.mark.lab
+def test_at_a_limit_of_processes_a_call_says_so_and_others_go_on(
+    namespaces: Lab, open_pool: Callable[..., sky.Compute]
+) -> None:
+    """Of a user who is not root. Ranks that are there stay."""
+    pool = open_pool("openssh", count=1, user="ada", ranks=1)
+    own, before = limit_processes(1) >> pool
+    with pytest.raises(sky.BroadcastError) as caught:
+        add(1) @ pool
+    assert "could not be started: [Errno 11]" in str(caught.value.exceptions[0])
+    assert limit_processes(before) >> pool == (own, 1)
+    assert add(1) @ pool == [11]
+    assert limit_processes(before) >> pool == (own, before)
+
+
+def test_a_detached_run_whose_process_cannot_be_started_has_failed_and_says_why(tmp_path: Path) -> None:
+    """Nobody is there to hear it: it is in the run's record."""
+    seats: Any = SimpleNamespace(get=lambda name: None, unborn={"gang1.0": (3, "it could not be started: no room")})
+    nobody: Any = None
+    orders = Orders(nobody, seats, nobody, run=str(tmp_path), cache=str(tmp_path), machine=nobody)
+    orders.record = seats.mux = Record(str(tmp_path / "runs" / "a"), {}, nobody)
+    orders.take(5, messages.Call(seat="gang1.0", function="f", parts=[]).encode(), memoryview(b""))
+    assert not orders.record.running
+    assert b"no room" in (tmp_path / "runs" / "a" / "result.3").read_bytes()
+    orders.close()
+    assert json.loads((tmp_path / "runs" / "a" / "status").read_text())["state"] == "failed"

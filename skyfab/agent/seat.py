@@ -263,8 +263,7 @@ class Seat:
         return True
 
     def leave(self) -> None:
-        """The process says that it ends after its next answer. The client hears that first, and starts another one."""
-        self.condemned = True
+        """The process ends after the answer that follows: the client hears first that the seat is free."""
         exited = messages.Exited(seat=self.name, generation=self.generation, text="it ended itself", exitcode=0)
         self._owner.mux.send(0, exited.encode())
 

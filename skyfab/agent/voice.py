@@ -39,6 +39,8 @@ class Voice:
         """Frames of answers, each with how far the logs must be told before it."""
         self._answer: tuple[int, int] | None = None
         """The large answer under way: its stream, and how many bytes are missing."""
+        self._leaving = False
+        """The process ends after its next answer."""
 
     def read(self) -> None:
         """Takes what the rank has to say."""
@@ -58,7 +60,13 @@ class Voice:
 
     def _return(self, stream: int, frame: memoryview, head: int) -> bool:
         """Passes a small answer on as it lies, if nothing is in its way."""
-        if self._stalled or not self._seat.calls or self._seat.calls[0].stream != stream or self._poll.poll(0):
+        if (
+            self._stalled
+            or self._leaving
+            or not self._seat.calls
+            or self._seat.calls[0].stream != stream
+            or self._poll.poll(0)
+        ):
             return False
         if self._owner.behind or not self._owner.relay(frame):
             return False
@@ -67,10 +75,8 @@ class Voice:
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         marks: tuple[int, ...] | None = ()
-        if kind == BYE:
-            for log in self._logs:
-                self._owner.drain(log)
-            self._seat.leave()
+        if kind == BYE:  # it ends after the answer that follows
+            self._seat.condemned = self._leaving = True
             return
         if kind == HEAD:
             if self._poll.poll(0):
@@ -99,6 +105,9 @@ class Voice:
 
     def _pass_on(self, kind: int, stream: int, payload: Buffer, head: int) -> None:
         mux = self._owner.mux
+        if self._leaving and kind == HEAD:
+            self._leaving = False
+            self._seat.leave()
         if kind == DATA:
             self._relay(stream, payload)
         elif head:

@@ -76,7 +76,7 @@ def project(folder: str) -> str:
     except (OSError, KeyError):  # a user made up for a container has no name
         user = str(os.getuid())
     readable = re.sub(r"[^A-Za-z0-9_]+", "-", Path(folder).name).strip("-")[:40] or "project"
-    return f"{readable}-{name_of(f'{user}@{os.uname().nodename}:{folder}'.encode())[:8]}"
+    return f"{readable}-{name_of(os.fsencode(f'{user}@{os.uname().nodename}:{folder}'))[:8]}"
 
 
 # ---- what was written

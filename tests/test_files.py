@@ -6,6 +6,7 @@ import os
 import shlex
 import stat
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -248,6 +249,30 @@ def test_a_pool_that_wrote_nothing_says_nothing(folder: Path, remote: list[sky.H
                 "a", ""
             ) >> compute
     assert told(found) == []
+
+
+def test_a_look_at_a_large_folder_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was there before, or was laid out, is not called written."""
+    run, folder, included = tmp_path / "run", tmp_path / "folder", tmp_path / "included"
+    write(str(folder / "before.txt"), "1")
+    write(str(included / "data.csv"), "1")
+    run.mkdir()
+    monkeypatch.chdir(run)
+    os.utime(folder / "before.txt", (1, 1))
+    time.sleep(0.02)  # the clock of files is coarse
+    written = files.Written()
+    written.begin("p", str(folder), str(included))
+    assert (run / "files").read_text() == "p\n"
+    files.enter(str(folder), str(tmp_path), str(included))
+    assert written.report() == []
+    write(str(folder / "deep/new.txt"), "123")
+    write(str(folder / "__pycache__/x.pyc"), "1")
+    (told,) = written.report()
+    assert told == {"workdir": "p", "count": 1, "size": 3, "names": ["deep/new.txt"], "complete": True}
+    for number in range(5):
+        write(str(folder / f"{number}.txt"), "")
+    monkeypatch.setattr(files, "_MOST", 4)
+    assert [one["complete"] for one in written.report()] in ([False], [])
 
 
 def test_the_command_that_fetches_goes_through_the_same_door() -> None:

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.lab
 
 LEASE = 2.0
 """Seconds that a host waits for a client that is gone."""
-KEPT = {"bundles", "blobs", "trees", "logs", "run"}
+KEPT = {"bundles", "blobs", "trees", "files", "logs", "run"}
 """What a cache may hold."""
 
 

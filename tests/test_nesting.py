@@ -108,5 +108,6 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").rglob("*.py"))
 def test_no_example_opens_a_pool_while_it_is_imported(example: Path) -> None:
     """At its top a file only defines: what does something is in a function, or below the guard."""
     _, *body = ast.parse(example.read_text()).body  # the first one is its docstring
+    calls = [node.value for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
     assert not [node for node in body if isinstance(node, (ast.With, ast.For))]
-    assert not [node for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    assert not [call for call in calls if isinstance(call.func, ast.Name)]  # main(); sys.path.insert(…) may be

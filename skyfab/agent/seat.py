@@ -279,10 +279,6 @@ class Seat:
         os.close(nowhere)
         return True
 
-    def leave(self) -> None:
-        """The process says that it ends after its next answer."""
-        self.condemned = True
-
     def announce_end(self) -> None:
         """Before the end of an answer: a client that has that one sends no other call to a process that ends."""
         if self.condemned:

@@ -68,10 +68,8 @@ class Voice:
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         marks: tuple[int, ...] | None = ()
-        if kind == BYE:
-            for log in self._logs:
-                self._owner.drain(log)
-            self._seat.leave()
+        if kind == BYE:  # it ends after the answer that follows
+            self._seat.condemned = True
             return
         if kind == HEAD:
             if self._poll.poll(0):

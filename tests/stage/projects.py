@@ -15,7 +15,7 @@ BASE = str(sys._base_executable)  # type: ignore[attr-defined]
 def skyfab(
     folder: Path, *words: str, inventory: Path | None = None, processes: int | None = None, timeout: float = 60
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a folder; with `processes`, so many more than there are now are the most for this user."""
+    """Runs the command in a folder. With `processes`, this user may have so many more than now; root may have any."""
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     env.pop("SKYFAB_INVENTORY", None)
     if inventory is not None:
@@ -23,7 +23,7 @@ def skyfab(
 
     def limit() -> None:
         if processes is not None:
-            most = sum(1 for entry in Path("/proc").iterdir() if entry.name.isdigit()) + processes
+            most = sum(1 for _ in Path("/proc").glob("[0-9]*/task/*")) + processes  # threads count too
             resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
     argv = [sys.executable, "-m", "skyfab.cli", *words]

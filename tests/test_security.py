@@ -13,6 +13,7 @@ import pickle
 import re
 import secrets
 import struct
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -476,6 +477,72 @@ def test_an_exception_cannot_grow_after_it_was_looked_at() -> None:
     refused(deep, plain.loads_exception)
     copies = op(name("builtins", "SyntaxError"), text("x"), RANGE, pickle.TUPLE2, pickle.REDUCE)
     refused(copies, plain.loads_exception)
+
+
+DEEP = """
+import pickle, sys
+sys.path.insert(0, sys.argv[1])
+from skyfab.protocol import plain
+
+COUNT = int(sys.argv[3])
+
+def text(word):
+    return pickle.SHORT_BINUNICODE + bytes([len(word)]) + word.encode()
+
+def called(module, name, arguments=pickle.EMPTY_TUPLE):
+    return text(module) + text(name) + pickle.STACK_GLOBAL + arguments + pickle.REDUCE
+
+def get(place):
+    return pickle.LONG_BINGET + place.to_bytes(4, "little")
+
+deque, table, M = called("collections", "deque"), called("collections", "defaultdict"), pickle.MEMOIZE
+CASES = {
+    "deques, filled from within": lambda: deque + M + b"".join(
+        deque + M + get(n) + pickle.APPEND for n in range(COUNT)),
+    "deques, filled from without": lambda: deque + M + b"".join(
+        deque + M + pickle.APPEND + get(n + 1) for n in range(COUNT)),
+    "a ring of deques that is dropped": lambda: (deque + M + b"".join(
+        deque + M + get(n) + pickle.APPEND for n in range(COUNT)) + get(0) + get(COUNT) + pickle.APPEND
+        + pickle.POP * (COUNT + 2) + pickle.NONE),
+    "tables": lambda: b"".join(table + text("x") for n in range(COUNT)) + pickle.NONE + pickle.SETITEM * COUNT,
+    "slices": lambda: pickle.NONE + M + b"".join(
+        text("builtins") + text("slice") + pickle.STACK_GLOBAL + get(n) + pickle.TUPLE1 + pickle.REDUCE + M
+        for n in range(COUNT)),
+}
+data = pickle.PROTO + b"\\5" + CASES[sys.argv[2]]() + pickle.STOP
+try:
+    plain.loads(data)
+except Exception as error:
+    print("refused", repr(error)[:100])
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [
+        *[(f"deques, filled from {where}", 100_000) for where in ("within", "without")],
+        *[("a ring of deques that is dropped", 100_000), ("tables", 200_000), ("slices", 1_000_000)],
+    ],
+)
+def test_no_nesting_crashes_this_program(case: str, count: int) -> None:
+    """Python frees some containers by recursion: a few megabytes from a host overflowed its stack."""
+    words = [sys.executable, "-c", DEEP, str(Path(sky.__file__).parents[1]), case, str(count)]
+    ran = subprocess.run(words, capture_output=True, text=True, cwd="/")
+    assert ran.returncode == 0, f"{ran.returncode}: {ran.stderr[-2000:]}"
+    assert ran.stdout.startswith("refused")
+
+
+def test_nesting_as_people_have_it_is_accepted() -> None:
+    value: Any = collections.deque([1])
+    for _ in range(100):
+        value = collections.deque([collections.defaultdict(None, {"x": value})])
+    assert again(value) == value
+    wide = collections.defaultdict(None, {number: collections.deque([number]) for number in range(2000)})
+    assert again([wide, wide]) == [wide, wide]
+    ring: collections.deque[Any] = collections.deque()
+    ring.append(ring)
+    found = again(ring)
+    assert found[0] is found
 
 
 # ---- results="data": a pool

@@ -18,10 +18,13 @@ class Ports:
         self._sockets: dict[int, socket.socket] = {}
 
     def open(self, address: str) -> int:
-        """Listens at a free port of every interface; returns its number."""
+        """Listens at a free port of this address, or of all where it is not this machine's; returns its number."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family)
-        listener.bind(("", 0))
+        try:
+            listener.bind((address, 0))
+        except OSError:
+            listener.bind(("", 0))
         listener.listen(2048)
         port = int(listener.getsockname()[1])
         self._sockets[port] = listener

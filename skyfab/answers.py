@@ -15,6 +15,7 @@ from skyfab.errors import (
     RemoteError,
     RemoteTraceback,
     UntrustedResult,
+    printable,
 )
 from skyfab.protocol import codec, messages
 from skyfab.protocol.frames import Buffer
@@ -86,16 +87,24 @@ def _exception(
         except Exception:
             found = None
         if isinstance(found, Exception):
-            if isinstance(found, ModuleNotFoundError) and hasattr(found, "add_note"):
-                found.add_note(f"hint: on {host}: Image(pip=[…]) installs packages, Image(includes=[…]) sends your own")
+            if isinstance(found, ModuleNotFoundError) and isinstance(getattr(found, "__notes__", []), list):
+                hint = f"hint: on {host}: Image(pip=[…]) installs packages, Image(includes=[…]) sends your own"
+                found.__notes__ = [*getattr(found, "__notes__", []), hint]
             return found
     return RemoteError(f"{message.kind}: {message.text}", kind=message.kind, host=host, rank=rank)
 
 
-def _plain_exception(buffers: list[memoryview]) -> Exception:
+def _plain_exception(buffers: list[memoryview]) -> Exception | None:
+    """One that may be printed as it is; None where that cannot be had."""
     from skyfab.protocol import plain
 
-    return plain.loads_exception(buffers[0], buffers[1:])
+    error = plain.loads_exception(buffers[0], buffers[1:])
+    notes = getattr(error, "__notes__", None)
+    if notes is not None:
+        error.__notes__ = [printable(note) for note in notes]
+    if printable(str(error)) != str(error):
+        error.args = (printable(str(error)),)
+    return error if printable(str(error)) == str(error) else None
 
 
 def _ending(message: messages.Ended, host: str, rank: int | None, label: str) -> Exception:

@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import threading
+import traceback
 import tracemalloc
 import uuid
 from collections.abc import Callable, Iterator
@@ -620,6 +621,47 @@ def test_a_wary_pool_rebuilds_pythons_own_exceptions_alone(wary: sky.Compute) ->
         assert caught.value.kind.endswith(says.partition(":")[0])
         assert isinstance(caught.value.__cause__, sky.RemoteTraceback)
     assert not Path("/tmp/skyfab-pwned").exists()
+
+
+STEERING = "\x1b]0;owned\x07\x1b[2J\x9b1A\r"
+
+
+def steering() -> list[Exception]:
+    """Exceptions whose text would set a terminal's title, clear it and move its cursor."""
+    import numpy as np
+
+    noted = ValueError("noted")
+    noted.__notes__ = [STEERING]
+    zone = datetime.timezone(datetime.timedelta(0), STEERING)
+    values = (STEERING, pathlib.PurePosixPath(STEERING), zone, np.str_(STEERING))
+    missing = ModuleNotFoundError("missing")
+    missing.__notes__ = STEERING  # type: ignore[assignment]
+    return [*map(ValueError, values), OSError(5, STEERING), ImportError(STEERING, name=STEERING), noted, missing]
+
+
+@pytest.mark.parametrize("wary", [True, False])
+@pytest.mark.parametrize("number", range(8))
+def test_no_failure_on_a_host_steers_the_terminal_when_python_prints_it(number: int, wary: bool) -> None:
+    """With ``results="data"`` the exception either; without it a host may do here what it likes anyhow."""
+    error = steering()[number]
+    raised = messages.Raised(kind="X" + STEERING, text=STEERING, traceback=STEERING, parts=[1])
+    payload = codec.dumps(error)
+    buffers = [memoryview(payload.data), *payload.buffers]
+    try:
+        resolve(raised, buffers, host="h", rank=0, label=STEERING, wary=wary)
+    except Exception as found:
+        shown = "".join(traceback.format_exception(found))
+        cause = str(found.__cause__)
+    for text in (shown, cause) if wary else (cause,):
+        assert not set(re.findall(r"[\x00-\x1f\x7f-\x9f]", text)) - {"\n"}
+
+
+def test_our_own_errors_steer_no_terminal() -> None:
+    """A host's words are in many of them; colours go, and nothing else is lost."""
+    failed = sky.HostUnfit(f"\x1b[31mred\x1b[0m {STEERING}\ttab", host="h", hint=STEERING)
+    assert str(failed) == f"h: red {ascii(STEERING)[1:-1]}\ttab\nhint: {ascii(STEERING)[1:-1]}"
+    group = sky.PoolError(STEERING, [ValueError(STEERING), failed])
+    assert not set(re.findall(r"[\x00-\x1f\x7f-\x9f]", str(group))) - {"\n", "\t"}
 
 
 def test_a_pool_trusts_its_hosts_unless_told_otherwise(open_pool: Callable[..., sky.Compute]) -> None:

@@ -20,6 +20,7 @@ from skyfab.errors import (
     RemoteError,
     RemoteTraceback,
     UntrustedResult,
+    printable,
 )
 from skyfab.protocol import codec, messages
 from skyfab.protocol.frames import Buffer
@@ -139,10 +140,17 @@ def _found_here(name: object) -> Path | None:
     return None
 
 
-def _plain_exception(buffers: list[memoryview]) -> Exception:
+def _plain_exception(buffers: list[memoryview]) -> Exception | None:
+    """One that may be printed as it is; None where that cannot be had."""
     from skyfab.protocol import plain
 
-    return plain.loads_exception(buffers[0], buffers[1:])
+    error = plain.loads_exception(buffers[0], buffers[1:])
+    notes = getattr(error, "__notes__", None)
+    if notes is not None:
+        error.__notes__ = [printable(note) for note in notes]
+    if printable(str(error)) != str(error):
+        error.args = (printable(str(error)),)
+    return error if printable(str(error)) == str(error) else None
 
 
 def _ending(message: messages.Ended, host: str, rank: int | None, label: str) -> Exception:

@@ -42,7 +42,7 @@ class Run:
     def __init__(
         self, parts: Sequence[Part], inventory: Inventory, hosts: Sequence[Host], results: Results = "any"
     ) -> None:
-        """`hosts` are those that were asked; others of the run are looked up in the inventory."""
+        """`hosts` are those that were asked; others of the run are looked up in the inventory, and nowhere else."""
         self._wary = results == "data"
         self._asked = {host.name: host for host in hosts}
         self._parts = list(parts)
@@ -104,19 +104,30 @@ class Run:
         return Part(host=shell.host.name, about=self._about, state="lost", started=self.started)
 
     def _shells(self, **options: Any) -> Shells:
-        return Shells([self._host(name) for name in self.hosts], self._inventory, **options)
+        return Shells([host for name in self.hosts if (host := self._host(name))], self._inventory, **options)
 
-    def _host(self, name: str) -> Host:
-        """One that was asked, or that the inventory has; else it is for the inventory to say what the name means."""
-        return self._asked.get(name) or self._inventory.hosts.get(name) or self._inventory.select([name])[0]
+    def _all_shells(self, **options: Any) -> Shells:
+        """Raises UsageError where a host of the run is neither one that was asked nor of the inventory."""
+        unknown = [name for name in self.hosts if self._host(name) is None]
+        if unknown:
+            raise UsageError(
+                f"run {self.id[:8]} is said to be on {', '.join(unknown)} too, which the inventory does not have",
+                hint="name all of its hosts: --hosts=…, or hosts=… in attach()",
+            )
+        return self._shells(**options)
+
+    def _host(self, name: str) -> Host | None:
+        """One that was asked, or that the inventory has. A record is a host's word, which chooses no other logins."""
+        return self._asked.get(name) or self._inventory.hosts.get(name)
 
     def files(self) -> list[FilesWritten]:
         """What it has written in working folders on other machines, as of the last look; empty until it is over."""
         found = []
         for part in self._parts:
             host = self._host(part.host)
-            kept = part.files if host.transport != "local" else ()
-            found += [event(host, self._inventory, written) for written in kept if _is_safe(written.workdir)]
+            if host is None or host.transport == "local":
+                continue
+            found += [event(host, self._inventory, written) for written in part.files if _is_safe(written.workdir)]
         return found
 
     # ---- output
@@ -129,7 +140,7 @@ class Run:
         With `follow` until the run is over, whatever happens to connections; `trouble` is told of each that breaks.
         """
         tails: dict[tuple[str, str], Tail] = {}
-        with self._shells(trouble=trouble if follow else None) as shells:
+        with self._all_shells(trouble=trouble if follow else None) as shells:
             if not follow:
                 shells.ask(lambda shell: shell.run("true"))  # all log in at once
             while True:
@@ -162,7 +173,7 @@ class Run:
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         answers: dict[str, list[tuple[int, Any]]] = {}
-        with self._shells(until=until + _MOMENT, trouble=trouble) as shells:
+        with self._all_shells(until=until + _MOMENT, trouble=trouble) as shells:
             while True:
                 errors: list[SkyfabError] = []
                 parts = self._look(shells, errors)
@@ -229,7 +240,7 @@ class Run:
 
     def stop(self) -> None:
         """Ends its ranks on all hosts, and waits for that. What it wrote stays."""
-        with self._shells() as shells:
+        with self._all_shells() as shells:
             shells.ask(lambda shell: stop(shell, self.id))
 
 

@@ -31,6 +31,7 @@ The user's own exceptions are raised as their own type and are not in this tree.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -52,6 +53,19 @@ else:
             def __init__(self, message: str, exceptions: Sequence[Exception]) -> None:
                 super().__init__(message, exceptions)
                 self.exceptions = tuple(exceptions)
+
+
+def printable(text: str) -> str:
+    """The text without colours, and with control characters spelled out.
+
+    Part of it may be a host's, and Python prints it as it is: nothing in it may steer a terminal.
+    """
+    if text.isprintable():
+        return text
+    return _CONTROL.sub(lambda found: ascii(found[1])[1:-1] if found[1] else "", text)
+
+
+_CONTROL = re.compile(r"\x1b\[[0-9;:]{0,64}m|([\x00-\x08\x0b-\x1f\x7f-\x9f])")
 
 
 class SkyfabError(Exception):
@@ -82,7 +96,7 @@ class SkyfabError(Exception):
         if self.rank is not None:
             place = f"{self.host or 'rank'}[{self.rank}]: "
         tail = "" if self.hint is None else f"\nhint: {self.hint}"
-        return f"{place}{self.message}{tail}"
+        return printable(f"{place}{self.message}{tail}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
@@ -195,7 +209,7 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         where = self.host if self.rank is None else f"{self.host}[{self.rank}]"
-        return f"on {where}\n{self.text.rstrip()}"
+        return printable(f"on {where}\n{self.text.rstrip()}")
 
 
 class _Group(ExceptionGroup[Exception], SkyfabError):
@@ -208,7 +222,7 @@ class _Group(ExceptionGroup[Exception], SkyfabError):
         self.host = self.rank = self.hint = None
 
     def __str__(self) -> str:
-        return "\n".join([self.message, *(f"  {_indent(error)}" for error in self.exceptions)])
+        return printable("\n".join([self.message, *(f"  {_indent(error)}" for error in self.exceptions)]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, list(self.exceptions))

@@ -91,8 +91,11 @@ class About:
         wrong = [name for name, kind in _FIELDS.items() if type(said.get(name)) is not kind]
         if wrong:
             raise ValueError(f"not what a run has: {wrong[0]}")
+        hosts = _several(said.get("hosts"), str)
+        if not 0 <= said["place"] < len(hosts):
+            raise ValueError("a place that none of its hosts has")
         return cls(
-            hosts=_several(said.get("hosts"), str),
+            hosts=hosts,
             ranks=_several(said.get("ranks"), int),
             **{name: said[name] for name in _FIELDS},
         )

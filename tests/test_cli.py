@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +22,9 @@ from stage.index import Index
 
 from skyfab import cli
 from skyfab.calls import as_function
-from skyfab.commands import failure, prepare
+from skyfab.commands import failure, prepare, trust
 from skyfab.commands.prepare import image_of
+from skyfab.commands.trust import Entry, Key
 from skyfab.compute import Compute
 from skyfab.env.facts import Target
 from skyfab.env.lock import Lock
@@ -505,6 +507,30 @@ def test_a_changed_host_key_needs_replace(skyfab: Skyfab, lab: Lab, tmp_path: Pa
 
     assert skyfab(*trust, "--replace").code == 0
     assert known.read_text() == f"other.example ssh-ed25519 AAAA\n{place} {' '.join(one.host_key.split()[:2])}\n"
+
+
+@pytest.mark.lab
+def test_trust_replaces_nothing_that_is_no_file(skyfab: Skyfab, namespaces: Lab, tmp_path: Path) -> None:
+    """``UserKnownHostsFile /dev/null`` is what `vagrant ssh-config` prints."""
+    (tmp_path / "inventory.toml").write_text(re.sub(r"host_key = .*\n", "", namespaces.inventory.read_text()))
+    device = tmp_path / "null"
+    os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    code, out, err = skyfab("trust", "--hosts=node1", f"--known-hosts={device}", "--yes")
+    assert code == 2
+    assert "recorded" not in out
+    assert "is not a file" in err
+    assert "--known-hosts=" in err
+    assert device.is_char_device()
+
+
+def test_keys_that_are_recorded_at_once_are_all_recorded(tmp_path: Path) -> None:
+    file = tmp_path / "known_hosts"
+    keys = (Key("ssh-ed25519", "AAAA"),)
+    hosts = [Host(name=f"node{number}") for number in range(8)]
+    entries = [Entry(host=host, address="", name=host.name, keys=keys, file=file) for host in hosts]
+    with ThreadPoolExecutor(len(entries)) as pool:
+        list(pool.map(trust._record, entries))
+    assert {line.split()[0] for line in file.read_text().splitlines()} == {host.name for host in hosts}
 
 
 @pytest.mark.lab

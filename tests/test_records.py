@@ -144,6 +144,29 @@ def test_whoever_breaks_off_goes_on_where_that_was(follower: Follower, monkeypat
 # ---- what hosts say
 
 
+def test_a_record_makes_nobody_log_in_to_hosts_of_its_choice(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a file on a host: only hosts that were asked, or that the inventory has, are reached."""
+    about = {**ABOUT, "hosts": ["here", "local", "root@10.9.8.7:2222", "other"]}
+    (folder / "about").write_text(json.dumps(about))
+    (folder / "status").write_text(json.dumps(STATUS))
+    here, other = (sky.Host(name=name, transport="local", cache=str(tmp_path)) for name in ("here", "other"))
+    reached: list[str] = []
+
+    def note(host: sky.Host, inventory: sky.Inventory) -> Any:
+        reached.append(host.name)
+        return transport_for(host, inventory)
+
+    monkeypatch.setattr("skyfab.shells.transport_for", note)
+    run = sky.attach(RUN, [here], inventory=sky.Inventory(hosts={"other": other}), results="data")
+    assert run.status == "unreachable"
+    for use in (run.result, run.stop, lambda: list(run.logs())):
+        with pytest.raises(sky.UsageError, match="local, root@10"):
+            use()
+    assert set(reached) == {"here", "other"}
+
+
 def test_runs_are_found_whatever_they_are_called(shell: Shell, folder: Path) -> None:
     (folder / "about").write_text(json.dumps({**ABOUT, "name": "x =run y"}))
     (folder / "status").write_text(json.dumps(STATUS))
@@ -157,6 +180,8 @@ def test_runs_are_found_whatever_they_are_called(shell: Shell, folder: Path) -> 
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"place": -1},
+        {"place": 2},
         {"hosts": []},
         {"hosts": ["a", "a"]},
         {"hosts": [1]},

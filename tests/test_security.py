@@ -13,8 +13,10 @@ import pickle
 import re
 import secrets
 import struct
+import subprocess
 import sys
 import threading
+import traceback
 import tracemalloc
 import uuid
 from collections.abc import Callable, Iterator
@@ -478,6 +480,72 @@ def test_an_exception_cannot_grow_after_it_was_looked_at() -> None:
     refused(copies, plain.loads_exception)
 
 
+DEEP = """
+import pickle, sys
+sys.path.insert(0, sys.argv[1])
+from skyfab.protocol import plain
+
+COUNT = int(sys.argv[3])
+
+def text(word):
+    return pickle.SHORT_BINUNICODE + bytes([len(word)]) + word.encode()
+
+def called(module, name, arguments=pickle.EMPTY_TUPLE):
+    return text(module) + text(name) + pickle.STACK_GLOBAL + arguments + pickle.REDUCE
+
+def get(place):
+    return pickle.LONG_BINGET + place.to_bytes(4, "little")
+
+deque, table, M = called("collections", "deque"), called("collections", "defaultdict"), pickle.MEMOIZE
+CASES = {
+    "deques, filled from within": lambda: deque + M + b"".join(
+        deque + M + get(n) + pickle.APPEND for n in range(COUNT)),
+    "deques, filled from without": lambda: deque + M + b"".join(
+        deque + M + pickle.APPEND + get(n + 1) for n in range(COUNT)),
+    "a ring of deques that is dropped": lambda: (deque + M + b"".join(
+        deque + M + get(n) + pickle.APPEND for n in range(COUNT)) + get(0) + get(COUNT) + pickle.APPEND
+        + pickle.POP * (COUNT + 2) + pickle.NONE),
+    "tables": lambda: b"".join(table + text("x") for n in range(COUNT)) + pickle.NONE + pickle.SETITEM * COUNT,
+    "slices": lambda: pickle.NONE + M + b"".join(
+        text("builtins") + text("slice") + pickle.STACK_GLOBAL + get(n) + pickle.TUPLE1 + pickle.REDUCE + M
+        for n in range(COUNT)),
+}
+data = pickle.PROTO + b"\\5" + CASES[sys.argv[2]]() + pickle.STOP
+try:
+    plain.loads(data)
+except Exception as error:
+    print("refused", repr(error)[:100])
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [
+        *[(f"deques, filled from {where}", 100_000) for where in ("within", "without")],
+        *[("a ring of deques that is dropped", 100_000), ("tables", 200_000), ("slices", 1_000_000)],
+    ],
+)
+def test_no_nesting_crashes_this_program(case: str, count: int) -> None:
+    """Python frees some containers by recursion: a few megabytes from a host overflowed its stack."""
+    words = [sys.executable, "-c", DEEP, str(Path(sky.__file__).parents[1]), case, str(count)]
+    ran = subprocess.run(words, capture_output=True, text=True, cwd="/")
+    assert ran.returncode == 0, f"{ran.returncode}: {ran.stderr[-2000:]}"
+    assert ran.stdout.startswith("refused")
+
+
+def test_nesting_as_people_have_it_is_accepted() -> None:
+    value: Any = collections.deque([1])
+    for _ in range(100):
+        value = collections.deque([collections.defaultdict(None, {"x": value})])
+    assert again(value) == value
+    wide = collections.defaultdict(None, {number: collections.deque([number]) for number in range(2000)})
+    assert again([wide, wide]) == [wide, wide]
+    ring: collections.deque[Any] = collections.deque()
+    ring.append(ring)
+    found = again(ring)
+    assert found[0] is found
+
+
 # ---- results="data": a pool
 
 
@@ -553,6 +621,47 @@ def test_a_wary_pool_rebuilds_pythons_own_exceptions_alone(wary: sky.Compute) ->
         assert caught.value.kind.endswith(says.partition(":")[0])
         assert isinstance(caught.value.__cause__, sky.RemoteTraceback)
     assert not Path("/tmp/skyfab-pwned").exists()
+
+
+STEERING = "\x1b]0;owned\x07\x1b[2J\x9b1A\r"
+
+
+def steering() -> list[Exception]:
+    """Exceptions whose text would set a terminal's title, clear it and move its cursor."""
+    import numpy as np
+
+    noted = ValueError("noted")
+    noted.__notes__ = [STEERING]
+    zone = datetime.timezone(datetime.timedelta(0), STEERING)
+    values = (STEERING, pathlib.PurePosixPath(STEERING), zone, np.str_(STEERING))
+    missing = ModuleNotFoundError("missing")
+    missing.__notes__ = STEERING  # type: ignore[assignment]
+    return [*map(ValueError, values), OSError(5, STEERING), ImportError(STEERING, name=STEERING), noted, missing]
+
+
+@pytest.mark.parametrize("wary", [True, False])
+@pytest.mark.parametrize("number", range(8))
+def test_no_failure_on_a_host_steers_the_terminal_when_python_prints_it(number: int, wary: bool) -> None:
+    """With ``results="data"`` the exception either; without it a host may do here what it likes anyhow."""
+    error = steering()[number]
+    raised = messages.Raised(kind="X" + STEERING, text=STEERING, traceback=STEERING, parts=[1])
+    payload = codec.dumps(error)
+    buffers = [memoryview(payload.data), *payload.buffers]
+    try:
+        resolve(raised, buffers, host="h", rank=0, label=STEERING, wary=wary)
+    except Exception as found:
+        shown = "".join(traceback.format_exception(found))
+        cause = str(found.__cause__)
+    for text in (shown, cause) if wary else (cause,):
+        assert not set(re.findall(r"[\x00-\x1f\x7f-\x9f]", text)) - {"\n"}
+
+
+def test_our_own_errors_steer_no_terminal() -> None:
+    """A host's words are in many of them; colours go, and nothing else is lost."""
+    failed = sky.HostUnfit(f"\x1b[31mred\x1b[0m {STEERING}\ttab", host="h", hint=STEERING)
+    assert str(failed) == f"h: red {ascii(STEERING)[1:-1]}\ttab\nhint: {ascii(STEERING)[1:-1]}"
+    group = sky.PoolError(STEERING, [ValueError(STEERING), failed])
+    assert not set(re.findall(r"[\x00-\x1f\x7f-\x9f]", str(group))) - {"\n", "\t"}
 
 
 def test_a_pool_trusts_its_hosts_unless_told_otherwise(open_pool: Callable[..., sky.Compute]) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from skyfab.commands.fanout import load
+from skyfab.env.uv import alone
 from skyfab.errors import HostKeyRefused, PoolError, SkyfabError, Unreachable, UsageError
 from skyfab.inventory import Host
 from skyfab.transport.openssh import CONFIG
@@ -106,12 +107,14 @@ def _fetch(host: Host, known_hosts: str | None) -> Entry:
     place = address if port == "22" else f"[{address}]:{port}"
     # ssh prints several files in one line, without quotes: the next begins with a slash or a tilde.
     file = known_hosts or re.split(r" (?=[/~])", settings["userknownhostsfile"])[0]
+    place_of_record = Path(file).expanduser().resolve()
+    _check_regular(place_of_record)
     return Entry(
         host=host,
         address=f"{address}:{port}",
         name=settings.get("hostkeyalias", place),
         keys=keys,
-        file=Path(file).expanduser().resolve(),
+        file=place_of_record,
     )
 
 
@@ -168,7 +171,7 @@ def _known(entry: Entry) -> set[Key]:
 def _record(entry: Entry) -> None:
     """Puts the keys in the place of any others, in one step: a reader sees the old file or the new one."""
     lines = "".join(f"{entry.name} {key.kind} {key.content}\n" for key in entry.keys).encode()
-    with _draft(entry.file) as draft:
+    with alone(str(entry.file)), _draft(entry.file) as draft:
         _run("ssh-keygen", "-R", entry.name, "-f", str(draft))
         old = draft.read_bytes()
         draft.write_bytes(old + (b"\n" if old and not old.endswith(b"\n") else b"") + lines)
@@ -178,6 +181,7 @@ def _record(entry: Entry) -> None:
 @contextmanager
 def _draft(file: Path) -> Iterator[Path]:
     """A copy to work on, for this user's eyes only, that takes the file's place at the end."""
+    _check_regular(file)
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=".skyfab-") as folder:
@@ -188,6 +192,15 @@ def _draft(file: Path) -> Iterator[Path]:
             draft.replace(file)
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}", hint="name another: --known-hosts=…") from None
+
+
+def _check_regular(file: Path) -> None:
+    """Raises UsageError for what no file can take the place of, such as /dev/null."""
+    if file.exists() and not file.is_file():
+        raise UsageError(
+            f"{file} is not a file: no host key can be recorded there",
+            hint="ssh_config's UserKnownHostsFile names it; name another: --known-hosts=…",
+        )
 
 
 def _keys(text: str) -> Iterator[Key]:

@@ -14,9 +14,11 @@ A plugin travels to the hosts by pickle, and runs there in each process before t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from skyfab.errors import UsageError
@@ -43,6 +45,8 @@ class Elastic:
     """Hosts."""
     max_restarts: int
     """How often its ranks are started again after a failure."""
+    secret: bytes = field(default_factory=partial(os.urandom, 32), repr=False, compare=False)
+    """Known to the processes of its gangs alone: they travel with it, inside the connections to their hosts."""
 
 
 class Plugin:

@@ -6,6 +6,7 @@ the ranks: when one of them fails, or a host falls silent, all of them begin ane
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import pickle
@@ -31,6 +32,8 @@ SILENCE: Final = 10
 """Seconds without a sign of life after which a host is left out."""
 LAST_CALL: Final = 3.0
 """Seconds to wait for more hosts once enough are there."""
+_SIGNATURE: Final = 32
+"""Bytes of an HMAC with SHA-256."""
 FAREWELL: Final = 30.0
 """Seconds that hosts wait for each other when they are done."""
 
@@ -95,7 +98,7 @@ def _rendezvous(elastic: Elastic, store: Any, info: InstanceInfo, peers: _Peers)
     return Rendezvous.from_backend(
         run_id=info.job_id,
         store=store,
-        backend=C10dRendezvousBackend(store, info.job_id),
+        backend=_Signed(C10dRendezvousBackend(store, info.job_id), elastic.secret, info),
         min_nodes=min(elastic.least, len(info.peers)),
         max_nodes=len(info.peers),
         local_addr=info.peers[info.rank],
@@ -103,6 +106,41 @@ def _rendezvous(elastic: Elastic, store: Any, info: InstanceInfo, peers: _Peers)
         keep_alive_interval=SILENCE // 5,
         keep_alive_max_attempt=5,
     )
+
+
+class _Signed:
+    """A rendezvous backend of torch's whose state is taken from members of this gang alone.
+
+    Torch unpickles the state, and whoever reaches the port can write it: other users of the head's host, for instance.
+    The other keys in there are numbers, JSON and addresses.
+    """
+
+    def __init__(self, backend: Any, secret: bytes, info: InstanceInfo) -> None:
+        self._backend = backend
+        self._key = hmac.digest(secret, repr((info.job_id, info.attempt, info.peers)).encode(), "sha256")
+
+    @property
+    def name(self) -> Any:
+        return self._backend.name
+
+    def get_state(self) -> Any:
+        found = self._backend.get_state()
+        return found and (self._checked(found[0]), *found[1:])
+
+    def set_state(self, state: bytes, token: Any = None) -> Any:
+        found = self._backend.set_state(self._sign(state) + state, token)
+        return found and (self._checked(found[0]), *found[1:])
+
+    def _sign(self, state: bytes) -> bytes:
+        return hmac.digest(self._key, state, "sha256")
+
+    def _checked(self, content: bytes) -> bytes:
+        from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+
+        signature, state = content[:_SIGNATURE], content[_SIGNATURE:]
+        if not hmac.compare_digest(signature, self._sign(state)):
+            raise RendezvousStateError("a process that does not belong to this gang wrote to its rendezvous")
+        return state
 
 
 class _Peers:

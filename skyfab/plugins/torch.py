@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -179,10 +180,25 @@ def _open_store(info: InstanceInfo) -> Any:
     options: dict[str, Any] = {"timeout": timedelta(seconds=PATIENCE), "wait_for_workers": False}
     if info.is_head:
         options["is_master"] = True
-        listener = context.take_listener()
+        listener = _listener(info)
         if listener >= 0:  # before 2.8, libuv's server takes a socket and does not listen
             options |= {"master_listen_fd": listener, "use_libuv": torch.__version__ >= (2, 8)}
     return TCPStore(info.head_addr, info.head_port, info.world_size, **options)
+
+
+def _listener(info: InstanceInfo) -> int:
+    """A socket that listens at the head's address alone: torch's own would listen at every address of the host.
+
+    -1 where that is not one of the host's own.
+    """
+    listener = context.take_listener()
+    if listener >= 0:
+        return listener
+    family = socket.AF_INET6 if ":" in info.head_addr else socket.AF_INET
+    try:
+        return socket.create_server((info.head_addr, info.head_port), family=family, backlog=2048).detach()
+    except OSError:
+        return -1
 
 
 def _meet(store: Any, info: InstanceInfo, word: str) -> set[str]:

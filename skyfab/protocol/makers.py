@@ -14,6 +14,7 @@ import fractions
 import pathlib
 import pickle
 import re
+import sys
 import types
 import uuid
 from collections.abc import Callable
@@ -99,6 +100,15 @@ def _fraction(*parts: Any) -> fractions.Fraction:
         if type(part) is not int or part.bit_length() > _BITS:
             refuse("an odd Fraction")
     return fractions.Fraction(*parts)
+
+
+def _slice(*parts: Any) -> slice:
+    """Of numbers and None: slices of slices are freed by recursion, however deep they are."""
+    np = sys.modules.get("numpy")
+    for part in parts:
+        if type(part) not in (int, float, str, type(None)) and not (np and isinstance(part, np.generic)):
+            refuse("an odd slice")
+    return slice(*parts)
 
 
 def _deque(first: object = (), most: Any = None) -> collections.deque[Any]:
@@ -283,7 +293,7 @@ _MAKERS: Final = types.MappingProxyType(
     {
         "builtins.complex": _only(complex, float),
         "builtins.range": _only(range, int),
-        "builtins.slice": Maker(slice),
+        "builtins.slice": Maker(_slice),
         "collections.OrderedDict": _only(collections.OrderedDict),
         "collections.defaultdict": _only(collections.defaultdict),
         "collections.deque": Maker(_deque),

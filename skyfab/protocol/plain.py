@@ -18,15 +18,22 @@ import struct
 import sys
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from skyfab.protocol.frames import Buffer
 from skyfab.protocol.makers import Draft, Maker, find, find_exception, refuse
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _FEW: Final = 4096
 """Things that a key, or an exception, consists of: a small pickle can name a tuple whose hash takes for ever."""
 _ATTRIBUTES: Final = frozenset({"__notes__", "name", "path"})
 """What an exception keeps besides its arguments."""
+_FRAGILE: Final = (collections.deque, collections.defaultdict)
+"""What Python frees by recursion: nested deep enough, its stack overflows. (Of the others Python takes care.)"""
+_DEEPEST: Final = 256
+"""So deep may they be nested."""
 _ROWS: Final = (list, tuple, set, frozenset, collections.deque)
 _TABLES: Final = (dict, collections.OrderedDict, collections.defaultdict)
 _ATOMS: Final = frozenset(
@@ -43,17 +50,18 @@ def loads(data: Buffer, buffers: Sequence[memoryview] = ()) -> Any:
 
     Raises `pickle.UnpicklingError`, which names what is something else, or whatever a damaged pickle raises.
     """
-    found = _Unpickler(data, buffers).load()
-    _survey(found)
-    return found
+    with _Unpickler(data, buffers) as unpickler:
+        found = unpickler.load()
+        _survey(found)
+        return found
 
 
 def loads_exception(data: Buffer, buffers: Sequence[memoryview] = ()) -> Exception:
     """The exception, if it is one of Python's own, made of plain data. Raises as `loads` does."""
-    unpickler = _ExceptionUnpickler(data, buffers)
-    found = unpickler.load()
-    _small(unpickler.given)
-    return found if isinstance(found, Exception) else refuse(type(found))
+    with _ExceptionUnpickler(data, buffers) as unpickler:
+        found = unpickler.load()
+        _small(unpickler.given)
+        return found if isinstance(found, Exception) else refuse(type(found))
 
 
 # ---- the unpickler
@@ -65,6 +73,19 @@ _Python: Any = pickle._Unpickler
 class _Unpickler(_Python):  # type: ignore[misc]  # it has no types
     def __init__(self, data: Buffer, buffers: Iterable[memoryview]) -> None:
         super().__init__(io.BytesIO(data), buffers=buffers)
+        self._fragile: list[Any] = []
+        """All of that kind that were made. Held until they are known to be harmless, whatever becomes of them."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        deep = _is_deep(self._fragile)
+        if deep or kind is not None:
+            for one in self._fragile:  # what is in them is in the list too, and is not freed yet
+                one.clear()
+        if deep and kind is None:
+            refuse("a deque or defaultdict nested too deep")
 
     def _find(self, name: str) -> Any:
         return find(name)
@@ -85,7 +106,9 @@ class _Unpickler(_Python):  # type: ignore[misc]  # it has no types
         arguments, maker = self.stack.pop(), self.stack[-1]
         if type(maker) is not Maker or type(arguments) is not tuple:
             refuse("a call of what cannot be called")
-        self.stack[-1] = maker.make(*arguments)
+        self.stack[-1] = made = maker.make(*arguments)
+        if type(made) in _FRAGILE:
+            self._fragile.append(made)
 
     def _build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
@@ -227,10 +250,28 @@ def _survey(root: Any) -> None:
             todo.extend(one.keys())
             todo.extend(one.values())
             todo.append(getattr(one, "_metadata", None))
-        elif kind is slice:
-            todo.extend((one.start, one.stop, one.step))
-        elif not _is_data(kind):
+        elif kind is not slice and not _is_data(kind):
             refuse("a class or function" if kind in (Maker, Draft) else kind)
+
+
+def _is_deep(fragile: Sequence[Any]) -> bool:
+    """Whether some of these are nested deeper than allowed, or too many of them contain themselves."""
+    if len(fragile) <= _DEEPEST:
+        return False
+    outer: dict[int, list[int]] = {}
+    inner = dict.fromkeys(map(id, fragile), 0)
+    for one in fragile:
+        for part in one if type(one) is collections.deque else one.values():
+            if type(part) in _FRAGILE:
+                inner[id(one)] += 1
+                outer.setdefault(id(part), []).append(id(one))
+    level = [place for place, count in inner.items() if not count]
+    for _ in range(_DEEPEST):
+        above = [place for below in level for place in outer.get(below, ())]
+        for place in above:
+            inner[place] -= 1
+        level = [place for place in dict.fromkeys(above) if not inner[place]]
+    return sum(map(bool, inner.values())) > _DEEPEST
 
 
 def _is_data(kind: type) -> bool:

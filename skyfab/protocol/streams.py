@@ -31,6 +31,8 @@ SMALL: Final = 32 * 1024
 ACK_BYTES: Final = 1024 * 1024
 ACK_FRAMES: Final = 32
 """How much may arrive before it is acknowledged unasked. A sender that may send no more asks, with a PING."""
+UNHEARD: Final = 64 * 1024 * 1024
+"""Bytes of small messages that may be unacknowledged. A connection never has so many on their way."""
 _PIECES: Final = 256
 """Buffers in one write: the system takes 1,024 at the most."""
 
@@ -86,6 +88,8 @@ class Mux:
         self._joined = False
         """The other side has said how far it has heard: before that, nothing but hello may be sent."""
         self._flight = 0
+        self._unheard = 0
+        """Bytes of small messages that have not been acknowledged; bulk data has its window."""
         self._acked = 0
         self._asked = False
         """An acknowledgement has been asked for."""
@@ -178,6 +182,7 @@ class Mux:
         if self._ack_due or self._pong_due or not self._joined:
             return False
         self._unacked.append(whole)
+        self._unheard += len(whole)
         try:
             sent = send((whole,))
         except BlockingIOError:
@@ -284,6 +289,7 @@ class Mux:
         while self._urgent and len(batch) < 64:
             whole = self._urgent.popleft()
             self._unacked.append(whole)
+            self._unheard += len(whole)
             batch.append(whole)
         if not batch and self._bulk.turns:
             if self._flight < self.window.size:
@@ -302,6 +308,8 @@ class Mux:
     def read(self, recv_into: frames.RecvInto) -> bool:
         """Reads once, tells the handler what is complete, queues what must be answered. False: the end."""
         alive = self._reader.pump(recv_into)
+        if self._unheard > UNHEARD:
+            raise ProtocolError(f"the last {self._unheard} bytes that were sent are not acknowledged")
         if self._owed_bytes >= ACK_BYTES or self._owed_frames >= ACK_FRAMES:
             self._owed_bytes = self._owed_frames = 0
             self._ack_due = True
@@ -359,7 +367,9 @@ class Mux:
         while self._acked < count:
             sent = self._unacked.popleft()
             self._acked += 1
-            if not isinstance(sent, bytes):
+            if isinstance(sent, bytes):
+                self._unheard -= len(sent)
+            else:
                 self._flight -= len(sent.chunk)
                 newest = sent
         if newest is not None:  # those before it may have waited for this acknowledgement

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stage.remote import leave
-from stage.spot import Spot
+from stage.remote import leave, linger
+from stage.spot import Spot, until
 
 import skyfab as sky
 from skyfab.lab import Lab
@@ -87,6 +88,61 @@ def test_a_host_that_dies_is_left_out(namespaces: Lab, victim: int, how: str) ->
         assert all(report["began"] >= 3 and report["attempt"] >= 1 for report in found)
         assert hosts[victim].name not in {report["host"] for report in found}
         spot.close()
+
+
+INTRUDER = """
+import base64, datetime, os, pickle, sys
+from torch.distributed import TCPStore
+
+class Command:
+    def __reduce__(self):
+        return os.system, (f"id -u >{sys.argv[4]}",)
+
+store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, timeout=datetime.timedelta(seconds=20))
+store.set(f"torch.rendezvous.{sys.argv[3]}", base64.b64encode(pickle.dumps(Command())).decode())
+"""
+
+
+def test_another_user_of_the_heads_host_gets_no_code_into_the_rendezvous(
+    namespaces: Lab, hosts_of: Callable[..., list[sky.Host]], spot: Spot
+) -> None:
+    """Its port is open to all users there, and torch unpickles what it finds: the command would run as us."""
+    host, plugin = hosts_of("openssh", 1, user="root")[0], sky.plugins.torch(elastic=(1, 1))
+    with sky.Compute([host], plugins=[plugin], ui="none") as pool:
+        future = pool.submit(sky.function(linger)(spot / "rank"), on="all")
+        spot.wait("rank")
+        gang = pool._gangs.at_work()
+        assert gang is not None
+        info = gang.members[0].plan.info
+        place = [info["head_addr"], str(info["head_port"]), info["job_id"], spot / "ran"]
+        namespaces[host.name].run([sys.executable, "-c", INTRUDER, *place], user="ada")
+        with pytest.raises(sky.BroadcastError) as raised:
+            future.result(60)
+    assert "does not belong to this gang" in str(raised.value)
+    assert "ran" not in spot.names()
+
+
+@sky.function
+def listeners(port: int) -> set[str]:
+    """The addresses, as the kernel writes them, at which somebody listens at a port of this host."""
+    lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    words = [line.split() for line in lines.splitlines()]
+    places = [word[1].split(":") for word in words if len(word) > 3 and word[3] == "0A"]
+    return {address for address, number in places if int(number, 16) == port}
+
+
+def test_the_rendezvous_listens_at_the_heads_address_alone() -> None:
+    """Also in the second call, for which there is no socket from the agent any more."""
+    with sky.Compute("local", ranks=2, plugins=[sky.plugins.torch(elastic=(1, 1))], ui="none") as pool:
+        for _ in range(2):
+            future = pool.submit(stumble(0), on="all")
+            gang = pool._gangs.at_work()
+            assert gang is not None
+            port = gang.members[0].plan.port
+            until(lambda: (listeners(port) >> pool) or future.done())  # noqa: B023
+            found = listeners(port) >> pool
+            assert future.result(60)
+            assert found <= {"0100007F"}
 
 
 @pytest.mark.parametrize("given", [{"elastic": (0, 2)}, {"elastic": (3, 2)}, {"elastic": (1, 2), "max_restarts": -1}])

@@ -457,6 +457,31 @@ def test_what_a_process_wrote_is_heard_after_its_end() -> None:
         assert listener.lines == [("last", "\n"), ("words", "\n")]
 
 
+def test_a_host_that_answers_and_never_acknowledges_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does not acknowledge is kept here, to be sent again: without a limit, that fills the memory."""
+    monkeypatch.setattr("skyfab.protocol.streams.UNHEARD", 500_000)
+    with opened() as (session, puppet, _):
+        reader = threading.Thread(target=lambda: [None for _ in iter(lambda: puppet.host.recv(65536), b"")])
+        reader.start()
+        said: list[object] = []
+        errors: list[Exception] = []
+        while not errors and len(said) < 1000:
+            before = len(said)
+            try:
+                stream = session.send(
+                    messages.Has(names=[NAME * 300]), answer=lambda *_: said.append(_), failure=errors.append
+                )
+            except sky.HostLost as error:
+                errors.append(error)
+                break
+            puppet.say(head(stream, messages.Done()))
+            session.wait(lambda: len(said) > before or bool(errors))  # noqa: B023
+        assert isinstance(errors[0].__cause__, sky.ProtocolError)
+        assert len(said) < 40
+        puppet.host.shutdown(socket.SHUT_RDWR)
+        reader.join()
+
+
 def test_a_host_that_never_reads_does_not_hang_the_client() -> None:
     """Sending goes on in the background, closing does not wait for it."""
     with opened() as (session, _, _):

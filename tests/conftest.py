@@ -112,7 +112,7 @@ def _started(config: pytest.Config, python: str | None) -> Iterator[Lab]:
     lab = Lab.start(count=4, kind=kind, python=python)
     if lab.kind == "loopback" and python is None:  # such hosts have no Python of their own
         lab.stop()
-        lab = Lab.start(count=4, kind="loopback", python=sys.executable)
+        lab = Lab.start(count=4, kind=kind, python=sys.executable)
     with lab:
         if lab.kind != "namespace" and os.environ.get("CI"):
             pytest.fail(f"CI has no namespace hosts: {' '.join(lab.limits)}")

@@ -95,7 +95,7 @@ def lab(pytestconfig: pytest.Config) -> Iterator[Lab]:
 
     A module that hosts import may import pytest and hypothesis, which are stand-ins there, and no other package.
     """
-    yield from _started(pytestconfig, None)
+    yield from _started(pytestconfig, labs.python_to_lend())
 
 
 @pytest.fixture(scope="session")
@@ -109,13 +109,14 @@ def lent_lab(pytestconfig: pytest.Config) -> Iterator[Lab]:
 
 def _started(config: pytest.Config, python: str | None) -> Iterator[Lab]:
     kind: Any = os.environ.get("SKYFAB_TEST_LAB", "auto")
-    if kind == "loopback" or os.geteuid() != 0:
-        python = sys.executable  # such hosts share this machine's files: there is nothing to be kept from them
-    with Lab.start(count=4, kind=kind, python=python) as lab:
+    lab = Lab.start(count=4, kind=kind, python=python)
+    if lab.kind == "loopback" and python is None:  # such hosts have no Python of their own
+        lab.stop()
+        lab = Lab.start(count=4, kind=kind, python=sys.executable)
+    with lab:
         if lab.kind != "namespace" and os.environ.get("CI"):
             pytest.fail(f"CI has no namespace hosts: {' '.join(lab.limits)}")
-        if python is None:
-            labs.put_stand_ins(lab)
+        labs.put_stand_ins(lab)
         config.stash[_labs].append(lab)
         yield lab
 

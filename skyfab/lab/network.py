@@ -45,7 +45,8 @@ class Network:
         used = _ip("address show", "route show").stdout.split()
         for number in range(LABS):
             network = cls(number, secrets.token_hex(8), second, isolated, forwarded)
-            if any(word.startswith(network._prefix(INTERFACE)) for word in used):  # on a lab's own host, say
+            prefix = network.address(0).removesuffix("0")
+            if any(word.startswith(prefix) for word in used):  # on a lab's own host, say
                 continue
             made = _ip(*network._bridges())
             if made.returncode == 0:
@@ -59,7 +60,7 @@ class Network:
         lines = [
             f"link add {self.bridge} address {self.hardware(0)} type bridge",
             f"link set {self.bridge} alias {self.tag}",
-            f"address add {self._prefix(INTERFACE)}1/24 dev {self.bridge}",
+            f"address add {self.address(1)}/24 dev {self.bridge}",
             f"link set {self.bridge} up",
         ]
         if self.second:
@@ -93,8 +94,8 @@ class Network:
 
     def addresses(self, host: int) -> dict[str, str]:
         """A host's own addresses, by interface."""
-        first = GUEST if self.forwarded else f"{self._prefix(INTERFACE)}{10 + host}"
-        return {INTERFACE: first} | ({SECOND: f"{self._prefix(SECOND)}{10 + host}"} if self.second else {})
+        first = GUEST if self.forwarded else self.address(10 + host)
+        return {INTERFACE: first} | ({SECOND: self.address(10 + host, SECOND)} if self.second else {})
 
     def cable(self, host: int, interface: str = INTERFACE) -> str:
         """The other end of a host's cable: this machine's, or the one of the NAT in front of the host."""
@@ -136,8 +137,9 @@ class Network:
     def _bridge_of(self, interface: str) -> str:
         return f"sky{self.number}" if interface == INTERFACE else f"sky{self.number}f"
 
-    def _prefix(self, interface: str) -> str:
-        return f"198.{18 + (interface == SECOND)}.{self.number}."
+    def address(self, last: int, interface: str = INTERFACE) -> str:
+        """An address of the first network, or of the second; this machine is the first of the first."""
+        return f"198.{18 + (interface == SECOND)}.{self.number}.{last}"
 
 
 def free_ports(count: int) -> list[int]:

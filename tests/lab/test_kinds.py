@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from stage.labs import answers, ssh, start, until
+from stage.labs import answers, python_to_lend, ssh, start, until
 
 import skyfab as sky
 from skyfab.errors import UsageError
@@ -136,6 +136,7 @@ def test_a_host_has_the_systems_own_python_and_nothing_of_this_programs() -> Non
         assert not host.path(sys.executable).exists()
 
 
+@pytest.mark.skipif(python_to_lend() is not None, reason="the system's Python is of another minor than this one")
 def test_functions_run_with_the_systems_own_python() -> None:
     with start(1) as lab, sky.Compute("lab", inventory=lab.inventory, ui="none") as compute:
         assert sky.function(lambda: __import__("sys").executable)() >> compute == lab.hosts[0].python

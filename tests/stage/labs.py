@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from skyfab.errors import UsageError
-from skyfab.lab import Lab, LabHost
+from skyfab.lab import Lab, LabHost, root
 from stage import stand_in
 
 
@@ -28,7 +29,7 @@ def start(count: int = 1, **options: object) -> Lab:
 
 def start_for_calls(count: int = 1, **options: object) -> Lab:
     """The same, with hosts that have the system's own Python and can import test modules."""
-    lab = start(count, **options)
+    lab = start(count, python=python_to_lend(), **options)
     try:
         put_stand_ins(lab)
     except BaseException:
@@ -37,15 +38,22 @@ def start_for_calls(count: int = 1, **options: object) -> Lab:
     return lab
 
 
+def python_to_lend() -> str | None:
+    """None where the system has a Python of this program's version: functions travel between equal ones only."""
+    own = root.system_python()
+    return None if own and Path(own).name == f"python3.{sys.version_info.minor}" else sys.executable
+
+
 def put_stand_ins(lab: Lab) -> None:
     """Lets hosts with a Python of their own import test modules."""
+    look = "import sys; print(next(path for path in sys.path if path.endswith('-packages')))"
     for host in lab.hosts:
-        look = "import sys; print(next(path for path in sys.path if path.endswith('-packages')))"
-        folder = host.run([host.python, "-c", look]).stdout.strip()
+        if host.lent_python or host.kind != "namespace":  # it has what this program has, or is this machine itself
+            continue
+        folder = host.path(host.run([host.python, "-c", look]).stdout.strip())
         for name in ("pytest", "hypothesis"):
-            path = host.path(folder) / f"{name}.py"
-            path.write_text(Path(stand_in.__file__).read_text())
-            path.chmod(0o644)
+            (folder / f"{name}.py").write_text(Path(stand_in.__file__).read_text())
+            (folder / f"{name}.py").chmod(0o644)
 
 
 def ssh(host: LabHost, command: str, user: str | None = None) -> str:

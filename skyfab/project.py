@@ -115,7 +115,7 @@ class Project:
         """Stops watching; the next `tree` begins again."""
         with self._lock:
             self._changes.close()
-            self._next_scan = 0.0
+            self._next_scan = 0.0  # what happens until then, no watch tells
 
     def _same(self) -> bool:
         return not self._changes.active and all(_stamp(path) == stamp for path, stamp in self._watched)

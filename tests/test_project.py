@@ -76,3 +76,14 @@ def test_what_was_written_before_a_call_counts_for_every_thread(folder: Path, mo
     trees = [first.result(10), second.result(10)]
     assert all(tree.digest != before.digest for tree in trees)
     found.close()
+
+
+def test_a_pool_that_is_opened_again_sees_what_was_written_meanwhile(folder: Path) -> None:
+    """Also where no module of this program imports the file."""
+    found = project.Project(sky.Image(includes=[str(folder)]))
+    before = found.tree()
+    found._next_scan = time.monotonic() + 1000  # as after a scan that took long
+    found.close()
+    (folder / "one.py").write_text("value = 333\n")
+    assert found.tree().digest != before.digest
+    found.close()

@@ -129,6 +129,8 @@ class Model:
         """Of the project's module, as a call that begins now must see it."""
         self.written = 0
         """The newest version that a call can have seen."""
+        self.killed: set[str] = set()
+        """Hosts whose agents were killed."""
         self._code = code
         self._windows: list[Window] = []
         self._numbers = iter(range(1, 1 << 60))
@@ -450,6 +452,7 @@ class World:
         (node,) = [node for node in pool.compute.hosts if node.name == name]
         before = node.agent.pid
         with self._model.excused("lost", pool, name):
+            self._model.killed.add(name)
             _kill(pool.machines.get(name), before)
             end = time.monotonic() + BOUND
             while node.lost is not None or node.agent.pid == before:

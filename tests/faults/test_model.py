@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,10 +49,11 @@ def subject(lab: Lab, hosts_of: Callable[..., list[sky.Host]], tmp_path: Path, s
     return model.Model(pools, code, seed)
 
 
-def discard_drafts(lab: Lab) -> None:
-    """An agent that was killed leaves what was on its way to it; gc takes that after a day."""
-    for draft in (draft for host in lab.hosts for cache in remains.caches(host) for draft in cache.glob("blobs/.*")):
-        draft.unlink()
+def discard_drafts(lab: Lab, names: set[str]) -> None:
+    """Agents that were killed leave what was on its way to them; gc takes that after a day."""
+    for cache in (cache for host in lab.hosts if host.name in names for cache in remains.caches(host)):
+        for draft in (*cache.glob("blobs/.*"), *cache.glob("trees/.*")):
+            shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
 
 
 def check(subject: model.Model, lab: Lab, tmp_path: Path, *, operations: int, seconds: float) -> None:
@@ -62,7 +64,7 @@ def check(subject: model.Model, lab: Lab, tmp_path: Path, *, operations: int, se
     finally:
         for pool in subject.pools:
             pool.compute.close()
-    discard_drafts(lab)
+    discard_drafts(lab, subject.killed)
     left = remains.after(lab.hosts, seconds=15) | traces.left([lambda: traces.here(tmp_path)])
     if left:
         subject.report.broken("left", f"{sorted(left)}")

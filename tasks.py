@@ -1,39 +1,39 @@
 """The project's own tasks, next to all that `skyfab` can do: `./inv --list`."""
 
-import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from invoke import Context, Exit, task
 
-from skyfab.cli import main
+from skyfab.cli import command, main
 from skyfab.cli import namespace as ns
+from skyfab.lab import programs
 
 ROOT = Path(__file__).resolve().parent
 
-LAB_PROGRAMS = {
-    "sshd": "openssh-server",
-    "ssh": "openssh-client",
-    "ip": "iproute2",
+TEST_PROGRAMS = {
+    **{
+        name: name
+        for name in ("bash", "busybox", "curl", "dash", "faketime", "fish", "ksh", "mksh", "tcsh", "wget", "zsh")
+    },
     "ps": "procps",
-    "faketime": "faketime",
 }
-"""What the lab starts its hosts with, and what tests use there; each with the Debian package that has it."""
+"""What tests use on hosts, each with the Debian package that has it."""
 
 
-@task(
-    help={
-        "k": "only tests whose names match this expression",
-        "soak": "the tests that take minutes too",
-        "args": "more arguments for pytest",
-    }
+@command(
+    k="only tests whose names match this expression",
+    soak="the tests that take minutes too",
+    args="more arguments for pytest",
 )
 def test(_: Context, k: str | None = None, soak: bool = False, args: str = "") -> None:
-    """Run the tests, after installing the programs that the lab needs (root on Debian)."""
-    install_lab_programs()
+    """Run the tests, after installing the programs that they and the lab need (root on Debian)."""
+    programs.require()
+    left = programs.install(TEST_PROGRAMS)
+    if left:
+        print(f"some tests will be skipped; for all of them: {programs.command(left)}", file=sys.stderr)
     select = ["-k", k] if k else []
     # An empty expression takes back the `not soak` of pyproject.toml.
     everything = ["-m", ""] if soak else []
@@ -47,9 +47,10 @@ def check(_: Context) -> None:
     finish(max(codes))
 
 
-@task(help={"only": "one benchmark, by its name"})
+@command(only="one benchmark, by its name")
 def bench(_: Context, only: str | None = None) -> None:
     """Measure against raw ssh, execnet and torchrunx on the lab, and print the ratios."""
+    programs.require()
     finish(python("-m", "benchmarks", *(["--only", only] if only else [])))
 
 
@@ -62,25 +63,6 @@ def finish(code: int) -> None:
     """End with a child's exit code; one that a signal ended counts as a shell would count it."""
     if code:
         raise Exit(code=code if code > 0 else 128 - code)
-
-
-def install_lab_programs() -> None:
-    """Fetch what is missing where that is possible; elsewhere the tests say what they could not do."""
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    packages = [package for program, package in LAB_PROGRAMS.items() if not shutil.which(program, path=path)]
-    if not packages:
-        return
-    if os.geteuid() != 0 or not shutil.which("apt-get"):
-        print(f"missing for the lab, and only root can install it: {' '.join(packages)}", file=sys.stderr)
-        return
-    quiet = {"env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, "stdin": subprocess.DEVNULL}
-    subprocess.run(["apt-get", "-qq", "update"], **quiet)
-    if subprocess.run(["apt-get", "-qq", "install", "-y", "--no-install-recommends", *packages], **quiet).returncode:
-        print(f"missing for the lab, and apt-get cannot install it: {' '.join(packages)}", file=sys.stderr)
-        return
-    if "openssh-server" in packages and Path("/run/systemd/system").exists():
-        # Only the program is wanted: running tests must not leave a port 22 open.
-        subprocess.run(["systemctl", "disable", "--now", "ssh.service", "ssh.socket"], **quiet)
 
 
 for own in (test, check, bench):

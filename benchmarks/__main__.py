@@ -15,6 +15,7 @@ from benchmarks.facts import Facts
 from benchmarks.result import Result, Skip
 from benchmarks.rows import ROWS, Row
 from benchmarks.scale import TASTE, Scale
+from skyfab.errors import UsageError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,9 +25,13 @@ def main(argv: list[str] | None = None) -> int:
     if options.size:
         scale = replace(scale, size=options.size)
     rows = [row for row in ROWS if options.only in (None, row.name)]
-    with Arena.open(scale) as arena:
-        facts = Facts.of(arena)
-        results, notes = measure(rows, arena)
+    try:
+        with Arena.open(scale) as arena:
+            facts = Facts.of(arena)
+            results, notes = measure(rows, arena)
+    except UsageError as error:  # this machine cannot have a lab
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     table.show(results, [*notes, str(facts)])
     if options.json:
         document = {"facts": facts.document(), "results": [result.document() for result in results], "notes": notes}

@@ -10,6 +10,7 @@ def mean(numbers):
     return sum(mine) / len(mine)
 
 
-with sky.Compute("local", ranks=2) as compute:  # or "node1,node2", over SSH
-    print(mean([1, 2, 3, 4]) >> compute)  # one call: all of the numbers
-    print(mean([1, 2, 3, 4]) @ compute)  # every rank: its share of them
+if __name__ == "__main__":
+    with sky.Compute("local", ranks=2) as compute:  # or "node1,node2", over SSH
+        print(mean([1, 2, 3, 4]) >> compute)  # one call: all of the numbers
+        print(mean([1, 2, 3, 4]) @ compute)  # every rank: its share of them

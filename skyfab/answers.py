@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
+import re
+import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from skyfab.errors import (
     CallCancelled,
@@ -20,6 +25,11 @@ from skyfab.protocol import codec, messages
 from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import Message
 
+_LONGEST: Final = 1000
+"""Characters of a path that is worth a look."""
+_BESIDE: Final = re.compile(r"/trees/[0-9a-f]{64}/[0-9]{3}/(.+)")
+"""Where a host has the project's modules."""
+
 
 def resolve(
     message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str, wary: bool = False
@@ -33,7 +43,8 @@ def resolve(
             raise ProtocolError("a result without content", host=host)
         return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label, wary=wary)
     if isinstance(message, messages.Raised):
-        raise _exception(message, buffers, host, rank, wary) from RemoteTraceback(message.traceback, host, rank)
+        found = _exception(message, buffers, host, rank, wary)
+        raise found from RemoteTraceback(message.traceback + _noted(found, host), host, rank)
     if isinstance(message, messages.Ended):
         cause = RemoteTraceback(message.traceback, host, rank) if message.traceback else None
         raise _ending(message, host, rank, label) from cause
@@ -86,10 +97,46 @@ def _exception(
         except Exception:
             found = None
         if isinstance(found, Exception):
-            if isinstance(found, ModuleNotFoundError) and hasattr(found, "add_note"):
-                found.add_note(f"hint: on {host}: Image(pip=[…]) installs packages, Image(includes=[…]) sends your own")
             return found
     return RemoteError(f"{message.kind}: {message.text}", kind=message.kind, host=host, rank=rank)
+
+
+def _noted(error: BaseException, host: str) -> str:
+    """Adds what helps to an exception of the user's. Returns what must be shown otherwise: before Python 3.11."""
+    note = _note(error, host)
+    if note is None:
+        return ""
+    if hasattr(error, "add_note"):
+        with contextlib.suppress(TypeError):  # the exception may have notes of another kind
+            error.add_note(note)
+        return ""
+    return f"\n{note}"
+
+
+def _note(error: BaseException, host: str) -> str | None:
+    if isinstance(error, ModuleNotFoundError):
+        return f"hint: on {host}: Image(pip=[…]) installs packages, Image(includes=[…]) sends your own"
+    if isinstance(error, FileNotFoundError) and (here := _found_here(error.filename)):
+        word = repr(os.path.relpath(here))
+        return f"hint: {here} exists on this machine, not on {host}: Image(includes=[{word}]) sends it along"
+    if type(error) is EOFError and str(error) == "EOF when reading a line":
+        return f"hint: no keyboard is connected to processes on {host}: pass what input() should return as an argument"
+    return None
+
+
+def _found_here(name: object) -> Path | None:
+    """The file that a host looked for in its working folder or beside a module, if this machine has it there."""
+    if not isinstance(name, str) or len(name) > _LONGEST or not name.isprintable():  # a host says what it likes
+        return None
+    beside = _BESIDE.search(name)
+    program = getattr(sys.modules.get("__main__"), "__file__", None) or "."
+    folders = (Path.cwd(), Path(program).absolute().parent) if beside else (Path.cwd(),)
+    inner = Path(beside[1] if beside else name)
+    if inner.is_absolute():
+        return None
+    with contextlib.suppress(OSError):
+        return next((path for folder in folders if (path := folder / inner).exists()), None)
+    return None
 
 
 def _plain_exception(buffers: list[memoryview]) -> Exception:

@@ -19,6 +19,8 @@ import cloudpickle
 
 from skyfab.protocol.blobs import name_of
 
+_LEFT_OUT: Final = ("examples", "commands", "cli.py")
+"""What a person types is of no use on a host."""
 _MAIN: Final = """import sys
 if sys.version_info < (3, 10):
     sys.exit(sys.version.split()[0])
@@ -63,5 +65,5 @@ def _files() -> Iterator[tuple[str, bytes]]:
     for package in (Path(__file__).parent, Path(cloudpickle.__file__).parent):
         for file in sorted(package.rglob("*.py")):
             inner = file.relative_to(package)
-            if inner.parts[0] != "examples":
+            if inner.parts[0] not in _LEFT_OUT:
                 yield f"{package.name}/{inner.as_posix()}", file.read_bytes()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
@@ -77,6 +77,8 @@ def _rebuild(fn: Callable[P, R], timeout: float | None, retries: int, stall: flo
 
 
 @overload
+def function(fn: Callable[P, Coroutine[Any, Any, R]], /) -> Function[P, R]: ...  # what it returns in the end
+@overload
 def function(fn: Callable[P, R], /) -> Function[P, R]: ...
 @overload
 def function(
@@ -88,7 +90,8 @@ def function(fn: Any = None, /, *, timeout: float | None = None, retries: int = 
     A broadcast (``@``) that fails is started again on all ranks, as often as `retries` says; the function finds out
     from ``instance_info().attempt`` how often that has happened. Any other call is moved to another host when its host
     is lost: it may then have run twice. When a rank has stood still for `stall` seconds, the
-    stacks of all of them are shown, alike ones together; the call goes on.
+    stacks of all of them are shown, alike ones together; the call goes on. An ``async def`` runs in an event loop of
+    its own.
     """
     if fn is None:
         return lambda fn: Function(fn, timeout=timeout, retries=retries, stall=stall)

@@ -16,6 +16,7 @@ from invoke import Argument, Collection, Context, Exit, ParseError, Program, Tas
 
 from skyfab import __version__
 from skyfab.commands import failure
+from skyfab.commands.sigterm import SIGTERM
 from skyfab.errors import UsageError
 
 SELECT = {
@@ -63,9 +64,10 @@ def _reported(body: Callable[[], int | None]) -> int | None:
     try:
         code = body()
         sys.stdout.flush()
-        return code
+        return SIGTERM.code if code == 130 and SIGTERM.came else code
     except KeyboardInterrupt:
-        raise Exit("\ninterrupted" if sys.stderr.isatty() else "interrupted", code=130) from None
+        text, code = ("terminated", SIGTERM.code) if SIGTERM.came else ("interrupted", 130)
+        raise Exit(f"\n{text}" if sys.stderr.isatty() else text, code=code) from None
     except BrokenPipeError:  # `| head` has seen enough; nothing is left to flush into it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise Exit(code=1) from None
@@ -111,6 +113,7 @@ def train(
     **SELECT,
     ranks="ranks on each host; one per GPU, or one",
     target="FILE.py, or FILE.py:function",
+    workdir="where relative paths lead: a folder on the hosts, temp, or auto",
     detach="leave it to the hosts, and end; pressing d does so later",
 )
 def run(
@@ -119,13 +122,16 @@ def run(
     hosts: str | None = None,
     inventory: str | None = None,
     ranks: str | None = None,
+    workdir: str = "auto",
     detach: bool = False,
 ) -> None:
     """Run a script on every rank, as torchrun would.
 
     run [--hosts=…] FILE.py[:function] -- ARGUMENTS: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the like are set, so
-    a script written for torchrun needs no change. What lies beside the script travels with it; data does not.
-    Without hosts: two ranks on this machine. Ends with 1 when it failed anywhere.
+    a script written for torchrun needs no change. The modules beside the script travel with it; data does not.
+    Files that it writes stay: on a host in a folder that stands for this one, and at the end you are told how to fetch
+    them. --workdir=temp for a folder that goes. Without hosts: two ranks on this machine, in this folder. Ends with 1
+    when it failed anywhere.
 
         skyfab run --hosts=node1,node2 train.py -- --epochs 3
         skyfab run --hosts=gpu --ranks=2 experiment.py:main
@@ -133,7 +139,7 @@ def run(
     from skyfab.commands.run import run as start
 
     count = None if ranks is None else _count("ranks", ranks)
-    start(target, _after_dashes(), hosts, inventory, ranks=count, detach=detach)
+    start(target, _after_dashes(), hosts, inventory, ranks=count, workdir=workdir, detach=detach)
 
 
 @command(**SELECT)
@@ -318,9 +324,10 @@ def gc(
 ) -> None:
     """Remove from the hosts' caches what nobody has used for a while.
 
-    Environments, packages, interpreters, project files, logs, and what was left half-made. What a pool is using
-    stays, and so does what was used in the last hour: with --days=0 all the rest goes. With --here, the wheels, locks
-    and tools that this machine keeps; where a lock goes, the next pool looks for the newest versions.
+    Environments, packages, interpreters, project files, logs, and what was left half-made; and the working folders of
+    projects, with what functions have written there: names and sizes are printed. What a pool is using stays, and so
+    does what was used in the last hour: with --days=0 all the rest goes. With --here, the wheels, locks and tools that
+    this machine keeps; where a lock goes, the next pool looks for the newest versions.
 
         skyfab gc
         skyfab gc --hosts=gpu --days=7
@@ -331,18 +338,22 @@ def gc(
     run(hosts, inventory, days=_count("days", days, least=0), here=here)
 
 
-@command(count="how many hosts; 4")
-def up(_: Context, count: str = "4") -> None:
+@command(
+    count="how many hosts; 4",
+    python="an interpreter of this machine that the hosts are lent, with its packages; else they have the system's own",
+)
+def up(_: Context, count: str = "4", python: str | None = None) -> None:
     """Start throw-away hosts on this machine.
 
-    They are called node1, node2 …; the last line printed is the path of their inventory.
+    They are called node1, node2 …; the last line printed is the path of their inventory. What they are made with
+    (openssh-server, iproute2) is installed first, where this is root on Debian.
 
         export SKYFAB_INVENTORY=$(skyfab lab.up --count=2)
         skyfab hosts
     """
     from skyfab import lab
 
-    path = lab.up(_count("count", count))
+    path = lab.up(_count("count", count), python=python)
     for host in lab.status():
         print(host, file=sys.stderr)
     print(f"hint: export SKYFAB_INVENTORY={path}", file=sys.stderr)
@@ -426,7 +437,8 @@ class _Skyfab(Program):
 def main(argv: Sequence[str] | None = None, tasks: Collection = namespace) -> None:
     """The program `skyfab`; with other tasks, the program of a project."""
     program = _Skyfab(name="skyfab", version=__version__, namespace=tasks)
-    program.run(None if argv is None else list(argv))
+    with SIGTERM.as_interrupt():
+        program.run(None if argv is None else list(argv))
 
 
 if __name__ == "__main__":

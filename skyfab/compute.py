@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Literal, TypeVar, overload
 
+from skyfab import nesting, open_pools
 from skyfab.autopsy import Place, watch
 from skyfab.calls import Call, Function, Group, as_function
+from skyfab.cloud import refuses_rent
 from skyfab.detached import Results, Run, attach
-from skyfab.dispatch import CallFuture, Queue, Slot, Task
+from skyfab.dispatch import Queue, Slot, Task, solo_plan
 from skyfab.elastic import in_order, may_go_on, remaining
 from skyfab.errors import UsageError
-from skyfab.events import Events, HostState, Notice
+from skyfab.events import Events, HostState, emitting
 from skyfab.express import UNFIT, express
-from skyfab.gangs import Gangs, insist
+from skyfab.futures import CallFuture, refuse_to_block
+from skyfab.gang import Broadcast, GangCall
+from skyfab.gangs import BroadcastQueue, Gangs, retry
 from skyfab.host import variables
 from skyfab.image import Image
 from skyfab.interrupts import INTERRUPTS
@@ -28,12 +34,14 @@ from skyfab.muster import close_all, open_all
 from skyfab.node import Node, SeatPlan
 from skyfab.outfit import Outfit
 from skyfab.parcel import FunctionParcel, pack_arguments, pack_function
-from skyfab.plugins.base import Network, Plugin
-from skyfab.project import Project, Tree
+from skyfab.plugins.base import Plugin, check_together
+from skyfab.project import Project
+from skyfab.project_sync import ProjectSync
 from skyfab.protocol import codec
 from skyfab.refs import Ref, put
 from skyfab.roster import Roster
 from skyfab.spread import Spread
+from skyfab.workdir import Workdirs, tell_files
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -47,6 +55,7 @@ class Compute:
     4
     """
 
+    @refuses_rent
     def __init__(
         self,
         hosts: str | Iterable[str | Host] | None = None,
@@ -57,6 +66,7 @@ class Compute:
         image: Image | None = None,
         plugins: Sequence[Plugin] = (),
         env: Mapping[str, str] | None = None,
+        workdir: str | os.PathLike[str] = "auto",
         lease: float = 60,
         silence: float = 10,
         timeout: float | None = None,
@@ -64,6 +74,10 @@ class Compute:
         ui: Literal["auto", "rich", "plain", "none"] = "auto",
     ) -> None:
         """Constructs only; hosts are reached when it is entered.
+
+        `workdir` is where relative paths of a function lead. ``"auto"``: on a host a folder that stands for the
+        current one here, and stays; on this machine the current folder itself. Or a path on the hosts, or ``"temp"``
+        for a folder that goes with the pool.
 
         With ``results="data"`` hosts are not trusted: what they return may be plain data, numpy arrays and torch
         tensors, and nothing else is unpickled (docs/security.md).
@@ -81,18 +95,25 @@ class Compute:
         """The hosts that were asked for."""
         self._image = image or Image()
         self._plugins = tuple(plugins)
+        check_together(self._plugins)
         self._elastic = next((plugin.elastic for plugin in self._plugins if plugin.elastic), None)
         self._outfit = Outfit(self.selected, self._image, self._plugins)
         self._ranks = ranks
         self._env = variables(env or {}, "env")
+        self._lease = lease
         self._timeout = timeout
         self._ui = ui
         self.events = Events()
-        self._project = Project(self._image)
+        self._sync = ProjectSync(Project(self._image))
         self._around = contextlib.ExitStack()
         self._wary = results == "data"
         self._queue = Queue(self.events.call, wary=self._wary)
-        self._gangs = Gangs(self._env_of, lambda: self._roster.pool, self._meetings())
+        # A function without the pool: threads hold it, and must not keep a pool that was dropped.
+        self._env_of = functools.partial(_env_of, self._outfit, self._env)
+        self._pool = secrets.token_hex(8)
+        """The jobs of its gangs are named after it."""
+        self._gangs = Gangs(self._env_of, self._pool, Meetings.of(self._plugins, self.events))
+        self._broadcasts = BroadcastQueue()
         self._roster = Roster(
             self.inventory,
             self._outfit,
@@ -101,11 +122,12 @@ class Compute:
             self._queue,
             lease=lease,
             silence=silence,
-            welcome=self._welcome,
+            welcome=self._sync.take_back,
+            workdirs=Workdirs(workdir),
         )
-        self._lock = threading.Lock()
         self._open = False
-        self._synced: Tree | None = None
+        self._is_parents = False
+        """It was open when this process was forked."""
         self._closers: list[Callable[[], None]] = []
         self.hosts: Sequence[Node] = ()
         """The nodes of the pool, once it is open."""
@@ -120,15 +142,21 @@ class Compute:
         self.close()
 
     def open(self) -> None:
-        """Reaches every host at once. Raises the one failure, or a PoolError with all of them."""
+        """Reaches every host at once. Raises the one failure, or a PoolError with all of them.
+
+        Raises UsageError in a rank that is importing a module, and where too many pools are inside each other.
+        """
         if self._open:
             return
+        if self._is_parents:
+            raise open_pools.parents_pool()
+        nesting.check()
         INTERRUPTS.watch()
         self._show()
         try:
             nodes = self._connect()
         except BaseException:
-            self._project.close()
+            self._sync.close()
             self._hide()
             INTERRUPTS.leave()
             raise
@@ -139,8 +167,10 @@ class Compute:
             for node in nodes
             if number < node.host.slots
         )
-        self._synced = None
+        self._sync.begin()
+        self._broadcasts.open()
         self._open = True
+        open_pools.add(self)
         try:
             for plugin in self._plugins:
                 self._around.enter_context(plugin.around_client(self))
@@ -150,7 +180,7 @@ class Compute:
 
     def _connect(self) -> Sequence[Node]:
         nodes = self._roster.call_up(self.selected)
-        ahead = threading.Thread(target=self._look_ahead, daemon=True)
+        ahead = threading.Thread(target=self._sync.read_ahead, daemon=True)
         ahead.start()
         try:
             open_all(nodes, self.events, failed=lambda node: self._outfit.failed(node.host))
@@ -158,36 +188,30 @@ class Compute:
             ahead.join()
         return nodes
 
-    def _look_ahead(self) -> None:
-        """Reads the project while the hosts are being reached."""
-        with contextlib.suppress(UsageError):  # raised again, where somebody hears it
-            self._project.tree()
-
-    def _welcome(self, node: Node) -> None:
-        """A node that was lost is there again: it gets what the others have."""
-        while (tree := self._synced) is not None and not node.knows(tree):
-            if not node.learn_tree(tree):  # somebody is editing: the next call looks again
-                self._synced = None
-        self.events.emit(HostState(host=node.name, state="ready", detail="taken back"))
-
     def close(self) -> None:
-        """Ends every process of the pool on every host."""
+        """Ends every process of the pool on every host. In a forked child it does nothing: the pool is the parent's."""
+        if self._is_parents:
+            return
+        refuse_to_block()
         try:
             if self._open:
                 self._leave()
             else:
                 close_all(self._roster.nodes)  # another thread may be connecting: it stops
         finally:
-            self._project.close()
+            self._sync.close()
             self._hide()
 
     def _leave(self) -> None:
         try:
             self._around.close()
+            tell_files(self.hosts, self.inventory, self.events)
             self._roster.homecoming.close()
         finally:
             self._open = False
+            open_pools.discard(self)
             self._queue.fail_all()
+            self._broadcasts.close()
             try:
                 close_all(self.hosts)
             finally:
@@ -199,7 +223,7 @@ class Compute:
         if self._ui != "none":
             from skyfab.ui import attach
 
-            self._closers.append(attach(self.events, self._ui))
+            self._closers.append(attach(self.events, self._ui, patience=self._lease / 4))
 
     def _hide(self) -> None:
         while self._closers:
@@ -222,6 +246,8 @@ class Compute:
             return self._wait(self.submit(call))
         timeout = self._timeout_of(call.function)
         label = call.function.label
+        if emitting:
+            refuse_to_block()
         result: R = express(self._queue, function, arguments, label=label, timeout=timeout)
         if result is UNFIT:
             task = Task(function, arguments, label=label, timeout=timeout)
@@ -250,27 +276,46 @@ class Compute:
         if on == "all":
             elastic = self._elastic
 
+            broadcast = Broadcast(
+                function=function,
+                arguments=arguments,
+                label=label,
+                timeout=timeout,
+                min_hosts=None if elastic is None else elastic.least,
+                wary=self._wary,
+            )
+
+            jobs: list[str] = []
+
             def start(attempt: int) -> CallFuture:
-                nodes = self.hosts if elastic is None else remaining(self.hosts, elastic)
-                ranks = [self._ranks_on(node) for node in nodes]
-                gang = self._gangs.current(nodes, ranks, tree, attempt=attempt, conducted=elastic is not None)
-                ended = self.events.call(label, *(node.name for node in nodes))
-                least = None if elastic is None else elastic.least
-                future = gang.call(
-                    function, arguments, timeout=timeout, label=label, ended=ended, least=least, wary=self._wary
-                )
-                self._watch(call.function, future, lambda: [(m.node, m.seat, m.rank) for m in gang.members])
-                return future
+                begun = self._broadcasts.add(broadcast, lambda call: self._begin_broadcast(call, tree, attempt, jobs))
+                begun.future.pool = self
+                self._watch(call.function, begun.future, begun.places)
+                return begun.future
 
             retries = call.function.retries
             if elastic is not None:
-                return insist(start, lambda error, number: may_go_on(error, number, elastic, retries), in_order)
-            return insist(start, lambda _, number: number < retries) if retries else start(0)
+                return retry(start, lambda error, number: may_go_on(error, number, elastic, retries), in_order)
+            return retry(start, lambda _, number: number < retries) if retries else start(0)
         node = None if on == "one" else self.hosts[0] if on == "head" else self._named(on)
         task = Task(function, arguments, label=label, timeout=timeout, on=node, retries=call.function.retries)
+        task.future.pool = self
         self._queue.add(task)
         self._watch(call.function, task.future, task.places)
         return task.future
+
+    def _begin_broadcast(self, call: GangCall, tree: str, attempt: int, jobs: list[str]) -> None:
+        """Hands a broadcast to the ranks of the hosts that are there. Raises what is wrong with them.
+
+        `jobs` keeps the name of its job: what is tried again finds what it has saved under that.
+        """
+        nodes = self.hosts if self._elastic is None else remaining(self.hosts, self._elastic)
+        ranks = [self._ranks_on(node) for node in nodes]
+        job, conducted = (jobs[0] if jobs else None), self._elastic is not None
+        gang = self._gangs.current(nodes, ranks, tree, attempt=attempt, job=job, conducted=conducted)
+        jobs.append(gang.job)
+        with INTERRUPTS:
+            call.begin(gang, self.events.call(call.broadcast.label, *(node.name for node in nodes)))
 
     def _watch(self, function: Function[..., Any], future: CallFuture, places: Callable[[], Sequence[Place]]) -> None:
         if function.stall is not None:
@@ -285,24 +330,22 @@ class Compute:
         chosen = list(self.hosts) if on == "all" else [self._named(on) if on not in ("one", "head") else self.hosts[0]]
         if on == "all" and self._elastic is not None:
             chosen = remaining(chosen, self._elastic)
-        nodes = [self._roster.apart(node, self._env_of) for node in chosen]
+        nodes = self._roster.apart(chosen, self._env_of)
         ranks = [self._ranks_on(node) if on == "all" else 1 for node in chosen]
         label, timeout = call.function.label, self._timeout_of(call.function)
         launcher = Launcher(nodes, ranks, label=label, name=name or label)
         if on == "all":
-            gangs = Gangs(self._env_of, lambda: launcher.id, self._meetings())
+            gangs = Gangs(self._env_of, launcher.id, Meetings.of(self._plugins, self.events))
             conducted = self._elastic is not None
             launcher.start_gang(
                 lambda: gangs.current(nodes, ranks, tree, conducted=conducted),
-                self._synced,
-                function,
-                arguments,
-                timeout=timeout,
+                self._sync.tree,
+                Broadcast(function=function, arguments=arguments, label=label, timeout=timeout),
                 conducted=conducted,
             )
         else:
             launcher.start_one(
-                lambda node: self._solo_plan(node, tree), self._synced, function, arguments, timeout=timeout
+                lambda node: self._solo_plan(node, tree), self._sync.tree, function, arguments, timeout=timeout
             )
         results: Results = "data" if self._wary else "any"
         return attach(launcher.id, [node.host for node in chosen], inventory=self.inventory, results=results)
@@ -310,15 +353,15 @@ class Compute:
     def detach(self, *, name: str | None = None) -> Run:
         """Hands the broadcast that is under way to the hosts: it goes on when this program ends. The pool is closed."""
         self._check_open()
-        gang = self._gangs.at_work()
-        if gang is None:
+        call = self._broadcasts.at_work
+        if call is None or call.gang is None:
             raise UsageError("no broadcast is under way", hint="submit(call, on='all') starts one; launch(call), a run")
-        ranks = [self._ranks_on(node) for node in gang.nodes]
-        launcher = Launcher(gang.nodes, ranks, label=gang.label, name=name or gang.label)
-        launcher.take_over(gang, conducted=self._elastic is not None)
+        nodes, label = call.gang.nodes, call.broadcast.label
+        launcher = Launcher(nodes, [self._ranks_on(node) for node in nodes], label=label, name=name or label)
+        launcher.take_over(call, conducted=self._elastic is not None)
         self.close()
         results: Results = "data" if self._wary else "any"
-        return attach(launcher.id, [node.host for node in gang.nodes], inventory=self.inventory, results=results)
+        return attach(launcher.id, [node.host for node in nodes], inventory=self.inventory, results=results)
 
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
         """Runs calls side by side: ``(f(1) & g(2)) >> compute``."""
@@ -370,7 +413,13 @@ class Compute:
 
     # ---- inside
 
+    def leave_to_parent(self) -> None:
+        """This is a forked child: the pool's streams are the parent's, which knows nothing of what is said here."""
+        self._open, self._is_parents = False, True
+
     def _check_open(self) -> None:
+        if self._is_parents:
+            raise open_pools.parents_pool()
         if not self._open:
             raise UsageError("the pool is not open", hint="with sky.Compute(…) as compute: …")
 
@@ -383,38 +432,20 @@ class Compute:
 
     def _sync_tree(self) -> str:
         """The project's digest, once every host has its files."""
-        tree = self._project.tree()
-        if tree is self._synced:
-            return tree.digest
-        behind = [node for node in self.hosts if node.lost is None and not node.knows(tree)]
-        with self._lock, ThreadPoolExecutor(min(32, max(1, len(behind)))) as pool:
-            while not all(done.result() for done in [pool.submit(node.learn_tree, tree) for node in behind]):
-                tree = self._project.tree(anew=True)  # somebody is editing
-            self._synced = tree
-            self._queue.replan(lambda slot: self._solo_plan(slot.node, tree.digest))
-        return tree.digest
+        return self._sync.digest(self.hosts, self._replan)
 
-    def _meetings(self) -> Meetings:
-        """How ranks meet, as far as the plugins need it."""
-        wanted = {plugin.network for plugin in self._plugins}
-        network: Network = "needed" if "needed" in wanted else "wanted" if "wanted" in wanted else "unused"
-        return Meetings(network, lambda host, text: self.events.emit(Notice(host=host, text=text)))
+    def _replan(self, tree: str) -> None:
+        """Later calls want processes that import the new code."""
+        self._queue.replan(lambda slot: self._solo_plan(slot.node, tree))
 
     def _solo_plan(self, node: Node, tree: str) -> SeatPlan:
-        info = {
-            "node": node.index,
-            "total_nodes": len(self.selected),
-            "hostname": node.agent.hostname,
-            "head_addr": node.agent.address,
-            "accelerators": len(node.gpus),
-            "total_accelerators": len(node.gpus),
-            "peers": [node.agent.address],
-            "job_id": self._roster.pool,
-        }
-        env = dict(self._env_of(node))
-        if node.host.gpus != "auto":
-            env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, node.host.gpus)))
-        return SeatPlan(tree=tree, env=env, info=info)
+        return solo_plan(node, tree, self._env_of(node), job=self._pool, total_nodes=len(self.selected))
 
-    def _env_of(self, node: Node) -> dict[str, str]:
-        return {**node.host.env, **self._outfit.image_of(node.host).env, **self._env}
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            open_pools.close_dropped(self, [node.name for node in self.hosts])
+
+
+def _env_of(outfit: Outfit, env: Mapping[str, str], node: Node) -> dict[str, str]:
+    """What a node's processes find in their environment."""
+    return {**node.host.env, **outfit.image_of(node.host).env, **env, **nesting.variables()}

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CoroutineType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,6 +52,34 @@ def enter(info: InstanceInfo) -> None:
     _current = info
 
 
+def in_a_rank() -> bool:
+    """This process is one that a pool has started for its calls."""
+    return _current is not None
+
+
+def awaited(result: Any) -> Any:
+    """What a function returns; what an ``async def`` returns is run to its end, in an event loop of its own."""
+    if type(result) is not CoroutineType:
+        return result
+    import asyncio
+
+    return asyncio.run(result)
+
+
+_folder = ""
+
+
+def hold_folder(path: str) -> None:
+    """The pool's own folder for its processes, which goes with it. Called once, by the rank itself."""
+    global _folder
+    _folder = path
+
+
+def own_folder() -> str:
+    """Where this process may keep what must go with its pool; functions start elsewhere, in a working folder."""
+    return _folder
+
+
 _listener = -1
 
 
@@ -82,9 +111,10 @@ def offer_stacks(seat: str, rank: int) -> None:
     """Whoever may send us a signal finds out where we are, whatever we are stuck in: see `skyfab.stacks`."""
     import faulthandler
 
+    folder = os.path.join(_folder, "../stacks")  # noqa: PTH118  # no time for pathlib on a cold host
     try:
-        os.makedirs("../stacks", mode=0o700, exist_ok=True)  # noqa: PTH103  # no time for pathlib on a cold host
-        file = os.open(f"../stacks/{seat}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.makedirs(folder, mode=0o700, exist_ok=True)  # noqa: PTH103
+        file = os.open(f"{folder}/{seat}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         faulthandler.register(STACKS, file, all_threads=True)
         os.write(file, f"{os.getpid()} {STACKS} {rank} {seat}\n".encode())  # last: who finds it may send the signal
     except (OSError, ValueError):
@@ -180,17 +210,30 @@ def _limited(fds: tuple[int, ...], only: Only) -> Callable[[F], F]:
     if only != "head" and not callable(only):
         raise ValueError(f'only={only!r}: "head", or a function of InstanceInfo that says where to speak')
 
+    import inspect  # slow to load, and most ranks have no use for it
+
     def decorate(function: F) -> F:
         rewrap: Callable[[Any], F] | None = getattr(function, "rewrap", None)
         if rewrap is not None:  # a @sky.function: the limit goes inside
             return rewrap(decorate)
 
-        @functools.wraps(function)
-        def limited(*args: Any, **kwargs: Any) -> Any:
-            if may_speak(only):
-                return function(*args, **kwargs)
-            with muted(fds):
-                return function(*args, **kwargs)
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def limited(*args: Any, **kwargs: Any) -> Any:
+                if may_speak(only):
+                    return await function(*args, **kwargs)
+                with muted(fds):
+                    return await function(*args, **kwargs)
+
+        else:
+
+            @functools.wraps(function)
+            def limited(*args: Any, **kwargs: Any) -> Any:
+                if may_speak(only):
+                    return function(*args, **kwargs)
+                with muted(fds):
+                    return function(*args, **kwargs)
 
         return limited  # type: ignore[return-value]
 

@@ -7,6 +7,7 @@ inventory finds it again. What is started is in `Compute.launch`.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -16,12 +17,14 @@ from typing import Any, Final, Literal
 from skyfab.answers import resolve
 from skyfab.elastic import in_order
 from skyfab.errors import BroadcastError, HostLost, SkyfabError, UsageError
+from skyfab.events import FilesWritten
 from skyfab.inventory import Host, Inventory
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import split
 from skyfab.records import About, Part, State, Tail, look, new_lines, stop
 from skyfab.shell import ScriptFailed, Shell
 from skyfab.shells import PASSING, Shells
+from skyfab.workdir import event
 
 Results = Literal["any", "data"]
 """What is taken from hosts; ``"data"`` from those that are not trusted: see `Compute`."""
@@ -51,6 +54,11 @@ class Run:
         self.hosts = list(about.hosts)
         self.world_size = about.world
         self.started = min(part.started for part in parts)
+        found = {part.about.place for part in parts}
+        self.unasked = [
+            name for place, name in enumerate(about.hosts) if place not in found and name not in self._asked
+        ]
+        """Its hosts that were not asked when it was last looked at: its state is that of the others."""
 
     def __repr__(self) -> str:
         return f"<run {self.id[:8]} {self.name}: {self.state}>"
@@ -73,7 +81,7 @@ class Run:
 
     def _state_of(self, parts: Sequence[Part]) -> State:
         states = {part.state for part in parts}
-        if len(parts) < len(self.hosts):
+        if len(parts) < len(self.hosts) - len(self.unasked):
             states.add("unreachable")
         order: tuple[State, ...] = ("lost", "running", "unreachable", "stopped", "failed")
         return next((state for state in order if state in states), "done")
@@ -85,7 +93,7 @@ class Run:
 
     def _look(self, shells: Shells, errors: list[SkyfabError]) -> list[Part]:
         parts = shells.ask(self._part, errors)
-        self._parts = parts
+        self._parts, self.unasked = parts, []
         return parts
 
     def _part(self, shell: Shell) -> Part:
@@ -101,6 +109,15 @@ class Run:
     def _host(self, name: str) -> Host:
         """One that was asked, or that the inventory has; else it is for the inventory to say what the name means."""
         return self._asked.get(name) or self._inventory.hosts.get(name) or self._inventory.select([name])[0]
+
+    def files(self) -> list[FilesWritten]:
+        """What it has written in working folders on other machines, as of the last look; empty until it is over."""
+        found = []
+        for part in self._parts:
+            host = self._host(part.host)
+            kept = part.files if host.transport != "local" else ()
+            found += [event(host, self._inventory, written) for written in kept if _is_safe(written.workdir)]
+        return found
 
     # ---- output
 
@@ -214,6 +231,11 @@ class Run:
         """Ends its ranks on all hosts, and waits for that. What it wrote stays."""
         with self._shells() as shells:
             shells.ask(lambda shell: stop(shell, self.id))
+
+
+def _is_safe(workdir: str) -> bool:
+    """A host says what it likes, and this becomes a part of a command that people copy."""
+    return re.fullmatch(r"[\w./~+-]+", workdir, re.ASCII) is not None
 
 
 @dataclass(frozen=True, slots=True)

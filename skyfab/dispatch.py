@@ -10,12 +10,13 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from skyfab.answers import resolve
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
+from skyfab.futures import CallFuture
+from skyfab.interrupts import INTERRUPTS
 from skyfab.node import Node, SeatPlan
 from skyfab.parcel import FunctionParcel
 from skyfab.protocol import codec, messages
@@ -29,61 +30,11 @@ _SMALL: Final = 64 * 1024
 """Larger arguments are not sent ahead."""
 
 
-class CallFuture(Future[Any]):
-    """The future of a call. Who waits for it reads the host's stream meanwhile; cancelling it stops it on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.node: Node | None = None
-        self.on_cancel: Callable[[], object] | None = None
-        self._waiter: tuple[int, Node] | None = None
-        """The thread that waits, and the node whose stream it reads meanwhile."""
-
-    def result(self, timeout: float | None = None) -> Any:
-        self._read(timeout)
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._read(timeout)
-        return super().exception(timeout)
-
-    def _read(self, timeout: float | None) -> None:
-        node = self.node
-        if node is not None and not self.done():
-            self._waiter = (threading.get_ident(), node)
-            node.session.wait(self.done, timeout)
-
-    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        """Calls `fn` on a thread of its own: it may make calls and wait for them, which who reads a stream may not."""
-        super().add_done_callback(lambda future: threading.Thread(target=fn, args=(future,), daemon=True).start())
-
-    def cancel(self) -> bool:
-        """Works while the call is queued and while it runs."""
-        if not super().cancel():
-            return False
-        self.set_running_or_notify_cancel()
-        if self.on_cancel is not None:
-            self.on_cancel()
-        return True
-
-    def settle(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Resolves it, unless it was cancelled meanwhile."""
-        try:
-            if error is None:
-                self.set_result(result)
-            else:
-                self.set_exception(error)
-        except InvalidStateError:
-            if not self.cancelled():
-                raise
-        if self._waiter is not None and self._waiter[0] != threading.get_ident():
-            self._waiter[1].session.poke()  # another host's stream brought this
-
-
 class Task:
-    """One solo call: what to run, and who waits for it."""
+    """One solo call: what to run, and who waits for it. It is the `Caller` of its node."""
 
     __slots__ = (
+        "_queue",
         "arguments",
         "each",
         "ended",
@@ -110,6 +61,7 @@ class Task:
         each: bool = False,
         retries: int = 0,
     ) -> None:
+        self._queue: Queue | None = None
         self.retries = retries
         """How often it may still be moved from a host that is lost to another one."""
         self.function = function
@@ -131,6 +83,25 @@ class Task:
     def places(self) -> list[tuple[Node, str, int | None]]:
         """Where it runs: at one place, once it has begun."""
         return [] if self.slot is None else [(self.slot.node, self.slot.seat, None)]
+
+    def enter(self, queue: Queue) -> None:
+        self._queue = queue
+        self.future.on_cancel = lambda: queue.cancel(self)
+
+    def is_wanted(self) -> bool:
+        return not self.future.cancelled()
+
+    def sent(self, stream: int) -> None:
+        assert self._queue is not None
+        self._queue.sent(self, stream)
+
+    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        assert self._queue is not None
+        self._queue.answered(self, message, buffers)
+
+    def failed(self, error: Exception) -> None:
+        assert self._queue is not None
+        self._queue.failed(self, error)
 
 
 _RESERVED: Final = Task(FunctionParcel("", codec.Payload(b"")), codec.Payload(b""), label="", timeout=None)
@@ -180,6 +151,8 @@ class Queue:
     ) -> None:
         """`started` is told of each call (its label) and its host, and returns what is to be told of its end."""
         self._slots: list[Slot] = []
+        self._advancing: set[int] = set()
+        """The threads that are in `advance`."""
         self._waiting: deque[Task] = deque()
         self._lock = threading.Lock()
         self._mean = 1.0
@@ -216,50 +189,69 @@ class Queue:
 
     def add(self, task: Task) -> None:
         """Runs the task as soon as a slot is free."""
-        task.future.on_cancel = lambda: self._cancel(task)
-        with self._lock:
-            self._waiting.append(task)
-        self.advance()
+        task.enter(self)
+        with INTERRUPTS:
+            with self._lock:
+                self._waiting.append(task)
+            self.advance()
 
     def advance(self) -> None:
-        """Gives waiting calls to slots that have room."""
-        while True:
-            with self._lock:
-                placed = self._place()
-            if placed is None:
-                return
-            self._give(*placed)
+        """Gives waiting calls to slots that have room; those that no host is left for fail.
 
-    def _place(self) -> tuple[Task, Slot] | None:
-        """The next task and the slot that takes it, if any does now."""
+        Any number of calls may fail or come back meanwhile: inside of itself it does nothing, its own loop goes on.
+        """
+        me = threading.get_ident()
+        if me in self._advancing:
+            return
+        self._advancing.add(me)
+        try:
+            while self._advance_once():
+                pass
+        finally:
+            self._advancing.discard(me)
+
+    def _advance_once(self) -> bool:
+        """Places one call, or fails those that cannot be placed. False: there was neither."""
+        stranded: list[Task] = []
+        with self._lock:
+            placed = self._place(stranded)
+        for task in stranded:
+            lost = task.on.lost if task.on is not None else None
+            self._finish(task, None, lost or HostLost("every host of the pool is lost"))
+        if placed is not None:
+            self._give(*placed)
+        return placed is not None or bool(stranded)
+
+    def _place(self, stranded: list[Task]) -> tuple[Task, Slot] | None:
+        """The next task and the slot that takes it, if any does now. `stranded` gets tasks that no slot will take."""
         if not self._waiting:
+            return None
+        alive = [slot for slot in self._slots if slot.node.lost is None]
+        if not alive:
+            stranded += self._waiting
+            self._waiting.clear()
             return None
         now = time.monotonic()
         ahead = max(1, min(_MOST, int(_AHEAD / max(self._mean, 1e-6))))
         for position, task in enumerate(self._waiting):
-            fitting = [slot for slot in self._slots if slot.node.lost is None and task.on in (None, slot.node)]
+            fitting = alive if task.on is None else [slot for slot in alive if slot.node is task.on]
             slot = min(fitting, key=_load, default=None)
             if slot is None:
                 del self._waiting[position]
-                self._stranded(task)
-                return self._place()
+                stranded.append(task)
+                return None
             if not slot.tasks or (len(slot.tasks) < ahead and slot.takes_ahead(task, now)):
                 del self._waiting[position]
                 slot.tasks.append(task)
                 slot.given = slot.plan
+                task.slot, task.stream = slot, 0  # the number that it had on another host means nothing here
                 return task, slot
             if task.on is None:
                 return None  # everything is busy
         return None
 
-    def _stranded(self, task: Task) -> None:
-        """No host is left for it."""
-        lost = task.on.lost if task.on is not None else None
-        error = lost or HostLost("every host of the pool is lost")
-        threading.Thread(target=self._finish, args=(task, None, error)).start()
-
     def _give(self, task: Task, slot: Slot) -> None:
-        task.slot, task.started = slot, time.monotonic()
+        task.started = time.monotonic()
         task.future.node = slot.node
         task.ended = self.started(task.label, slot.node.name)
         try:
@@ -270,19 +262,20 @@ class Queue:
                 task.arguments,
                 timeout=task.timeout,
                 each=task.each,
-                answer=lambda message, buffers: self._answered(task, message, buffers),
-                failure=lambda error: self._failed(task, error),
-                sent=lambda stream: self._sent(task, stream),
+                caller=task,
             )
         except SkyfabError as error:
-            self._failed(task, error)
+            self.failed(task, error)
 
-    def _sent(self, task: Task, stream: int) -> None:
-        task.stream = stream
-        if task.future.cancelled():  # while its arguments were on their way
-            self._cancel(task)
+    # ---- what a task's node tells
 
-    def _answered(self, task: Task, message: messages.Message, buffers: list[memoryview]) -> None:
+    def sent(self, task: Task, stream: int) -> None:
+        with self._lock:
+            task.stream = stream
+        if task.future.cancelled():  # in this very moment
+            self.cancel(task)
+
+    def answered(self, task: Task, message: messages.Message, buffers: list[memoryview]) -> None:
         slot = task.slot
         assert slot is not None
         why = message.why if isinstance(message, messages.Ended) else ""
@@ -293,6 +286,7 @@ class Queue:
                 task.returned += 1
                 again = task.returned < _PATIENCE
             if again:
+                task.slot, task.stream = None, 0
                 self._waiting.appendleft(task)
             elif why != "recalled":
                 self._measure(task, slot)
@@ -332,22 +326,22 @@ class Queue:
             ahead = [(slot, slot.tasks[1:]) for slot in self._slots if slot.is_stuck(now) and len(slot.tasks) > 1]
         for slot, tasks in ahead:
             try:
-                slot.node.recall([task.stream for task in tasks])
+                slot.node.recall([task.stream for task in tasks if task.stream])
             except SkyfabError:
                 pass  # lost: its failure is on its way
         self._help()
 
-    def _failed(self, task: Task, error: Exception) -> None:
+    def failed(self, task: Task, error: Exception) -> None:
         slot = task.slot
         assert slot is not None
-        if isinstance(error, HostLost) and slot.node.lost is None:
-            slot.node.lost = error
+        if isinstance(error, HostLost):
+            slot.node.note_lost(error)
         again = isinstance(error, HostLost) and task.retries > 0 and task.on is None and not task.future.done()
         with self._lock:
             slot.tasks.remove(task)
             if again:
                 task.retries -= 1
-                task.slot = None
+                task.slot, task.stream = None, 0
                 self._waiting.appendleft(task)
         if again and task.ended is not None:
             task.ended(error)
@@ -361,14 +355,16 @@ class Queue:
         task.future.settle(result, error)
         task.future.on_cancel = None  # it leads back to the task, and to the arguments in it
 
-    def _cancel(self, task: Task) -> None:
+    def cancel(self, task: Task) -> None:
+        """Stops a call, wherever it is. One that is not sent yet is not wanted any more, and never is."""
         with self._lock:
             if task in self._waiting:
                 self._waiting.remove(task)
                 return
-        if task.slot is not None and task.stream:
+            slot, stream = task.slot, task.stream
+        if slot is not None and stream:
             try:
-                task.slot.node.cancel(task.stream)
+                slot.node.cancel(stream)
             except SkyfabError:
                 pass  # the host is gone, and the call with it
 
@@ -378,3 +374,21 @@ class Queue:
             waiting, self._waiting = self._waiting, deque()
         for task in waiting:
             self._finish(task, None, CallCancelled(f"{task.label} had not begun when the pool was closed"))
+
+
+def solo_plan(node: Node, tree: str, env: Mapping[str, str], *, job: str, total_nodes: int) -> SeatPlan:
+    """What a process for solo calls on a node must be: a world of its own."""
+    info = {
+        "node": node.index,
+        "total_nodes": total_nodes,
+        "hostname": node.agent.hostname,
+        "head_addr": node.agent.address,
+        "accelerators": len(node.gpus),
+        "total_accelerators": len(node.gpus),
+        "peers": [node.agent.address],
+        "job_id": job,
+    }
+    env = dict(env)
+    if node.host.gpus != "auto":
+        env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, node.host.gpus)))
+    return SeatPlan(tree=tree, env=env, info=info)

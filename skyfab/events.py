@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 State = Literal["connecting", "preparing", "ready", "reconnecting", "lost", "failed", "closed"]
 
@@ -114,10 +114,28 @@ class Moved(Event):
         return f"{self.host}: {self.what} {self.done / 1e6:.0f} of {self.total / 1e6:.0f} MB"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesWritten(Event):
+    """A pool closes, and its functions have written files in a working folder that stays."""
+
+    path: str
+    """The folder, on the host."""
+    what: str
+    """How many files, their size, and the names of the latest."""
+    fetch: str
+    """The command that copies the folder here."""
+
+    def __str__(self) -> str:
+        return f"{self.host}: wrote {self.what} in {self.path}; to fetch: {self.fetch}"
+
+
 Subscriber = Callable[[Event], None]
 
 
 _calls = itertools.count(1)
+
+emitting: Final[set[int]] = set()
+"""Threads, by their numbers, that run a subscriber: they must not wait for calls, which may need them to go on."""
 
 
 class Events:
@@ -163,13 +181,24 @@ class Events:
         return ended
 
     def emit(self, event: Event) -> None:
-        """A subscriber that raises is reported and does not disturb the others."""
-        for subscriber in self._subscribers:
-            try:
-                subscriber(event)
-            except Exception:
-                print(f"skyfab: a subscriber failed on {event!r}", file=sys.stderr)
-                traceback.print_exc()
+        """A subscriber that raises, SystemExit included, is reported and does not disturb the others."""
+        if not self._subscribers:
+            return
+        me = threading.get_ident()
+        nested = me in emitting
+        emitting.add(me)
+        try:
+            for subscriber in self._subscribers:
+                try:
+                    subscriber(event)
+                except KeyboardInterrupt:  # Ctrl-C while it ran: that is for the program
+                    raise
+                except BaseException:
+                    print(f"skyfab: a subscriber failed on {event!r}", file=sys.stderr)
+                    traceback.print_exc()
+        finally:
+            if not nested:
+                emitting.discard(me)
 
 
 def _nobody(error: BaseException | None) -> None:

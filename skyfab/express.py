@@ -14,6 +14,7 @@ from skyfab.answers import resolve, unpickle
 from skyfab.dispatch import Queue, Slot
 from skyfab.errors import CallCancelled, SkyfabError
 from skyfab.inbox import Reply
+from skyfab.interrupts import INTERRUPTS
 from skyfab.parcel import FunctionParcel
 from skyfab.protocol import codec, messages
 from skyfab.protocol.streams import SMALL
@@ -28,21 +29,22 @@ def express(
     """The call's result, or UNFIT. Raises what the call raises."""
     if arguments.buffers or len(arguments.data) > SMALL or function.payload.buffers:
         return UNFIT
-    slot = queue.reserve()
-    if slot is None:
-        return UNFIT
-    host = slot.node.name
-    reply: Reply | None = None
-    ended: Callable[[BaseException | None], None] = _unheard
-    try:
-        ended = queue.started(label, host)
-        reply = slot.node.begin(slot.seat, slot.plan, function, arguments.data, timeout=timeout)
-        slot.node.session.await_reply(reply)
-    except BaseException as error:
-        _give_up(queue, slot, reply)
-        ended(CallCancelled("interrupted") if isinstance(error, KeyboardInterrupt) else error)
-        raise
-    queue.release(slot)
+    with INTERRUPTS:  # only the wait for the reply is interrupted: a slot that was reserved is released
+        slot = queue.reserve()
+        if slot is None:
+            return UNFIT
+        host = slot.node.name
+        reply: Reply | None = None
+        ended: Callable[[BaseException | None], None] = _unheard
+        try:
+            ended = queue.started(label, host)
+            reply = slot.node.begin(slot.seat, slot.plan, function, arguments.data, timeout=timeout)
+            slot.node.session.await_reply(reply)
+        except BaseException as error:
+            _give_up(queue, slot, reply)
+            ended(CallCancelled("interrupted") if isinstance(error, KeyboardInterrupt) else error)
+            raise
+        queue.release(slot)
     try:
         if reply.value is not None:
             result = unpickle(reply.value, (), host=host, rank=None, label=label, wary=queue.wary)

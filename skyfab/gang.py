@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from skyfab.answers import resolve
-from skyfab.dispatch import CallFuture
 from skyfab.errors import BroadcastError, HostLost, RemoteTraceback, SkyfabError
+from skyfab.futures import CallFuture
 from skyfab.meeting import Meeting
 from skyfab.node import Node, SeatPlan
 from skyfab.parcel import FunctionParcel
@@ -24,14 +25,13 @@ GRACE: Final = 2.0
 class Member:
     """One rank: the node and seat where it lives."""
 
-    __slots__ = ("node", "plan", "rank", "seat", "stream")
+    __slots__ = ("node", "plan", "rank", "seat")
 
     def __init__(self, node: Node, seat: str, plan: SeatPlan, rank: int) -> None:
         self.node = node
         self.seat = seat
         self.plan = plan
         self.rank = rank
-        self.stream = 0
 
 
 class Gang:
@@ -53,13 +53,9 @@ class Gang:
         self.nodes = list(nodes)
         self.tree = tree
         self.attempt = attempt
-        self.label = ""
-        """The function of its last call."""
-        self._round: _Round | None = None
+        self.job = job
         self.broken = False
-        self.rounds = 0
-        """Calls under way."""
-        self._retired = False
+        """One of its processes has ended, or is about to: the next call needs another gang."""
         self.members: list[Member] = []
         world = sum(ranks)
         for place, (node, local_world) in enumerate(zip(nodes, ranks, strict=True)):
@@ -84,18 +80,6 @@ class Gang:
                 plan = SeatPlan(tree=tree, env=ours, info=info, port=0 if self.members else meeting.port)
                 self.members.append(Member(node, f"{name}.{local}", plan, len(self.members)))
 
-    def retire(self) -> None:
-        """Ends its processes, once nothing runs in them."""
-        self._retired = True
-        if not self.rounds or self.broken:
-            self.release()
-
-    def left(self) -> None:
-        """A call is over."""
-        self.rounds -= 1
-        if self._retired and not self.rounds:
-            self.release()
-
     def release(self) -> None:
         """Ends its processes at once."""
         self.broken = True
@@ -105,145 +89,193 @@ class Gang:
             except SkyfabError:
                 pass  # a lost host has nothing left to release
 
-    def hand_over(self, error: Exception) -> None:
-        """Its call goes on without us: whoever waits for it is told so, and nobody stops it."""
-        if self._round is not None:
-            self._round.abandon(error)
 
-    def call(
-        self,
-        function: FunctionParcel,
-        arguments: codec.Payload,
-        *,
-        timeout: float | None,
-        label: str,
-        ended: Callable[[BaseException | None], None],
-        least: int | None = None,
-        wary: bool = False,
-    ) -> CallFuture:
-        """Runs a function on every rank; the future's result is a list in rank order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broadcast:
+    """What is to run on every rank."""
 
-        `ended` is called with the failure, if any, before the future is resolved. With `least`, so many members are
-        enough: others but the first may be lost, and their result is None. With `wary`, results are plain data.
-        """
-        round_ = _Round(self, label, ended, least, wary)
-        self.label = label
-        self._round = round_
-        self.rounds += 1
-        for member in self.members:
-            round_.start(member, function, arguments, timeout)
-        return round_.future
+    function: FunctionParcel
+    arguments: codec.Payload
+    label: str
+    timeout: float | None = None
+    min_hosts: int | None = None
+    """So many members are enough: others but the first may be lost, and their result is None."""
+    wary: bool = False
+    """Hosts are not trusted: results are plain data."""
 
 
-class _Round:
-    """One call of a gang, while it is under way."""
+class GangCall:
+    """One broadcast, from when it is asked for until every rank has answered. Its result is a list in rank order."""
 
-    def __init__(
-        self, gang: Gang, label: str, ended: Callable[[BaseException | None], None], least: int | None, wary: bool
-    ) -> None:
-        self._told = ended
-        self._wary = wary
-        self._spare = 0 if least is None else len(gang.members) - least
-        """Members that may still be lost."""
+    def __init__(self, broadcast: Broadcast, ended: Callable[[GangCall], None] = lambda call: None) -> None:
+        """`ended` is called once every rank has answered, before the future is resolved."""
+        self.broadcast = broadcast
         self.future = CallFuture()
-        self.future.node = gang.members[0].node
-        self.future.on_cancel = self._stop_others
-        self._gang = gang
-        self._label = label
-        self._results: list[Any] = [None] * len(gang.members)
-        self._open = set(range(len(gang.members)))
+        self.gang: Gang | None = None
+        """Who runs it, once it has begun."""
+        self._ended = ended
+        self._told: Callable[[BaseException | None], None] = lambda error: None
+        self._spare = 0
+        """Members that may still be lost."""
+        self._results: list[Any] = []
+        self._streams: dict[int, int] = {}
+        """The number of the call on each rank that it was sent to."""
+        self._open: set[int] = set()
+        self._stopping = False
         self._failures: list[Exception] = []
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
-    def start(self, member: Member, function: FunctionParcel, arguments: codec.Payload, timeout: float | None) -> None:
-        def answer(message: messages.Message, buffers: list[memoryview]) -> None:
-            self._answered(member, message, buffers)
+    # ---- beginning
 
+    def begin(self, gang: Gang, told: Callable[[BaseException | None], None]) -> None:
+        """Hands it to every rank. `told` hears the failure, if any, before the future is resolved."""
+        size = len(gang.members)
+        self._told = told
+        self._spare = 0 if self.broadcast.min_hosts is None else size - self.broadcast.min_hosts
+        self._results = [None] * size
+        self._open = set(range(size))
+        self.future.node = gang.members[0].node
+        self.gang = gang
+        self.future.on_cancel = self.stop
+        for member in gang.members:
+            self._start(member, shared=size > 1)
+
+    def _start(self, member: Member, *, shared: bool) -> None:
+        broadcast = self.broadcast
         try:
             member.node.call(
                 member.seat,
                 member.plan,
-                function,
-                arguments,
-                timeout=timeout,
-                answer=answer,
-                failure=lambda error: self._ended(member, error, failed=True),
-                sent=lambda stream: setattr(member, "stream", stream),
-                shared=len(self._gang.members) > 1,
+                broadcast.function,
+                broadcast.arguments,
+                timeout=broadcast.timeout,
+                caller=_RankCall(self, member),
+                shared=shared,
             )
         except SkyfabError as error:
-            self._ended(member, error, failed=True)
+            self.note(member, error, failed=True)
 
-    def _answered(self, member: Member, message: messages.Message, buffers: list[memoryview]) -> None:
-        if isinstance(message, messages.Ended) and message.why not in ("unpicklable", "exit"):
-            self._gang.broken = True
-        try:
-            value = resolve(
-                message,
-                buffers,
-                host=member.node.name,
-                rank=member.rank,
-                label=self._label,
-                wary=self._wary,
-            )
-        except BaseException as error:
-            self._ended(member, error, failed=True)
-        else:
-            self._ended(member, value, failed=False)
+    @property
+    def is_sent(self) -> bool:
+        """It is on its way to every rank."""
+        return self.gang is not None and len(self._streams) == len(self.gang.members)
 
-    def _ended(self, member: Member, value: Any, *, failed: bool) -> None:
+    @property
+    def is_wanted(self) -> bool:
+        return not self._stopping and not self.future.cancelled()
+
+    def places(self) -> list[tuple[Node, str, int | None]]:
+        """Where its processes are, once it has begun."""
+        return [] if self.gang is None else [(member.node, member.seat, member.rank) for member in self.gang.members]
+
+    def sent(self, member: Member, stream: int) -> None:
+        with self._lock:
+            self._streams[member.rank] = stream
+        if not self.is_wanted:  # in this very moment
+            self.stop()
+
+    # ---- ending
+
+    def note(self, member: Member, value: Any, *, failed: bool) -> None:
+        """A rank's result, or why there is none."""
+        assert self.gang is not None
         with self._lock:
             if member.rank not in self._open:
                 return
             self._open.discard(member.rank)
             if isinstance(value, HostLost) and self._spare > 0 and member.rank:
                 self._spare -= 1
-                self._gang.broken = True
+                self.gang.broken = True
                 value, failed = None, False
             self._results[member.rank] = value
             first = failed and not self._failures
             if failed:
                 self._failures.append(value)
-                self._gang.broken = self._gang.broken or isinstance(value, HostLost)
+                self.gang.broken = self.gang.broken or isinstance(value, HostLost)
             done = not self._open
+            if first and not done:
+                self._timer = threading.Timer(GRACE, self.stop)
+                self._timer.daemon = True
+                self._timer.start()
         if done:
             self._finish()
-        elif first:
-            self._timer = threading.Timer(GRACE, self._stop_others)
-            self._timer.daemon = True
-            self._timer.start()
 
     def abandon(self, error: Exception) -> None:
-        """Nothing more is heard of it."""
+        """It goes on without us: what waits for it is told so, and nothing stops it."""
         with self._lock:
             self._open.clear()
+        self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """It will have no result."""
+        self._ended(self)
         self._told(error)
         self.future.settle(None, error)
+        self.future.on_cancel = None
 
-    def _stop_others(self) -> None:
-        self._gang.broken = True
+    def stop(self) -> None:
+        """Stops it on the ranks that have not answered, and on no account anything else there."""
+        assert self.gang is not None
+        self._stopping = True
+        self.gang.broken = True
         with self._lock:
-            waiting = [member for member in self._gang.members if member.rank in self._open]
-        for member in waiting:
+            running = [
+                (member.node, self._streams[member.rank])
+                for member in self.gang.members
+                if member.rank in self._open and member.rank in self._streams
+            ]
+        for node, stream in running:
             try:
-                member.node.cancel(member.stream)
+                node.cancel(stream)
             except SkyfabError:
                 pass  # lost: its failure is on its way
 
     def _finish(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._gang.left()
-        if self._failures:
-            _fold(self._failures)
-            count, total = len(self._failures), len(self._results)
-            error = BroadcastError(f"{self._label} failed on {count} of {total} ranks", self._failures, self._results)
-            self._told(error)
-            self.future.settle(None, error)
-        else:
+        if not self._failures:
+            self._ended(self)
             self._told(None)
             self.future.settle(self._results)
+            self.future.on_cancel = None
+            return
+        _fold(self._failures)
+        count, total = len(self._failures), len(self._results)
+        label = self.broadcast.label
+        self.fail(BroadcastError(f"{label} failed on {count} of {total} ranks", self._failures, self._results))
+
+
+class _RankCall:
+    """One rank's part of a broadcast: the `Caller` of its node."""
+
+    __slots__ = ("_call", "_member")
+
+    def __init__(self, call: GangCall, member: Member) -> None:
+        self._call = call
+        self._member = member
+
+    def is_wanted(self) -> bool:
+        return self._call.is_wanted
+
+    def sent(self, stream: int) -> None:
+        self._call.sent(self._member, stream)
+
+    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        call, member = self._call, self._member
+        assert call.gang is not None
+        if isinstance(message, messages.Ended) and message.why not in ("unpicklable", "exit"):
+            call.gang.broken = True
+        label, wary = call.broadcast.label, call.broadcast.wary
+        try:
+            value = resolve(message, buffers, host=member.node.name, rank=member.rank, label=label, wary=wary)
+        except BaseException as error:
+            call.note(member, error, failed=True)
+        else:
+            call.note(member, value, failed=False)
+
+    def failed(self, error: Exception) -> None:
+        self._call.note(self._member, error, failed=True)
 
 
 def _fold(failures: Sequence[Exception]) -> None:
@@ -269,6 +301,14 @@ def rank_env(info: Mapping[str, Any], node: Node, interface: str) -> dict[str, s
         "LOCAL_WORLD_SIZE": info["local_world_size"],
         "NODE_RANK": info["node"],
         "GROUP_RANK": info["node"],
+        "GROUP_WORLD_SIZE": info["total_nodes"],
+        "ROLE_NAME": "default",  # torchrun's word for its only role: all ranks have it
+        "ROLE_RANK": info["rank"],
+        "ROLE_WORLD_SIZE": info["world_size"],
+        "TORCHELASTIC_RUN_ID": info["job_id"],
+        "TORCHELASTIC_RESTART_COUNT": info["attempt"],
+        "TORCHELASTIC_MAX_RESTARTS": info["attempt"],  # who starts it again, and how often, is not known here
+        "TORCHELASTIC_USE_AGENT_STORE": False,  # the head's process listens at MASTER_PORT, and no launcher
     }
     if node.host.gpus != "auto":
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, node.host.gpus))

@@ -50,12 +50,13 @@ class Hearing:
 
     def lost(self, error: HostError) -> None:
         assert self.node is not None
-        self.node.lost = error
-        self._events.emit(HostState(host=self.node.name, state="lost", detail=error.message))
-        self._queue.advance()
         stranger = isinstance(error.__cause__, ProtocolError)  # whatever speaks there, it is not one of ours
         if self._homecoming is not None and not stranger:
-            self._homecoming.expect(self.node)
+            self._homecoming.expect(self.node, error)
+        else:
+            self.node.lost = error
+        self._events.emit(HostState(host=self.node.name, state="lost", detail=error.message))
+        self._queue.advance()
 
     def apart(self, reason: str) -> None:
         assert self.node is not None

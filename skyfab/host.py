@@ -21,6 +21,8 @@ _USER = re.compile(r"\w([\w.+\\@-]*[\w-])?")
 _PLACE = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>\w[\w.+-]*))(?::(?P<port>[0-9]{1,5}))?")
 _IPV6 = re.compile(r"([0-9a-fA-F:.]+)(%\w[\w.-]*)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LONGEST = 128 * 1024 - 1
+"""Bytes of a variable and its name: Linux starts no program with more (MAX_ARG_STRLEN)."""
 _PYTHON = re.compile(r"auto|/.*|[0-9]+\.[0-9]+(\.[0-9]+)?")
 
 
@@ -84,6 +86,8 @@ class Host:
     """Solo calls at a time."""
     cache: str = "~/.cache/skyfab"
     """``~`` is the home on the host, and is expanded there."""
+    workdir: str = "auto"
+    """Where relative paths of functions lead: ``"auto"``, ``"temp"`` or a path on the host, as for `Compute`."""
     transport: Literal["auto", "openssh", "fabric", "local"] = "auto"
     interface: str = "auto"
     tags: tuple[str, ...] = ()
@@ -291,6 +295,15 @@ def _cache(value: object) -> str:
     return text
 
 
+def _workdir(value: object) -> str:
+    text = _text(value)
+    if text not in ("auto", "temp") and not text.startswith(("/", "~")):
+        raise UsageError(
+            f"must be an absolute path on the host: {text!r}", hint='start it with / or ~/; or "auto", or "temp"'
+        )
+    return text
+
+
 def _transport(value: object) -> str:
     text = _text(value)
     choices = ("auto", "openssh", "fabric", "local")
@@ -325,6 +338,13 @@ def _env(value: object) -> Env:
             raise UsageError(f"must set {name} to a string, not {kind(text)}", hint="write the value in quotes")
         if "\0" in text:
             raise UsageError(f"has a NUL character in {name}", hint="no variable can hold one")
+        size = len(f"{name}={text}".encode(errors="surrogatepass"))
+        if size > _LONGEST:
+            raise UsageError(
+                f"sets {name} to a value of {size - len(name) - 1:,} bytes, and Linux gives no program more than"
+                f" {_LONGEST - len(name) - 1:,}",
+                hint="pass it as an argument, or write it to a file and set the variable to its path",
+            )
     return Env(value)
 
 
@@ -348,6 +368,7 @@ CHECKS: Mapping[str, Callable[[object], Any]] = {
     "gpus": _gpus,
     "slots": _slots,
     "cache": _cache,
+    "workdir": _workdir,
     "transport": _transport,
     "interface": _interface,
     "tags": _tags,

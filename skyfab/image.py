@@ -33,7 +33,11 @@ class Image:
     env: Mapping[str, str] = field(default_factory=dict)
     apt: tuple[str, ...] = ()
     includes: tuple[str, ...] = ()
-    """Local modules and folders that the function imports, beside the caller's own project."""
+    """Local modules, folders and data files that go along with the caller's own project.
+
+    They can be imported, and lie in the working folder at the same place relative to the current folder; what is
+    outside of that, by its name.
+    """
     excludes: tuple[str, ...] = ()
     """Patterns, as in .gitignore, of project files that stay here."""
     lock: str | None = None

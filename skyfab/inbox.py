@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import ipaddress
 import os
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +25,15 @@ from skyfab.protocol.streams import Mux
 
 _MEMORY: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 """A host may not announce more than this machine could hold."""
-_MOST_OUTPUTS: Final = 65536
+_MOST_OUTPUTS: Final = 4096
+"""Streams on which processes write: two each."""
+_MOST_ENDED: Final = 1024
+"""Those of processes that have ended and may have more to tell: an ending overtakes what was written before it."""
+_MOST_GPUS: Final = 1024
+_MOST_CPUS: Final = 65536
 
+Kind = Literal["stdout", "stderr"]
+KINDS: Final[tuple[Kind, ...]] = ("stdout", "stderr")
 Answer = Callable[[Message, list[memoryview]], None]
 Failure = Callable[[Exception], None]
 
@@ -117,6 +126,12 @@ class Inbox:
         self._host = host
         self._listener = listener
         self._output: dict[int, tuple[str, Lines]] = {}
+        self._streams: dict[tuple[str, Kind], int] = {}
+        """The stream of each seat's stdout and stderr."""
+        self._ended: dict[int, None] = {}
+        """Streams of processes that have ended, the first one first."""
+        self._partial: set[int] = set()
+        """Streams whose last line has no end yet."""
         self.after: list[Callable[[], None]] = []
 
     def take(self) -> list[Callable[[], None]]:
@@ -138,6 +153,8 @@ class Inbox:
         hello = messages.expect(AgentHello, payload)
         if hello.protocol != VERSION:
             raise HostUnfit(f"its agent speaks protocol {hello.protocol}, not {VERSION}", host=self._host)
+        if not (0 <= hello.gpus <= _MOST_GPUS and 0 <= hello.cpus <= _MOST_CPUS and _is_address(hello.address)):
+            raise ProtocolError("its agent says of itself what cannot be")
         self.agent = hello
         self.greetings += 1
         self.mux.resume(hello.received)
@@ -161,6 +178,7 @@ class Inbox:
             self._hear(stream, message)
         elif isinstance(message, messages.Exited):
             self._flush_lines(message.seat)
+            self._end_output(message.seat)
             self.after.append(lambda: self._listener.exited(message.seat, message.generation))
 
     def _express(self, stream: int, frame: memoryview, head: int) -> bool:
@@ -168,9 +186,8 @@ class Inbox:
         reply = self.exchanges.get(stream)
         if not isinstance(reply, Reply) or reply.reader != threading.get_ident():
             return False
-        for _, lines in self._output.values():
-            if lines.partial:
-                return False
+        if self._partial and self._partial_of(reply.seat):
+            return False
         start = HEADER.size + head
         if frame[HEADER.size : start] == messages.result_head(len(frame) - start):
             reply.value = bytes(frame[start:])
@@ -199,17 +216,37 @@ class Inbox:
             seat, lines = self._output[stream]
             if complete := lines.feed(bytes(view)):
                 self.after.append(lambda: self._listener.wrote(seat, complete))
+            if lines.partial:
+                self._partial.add(stream)
+            else:
+                self._partial.discard(stream)
 
     def _hear(self, stream: int, log: messages.Log) -> None:
         """What a process writes will come on this stream; the one that had its seat before writes no more."""
-        kind: Literal["stdout", "stderr"] = "stdout" if log.fd == 1 else "stderr"
-        for old, (seat, lines) in list(self._output.items()):
-            if seat == log.seat and lines.stream == kind:
-                del self._output[old]
-                self.mux.forget(old)
-        if len(self._output) >= _MOST_OUTPUTS:
+        kind: Kind = "stdout" if log.fd == 1 else "stderr"
+        for old in {self._streams.get((log.seat, kind)), stream}:
+            if old in self._output:
+                self._drop(old)
+        if len(self._output) - len(self._ended) >= _MOST_OUTPUTS:
             raise ProtocolError("more processes than any pool has")
+        self._streams[log.seat, kind] = stream
         self._output[stream] = (log.seat, Lines(kind))
+
+    def _end_output(self, seat: str) -> None:
+        """A process has ended: its streams are kept for a while, and then not."""
+        for kind in KINDS:
+            stream = self._streams.get((seat, kind))
+            if stream is not None:
+                self._ended[stream] = None
+        while len(self._ended) > _MOST_ENDED:
+            self._drop(next(iter(self._ended)))
+
+    def _drop(self, stream: int) -> None:
+        seat, lines = self._output.pop(stream)
+        self._streams.pop((seat, lines.stream), None)
+        self._ended.pop(stream, None)
+        self._partial.discard(stream)
+        self.mux.forget(stream)
 
     def _complete(self, stream: int, exchange: Exchange | Reply, message: Message, buffers: list[memoryview]) -> None:
         del self.exchanges[stream]
@@ -220,7 +257,21 @@ class Inbox:
 
     def _flush_lines(self, seat: str) -> None:
         """A call is over: what it wrote without an end of line is shown too."""
-        for name, lines in self._output.values():
-            if lines.partial and name == seat:
-                rest = lines.rest()
-                self.after.append(lambda name=name, rest=rest: self._listener.wrote(name, rest))  # type: ignore[misc]
+        for stream in self._partial_of(seat):
+            self._partial.discard(stream)
+            rest = self._output[stream][1].rest()
+            self.after.append(functools.partial(self._listener.wrote, seat, rest))
+
+    def _partial_of(self, seat: str) -> list[int]:
+        """The seat's streams whose last line has no end yet."""
+        return [stream for kind in KINDS if (stream := self._streams.get((seat, kind))) in self._partial]
+
+
+def _is_address(text: str) -> bool:
+    """An IP address, which may be shown in a command for a shell."""
+    place, percent, interface = text.partition("%")
+    try:
+        ipaddress.ip_address(place)
+    except ValueError:
+        return False
+    return not percent or re.fullmatch(r"[\w.-]+", interface) is not None

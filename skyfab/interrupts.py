@@ -1,8 +1,8 @@
-"""Interrupts: Ctrl-C waits for the microseconds in which something would be lost by it.
+"""Interrupts: defers Ctrl-C while the main thread changes state that a KeyboardInterrupt would leave half changed.
 
 Python raises KeyboardInterrupt between any two steps of the main thread: between reading an answer and noting that it
-was read, too. While pools are open, their handler stands before the one that was there, and calls it a moment later
-where that is needed.
+was read, too. While pools are open, their handler stands before the one that was there. Inside ``with INTERRUPTS:`` it
+notes the signal; the handler before it runs at the end of the block, or in `pause`, where the thread waits.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ MAIN: Final = threading.main_thread().ident
 
 
 class Interrupts:
-    """Stands before the program's own handler of SIGINT while somebody needs it."""
+    """Stands before the program's own handler of SIGINT while a pool is open. Blocks may be nested."""
 
     def __init__(self) -> None:
-        self.held = False
-        """The main thread is in the middle of something. Only that thread changes it."""
+        self._depth = 0
+        """How many blocks the main thread is in. Only that thread changes it."""
         self.missed: tuple[int, FrameType | None] | None = None
         self._users = 0
         self._before: Any = None
@@ -45,14 +45,34 @@ class Interrupts:
                     signal.signal(signal.SIGINT, self._before)
                 self._before = None
 
+    def __enter__(self) -> None:
+        if threading.get_ident() == MAIN:
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if threading.get_ident() == MAIN:
+            self._depth = max(0, self._depth - 1)  # an interrupt that `pause` let through has left no block behind
+            if self.missed is not None and not self._depth:
+                self._deliver()
+
+    def pause(self) -> int:
+        """Main thread only, for a wait inside a block: until `resume`, a signal has its effect at once."""
+        depth, self._depth = self._depth, 0
+        if self.missed is not None:
+            self._deliver()
+        return depth
+
+    def resume(self, depth: int) -> None:
+        """The wait is over; `depth` is what `pause` returned."""
+        self._depth = depth
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.held:
+        if self._depth:
             self.missed = (number, frame)
         elif self._before is not None:
             self._before(number, frame)
 
-    def go_on(self) -> None:
-        """What came meanwhile happens now."""
+    def _deliver(self) -> None:
         missed, self.missed = self.missed, None
         if missed is not None and self._before is not None:
             self._before(*missed)

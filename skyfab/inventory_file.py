@@ -14,11 +14,6 @@ from skyfab.errors import InventoryError, UsageError
 from skyfab.host import CHECKS, LOCAL, NAME, Address, Host, did_you_mean, kind
 from skyfab.selection import Names, choose, expand, place, split
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 KEYS = tuple(key for key in CHECKS if key != "name")
 _TABLES = ("defaults", "hosts", "groups")
 _SSH_KEYS = ("address", "port", "user", "identity", "jump", "host_key")
@@ -43,6 +38,10 @@ def read(text: str, source: str) -> tuple[dict[str, Host], dict[str, tuple[str, 
 
 
 def _toml(text: str, source: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # here: hosts import this module without it
     try:
         document: dict[str, Any] = tomllib.loads(text)
         return document

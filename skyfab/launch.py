@@ -32,6 +32,8 @@ _SCRIPT: Final = "; ".join(
         "SKYFAB_UMASK=$(umask)",
         "export SKYFAB_UMASK",
         "umask 077",
+        "SKYFAB_FORKED=0000000000",  # room for a number, see zygote
+        "export SKYFAB_FORKED",
         "d() { printf %bx $1; }",
         "c=$(d $1)",
         "c=${c%x}",
@@ -40,7 +42,9 @@ _SCRIPT: Final = "; ".join(
         "d=$3 i=$4 k=$5",
         'm="=sky""fab=$i="',
         'case $c in /*) ;; "~") c=$HOME;; "~/"*) c=$HOME/${c#"~/"};; *) c=$HOME/$c;; esac',
-        # Who can write there could have put a bundle of their own in it.
+        # Who can write there could have put a bundle of their own in it. It is made first: between a look and that
+        # others could make it.
+        'test -d "$c" || mkdir -p "$c" 2>/dev/null',
         'if test -e "$c"; then case $(ls -ldL "$c") in ?????w*|????????w*) r="is open to others";;'
         ' *) test -O "$c" && r= || r="belongs to somebody else";; esac;'
         ' test -z "$r" || { echo "${m}failed its cache folder $r: $c"; exit; }; fi',
@@ -51,7 +55,8 @@ _SCRIPT: Final = "; ".join(
         ' *) v=$p; p=$(command -v "python$v") || for q in python3 python; do p=$(command -v $q) &&'
         ' test "$("$p" -Sc "import sys;print(*sys.version_info[:2],sep=chr(46))")" = $v && break; p=; done;;'
         " esac 2>/dev/null",
-        'go() { b=$c/bundles/$d; if test -f "$b/__main__.py"; then echo "${m}link"; exec "$p" -S "$b" "$c" $i $k; fi;'
+        'go() { b=$c/bundles/$d; if test -f "$b/__main__.py" && test -O "$b/__main__.py"; then'
+        ' echo "${m}link"; exec "$p" -S "$b" "$c" $i $k; fi;'
         ' echo "${m}bundle"; exec "$p" -S -c "import sys;sys.version_info<(3,10) and sys.exit(sys.version.split()[0]);'
         'f=sys.stdin.buffer;exec(f.read(int(f.readline())))" "$c" $d $i $k; }',
         'test -f "$p" && test -x "$p" && go',
@@ -88,6 +93,9 @@ except OSError as error:
     if not os.path.isdir(target):
         say("failed " + str(error))
         sys.exit(0)
+if os.stat(target).st_uid != os.getuid():
+    say("failed its cache folder belongs to somebody else: " + cache)
+    sys.exit(0)
 say("link")
 os.execv(sys.executable, [sys.executable, "-S", target, cache, session, mode])
 """

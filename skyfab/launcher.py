@@ -8,7 +8,7 @@ from typing import Any
 
 from skyfab.errors import CallCancelled, SkyfabError
 from skyfab.events import Events
-from skyfab.gang import Gang
+from skyfab.gang import Broadcast, Gang, GangCall
 from skyfab.muster import close_all, open_all
 from skyfab.node import Node, SeatPlan
 from skyfab.parcel import FunctionParcel
@@ -39,10 +39,8 @@ class Launcher:
         self,
         gather: Callable[[], Gang],
         tree: Tree | None,
-        function: FunctionParcel,
-        arguments: codec.Payload,
+        broadcast: Broadcast,
         *,
-        timeout: float | None,
         conducted: bool,
     ) -> None:
         """A call on every rank. Raises what keeps it from starting, and then nothing of it is left."""
@@ -51,9 +49,10 @@ class Launcher:
             gang = gather()
             held = [[m.rank for m in gang.members if m.node is node] for node in self._nodes]
             self._tell(held, world=sum(self._ranks), on="all", elastic=conducted)
-            future = gang.call(function, arguments, timeout=timeout, label=self._label, ended=self._note)
-            for member in gang.members:
-                member.node.session.wait(lambda member=member: bool(member.stream) or future.done())  # type: ignore[misc]
+            call = GangCall(broadcast)
+            call.begin(gang, self._note)
+            for node in self._nodes:
+                node.session.wait(lambda: call.is_sent or call.future.done())
 
         self._start(go, tree)
 
@@ -71,18 +70,9 @@ class Launcher:
         def go() -> None:
             (node,) = self._nodes
             self._tell([[0]], world=1, on="one", elastic=False)
-            streams: list[int] = []
-            node.call(
-                "solo.0",
-                plan(node),
-                function,
-                arguments,
-                timeout=timeout,
-                answer=lambda message, buffers: None,
-                failure=self._failures.append,
-                sent=streams.append,
-            )
-            node.session.wait(lambda: bool(streams or self._failures))
+            caller = _Detached(self._failures)
+            node.call("solo.0", plan(node), function, arguments, timeout=timeout, caller=caller)
+            node.session.wait(lambda: caller.is_sent or bool(self._failures))
 
         self._start(go, tree)
 
@@ -105,11 +95,13 @@ class Launcher:
         if isinstance(error, Exception):
             self._failures.append(error)
 
-    def take_over(self, gang: Gang, *, conducted: bool) -> None:
-        """A gang's call that is under way becomes the run's. Raises HostLost."""
+    def take_over(self, call: GangCall, *, conducted: bool) -> None:
+        """A broadcast that is under way becomes the run's. Raises HostLost."""
+        gang = call.gang
+        assert gang is not None
         held = [[m.rank for m in gang.members if m.node is node] for node in self._nodes]
         self._tell(held, world=sum(self._ranks), on="all", elastic=conducted)
-        gang.hand_over(CallCancelled(f"{self._label} goes on as run {self.id[:8]}"))
+        call.abandon(CallCancelled(f"{self._label} goes on as run {self.id[:8]}"))
         for node in self._nodes:
             node.session.abandon()
 
@@ -127,3 +119,23 @@ class Launcher:
                 **more,
             }
             node.session.ask(messages.Detach(run=self.id, about=about))
+
+
+class _Detached:
+    """The `Caller` of a call whose answer stays on its host."""
+
+    def __init__(self, failures: list[Exception]) -> None:
+        self._failures = failures
+        self.is_sent = False
+
+    def is_wanted(self) -> bool:
+        return True
+
+    def sent(self, stream: int) -> None:
+        self.is_sent = True
+
+    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        pass
+
+    def failed(self, error: Exception) -> None:
+        self._failures.append(error)

@@ -16,8 +16,9 @@ from typing import Final
 
 from skyfab.addresses import Address, Candidates, ip
 from skyfab.errors import HostUnfit, PeersApart, PoolError, ProtocolError, SkyfabError
+from skyfab.events import Events, Notice
 from skyfab.node import Node
-from skyfab.plugins.base import Network
+from skyfab.plugins.base import Network, Plugin
 from skyfab.protocol.messages import Done, Failed, Message, Port, Reach, Reached, Unport
 from skyfab.session import Session
 
@@ -45,6 +46,13 @@ class Meetings:
         self._network = network
         self._notice = notice
         self._known: dict[int, tuple[Session, Address]] = {}
+
+    @classmethod
+    def of(cls, plugins: Iterable[Plugin], events: Events) -> Meetings:
+        """As much of a network as the plugins need; what is missing of it is told as an event."""
+        asked = {plugin.network for plugin in plugins}
+        network: Network = "needed" if "needed" in asked else "wanted" if "wanted" in asked else "unused"
+        return cls(network, lambda host, text: events.emit(Notice(host=host, text=text)))
 
     def arrange(self, nodes: Sequence[Node]) -> Meeting:
         """A place to meet. Raises PeersApart, or a PoolError with several, where a network is needed and not there."""

@@ -11,10 +11,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from skyfab.errors import HostUnfit, SkyfabError
-from skyfab.inbox import Answer, Failure, Reply
+from skyfab.errors import CallCancelled, HostUnfit, SkyfabError
+from skyfab.inbox import Failure, Reply
 from skyfab.inventory import Host, Inventory
 from skyfab.parcel import FunctionParcel
 from skyfab.project import Tree
@@ -23,12 +23,15 @@ from skyfab.protocol.blobs import LARGE, name_of
 from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import AgentHello
 from skyfab.session import Session
+from skyfab.workdir import Workdir
 
 if TYPE_CHECKING:
     import fabric
 
 _FUNCTIONS: Final = 256
 """Functions that a host remembers; the one used longest ago is forgotten first."""
+_SAMPLES: Final = 4096
+"""Samples of large arguments that are remembered, to see whether one comes again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,22 @@ class SeatPlan:
     """One that the host's agent holds: the process takes it over."""
 
 
+class Caller(Protocol):
+    """Who makes a call, and is told what becomes of it. Exactly one of `answered` and `failed` is called, once."""
+
+    def is_wanted(self) -> bool:
+        """Asked just before the call is sent, which may be long after it was made: its arguments go first."""
+
+    def sent(self, stream: int) -> None:
+        """It is on its way, under this number."""
+
+    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        """The host's answer."""
+
+    def failed(self, error: Exception) -> None:
+        """There will be no answer."""
+
+
 class Node:
     """One host of the pool: `name`, `host`, `agent` (what it said of itself), `connection`."""
 
@@ -52,6 +71,8 @@ class Node:
         self.index = index
         self.name = host.name
         self.host = host
+        self.workdir = Workdir()
+        """Where relative paths of its functions lead."""
         self.lost: Exception | None = None
         self._inventory = inventory
         self._lock = threading.RLock()
@@ -62,7 +83,7 @@ class Node:
         self._blobs: set[str] = set()
         self._coming: dict[str, list[Callable[[Exception | None], None]]] = {}
         """Blobs on their way, with those who wait for them."""
-        self._seen: set[tuple[int, bytes]] = set()
+        self._seen: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._connection: Any = None
 
     @property
@@ -83,6 +104,11 @@ class Node:
 
             self._connection = connection(self.host, self._inventory, password=Passwords.known(self.host))
         return self._connection
+
+    def note_lost(self, error: Exception) -> None:
+        """A call has found the host gone. What is said of a session before this one does not count."""
+        if self.lost is None and self.session.has_ended:
+            self.lost = error
 
     def close(self) -> None:
         if self._connection is not None:
@@ -112,18 +138,14 @@ class Node:
         arguments: codec.Payload,
         *,
         timeout: float | None,
-        answer: Answer,
-        failure: Failure,
-        sent: Callable[[int], None] = lambda stream: None,
+        caller: Caller,
         shared: bool = False,
         each: bool = False,
     ) -> None:
         """Runs a function in a seat, with `each` once for every item.
 
         With `shared`, large buffers go to the store, for other seats to use too. What the call refers to is there
-        before it goes out.
-
-        `sent` is told the stream's number. Raises HostLost when the host is gone.
+        before it goes out. Raises HostLost when the host is gone.
         """
         names: dict[int, str] = {}
         content: dict[str, memoryview] = {}
@@ -137,14 +159,22 @@ class Node:
 
         def go() -> None:
             with self._lock:
-                self._seat(seat, plan)
-                self._teach(function, names)
-                parts, inline = _parts(arguments, names)
-                head = messages.Call.head(seat=seat, function=function.digest, parts=parts, timeout=timeout, each=each)
-                sent(self.session.send(head, inline, answer=answer, failure=failure, seat=seat))
+                wanted = caller.is_wanted()
+                if wanted:
+                    self._seat(seat, plan)
+                    self._teach(function, names)
+                    parts, inline = _parts(arguments, names)
+                    head = messages.Call.head(
+                        seat=seat, function=function.digest, parts=parts, timeout=timeout, each=each
+                    )
+                    caller.sent(
+                        self.session.send(head, inline, answer=caller.answered, failure=caller.failed, seat=seat)
+                    )
+            if not wanted:  # told without the lock: what follows may be a call to another node
+                caller.failed(CallCancelled("cancelled before it was sent", host=self.name))
 
         if names:
-            self._store(content, go, failure)
+            self._store(content, go, caller.failed)
         else:
             go()
 
@@ -185,7 +215,6 @@ class Node:
         if sitting is not None and (sitting[0] is plan or sitting[0] == plan):
             return
         self._generation += 1
-        self._seats[seat] = (plan, self._generation)
         self.session.send(
             messages.Spawn(
                 seat=seat,
@@ -194,8 +223,11 @@ class Node:
                 env=dict(plan.env),
                 info=dict(plan.info),
                 port=plan.port,
+                workdir=self.workdir.told,
+                include=not self.workdir.callers,
             )
         )
+        self._seats[seat] = (plan, self._generation)
 
     def _teach(self, function: FunctionParcel, names: Mapping[int, str]) -> None:
         if function.digest in self._functions:
@@ -219,8 +251,12 @@ class Node:
             return False
         step = len(buffer) // 64
         sample = (len(buffer), b"".join(bytes(buffer[at : at + 16]) for at in range(0, len(buffer), step)))
-        known = sample in self._seen
-        self._seen.add(sample)
+        with self._lock:
+            known = sample in self._seen
+            self._seen[sample] = None
+            self._seen.move_to_end(sample)
+            if len(self._seen) > _SAMPLES:
+                self._seen.popitem(last=False)
         return known or shared
 
     def _store(self, content: dict[str, memoryview], then: Callable[[], None], failure: Failure) -> None:

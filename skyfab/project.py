@@ -12,13 +12,11 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Final
-
-import pathspec
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Final
 
 from skyfab.changes import Changes
 from skyfab.errors import UsageError
@@ -34,7 +32,11 @@ _SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages", "di
 _MOST_FOLDERS: Final = 2000
 
 Stamp = tuple[int, int, int]
-Ignore = tuple[Path, pathspec.GitIgnoreSpec]
+
+if TYPE_CHECKING:
+    import pathspec
+
+    Ignore = tuple[Path, pathspec.GitIgnoreSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Root:
     """Whatever the files are, as `includes` promises."""
     packages: bool = False
     """Of its folders only packages: a script may lie among things that are not its own."""
+    place: PurePath | None = None
+    """Where its files lie in the working folder; None: they do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Project:
 
     def __init__(self, image: Image) -> None:
         self._includes = [_included(word) for word in image.includes]
-        self._excludes = pathspec.GitIgnoreSpec.from_lines(image.excludes)
+        self._excludes = _patterns(image.excludes)
         self._tree = EMPTY
         self._stamps: dict[Path, Stamp] = {}
         self._names: dict[tuple[Path, Stamp], str] = {}
@@ -93,21 +97,22 @@ class Project:
         Where the system tells of changes, a look costs a microsecond; elsewhere, and for what others change on a
         network disk, the folders are read as often as costs little, and the files of loaded modules every time.
         """
-        quiet = self._changes.none_since()
-        now = time.monotonic()
-        if quiet and now < self._next_scan and len(sys.modules) == self._modules and not anew:
-            return self._tree
-        if anew or now >= self._next_scan or len(sys.modules) != self._modules or not (quiet or self._same()):
-            with self._lock:
+        with self._lock:  # a scan replaces the watch, and whoever asks meanwhile must not get the tree of before
+            quiet = self._changes.none_since()
+            now = time.monotonic()
+            if quiet and now < self._next_scan and len(sys.modules) == self._modules and not anew:
+                return self._tree
+            if anew or now >= self._next_scan or len(sys.modules) != self._modules or not (quiet or self._same()):
                 self._scan()
-            spent = time.monotonic() - now
-            pause = max(1.0, 100 * spent) if self._changes.active else max(0.02, 20 * spent)
-            self._next_scan = time.monotonic() + pause
-        return self._tree
+                spent = time.monotonic() - now
+                pause = max(1.0, 100 * spent) if self._changes.active else max(0.02, 20 * spent)
+                self._next_scan = time.monotonic() + pause
+            return self._tree
 
     def close(self) -> None:
         """Stops watching; the next `tree` begins again."""
-        self._changes.close()
+        with self._lock:
+            self._changes.close()
 
     def _same(self) -> bool:
         return not self._changes.active and all(_stamp(path) == stamp for path, stamp in self._watched)
@@ -123,6 +128,8 @@ class Project:
         for number, (root, walk) in enumerate(zip(roots, walks, strict=True)):
             for path in walk.files():
                 found[f"{number:03d}/{path.relative_to(root.path).as_posix()}"] = path
+                if root.place is not None:
+                    found |= dict.fromkeys(_places(path, root, roots), path)
         folders = {folder for walk in walks for folder in walk.folders()}
         if folders != self._folders:
             self._folders = folders
@@ -191,6 +198,15 @@ def _roots(loaded: Sequence[str], includes: Sequence[Root]) -> list[Root]:
     return [*includes, *inner]
 
 
+def _places(path: Path, root: Root, roots: Sequence[Root]) -> Iterator[str]:
+    """Where a file that was asked for lies besides: in the working folder, and beside modules as it does here."""
+    assert root.place is not None
+    yield ("files" / root.place / path.relative_to(root.path)).as_posix()
+    for number, other in enumerate(roots):
+        if not other.everything and other.path in path.parents:
+            yield f"{number:03d}/{path.relative_to(other.path).as_posix()}"
+
+
 def _holds(outer: Path, inner: Path) -> bool:
     return outer != inner and outer in inner.parents
 
@@ -243,16 +259,18 @@ _INSTALLED: Final = _installed()
 def _included(word: str) -> Root:
     """What ``Image(includes=[…])`` names: a folder, a file or an importable module."""
     path = Path(word).expanduser()
-    if not path.exists():
+    by_name = not path.exists()
+    if by_name:
         spec = find_spec(word) if word.isidentifier() else None
         if spec is None or spec.origin is None:
             raise UsageError(f"Image(includes=…) names {word!r}, which is neither a file nor a module here")
         path = Path(spec.origin)
         path = path.parent if path.name == "__init__.py" else path
-    path = path.resolve()
+    path, here = Path(os.path.abspath(path)), Path(os.path.abspath("."))
+    place = path.relative_to(here) if path.is_relative_to(here) else PurePath(path.name)
     if path.is_file() or _package(path):
-        return Root(path.parent, only=(path.name,), everything=True)
-    return Root(path, everything=True)
+        return Root(path.parent, only=(path.name,), everything=True, place=None if by_name else place.parent)
+    return Root(path, everything=True, place=None if by_name else place)
 
 
 # ---- which files
@@ -346,6 +364,18 @@ def _up_to_repository(folder: Path) -> list[Path]:
 
 def _ignore_file(folder: Path) -> pathspec.GitIgnoreSpec | None:
     try:
-        return pathspec.GitIgnoreSpec.from_lines((folder / ".gitignore").read_text().splitlines())
+        return _patterns((folder / ".gitignore").read_text().splitlines())
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def _patterns(lines: Iterable[str]) -> pathspec.GitIgnoreSpec:
+    """Hosts import this module without pathspec: only a pool that is opened needs it. Raises UsageError."""
+    try:
+        import pathspec
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"a pool cannot be opened here: {sys.executable} has no {error.name}",
+            hint='a function that opens a pool of its own needs skyfab\'s libraries there: Image(pip=["pathspec", …])',
+        ) from None
+    return pathspec.GitIgnoreSpec.from_lines(lines)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
 from skyfab.shell import Shell
+from skyfab.workdir import Written, parse
 
 T = TypeVar("T")
 State = Literal["running", "done", "failed", "stopped", "lost", "unreachable"]
@@ -25,7 +26,9 @@ ALIVE: Final = """
 alive() {
   read -r pid boot folder <"$1/agent" 2>/dev/null || return 1
   test "$boot" = "$(cat /proc/sys/kernel/random/boot_id 2>/dev/null || echo '?')" || return 1
-  if test -d /proc/self; then test "$(readlink "/proc/$pid/cwd" 2>/dev/null)" = "$folder"
+  # at its end its folder goes first, and then it writes how the run ended
+  if test -d /proc/self; then
+    case $(readlink "/proc/$pid/cwd" 2>/dev/null) in "$folder"|"$folder (deleted)") ;; *) false;; esac
   else kill -0 "$pid" 2>/dev/null; fi
 }
 """
@@ -119,6 +122,8 @@ class Part:
     """The last line that a rank wrote there."""
     gpus: tuple[str, ...] = ()
     """For each GPU of the host how busy it is, in percent, and the megabytes in use."""
+    files: tuple[Written, ...] = ()
+    """What it has written in working folders that stay, once it is over."""
 
 
 def look(shell: Shell, run: str | None = None) -> list[Part]:
@@ -146,7 +151,8 @@ def _part(host: str, lines: list[str], gpus: tuple[str, ...]) -> Part:
     if type(started) not in (int, float) or not 0 <= started < _LATEST:
         raise ValueError("started")
     known: State = "lost" if state == "running" and alive != "yes" else state
-    return Part(host=host, about=about, state=known, started=float(started), last=last, gpus=gpus)
+    files = tuple(parse(status.get("files")))
+    return Part(host=host, about=about, state=known, started=float(started), last=last, gpus=gpus, files=files)
 
 
 def _object(text: str) -> dict[str, Any]:

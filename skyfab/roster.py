@@ -10,7 +10,7 @@ from skyfab.dispatch import Queue
 from skyfab.events import Events
 from skyfab.gangs import Gangs
 from skyfab.hearing import Hearing, Progress
-from skyfab.homecoming import Homecoming
+from skyfab.homecoming import Homecoming, Welcome
 from skyfab.inventory import Host, Inventory
 from skyfab.launch import Launch
 from skyfab.meeting import Meetings
@@ -18,6 +18,7 @@ from skyfab.node import Node
 from skyfab.outfit import Outfit
 from skyfab.session import Session
 from skyfab.transport import transport_for
+from skyfab.workdir import Workdirs
 
 
 class Roster:
@@ -33,9 +34,11 @@ class Roster:
         *,
         lease: float,
         silence: float,
-        welcome: Callable[[Node], None],
+        welcome: Welcome,
+        workdirs: Workdirs,
     ) -> None:
-        """`welcome` is called with a lost node that is there again, before calls may go to it."""
+        """`welcome` is called with a lost node that is there again, and with what lets calls go to it."""
+        self._workdirs = workdirs
         self._inventory = inventory
         self._outfit = outfit
         self._events = events
@@ -43,15 +46,16 @@ class Roster:
         self._queue = queue
         self._lease = lease
         self._silence = silence
-        self.pool = secrets.token_hex(8)
+        self.pool = ""
         """The pool's name on its hosts."""
         self._listeners: dict[int, Hearing] = {}
-        self.homecoming = Homecoming(lambda node: self._talk(node, self._listeners[node.index]), welcome)
+        self.homecoming = Homecoming(lambda node: self._talk(node, self._listeners[node.index]), welcome, events)
         self.nodes: Sequence[Node] = ()
 
     def call_up(self, hosts: Sequence[Host]) -> Sequence[Node]:
         """The nodes of the pool, one for each host."""
         self._outfit.begin()
+        self.pool = secrets.token_hex(8)  # a new name: agents of the last opening may still be about to end
         self.nodes = [self._recruit(index, host) for index, host in enumerate(hosts)]
         self.homecoming.begin()
         return self.nodes
@@ -59,15 +63,21 @@ class Roster:
     def _recruit(self, index: int, host: Host) -> Node:
         listener = Hearing(self._events, self._gangs, self._queue, self.homecoming, lambda: self.nodes)
         node = listener.node = Node(index, host, self._inventory)
+        node.workdir = self._workdirs.of(host)
         node.session = self._talk(node, listener, pool=self.pool)
         self._listeners[index] = listener
         return node
 
-    def apart(self, node: Node, env: Callable[[Node], Mapping[str, str]]) -> Node:
-        """The same host once more, with an agent of its own that nobody listens to."""
-        listener = Hearing(Events(), Gangs(env, lambda: "", Meetings()), self._queue, None, lambda: ())
+    def apart(self, nodes: Sequence[Node], env: Callable[[Node], Mapping[str, str]]) -> list[Node]:
+        """The same hosts once more, with agents of their own. These have one name on all hosts, as a pool's have."""
+        pool = secrets.token_hex(8)
+        return [self._apart(node, env, pool) for node in nodes]
+
+    def _apart(self, node: Node, env: Callable[[Node], Mapping[str, str]], pool: str) -> Node:
+        listener = Hearing(Events(), Gangs(env, pool, Meetings()), self._queue, None, lambda: ())
         made = listener.node = Node(node.index, node.host, self._inventory)
-        made.session = self._talk(made, listener)
+        made.workdir = node.workdir
+        made.session = self._talk(made, listener, pool=pool)
         return made
 
     def _talk(self, node: Node, listener: Hearing, *, pool: str | None = None) -> Session:

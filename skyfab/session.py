@@ -64,6 +64,11 @@ class Session:
         return self._tether.agent
 
     @property
+    def has_ended(self) -> bool:
+        """Nothing more will come of it."""
+        return self._tether.ended is not None
+
+    @property
     def heard(self) -> float:
         """When the host last said something; it says something every few seconds."""
         return self._tether.heard
@@ -153,11 +158,11 @@ class Session:
         self._tether.abandon()
         self.close()
 
-    def end_agent(self) -> None:
-        """Ends an agent that was given up, if it is there. Raises a HostError."""
+    def end_agent(self, stopped: Callable[[], bool]) -> None:
+        """Ends an agent that was given up, if it is there, unless that is `stopped`. Raises a HostError."""
         transport = self._reach()
         try:
-            stream = self._rejoin(transport, time.monotonic() + CONNECT, lambda: False)
+            stream = self._rejoin(transport, time.monotonic() + CONNECT, stopped)
             try:
                 stream.send([frame(BYE)])
             finally:

@@ -13,8 +13,9 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from skyfab.calls import Call
-from skyfab.dispatch import CallFuture, Queue, Task
+from skyfab.dispatch import Queue, Task
 from skyfab.errors import ProtocolError
+from skyfab.futures import CallFuture
 from skyfab.parcel import FunctionParcel, pack_arguments
 from skyfab.protocol import codec
 
@@ -52,6 +53,7 @@ class Spread:
         self._most = len(calls) if timeout is None else 1
         """With a timeout, which is one item's, every item is a call of its own."""
         self._running: set[Task] = set()
+        self._failed = False
 
     def start(self) -> CallFuture:
         """Gives every slot its first item. The future's result is a list in the items' order."""
@@ -121,8 +123,12 @@ class Spread:
         return max(1, min(int(wanted), _GROWTH * max(count, 1)))
 
     def _fail(self, error: BaseException) -> None:
-        self.future.settle(None, error)
-        self._stop()
+        """The first failure counts; those of other groups say no more."""
+        with self._lock:
+            first, self._failed = not self._failed, True
+        if first:
+            self.future.settle(None, error)
+            self._stop()
 
     def _stop(self) -> None:
         with self._lock:

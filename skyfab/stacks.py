@@ -16,7 +16,8 @@ h=$(hostname)
 for f in "$c"/run/"$h"/*/stacks/*; do
   read -r pid number rank seat <"$f" 2>/dev/null || continue
   d=${f%/stacks/*}
-  test "$(readlink "/proc/$pid/cwd" 2>/dev/null)" = "$(readlink -f "$d")/work" || continue
+  # it has the file open: no other process got its number
+  ls -l "/proc/$pid/fd" 2>/dev/null | grep -qF -e "-> $(readlink -f "$f")" || continue
   n=$(wc -c <"$f")
   kill -"$number" "$pid" 2>/dev/null || continue
   set -- 1 2 3 4 5 6 7 8 9 10
@@ -25,7 +26,8 @@ for f in "$c"/run/"$h"/*/stacks/*; do
   tail -c +$((n + 1)) "$f"
 done
 """
-_FRAME: Final = re.compile(r'\s*File "(.*)", line (\d+) in (.*)')
+_FRAME: Final = re.compile(r'\s*File "(.*)", line ([0-9]{1,9}) in (.*)')
+_HEAD: Final = re.compile(r"(\S+) ([0-9]{1,9}) (\S+) (\S+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +70,12 @@ def parse(host: str, text: str) -> list[Stack]:
     found: list[Stack] = []
     for part in re.split(r"^=rank ", text, flags=re.MULTILINE)[1:]:
         head, _, body = part.partition("\n")
-        words = head.split()
-        if len(words) != 4 or not words[1].isdigit():
+        words = _HEAD.fullmatch(head)
+        if words is None:
             continue
-        rank = int(words[0]) if words[0].isdigit() and words[3].startswith("gang") else None
-        pool = words[2].rpartition("-")[0]
-        found.append(Stack(host=host, rank=rank, pid=int(words[1]), pool=pool, frames=frames_of(body)))
+        rank = int(words[1]) if words[4].startswith("gang") and re.fullmatch("[0-9]{1,9}", words[1]) else None
+        pool = words[3].rpartition("-")[0]
+        found.append(Stack(host=host, rank=rank, pid=int(words[2]), pool=pool, frames=frames_of(body)))
     return found
 
 

@@ -26,6 +26,7 @@ from skyfab.wire import Wire
 
 PING: Final = 1.0
 """Seconds between signs of life."""
+_LAST_STREAM: Final = 2**32 - 1
 GONE: Final = "agent is gone"
 """What the link says of an agent that it does not find."""
 
@@ -139,8 +140,13 @@ class Tether:
 
     def _hello(self) -> bytes:
         """How far this side has heard; it opens every stream."""
-        received = self._mux.received
-        return ClientHello(protocol=VERSION, received=received, lease=self._lease, name=self._host.name).encode()
+        return ClientHello(
+            protocol=VERSION,
+            received=self._mux.received,
+            lease=self._lease,
+            name=self._host.name,
+            local=self._host.transport == "local",
+        ).encode()
 
     def _is_heard(self) -> bool:
         with self._lock:
@@ -170,8 +176,7 @@ class Tether:
         with self._lock:
             if self._ended is not None:
                 raise self._ended
-            stream = self._next_stream
-            self._next_stream += 2
+            stream = self._new_stream()
             if answer is not None:
                 self._inbox.exchanges[stream] = Exchange(answer, failure or _ignore, seat)
             drained = self._say(stream, head, parts, urgent=urgent)
@@ -179,13 +184,20 @@ class Tether:
             self._wire.poke()
         return stream
 
+    def _new_stream(self) -> int:
+        """A number for the next message: odd, and after the last one of 32 bits again those that are not in use."""
+        stream = self._next_stream
+        while stream in self._inbox.exchanges:
+            stream = stream + 2 if stream < _LAST_STREAM else 1
+        self._next_stream = stream + 2 if stream < _LAST_STREAM else 1
+        return stream
+
     def begin(self, head: bytes, data: bytes, seat: str) -> Reply:
         """Sends a small message whose answer this thread will `await_reply`. Raises HostLost."""
         with self._lock:
             if self._ended is not None:
                 raise self._ended
-            stream = self._next_stream
-            self._next_stream += 2
+            stream = self._new_stream()
             reply = self._inbox.exchanges[stream] = Reply(stream, seat)
             wire = self._wire.stream
             if wire is None:
@@ -223,22 +235,18 @@ class Tether:
         wait = self._pace if timeout is None else min(timeout, self._pace)
         if self._farewell:
             wait = min(wait, 0.5)
-        main = threading.get_ident() == MAIN
-        outer = INTERRUPTS.held
-        if main:
-            INTERRUPTS.held = False  # here alone may it be interrupted: nothing has been read yet
-        ready = self._wire.wait(wait, self._mux.has_output)
-        if main:
-            INTERRUPTS.held = True
-        try:
+        with INTERRUPTS:
+            if threading.get_ident() == MAIN:
+                depth = INTERRUPTS.pause()  # here alone may it be interrupted: nothing has been read yet
+                try:
+                    ready = self._wire.wait(wait, self._mux.has_output)
+                finally:
+                    INTERRUPTS.resume(depth)
+            else:
+                ready = self._wire.wait(wait, self._mux.has_output)
             after = self._take_in(ready)
             if after:
                 self._turns.call(after)
-        finally:
-            if main:
-                INTERRUPTS.held = outer
-                if INTERRUPTS.missed is not None and not outer:
-                    INTERRUPTS.go_on()
 
     def _take_in(self, ready: list[tuple[int, int]]) -> list[Callable[[], None]] | None:
         """Reads and writes what it can; returns what others are to be told."""

@@ -11,7 +11,7 @@ from typing import Final, Literal, TextIO
 
 from skyfab.events import Events, HostState, Moved, Output, State
 from skyfab.terminal import RESET, Live, clean, echoes, is_rich, put
-from skyfab.view import Line, View
+from skyfab.view import PATIENCE, Line, View
 
 _SPARSE: Final = 5.0
 """Seconds between two states of a bar where none can be overwritten."""
@@ -30,14 +30,16 @@ def attach(
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
+    patience: float = PATIENCE,
 ) -> Callable[[], None]:
     """Shows a pool's events from now on; returns a function that writes what is left and ends it.
 
-    `auto` is `rich` where stdout and stderr are both a terminal that can do it, else `plain`.
+    `auto` is `rich` where stdout and stderr are both a terminal that can do it, else `plain`. An event's thread waits
+    up to `patience` seconds for a slow output.
     """
     files = stdout or sys.stdout, stderr or sys.stderr
     rich = kind == "rich" or (kind == "auto" and is_rich(*files))
-    view: View = Screen(files[0], clock) if rich else Plain(stdout, stderr, clock)
+    view: View = Screen(files[0], clock, patience) if rich else Plain(stdout, stderr, clock, patience)
     unsubscribe = events.subscribe(view)
 
     def detach() -> None:
@@ -53,8 +55,14 @@ class Plain(View):
     The files are looked up at every write, as `print` does, unless they are given.
     """
 
-    def __init__(self, stdout: TextIO | None, stderr: TextIO | None, clock: Callable[[], float]) -> None:
-        super().__init__(clock)
+    def __init__(
+        self,
+        stdout: TextIO | None,
+        stderr: TextIO | None,
+        clock: Callable[[], float],
+        patience: float = PATIENCE,
+    ) -> None:
+        super().__init__(clock, patience)
         self._files = {"stdout": stdout, "stderr": stderr}
         self._shown: dict[tuple[str, int | None], float] = {}
         self._colour = not os.environ.get("NO_COLOR")
@@ -92,8 +100,8 @@ class Plain(View):
 class Screen(View):
     """A terminal: a coloured prefix for each host; below, what is under way, redrawn in place."""
 
-    def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
-        super().__init__(clock)
+    def __init__(self, file: TextIO, clock: Callable[[], float], patience: float = PATIENCE) -> None:
+        super().__init__(clock, patience)
         self._file = file
         self._live = Live()
         self._width = 0

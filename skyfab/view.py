@@ -1,44 +1,61 @@
 """A view: gathers text as events come, and writes it in batches.
 
-Nothing is rendered line by line. A view writes on a thread of its own, and at once when a call ends or a host's state
-changes, so that what the program prints next comes after.
+Nothing is rendered line by line. A view writes on a thread of its own. When a call ends or a host's state changes, the
+thread that emits the event waits until all text is written, so that what the program prints next comes after. That
+thread may be the one that reads a host's stream and sends heartbeats, so it waits for a limited time. An output that
+takes longer (a pipe that is not read, a terminal that is paused) is behind: until it has caught up no thread waits for
+it, text is kept up to `_MOST`, and beyond that the oldest lines are dropped and a line says how many.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from skyfab.events import CallEnded, Event, HostState, Moved, Notice, Output, Stalled, State
+from skyfab.events import CallEnded, Event, FilesWritten, HostState, Moved, Notice, Output, Stalled, State
 from skyfab.terminal import clean_lines
 
 Line = tuple[str, str]
 """The stream it goes to, and its text with its end."""
 
 _PACE: Final = 0.025
+PATIENCE: Final = 2.0
+"""Seconds that the emitting thread waits for the output at most."""
 _MOST: Final = 16 * 1024 * 1024
-"""Characters that may wait for a slow reader; beyond that whoever speaks waits too."""
+"""Characters that may wait for a slow output. Beyond that the emitting thread waits for it."""
+_PIECE: Final = 256 * 1024
+"""Characters that are written at a time."""
+_OVERHEAD: Final = 100
+"""What a line takes in memory besides its characters."""
 
 
 class View(ABC):
     """What a person sees of a pool. A subscriber of its events; thread-safe."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], patience: float = PATIENCE) -> None:
         self._clock = clock
+        self._patience = min(patience, PATIENCE)
         self._states: dict[str, State] = {}
         """The last state of each host, in the order of their first."""
         self._bars: dict[tuple[str, int | None, str], Output] = {}
         """Lines that asked to be overwritten, and were not yet: one for each rank and stream."""
-        self._lines: list[Line] = []
+        self._lines: deque[Line] = deque()
         self._waiting = 0
+        self._dropped = 0
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
+        self._urgent = threading.Event()
         self._over = threading.Event()
         self._deaf = False
+        self._progress = threading.Condition()
+        self._asked = self._written = 0
+        """How often a thread has asked for all text to be written, and up to which of these it is."""
+        self._behind = False
 
     # ---- what comes in, all with the lock held
 
@@ -46,8 +63,10 @@ class View(ABC):
         with self._lock:
             self._take(event)
             waiting = self._waiting
-        if waiting > _MOST or (waiting and isinstance(event, (CallEnded, HostState))):
-            self.flush()
+        if waiting and isinstance(event, (CallEnded, HostState)):
+            self._finish()
+        elif waiting > _MOST:
+            self._make_room()
         elif waiting and not self._wake.is_set():
             self._soon()
 
@@ -66,7 +85,7 @@ class View(ABC):
             self._moved(event)
         elif isinstance(event, CallEnded):
             self._settle(event.host)
-        elif isinstance(event, (Notice, Stalled)):
+        elif isinstance(event, (Notice, Stalled, FilesWritten)):
             self._say("stderr", f"{clean_lines(str(event))}\n")
 
     def _output(self, event: Output) -> None:
@@ -83,7 +102,10 @@ class View(ABC):
 
     def _say(self, stream: str, line: str) -> None:
         self._lines.append((stream, line))
-        self._waiting += len(line)
+        self._waiting += len(line) + _OVERHEAD
+        while self._behind and self._waiting > _MOST and self._lines:
+            self._waiting -= len(self._lines.popleft()[1]) + _OVERHEAD
+            self._dropped += 1
 
     @abstractmethod
     def _line(self, event: Output) -> str:
@@ -106,13 +128,57 @@ class View(ABC):
     def flush(self) -> None:
         """Writes everything so far."""
         with self._writing:
-            with self._lock:
-                lines, self._lines, self._waiting = self._lines, [], 0
-            if not self._deaf:
-                try:
-                    self._write(lines)
-                except (OSError, ValueError):  # nobody reads any more: `| head`, or a file that was closed
-                    self._deaf = True
+            left = len(self._lines)
+            while True:
+                with self._lock:
+                    before = len(self._lines)
+                    lines = self._piece(left)
+                    left -= before - len(self._lines)
+                if not self._deaf:
+                    try:
+                        self._write(lines)
+                    except (OSError, ValueError):  # the other end is closed: `| head`, or a file that was closed
+                        self._deaf = True
+                with self._progress:
+                    self._behind = self._behind and left > 0
+                    self._progress.notify_all()
+                if left <= 0 or not before:
+                    return
+
+    def _piece(self, most: int) -> list[Line]:
+        """The next lines; the first says how many before them were dropped."""
+        lines: list[Line] = []
+        if self._dropped:
+            lines.append(("stderr", f"skyfab: {self._dropped} lines dropped: the output was not read\n"))
+            self._dropped = 0
+        size = 0
+        for _ in range(min(most, len(self._lines))):
+            lines.append(self._lines.popleft())
+            size += len(lines[-1][1])
+            self._waiting -= len(lines[-1][1]) + _OVERHEAD
+            if size >= _PIECE:
+                break
+        if not self._lines:
+            self._waiting = 0
+        return lines
+
+    def _finish(self) -> None:
+        """Waits until everything so far is written."""
+        with self._progress:
+            self._asked += 1
+            ticket = self._asked
+        self._wait(lambda: self._written >= ticket)
+
+    def _make_room(self) -> None:
+        """Waits until no more than `_MOST` is waiting."""
+        self._wait(lambda: self._waiting <= _MOST)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        self._urgent.set()
+        self._soon()
+        with self._progress:
+            if not self._behind:
+                self._behind = not self._progress.wait_for(lambda: done() or self._over.is_set(), self._patience)
 
     @abstractmethod
     def _write(self, lines: list[Line]) -> None: ...
@@ -121,6 +187,7 @@ class View(ABC):
         """Writes what is left, and nothing afterwards."""
         self._over.set()
         self._wake.set()
+        self._urgent.set()
         if self._thread is not None:
             self._thread.join()
         with self._lock:
@@ -138,8 +205,13 @@ class View(ABC):
         while not self._over.is_set():
             self._wake.wait(self._restless())
             self._wake.clear()
-            self._over.wait(self._pace())
+            self._urgent.wait(self._pace())
+            self._urgent.clear()
+            asked = self._asked
             self.flush()
+            with self._progress:
+                self._written = asked
+                self._progress.notify_all()
 
     def _pace(self) -> float:
         """Seconds in which text gathers before it is written."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import traces
+from stage import labs, traces
 from stage.spot import Spot
 
 import skyfab as sky
@@ -38,7 +38,7 @@ _LEFT_OUT = (
 )
 
 _home = pytest.StashKey[Path]()
-_lab = pytest.StashKey[Lab]()
+_labs = pytest.StashKey[list[Lab]]()
 
 
 # ---- what a test may see of this machine
@@ -51,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     home = Path(tempfile.mkdtemp(prefix="skyfab-home-"))
     config.stash[_home] = home
+    config.stash[_labs] = []
     (home / ".ssh").mkdir(mode=0o700)
     key = home / ".ssh" / "id_ed25519"  # a key that no host knows, as people have them
     subprocess.run(
@@ -72,10 +73,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    lab = config.stash.get(_lab, None)
-    if lab is not None and lab.limits:
+    limits = {limit: None for lab in config.stash[_labs] for limit in lab.limits}
+    if limits:
         terminalreporter.section("not tested on this machine")
-        for limit in lab.limits:
+        for limit in limits:
             terminalreporter.write_line(limit)
 
 
@@ -90,12 +91,32 @@ def home(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="session")
 def lab(pytestconfig: pytest.Config) -> Iterator[Lab]:
-    """Four hosts for the whole run, with the interpreter that runs the tests."""
+    """Four hosts for the whole run, with the system's own Python and nothing else.
+
+    A module that hosts import may import pytest and hypothesis, which are stand-ins there, and no other package.
+    """
+    yield from _started(pytestconfig, None)
+
+
+@pytest.fixture(scope="session")
+def lent_lab(pytestconfig: pytest.Config) -> Iterator[Lab]:
+    """Four hosts with the interpreter that runs the tests, for those that need its torch or numpy there.
+
+    A module whose tests all do has a fixture `lab` that returns this one.
+    """
+    yield from _started(pytestconfig, sys.executable)
+
+
+def _started(config: pytest.Config, python: str | None) -> Iterator[Lab]:
     kind: Any = os.environ.get("SKYFAB_TEST_LAB", "auto")
-    with Lab.start(count=4, kind=kind, python=sys.executable) as lab:
+    if kind == "loopback" or os.geteuid() != 0:
+        python = sys.executable  # such hosts share this machine's files: there is nothing to be kept from them
+    with Lab.start(count=4, kind=kind, python=python) as lab:
         if lab.kind != "namespace" and os.environ.get("CI"):
             pytest.fail(f"CI has no namespace hosts: {' '.join(lab.limits)}")
-        pytestconfig.stash[_lab] = lab
+        if python is None:
+            labs.put_stand_ins(lab)
+        config.stash[_labs].append(lab)
         yield lab
 
 
@@ -107,10 +128,13 @@ def namespaces(lab: Lab) -> Lab:
     return lab
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def hosts_of(lab: Lab, home: Path) -> Callable[..., list[sky.Host]]:
     """``hosts_of("fabric", count=2)``: hosts that are reached by that transport."""
+    return _hosts_of(lab, home)
 
+
+def _hosts_of(lab: Lab, home: Path) -> Callable[..., list[sky.Host]]:
     def hosts(transport: str, count: int = 2, *, user: str | None = None, **changes: Any) -> list[sky.Host]:
         if transport == "local":
             caches = [str(home / f"cache{number}") for number in range(1, count + 1)]
@@ -126,6 +150,12 @@ def hosts_of(lab: Lab, home: Path) -> Callable[..., list[sky.Host]]:
     return hosts
 
 
+@pytest.fixture(scope="module")
+def lent_hosts_of(lent_lab: Lab, home: Path) -> Callable[..., list[sky.Host]]:
+    """The same for hosts that have what this program can import."""
+    return _hosts_of(lent_lab, home)
+
+
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> str:
     """Each transport in turn: one suite runs over all of them."""
@@ -136,6 +166,13 @@ def transport(request: pytest.FixtureRequest) -> str:
 def pool(transport: str, hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
     """Two hosts with a rank each, open for the whole module."""
     with sky.Compute(hosts_of(transport), ui="none") as compute:
+        yield compute
+
+
+@pytest.fixture(scope="module")
+def lent_pool(transport: str, lent_hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
+    """The same on hosts that have what this program can import."""
+    with sky.Compute(lent_hosts_of(transport), ui="none") as compute:
         yield compute
 
 
@@ -201,8 +238,7 @@ def nothing_stays_in_this_process() -> Iterator[None]:
 def nothing_stays_on_hosts(request: pytest.FixtureRequest, home: Path) -> Iterator[None]:
     """A module leaves no process and no run folder, on any host or on this machine."""
     yield
-    lab = request.config.stash.get(_lab, None)
-    up = [host for host in lab.hosts if host.up] if lab is not None else []
+    up = [host for lab in request.config.stash[_labs] for host in lab.hosts if host.up]
     looks: list[Callable[[], set[str]]] = [lambda: traces.here(home)]
     looks += [lambda host=host: traces.on(host) for host in up]  # type: ignore[misc]
     looks += [lambda host=host: traces.folders(host) for host in up]  # type: ignore[misc]

@@ -221,9 +221,9 @@ def test_a_process_that_is_gone_holds_nothing() -> None:
 @pytest.mark.lab
 @pytest.mark.timeout(300)  # DDP starts a dozen processes that import torch
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_taste_of_every_row(row: Row, lab: Lab) -> None:
+def test_a_taste_of_every_row(row: Row, lent_lab: Lab) -> None:
     try:
-        results = list(row.run(Arena.on(lab, TASTE)))
+        results = list(row.run(Arena.on(lent_lab, TASTE)))
     except Skip as reason:
         pytest.skip(str(reason))
     assert results
@@ -232,5 +232,5 @@ def test_a_taste_of_every_row(row: Row, lab: Lab) -> None:
 
 
 @pytest.mark.lab
-def test_the_facts_name_the_cipher_that_is_used(lab: Lab) -> None:
-    assert "aes128-gcm@openssh.com" in str(Facts.of(Arena.on(lab, TASTE)))
+def test_the_facts_name_the_cipher_that_is_used(lent_lab: Lab) -> None:
+    assert "aes128-gcm@openssh.com" in str(Facts.of(Arena.on(lent_lab, TASTE)))

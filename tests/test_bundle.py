@@ -152,6 +152,19 @@ print(json.dumps([
     assert run(bare, unpacked, code) == [42, 21, 1, ["numpy"], 1, [1, 2, 3], "node1: gone\nhint: look", True]
 
 
+def test_every_public_name_loads_there(bare: Path, unpacked: Path) -> None:
+    """Users' modules import them at their top, and a host imports those modules."""
+    code = """
+import importlib, json
+import skyfab
+from skyfab import *
+names = [*skyfab.__all__, "lab", "plugins"]
+run = importlib.import_module("skyfab.script").perform
+print(json.dumps([name for name in names if getattr(skyfab, name, None) is None]))
+"""
+    assert run(bare, unpacked, code) == []
+
+
 def test_a_function_travels_there_and_back(bare: Path, unpacked: Path) -> None:
     """Pickled and unpickled by the bundle's own cloudpickle, a closure and an error included."""
     code = """

@@ -21,7 +21,6 @@ from concurrent.futures import CancelledError, Future, as_completed, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 from stage.remote import leave, linger, wait_for
 from stage.spot import Spot, until
@@ -30,6 +29,7 @@ from stage.threads import at_once, begin
 import skyfab as sky
 from skyfab.events import CallEnded, CallStarted, Event
 
+np = pytest.importorskip("numpy")
 pytestmark = pytest.mark.lab
 
 MB = 1 << 20
@@ -124,6 +124,14 @@ def test_ranks_have_the_variables_that_torchrun_sets(pool: sky.Compute) -> None:
             "LOCAL_WORLD_SIZE": "1",
             "NODE_RANK": str(rank),
             "GROUP_RANK": str(rank),
+            "GROUP_WORLD_SIZE": "2",
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": "2",
+            "TORCHELASTIC_RUN_ID": info.job_id,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
             "MASTER_ADDR": info.head_addr,
             "MASTER_PORT": str(info.head_port),
         }
@@ -570,12 +578,12 @@ def test_five_hundred_calls_in_flight_are_all_answered(pool: sky.Compute) -> Non
     assert [future.result(60) for future in futures] == list(range(500))
 
 
-def test_a_small_call_is_answered_while_a_large_one_is_under_way(pool: sky.Compute) -> None:
+def test_a_small_call_is_answered_while_a_large_one_is_under_way(lent_pool: sky.Compute) -> None:
     """Two small ones can overtake 32 MB on its way to the same host."""
     large = np.random.default_rng(1).integers(0, 255, 32 * MB, dtype=np.uint8)
-    first, second = (node.name for node in pool.hosts)
-    heavy = pool.submit(identity(large), on=first)
-    assert pool.submit(add(1), on=second).result(60) == 11
+    first, second = (node.name for node in lent_pool.hosts)
+    heavy = lent_pool.submit(identity(large), on=first)
+    assert lent_pool.submit(add(1), on=second).result(60) == 11
     assert np.array_equal(heavy.result(60), large)
 
 
@@ -656,7 +664,7 @@ def test_nan_and_identity_constants_survive(pool: sky.Compute) -> None:
     assert yes is True
 
 
-def test_arrays_of_every_kind_come_back_the_same(pool: sky.Compute) -> None:
+def test_arrays_of_every_kind_come_back_the_same(lent_pool: sky.Compute) -> None:
     base = np.arange(24, dtype=np.float64).reshape(2, 3, 4)
     arrays = [
         base,
@@ -673,15 +681,15 @@ def test_arrays_of_every_kind_come_back_the_same(pool: sky.Compute) -> None:
         np.ma.masked_array([1, 2], [True, False]),
         np.random.default_rng(0).standard_normal(100_000),
     ]
-    for sent, found in zip(arrays, identity(arrays) >> pool, strict=True):
+    for sent, found in zip(arrays, identity(arrays) >> lent_pool, strict=True):
         assert found.dtype == sent.dtype
         assert found.shape == sent.shape
         assert np.array_equal(found, sent) or sent.dtype == object
-    assert list(identity(arrays[7]) >> pool) == [1, "x", None]
+    assert list(identity(arrays[7]) >> lent_pool) == [1, "x", None]
 
 
 @pytest.mark.parametrize("size", [100, 8 * 1024, 5 * MB], ids=["small", "middle", "large"])
-def test_arrays_can_be_written_to_on_both_sides(pool: sky.Compute, size: int) -> None:
+def test_arrays_can_be_written_to_on_both_sides(lent_pool: sky.Compute, size: int) -> None:
     @sky.function
     def change(array: np.ndarray) -> np.ndarray:
         array[0] = 7
@@ -689,14 +697,14 @@ def test_arrays_can_be_written_to_on_both_sides(pool: sky.Compute, size: int) ->
 
     sent = np.zeros(size, dtype=np.uint8)
     for _ in range(3):  # inline, into the store, from the store
-        found = pool.submit(change(sent), on="head").result()
+        found = lent_pool.submit(change(sent), on="head").result()
         assert found[0] == 7
         assert found.flags.writeable
         found[1] = 8
         assert sent[:2].tolist() == [0, 0]
 
 
-def test_what_a_call_writes_into_a_stored_argument_is_not_seen_by_the_next(pool: sky.Compute) -> None:
+def test_what_a_call_writes_into_a_stored_argument_is_not_seen_by_the_next(lent_pool: sky.Compute) -> None:
     @sky.function
     def change(array: np.ndarray) -> int:
         before = int(array[0])
@@ -704,18 +712,18 @@ def test_what_a_call_writes_into_a_stored_argument_is_not_seen_by_the_next(pool:
         return before
 
     sent = np.ones(2 * MB, dtype=np.uint8)
-    assert [pool.submit(change(sent), on="head").result() for _ in range(5)] == [1] * 5
-    assert change(sent) @ pool == [1, 1]
+    assert [lent_pool.submit(change(sent), on="head").result() for _ in range(5)] == [1] * 5
+    assert change(sent) @ lent_pool == [1, 1]
 
 
-def test_sixty_four_megabytes_go_there_and_back(pool: sky.Compute) -> None:
+def test_sixty_four_megabytes_go_there_and_back(lent_pool: sky.Compute) -> None:
     sent = np.random.default_rng(2).integers(0, 255, 64 * MB, dtype=np.uint8)
 
     @sky.function
     def invert(array: np.ndarray) -> np.ndarray:
         return 255 - array
 
-    assert np.array_equal(invert(sent) >> pool, 255 - sent)
+    assert np.array_equal(invert(sent) >> lent_pool, 255 - sent)
 
 
 def moved(pool: sky.Compute) -> int:
@@ -723,22 +731,22 @@ def moved(pool: sky.Compute) -> int:
     return int(pool.hosts[0].session.moved[0])
 
 
-def test_a_large_argument_is_not_sent_a_third_time(pool: sky.Compute) -> None:
+def test_a_large_argument_is_not_sent_a_third_time(lent_pool: sky.Compute) -> None:
     sent = np.random.default_rng().integers(0, 255, 5 * MB, dtype=np.uint8)
     total = sky.function(lambda array: int(array.sum()))
     for _ in range(2):
-        pool.submit(total(sent), on="head").result()
-    before = moved(pool)
-    assert pool.submit(total(sent), on="head").result() == int(sent.sum())
-    assert moved(pool) - before < 100_000
+        lent_pool.submit(total(sent), on="head").result()
+    before = moved(lent_pool)
+    assert lent_pool.submit(total(sent), on="head").result() == int(sent.sum())
+    assert moved(lent_pool) - before < 100_000
 
 
-def test_a_changed_argument_is_sent_again_whatever_it_looks_like_from_afar(pool: sky.Compute) -> None:
+def test_a_changed_argument_is_sent_again_whatever_it_looks_like_from_afar(lent_pool: sky.Compute) -> None:
     """Only one byte differs, where a sample of the content would not look."""
     sent = np.zeros(4 * MB, dtype=np.uint8)
     total = sky.function(lambda array: int(array.sum()))
     for count in range(5):
-        assert pool.submit(total(sent), on="head").result() == count
+        assert lent_pool.submit(total(sent), on="head").result() == count
         sent[100 + 1000 * count] = 1
 
 
@@ -750,7 +758,7 @@ def test_a_large_argument_of_a_broadcast_is_sent_to_a_host_once(open_pool: Calla
     assert moved(pool) - before < 9 * MB
 
 
-def test_a_function_is_sent_once(pool: sky.Compute) -> None:
+def test_a_function_is_sent_once(lent_pool: sky.Compute) -> None:
     """Even one that carries a large array in its closure."""
     weights = np.random.default_rng().integers(0, 255, 5 * MB, dtype=np.uint8)
 
@@ -758,10 +766,10 @@ def test_a_function_is_sent_once(pool: sky.Compute) -> None:
     def use(n: int) -> int:
         return int(weights[n])
 
-    assert pool.submit(use(3), on="head").result() == weights[3]
-    before = moved(pool)
-    assert [pool.submit(use(n), on="head").result() for n in range(5)] == weights[:5].tolist()
-    assert moved(pool) - before < 100_000
+    assert lent_pool.submit(use(3), on="head").result() == weights[3]
+    before = moved(lent_pool)
+    assert [lent_pool.submit(use(n), on="head").result() for n in range(5)] == weights[:5].tolist()
+    assert moved(lent_pool) - before < 100_000
 
 
 def test_deeply_nested_data_is_an_error_that_names_the_argument(pool: sky.Compute) -> None:
@@ -779,10 +787,10 @@ def test_deeply_nested_data_is_an_error_that_names_the_argument(pool: sky.Comput
 
 
 @pytest.fixture(scope="module")
-def torch_pool(hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
+def torch_pool(lent_hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
     """One host, two ranks: importing torch takes seconds, and how tensors travel is the same on every transport."""
     pytest.importorskip("torch")
-    with sky.Compute(hosts_of("openssh", 1), ranks=2, ui="none") as compute:
+    with sky.Compute(lent_hosts_of("openssh", 1), ranks=2, ui="none") as compute:
         yield compute
 
 
@@ -966,14 +974,14 @@ def test_a_change_of_a_global_is_seen_by_the_next_call(pool: sky.Compute, monkey
     assert scale(2) >> pool == [1, 2, 1, 2]
 
 
-def test_a_change_inside_a_captured_object_is_seen_by_the_next_call(pool: sky.Compute) -> None:
+def test_a_change_inside_a_captured_object_is_seen_by_the_next_call(lent_pool: sky.Compute) -> None:
     tree = Tree(1, [Tree(2)])
     array = np.zeros(2 * MB, dtype=np.uint8)
     look = sky.function(lambda: (tree.children[0].value, int(array[5])))
-    assert look() >> pool == (2, 0)
+    assert look() >> lent_pool == (2, 0)
     tree.children[0].value = 3
     array[5] = 9
-    assert look() >> pool == (3, 9)
+    assert look() >> lent_pool == (3, 9)
 
 
 def test_a_change_of_a_helper_that_a_closure_calls_is_seen(pool: sky.Compute) -> None:
@@ -1092,7 +1100,7 @@ def test_nobody_is_at_the_keyboard_of_a_rank(pool: sky.Compute) -> None:
         sky.function(lambda: input())() >> pool
 
 
-def test_a_rank_looks_like_a_python_that_was_started_for_the_function(pool: sky.Compute) -> None:
+def test_a_rank_looks_like_a_python_that_was_started_for_the_function(lent_pool: sky.Compute) -> None:
     @sky.function
     def look() -> dict[str, Any]:
         import subprocess
@@ -1114,7 +1122,7 @@ def test_a_rank_looks_like_a_python_that_was_started_for_the_function(pool: sky.
             "home": os.environ["HOME"] == str(pathlib.Path.home()),
         }
 
-    found = look() >> pool
+    found = look() >> lent_pool
     assert found["child"] == found["prefix"]
     assert found["argv"] == [""]
     assert found["main"] == "__main__"
@@ -1164,11 +1172,11 @@ def test_a_subscriber_that_fails_does_not_disturb_calls(pool: sky.Compute, capsy
 
 
 @pytest.fixture
-def sharded(pool: sky.Compute) -> Callable[..., list[Any]]:
+def sharded(lent_pool: sky.Compute) -> Callable[..., list[Any]]:
     """What `shard` gives to each of the two ranks."""
 
     def shares(*data: Any, **options: Any) -> list[Any]:
-        return sky.function(lambda: sky.shard(*data, **options))() @ pool
+        return sky.function(lambda: sky.shard(*data, **options))() @ lent_pool
 
     return shares
 

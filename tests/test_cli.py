@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import stat
 import subprocess
@@ -216,18 +217,36 @@ def test_exec_goes_on_where_it_can(skyfab: Skyfab) -> None:
     assert f"error: {NOBODY}: " in err and "Traceback" not in err
 
 
-def test_ctrl_c_ends_the_command_and_says_so_in_a_line(tmp_path: Path) -> None:
-    words = [*PROGRAM, "exec", "--hosts=local", "--", "echo $$; exec sleep 100"]
+@pytest.mark.parametrize(
+    ("number", "code", "said", "before"),
+    [
+        pytest.param(signal.SIGINT, 130, "interrupted\n", "", id="ctrl-c"),
+        pytest.param(signal.SIGTERM, 143, "terminated\n", "", id="sigterm"),
+        pytest.param(signal.SIGTERM, 143, "terminated\n", "trap '' INT;", id="sigterm-in-the-background"),
+    ],
+)
+def test_a_signal_ends_the_command_and_says_so_in_a_line(
+    tmp_path: Path, number: int, code: int, said: str, before: str
+) -> None:
+    """In the background of a shell script SIGINT is ignored, which must not hold for SIGTERM."""
+    inner = shlex.join([*PROGRAM, "exec", "--hosts=local", "--", "echo $$; exec sleep 100"])
+    words = ["/bin/sh", "-c", f"{before} exec {inner}"]
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None and running.stderr is not None
         sleeper = int(running.stdout.readline().split()[1])
-        running.send_signal(signal.SIGINT)
-        assert running.wait(30) == 130
-        assert running.stderr.read() == "interrupted\n"
+        running.send_signal(number)
+        assert running.wait(30) == code
+        assert running.stderr.read() == said
     deadline = time.monotonic() + 10
     while Path(f"/proc/{sleeper}").exists():
         assert time.monotonic() < deadline, "the command runs on"
         time.sleep(0.01)
+
+
+def test_a_program_of_its_own_keeps_its_handlers() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Compute("local", ui="none"):
+        assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("task", [["hosts", "--json"], ["exec", "--", "seq 20000"]])
@@ -431,8 +450,8 @@ def test_train_without_hosts_is_two_ranks_on_this_machine(tmp_path: Path) -> Non
 @pytest.mark.lab
 @pytest.mark.torch
 @needs_torch
-def test_train_on_hosts(lab: Lab, tmp_path: Path) -> None:
-    words = ("train", "--hosts=node1,node2", f"--inventory={lab.inventory}", "--epochs=3")
+def test_train_on_hosts(lent_lab: Lab, tmp_path: Path) -> None:
+    words = ("train", "--hosts=node1,node2", f"--inventory={lent_lab.inventory}", "--epochs=3")
     trained(program(*words, cwd=tmp_path), ["node1", "node2"])
 
 

@@ -15,6 +15,13 @@ from skyfab.lab import Lab
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.lab]
 
+
+@pytest.fixture(scope="module")
+def lab(lent_lab: Lab) -> Lab:
+    """Hosts need torch, at once."""
+    return lent_lab
+
+
 Hosts = Callable[..., list[sky.Host]]
 
 

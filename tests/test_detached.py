@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import traces
+from stage import labs, traces
 from stage.remote import leave, wait_for
 from stage.spot import Spot, until
 from stage.threads import begin
@@ -253,7 +253,7 @@ def test_a_program_that_is_killed_leaves_its_runs_alone(namespaces: Lab, hosts: 
 
 
 def test_a_run_whose_host_was_started_again_is_lost_and_its_logs_are_there(spot: Spot, namespaces: Lab) -> None:
-    with Lab.start(1, kind="namespace", python=sys.executable) as lab:
+    with labs.start_for_calls(1) as lab:
         own = Spot(lab.hosts)
         inventory = sky.Inventory.load(lab.inventory)
         with sky.Compute("node1", inventory=inventory, ui="none") as pool:
@@ -329,6 +329,28 @@ def test_the_commands(namespaces: Lab, script: Path) -> None:
     assert "stopped" in attached.stderr
     missing = skyfab(namespaces, "logs", "nobody")
     assert (missing.returncode, missing.stderr.splitlines()[0]) == (2, "error: no run 'nobody' on these hosts")
+
+
+def test_runs_on_some_hosts_says_how_they_stand_there_and_who_was_not_asked(
+    namespaces: Lab, hosts: list[sky.Host]
+) -> None:
+    run = launch(hosts, count(1), name="both")
+    run.result(60)
+    first, second = (host.name for host in hosts)
+
+    def listed(where: str) -> str:
+        lines = skyfab(namespaces, "runs", where).stdout.splitlines()
+        return next(line for line in lines if line.startswith(run.id[:8]))
+
+    for asked, other in ((first, second), (second, first)):
+        line = listed(f"--hosts={asked}")
+        assert line.split()[1] == "done"
+        assert f"2 ranks on {first}, {second} (not asked: {other})" in line
+    line = listed(f"--hosts={first},{second}")
+    assert line.split()[1] == "done" and "not asked" not in line
+    found = next(one for one in sky.runs(hosts[:1], inventory=namespaces.inventory) if one.id == run.id)
+    assert (found.state, found.unasked) == ("done", [second])
+    assert (found.status, found.unasked) == ("done", [])
 
 
 def test_d_detaches(namespaces: Lab, script: Path, host_with_runs: Callable[[], set[str]]) -> None:

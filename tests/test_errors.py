@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from stage.remote import leave, wait_for
 from stage.spot import Spot, until
@@ -23,6 +22,7 @@ from stage.spot import Spot, until
 import skyfab as sky
 from skyfab.events import Event, Output
 
+np = pytest.importorskip("numpy")
 pytestmark = pytest.mark.lab
 
 if sys.version_info < (3, 11):
@@ -227,13 +227,13 @@ def test_what_is_no_exception_on_the_host_is_one_here(pool: sky.Compute, error: 
     assert isinstance(caught.value.__cause__, sky.RemoteTraceback)
 
 
-def test_an_exception_may_carry_a_large_array(pool: sky.Compute) -> None:
+def test_an_exception_may_carry_a_large_array(lent_pool: sky.Compute) -> None:
     @sky.function
     def heavy() -> None:
         raise ValueError(np.arange(1_000_000))
 
     with pytest.raises(ValueError) as caught:
-        heavy() >> pool
+        heavy() >> lent_pool
     assert caught.value.args[0][-1] == 999_999
 
 

@@ -20,14 +20,14 @@ Run = Callable[..., list[str]]
 
 
 @pytest.fixture
-def run(lab: Lab, tmp_path: Path) -> Run:
+def run(lent_lab: Lab, tmp_path: Path) -> Run:
     """``run("ddp", "node1,node2")``: the lines that an example prints, on hosts of the lab or on two local ranks."""
 
     def example(name: str, hosts: str = "") -> list[str]:
         words, env = [sys.executable, str(EXAMPLES / f"{name}.py")], dict(os.environ)
         if hosts:
             words.append(f"--hosts={hosts}")
-            env["SKYFAB_INVENTORY"] = str(lab.inventory)
+            env["SKYFAB_INVENTORY"] = str(lent_lab.inventory)
         ran = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110)
         assert ran.returncode == 0, ran.stderr
         return ran.stdout.splitlines()

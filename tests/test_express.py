@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from stage.remote import linger, wait_for
 from stage.spot import Spot, until
@@ -32,6 +31,7 @@ from skyfab.events import CallEnded, CallStarted, Event, Output
 from skyfab.lab import Lab
 from skyfab.protocol.streams import ACK_FRAMES, SMALL
 
+np = pytest.importorskip("numpy")
 pytestmark = pytest.mark.lab
 
 MB = 1 << 20
@@ -65,9 +65,20 @@ def one(hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
         yield compute
 
 
+@pytest.fixture(scope="module")
+def lent_one(lent_hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
+    """One that has numpy."""
+    with sky.Compute(lent_hosts_of("openssh", 1), ui="none") as compute:
+        yield compute
+
+
 @pytest.fixture
 def queued(one: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The labels of calls that went the usual way."""
+    return note_queued(one, monkeypatch)
+
+
+def note_queued(one: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     add = one._queue.add
 
@@ -139,9 +150,10 @@ def test_a_small_call_that_waits_for_nobody_is_not_queued(one: sky.Compute, queu
     assert queued == []
 
 
-def test_large_arguments_and_arrays_go_the_usual_way(one: sky.Compute, queued: list[str]) -> None:
-    assert identity(b"x" * (SMALL + 1)) >> one == b"x" * (SMALL + 1)
-    assert (identity(np.arange(SMALL)) >> one).tolist() == list(range(SMALL))
+def test_large_arguments_and_arrays_go_the_usual_way(lent_one: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> None:
+    queued = note_queued(lent_one, monkeypatch)
+    assert identity(b"x" * (SMALL + 1)) >> lent_one == b"x" * (SMALL + 1)
+    assert (identity(np.arange(SMALL)) >> lent_one).tolist() == list(range(SMALL))
     assert len(queued) == 2
 
 
@@ -522,16 +534,16 @@ def test_results_of_any_size(one: sky.Compute) -> None:
         assert identity("small") >> one == "small"
 
 
-def test_small_arrays_have_memory_of_their_own(one: sky.Compute) -> None:
+def test_small_arrays_have_memory_of_their_own(lent_one: sky.Compute) -> None:
     @sky.function
     def filled(n: int) -> Any:
         return np.full(100, n)
 
-    found = [filled(n) >> one for n in range(20)]
+    found = [filled(n) >> lent_one for n in range(20)]
     for n, array in enumerate(found):
         assert (array == n).all()
         array += 1
-    assert (filled(5) >> one == 5).all()
+    assert (filled(5) >> lent_one == 5).all()
 
 
 def test_failures_of_every_kind_each_time_anew(one: sky.Compute) -> None:

@@ -221,14 +221,40 @@ def test_a_bundle_that_is_there_is_started_at_once(shell: list[str], hostile_hom
     assert made.command("resume").endswith("'resume'")
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs files of another user")
+def test_a_bundle_of_another_user_is_not_started(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "bundles" / bundle().digest
+    folder.mkdir(parents=True)
+    (folder / "__main__.py").touch()
+    host = Host(name="node", cache=str(tmp_path / "cache"))
+    python = fake_interpreter(tmp_path / "bin")
+    made = Launch(host=host, session=SESSION, bundle=bundle(), python=str(python))
+    assert run(["/bin/sh"], made, tmp_path)[0] == [f"=skyfab={SESSION}=link"]
+    os.chown(folder / "__main__.py", 65534, 65534)
+    assert run(["/bin/sh"], made, tmp_path)[0] == [f"=skyfab={SESSION}=bundle"]
+
+
+def test_the_cache_is_there_and_closed_to_others_before_it_is_looked_at(tmp_path: Path) -> None:
+    """Below a folder that all may write to, another user could make it between the look and its use."""
+    cache = tmp_path / "open" / "deep" / "cache"
+    (tmp_path / "bin").mkdir()
+    look = tmp_path / "bin" / "ls"
+    look.write_text(f'#!/bin/sh\nstat -c %a "{cache}" "{cache.parent}" >"{tmp_path}/modes"\nexec /bin/ls "$@"\n')
+    look.chmod(0o700)
+    made = Launch(host=Host(name="node", cache=str(cache)), session=SESSION, bundle=bundle(), python="none")
+    answer(made, PATH=f"{tmp_path}/bin:{os.environ['PATH']}", HOME=str(tmp_path))
+    assert (tmp_path / "modes").read_text().split() == ["700", "700"]
+
+
 @pytest.mark.parametrize(
     ("cache", "place"),
-    [("/abs/x", "/abs/x"), ("~/x", "{home}/x"), ("~", "{home}")],
+    [("{home}/abs/x", "{home}/abs/x"), ("~/x", "{home}/x"), ("~", "{home}")],
     ids=["absolute", "home", "home itself"],
 )
 def test_the_cache_is_where_the_inventory_says(cache: str, place: str, tmp_path: Path) -> None:
     python = fake_interpreter(tmp_path / "bin")
-    made = Launch(host=Host(name="node", cache=cache), session=SESSION, bundle=bundle(), python=str(python))
+    host = Host(name="node", cache=cache.format(home=tmp_path))
+    made = Launch(host=host, session=SESSION, bundle=bundle(), python=str(python))
     _, (argv, _, _) = run(["/bin/sh"], made, tmp_path)
     assert argv[3].rstrip("/") == place.format(home=tmp_path)
 

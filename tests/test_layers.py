@@ -16,12 +16,12 @@ ROOT = Path(__file__).parents[1] / "skyfab"
 
 LAYERS = [
     # What stands in one line may import what stands in its own line and in the lines above it.
-    "errors events context abreast",  # what everybody shares
+    "errors events context script nesting abreast cloud open_pools",  # what everybody shares
     "protocol",  # what the two sides of a connection share, and all they share
     "host selection inventory_file inventory image output calls",  # what the user says, as data
-    "transport env bundle changes project parcel refs shell launch shells records plugins outfit stacks",  # the way
+    "transport env bundle changes project parcel refs shell launch shells workdir records plugins outfit stacks",  # way
     "interrupts turns inbox wire revival reunion tether session",  # one agent on one host
-    "answers node muster dispatch express addresses meeting",  # a pool: its hosts and calls
+    "answers node project_sync futures muster dispatch express addresses meeting",  # a pool: its hosts and calls
     "gang gangs elastic autopsy homecoming hearing spread",  # and those who work together
     "detached roster launcher",  # who belongs to it; runs without one
     "compute device",  # the pool itself

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stage import labs
 from stage.remote import leave, wait_for
 from stage.spot import Spot, until
 
@@ -20,11 +21,10 @@ pytestmark = pytest.mark.lab
 
 
 @pytest.fixture(scope="module")
-def pair(lab: Lab) -> Iterator[Lab]:
-    """Two hosts that may be broken."""
-    if lab.kind != "namespace":
-        pytest.skip(lab.limits[0])
-    with Lab.start(2, kind="namespace", python=sys.executable) as own:
+def pair(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """Two hosts that may be broken. A parameter is the interpreter that they are lent."""
+    python = getattr(request, "param", None)
+    with labs.start(2, python=python) if python else labs.start_for_calls(2) as own:
         yield own
 
 
@@ -78,6 +78,7 @@ def in_collective(path: str) -> float:
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("pair", [sys.executable], ids=["torch"], indirect=True)
 def test_a_host_that_vanishes_during_a_collective_ends_the_gang(
     pair: Lab, pool: Callable[..., sky.Compute], place: Spot
 ) -> None:

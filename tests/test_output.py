@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -353,6 +354,38 @@ def test_a_flood_on_one_host_does_not_hold_up_calls_on_another(pool: sky.Compute
         assert pool.submit(sky.function(abs)(-number), on=pool.hosts[1].name).result(30) == number
     spot.leave("stop")
     future.result(60)
+
+
+def test_a_program_whose_output_is_not_read_keeps_its_hosts(lab: Lab, tmp_path: Path) -> None:
+    """`train.py | less`, or Ctrl-S: longer than the lease, with more output than a pipe holds."""
+    program = f"""
+        import os, time
+        import skyfab as sky
+
+        @sky.function
+        def speak(lines):
+            for number in range(lines):
+                print(f"line {{number}}")
+            return os.getpid()
+
+        if __name__ == "__main__":
+            with sky.Compute("node1", inventory={str(lab.inventory)!r}, lease=1.5, ui="plain") as pool:
+                first = (speak(20_000) > pool).result()
+                end = time.monotonic() + 4
+                while time.monotonic() < end:
+                    assert (speak(1) > pool).result() == first
+                    assert len(speak(1) @ pool) == 1
+                open({str(tmp_path / "well")!r}, "w").close()
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    with subprocess.Popen([sys.executable, tmp_path / "program.py"], stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        try:
+            until(lambda: (tmp_path / "well").exists() or running.poll() is not None, "the end of its calls")
+        finally:
+            said = running.stdout.read().splitlines()  # whoever reads at last gets all of it
+    assert running.returncode == 0
+    assert [line for line in said if line.startswith("node1 ")][:20_000] == [f"node1 line {n}" for n in range(20_000)]
 
 
 def test_cancelling_gets_through_a_flood(pool: sky.Compute, spot: Spot, runs_on: Callable[[str, int], bool]) -> None:

@@ -298,3 +298,16 @@ def test_groups_can_be_split_by_type() -> None:
     assert isinstance(rest, skyfab.BroadcastError)
     assert [type(e) for e in lost.exceptions] == [skyfab.HostLost]
     assert lost.results == group.results
+
+
+@pytest.mark.parametrize("name", ["accelerator", "vcpus", "memory_gb", "provider", "region"])
+def test_a_parameter_of_rented_machines_says_what_to_write_instead(name: str) -> None:
+    with pytest.raises(skyfab.UsageError, match=f"{name}=") as raised:
+        skyfab.Compute(**{name: "A100"})  # type: ignore[arg-type]
+    assert "hosts=" in str(raised.value.hint) and "inventory.toml" in str(raised.value.hint)
+
+
+def test_other_unknown_parameters_are_pythons_own_mistake() -> None:
+    with pytest.raises(TypeError, match="hots"):
+        skyfab.Compute(hots="local")  # type: ignore[call-arg]
+    assert "hosts" in inspect.signature(skyfab.Compute).parameters

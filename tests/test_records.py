@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,24 @@ def test_whatever_a_host_says_is_read(about: str, status: str, last: str) -> Non
 )
 def test_statuses_that_cannot_be(status: str) -> None:
     assert look(Liar(f"=run {RUN} yes\n{json.dumps(ABOUT)}\n{status}\n=last x")) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["at-work", "at-its-end"])
+def test_a_run_is_running_until_its_agent_has_said_how_it_ended(
+    folder: Path, shell: Shell, tmp_path: Path, gone: bool
+) -> None:
+    """An agent's own folder goes a moment before that: the run is not lost then."""
+    own = tmp_path / "own folder"
+    own.mkdir()
+    with subprocess.Popen(["sleep", "100"], cwd=own) as agent:
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            (folder / "agent").write_text(f"{agent.pid} {boot} {own}\n")
+            (folder / "about").write_text(json.dumps(ABOUT))
+            (folder / "status").write_text(json.dumps({**STATUS, "state": "running"}))
+            if gone:
+                own.rmdir()
+            assert [part.state for part in look(shell)] == ["running"]
+        finally:
+            agent.kill()
+    assert [part.state for part in look(shell)] == ["lost"]

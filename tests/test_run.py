@@ -75,9 +75,9 @@ def test_a_function_of_a_file_runs(project: Path) -> None:
 
 
 @pytest.mark.torch
-def test_a_script_written_for_torchrun_needs_no_change(project: Path, lab: Lab) -> None:
+def test_a_script_written_for_torchrun_needs_no_change(project: Path, lent_lab: Lab) -> None:
     pytest.importorskip("torch")
-    ran = skyfab(project, "run", "--hosts=node1,node2", "ddp.py", inventory=lab.inventory)
+    ran = skyfab(project, "run", "--hosts=node1,node2", "ddp.py", inventory=lent_lab.inventory)
     assert ran.returncode == 0, ran.stderr
     assert sorted(ran.stdout.splitlines()) == ["node1[0] total 3.0", "node2[1] total 3.0"]
 

@@ -600,11 +600,11 @@ def test_a_cache_may_have_any_printable_name(open_pool: Callable[..., sky.Comput
     """Also while files of the project, functions and blobs are stored there."""
     folder = '/it\'s "a" $(touch pwned); `id` & *{a,b} !x \\ ü'
     place = f"{tmp_path}{folder}" if by == "local" else f"~{folder}"
-    pool = open_pool(by, host={"cache": place})
+    pool = open_pool(by, host={"cache": place}, workdir="temp" if by == "local" else "auto")
     assert returns(b"x" * 3_000_000) @ pool == [b"x" * 3_000_000]
     found = sky.function(lambda: [str(Path.cwd()), *(str(p) for p in Path.home().glob("pwned"))])() >> pool
     assert len(found) == 1
-    assert f"{folder}/run/" in found[0]
+    assert f"{folder}/{'run' if by == 'local' else 'files'}/" in found[0]
     pool.close()
     if by == "local":
         assert [entry.name for entry in tmp_path.iterdir()] == [folder[1:]]

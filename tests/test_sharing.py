@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import remote, traces
+from stage import labs, remote, traces
 from stage.index import Index
 from stage.spot import Spot, until
 from stage.threads import at_once
 
 import skyfab as sky
 from skyfab.env.gc import Swept, sweep
-from skyfab.errors import UsageError
 from skyfab.lab import Lab
 from skyfab.launch import open_shell
 from skyfab.transport import transport_for
@@ -70,13 +69,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pair(shared: Path) -> Iterator[Lab]:
     """Two hosts of these tests' own."""
-    try:
-        lab = Lab.start(2, kind="namespace", python=sys.executable, lend=[str(shared)])
-    except UsageError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
-    with lab:
+    with labs.start_for_calls(2, lend=[str(shared)]) as lab:
         for host in lab.hosts:
             host.run(["mount", "-o", "remount,bind,rw", str(shared)])
         yield lab

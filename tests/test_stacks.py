@@ -80,6 +80,31 @@ def test_ranks_at_the_same_place_are_shown_together(
     assert "no ranks" in stacks(namespaces).stderr
 
 
+@pytest.mark.lab
+def test_ranks_of_a_detached_run_are_shown_together(
+    namespaces: Lab, hosts_of: Callable[..., list[sky.Host]], spot: Spot
+) -> None:
+    go = spot / "go"
+
+    @sky.function
+    def stay() -> None:
+        subprocess.run(["sh", "-c", f"touch '{go}.waits'; until test -e '{go}'; do sleep 0.1; done"])
+
+    hosts = hosts_of("openssh", 2)
+    with sky.Compute(hosts, ui="none") as pool:
+        run = pool.launch(stay(), name="night")
+        other = pool.launch(stay(), on=hosts[0].name, name="other")
+    try:
+        spot.wait("go.waits", 2)
+        shown = until(lambda: (ran := stacks(namespaces)).stdout.count(" stay at ") >= 2 and ran, "a look at the ranks")
+    finally:
+        spot.leave("go")
+    first, second = [line for line in shown.stdout.splitlines() if " rank" in line[:9]]
+    assert first.startswith("2 ranks in ") and first.endswith(": node1[0], node2[1]")
+    assert second.startswith("1 rank in ") and ": node1 " in second
+    assert [found.result(30) for found in (run, other)] == [[None, None], None]
+
+
 def test_the_main_thread_counts_and_our_own_frames_do_not() -> None:
     (found,) = parse("node1", SAID)
     assert (found.host, found.rank, found.pid, found.pool) == ("node1", 2, 41, "9f")
@@ -93,6 +118,13 @@ def test_groups_are_sorted_by_size_and_kept_apart_by_pool() -> None:
 
     found = groups([at(0, 1), at(1, 2), at(2, 2), at(3, 2, pool="b")])
     assert [[stack.rank for stack in group] for group in found] == [[1, 2], [0], [3]]
+
+
+@pytest.mark.parametrize("number", ["²", "9" * 5000, "-1"])
+def test_numbers_that_are_none_are_passed_over(number: str) -> None:
+    assert parse("h", f"=rank 0 {number} a-1 gang1.0\n") == []
+    (found,) = parse("h", f'=rank {number} 7 a-1 gang1.0\nThread 1:\n  File "f", line {number} in g\n')
+    assert (found.rank, found.frames) == (None, ())
 
 
 @given(st.text())

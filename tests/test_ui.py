@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stage.threads import begin
 
 from skyfab import ui, view
 from skyfab.events import CallEnded, Events, HostState, Output
@@ -111,6 +112,7 @@ def plain(stdout: Recorder, stderr: Recorder, clock: Clock, monkeypatch: pytest.
     """A view whose thread never runs: only the test flushes."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(Plain, "_soon", lambda self: None)
+    monkeypatch.setattr(Plain, "_wait", lambda self, done: self.flush())
     made = Plain(stdout, stderr, clock)
     yield made
     made.close()
@@ -119,6 +121,7 @@ def plain(stdout: Recorder, stderr: Recorder, clock: Clock, monkeypatch: pytest.
 @pytest.fixture
 def screen(stdout: Recorder, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
     monkeypatch.setattr(Screen, "_soon", lambda self: None)
+    monkeypatch.setattr(Screen, "_wait", lambda self, done: self.flush())
     monkeypatch.setattr(ui, "echoes", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
@@ -172,9 +175,65 @@ def test_whoever_speaks_too_much_waits_for_the_reader(
     plain: Plain, stdout: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(view, "_MOST", 1000)
+    monkeypatch.setattr(view, "_OVERHEAD", 0)
     for _ in range(100):
         plain(out("x" * 90))
     assert 9 <= stdout.writes <= 11
+
+
+class Paused(io.StringIO):
+    """A pipe that is not read, until it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.read.wait(60)
+        return super().write(text)
+
+
+def test_an_output_that_is_not_read_holds_up_no_thread_and_no_more_than_so_much_memory(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that emits may be the one that reads a host's stream: without it the host's lease would end."""
+    monkeypatch.setattr(view, "_MOST", 20_000)
+    paused = Paused()
+    made = Plain(paused, paused, clock, patience=0.1)
+
+    def emit() -> None:
+        for number in range(1000):
+            made(out(f"line {number}"))
+            made(ended())
+
+    try:
+        begin(emit).result(20)
+        assert made._waiting <= 20_000
+        assert len(made._lines) < 500
+    finally:
+        paused.read.set()
+        made.close()
+    lines = paused.getvalue().splitlines()
+    (told,) = [line for line in lines if line.startswith("skyfab: ")]
+    assert told.endswith("lines dropped: the output was not read")
+    assert int(told.split()[1]) + len(lines) - 1 == 1000
+    assert lines[0] == "node1[0] line 0"
+    assert lines[-1] == "node1[0] line 999"
+
+
+def test_an_output_that_has_caught_up_is_waited_for_again(clock: Clock) -> None:
+    paused = Paused()
+    made = Plain(paused, paused, clock, patience=0.1)
+    made(out("a"))
+    made(ended())
+    paused.read.set()
+    until(lambda: paused.getvalue() == "node1[0] a\n")
+    until(lambda: not made._behind)
+    made._patience = 60
+    made(out("b"))
+    made(ended())
+    assert paused.getvalue() == "node1[0] a\nnode1[0] b\n"
+    made.close()
 
 
 def test_what_was_written_is_there_when_a_call_ends(plain: Plain, stdout: Recorder) -> None:

@@ -39,4 +39,5 @@ def main(hosts: str) -> None:
         print(f"{len(calls)} calls, {sent / model.size:.1f} times the model sent to {len(compute.hosts)} host(s)")
 
 
-main(",".join(sys.argv[1:]))
+if __name__ == "__main__":
+    main(",".join(sys.argv[1:]))

@@ -47,8 +47,9 @@ def main(hosts: str, index: str | None) -> None:
     print(f"tied weights: {'still tied' if tied else 'torn apart'}")
 
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("hosts", nargs="?", default="local")
-parser.add_argument("--index", help="where torch comes from: an index's URL, or a folder with wheels")
-options = parser.parse_args()
-main(options.hosts, options.index)
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("hosts", nargs="?", default="local")
+    parser.add_argument("--index", help="where torch comes from: an index's URL, or a folder with wheels")
+    options = parser.parse_args()
+    main(options.hosts, options.index)

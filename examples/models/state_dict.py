@@ -40,4 +40,5 @@ def main(hosts: str) -> None:
     print(f"{nets.accuracy(net, data.x_test, data.y_test):.0%} of the held-out digits after")
 
 
-main(",".join(sys.argv[1:]))
+if __name__ == "__main__":
+    main(",".join(sys.argv[1:]))

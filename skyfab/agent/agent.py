@@ -13,6 +13,7 @@ import sys
 import time
 
 from skyfab.agent.connection import Connection
+from skyfab.agent.lease import Lease
 from skyfab.agent.machine import Machine
 from skyfab.agent.orders import Orders
 from skyfab.agent.routes import Routes
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
     from skyfab.agent.zygote import Zygote
 
-_FIRST_LEASE: Final = 30.0
-"""Seconds to wait for the first hello, which says how long later silences may be."""
+_SETTLE: Final = 0.25
+"""Seconds in which the second direction of a connection that breaks follows the first."""
 
 
 class Agent:
@@ -43,13 +44,19 @@ class Agent:
         self._run = os.getcwd()
         self._machine = Machine()
         self._connection: Connection | None = None
+        self._arriving: set[socket.socket] = set()
+        """Links that have not handed over a connection yet."""
         self._waiting: set[Connection] = set()
         """Others, on which nobody has said hello yet."""
-        self._lease = _FIRST_LEASE
+        self._parting: Connection | None = None
+        """The connection that was there, until it is seen how it ended; at `_settled`."""
+        self._settled = 0.0
+        self._local = False
+        """There is no network between the client and this host."""
+        self._lease = Lease()
         self._pace = 1.0
         """Seconds after which an idle loop looks at the clock."""
         self._rounds = 0
-        self._silent_since = time.monotonic()
         self._done = False
         self._greeted = False
         """A client has said hello: it may come back."""
@@ -108,11 +115,14 @@ class Agent:
             return 0.0
         if self._connection and not self._seats.timed:
             return self._pace
-        until = self._until()
+        until = self._until() if self._parting is None else self._settled
         return max(0.0, (self._seats.next_deadline(until) if self._seats.timed else until) - time.monotonic())
 
     def _look_at_the_clock(self) -> None:
-        if time.monotonic() >= self._until() or self._is_fulfilled():
+        if self._parting is not None:
+            if time.monotonic() >= self._settled:
+                self._settle()
+        elif time.monotonic() >= self._until() or self._is_fulfilled():
             self._done = True
 
     def _until(self) -> float:
@@ -120,7 +130,7 @@ class Agent:
         record = self._orders.record
         if record is not None and record.running:
             return time.monotonic() + 3600
-        return (self._mux.heard if self._connection else self._silent_since) + self._lease
+        return self._lease.until(self._mux.heard if self._connection else None)
 
     def _is_fulfilled(self) -> bool:
         """A run's calls are answered, and nobody is there who could make more."""
@@ -131,6 +141,7 @@ class Agent:
         """Nothing is left: ranks, socket, folder."""
         import shutil
 
+        self._orders.look_at_files()
         self._seats.close()
         self._routes.close()
         self._orders.close()
@@ -140,27 +151,44 @@ class Agent:
         self._mux.bye("done")
         self._write()
         self._drop()
+        if self._parting is not None:
+            self._part()
         for connection in self._waiting:
             connection.close()
+        for link in self._arriving:
+            link.close()
 
     # ---- the connection
 
     def _accept(self) -> None:
-        link, _ = self._listener.accept()
-        link.settimeout(5)
+        try:
+            link, _ = self._listener.accept()
+        except OSError:
+            return  # it is gone again
+        link.setblocking(False)
+        self._arriving.add(link)
+        self._watch.add(link.fileno(), READ, lambda: self._arrived(link))
+
+    def _arrived(self, link: socket.socket) -> None:
+        """A link hands over its ends of a connection, or is gone."""
+        self._watch.drop(link.fileno())
+        self._arriving.discard(link)
+        fds: list[int] = []
         try:
             data, fds, _, _ = socket.recv_fds(link, 65536, 2)
-            about = json.loads(data)
-        except (OSError, ValueError):
+            source, sink = fds
+            self._machine.reached_through(str(json.loads(data)["connection"]))
+            connection = Connection(link, source, sink)
+            if self._connection is None:
+                self._join(connection)
+            else:  # it may be dead, and may be alive: a client that tries several times says hello once
+                self._watch.add(connection.source, READ, lambda: self._consider(connection))
+                self._waiting.add(connection)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            print(f"a link that is none: {error!r}", file=sys.stderr)
+            for fd in fds:
+                os.close(fd)
             link.close()
-            return
-        self._machine.reached_through(about.get("connection", ""))
-        connection = Connection(link, *fds)
-        if self._connection is None:
-            self._join(connection)
-        else:  # the one that is there may be dead, and may be alive: a client that tries several times says hello once
-            self._waiting.add(connection)
-            self._watch.add(connection.source, READ, lambda: self._consider(connection))
 
     def _consider(self, connection: Connection) -> None:
         """A client on another connection says hello, or has given it up."""
@@ -173,8 +201,10 @@ class Agent:
             connection.close()
 
     def _join(self, connection: Connection) -> None:
-        self._connection = connection
         self._watch.add(connection.source, READ, self._read)
+        if self._parting is not None:  # however that one ended, the client is there
+            self._part()
+        self._connection = connection
         self._mux.attach(self._hello())
         self._write()
 
@@ -203,9 +233,10 @@ class Agent:
             return
         except (OSError, ProtocolError) as error:
             print(f"connection ended: {error}", file=sys.stderr)
-            alive = False
-        if not alive:
             self._drop()
+            return
+        if not alive:
+            self._drop(looking=True)
 
     def _write(self) -> None:
         connection = self._connection
@@ -214,7 +245,7 @@ class Agent:
         try:
             drained = self._mux.flush(connection.send)
         except OSError:
-            self._drop()
+            self._drop(looking=True)
             return
         if not drained:
             self._watch.add(connection.sink, WRITE, self._write)
@@ -228,20 +259,40 @@ class Agent:
                 return False
             return self._mux.relay(bytes(frame), connection.send)
         except OSError:
-            self._drop()
+            self._drop(looking=True)
             return True  # it is kept, for the next connection
 
-    def _drop(self) -> None:
-        """The connection is gone; the client may come back."""
-        if self._connection is None:
+    def _drop(self, *, looking: bool = False) -> None:
+        """The connection is gone; the client may come back. With `looking`, it is seen soon how it ended."""
+        connection = self._connection
+        if connection is None:
             return
-        self._watch.drop(self._connection.source)
-        self._watch.drop(self._connection.sink)
-        self._connection.close()
+        self._watch.drop(connection.source)
+        self._watch.drop(connection.sink)
         self._connection = None
-        self._silent_since = time.monotonic()
+        self._lease.part()
         if not self._greeted:  # it gave up before it had begun
             self._done = True
+        if not looking or not connection.greeted or self._done:
+            connection.close()
+            return
+        self._parting, self._settled = connection, time.monotonic() + _SETTLE
+        if not connection.is_half_open():
+            self._settle()
+
+    def _settle(self) -> None:
+        """Has the client's program ended, or a connection? A client that tries others is there."""
+        assert self._parting is not None
+        if (self._local or self._parting.is_half_open()) and not self._waiting:
+            self._lease.end()
+        what = "the program has ended" if self._lease.is_ended else "the connection has ended"
+        print(f"{what}: its client has {self._lease.seconds:g} s to come back", file=sys.stderr)
+        self._part()
+
+    def _part(self) -> None:
+        assert self._parting is not None
+        self._parting.close()
+        self._parting = None
 
     # ---- what the mux tells
 
@@ -254,7 +305,10 @@ class Agent:
         if not self._greeted:
             sweep(self._run)
         self._greeted = True
-        self._lease = hello.lease
+        self._local = hello.local
+        assert self._connection is not None
+        self._connection.greeted = True
+        self._lease.agree(hello.lease)
         self._pace = min(2.0, hello.lease / 4)
         self._mux.resume(hello.received)
 

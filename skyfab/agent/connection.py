@@ -7,6 +7,7 @@ import fcntl
 import functools
 import io
 import os
+import select
 import termios
 
 from skyfab.protocol.pipes import widen
@@ -30,6 +31,8 @@ class Connection:
             os.set_blocking(fd, False)
             os.set_inheritable(fd, False)
             widen(fd)
+        self.greeted = False
+        """The client has said hello on it; else it is one of several attempts."""
         self.recv_into: RecvInto = io.FileIO(source, closefd=False).readinto
         self.send: Send = functools.partial(os.writev, sink)
 
@@ -38,6 +41,13 @@ class Connection:
         count = array.array("i", [0])
         fcntl.ioctl(self.source, termios.FIONREAD, count)
         return count[0] > 0
+
+    def is_half_open(self) -> bool:
+        """One direction at least is still open at the other end. Where a connection breaks, none is."""
+        poll = select.poll()
+        for fd in (self.source, self.sink):
+            poll.register(fd, 0)  # what is wrong with it is told unasked
+        return len(poll.poll(0)) < 2
 
     def close(self) -> None:
         for fd in {self.source, self.sink}:

@@ -48,6 +48,20 @@ def _enter_folder(cache: str, session: str, *, make: bool) -> None:
     found = os.stat(".")
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise PermissionError(f"{folder} belongs to somebody else or is open to others")
+    for path in {os.path.abspath(folder), os.getcwd()}:
+        _check(path)
+
+
+def _check(path: str) -> None:
+    """Refuses a path of which other users could exchange a part. Those who can exchange the home folder have it all."""
+    home = os.path.join(os.path.expanduser("~"), "")
+    while not home.startswith(os.path.join(path, "")):
+        for found in (os.lstat(path), os.stat(path)):
+            if found.st_uid not in (0, os.getuid()):
+                raise PermissionError(f"{path} belongs to somebody else")
+            if stat.S_ISDIR(found.st_mode) and found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX:
+                raise PermissionError(f"{path} is open to others")
+        path = os.path.dirname(path)
 
 
 def _agent(cache: str, session: str, *, may_start: bool) -> socket.socket:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 
+from skyfab.agent.files import Written, place
 from skyfab.agent.ports import Ports
 from skyfab.agent.reach import Reaching
 from skyfab.agent.record import Record
@@ -39,6 +41,7 @@ class Orders:
         self._watch = watch
         self._store = Store(run=run, cache=cache)
         self._ports = Ports(watch)
+        self._written = Written()
         self._functions: dict[str, tuple[bytes, bytes | Assembly]] = {}
         self.record: Record | None = None
         """Of a run that goes on without a client."""
@@ -50,6 +53,11 @@ class Orders:
         except Exception as error:
             self._routes.fail(stream, error)
 
+    def look_at_files(self) -> None:
+        """A run's record says what was written. This takes a while, and comes before the run folder goes."""
+        if self.record is not None:
+            self.record.files = self._written.report()
+
     def close(self) -> None:
         """Nothing is left open."""
         if self.record is not None:
@@ -59,29 +67,43 @@ class Orders:
     # ---- processes and calls
 
     def _spawn(self, stream: int, message: messages.Spawn, head: bytes, data: Data) -> None:
-        request = {
-            "env": message.env,
-            "info": message.info,
-            "path": self._store.roots(message.tree) if message.tree else [],
-            "stores": self._store.folders,
-        }
-        self._seats.spawn(message.seat, message.generation, request, self._ports.hand_over(message.port))
+        listener = self._ports.hand_over(message.port)
+        try:
+            folder = place(message.workdir, self._cache)
+            included = self._store.included(message.tree) if message.include else ""
+            if folder:
+                self._written.begin(message.workdir, folder, included)
+            request = {
+                "env": message.env,
+                "info": message.info,
+                "path": self._store.roots(message.tree) if message.tree else [],
+                "stores": self._store.folders,
+                "workdir": [folder, self._cache, included],
+            }
+            self._seats.spawn(message.seat, message.generation, request, listener)
+        except Exception as error:
+            self._seats.fail(message.seat, message.generation, error)
+        finally:
+            if listener >= 0:
+                os.close(listener)
 
     def _call(self, stream: int, message: messages.Call, head: bytes, data: Data) -> None:
         seat = self._seats.get(message.seat)
         if seat is None:
-            self._mux.send(stream, messages.Ended(why="unstarted").encode())
+            why = self._seats.unborn.get(message.seat)
+            ended = messages.Ended(why="died", text=why) if why else messages.Ended(why="unstarted")
+            self._mux.send(stream, ended.encode())
         else:
-            if message.function not in seat.functions:
+            if message.function not in seat.functions and not seat.condemned:
                 self._teach(seat, message.function)
             if self.record is not None:
                 self.record.expect(stream, seat.rank)
                 self.record.keep_call(message)
             seat.give(Running(stream, message.timeout), head, data)
-            if data is not None and message.timeout is None:
+            if data is None:
+                self._routes.expect(stream, message.parts, seat)
+            elif message.timeout is None:
                 self._seats.recognise(head, seat)
-        if data is None:
-            self._routes.expect(stream, message.parts, seat)
 
     def _teach(self, seat: Seat, digest: str) -> None:
         """Passes a function on to a rank that has not seen it."""
@@ -136,6 +158,9 @@ class Orders:
     def _look(self, stream: int, message: messages.Look, head: bytes, data: Data) -> None:
         self._mux.send(stream, Done(text=self._seats.look(message.seat)).encode())
 
+    def _report(self, stream: int, message: messages.Written, head: bytes, data: Data) -> None:
+        self._mux.send(stream, Done(text=json.dumps(self._written.report())).encode())
+
     # ---- content, ports
 
     def _has(self, stream: int, message: messages.Has, head: bytes, data: Data) -> None:
@@ -176,6 +201,7 @@ _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
     messages.Release: Orders._release,
     messages.Look: Orders._look,
     messages.Detach: Orders._detach,
+    messages.Written: Orders._report,
     messages.Has: Orders._has,
     messages.Blob: Orders._blob,
     messages.Tree: Orders._tree,

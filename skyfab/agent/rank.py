@@ -19,7 +19,9 @@ import types
 from collections import deque
 
 from skyfab import context
+from skyfab.agent import cuda, files
 from skyfab.agent.store import map_blob
+from skyfab.errors import HostUnfit
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import Assembly, split
 from skyfab.protocol.frames import BYE, CHUNK, DATA, HEAD, HEADER, Reader, data_header, frame
@@ -35,12 +37,17 @@ if TYPE_CHECKING:
 
 _TEXT = 16 * 1024
 _FAMILIAR = 1024
+_COROUTINE = types.CoroutineType
 
 
 def main(source: int, sink: int, request: dict[str, Any]) -> None:
     """Serves calls until the agent closes its end."""
     _settle(request)
     rank = Rank(source, sink, request["stores"])
+    try:
+        files.enter(*request["workdir"])
+    except OSError as error:  # the first call is told, and the next one gets another process
+        rank.unfit = _no_workdir(request["workdir"][0], error)
     try:
         rank.serve()
     finally:
@@ -58,8 +65,10 @@ def _settle(request: dict[str, Any]) -> None:
     sys.stdout = sys.__stdout__ = _text(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _text(2)  # type: ignore[misc]
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.breakpointhook = _no_keyboard
     faulthandler.enable(sys.stderr)
     info = request["info"]
+    context.hold_folder(os.getcwd())
     context.offer_stacks(request["seat"], info.get("rank", 0))
     context.hold_listener(request["listener"])
     context.enter(context.InstanceInfo(**{**info, "peers": tuple(info["peers"])}))
@@ -68,6 +77,21 @@ def _settle(request: dict[str, Any]) -> None:
 def _text(fd: int) -> Any:
     """A text stream that writes line by line."""
     return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _no_keyboard(*args: Any, **kwargs: Any) -> Any:
+    """What `breakpoint()` does in a rank, unless PYTHONBREAKPOINT names something else than pdb."""
+    if os.environ.get("PYTHONBREAKPOINT", "") not in ("", "pdb.set_trace"):
+        return sys.__breakpointhook__(*args, **kwargs)  # noqa: T100
+    raise RuntimeError("breakpoint() in a rank: no keyboard is connected to this process, so a debugger cannot be used")
+
+
+def _no_workdir(folder: str, error: OSError) -> Exception:
+    name = f"the working folder {folder}" if folder else "the working folder"
+    return HostUnfit(
+        f"{name} cannot be used: {error}",
+        hint='choose another one (Compute(workdir="/path"), workdir = … in the inventory), or workdir="temp"',
+    )
 
 
 class Rank:
@@ -86,12 +110,19 @@ class Rank:
         self._hooks = contextlib.ExitStack()
         """What plugins want done when this process ends in good order."""
         self._entered = self._spoiled = False
-        """The plugins are at work in this process; one of them failed, and the process must not be used again."""
+        """The plugins are at work in this process; something failed, and the process must not be used again."""
+        self._poisoned = False
+        """CUDA is unusable: what plugins do at the end would fail, or wait for ever."""
+        self.unfit: Exception | None = None
+        """Why no call can run here."""
+        self._pid = os.getpid()
         self._fflush = ctypes.CDLL(None).fflush
         self._fflush.argtypes = [ctypes.c_void_p]
 
     def close(self) -> None:
         """The agent has closed its end."""
+        if self._poisoned:
+            return
         try:
             self._hooks.close()
         except Exception:
@@ -184,6 +215,8 @@ class Rank:
             *args, kwargs = codec.loads(buffers[0], buffers[1:])
             buffers.clear()  # the arguments alone keep their memory
             result = function(*args, **kwargs) if kwargs else function(*args)
+            if type(result) is _COROUTINE:
+                result = context.awaited(result)
             del args, kwargs
         except SystemExit as error:
             self._flush()
@@ -197,6 +230,7 @@ class Rank:
         try:
             payload = codec.dumps(result)
         except Exception as error:
+            self._examine(error)
             text = _cut(f"the result, a {type(result).__qualname__}, cannot be pickled: {error}")
             self._answer(stream, messages.Ended(why="unpicklable", text=text, traceback=_cut(_trace(error))).encode())
             return
@@ -208,6 +242,9 @@ class Rank:
     def _function(self, digest: str) -> Any:
         found = self._functions[digest]
         if isinstance(found, list):  # called for the first time
+            if self.unfit is not None:
+                self._spoil()
+                raise self.unfit
             function, wrapped, sources, plugins = codec.loads(found[0], found[1:])
             function = function.fn if wrapped else function
             if plugins:
@@ -230,8 +267,7 @@ class Rank:
                 for plugin in plugins:
                     self._hooks.enter_context(plugin.around_process(context.instance_info()))
             except BaseException:
-                self._spoiled = True
-                self._send(frame(BYE))  # no more calls, please
+                self._spoil()
                 raise
             self._entered = True
 
@@ -239,11 +275,27 @@ class Rank:
             with contextlib.ExitStack() as around:
                 for plugin in plugins:
                     around.enter_context(plugin.around_call(context.instance_info()))
-                return function(*args, **kwargs)
+                return context.awaited(function(*args, **kwargs))
 
         return inside
 
+    def _spoil(self) -> None:
+        """This process ends after its next answer; the agent is told so first."""
+        self._spoiled = True
+        self._send(frame(BYE))
+
+    def _examine(self, error: BaseException) -> None:
+        """Where an error has left CUDA unusable, later calls get another process."""
+        if not self._spoiled and cuda.is_unusable(error):
+            self._poisoned = True
+            text = "skyfab: CUDA no longer works in this process after that error: the next call gets a new one\n"
+            with contextlib.suppress(Exception):  # user code may have closed it
+                sys.stderr.write(text)
+                self._flush()
+            self._spoil()
+
     def _raised(self, stream: int, error: BaseException) -> None:
+        self._examine(error)
         text = _trace(error)
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         try:
@@ -270,6 +322,8 @@ class Rank:
     # ---- answering
 
     def _answer(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
+        if os.getpid() != self._pid:  # the function has forked, and its child comes back from it too
+            os._exit(0)
         if payload is not None and not payload.buffers and len(payload.data) + len(message) <= SMALL:
             size = len(message)
             whole = HEADER.pack(HEAD, size, stream, size + len(payload.data)) + message + payload.data
@@ -304,9 +358,9 @@ def _each(function: Any, again: Callable[[], Any] | None, items: list[tuple[Any,
     """Calls a function for every item. With `again`, what one item changes in place the next one does not see."""
     began = time.perf_counter()
     if again is None:
-        results = [function(*item) for item in items]
+        results = [context.awaited(function(*item)) for item in items]
     else:
-        results = [function(*(again() if at else items)[at]) for at in range(len(items))]
+        results = [context.awaited(function(*(again() if at else items)[at])) for at in range(len(items))]
     return time.perf_counter() - began, results
 
 

@@ -36,6 +36,8 @@ class Record:
         self._drafts: dict[int, tuple[Any, str, int]] = {}
         """Answers that are being written: the file, the state they mean, and how much is missing."""
         self._status: dict[str, Any] = {"state": "running", "started": time.time(), "ended": None, "ranks": {}}
+        self.files: list[dict[str, Any]] = []
+        """What lies in working folders at the end."""
         self.failed = False
         self.on_failure: Callable[[], None] = lambda: None
         self._write("agent", f"{os.getpid()} {_boot()} {os.getcwd()}\n".encode())
@@ -68,6 +70,7 @@ class Record:
         states = set(self._status["ranks"].values())
         self._status["state"] = next((bad for bad in ("stopped", "failed") if bad in states), "done")
         self._status["ended"] = time.time()
+        self._status["files"] = self.files
         self._write("status", json.dumps(self._status).encode())
 
     def _note(self, rank: int, state: str) -> None:

@@ -65,15 +65,17 @@ class Routes:
         """All data of a large message is here."""
         self._missing.pop(stream, None)
         route = self._routes.pop(stream, None)
+        if not isinstance(route, Seat):  # else some of it is still to be used
+            self._mux.finish(stream)
         if isinstance(route, Writer):
             self._commit(stream, route)
 
     def abandon(self, stream: int) -> None:
-        """Data still under way on this stream goes nowhere."""
-        if stream in self._routes:
-            route, self._routes[stream] = self._routes[stream], None
-            if isinstance(route, Writer):
-                route.abort()
+        """Data still under way on this stream goes nowhere. It may also never come."""
+        self._missing.pop(stream, None)
+        route = self._routes.pop(stream, None)
+        if isinstance(route, Writer):
+            route.abort()
 
     def fail(self, stream: int, error: Exception) -> None:
         """Tells the client why this came to nothing."""

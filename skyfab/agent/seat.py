@@ -38,14 +38,16 @@ _LAST_WORDS: Final = 2.0
 class Running:
     """A call that has been handed to the seat and not answered."""
 
-    __slots__ = ("deadline", "held", "stream", "timeout", "verdict")
+    __slots__ = ("deadline", "held", "large", "stream", "timeout", "verdict")
 
     def __init__(self, stream: int, timeout: float | None) -> None:
         self.stream = stream
         self.timeout = timeout
         self.deadline: float | None = None
         self.held: list[Piece] = []
-        """Its frames, while calls before it run."""
+        """Its frames, until it begins."""
+        self.large = False
+        """Its data comes in pieces, whose use is counted."""
         self.verdict = ""
         """Why the process was ended on purpose: timeout or cancelled."""
 
@@ -89,8 +91,7 @@ class Seat:
         self.generation = generation
         self.rank = rank
         self.logs = logs
-        rank_in, self.sink = os.pipe()
-        self.source, rank_out = os.pipe()
+        rank_in, self.sink, self.source, rank_out = _pipes()
         self.functions: set[str] = set()
         self.calls: deque[Running] = deque()
         self.rank_ends = (rank_in, rank_out)
@@ -116,9 +117,13 @@ class Seat:
         self._queue(self._out, (data_header(stream, len(data)), 0, 0), (data, 0, 0))
 
     def give(self, call: Running, head: bytes, data: Buffer | None) -> None:
-        """Takes a call. It goes to the rank when those before it are answered; till then it can be taken back."""
+        """Takes a call. It goes to the rank when those before it are answered; till then it can be taken back.
+
+        One that comes while the process ends waits for that: answered before, it would only be sent again.
+        """
+        call.large = data is None
         self.calls.append(call)
-        if len(self.calls) > 1:
+        if len(self.calls) > 1 or self.condemned:
             call.held.append(_opening(call.stream, head, data))
             return
         if call.timeout is not None:
@@ -149,9 +154,9 @@ class Seat:
     def give_data(self, stream: int, data: Buffer) -> None:
         """More data of a large call."""
         pieces: tuple[Piece, ...] = ((data_header(stream, len(data)), 0, 0), (data, stream, len(data)))
-        for place, call in enumerate(self.calls):
+        for call in self.calls:
             if call.stream == stream:
-                self._queue(call.held if place else self._out, *pieces)
+                self._queue(call.held or self._out, *pieces)
 
     def _queue(self, line: list[Piece] | deque[Piece], *pieces: Piece) -> None:
         line.extend(pieces)
@@ -185,12 +190,24 @@ class Seat:
     # ---- one call after another
 
     def answered(self, stream: int) -> None:
-        """An answer is complete: the next call, if any, has begun."""
+        """An answer is complete: the next call, if any, begins, unless the process is to end."""
         if self.calls and self.calls[0].stream == stream:
-            self.calls.popleft()
-            self._owner.timed.discard(self)
-        if self.calls:
+            if self.calls.popleft().large:
+                self._owner.mux.finish(stream)
+            if not self.condemned:
+                self._owner.timed.discard(self)
+        if self.condemned:
+            self._see_off()
+        elif self.calls:
             self._begin()
+
+    def _see_off(self) -> None:
+        """The process has had its last words: it is ended, or ends by itself soon if nobody has told it to."""
+        if self._doom is not None:
+            self.kill()
+        else:
+            self._doom = self._owner.now() + _LAST_WORDS
+            self._owner.timed.add(self)
 
     def _begin(self) -> None:
         call = self.calls[0]
@@ -219,7 +236,7 @@ class Seat:
 
     def cancel(self, stream: int) -> None:
         """Stops a call: by ending the process if it runs."""
-        if self.calls and self.calls[0].stream == stream:
+        if self.calls and self.calls[0].stream == stream and not self.calls[0].held:
             self.condemn("cancelled")
         else:
             self.take_back(stream, "cancelled")
@@ -233,8 +250,8 @@ class Seat:
 
     def take_back(self, stream: int, why: str) -> None:
         """A call that has not begun never will."""
-        for call in list(self.calls)[1:]:
-            if call.stream == stream:
+        for call in list(self.calls):
+            if call.stream == stream and call.held:
                 self.calls.remove(call)
                 self._owner.abandon(stream)
                 self._owner.mux.send(stream, messages.Ended(why=why).encode())
@@ -262,33 +279,60 @@ class Seat:
         os.close(nowhere)
         return True
 
+    def leave(self) -> None:
+        """The process says that it ends after its next answer."""
+        self.condemned = True
+
+    def announce_end(self) -> None:
+        """Before the end of an answer: a client that has that one sends no other call to a process that ends."""
+        if self.condemned:
+            exited = messages.Exited(seat=self.name, generation=self.generation, text="it is ending", exitcode=0)
+            self._owner.mux.send(0, exited.encode())
+
     def kill(self) -> None:
         """Ends the process and its group."""
         self.condemned = True
         self._owner.kill(self)
 
-    def ended(self, exitcode: int, text: str) -> None:
-        """The process is gone: answers the call that ran, and hands back those that had not begun."""
+    def ended(self, exitcode: int | None, text: str) -> None:
+        """The process is gone: answers the call that ran, and hands back those that had not begun.
+
+        The exit code is None where it has never been there.
+        """
+        self.condemned = True  # an answer that is found only now begins nothing, and ends nothing
+        self._doom = None
         broken = self.voice.finish()
         mux = self._owner.mux
         exited = messages.Exited(seat=self.name, generation=self.generation, text=text, exitcode=exitcode)
         mux.send(0, exited.encode())  # first: those who hear the answers want to know that the seat is free
-        for place, call in enumerate(self.calls):
+        for call in self.calls:
             if call.stream == broken:
                 mux.forget(call.stream)
-            if place:
+            if call.held:
                 answer = messages.Ended(why="unstarted")
             elif call.verdict:
                 answer = messages.Ended(why=call.verdict, exitcode=exitcode)
             else:
                 answer = messages.Ended(why="died", text=text, exitcode=exitcode)
             mux.send(call.stream, answer.encode())
+            mux.finish(call.stream)
             self._owner.abandon(call.stream)
         self.calls.clear()
 
     def close(self) -> None:
         for fd in (self.source, self.sink):
             os.close(fd)
+
+
+def _pipes() -> tuple[int, int, int, int]:
+    """Two pipes or, where there is no room for both, none."""
+    one = os.pipe()
+    try:
+        return (*one, *os.pipe())
+    except OSError:
+        for fd in one:
+            os.close(fd)
+        raise
 
 
 def _opening(stream: int, head: bytes, data: Buffer | None) -> Piece:

@@ -15,6 +15,7 @@ from skyfab.agent.watch import READ, WRITE
 from skyfab.agent.zygote import Zygote
 from skyfab.context import STACKS
 from skyfab.errors import ProtocolError
+from skyfab.protocol import messages
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Seats:
         self._logs = logs
         self._describe_end = describe_end
         self._seats: dict[str, Seat] = {}
+        self.unborn: dict[str, str] = {}
+        """Seats whose process could not be started, and why."""
         self.familiar: dict[bytes, Seat] = {}
         """Heads of small calls that have been made before, and the seats that know what they ask for."""
         self._started = 0
@@ -71,9 +74,7 @@ class Seats:
         watch.add(zygote.fileno(), READ, self._heed_zygote)
 
     def get(self, name: str) -> Seat | None:
-        """The seat, unless its process is about to end."""
-        seat = self._seats.get(name)
-        return None if seat is None or seat.condemned else seat
+        return self._seats.get(name)
 
     def __iter__(self) -> Iterator[Seat]:
         return iter(list(self._seats.values()))
@@ -86,27 +87,40 @@ class Seats:
         if old is not None:
             old.kill()
             self._bury(old, -signal.SIGKILL)
+        self.unborn.pop(name, None)
         os.makedirs(self._logs, mode=0o700, exist_ok=True)
         with contextlib.suppress(OSError):
             os.unlink(f"stacks/{name}")  # it says that signals are understood
         rank = int(request["info"].get("rank", 0))
-        logs = [self._log(name, rank, fd) for fd in (1, 2)]
         self._started += 1
-        seat = self._seats[name] = Seat(self, self._started, name, generation, logs, rank)
-        theirs = [*seat.rank_ends, *(log.sink for log in logs), *([listener] if listener >= 0 else [])]
-        self._zygote.spawn({"id": seat.number, "seat": name, **request}, theirs)
-        for fd in theirs:
-            os.close(fd)
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:  # what is the process's, and what stays
+            logs = [self._log(name, rank, fd, theirs, ours) for fd in (1, 2)]
+            seat = Seat(self, self._started, name, generation, logs, rank)
+            ours.callback(seat.close)
+            for fd in seat.rank_ends:
+                theirs.callback(os.close, fd)
+            fds = [*seat.rank_ends, *(log.sink for log in logs), *([listener] if listener >= 0 else [])]
+            self._zygote.spawn({"id": seat.number, "seat": name, **request}, fds)
+            ours.pop_all()
+        self._seats[name] = seat
         for log in logs:
             self._hear(log)
         self.readable(seat, True)
 
-    def _log(self, seat: str, rank: int, fd: int) -> LogPipe:
+    def fail(self, name: str, generation: int, error: Exception) -> None:
+        """A process could not be started: its calls, which are on their way, are told why."""
+        text = self.unborn[name] = _not_started(error)
+        self.mux.send(0, messages.Exited(seat=name, generation=generation, text=text).encode())
+
+    def _log(self, seat: str, rank: int, fd: int, theirs: contextlib.ExitStack, ours: contextlib.ExitStack) -> LogPipe:
         stream = self._next_stream
         self._next_stream += 2
         name = seat if self._record is None else str(rank)
         path = os.path.join(self._logs, f"{name}.{'out' if fd == 1 else 'err'}")
-        return LogPipe(self.mux, stream, path, seat=seat, fd=fd)
+        log = LogPipe(self.mux, stream, path, seat=seat, fd=fd)
+        theirs.callback(os.close, log.sink)
+        ours.callback(log.close)
+        return log
 
     def keep_in(self, record: Record) -> None:
         """From now on everything goes to a run's record, what is under way included."""
@@ -234,14 +248,18 @@ class Seats:
             return
         for what, number, value in notices:
             for seat in self:
-                if seat.number == number and what == "started":
+                if seat.number != number:
+                    continue
+                if what == "started":
                     seat.group = value
-                elif seat.number == number:
+                elif what == "failed":
+                    self._bury(seat, None, _not_started(value))
+                else:
                     self._bury(seat, value)
 
-    def _bury(self, seat: Seat, exitcode: int) -> None:
-        """The seat's process is gone."""
-        seat.ended(exitcode, self._describe_end(exitcode))
+    def _bury(self, seat: Seat, exitcode: int | None, text: str = "") -> None:
+        """The seat's process is gone, or has never been there."""
+        seat.ended(exitcode, text if exitcode is None else self._describe_end(exitcode))
         if self._seats.get(seat.name) is seat:
             del self._seats[seat.name]
         self._retire(seat)
@@ -268,3 +286,7 @@ class Seats:
                 select.select([self._zygote], [], [], left)
                 leaving -= {number for what, number, _ in self._zygote.notices() if what == "ended"}
         self._zygote.close()
+
+
+def _not_started(why: object) -> str:
+    return f"its process could not be started: {why}"

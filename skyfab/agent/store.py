@@ -10,6 +10,7 @@ import functools
 import mmap
 import os
 
+from skyfab.agent.files import INCLUDED
 from skyfab.errors import ProtocolError
 from skyfab.protocol.blobs import check_name
 
@@ -112,7 +113,12 @@ class Store:
     def roots(self, digest: str) -> list[str]:
         """The folders of a tree that go onto `sys.path`, in order: they are numbered."""
         folder = self.tree(digest)
-        return [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
+        return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name != INCLUDED]
+
+    def included(self, digest: str) -> str:
+        """The folder of a tree with what is laid out in working folders; empty where it has none."""
+        folder = os.path.join(self.tree(digest), INCLUDED) if digest else ""
+        return folder if folder and os.path.isdir(folder) else ""
 
 
 class Writer:

@@ -58,17 +58,20 @@ class Voice:
 
     def _return(self, stream: int, frame: memoryview, head: int) -> bool:
         """Passes a small answer on as it lies, if nothing is in its way."""
-        if self._stalled or not self._seat.calls or self._seat.calls[0].stream != stream or self._poll.poll(0):
+        seat = self._seat
+        if self._stalled or seat.condemned or not seat.calls or seat.calls[0].stream != stream or self._poll.poll(0):
             return False
         if self._owner.behind or not self._owner.relay(frame):
             return False
-        self._seat.answered(stream)
+        seat.answered(stream)
         return True
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         marks: tuple[int, ...] | None = ()
-        if kind == BYE:  # it ends after the answer that follows
-            self._seat.condemned = True
+        if kind == BYE:
+            for log in self._logs:
+                self._owner.drain(log)
+            self._seat.leave()
             return
         if kind == HEAD:
             if self._poll.poll(0):
@@ -100,12 +103,15 @@ class Voice:
         if kind == DATA:
             self._relay(stream, payload)
         elif head:
+            self._seat.announce_end()
             mux.send(stream, bytes(payload[:head]), (payload[head:],))
             self._seat.answered(stream)
         elif kind == HEAD:
             content = bytes(payload)
-            mux.send(stream, content, large=True)
             missing = inline_size(getattr(messages.decode(content), "parts", ()))
+            if not missing:
+                self._seat.announce_end()
+            mux.send(stream, content, large=True)
             if missing:
                 self._answer = (stream, missing)
             else:
@@ -120,9 +126,12 @@ class Voice:
             return
         missing = self._answer[1] - len(payload)
         self._answer = (stream, missing)
+        if missing <= 0:
+            self._seat.announce_end()
         self._owner.mux.send_data(stream, payload)
         if missing <= 0:
             self._answer = None
+            self._owner.mux.finish(stream)
             self._seat.answered(stream)
         elif self._owner.mux.queued(stream) > _BACKLOG:
             self._pause()

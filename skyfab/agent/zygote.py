@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
-_MESSAGE = 1 << 20
+_PIECE = 64 * 1024
+"""Bytes in a packet: what is longer comes in several. The system refuses packets of more than about 200 kB."""
+_MARK, _DIGITS = "SKYFAB_FORKED", 10
+_LAST, _MORE = b".", b"+"
+"""How a packet begins."""
 
 
 class Zygote:
@@ -51,23 +55,27 @@ class Zygote:
         self._tell({"kill": rank, "signal": number, "alone": alone}, [])
 
     def _tell(self, document: dict[str, Any], fds: list[int]) -> None:
+        data = json.dumps(document).encode()
         self._socket.setblocking(True)
         try:
-            socket.send_fds(self._socket, [json.dumps(document).encode()], fds)
+            while len(data) > _PIECE:
+                self._socket.send(_MORE + data[:_PIECE])
+                data = data[_PIECE:]
+            socket.send_fds(self._socket, [_LAST + data], fds)
         except ConnectionError:
             pass  # it is gone, and `notices` says so
         finally:
             self._socket.setblocking(False)
 
-    def notices(self) -> list[tuple[str, int, int]]:
-        """What has happened to ranks: ("started", rank, process id) or ("ended", rank, exit code).
+    def notices(self) -> list[tuple[str, int, Any]]:
+        """What has happened to ranks: ("started", rank, process id), ("ended", rank, exit code), ("failed", rank, why).
 
-        Raises EOFError when the zygote is gone.
+        A rank that failed has never begun. Raises EOFError when the zygote is gone.
         """
-        found: list[tuple[str, int, int]] = []
+        found: list[tuple[str, int, Any]] = []
         while True:
             try:
-                data = self._socket.recv(_MESSAGE)
+                data = self._socket.recv(_PIECE)
             except BlockingIOError:
                 return found
             except ConnectionError:
@@ -159,10 +167,9 @@ def _attend(
                 os.read(alarm, 4096)
             _reap(children, control)
         if sources[0] in ready:
-            data, fds, _, _ = socket.recv_fds(control, _MESSAGE, 8)
-            if not data:
+            request, fds = _receive(control)
+            if request is None:
                 return
-            request = json.loads(data)
             if "kill" in request:
                 victims = [pid for pid, rank in children.items() if rank == request["kill"]]
                 if request["alone"]:
@@ -170,13 +177,29 @@ def _attend(
                 else:
                     _kill(victims, request["signal"])
                 continue
-            pid = os.fork()
-            if not pid:
-                become(request, fds)
-            children[pid] = request["id"]
+            try:
+                pid = os.fork()
+            except OSError as error:  # a limit of processes or of memory: that one rank is not to be
+                _say(control, "failed", request["id"], str(error))
+            else:
+                if not pid:
+                    become(request, fds)
+                children[pid] = request["id"]
+                _say(control, "started", request["id"], pid)
             for fd in fds:
                 os.close(fd)
-            _say(control, "started", request["id"], pid)
+
+
+def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """The next thing that the agent asks for, with what belongs to it; None at the end."""
+    data = b""
+    while True:
+        packet, fds, _, _ = socket.recv_fds(control, len(_LAST) + _PIECE, 8)
+        if not packet:
+            return None, []
+        data += packet[1:]
+        if packet[:1] == _LAST:
+            return json.loads(data), fds
 
 
 def _say(control: socket.socket, *notice: object) -> None:
@@ -231,12 +254,27 @@ def _offspring() -> list[int]:
 
 
 def _belongs(pid: int, rank: int) -> bool:
-    """Whether a process was started by that rank, as its environment says."""
+    """Whether a process was started by that rank, as its environment says; or forked by it, as its mark says."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return f"SKYFAB_RANK={rank}".encode() in file.read().split(b"\0")
+            found = file.read().split(b"\0")
     except OSError:
         return False
+    return f"SKYFAB_RANK={rank}".encode() in found or f"{_MARK}={rank:0{_DIGITS}}".encode() in found
+
+
+def _mark(rank: int) -> None:
+    """Writes the rank's number where the kernel keeps what this process was started with.
+
+    A process that is forked and becomes no other program shows that, and not the variables which were set since.
+    """
+    import ctypes
+
+    if len(os.environ.get(_MARK, "")) == _DIGITS:  # the launch has made room for it
+        getenv = ctypes.CDLL(None).getenv
+        getenv.restype = ctypes.c_void_p
+        ctypes.memmove(getenv(_MARK.encode()), f"{rank:0{_DIGITS}}".encode(), _DIGITS)
+        del os.environ[_MARK]  # what is started has SKYFAB_RANK
 
 
 def _end_all() -> None:
@@ -258,6 +296,7 @@ def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: s
             os.close(fd)
         os.setsid()
         _die_with(parent)
+        _mark(request["id"])
         source, sink, out, err, *listener = fds
         for fd in (source, sink, *listener):
             os.set_inheritable(fd, False)

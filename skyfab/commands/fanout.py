@@ -33,7 +33,7 @@ class Outcome(Generic[R]):
         self.result: R | None = None
         self.error: BaseException | None = None
         # None of the caller's project goes along.
-        self.pool = Compute([host], inventory=inventory, image=Image(excludes=("*",)), ui="none")
+        self.pool = Compute([host], inventory=inventory, image=Image(excludes=("*",)), workdir="temp", ui="none")
 
 
 def fan_out(work: Callable[[Compute], R], hosts: str | None, inventory: Inventory, *, show: bool) -> list[Outcome[R]]:

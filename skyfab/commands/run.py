@@ -6,7 +6,6 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from skyfab.calls import as_function
 from skyfab.commands.keys import broadcast, farewell
@@ -14,6 +13,7 @@ from skyfab.compute import Compute
 from skyfab.detached import Run
 from skyfab.errors import UsageError
 from skyfab.plugins.base import Torchrun
+from skyfab.script import perform
 
 
 def run(
@@ -23,6 +23,7 @@ def run(
     inventory: str | None,
     *,
     ranks: int | None,
+    workdir: str,
     detach: bool,
 ) -> None:
     """Runs FILE.py or FILE.py:function on every rank of the hosts, or on two ranks of this machine."""
@@ -33,10 +34,11 @@ def run(
     main = types.ModuleType("__main__")
     main.__file__ = str(script)
     sys.modules["__main__"] = main
-    with Compute(hosts, inventory=inventory, ranks=ranks or "auto", plugins=[Torchrun()]) as compute:
-        perform = as_function(_perform)
-        perform.label = target
-        call = perform(script.name, function, list(arguments))
+    plugins = [Torchrun()]
+    with Compute(hosts, inventory=inventory, ranks=ranks or "auto", plugins=plugins, workdir=workdir) as compute:
+        started = as_function(perform)
+        started.label = target
+        call = started(script.name, function, list(arguments))
         found = compute.launch(call) if detach else broadcast(compute, call, name=target)
     if isinstance(found, Run):
         farewell(found)
@@ -50,22 +52,3 @@ def _parsed(target: str) -> tuple[Path, str]:
     if colon and not function.isidentifier():
         raise UsageError(f"{function!r} names no function", hint=f"skyfab run {name}:main")
     return script.resolve(), function
-
-
-def _perform(name: str, function: str, arguments: list[str]) -> None:
-    """On a host: the file is somewhere on the path, where the project has been laid out."""
-    import importlib
-    import runpy
-    from pathlib import Path
-
-    path = next(str(Path(folder) / name) for folder in sys.path if (Path(folder) / name).is_file())
-    sys.argv = [path, *arguments]
-    if function:
-        found: Any = getattr(importlib.import_module(name.removesuffix(".py")), function)
-        getattr(found, "fn", found)(*arguments)
-        return
-    try:
-        runpy.run_path(path, run_name="__main__")
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise

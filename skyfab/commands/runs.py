@@ -29,7 +29,10 @@ def runs(selection: str | None, inventory: str | None) -> int:
 def _lines(run: Run) -> list[str]:
     ranks = f"{run.world_size} rank{'s' if run.world_size > 1 else ''}"
     state = run.state
-    first = f"{run.id[:8]}  {state:<11} {_age(run.started):>8}  {ranks} on {', '.join(run.hosts)}  {run.name}"
+    where = ", ".join(run.hosts)
+    if run.unasked:
+        where += f" (not asked: {', '.join(run.unasked)})"
+    first = f"{run.id[:8]}  {state:<11} {_age(run.started):>8}  {ranks} on {where}  {run.name}"
     gpus = [f"{part.host} {_busy(part)}" for part in run.parts if part.gpus and state == "running"]
     last = next((part.last for part in run.parts if part.last), "")
     more = [f"          gpus: {'; '.join(gpus)}"] if gpus else []
@@ -68,6 +71,8 @@ def follow(run: str, selection: str | None, inventory: str | None) -> int:
         return 130
     state = found.state
     print(f"{found.name}: {state}", file=sys.stderr)
+    for files in found.files():
+        print(clean(str(files), colour=False), file=sys.stderr)
     if state in ("failed", "lost"):
         found.result()
     if state == "done":

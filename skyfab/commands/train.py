@@ -64,7 +64,8 @@ def _example() -> Path:
 def _pool(hosts: str | None, inventory: str | None, ranks: int | None, folder: Path) -> Compute:
     # Only the example's module goes along, wherever it is installed and whatever else is loaded here.
     image = Image(includes=(str(folder / "digits.py"),), excludes=("*", "!/digits.py"))
-    return Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=image, plugins=[plugins.torch()])
+    torch = plugins.torch()
+    return Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=image, plugins=[torch], workdir="temp")
 
 
 def _imported(folder: Path) -> Any:

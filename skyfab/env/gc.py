@@ -40,6 +40,7 @@ _WORDS: Final = {
     "logs": "log",
     "run": "run folder",
     "runs": "run",
+    "files": "working folder",
     "drafts": "half-made thing",
     "wheels": "wheel",
     "locks": "lock",
@@ -129,6 +130,9 @@ is_named() { case $2 in *" ${1#./} "*) return 0;; esac; return 1; }
 in_use() { test -n "$U" || is_named "$@"; }
 envs_now() { look; for x in $(here); do if in_use $x "$E" || ! is_old "$(used $x)" $hour; then echo $x; fi; done; }
 bundles_now() { look; for x in $(here); do if in_use $x "$B" || ! is_old $x $hour; then echo $x; fi; done; }
+# working folders: a living pool has noted which it uses
+is_used() { grep -qsxF -e "${1#./}" "$c"/run/*/*/files; }
+files_now() { for x in $(here); do if is_used $x || ! is_old $x $hour; then echo $x; fi; done; }
 # uv's own cache: environments are hard links to what is in it
 uvs() {
   for p in "$c"/packages/*/uv uv "$HOME"/.local/bin/uv "$HOME"/.cargo/bin/uv; do
@@ -198,13 +202,20 @@ if enter runs; then
     elif is_old $x/status $age; then echo $x; fi; done)
   take runs none
 fi
+if enter files; then
+  l=$(for x in $(here -type d ! -name '.*'); do
+    is_used $x || test -n "$(find $x ! -mmin +$age 2>/dev/null | head -n 1)" || echo $x; done)
+  w=$(for x in $l; do y=$(du -sk $x); echo "${x#./} ${y%%[!0-9]*}"; done)
+  take files files_now
+  printf '%s\n' "$w" | while read -r x y; do test -z "$x" || test -e "$x" || echo "took $x $y"; done
+fi
 if enter logs; then
   l=$(for x in $(here -name "$H*" -mmin +$age); do
     set -- "$c"/run/*/${x#./}
     test -e "$1" || test -n "$(find $x ! -mmin +$age 2>/dev/null | head -n 1)" || echo $x; done)
   take logs none
 fi
-for f in envs packages pythons bundles trees blobs logs "run/$(uname -n)"; do
+for f in envs packages pythons bundles trees blobs files logs "run/$(uname -n)"; do
   if enter "$f"; then
     l=$(here \( -name '.in-*' -o -name ".$H-*" -o -name "$H*.$H*" \) -mmin +$day)
     take drafts touched
@@ -237,6 +248,8 @@ class Swept:
     counts: dict[str, int] = field(default_factory=dict)
     size: int = 0
     """Bytes."""
+    folders: list[tuple[str, int]] = field(default_factory=list)
+    """Working folders that went: their names, and bytes."""
     kept_uv: bool = False
     """uv's cache still has what the environments were made from."""
 
@@ -248,9 +261,19 @@ class Swept:
         things = [_counted(count, _WORDS[kind]) for kind, count in self.counts.items() if count]
         if not things and not self.size:
             return "nothing to remove"
-        number = self.size / 1e6
-        said = f"removed {', '.join(things) or 'what uv kept'}: {number:.{0 if number >= 10 else 1}f} MB"
+        said = f"removed {', '.join(things) or 'what uv kept'}: {_megabytes(self.size)}"
+        if self.folders:
+            said += f" ({', '.join(f'{name} {_megabytes(size)}' for name, size in self.folders)})"
         return f"{said}; uv's cache stays, where environments share its files" if self.kept_uv else said
+
+
+def _megabytes(size: int) -> str:
+    """
+    >>> _megabytes(1_240_000)
+    '1.2 MB'
+    """
+    number = size / 1e6
+    return f"{number:.{0 if number >= 10 else 1}f} MB"
 
 
 def _counted(count: int, word: str) -> str:
@@ -284,6 +307,8 @@ def sweep(shell: Shell, days: int) -> Swept:
         found = re.fullmatch(r"(\w+) (\d{1,12}) (-?\d{1,15})", rest)
         if word == "gone" and found and found[1] in _WORDS:
             swept.add(found[1], int(found[2]), int(found[3]) * 1024)
+        elif word == "took" and (gone := re.fullmatch(r"([\w.-]{1,100}) (\d{1,12})", rest, re.ASCII)):
+            swept.folders.append((gone[1], int(gone[2]) * 1024))
         elif line == "kept uv":
             swept.kept_uv = True
         elif word == "left":

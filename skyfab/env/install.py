@@ -187,11 +187,14 @@ def build(
     python: str,
     lock: Package,
     offline: bool,
+    refresh: Sequence[str] = (),
 ) -> None:
     """Makes the environment, unless somebody else is faster. Raises ScriptFailed with uv's own words.
 
-    `uv` is a word of a script; `python` a path, or a version that uv finds or downloads.
+    `uv` is a word of a script; `python` a path, or a version that uv finds or downloads. What uv's cache has of the
+    packages in `refresh` is removed: uv's own options for that leave alone what an index has called immutable.
     """
+    forget = f"{uv} cache clean -q {' '.join(map(quote, refresh))} || exit 1" if refresh else ""
     shell.run(f"""
 n=$(uname -n | tr -cd 'A-Za-z0-9.-')
 e=$c/envs/{digest} t=$c/envs/.in-{digest}-$n-{session}
@@ -206,6 +209,7 @@ trap 'rm -rf "$t"' EXIT
 unset VIRTUAL_ENV CONDA_PREFIX PYTHONPATH PYTHONHOME
 export UV_CACHE_DIR="$c/uv" UV_PYTHON_INSTALL_DIR="$c/pythons/uv" UV_NO_CONFIG=1 UV_NO_PROGRESS=1
 export UV_PYTHON_DOWNLOADS={"never" if offline else "automatic"} {"UV_OFFLINE=1" if offline else ""}
+{forget}
 {uv} venv -q --relocatable --no-project --python {quote(python)} "$t" || exit 1
 {uv} pip sync -q --python "$t/bin/python" {lock.path} || exit 1
 : >"$t/.ready"

@@ -128,19 +128,19 @@ def indexes(image: Image) -> tuple[str, ...]:
     if not (image.pip or image.lock):
         return ()
     if image.lock is not None:
-        places = re.findall(r"""\burl\s*=\s*["'](https?://[^/"']+)""", text_of(image.lock))
+        places = re.findall(r"""\burl\s*=\s*["'](https?://[^/"']+)""", clean(text_of(image.lock)))
     else:
         places = [*(index.url for index in image.pip_indexes), *uv.configured(uv.environment())]
     return tuple(dict.fromkeys(uv.bare(url) for url in places if not uv.is_local(url)))
 
 
-def needs_push(image: Image) -> bool:
-    """Whether a host cannot install the image by itself: an index is a folder here, or wants a password."""
-    if not image.pip or image.lock is not None:
-        return False
+def needs_push(image: Image, wheels: Sequence[Wheel] = ()) -> bool:
+    """Whether a host cannot install the image by itself: a place is a folder here, or wants a password."""
     environ = uv.environment()
     known = uv.logins(environ)
-    places = [*(index.url for index in image.pip_indexes), *uv.configured(environ)]
+    places = [wheel.url for wheel in wheels]
+    if image.pip and image.lock is None:
+        places += [*(index.url for index in image.pip_indexes), *uv.configured(environ)]
     return any(
         uv.is_local(url) or uv.userinfo(url) or uv.origin(url) in known or uv.netrc_login(url, environ)
         for url in places
@@ -160,7 +160,7 @@ def _lock(text: str, target: Target, *, base: Path | None = None) -> Lock:
         raise LockError(f"not a pylock.toml: {error}") from error
     wheels.sort(key=lambda wheel: wheel.package)
     content = [target.python, uv.platform_of(target), *((one.package, one.version, one.sha256) for one in wheels)]
-    return Lock(text=text, wheels=tuple(wheels), digest=sum_of(json.dumps(content)))
+    return Lock(text=clean(text), wheels=tuple(wheels), digest=sum_of(json.dumps(content)))
 
 
 def _choose(package: Mapping[str, Any], target: Target, order: Mapping[Any, int], base: Path | None) -> Wheel:
@@ -172,6 +172,8 @@ def _choose(package: Mapping[str, Any], target: Target, order: Mapping[Any, int]
     for one in offered:
         url = one.get("url") or (Path(base or ".") / one["path"]).absolute().as_uri()
         filename = one.get("name") or unquote(urlsplit(url).path).rpartition("/")[2]
+        if "/" in filename:  # it becomes a path on the host, and not every release of packaging minds
+            raise LockError(f"{name}: {filename!r} is not the name of a file")
         try:
             _, version, build, labels = parse_wheel_filename(filename)
         except InvalidWheelFilename:

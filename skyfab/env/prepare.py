@@ -7,6 +7,7 @@ the last time. Only where that is not there does a preparation begin.
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -176,7 +177,7 @@ class _Steps:
         remote = [wheel.url for wheel in lock.wheels if wheel.url.startswith(("https:", "http:"))]
         asked = (*indexes(image), *dict.fromkeys(f"{origin(url)}/" for url in remote)) if lock.wheels else ()
         reached = set(self._probe((*asked, _PYTHONS)).reachable)
-        own = len(remote) == len(lock.wheels) and not needs_push(image)
+        own = not needs_push(image, lock.wheels)
         return image.install == "fetch" or (own and set(asked) <= reached), _PYTHONS in reached
 
     def _install(self, facts: Facts, target: Target, lock: Lock, own: str | None, digest: str) -> None:
@@ -207,11 +208,13 @@ class _Steps:
         try:
             make()
         except ScriptFailed as failed:
-            if "hash mismatch" not in failed.output.lower() or not wheels:
+            changed = _mismatched(failed)
+            if not changed:
                 raise
-            discard(self.shell, wheels)  # something has happened to one of them on the host
-            self._provide(facts, lock, packages)
-            make()
+            if wheels:
+                discard(self.shell, wheels)  # something has happened to one of them on the host
+                self._provide(facts, lock, packages)
+            make(refresh=changed)  # uv's cache may have a wheel that was replaced under its name and version
 
     def _provide(self, facts: Facts, lock: Lock, packages: Sequence[Package]) -> None:
         """Sends what the host lacks."""
@@ -251,8 +254,13 @@ class _Steps:
 _ROOM: Final = "free some space there (skyfab gc), or put the cache on another disk (cache = … in the inventory)"
 
 
+def _mismatched(failed: ScriptFailed) -> list[str]:
+    """The packages whose wheels uv found to be others than the lock says."""
+    return re.findall(r"hash mismatch for `?([\w.-]+)", failed.output, re.IGNORECASE)
+
+
 def _numbers(program: Program) -> tuple[int, ...]:
-    return tuple(int(word) for word in program.version.split(".") if word.isdigit())
+    return tuple(int(word) for word in program.version.split(".") if word.isdecimal())
 
 
 def _unfit(failed: ScriptFailed, host: Host) -> Exception:
@@ -265,6 +273,8 @@ def _unfit(failed: ScriptFailed, host: Host) -> Exception:
         hint = _ROOM
     elif "apt packages are missing" in text:
         hint = f"ask somebody who may: sudo apt-get install {text.rpartition(':')[2].strip()}"
+    elif _mismatched(failed):
+        hint = "the index has another file than the one that was locked: skyfab prepare --upgrade locks it anew"
     elif any(word in text for word in ("Permission denied", "Read-only")):
         hint = "choose a folder that can be written to (cache = … in the inventory)"
     return HostUnfit(f"its environment could not be made: {text}", host=host.name, hint=hint)

@@ -271,10 +271,10 @@ def _gpus(said: dict[str, list[str]]) -> tuple[tuple[Gpu, ...], str]:
 
 def _libc(said: str) -> str:
     """`said` is getconf's line, or the first two lines of ldd or of musl's loader."""
-    match = re.search(r"^glibc (\d+\.\d+)|^ldd \(.*?\) (\d+\.\d+)", said)
+    match = re.search(r"^glibc (\d{1,3}\.\d{1,3})\b|^ldd \(.*?\) (\d{1,3}\.\d{1,3})\b", said)
     if match:
         return f"glibc {match[1] or match[2]}"
-    match = re.search(r"^musl .*?Version (\d+(?:\.\d+)+)", said)
+    match = re.search(r"^musl .*?Version (\d{1,3}(?:\.\d{1,3}){1,3})(?!\d)", said)
     return f"musl {match[1]}" if match else ""
 
 

@@ -18,19 +18,14 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from skyfab.env import uv
+from skyfab.env import builds, uv
 from skyfab.env.facts import Target
 from skyfab.env.pipconf import NO_INDEX
 from skyfab.env.uv import UvFailed
 from skyfab.errors import UsageError
 from skyfab.image import Image, PipIndex
 
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
-
-_FORMAT = "1"
+_FORMAT = "2"
 """Counts up when locks of before must not be used any more."""
 
 
@@ -48,8 +43,12 @@ def toml(value: object) -> str:
 
 
 def clean(text: str) -> str:
-    """Without user and password in URLs."""
-    return re.sub(r"(?<=://)[^/\s\"]+@", "", text)
+    """TOML without user and password in the URLs of its strings."""
+    return _STRING.sub(lambda found: re.sub(r"(?<=://)[^/\s]*@", "", found[0]), text)
+
+
+_STRING = re.compile(r'"(?:\\.|[^"\\\n])*"' + r"|'[^'\n]*'")
+"""Of TOML: either quotation mark may stand inside the other."""
 
 
 def text_of(path: str) -> str:
@@ -59,7 +58,7 @@ def text_of(path: str) -> str:
         return ""  # whoever reads it as a lock says so
 
 
-TORCH = frozenset({"torch", "torchvision", "torchaudio"})
+TORCH = frozenset({"torch", *builds.COMPANIONS})
 _ACCELERATED = re.compile(r'^name = "(nvidia-|cuda-|triton"|pytorch-triton)', re.MULTILINE)
 _DRIVERS = {13: Version("580"), 12: Version("525.60.13"), 11: Version("450.80.2")}
 """CUDA's major version → the oldest driver that runs it (as in uv's own table)."""
@@ -130,7 +129,9 @@ class Resolver:
     def run(self) -> str:
         """The pylock.toml. Raises LockError with uv's reason."""
         try:
-            return self._torch()
+            text = self._torch()
+            self._check_builds(text)
+            return text
         except UvFailed as failed:
             question, why = self.question, str(failed)
             wanted = uv.redact(", ".join(question.pip))
@@ -150,15 +151,57 @@ class Resolver:
             text = self._scoped(env={"UV_TORCH_BACKEND": ""})
             if not _names(text) & TORCH:
                 return text
+        apart = ""
         for build in () if chosen else self._configured_builds():
             try:
-                text = self._scoped(constraints=(f"torch=={build}",))
+                text = self._with_companions(build)
             except UvFailed:
                 continue
-            if not self._is_plain or not _ACCELERATED.search(text):
+            if self._strangers(text):
+                apart = text
+            elif not self._is_plain or not _ACCELERATED.search(text):
                 return text
         options, env = self._backend()
-        return self._scoped(options=options, env=env)
+        try:
+            return self._scoped(options=options, env=env)
+        except UvFailed:
+            if apart:
+                self._check_builds(apart)  # says more than that PyTorch's index cannot be reached
+            raise
+
+    def _with_companions(self, torch: str) -> str:
+        """With that torch, and torchvision and torchaudio of the same build where pip was told to look."""
+        fixed = [f"torch=={torch}"]
+        text = self._scoped(constraints=fixed)
+        for stranger in self._strangers(text):
+            for version in self._offered(stranger.package):
+                if builds.fit(torch, version, self.target.arch):
+                    try:
+                        text = self._scoped(constraints=[*fixed, f"{stranger.package}=={version}"])
+                    except UvFailed:
+                        continue
+                    fixed.append(f"{stranger.package}=={version}")
+                    break
+        return text
+
+    def _strangers(self, text: str) -> list[builds.Build]:
+        """Builds that do not fit torch's, but for those whose index the user has named."""
+        if self.target.system != "Linux":
+            return []
+        return builds.strangers(text, self.target.arch, self.question.scoped)
+
+    def _check_builds(self, text: str) -> None:
+        strangers = self._strangers(text)
+        if strangers:
+            torch = builds.of_lock(text)["torch"]
+            names = " and ".join(map(str, strangers))
+            build = torch.version.partition("+")[2] or "CUDA"
+            raise LockError(
+                f"{names} would be installed beside {torch}, which is built for {build}: they are not, and would fail"
+                " when they are imported",
+                hint=f"put builds for {build} where pip looks for torch (pip config list), or name one index that has"
+                f" all of them: PipIndex(url, packages={tuple(sorted(TORCH))!r})",
+            )
 
     @property
     def _is_plain(self) -> bool:
@@ -177,12 +220,16 @@ class Resolver:
         return ("--torch-backend", f"rocm{fitting[0]}" if fitting else "cpu"), {}
 
     def _configured_builds(self) -> Iterator[str]:
-        """Versions like 2.13.0+cpu that suit, in find-links and in the indexes of pip's configuration, each alone.
+        """Versions of torch like 2.13.0+cpu that suit."""
+        return (version for version in self._offered("torch") if self._suits(version))
 
-        Asked together, a newer torch of the default index would hide them, and that one brings CUDA along.
+    def _offered(self, package: str) -> Iterator[str]:
+        """The newest versions in find-links and in each index of pip's configuration, each place asked alone.
+
+        Asked together, a newer torch of the default index would hide the others, and that one brings CUDA along.
         """
-        asked = [text for text in self.question.pip if canonicalize_name(requirement(text).name) == "torch"]
-        asked += [f"torch=={self.question.torch}"] if self.question.torch else []
+        asked = [text for text in self.question.pip if canonicalize_name(requirement(text).name) == package]
+        asked += [f"torch=={self.question.torch}"] if self.question.torch and package == "torch" else []
         alone = {"UV_INDEX": "", "UV_EXTRA_INDEX_URL": "", "UV_INDEX_URL": "", "UV_TORCH_BACKEND": ""}
         sources = [{"UV_DEFAULT_INDEX": NO_INDEX}] if self.environ.get("UV_FIND_LINKS") else []
         indexes = [*self.environ.get("UV_INDEX", "").split(), *self.environ.get("UV_EXTRA_INDEX_URL", "").split()]
@@ -191,14 +238,16 @@ class Resolver:
         for source in sources:
             seen: list[str] = []
             while len(seen) < 8:
-                lines = "\n".join([*(asked or ["torch"]), *(f"torch!={version}" for version in seen)])
+                lines = "\n".join([*(asked or [package]), *(f"{package}!={version}" for version in seen)])
                 try:
                     pins = self._uv("--no-deps", "-", stdin=lines, env={**alone, **source}, form="requirements.txt")
                 except UvFailed:
                     break
-                seen += re.findall(r"^torch==([^\s;\\]+)", pins, re.MULTILINE)[:1] or ["0"] * 8
-                if self._suits(seen[-1]):
-                    yield seen[-1]
+                found = re.findall(rf"^{package}==([^\s;\\]+)", pins, re.MULTILINE)[:1]
+                if not found:
+                    break
+                seen += found
+                yield found[0]
 
     def _suits(self, version: str) -> bool:
         build = version.partition("+")[2]

@@ -10,7 +10,8 @@
         lab.hosts[1].cut()                 # pull its cable
 
 As root on Linux the hosts are namespaces; elsewhere sshd on high ports of 127.0.0.1, and `lab.limits` says what
-that cannot show.
+that cannot show. `Lab.start` has an argument for each kind of host: without Python, with two networks, behind
+forwarded ports … (docs/lab.md).
 """
 
 from __future__ import annotations

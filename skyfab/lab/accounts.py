@@ -51,6 +51,14 @@ def add(
     return account
 
 
+def set_shell(root: Path, name: str, shell: str) -> None:
+    """Gives a user another login shell. Raises UsageError where there is no such user."""
+    find(root, name)
+    passwd = root / "etc/passwd"
+    lines = [line.split(":") for line in passwd.read_text().splitlines()]
+    passwd.write_text("".join(":".join([*f[:-1], shell] if f[0] == name else f) + "\n" for f in lines))
+
+
 def unlock(root: Path, name: str) -> None:
     """Lets a user in by key: without PAM, sshd turns down one whose password field begins with `!`."""
     shadow = root / "etc/shadow"

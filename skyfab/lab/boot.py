@@ -12,8 +12,8 @@ from pathlib import Path
 
 from . import sshd
 from .process import Process, spawn
+from .root import PATH
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOOLS = ("ip", "unshare", "nsenter", "mount", "umount", "pivot_root")
 UNSHARE = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child")
 

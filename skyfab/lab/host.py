@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NoReturn
@@ -22,6 +22,9 @@ class Plan:
     count: int
     user: str
     python: str
+    """The interpreter that hosts have; empty where they are to have none."""
+    lends_python: bool
+    """Whether it is lent to them, and the inventory names it; else it is the system's own."""
     identity: Path
     client_key: str
     password: str
@@ -30,6 +33,9 @@ class Plan:
     second_network: bool
     isolated: bool
     forwarded: bool
+    reverse_dns: bool
+    shells: Mapping[str, str]
+    """Login shells by user, where they are not to have the usual one."""
 
     @property
     def names(self) -> list[str]:
@@ -52,6 +58,9 @@ class LabHost:
     """The private key that lets every user in."""
     host_key: str
     python: str
+    """An interpreter there; empty where there is none."""
+    lent_python: bool
+    """Whether it is lent from this machine: then the inventory names it."""
     cache: str | None
     """Where skyfab keeps its files there; None is skyfab's own default."""
     folder: Path

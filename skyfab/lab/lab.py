@@ -6,9 +6,8 @@ import fcntl
 import os
 import secrets
 import shutil
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from typing import Literal
 
 from skyfab.errors import SkyfabError, UsageError
 
-from . import boot, keeper, loopback, namespace, sshd
+from . import boot, keeper, loopback, namespace, root, sshd
 from .host import LabHost, Plan
 from .namespace import NamespaceHost
 from .process import Process
@@ -55,42 +54,50 @@ class Lab:
         second_network: bool = False,
         isolated: bool = False,
         forwarded: bool = False,
+        reverse_dns: bool = True,
+        shells: Mapping[str, str] | None = None,
         persistent: bool = False,
     ) -> Lab:
         """Starts hosts node1, node2 … and returns when all of them greet.
 
-        `user` is who the inventory logs in as (on loopback: always the current one), `python` the interpreter
-        it names (by default this one). A namespace host sees this machine's system folders, copied when it
-        writes, and read-only the interpreter and the folders that `lend` names; nothing else.
+        `user` is who the inventory logs in as (on loopback: always the current one). A namespace host sees this
+        machine's system folders, copied when it writes, and read-only the folders that `lend` names; nothing else.
+        It has the system's own Python, with the standard library only, and the inventory names no interpreter.
 
-        Kinds of namespace hosts, which can be combined:
+        Kinds of hosts, which can be combined; all but a lent interpreter need namespace hosts:
 
+        - `python`: the path of an interpreter of this machine that hosts are lent, and that the inventory names
+          (`sys.executable`: with all that this program can import). ``"none"``: hosts have no Python at all.
         - `second_network`: each host has a second interface, ``fast0``, on a network without this machine.
         - `isolated`: on ``eth0`` hosts see this machine and not each other. With `second_network` they see each
           other there only.
         - `forwarded`: this machine reaches each host through a port of 127.0.0.1. Every host has the address
           10.0.2.15 on ``eth0``, behind a NAT of its own, as Vagrant's have in VirtualBox.
+        - `reverse_dns=False`: addresses have no names, and a host's own name is 127.0.1.1, as Debian installs it.
+        - `shells`: login shells by user, for instance ``{"root": "/usr/bin/zsh", "ada": "/usr/bin/fish"}``.
 
         Raises UsageError where the machine cannot do it.
         """
         if not 1 <= count <= MOST:
             raise UsageError(f"a lab has 1 to {MOST} hosts, not {count}")
-        interpreter = str(Path(python or sys.executable).absolute())
-        if not os.access(interpreter, os.X_OK):
-            raise UsageError(f"no Python interpreter at {interpreter}")
+        interpreter = _interpreter(python)
+        for shell in (shells or {}).values():
+            if not os.access(shell, os.X_OK):
+                raise UsageError(f"no login shell at {shell}")
         sshd.program()
         sweep()
         place = _fresh(folder)
         try:
             (place / OWNER).write_text(str(Process.of(os.getpid())))
             keeper.watch(place)
-            special = second_network or isolated or forwarded
+            special = second_network or isolated or forwarded or not reverse_dns or bool(shells) or python == "none"
             chosen, limits = _choose(kind, place / "hosts", special=special)
             plan = Plan(
                 folder=place / "hosts",
                 count=count,
                 user=user,
                 python=interpreter,
+                lends_python=python not in (None, "none"),
                 identity=place / "id_ed25519",
                 client_key=sshd.make_key(place / "id_ed25519", "skyfab-lab"),
                 password=secrets.token_urlsafe(9),
@@ -98,6 +105,8 @@ class Lab:
                 second_network=second_network,
                 isolated=isolated,
                 forwarded=forwarded,
+                reverse_dns=reverse_dns,
+                shells=dict(shells or {}),
             )
             lab = cls(folder=place, record=_start(plan, chosen, limits))
             if persistent:
@@ -175,6 +184,16 @@ def sweep() -> None:
         with suppress(SkyfabError, OSError):
             if _abandoned(place):
                 take_down(place)
+
+
+def _interpreter(python: str | None) -> str:
+    """The path that hosts have it by; empty for none."""
+    if python is None or python == "none":
+        return root.system_python() or "" if python is None else ""
+    path = str(Path(python).absolute())
+    if not os.access(path, os.X_OK):
+        raise UsageError(f"no Python interpreter at {path}")
+    return path
 
 
 def _start(plan: Plan, kind: Kind, limits: tuple[str, ...]) -> Record:

@@ -122,6 +122,7 @@ def _build(plan: Plan, number: int, port: int, keys_file: Path) -> LoopbackHost:
         identity=plan.identity,
         host_key=sshd.make_key(folder / "key", name),
         python=plan.python,
+        lent_python=plan.lends_python,
         cache=str(folder / "cache"),
         folder=folder,
     )

@@ -16,10 +16,11 @@ from typing import ClassVar
 from skyfab.errors import Unreachable
 
 from . import accounts, relay, root, sshd
-from .boot import PATH, Start
+from .boot import Start
 from .host import LabHost, Plan
 from .network import GATEWAY, GUEST, INTERFACE, NAT_CABLE, Network, free_ports, ip, make_room_for_neighbours, shape
 from .process import LabProcess, Process, listed, spawn
+from .root import PATH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ class NamespaceHost(LabHost):
 
 def build(plan: Plan) -> list[NamespaceHost]:
     """Makes the hosts' keys and their network. Nothing runs yet."""
-    lent = tuple(root.lent(plan.python, plan.lend))
+    lent = tuple(root.lent(plan.python if plan.lends_python else None, plan.lend))
     with ThreadPoolExecutor(8) as pool:
         keys = list(pool.map(lambda name: _key(plan.folder / name, name), plan.names))
     make_room_for_neighbours(plan.count)
@@ -155,6 +156,7 @@ def build(plan: Plan) -> list[NamespaceHost]:
             identity=plan.identity,
             host_key=key,
             python=plan.python,
+            lent_python=plan.lends_python,
             cache=None,
             folder=plan.folder / name,
             network=wires,
@@ -166,16 +168,16 @@ def build(plan: Plan) -> list[NamespaceHost]:
 
 def prepare(hosts: Sequence[NamespaceHost], plan: Plan) -> None:
     """Fills the hosts' root folders before their first boot."""
-    names = {host.name: host.addresses[INTERFACE] for host in hosts}
-    for host in hosts:
-        root.prepare(
-            host.folder / "upper",
-            name=host.name,
-            names={host.name: "127.0.1.1"} if plan.forwarded else names,
-            key=host.folder / "key",
-            client_key=plan.client_key,
-            password=plan.password,
-        )
+    common = plan.folder / "common"
+    root.prepare_common(common, plan)
+    everybody = {host.name: host.addresses[INTERFACE] for host in hosts}
+
+    def fill(host: NamespaceHost) -> None:
+        names = everybody if plan.reverse_dns and not plan.forwarded else {host.name: "127.0.1.1"}
+        root.prepare(host.folder / "upper", common, host.name, names=names, key=host.folder / "key")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(fill, hosts))
 
 
 def boot(hosts: Sequence[NamespaceHost]) -> None:

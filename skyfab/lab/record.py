@@ -57,8 +57,9 @@ def inventory(hosts: Sequence[LabHost]) -> str:
             f"address = {_quoted(host.address)}",
             f"port = {host.port}",
             f"host_key = {_quoted(host.host_key)}",
-            f"python = {_quoted(host.python)}",
         ]
+        if host.lent_python:
+            lines.append(f"python = {_quoted(host.python)}")
         if host.cache is not None:
             lines.append(f"cache = {_quoted(host.cache)}")
         lines.append("")

@@ -3,51 +3,81 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import stat
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from skyfab.errors import UsageError
 
 from . import accounts, sshd
+from .host import Plan
 
 SHARED = {"bin", "boot", "etc", "lib", "lib32", "lib64", "libx32", "opt", "sbin", "srv", "usr", "var"}
 """What hosts see of this machine's root, copied when they write. All else they have empty."""
 PRIVATE = {"/var/tmp": 0o1777, "/etc/ssh": 0o755}
 """Folders in the shared ones that are empty too."""
 MODES = {"/root": 0o711, "/tmp": 0o1777}
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Where hosts have their programs."""
+PACKAGES = ("/usr/lib/python3/dist-packages", "/usr/local/lib/python3*/dist-packages")
+"""What this machine has added to its system Python: hosts have the standard library only."""
 
 
-def prepare(upper: Path, *, name: str, names: Mapping[str, str], key: Path, client_key: str, password: str) -> None:
-    """Fills the upper layer of a host's root before its first boot.
+def prepare_common(layer: Path, plan: Plan) -> None:
+    """Makes what the upper layers of all hosts of a lab have in common, once: each begins as a copy of it.
 
-    `names` are the addresses of the whole lab. `ada` is an ordinary user, `pat` one with a password.
+    `ada` is an ordinary user, `pat` one with a password.
     """
-    upper.mkdir()
-    upper.chmod(0o755)
+    layer.mkdir()
+    layer.chmod(0o755)
     for folder, mode in _hidden().items():
-        _empty(upper, folder, mode)
-    etc = upper / "etc"
+        _empty(layer, folder, mode)
+    etc = layer / "etc"
     for table in ("passwd", "group", "shadow"):
         shutil.copy2(f"/etc/{table}", etc / table)
-    accounts.unlock(upper, "root")
-    accounts.add(upper, "ada", shell="/bin/bash" if Path("/bin/bash").exists() else "/bin/sh")
-    accounts.add(upper, "pat", password=password)
-    _write(etc / "hostname", f"{name}\n")
-    _write(etc / "hosts", "127.0.0.1 localhost\n::1 localhost\n" + "".join(f"{a} {n}\n" for n, a in names.items()))
+    accounts.unlock(layer, "root")
+    accounts.add(layer, "ada", shell="/bin/bash" if Path("/bin/bash").exists() else "/bin/sh")
+    accounts.add(layer, "pat", password=plan.password)
+    for user, shell in plan.shells.items():
+        accounts.set_shell(layer, user, shell)
     _write(etc / "resolv.conf", "")  # no resolver to wait for
-    _server(etc / "ssh", key, client_key)
+    _server(etc / "ssh", plan.client_key)
+    if not plan.python:
+        _remove_pythons(layer)
 
 
-def lent(python: str, folders: Sequence[str]) -> list[str]:
-    """The folders a host must be lent, read-only, for the interpreter to run there, and those asked for.
+def prepare(layer: Path, common: Path, name: str, *, names: Mapping[str, str], key: Path) -> None:
+    """Makes the upper layer of one host before its first boot. `names` are the addresses that its /etc/hosts knows."""
+    subprocess.run(["cp", "-a", str(common), str(layer)], check=True)
+    _write(layer / "etc/hostname", f"{name}\n")
+    lines = "".join(f"{address} {name}\n" for name, address in names.items())
+    _write(layer / "etc/hosts", f"127.0.0.1 localhost\n::1 localhost\n{lines}")
+    shutil.copy2(key, layer / "etc/ssh/ssh_host_ed25519_key")
+
+
+def system_python() -> str | None:
+    """The interpreter that hosts have of this machine's system: of this program's version where there is one."""
+    for name in (f"python3.{sys.version_info.minor}", "python3"):
+        found = shutil.which(name, path=PATH)
+        if found is not None and Path(found).resolve().parts[1] in SHARED:
+            return found
+    return None
+
+
+def lent(python: str | None, folders: Sequence[str]) -> list[str]:
+    """The folders a host must be lent, read-only, for an interpreter to run there, and those asked for.
 
     That is the interpreter's installation, and each one that its links pass through, where it is out of sight.
     """
     hidden = [Path(folder) for folder in _hidden()]
     disk = Path("/").stat().st_dev
     found: list[Path] = []
-    for folder in sorted({*_installations(Path(python)), *(Path(folder).absolute() for folder in folders)}):
+    needed = _installations(Path(python)) if python else ()
+    for folder in sorted({*needed, *(Path(folder).absolute() for folder in folders)}):
         if not folder.is_dir():
             raise UsageError(f"{folder} is no folder that a host could be lent")
         private = any(above in (folder, *folder.parents) for above in hidden)
@@ -67,24 +97,41 @@ def _installations(python: Path) -> Iterator[Path]:
 def _hidden() -> dict[str, int]:
     """The folders of this machine that hosts have empty, and their modes there."""
     top = (entry for entry in Path("/").iterdir() if entry.is_dir() and not entry.is_symlink())
-    return {str(entry): MODES.get(str(entry), 0o755) for entry in top if entry.name not in SHARED} | PRIVATE
+    added = {str(folder): 0o755 for pattern in PACKAGES for folder in Path("/").glob(pattern[1:])}
+    return {str(entry): MODES.get(str(entry), 0o755) for entry in top if entry.name not in SHARED} | PRIVATE | added
 
 
-def _empty(upper: Path, folder: str, mode: int) -> None:
-    """Puts a folder in the upper layer that hides the one below it."""
-    place = upper
-    for part in Path(folder).parts[1:-1]:
-        place /= part
-        if not place.exists():
-            place.mkdir()
-            shutil.copystat(Path("/") / place.relative_to(upper), place)
-    place /= Path(folder).name
+def _empty(layer: Path, folder: str, mode: int) -> None:
+    """Puts a folder in a layer that hides the one below it."""
+    place = _above(layer, folder)
     place.mkdir()
     place.chmod(mode)
     os.setxattr(place, "trusted.overlay.opaque", b"y")
 
 
-def _server(folder: Path, key: Path, client_key: str) -> None:
+def _above(layer: Path, path: str) -> Path:
+    """The place of a path in a layer, in folders like those below."""
+    place = layer
+    for part in Path(path).parts[1:-1]:
+        place /= part
+        if not place.exists():
+            place.mkdir()
+            shutil.copystat(Path("/") / place.relative_to(layer), place)
+    return place / Path(path).name
+
+
+def _remove_pythons(layer: Path) -> None:
+    """Removes every interpreter that a login shell would find: an overlay's mark for that is a device 0, 0."""
+    folders = {Path(folder).resolve() for folder in PATH.split(":")}
+    for program in sorted({found for folder in folders for found in folder.glob("py*") if _is_python(found.name)}):
+        os.mknod(_above(layer, str(program)), stat.S_IFCHR, os.makedev(0, 0))
+
+
+def _is_python(name: str) -> bool:
+    return re.fullmatch(r"(python|pypy)[\d.]*", name) is not None
+
+
+def _server(folder: Path, client_key: str) -> None:
     settings = sshd.Settings(
         host_key=Path("/etc/ssh/ssh_host_ed25519_key"),
         authorized_keys=Path("/etc/ssh/authorized_keys"),
@@ -92,7 +139,6 @@ def _server(folder: Path, key: Path, client_key: str) -> None:
     )
     _write(folder / "sshd_config", settings.text())
     _write(folder / "authorized_keys", f"{client_key}\n")
-    shutil.copy2(key, folder / "ssh_host_ed25519_key")
 
 
 def _write(path: Path, text: str) -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from skyfab.errors import Unreachable, UsageError
 
+from . import programs
 from .host import LabHost
-
-INSTALL = "apt-get install openssh-server  (or your system's package of that name)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,8 @@ def program() -> str:
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/sbin"])
     found = shutil.which("sshd", path=path)
     if found is None or shutil.which("ssh-keygen") is None:
-        raise UsageError("a lab needs sshd and ssh-keygen, and this machine has none", hint=INSTALL)
+        hint = programs.command(programs.missing(programs.SERVER))
+        raise UsageError("a lab needs sshd and ssh-keygen, and this machine has none", hint=hint)
     return str(Path(found).absolute())
 
 
@@ -76,7 +76,7 @@ def make_key(path: Path, comment: str) -> str:
     return " ".join(path.with_name(f"{path.name}.pub").read_text().split()[:2])
 
 
-def wait(host: LabHost, timeout: float = 20.0) -> None:
+def wait(host: LabHost, timeout: float = 60.0) -> None:
     """Returns when the host's server greets. Raises Unreachable, with its last words, when it does not."""
     deadline = time.monotonic() + timeout
     while not (host.up and _greets(host.address, host.port)):

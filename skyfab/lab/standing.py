@@ -8,6 +8,7 @@ from pathlib import Path
 
 from skyfab.errors import UsageError
 
+from . import programs
 from .lab import Lab
 
 
@@ -27,10 +28,11 @@ class HostStatus:
         return f"{self.name}  {self.user}@{self.address}:{self.port}  {self.kind}  {state}"
 
 
-def up(count: int = 4, folder: Path | str | None = None) -> Path:
+def up(count: int = 4, folder: Path | str | None = None, *, python: str | None = None) -> Path:
     """Starts the lab if it is not up, and what is down of it if it is; returns its inventory's path.
 
-    Raises UsageError when it is up with another number of hosts.
+    Installs the programs that it needs, where it may. `python` is as for `Lab.start`.
+    Raises UsageError when it is up with another number of hosts, or when programs are missing.
     """
     place = home(folder)
     lab = find(place)
@@ -38,7 +40,8 @@ def up(count: int = 4, folder: Path | str | None = None) -> Path:
         lab.stop()
         lab = None
     if lab is None:
-        return Lab.start(count, folder=place, persistent=True).inventory
+        programs.require()
+        return Lab.start(count, folder=place, python=python, persistent=True).inventory
     if len(lab.hosts) != count:
         raise UsageError(
             f"a lab of {len(lab.hosts)} hosts is already up, not of {count}",

@@ -14,16 +14,21 @@ A plugin travels to the hosts by pickle, and runs there in each process before t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+from skyfab.errors import UsageError
 
 if TYPE_CHECKING:
     from skyfab.compute import Compute
     from skyfab.context import InstanceInfo
     from skyfab.host import Host
     from skyfab.image import Image
+
+RENDEZVOUS: Final = "the port at which the ranks meet"
+"""What frameworks with a process group of their own take."""
 
 
 Network = Literal["unused", "wanted", "needed"]
@@ -43,6 +48,8 @@ class Elastic:
 class Plugin:
     """Derive from this and write the hooks that you need."""
 
+    exclusive: ClassVar[str] = ""
+    """What it takes for itself, in words: of the plugins of a pool, one may have it."""
     elastic: Elastic | None = None
     """Where it is set, each host has one process that starts the host's ranks: see `conduct`."""
     network: Network = "unused"
@@ -79,3 +86,18 @@ class Torchrun(Plugin):
     """Scripts that were written for torchrun: some connect to MASTER_ADDR, some do not."""
 
     network = "wanted"
+
+
+def check_together(plugins: Sequence[Plugin]) -> None:
+    """Raises UsageError for plugins that cannot be in one pool."""
+    owners: dict[str, Plugin] = {}
+    for plugin in plugins:
+        if not plugin.exclusive:
+            continue
+        if plugin.exclusive in owners:
+            names = [f"plugins.{type(one).__name__.lower()}" for one in (owners[plugin.exclusive], plugin)]
+            raise UsageError(
+                f"{' and '.join(names)} cannot be in one pool: each needs {plugin.exclusive} for itself",
+                hint="leave one of them out, or open a pool for each",
+            )
+        owners[plugin.exclusive] = plugin

@@ -31,8 +31,6 @@ SILENCE: Final = 10
 """Seconds without a sign of life after which a host is left out."""
 LAST_CALL: Final = 3.0
 """Seconds to wait for more hosts once enough are there."""
-_FOLDER: Final = Path("elastic")
-"""In the process's own folder, which goes with the pool."""
 FAREWELL: Final = 30.0
 """Seconds that hosts wait for each other when they are done."""
 
@@ -58,14 +56,14 @@ def conduct(
         role="skyfab",
         local_world_size=info.local_world_size,
         entrypoint=perform,
-        args=(_flat(work), info._asdict()),
+        args=(_flat(work), info._asdict(), context.own_folder()),
         rdzv_handler=rendezvous,
         max_restarts=elastic.max_restarts,
         local_addr=info.peers[info.rank],
     )
     # A rank that fails says so itself, in one line.
     logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)
-    logs = DefaultLogsSpecs(log_dir=str(_FOLDER.resolve()))
+    logs = DefaultLogsSpecs(log_dir=str(_folder()))
     try:
         ended = LocalElasticAgent(spec, logs, exit_barrier_timeout=FAREWELL).run()
     finally:
@@ -155,8 +153,9 @@ class _Peers:
 # ---- in the ranks
 
 
-def perform(parcel: bytes, place: dict[str, Any]) -> bytes:
+def perform(parcel: bytes, place: dict[str, Any], folder: str) -> bytes:
     """What torch starts in each rank: its place, the plugins, the function."""
+    context.hold_folder(folder)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["SKYFAB_ATTEMPT"]  # torch's own differs between hosts
     info = context.InstanceInfo(**place)._replace(
         rank=int(os.environ["RANK"]),
@@ -171,7 +170,7 @@ def perform(parcel: bytes, place: dict[str, Any]) -> bytes:
     context.offer_stacks(f"{info.job_id}.rank{info.local_rank}", info.rank)
     try:
         function, plugins, args, kwargs = codec.loads(*pickle.loads(parcel))
-        return _flat(_inside(plugins, info, lambda: function(*args, **kwargs)))
+        return _flat(_inside(plugins, info, lambda: context.awaited(function(*args, **kwargs))))
     except Exception as error:
         print(f"rank {info.rank} failed, attempt {info.attempt}: {type(error).__name__}: {error}", file=sys.stderr)
         _leave(error)
@@ -200,6 +199,11 @@ def _flat(value: object) -> bytes:
 # ---- failures
 
 
+def _folder() -> Path:
+    """Goes with the pool."""
+    return Path(context.own_folder()) / "elastic"
+
+
 class _Text(Exception):
     """The traceback in the rank: the cause of the exception that came from there."""
 
@@ -209,10 +213,10 @@ class _Text(Exception):
 
 def _leave(error: Exception) -> None:
     """Writes the failure down for the conductor, which wants the first one of the last attempt."""
-    path = _FOLDER / f"{os.environ['SKYFAB_ATTEMPT']}.{os.environ['RANK']}.failure"
+    path = _folder() / f"{os.environ['SKYFAB_ATTEMPT']}.{os.environ['RANK']}.failure"
     if path.exists():
         return
-    _FOLDER.mkdir(exist_ok=True)
+    _folder().mkdir(exist_ok=True)
     text = traceback.format_exc()
     error.__traceback__ = None
     try:
@@ -224,7 +228,7 @@ def _leave(error: Exception) -> None:
 
 def _failure(failures: dict[int, Any]) -> Exception:
     """What the first rank here that failed has raised. Torch knows of one, and not which was the first."""
-    written = _FOLDER.glob(f"{os.environ['SKYFAB_ATTEMPT']}.*.failure")
+    written = _folder().glob(f"{os.environ['SKYFAB_ATTEMPT']}.*.failure")
     earliest = min(written, key=lambda path: path.stat().st_mtime_ns, default=None)
     if earliest is None:  # it was killed
         rank, first = next(iter(failures.items()))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from skyfab.plugins.accelerate import meet_on_cpus
 from skyfab.plugins.base import Plugin
-from skyfab.plugins.packages import with_packages
+from skyfab.plugins.packages import with_packages, with_trainer
 
 if TYPE_CHECKING:
     from skyfab.context import InstanceInfo
@@ -29,7 +29,7 @@ class HuggingFace(Plugin):
         return f"HuggingFace(token={'None' if self.token is None else '[secret]'})"
 
     def transform(self, image: Image, host: Host) -> Image:
-        return with_packages(image, host, "transformers", "datasets", "tokenizers")
+        return with_trainer(with_packages(image, host, "transformers", "datasets", "tokenizers"), host)
 
     @contextmanager
     def around_process(self, info: InstanceInfo) -> Iterator[None]:
@@ -47,7 +47,6 @@ def huggingface(token: str | None = None) -> HuggingFace:
     """transformers, datasets and tokenizers on every host; `token` is ``HF_TOKEN`` in the processes there.
 
     It travels inside the SSH connection and is written to no file. The Trainer finds rank and world size as
-    torchrun would say them; with `plugins.torch` it finds the process group too. It needs accelerate, which
-    `plugins.accelerate` brings.
+    torchrun would say them; with `plugins.torch` it finds the process group too, and accelerate, which it needs.
     """
     return HuggingFace(token=token)

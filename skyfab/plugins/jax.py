@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from skyfab import context
-from skyfab.plugins.base import Plugin
+from skyfab.plugins.base import RENDEZVOUS, Plugin
 from skyfab.plugins.packages import with_packages
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Jax(Plugin):
     """Made by `jax`, which says what the field means."""
 
     network = "needed"
+    exclusive = RENDEZVOUS
     extra: str | None = None
 
     def transform(self, image: Image, host: Host) -> Image:

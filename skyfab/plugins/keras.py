@@ -26,6 +26,7 @@ Backend = Literal["torch", "jax", "tensorflow", "numpy"]
 class Keras(Plugin):
     """Made by `keras`, which says what the field means."""
 
+    exclusive = "the choice of Keras' backend"
     backend: Backend = "torch"
 
     def __post_init__(self) -> None:

@@ -20,6 +20,14 @@ def with_packages(image: Image, host: Host, *requirements: str) -> Image:
     return replace(image, pip=(*image.pip, *more)) if more else image
 
 
+def with_trainer(image: Image, host: Host) -> Image:
+    """With accelerate too, where both transformers and torch are asked for: the Trainer needs it.
+
+    Both plugins call this, since either may come second. Without torch it would bring torch along.
+    """
+    return with_packages(image, host, "accelerate") if {"torch", "transformers"} <= named(image) else image
+
+
 def used_as_it_is(image: Image, host: Host) -> bool:
     """Somebody has chosen the interpreter or the packages: those are used, and nothing is installed."""
     if image.python.startswith("/") or image.lock:

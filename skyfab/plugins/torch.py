@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from skyfab import context
 from skyfab.errors import UsageError
-from skyfab.plugins.base import Elastic, Plugin
-from skyfab.plugins.packages import canonical, named, pinned, used_as_it_is, with_packages
+from skyfab.plugins.base import RENDEZVOUS, Elastic, Plugin
+from skyfab.plugins.packages import canonical, named, pinned, used_as_it_is, with_packages, with_trainer
 
 if TYPE_CHECKING:
     from skyfab.context import InstanceInfo
@@ -32,6 +32,7 @@ class Torch(Plugin):
     """Made by `torch`, which says what the fields mean."""
 
     network = "needed"
+    exclusive = RENDEZVOUS
     backend: str | None = None
     cuda: str = "auto"
     version: str = "auto"
@@ -55,7 +56,7 @@ class Torch(Plugin):
             wanted.append(_companion("torchvision", self.vision, release))
         if self.audio:
             wanted.append(_companion("torchaudio", self.audio, release))
-        return self._with_index(with_packages(image, host, *wanted))
+        return self._with_index(with_trainer(with_packages(image, host, *wanted), host))
 
     def release(self) -> str | None:
         """The version that hosts get; None where any will do."""

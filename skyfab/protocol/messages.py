@@ -120,6 +120,10 @@ class Spawn(Message):
     """What `instance_info()` says there."""
     port: int = 0
     """One that was asked for with Port: the process inherits the socket that listens there."""
+    workdir: str = ""
+    """Where its relative paths lead: a path, or the name of a project's folder in the cache; empty: the pool's own."""
+    include: bool = True
+    """What the tree has for the working folder is laid out there."""
 
 
 class Call(Message):
@@ -186,6 +190,12 @@ class Detach(Message):
     op: ClassVar[str] = "detach"
     run: str
     about: Mapping[str, Any]
+
+
+class Written(Message):
+    """What has been written in working folders that stay? Answered by Done, with a list in JSON."""
+
+    op: ClassVar[str] = "written"
 
 
 class Has(Message):
@@ -317,7 +327,8 @@ class Exited(Message):
     seat: str
     generation: int
     text: str
-    exitcode: int
+    exitcode: int | None = None
+    """None: it could not be started."""
 
 
 # ---- hello
@@ -332,6 +343,8 @@ class ClientHello(Message):
     lease: float
     name: str
     """How this machine calls the host."""
+    local: bool = False
+    """It is this machine: a connection that ends is the end of the program, and not of a network."""
 
 
 class AgentHello(Message):

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -198,6 +199,7 @@ class Fabric:
         except Exception as error:
             hang_up(made)
             raise _explain(self._host, error) from error
+        _CONNECTIONS.add(made)
         return made
 
     def joined(self) -> None:
@@ -206,6 +208,24 @@ class Fabric:
 
     def close(self) -> None:
         hang_up(self._connection)
+
+
+_CONNECTIONS: Final[weakref.WeakSet[fabric.Connection]] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    """In a forked child: lets go of the sockets, which would keep connections open without the parent."""
+    for made in list(_CONNECTIONS):
+        hop: Any = made
+        while isinstance(hop, fabric.Connection):
+            transport = hop.client.get_transport()
+            if transport is not None and isinstance(transport.sock, socket.socket):
+                transport.sock.close()
+            hop = hop.gateway
+    _CONNECTIONS.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 class Passwords:

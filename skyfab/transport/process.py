@@ -104,6 +104,13 @@ class ProcessStream:
                 self.end(signal.SIGKILL)
                 self._process.wait()
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: lets go of the pipes, which would keep ssh alive without the parent."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe
+            pipe.close()
+        self._process.returncode = 0  # not ours to wait for, or to end
+
     def end(self, number: int) -> None:
         """Ends the process, with its group: to a host behind others, ssh has a child of its own."""
         if self._process.poll() is None:
@@ -112,6 +119,15 @@ class ProcessStream:
 
 
 _STREAMS: Final[weakref.WeakSet[ProcessStream]] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for stream in list(_STREAMS):
+        stream.leave_to_parent()
+    _STREAMS.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def end_all() -> None:

@@ -300,6 +300,29 @@ def test_a_package_that_was_damaged_on_the_host_is_sent_again(
     assert found == ""
 
 
+def test_a_wheel_that_was_replaced_under_its_name_and_version_is_fetched_again(
+    fresh: Callable[..., list[sky.Host]],
+    open_index: Index,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    namespaces: Lab,
+) -> None:
+    """A host that has installed the old one still has it in uv's cache."""
+    open_index.lasting = True
+    open_index.add("shelf", "1.0", requires=["book"])
+    open_index.add("book", "2.0")
+    hosts = fresh()
+    pool(hosts, pip=["shelf"]).__enter__().close()
+    open_index.add("shelf", "1.0", requires=["book"], files={"shelf/__init__.py": "version = 'of today'\n"})
+    for name in ("XDG_CACHE_HOME", "UV_CACHE_DIR"):  # a program that has never seen the old one
+        monkeypatch.setenv(name, str(tmp_path / name))
+    asked = open_index.count("book-2.0")
+    with pool(hosts, pip=["shelf"]) as compute:
+        assert version_of("shelf") >> compute == "of today"
+    assert len(listing(namespaces, hosts[0], "envs")) == 2
+    assert open_index.count("book-2.0") - asked <= 3, "the others come from the cache"
+
+
 def test_a_build_that_was_killed_leaves_nothing_in_the_way(
     fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
 ) -> None:

@@ -143,6 +143,22 @@ def test_a_log_is_as_old_as_its_last_line(cache: Cache) -> None:
     assert OLD_RUN in cache('ls "$c/logs"')
 
 
+def test_working_folders_go_when_nothing_in_them_was_used_and_are_named(cache: Cache) -> None:
+    """One with a file of yesterday stays, and so does one that a living pool uses."""
+    names = ("old-0a1b2c3d", "young-0a1b2c3d", "used-0a1b2c3d", ".hidden")
+    cache(
+        FILL
+        + "".join(f"mkdir -p files/{name}/deep; head -c 3000000 /dev/zero >files/{name}/deep/x; " for name in names)
+        + "age '40 days ago' files; touch -d '1 day ago' files/young-0a1b2c3d/deep/x; "
+        + f'mkdir -p "run/$(uname -n)/{NEW_RUN}"; echo used-0a1b2c3d >"run/$(uname -n)/{NEW_RUN}/files"'
+    )
+    swept = cache.gc()
+    assert swept.counts["files"] == 1
+    assert "1 working folder" in str(swept)
+    assert "(old-0a1b2c3d 3.1 MB)" in str(swept) or "(old-0a1b2c3d 3.0 MB)" in str(swept)
+    assert cache('ls -A "$c/files"') == [".hidden", "used-0a1b2c3d", "young-0a1b2c3d"]
+
+
 def test_half_made_things_go_after_a_day(cache: Cache) -> None:
     drafts = [
         f"envs/.in-{'d' * 40}-s1",

@@ -17,7 +17,7 @@ from stage.index import Index, make_wheel, sha256
 from stage.spot import until
 from stage.threads import at_once
 
-from skyfab.env import tools, uv
+from skyfab.env import builds, tools, uv
 from skyfab.env.facts import Target
 from skyfab.env.lock import Lock, LockError, indexes, make_lock, needs_push, read_lock
 from skyfab.env.wheels import fetch
@@ -549,6 +549,85 @@ def test_an_index_named_for_torch_is_where_torch_comes_from(links: Path, private
     assert chosen(lock_of("torch", scoped=(PipIndex(private.secret_url, ("torch",)),))) == {"torch": "2.10.0+custom"}
 
 
+def vision(folder: Path, version: str, *, torch: str = "2.13.0", package: str = "torchvision") -> None:
+    make_wheel(folder, package, version, tag="cp311-cp311-manylinux_2_28_x86_64", requires=[f"torch=={torch}"])
+
+
+@pytest.mark.parametrize("package", ["torchvision", "torchaudio"])
+def test_a_torchvision_of_another_build_than_torch_is_refused_with_what_to_do(
+    links: Path, index: Index, package: str
+) -> None:
+    """As PyPI's is beside a torch for CPUs: its versions fit, and it fails when it is imported."""
+    torch_wheel(links, "2.13.0+cpu")
+    vision(index.folder, "0.28.0", package=package)
+    with pytest.raises(LockError, match=rf"{package} 0\.28\.0 .* beside torch 2\.13\.0\+cpu.*built for cpu") as raised:
+        lock_of("torch", package)
+    assert "put builds for cpu where pip looks for torch" in str(raised.value.hint)
+    assert "PipIndex(url, packages=" in str(raised.value.hint)
+
+
+def test_a_torchvision_that_comes_along_is_looked_at_too(links: Path, index: Index) -> None:
+    torch_wheel(links, "2.13.0+cpu")
+    vision(index.folder, "0.28.0")
+    index.add("models", "1.0", requires=["torchvision"])
+    with pytest.raises(LockError, match=r"torchvision 0\.28\.0"):
+        lock_of("models")
+
+
+def test_of_two_torchvisions_the_one_that_fits_torch_is_taken(links: Path, index: Index) -> None:
+    """The index has a newer one, for GPUs."""
+    torch_wheel(links, "2.13.0+cpu")
+    vision(links, "0.28.0+cpu")
+    vision(index.folder, "0.28.1")
+    assert chosen(lock_of("torch", "torchvision==0.28.*")) == {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu"}
+
+
+def test_a_torch_that_torchvision_fits_is_taken_even_if_it_is_older(links: Path, index: Index) -> None:
+    for build in ("2.13.0+cpu", "2.12.0+cpu"):
+        torch_wheel(links, build)
+    vision(links, "0.27.0+cpu", torch="2.12.0")
+    vision(index.folder, "0.28.0")
+    assert chosen(lock_of("torch", "torchvision")) == {"torch": "2.12.0+cpu", "torchvision": "0.27.0+cpu"}
+
+
+def test_what_lies_beside_torch_or_was_given_an_index_is_taken_to_fit(
+    links: Path, index: Index, private: Index
+) -> None:
+    torch_wheel(links, "2.13.0+cpu")
+    vision(links, "0.28.0")
+    assert chosen(lock_of("torch", "torchvision"))["torchvision"] == "0.28.0"
+    vision(private.folder, "0.28.7")
+    own = PipIndex(private.secret_url, ("torchvision",))
+    assert chosen(lock_of("torch", "torchvision", scoped=(own,)))["torchvision"] == "0.28.7"
+
+
+def test_an_index_for_torch_alone_says_that_torchvision_belongs_there_too(private: Index, index: Index) -> None:
+    torch_wheel(private.folder, "2.13.0+cpu")
+    vision(index.folder, "0.28.0")
+    with pytest.raises(LockError, match=r"torchvision 0\.28\.0 .* beside torch 2\.13\.0\+cpu"):
+        lock_of("torch", "torchvision", scoped=(PipIndex(private.secret_url, ("torch",)),))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "arch", "fitting"),
+    [
+        ("2.13.0", "0.28.0", "x86_64", True),
+        ("2.13.0+cpu", "0.28.0+cpu", "x86_64", True),
+        ("2.13.0+cu128", "0.28.0+cu129", "x86_64", True),  # torchvision compares CUDA's major versions
+        ("2.13.0+cu128", "0.28.0", "x86_64", True),
+        ("2.13.0+ours", "0.28.0", "x86_64", True),
+        ("2.13.0+cpu", "0.28.0", "aarch64", True),
+        ("2.13.0+cpu", "0.28.0", "x86_64", False),
+        ("2.13.0", "0.28.0+cpu", "x86_64", False),
+        ("2.13.0+cu128", "0.28.0+cu130", "x86_64", False),
+        ("2.13.0+cpu", "0.28.0+cu128", "aarch64", False),
+        ("2.13.0+rocm6.4", "0.28.0", "x86_64", False),
+    ],
+)
+def test_which_builds_fit(one: str, other: str, arch: str, fitting: bool) -> None:
+    assert builds.fit(one, other, arch) is builds.fit(other, one, arch) is fitting
+
+
 def test_macos_takes_torch_from_the_index(index: Index) -> None:
     make_wheel(index.folder, "torch", "2.14.0", tag="cp311-none-macosx_11_0_arm64")
     mac = Target(system="Darwin", arch="arm64", libc="", python="3.11")
@@ -624,6 +703,34 @@ def test_a_lock_of_ones_own_without_a_wheel_for_the_host(mine: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("quote", "secret"), [('"', "pw"), ("'", "pw"), ('"', "p'w"), ("'", 'p"w'), ('"', "p@w"), ("'", "p@w")]
+)
+def test_passwords_in_a_lock_of_ones_own_stay_here(tmp_path: Path, quote: str, secret: str) -> None:
+    """The host gets the wheels, and neither a password nor a part of one."""
+    url = f"{quote}https://ada:{secret}@a.example/x-1.0-py3-none-any.whl{quote}"
+    file = tmp_path / "pylock.toml"
+    hashes = f"hashes = {{ sha256 = '{'a' * 64}' }}"
+    file.write_text(f"[[packages]]\nname = 'x'\nversion = '1.0'\nwheels = [{{ url = {url}, {hashes} }}]\n")
+    image, lock = Image(lock=str(file)), read_lock(file, HOST)
+    assert needs_push(image, lock.wheels)
+    assert indexes(image) == ("https://a.example",)
+    assert "ada" not in lock.text
+    assert secret not in lock.text
+    assert f"ada:{secret}@" in lock.wheels[0].url, "it is fetched from here"
+
+
+def test_a_lock_of_ones_own_may_be_fetched_where_no_password_is_needed(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = read_lock(mine, replace(HOST, libc="glibc 2.17"))
+    assert lock.text == mine.read_text()
+    assert not needs_push(Image(lock=str(mine)), lock.wheels)
+    (mine.parent / "netrc").write_text("machine a.example login ada password pw\n")
+    monkeypatch.setenv("NETRC", str(mine.parent / "netrc"))
+    assert needs_push(Image(lock=str(mine)), lock.wheels)
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("packages = 7", "not a pylock.toml"),
@@ -633,6 +740,10 @@ def test_a_lock_of_ones_own_without_a_wheel_for_the_host(mine: Path) -> None:
         (
             "[[packages]]\nname = 'x'\nversion = '1'\nwheels = [{url = 'https://a.example/x-1-py3-none-any.whl'}]",
             "sha256",
+        ),
+        (
+            "[[packages]]\nname = 'x'\nwheels = [{name = 'x-1-py3-none-any.a/../../evil.whl', path = 'x'}]",
+            "not the name of a file",
         ),
         ("[[packages]]\nname = 'x'\nvcs = {type = 'git', url = 'https://a.example/x'}", "x  ?has no wheel"),
     ],

@@ -27,7 +27,8 @@ def settle(lab: Lab) -> None:
         assert isinstance(host, NamespaceHost)
         wires = host.network
         ip(f"neigh replace {host.address} lladdr {wires.hardware(host.number)} dev {wires.bridge} nud permanent")
-        gateway = ["neigh", "replace", wires.address(1), "lladdr", wires.hardware(0)]
+        bridge = host.address.rpartition(".")[0] + ".1"
+        gateway = ["neigh", "replace", bridge, "lladdr", wires.hardware(0)]
         host.run(["ip", *gateway, "dev", INTERFACE, "nud", "permanent"])
 
 

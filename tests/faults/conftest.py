@@ -6,19 +6,16 @@ seed, which is a part of the test's name.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import cable
 import pytest
-from stage import remains
+from stage import labs, remains
 
 import skyfab as sky
 from skyfab import hearing, reunion, tether
-from skyfab.errors import UsageError
 from skyfab.lab import Lab
 
 HOSTS = 3
@@ -27,13 +24,7 @@ HOSTS = 3
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     """In place of the one of the whole run."""
-    try:
-        lab = Lab.start(HOSTS, kind="namespace", python=sys.executable)
-    except UsageError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
-    with lab:
+    with labs.start_for_calls(HOSTS) as lab:
         cable.settle(lab)
         yield lab
 

@@ -98,6 +98,23 @@ Open = Callable[..., sky.Compute]
 # ---- the agent
 
 
+def test_a_pool_opens_again_although_an_agent_of_its_last_opening_is_still_there(
+    lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze
+) -> None:
+    """As on a host that is so busy that the agent has not ended yet: the new opening has an agent of its own."""
+    pool = open_pool("openssh", lease=6)
+    assert errands.note(spot / "calls", "before") >> pool
+    before = agent(pool, lab["node1"])
+    go_on = freeze(before)
+    pool.close()
+    pool.open()
+    assert errands.note(spot / "calls", "after") >> pool == "after"
+    assert pool.hosts[0].agent.pid != before.pid
+    go_on()
+    until(lambda: gone(lab, before), "the end of the old agent")
+    assert errands.note(spot / "calls", "later") >> pool == "later"
+
+
 @pytest.mark.parametrize("goes_on", [True, False], ids=["goes-on-later", "never-goes-on"])
 def test_an_agent_that_freezes_while_another_host_answers_is_a_host_lost(
     lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze, goes_on: bool

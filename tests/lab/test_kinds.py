@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from stage.labs import answers, ssh, start, until
@@ -12,6 +16,12 @@ from stage.labs import answers, ssh, start, until
 import skyfab as sky
 from skyfab.errors import UsageError
 from skyfab.lab import Lab, LabHost
+from skyfab.lab.root import PATH
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 pytestmark = pytest.mark.lab
 
@@ -109,10 +119,93 @@ def test_a_cut_behind_a_forwarded_port_is_silence_and_a_reboot_keeps_the_port(fo
     assert Lab.load(forwarded.folder) == forwarded
 
 
+# Interpreters
+
+
+def test_a_host_has_the_systems_own_python_and_nothing_of_this_programs() -> None:
+    with start(1) as lab:
+        host = lab.hosts[0]
+        assert "python" not in tomllib.loads(lab.inventory.read_text())["hosts"]["node1"]
+        same = shutil.which(f"python3.{sys.version_info.minor}", path=PATH)
+        assert host.python == (same or shutil.which("python3", path=PATH))
+        said = host.run([host.python, "-c", "import sys; print(sys.prefix, *sys.path)"]).stdout.split()
+        assert said[0] != sys.prefix
+        assert not any(path.startswith(sys.prefix) for path in said)
+        listed = "import importlib.metadata as m; print(*(d.name for d in m.distributions()))"
+        assert host.run([host.python, "-c", listed]).stdout.split() == []
+        assert not host.path(sys.executable).exists()
+
+
+def test_functions_run_with_the_systems_own_python() -> None:
+    with start(1) as lab, sky.Compute("lab", inventory=lab.inventory, ui="none") as compute:
+        assert sky.function(lambda: __import__("sys").executable)() >> compute == lab.hosts[0].python
+
+
+def test_a_host_without_python_has_none_that_a_shell_finds() -> None:
+    with start(1, python="none") as lab:
+        host = lab.hosts[0]
+        assert host.python == ""
+        names = [f"{name}{number}" for name in ("python", "pypy") for number in ("", 3, *(f"3.{n}" for n in range(20)))]
+        assert ssh(host, f"for name in {' '.join(names)}; do command -v $name; done; true") == ""
+        assert shutil.which("python3")  # here it still is
+
+
+# Names and shells
+
+
+def test_without_reverse_dns_addresses_have_no_names() -> None:
+    with start(2, reverse_dns=False) as lab:
+        first, second = lab.hosts
+        code = f"import socket; print(socket.getnameinfo(({second.address!r}, 1), socket.NI_NAMEREQD))"
+        assert "gaierror" in first.run([first.python, "-c", code], check=False).stderr
+        assert first.run(["getent", "hosts", "node1"]).stdout.split() == ["127.0.1.1", "node1"]
+        assert first.run(["getent", "hosts", "node2"], check=False).returncode != 0
+
+
+def test_users_have_the_login_shells_that_they_are_given() -> None:
+    with start(1, shells={"root": "/bin/dash", "ada": "/bin/sh"}) as lab:
+        for user, shell in (("root", "/bin/dash"), ("ada", "/bin/sh")):
+            assert ssh(lab.hosts[0], "echo $SHELL", user).strip() == shell
+    with pytest.raises(UsageError, match="the host has no user 'eve'"):
+        Lab.start(1, shells={"eve": "/bin/sh"})
+    with pytest.raises(UsageError, match="no login shell at /no/shell"):
+        Lab.start(1, shells={"root": "/no/shell"})
+
+
+# Many of them
+
+
+def test_sixty_four_hosts_start_and_reach_each_other() -> None:
+    """More neighbours than the kernel's table has room for unless it is told."""
+    with start(64) as lab:
+        others = [host.address for host in lab.hosts]
+        code = f"""
+import socket
+for address in {others!r}:
+    try:
+        socket.create_connection((address, 9), 20)
+    except ConnectionRefusedError:  # it answers
+        pass
+"""
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda host: host.run([host.python, "-I", "-S", "-c", code]), lab.hosts))
+
+
 # What cannot be
 
 
-@pytest.mark.parametrize("kind", ["second_network", "isolated", "forwarded"])
-def test_loopback_hosts_have_no_kinds(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"second_network": True},
+        {"isolated": True},
+        {"forwarded": True},
+        {"reverse_dns": False},
+        {"shells": {"root": "/bin/sh"}},
+        {"python": "none"},
+    ],
+    ids=lambda kind: next(iter(kind)),
+)
+def test_loopback_hosts_have_no_kinds(kind: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="loopback hosts are all alike"):
-        Lab.start(1, kind="loopback", **{kind: True})  # type: ignore[arg-type]
+        Lab.start(1, kind="loopback", **kind)

@@ -18,6 +18,12 @@ from skyfab.events import Event
 from skyfab.lab import Lab
 
 
+@pytest.fixture(scope="module")
+def lab(lent_lab: Lab) -> Lab:
+    """Hosts need the frameworks, at once."""
+    return lent_lab
+
+
 def needs(*modules: str) -> pytest.MarkDecorator:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")

@@ -110,6 +110,28 @@ def test_a_module_does_not_hide_its_function() -> None:
         assert callable(getattr(sky.plugins, name))
 
 
+@pytest.mark.parametrize(
+    ("plugins", "words"),
+    [
+        ([sky.plugins.jax(), sky.plugins.torch()], "plugins.jax and plugins.torch"),
+        ([sky.plugins.torch(), sky.plugins.huggingface(), sky.plugins.jax()], "plugins.torch and plugins.jax"),
+        ([sky.plugins.torch(), sky.plugins.torch(cuda="cpu")], "plugins.torch and plugins.torch"),
+        ([sky.plugins.keras("jax"), sky.plugins.keras("torch")], "plugins.keras and plugins.keras"),
+    ],
+)
+def test_plugins_that_cannot_be_in_one_pool_are_refused_before_any_host_is_reached(
+    plugins: list[sky.plugins.Plugin], words: str
+) -> None:
+    with pytest.raises(sky.UsageError, match=f"{words} cannot be in one pool") as raised:
+        sky.Compute("local", plugins=plugins)
+    assert "a pool for each" in str(raised.value.hint)
+
+
+def test_plugins_that_can_be_in_one_pool_are_not_refused() -> None:
+    sky.Compute("local", plugins=[sky.plugins.jax(), sky.plugins.keras("jax"), sky.plugins.Plugin()])
+    sky.Compute("local", plugins=[plugin for name, plugin in PLUGINS.items() if name != "jax"])
+
+
 # ---- torch
 
 
@@ -203,6 +225,16 @@ def test_huggingface_brings_its_libraries_and_hides_its_token() -> None:
     assert image.pip == ("transformers>=5", "datasets", "tokenizers")
     assert repr(plugin) == "HuggingFace(token=[secret])"
     assert "do-not-show" not in f"{plugin} {image} {plugin.transform(image, HOST).env}"
+
+
+@pytest.mark.parametrize("first", ["torch", "huggingface"])
+def test_torch_and_huggingface_give_a_trainer_that_works(first: str, installed: dict[str, str]) -> None:
+    """The Trainer needs accelerate with torch; without torch, it would bring torch along."""
+    second = "huggingface" if first == "torch" else "torch"
+    image = PLUGINS[second].transform(PLUGINS[first].transform(sky.Image(), HOST), HOST)
+    assert set(image.pip) == {"torch==2.13.0", "numpy", "transformers", "datasets", "tokenizers", "accelerate"}
+    assert "accelerate" not in pip(PLUGINS["huggingface"])
+    assert pip(PLUGINS["huggingface"], "torch", "accelerate==1.9").count("accelerate") == 0
 
 
 def test_accelerate_brings_itself() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wire_pair import filled
 
+from skyfab.agent.link import SOCKET
 from skyfab.bundle import bundle
 from skyfab.inventory import Host
 from skyfab.launch import Launch
@@ -47,7 +49,7 @@ class Client:
         self._streams = iter(range(1, 10**9, 2))
 
     @contextlib.contextmanager
-    def connected(self, *, hello: bool = True) -> Iterator[Client]:
+    def connected(self, *, hello: bool = True, local: bool = False) -> Iterator[Client]:
         self.stream = Local(self.host).open(self.launch.command("resume" if self._started else "start"))
         try:
             self.launch.join(self.stream, deadline=time.monotonic() + SECONDS)
@@ -56,8 +58,8 @@ class Client:
             self.ended = False
             self.agent = None
             if hello:
-                about = messages.ClientHello(protocol=VERSION, received=self.received, lease=30.0, name="local")
-                self.write(frame(HELLO, 0, about.encode()))
+                fields = {"protocol": VERSION, "received": self.received, "lease": 30.0, "name": "a", "local": local}
+                self.write(frame(HELLO, 0, messages.ClientHello(**fields).encode()))
                 self.read(lambda: self.agent is not None)
                 assert self.agent is not None
             yield self
@@ -241,6 +243,81 @@ def test_a_link_that_comes_while_another_is_there_takes_over(client: Client) -> 
             client.is_answered()
     finally:
         second.close()
+
+
+# ---- links that are none
+
+
+@contextlib.contextmanager
+def connected_socket(client: Client) -> Iterator[socket.socket]:
+    """A connection to the agent's own socket, as a link makes it."""
+    (place,) = client.cache.glob(f"run/*/{client.launch.session}")
+    folder = os.open(place, os.O_RDONLY)
+    try:
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(f"/proc/self/fd/{folder}/{SOCKET}")  # a path of any length
+            yield link
+    finally:
+        os.close(folder)
+
+
+def test_a_link_that_says_nothing_holds_up_nobody(client: Client) -> None:
+    with client.connected(), contextlib.ExitStack() as silent:
+        began = time.monotonic()
+        for _ in range(6):
+            silent.enter_context(connected_socket(client))
+            client.is_answered()
+        assert time.monotonic() - began < SECONDS, "the agent waits for each of them"
+
+
+@pytest.mark.parametrize("said", [b'{"connection": ""}', b"[1]", b"5", b"{}", b"no JSON", b""])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_link_with_something_else_is_sent_away(client: Client, said: bytes, count: int) -> None:
+    with open(os.devnull, "rb") as nothing, connected_socket(client) as link:  # noqa: PTH123
+        if said:
+            socket.send_fds(link, [said], [nothing.fileno()] * count)
+        else:
+            link.shutdown(socket.SHUT_WR)
+        link.settimeout(SECONDS)
+        assert link.recv(1) == b""
+    with client.connected():
+        client.is_answered()
+
+
+# ---- ends of programs and of connections
+
+
+@pytest.mark.parametrize(
+    ("half", "local", "said"),
+    [
+        (True, False, "the program has ended: its client has 10 s"),
+        (False, False, "the connection has ended: its client has 30 s"),
+        (False, True, "the program has ended: its client has 10 s"),
+    ],
+    ids=["the input alone", "both directions", "both directions, on this machine"],
+)
+def test_an_agent_tells_the_end_of_a_program_from_that_of_a_connection(
+    client: Client, half: bool, local: bool, said: str
+) -> None:
+    """And is there when the program comes back all the same."""
+    log = client.cache / "logs" / client.launch.session / "agent.log"
+    before = len(log.read_text())
+    with client.connected(local=local):
+        assert client.agent is not None
+        pid = client.agent.pid
+        if half:
+            assert client.stream._process.stdin is not None
+            client.stream._process.stdin.close()
+        else:
+            client.stream.close()
+        deadline = time.monotonic() + SECONDS
+        while said not in log.read_text()[before:]:
+            assert time.monotonic() < deadline, f"the agent said: {log.read_text()[before:]}"
+            time.sleep(0.01)
+    with client.connected():
+        client.is_answered()
+        assert client.agent is not None
+        assert client.agent.pid == pid
 
 
 any_frames = st.lists(

@@ -12,6 +12,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from wire_pair import filled
 
 import skyfab as sky
+from skyfab import meeting
 from skyfab.bundle import bundle
 from skyfab.inventory import Host
 from skyfab.launch import Launch, local_python
@@ -46,6 +48,7 @@ from skyfab.session import Session
 
 SESSION = "0123456789abcdef"
 NAME = name_of(b"x")
+ABOUT = {"address": "10.0.0.1", "gpus": 1, "cpus": 1}
 
 
 class Stream:
@@ -129,7 +132,7 @@ class Listener:
 
 
 def hello(**changes: Any) -> bytes:
-    about = {"protocol": VERSION, "python": local_python(), "cloudpickle": cloudpickle.__version__, **changes}
+    about = {"protocol": VERSION, "python": local_python(), "cloudpickle": cloudpickle.__version__, **ABOUT, **changes}
     return frame(HELLO, 0, filled(messages.AgentHello, **about).encode())
 
 
@@ -224,6 +227,37 @@ def test_a_host_that_does_not_introduce_itself_is_refused(said: bytes) -> None:
         with pytest.raises(sky.SkyfabError) as caught:
             session.open()
         assert len(str(caught.value)) < 1000
+
+
+IMPOSSIBLE = [
+    *({"gpus": number} for number in (2_000_000_000, 10**30, -1)),
+    *({"cpus": number} for number in (2_000_000_000, -1)),
+    *({"address": text} for text in ("", "node1", "10.0.0.1; true", "10.0.0.1 -j ACCEPT\n", "fe80::1%$(true)")),
+]
+
+
+@pytest.mark.parametrize("said", IMPOSSIBLE, ids=str)
+def test_a_host_that_cannot_be_what_it_says_is_refused(said: dict[str, Any]) -> None:
+    """Memory is made for each GPU, and the address stands in commands that people are told to type."""
+    with prepared() as (session, puppet, _):
+        puppet.say(hello(**said))
+        with pytest.raises(sky.SkyfabError):
+            session.open()
+
+
+@pytest.mark.parametrize("address", ["192.168.1.2", "::1", "fe80::1%eth0.5"])
+def test_an_address_may_be_of_any_kind(address: str) -> None:
+    with prepared() as (session, puppet, _):
+        puppet.say(hello(address=address))
+        assert session.open().address == address
+
+
+def test_every_hello_is_looked_at_and_not_the_first_alone() -> None:
+    with opened() as (session, _, _):
+        inbox = session._tether._inbox
+        inbox.mux.attach(b"")  # the connection broke, and there is another one
+        with pytest.raises(sky.ProtocolError):
+            inbox.hello(hello(gpus=2_000_000_000)[HEADER.size :])
 
 
 def test_hello_twice_is_refused() -> None:
@@ -382,6 +416,47 @@ def test_a_seat_that_is_filled_again_and_again_is_not_a_flood(monkeypatch: pytes
         assert len(session._tether._inbox._output) <= 100
 
 
+def logs(count: int, *, ended: bool) -> bytes:
+    """So many processes announce what they will write, and perhaps end."""
+    one = [
+        head(2 * n, filled(messages.Log, seat=str(n), fd=1), large=True)
+        + (head(0, filled(messages.Exited, seat=str(n))) if ended else b"")
+        for n in range(1, count + 1)
+    ]
+    return b"".join(one)
+
+
+@pytest.mark.timeout(30)
+def test_a_host_that_announces_ever_more_processes_is_refused_before_it_costs_anything() -> None:
+    """400 kB of announcements took more than half a minute, with the session's lock held."""
+    with opened() as (session, puppet, _):
+        errors: list[Exception] = []
+        session.send(messages.Has(names=[]), answer=lambda *_: None, failure=errors.append)
+        writer = threading.Thread(target=puppet.say, args=(logs(20_000, ended=False),))
+        writer.start()
+        session.wait(lambda: bool(errors))
+        assert isinstance(errors[0].__cause__, sky.ProtocolError)
+        puppet.host.shutdown(socket.SHUT_RDWR)
+        writer.join()
+
+
+@pytest.mark.timeout(30)
+def test_processes_that_have_ended_are_not_remembered_for_ever() -> None:
+    """A pool that has many gangs, one after the other, goes on."""
+    with opened() as (session, puppet, _):
+        assert outcome(session, puppet, logs(20_000, ended=True) + head(1, messages.Done())) == messages.Done()
+        inbox = session._tether._inbox
+        assert len(inbox._output) == len(inbox._streams) == len(inbox._ended) <= 1024
+
+
+def test_what_a_process_wrote_is_heard_after_its_end() -> None:
+    """Its ending overtakes what it had written: a crash is told by its last lines."""
+    with opened() as (session, puppet, listener):
+        said = logs(1, ended=True) + frame(DATA, 2, b"last\nwords") + head(0, filled(messages.Exited, seat="1"))
+        assert outcome(session, puppet, said + head(1, messages.Done())) == messages.Done()
+        assert listener.lines == [("last", "\n"), ("words", "\n")]
+
+
 def test_a_host_that_never_reads_does_not_hang_the_client() -> None:
     """Sending goes on in the background, closing does not wait for it."""
     with opened() as (session, _, _):
@@ -391,6 +466,33 @@ def test_a_host_that_never_reads_does_not_hang_the_client() -> None:
         assert time.monotonic() - began < 10
         session.close()
         assert time.monotonic() - began < 20
+
+
+# ---- where ranks meet
+
+
+class Liar:
+    """A node whose agent answers everything alike."""
+
+    def __init__(self, answer: messages.Message, address: str = "10.0.0.1") -> None:
+        self.name = "node"
+        self.agent = SimpleNamespace(address=address)
+        self.session = SimpleNamespace(ask=lambda message: answer)
+
+
+@pytest.mark.parametrize("text", ["", "²", "١٢٣", "1" * 5000, "-1", "80 80"])
+def test_a_port_that_is_none_is_a_typed_error(text: str) -> None:
+    node: Any = Liar(messages.Done(text=text))
+    with pytest.raises(sky.ProtocolError):
+        meeting._port(node)
+
+
+@pytest.mark.parametrize("failed", [["10.0.0.2"], ["10.0.0.2", "a", "b"], [], ["10.0.0.9", "no answer"]], ids=str)
+def test_peers_that_nobody_asked_for_are_a_typed_error(failed: list[str]) -> None:
+    node: Any = Liar(messages.Reached(failed=[failed], interface=""))
+    other: Any = Liar(messages.Done(), "10.0.0.2")
+    with pytest.raises(sky.ProtocolError):
+        meeting._look(node, [node, other], [1, 2])
 
 
 # ---- anything at all

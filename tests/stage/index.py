@@ -80,6 +80,8 @@ class Index:
         """Path → statuses to answer with before it is served; -1 breaks off in the middle of the answer."""
         self.hashes = True
         """Whether links say what the files' hashes are."""
+        self.lasting = False
+        """Whether clients are told that files never change, as public indexes do."""
         self._login = base64.b64encode(f"{user}:{password}".encode()).decode() if user else ""
         self._userinfo = f"{quote(user, safe='')}:{quote(password, safe='')}@" if user else ""
         self._server = _Server((address, 0), _Handler)
@@ -167,6 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Location", body.decode())
             body = b""
         self.send_header("Content-Type", "text/html" if self.path.startswith("/simple") else "application/octet-stream")
+        if self.server.index.lasting and self.path.startswith("/files/"):
+            self.send_header("Cache-Control", "max-age=365000000, immutable, public")
         self.send_header("Content-Length", "1000" if status == -1 else str(len(body)))
         self.end_headers()
         if self.command != "HEAD":

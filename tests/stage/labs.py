@@ -7,11 +7,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from skyfab.errors import UsageError
 from skyfab.lab import Lab, LabHost
+from stage import stand_in
 
 
 def start(count: int = 1, **options: object) -> Lab:
@@ -22,6 +24,28 @@ def start(count: int = 1, **options: object) -> Lab:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))
+
+
+def start_for_calls(count: int = 1, **options: object) -> Lab:
+    """The same, with hosts that have the system's own Python and can import test modules."""
+    lab = start(count, **options)
+    try:
+        put_stand_ins(lab)
+    except BaseException:
+        lab.stop()
+        raise
+    return lab
+
+
+def put_stand_ins(lab: Lab) -> None:
+    """Lets hosts with a Python of their own import test modules."""
+    for host in lab.hosts:
+        look = "import sys; print(next(path for path in sys.path if path.endswith('-packages')))"
+        folder = host.run([host.python, "-c", look]).stdout.strip()
+        for name in ("pytest", "hypothesis"):
+            path = host.path(folder) / f"{name}.py"
+            path.write_text(Path(stand_in.__file__).read_text())
+            path.chmod(0o644)
 
 
 def ssh(host: LabHost, command: str, user: str | None = None) -> str:

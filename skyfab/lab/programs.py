@@ -1,0 +1,70 @@
+"""The programs that a lab is made with: which of them are missing, and their installation (root on Debian)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from skyfab.errors import UsageError
+
+SERVER = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
+"""Without these no lab starts. Each program with the Debian package that has it."""
+NETWORK = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+"""What namespace hosts need besides."""
+SYSTEMD = Path("/run/systemd/system")
+
+
+def require() -> None:
+    """Installs what a lab on this machine needs. Raises UsageError with the command to type where it may not."""
+    root = os.geteuid() == 0
+    left = install(SERVER | NETWORK if root and sys.platform == "linux" else SERVER)
+    if any(package in SERVER.values() for package in left):  # without the network's, a lab falls back to loopback
+        raise UsageError(f"a lab needs programs that this machine lacks: {', '.join(left)}", hint=command(left))
+
+
+def install(programs: Mapping[str, str]) -> list[str]:
+    """Installs the packages of programs that are missing, where that is possible; returns those still missing."""
+    packages = missing(programs)
+    if not packages or os.geteuid() != 0 or not shutil.which("apt-get"):
+        return packages
+    print(f"installing for the lab: {' '.join(packages)}", file=sys.stderr)
+    _apt_get("update")
+    for package in [packages, *([package] for package in packages)]:  # one that apt does not have stops all
+        if missing(programs):
+            _apt_get("install", "-y", "--no-install-recommends", *package)
+    if "openssh-server" in packages and SYSTEMD.exists():
+        # Only the program is wanted: a lab must not leave a port 22 open.
+        _run("systemctl", "disable", "--now", "ssh.service", "ssh.socket")
+    return missing(programs)
+
+
+def missing(programs: Mapping[str, str]) -> list[str]:
+    """The packages of those that are not there, each once."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    return list(dict.fromkeys(package for program, package in programs.items() if not shutil.which(program, path=path)))
+
+
+def command(packages: list[str]) -> str:
+    """What a person types to install them."""
+    if shutil.which("apt-get") is None:
+        return f"install with your package manager: {' '.join(packages)}"
+    return f"{'' if os.geteuid() == 0 else 'sudo '}apt-get install {' '.join(packages)}"
+
+
+def _apt_get(*words: str) -> None:
+    _run("apt-get", "-qq", *words)
+
+
+def _run(*words: str) -> None:
+    """Runs a program; what it says goes to stderr, since stdout is the caller's. What it did shows afterwards."""
+    subprocess.run(
+        words,
+        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno(),
+        check=False,
+    )

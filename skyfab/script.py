@@ -1,0 +1,30 @@
+"""A script as one rank: the host's side of `skyfab run`. Standard library only, as everything that hosts import."""
+
+from __future__ import annotations
+
+import sys
+
+from skyfab.context import awaited
+
+TYPE_CHECKING = False  # a cold host has no time for `typing`
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def perform(name: str, function: str, arguments: list[str]) -> None:
+    """Runs the file with this name, or a function of it. It lies on the path, where the project was laid out."""
+    import importlib
+    import os
+    import runpy
+
+    path = next(path for folder in sys.path if os.path.isfile(path := os.path.join(folder, name)))  # noqa: PTH113,PTH118
+    sys.argv = [path, *arguments]
+    if function:
+        found: Any = getattr(importlib.import_module(name.removesuffix(".py")), function)
+        awaited(getattr(found, "fn", found)(*arguments))
+        return
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise

@@ -1,0 +1,94 @@
+"""A seat's agent and a seat's process, for tests of what is between them: a clock, and pipes without anybody there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from skyfab.agent.seat import Seat
+from skyfab.protocol import messages
+from skyfab.protocol.frames import HEAD, frame
+
+
+class Agent:
+    """All that a seat knows of its agent: what it is told is written down."""
+
+    def __init__(self) -> None:
+        self.mux: Any = self
+        self.dirty: set[Seat] = set()
+        self.stuck: set[Seat] = set()
+        self.behind: set[Any] = set()
+        self.timed: set[Seat] = set()
+        self.time = 0.0
+        self.signals: list[int] = []
+        self.said: list[tuple[int, messages.Message]] = []
+        self.finished: list[int] = []
+        self.abandoned: list[int] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def flush(self) -> None: ...
+    def relay(self, frame: memoryview) -> bool:
+        return False
+
+    def kill(self, seat: Seat, number: int = signal.SIGKILL) -> None:
+        self.signals.append(number)
+
+    def abandon(self, stream: int) -> None:
+        self.abandoned.append(stream)
+
+    def drain(self, log: Any) -> None: ...
+    def writable(self, seat: Seat, wanted: bool) -> None: ...
+    def readable(self, seat: Seat, wanted: bool) -> None: ...
+
+    # ---- the mux
+
+    def send(self, stream: int, head: bytes, parts: Any = (), *, large: bool = False) -> None:
+        self.said.append((stream, messages.decode(head)))
+
+    def send_data(self, stream: int, data: Any) -> None: ...
+    def queued(self, stream: int) -> int:
+        return 0
+
+    def used(self, stream: int, length: int) -> None: ...
+    def forget(self, stream: int) -> None: ...
+    def finish(self, stream: int) -> None:
+        self.finished.append(stream)
+
+    # ---- what the test asks
+
+    def look(self) -> None:
+        """As the agent does every round."""
+        for seat in list(self.timed):
+            seat.check_time(self.time)
+
+    def answers(self) -> dict[int, str]:
+        """How each call was answered: result, or why it ended."""
+        return {stream: getattr(message, "why", message.op) for stream, message in self.said if stream}
+
+
+class Process:
+    """The rank's end of a seat's pipes."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._source, self._sink = seat.rank_ends
+        os.set_blocking(self._source, False)
+
+    def heard(self) -> bytes:
+        try:
+            return os.read(self._source, 65536)
+        except BlockingIOError:
+            return b""
+
+    def answer(self, stream: int) -> None:
+        head = messages.result_head(2)
+        os.write(self._sink, frame(HEAD, stream, head + b"ok", len(head)))
+
+    def say(self, data: bytes) -> None:
+        os.write(self._sink, data)
+
+    def close(self) -> None:
+        for fd in (self._source, self._sink):
+            os.close(fd)

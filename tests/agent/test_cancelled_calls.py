@@ -1,0 +1,83 @@
+"""Cancelled calls: one that is stopped costs neither its slot nor any other call."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+
+import pytest
+from stage.remote import leave
+from stage.spot import Spot
+
+import skyfab as sky
+
+
+@sky.function
+def add(n: int) -> int:
+    return n + 10
+
+
+def save_and_return(path: str) -> str:
+    """What a careful training loop does: SIGTERM asks it to save, and then it is done."""
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    leave(path, str(os.getpid()))
+    while not asked:
+        time.sleep(0.005)
+    return "saved"
+
+
+@pytest.mark.parametrize("end", ["cancel", "timeout"])
+def test_a_call_that_saves_and_returns_when_it_is_stopped_does_not_cost_its_slot(
+    open_pool: Callable[..., sky.Compute], spot: Spot, end: str
+) -> None:
+    pool = open_pool("local", count=1)
+    assert add(1) >> pool == 11  # its module is imported there: a timeout counts from when a call is given to a process
+    running = sky.function(timeout=1.0 if end == "timeout" else None)(save_and_return)(spot / "pid") > pool
+    ((_, pid),) = spot.wait("pid").items()
+    if end == "cancel":
+        assert running.cancel()
+        with pytest.raises(CancelledError):
+            running.result(30)
+    else:
+        assert running.result(30) == "saved", "what it returns in time is its result"
+    assert sky.function(os.getpid)() >> pool != int(pid), "its process is replaced"
+    assert add(1) >> pool == 11
+
+
+def cancel_one_of_twelve(pool: sky.Compute, seed: int, rounds: int) -> int:
+    """Short calls, of which one is cancelled, again and again; returns how many were answered."""
+    chance = random.Random(seed)
+    answered = 0
+    for number in range(rounds):
+        futures = [add(n) > pool for n in range(12)]
+        chosen = chance.randrange(12)
+        if chance.random() < 0.7:
+            time.sleep(chance.random() * 0.003)
+        cancelled = futures[chosen].cancel()
+        for n, future in enumerate(futures):
+            if n != chosen or not cancelled:
+                assert future.result(60) == n + 10, f"seed {seed}, round {number}"
+                answered += 1
+    return answered
+
+
+def test_calls_beside_one_that_is_cancelled_are_answered(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("local", count=1)
+    assert [add(n) >> pool for n in range(50)]  # short calls: the queue hands them out ahead
+    assert cancel_one_of_twelve(pool, seed=1, rounds=150) >= 150 * 11
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [11, 12])
+def test_twenty_thousand_calls_with_cancelled_ones_among_them_are_answered(
+    open_pool: Callable[..., sky.Compute], seed: int
+) -> None:
+    pool = open_pool("local", count=1, host={"slots": 2})
+    assert [add(n) >> pool for n in range(50)]
+    assert cancel_one_of_twelve(pool, seed=seed, rounds=1800) >= 1800 * 11

@@ -1,0 +1,70 @@
+"""Functions that fork: what they leave goes with their rank, and one process answers for a seat."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+from stage.remote import leave, wait_for
+from stage.spot import Spot, until
+
+import skyfab as sky
+
+
+@sky.function
+def fork_a_daemon(path: str, never: str) -> None:
+    """Twice, with a session of its own, and without becoming another program."""
+    if not os.fork():
+        os.setsid()
+        if not os.fork():
+            leave(path, str(os.getpid()))
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    wait_for(never, 600)
+
+
+@sky.function
+def ok(x: int) -> int:
+    return x
+
+
+@pytest.mark.parametrize("transport", ["local", "openssh"])
+def test_a_daemon_that_was_forked_goes_with_its_rank(
+    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool], transport: str
+) -> None:
+    pool = open_pool(transport, count=1, host={"slots": 2})
+    other = fork_a_daemon(spot / "other", spot / "never") > pool
+    spot.wait("other")
+    future = fork_a_daemon(spot / "daemon", spot / "never") > pool
+    ((machine, daemon),) = spot.wait("daemon").items()
+    assert runs_on(machine, int(daemon))
+    assert future.cancel()
+    until(lambda: not runs_on(machine, int(daemon)), "the end of the daemon", 20)
+    assert runs_on(machine, int(spot.notes("other")[machine])), "that of another rank stays"
+    assert ok(1) >> pool == 1
+    other.cancel()
+
+
+def test_a_function_that_forks_and_returns_twice_is_answered_by_its_own_process(
+    open_pool: Callable[..., sky.Compute],
+) -> None:
+    @sky.function
+    def returns_twice() -> int:
+        os.fork()
+        return os.getpid()
+
+    @sky.function
+    def raises_twice() -> None:
+        os.fork()
+        raise LookupError(os.getpid())
+
+    pool = open_pool("local", count=1)
+    own = sky.function(os.getpid)() >> pool
+    for _ in range(5):
+        assert returns_twice() >> pool == own
+        with pytest.raises(LookupError, match=str(own)):
+            raises_twice() >> pool
+    assert {sky.function(os.getpid)() >> pool for _ in range(20)} == {own}

@@ -1,0 +1,121 @@
+"""Processes that cannot be started: the call that wanted one says why, and the others go on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+from skyfab.agent import zygote
+from skyfab.agent.zygote import Zygote
+
+
+@sky.function
+def variable(name: str) -> int:
+    return len(os.environ[name])
+
+
+@sky.function
+def add(n: int) -> int:
+    return n + 10
+
+
+# ---- requests of any size
+
+
+def test_any_number_of_variables_reaches_a_process(open_pool: Callable[..., sky.Compute]) -> None:
+    """Far more than one packet of the agent's socket holds."""
+    pool = open_pool("local", count=1, env={f"V{n}": "x" * 100_000 for n in range(12)})
+    assert variable("V11") >> pool == 100_000
+    assert variable("V0") @ pool == [100_000]
+
+
+@pytest.mark.parametrize("value", ["x" * 131_070, "é" * 65_536])
+def test_a_variable_that_no_program_could_be_given_is_refused_at_once(value: str) -> None:
+    """Linux: a name, its value and what is between and behind them have 131,072 bytes at most."""
+    with pytest.raises(sky.UsageError, match=r"^env sets V .* bytes"):
+        sky.Compute("local", env={"V": value})
+    with pytest.raises(sky.UsageError, match=r"^Image\(env=…\) sets V .* bytes"):
+        sky.Image(env={"V": value})
+    with pytest.raises(sky.UsageError, match=r"^Host 'a': env sets V .* bytes"):
+        sky.Host(name="a", env={"V": value})
+
+
+def test_the_largest_variable_that_a_program_can_be_given_is_taken(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("local", count=1, env={"V": "x" * 131_069})
+
+    @sky.function
+    def as_a_program_sees_it() -> int:
+        import subprocess
+
+        return len(subprocess.run(["/bin/sh", "-c", 'printf %s "$V"'], capture_output=True, check=True).stdout)
+
+    assert as_a_program_sees_it() >> pool == 131_069
+
+
+# ---- reasons
+
+
+def no_processes(*_: object) -> int:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The loop of a zygote that may start no process, on a thread; what it is asked goes to this end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(zygote.os, "fork", no_processes)
+    alarm, bell = os.pipe()
+    thread = threading.Thread(target=zygote._attend, args=(theirs, alarm, {}, None))
+    thread.start()
+    handle = Zygote.__new__(Zygote)
+    handle._socket = ours
+    yield handle
+    ours.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    theirs.close()
+    os.close(alarm)
+    os.close(bell)
+
+
+def test_a_zygote_that_may_start_no_process_says_so_and_goes_on(attended: Zygote) -> None:
+    """At a user's limit of processes. Every rank of the pool is this one's child."""
+    for number in (1, 2):
+        ends = os.pipe()
+        attended.spawn({"id": number, "env": {"V": "x" * 500_000}}, list(ends))
+        attended._socket.settimeout(10)
+        notice = json.loads(attended._socket.recv(1 << 20))
+        assert notice[:2] == ["failed", number]
+        assert "Resource temporarily unavailable" in notice[2]
+        os.close(ends[1])
+        assert os.read(ends[0], 1) == b"", "the zygote has let go of what was for the process"
+        os.close(ends[0])
+
+
+def test_a_call_whose_process_cannot_be_started_says_why(open_pool: Callable[..., sky.Compute], home: Path) -> None:
+    pool = open_pool("local", count=1)
+    assert add(1) >> pool == 11
+    folder = max((home / "cache1" / "logs").iterdir(), key=lambda path: path.stat().st_mtime)
+    shutil.rmtree(folder)
+    folder.touch()  # nothing can be made below it
+    try:
+        with pytest.raises(sky.RankDied, match="exit code 3"):
+            sky.function(os._exit)(3) >> pool
+        with pytest.raises(sky.RankDied, match=r"could not be started: .*(File exists|Not a directory)"):
+            add(1) >> pool
+        with pytest.raises(sky.BroadcastError) as caught:
+            add(1) @ pool
+        assert "could not be started" in str(caught.value.exceptions[0])
+    finally:
+        folder.unlink()
+    assert add(2) >> pool == 12

@@ -1,0 +1,340 @@
+"""Files: what functions write stays, where relative paths lead, and what was included lies there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stage.projects import inventory, skyfab
+
+import skyfab as sky
+from skyfab.agent import files
+from skyfab.detached import attach
+from skyfab.errors import ProtocolError
+from skyfab.events import Event, FilesWritten
+from skyfab.lab import Lab
+from skyfab.workdir import Workdir, Workdirs, Written, parse, project, to_fetch
+
+SAVES = """
+import os
+from pathlib import Path
+
+before = Path("ckpt.pt").read_text() if Path("ckpt.pt").exists() else ""
+print("before:", before or "nothing")
+if os.environ["RANK"] == "0":
+    Path("ckpt.pt").write_text(before + "x")
+"""
+
+
+def write(name: str, text: str) -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text)
+    return str(Path.cwd())
+
+
+def read(name: str) -> str:
+    return Path(name).read_text()
+
+
+def here() -> str:
+    return str(Path.cwd())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project's folder, which is the current one."""
+    made = tmp_path / "my project"
+    made.mkdir()
+    monkeypatch.chdir(made)
+    return made
+
+
+@pytest.fixture
+def remote(hosts_of: Callable[..., list[sky.Host]]) -> list[sky.Host]:
+    return hosts_of("openssh", 2)
+
+
+# ---- where
+
+
+def test_on_this_machine_files_lie_in_the_callers_folder(folder: Path, open_pool: Callable[..., sky.Compute]) -> None:
+    """As with torchrun."""
+    place = sky.function(write)("ckpt.pt", "x") >> open_pool()
+    assert place == str(folder)
+    assert (folder / "ckpt.pt").read_text() == "x"
+
+
+def test_a_second_pool_finds_on_the_host_what_the_first_has_written(folder: Path, remote: list[sky.Host]) -> None:
+    with sky.Compute(remote[:1], ui="none") as compute:
+        place = sky.function(write)("out/ckpt.pt", "x") >> compute
+    assert place.endswith(f"/.cache/skyfab/files/{project(str(folder))}")
+    with sky.Compute(remote[:1], ui="none") as compute:
+        assert sky.function(read)("out/ckpt.pt") >> compute == "x"
+        assert sky.function(read)("out/ckpt.pt") @ compute == ["x"]
+
+
+def test_another_folder_here_is_another_one_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this machine and user; names are readable, and safe in a shell."""
+    first = project(str(folder))
+    assert first.startswith("my-project-")
+    assert first != project(str(folder.parent / "other" / "my project"))
+    monkeypatch.setenv("LOGNAME", "somebody")
+    assert first != project(str(folder))
+    for odd in ("/", "/a/…", "/a/..", "/a/-rf", "/a/.hidden", "/a/" + "x" * 300):
+        assert files.place(project(odd), "/cache") == f"/cache/files/{project(odd)}"
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "..", "a b", "$(x)", "a\n"])
+def test_an_agent_makes_folders_in_its_cache_and_nowhere_else(name: str) -> None:
+    with pytest.raises(ProtocolError):
+        files.place(name, "/cache")
+
+
+def test_a_path_that_was_named_is_made_and_stays(folder: Path, remote: list[sky.Host], spot: object) -> None:
+    for workdir in ("~/kept/deep", f"{spot / 'named'}"):  # type: ignore[operator]
+        with sky.Compute(remote[:1], workdir=workdir, ui="none") as compute:
+            place = sky.function(write)("a.txt", "1") >> compute
+        assert place.endswith(workdir.removeprefix("~"))
+        with sky.Compute([replace(remote[0], workdir=workdir)], ui="none") as compute:
+            assert sky.function(read)("a.txt") >> compute == "1"
+
+
+def test_a_temporary_folder_goes_with_the_pool(folder: Path, remote: list[sky.Host]) -> None:
+    for host in (remote[0], replace(remote[0], workdir="temp")):
+        chosen = {"workdir": "temp"} if host.workdir == "auto" else {}
+        with sky.Compute([host], ui="none", **chosen) as compute:  # type: ignore[arg-type]
+            place = sky.function(write)("a.txt", "1") >> compute
+            assert sky.function(here)() @ compute == [place]
+        with sky.Compute(remote[:1], ui="none") as compute:
+            assert not sky.function(os.path.exists)(place) >> compute
+
+
+def test_the_pools_choice_comes_before_the_hosts(folder: Path) -> None:
+    host = sky.Host(name="node1", workdir="/data")
+    assert Workdirs("auto").of(host) == Workdir("/data")
+    assert Workdirs("/other").of(host) == Workdir("/other")
+    assert Workdirs("temp").of(host) == Workdir("")
+    local = sky.Host(name="here", transport="local")
+    assert Workdirs("auto").of(local) == Workdirs(folder).of(local) == Workdir(str(folder), callers=True)
+    folder.rmdir()
+    assert Workdirs("auto").of(local) == Workdir("")
+
+
+@pytest.mark.parametrize("wrong", ["", "relative", "./x", "-x", "a\nb"])
+def test_what_cannot_be_a_working_folder_is_refused(wrong: str) -> None:
+    with pytest.raises(sky.UsageError, match="workdir"):
+        sky.Compute("local", workdir=wrong)
+    with pytest.raises(sky.UsageError, match="workdir"):
+        sky.Host(name="node1", workdir=wrong)
+
+
+def test_a_folder_that_cannot_be_made_is_said_by_every_call(folder: Path, remote: list[sky.Host]) -> None:
+    with sky.Compute(remote[:1], workdir="/proc/nothing/here", ui="none") as compute:
+        for _ in range(2):
+            with pytest.raises(sky.HostUnfit, match="the working folder /proc/nothing/here cannot be used"):
+                sky.function(here)() >> compute
+        with pytest.raises(sky.BroadcastError) as caught:
+            sky.function(here)() @ compute
+        assert isinstance(caught.value.exceptions[0], sky.HostUnfit)
+
+
+def test_the_folder_is_nobody_elses(folder: Path, remote: list[sky.Host]) -> None:
+    def mode() -> int:
+        return Path.cwd().stat().st_mode
+
+    with sky.Compute(remote[:1], ui="none") as compute:
+        assert stat.S_IMODE(sky.function(mode)() >> compute) == 0o700
+
+
+# ---- what was included
+
+
+def test_what_was_included_lies_in_the_working_folder_and_beside_the_modules(
+    folder: Path, remote: list[sky.Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("data.csv", "1,2")
+    write("configs/deep/a.json", "{}")
+    write(
+        "uses_its_data.py", "from pathlib import Path\ndef beside(n): return (Path(__file__).parent / n).read_text()\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    import uses_its_data
+
+    image = sky.Image(includes=["data.csv", "configs/"])
+    for workdir in ("auto", "temp"):
+        with sky.Compute(remote[:1], image=image, workdir=workdir, ui="none") as compute:
+            assert sky.function(read)("data.csv") >> compute == "1,2"
+            assert sky.function(read)("configs/deep/a.json") >> compute == "{}"
+            assert sky.function(uses_its_data.beside)("data.csv") >> compute == "1,2"
+            assert sky.function(uses_its_data.beside)("configs/deep/a.json") >> compute == "{}"
+
+
+def test_what_was_included_is_as_it_is_here(folder: Path, remote: list[sky.Host]) -> None:
+    write("data.csv", "old")
+    with sky.Compute(remote[:1], image=sky.Image(includes=["data.csv"]), ui="none") as compute:
+        assert sky.function(read)("data.csv") >> compute == "old"
+        sky.function(write)("data.csv", "changed there") >> compute
+        write("data.csv", "new")
+        assert sky.function(read)("data.csv") >> compute == "new"
+
+
+def test_on_this_machine_nothing_is_laid_out_over_the_callers_files(
+    folder: Path, open_pool: Callable[..., sky.Compute]
+) -> None:
+    write("data.csv", "1")
+    before = Path("data.csv").stat()
+    pool = open_pool(image=sky.Image(includes=["data.csv"]))
+    assert sky.function(read)("data.csv") >> pool == "1"
+    sky.function(write)("data.csv", "2") >> pool
+    assert sky.function(read)("data.csv") @ pool == ["2"]
+    assert Path("data.csv").stat().st_ino == before.st_ino
+    assert [path.name for path in folder.iterdir()] == ["data.csv"]
+
+
+def test_files_are_laid_out_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = tmp_path / "tree", tmp_path / "cache/files/p"
+    write(str(source / "a/b.txt"), "1")
+    monkeypatch.chdir(tmp_path)
+    files.enter(str(target), str(tmp_path / "cache"), str(source))
+    first = (target / "a/b.txt").stat()
+    files.enter(str(target), str(tmp_path / "cache"), str(source))
+    assert (target / "a/b.txt").stat().st_ino == first.st_ino
+    (target / "a/b.txt").write_text("2")
+    files.enter(str(target), str(tmp_path / "cache"), str(source))
+    assert (target / "a/b.txt").read_text() == "1"
+    assert [path.name for path in (target / "a").iterdir()] == ["b.txt"]
+
+
+# ---- what is said
+
+
+def told(found: list[Event]) -> list[FilesWritten]:
+    return [event for event in found if isinstance(event, FilesWritten)]
+
+
+def test_a_pool_that_wrote_says_what_lies_where_and_how_to_fetch_it(
+    folder: Path, remote: list[sky.Host], tmp_path: Path
+) -> None:
+    found: list[Event] = []
+    compute = sky.Compute(remote, image=sky.Image(includes=[write("x", "") and "x"]), ui="none")
+    compute.events.subscribe(found.append)
+    with compute:
+        compute.submit(sky.function(write)("out/ckpt.pt", "12345"), on="node1").result()
+        compute.submit(sky.function(read)("x"), on="node2").result()
+    (event,) = told(found)
+    name = project(str(folder))
+    assert str(event).startswith(f"node1: wrote 1 file (5 bytes): out/ckpt.pt in ~/.cache/skyfab/files/{name}; ")
+    lax = ["-q", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
+    program, *words = shlex.split(event.fetch)
+    subprocess.run([program, *lax, *words], cwd=tmp_path, check=True)
+    assert (tmp_path / name / "out/ckpt.pt").read_text() == "12345"
+
+
+def test_a_pool_that_wrote_nothing_says_nothing(folder: Path, remote: list[sky.Host]) -> None:
+    with sky.Compute(remote[:1], ui="none") as compute:
+        sky.function(write)("before.txt", "1") >> compute
+    found: list[Event] = []
+    for workdir in ("auto", "temp"):
+        compute = sky.Compute(remote[:1], workdir=workdir, ui="none")
+        compute.events.subscribe(found.append)
+        with compute:
+            sky.function(read)("before.txt") >> compute if workdir == "auto" else sky.function(write)(
+                "a", ""
+            ) >> compute
+    assert told(found) == []
+
+
+def test_the_command_that_fetches_goes_through_the_same_door() -> None:
+    host = sky.Host(name="n", address="10.0.0.5", port=2222, user="ada", identity="/k/my key", jump="gate,bob@x:1")
+    known = sky.Inventory(hosts={"gate": sky.Host(name="gate", address="g.example", user="eve", port=22)})
+    assert to_fetch(host, known, "p-1") == (
+        "scp -r -P 2222 -i '/k/my key' -J eve@g.example:22,bob@x:1 ada@10.0.0.5:.cache/skyfab/files/p-1 ."
+    )
+    assert to_fetch(sky.Host(name="n", address="::1", cache="/c"), known, "/d/$x") == "scp -r '[::1]:/d/$x' ."
+
+
+def test_what_a_host_says_of_files_is_not_believed() -> None:
+    good = {"workdir": "p", "count": 2, "size": 3, "names": ["a", "b"], "complete": True}
+    assert parse([good]) == [Written("p", 2, 3, ("a", "b"), True)]
+    for bad in (
+        None,
+        3,
+        {},
+        [None],
+        [[]],
+        [{}],
+        [{**good, "count": "x"}],
+        [{**good, "size": -1}],
+        [{**good, "names": 1}],
+    ):
+        assert parse(bad) == []
+    assert parse([{**good, "names": ["x" * 1000, 3, "y", "z"]}])[0].names == ("x" * 80, "y")
+
+
+# ---- skyfab run
+
+
+def test_a_script_finds_what_it_saved_and_says_how_to_fetch_it(
+    folder: Path, lab: Lab, remote: list[sky.Host], tmp_path: Path
+) -> None:
+    (folder / "saves.py").write_text(SAVES)
+    place = inventory(tmp_path / "inventory.toml", [*remote])
+    words = ("run", "--hosts=node1,node2", "saves.py")
+    first = skyfab(folder, *words, inventory=place)
+    assert sorted(first.stdout.splitlines()) == ["node1[0] before: nothing", "node2[1] before: nothing"], first.stderr
+    assert first.stderr.count("wrote 1 file") == 1
+    assert "to fetch: scp -r" in first.stderr
+    second = skyfab(folder, *words, inventory=place)
+    assert sorted(second.stdout.splitlines()) == ["node1[0] before: x", "node2[1] before: nothing"], second.stderr
+    gone = skyfab(folder, *words[:2], "--workdir=temp", "saves.py", inventory=place)
+    assert sorted(gone.stdout.splitlines()) == ["node1[0] before: nothing", "node2[1] before: nothing"], gone.stderr
+    assert "wrote" not in gone.stderr
+
+
+def test_a_detached_script_leaves_its_files(folder: Path, remote: list[sky.Host], tmp_path: Path) -> None:
+    (folder / "saves.py").write_text(SAVES)
+    place = inventory(tmp_path / "inventory.toml", remote[:1])
+    started = skyfab(folder, "run", "--detach", "--hosts=node1", "saves.py", inventory=place)
+    assert started.returncode == 0, started.stderr
+    run = attach(started.stdout.strip(), inventory=place)
+    run.result(timeout=30)
+    assert [event.host for event in run.files()] == ["node1"]
+    shown = skyfab(folder, "attach", run.id, inventory=place)
+    assert "node1: wrote 1 file (1 byte): ckpt.pt in ~/.cache/skyfab/files/my-project-" in shown.stderr
+    with sky.Compute(remote[:1], ui="none") as compute:
+        assert sky.function(read)("ckpt.pt") >> compute == "x"
+
+
+# ---- a file that is here
+
+
+def test_a_missing_file_that_is_here_is_named_with_what_to_do(folder: Path, remote: list[sky.Host]) -> None:
+    write("sub/data.csv", "1")
+    with sky.Compute(remote[:1], ui="none") as compute:
+        with pytest.raises(FileNotFoundError) as caught:
+            sky.function(read)("sub/data.csv") >> compute
+        note = f"hint: {folder}/sub/data.csv exists on this machine, not on node1: Image(includes=['sub/data.csv'])"
+        assert note in text_of(caught.value)
+        for elsewhere in ("nowhere.csv", str(folder / "sub/data.csv")):
+            with pytest.raises(FileNotFoundError) as caught:
+                sky.function(read)(elsewhere) >> compute
+            assert "includes" not in text_of(caught.value)
+
+
+def test_so_is_one_that_lies_beside_its_module_here(folder: Path, remote: list[sky.Host], tmp_path: Path) -> None:
+    write("sub/data.csv", "1")
+    write("sub/reads.py", "import pathlib\nprint((pathlib.Path(__file__).parent / 'data.csv').read_text())\n")
+    ran = skyfab(folder, "run", "--hosts=node1", "sub/reads.py", inventory=inventory(tmp_path / "i.toml", remote[:1]))
+    assert ran.returncode == 1
+    assert f"{folder}/sub/data.csv exists on this machine, not on node1: Image(includes=['sub/data.csv'])" in ran.stderr
+
+
+def text_of(error: BaseException) -> str:
+    """What a traceback has of it besides its message, in whichever Python."""
+    return "\n".join(getattr(error, "__notes__", [])) + str(error.__cause__)

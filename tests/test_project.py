@@ -1,0 +1,78 @@
+"""The project, asked by several threads at once while its folders change."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from stage.threads import begin
+
+import skyfab as sky
+from skyfab import project
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """All that the project has: not the folders of the tests themselves."""
+    monkeypatch.setattr(project, "_roots", lambda loaded, includes: list(includes))
+    made = tmp_path / "jobs"
+    made.mkdir()
+    (made / "one.py").write_text("value = 1\n")
+    return made
+
+
+def test_calls_from_several_threads_see_no_error_while_folders_come_and_go(folder: Path) -> None:
+    found = project.Project(sky.Image(includes=[str(folder)]))
+    over = threading.Event()
+
+    def ask() -> int:
+        asked = 0
+        while not over.is_set():
+            assert found.tree().files
+            asked += 1
+        return asked
+
+    asking = [begin(ask) for _ in range(6)]
+    end = time.monotonic() + 1.5
+    number = 0
+    while time.monotonic() < end and not any(future.done() for future in asking):
+        number += 1
+        new = folder / f"part{number % 3}"
+        if new.exists():
+            shutil.rmtree(new)
+        else:
+            new.mkdir()
+            (new / "__init__.py").touch()
+        if number % 20 == 0:
+            found.close()  # as when a pool is closed while another thread makes a call
+    over.set()
+    assert all(future.result(10) for future in asking)
+    found.close()
+
+
+def test_what_was_written_before_a_call_counts_for_every_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread has noticed the change and reads the folders; another one that asks meanwhile gets the new tree."""
+    found = project.Project(sky.Image(includes=[str(folder)]))
+    before = found.tree()
+    found.tree()  # the second look watches every folder
+    scanning, go = threading.Event(), threading.Event()
+    scan = found._scan
+
+    def slow() -> None:
+        scanning.set()
+        go.wait(10)
+        scan()
+
+    monkeypatch.setattr(found, "_scan", slow)
+    (folder / "one.py").write_text("value = 22\n")
+    first = begin(found.tree)
+    assert scanning.wait(10)
+    second = begin(found.tree)
+    time.sleep(0.05)
+    go.set()
+    trees = [first.result(10), second.result(10)]
+    assert all(tree.digest != before.digest for tree in trees)
+    found.close()

@@ -55,6 +55,7 @@ class Candidates:
             one.network for node in nodes for one in self._told[node] if one.interface and one.interface == _named(node)
         }
         """Networks of the interfaces that the inventory names, for hosts of which it names none."""
+        self._options = {node: self._of(node) for node in nodes}
 
     @property
     def one_machine(self) -> bool:
@@ -65,6 +66,9 @@ class Candidates:
 
         None that another host has too: such an address leads a host to itself.
         """
+        return self._options[node]
+
+    def _of(self, node: Node) -> list[Address]:
         named = _named(node)
         found = [
             one
@@ -133,9 +137,9 @@ def _named(node: Node) -> str:
 
 def _is_public(one: Address) -> bool:
     found = ip(one.address)
-    return found is not None and not (
-        found.is_loopback or found.is_link_local or found.is_unspecified or found.is_multicast
-    )
+    if found is None or found.is_loopback or found.is_unspecified or found.is_multicast:
+        return False
+    return found.version == 4 or not found.is_link_local  # IPv6's are of use with the name of an interface alone
 
 
 def _told(node: Node) -> list[Address]:

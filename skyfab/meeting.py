@@ -217,7 +217,11 @@ def _found(node: Node, answer: Message, count: int) -> list[tuple[str, str]]:
     for reason, own in found:
         if not reason and ip(own) is None:
             raise ProtocolError(f"{own!r:.80} is no address", host=node.name)
-    return [(reason[:200], own) for reason, own in found]
+    return [(_clean(reason) if reason else "", own) for reason, own in found]
+
+
+def _clean(reason: str) -> str:
+    return "".join(filter(str.isprintable, reason[:200])) or "for no reason"
 
 
 def _raise(errors: Iterable[PeersApart]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -111,18 +112,21 @@ def test_a_port_where_nothing_listens(lab: Lab, hosts_of: Hosts, by: str) -> Non
 
 @both
 def test_a_server_that_is_no_ssh_server(hosts_of: Hosts, by: str) -> None:
-    """Something else answers there, and hangs up."""
+    """Something else answers there, and hangs up: each time, as a busy server does not."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def hang_up() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            with contextlib.suppress(OSError):  # until it is shut down
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
         thread = threading.Thread(target=hang_up)
         thread.start()
         host = hosts_of(by, 1, address="127.0.0.1", port=server.getsockname()[1])[0]
         error = failure(host)
+        server.shutdown(socket.SHUT_RDWR)
         thread.join()
     is_clear(error, sky.Unreachable, "")
 

@@ -100,6 +100,9 @@ def test_a_login_that_was_turned_away_is_tried_again() -> None:
 
     assert retry(log_in, lambda: False, [0.01, 0.01]) == "in"
     tried.clear()
+    with pytest.raises(sky.Unreachable, match=r"busy \(tried 2 times\)"):
+        retry(log_in, lambda: False, [0.01])
+    tried.clear()
     with pytest.raises(ServerBusy):
         retry(log_in, lambda: True, [60.0])
     assert len(tried) == 1, "a pool that is closed does not try again"

@@ -290,6 +290,20 @@ def test_an_answer_that_was_not_asked_for_is_refused(host: Make, found: list[lis
         Meetings("needed").arrange(nodes)
 
 
+def test_what_a_host_says_of_another_cannot_steer_the_terminal(host: Make) -> None:
+    nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2)]
+    before = nodes[1].session._answer
+
+    def answer(message: Any) -> Any:
+        found = [["\x1b[2Jno answer\n", ""]]
+        return messages.Reached(found=found) if isinstance(message, messages.Reach) else before(message)
+
+    nodes[1].session._answer = answer
+    with pytest.raises(PeersApart) as raised:
+        Meetings("needed").arrange(nodes)
+    assert raised.value.message.isprintable() and raised.value.message.endswith("no answer")
+
+
 def test_what_a_host_cannot_do_is_raised_when_all_have_answered(host: Make) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2)]
     nodes[0].session._answer = lambda message: messages.Failed(text="too many open files")

@@ -20,11 +20,12 @@ class Ports:
         self._sockets: dict[int, socket.socket] = {}
 
     def open(self, address: str = "", word: str = "") -> int:
-        """Listens at a free port of every interface; returns its number.
+        """Listens at a free port of this address, or of all where it is not this machine's; returns its number.
 
-        With a `word`, whoever connects is told it, by IPv4 or IPv6. Else the port is for a process, at `address`.
+        With a `word`, whoever connects is told it, at any address of the machine.
         """
-        listener = _listener(six=":" in address or bool(word))
+        listener = _everywhere() if word else _at(address)
+        listener.listen(2048)
         port = int(listener.getsockname()[1])
         self._sockets[port] = listener
         if word:
@@ -50,22 +51,26 @@ class Ports:
             self.close(port)
 
 
-def _listener(*, six: bool) -> socket.socket:
-    if six:
-        try:
-            listener = socket.socket(socket.AF_INET6)
-        except OSError:  # a kernel without it: then nobody comes that way
-            return _listener(six=False)
-        try:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            listener.bind(("::", 0))
-        except OSError:  # switched off
-            listener.close()
-            return _listener(six=False)
-    else:
-        listener = socket.socket(socket.AF_INET)
+def _at(address: str) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listener.bind((address, 0))
+    except OSError:
         listener.bind(("", 0))
-    listener.listen(2048)
+    return listener
+
+
+def _everywhere() -> socket.socket:
+    """By IPv4 and by IPv6, where there is such a thing."""
+    listener = None
+    try:
+        listener = socket.socket(socket.AF_INET6)
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(("::", 0))
+    except OSError:
+        if listener is not None:
+            listener.close()
+        return _at("")
     return listener
 
 

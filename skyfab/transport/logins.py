@@ -119,7 +119,7 @@ LOGINS: Final = Logins()
 
 
 def retry(log_in: Callable[[], T], stopped: Callable[[], bool], pauses: Sequence[float] = _PAUSES) -> T:
-    """Logs in, and again after a while where the server was busy. Raises what the last try raised."""
+    """Logs in, and again after a while where the server was busy. Raises Unreachable when it stays so."""
     for pause in pauses:
         try:
             return log_in()
@@ -129,4 +129,8 @@ def retry(log_in: Callable[[], T], stopped: Callable[[], bool], pauses: Sequence
                 time.sleep(0.05)
             if stopped():
                 raise
-    return log_in()
+    try:
+        return log_in()
+    except ServerBusy as error:
+        message = f"{error.message} (tried {len(pauses) + 1} times)"
+        raise Unreachable(message, host=error.host, hint=error.hint) from None

@@ -12,7 +12,6 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -22,7 +21,6 @@ from hypothesis import strategies as st
 from wire_pair import filled
 
 import skyfab as sky
-from skyfab import meeting
 from skyfab.bundle import bundle
 from skyfab.inventory import Host
 from skyfab.launch import Launch, local_python
@@ -494,30 +492,6 @@ def test_a_host_that_never_reads_does_not_hang_the_client() -> None:
 
 
 # ---- where ranks meet
-
-
-class Liar:
-    """A node whose agent answers everything alike."""
-
-    def __init__(self, answer: messages.Message, address: str = "10.0.0.1") -> None:
-        self.name = "node"
-        self.agent = SimpleNamespace(address=address)
-        self.session = SimpleNamespace(ask=lambda message: answer)
-
-
-@pytest.mark.parametrize("text", ["", "²", "١٢٣", "1" * 5000, "-1", "80 80"])
-def test_a_port_that_is_none_is_a_typed_error(text: str) -> None:
-    node: Any = Liar(messages.Done(text=text))
-    with pytest.raises(sky.ProtocolError):
-        meeting._port(node)
-
-
-@pytest.mark.parametrize("failed", [["10.0.0.2"], ["10.0.0.2", "a", "b"], [], ["10.0.0.9", "no answer"]], ids=str)
-def test_peers_that_nobody_asked_for_are_a_typed_error(failed: list[str]) -> None:
-    node: Any = Liar(messages.Reached(failed=[failed], interface=""))
-    other: Any = Liar(messages.Done(), "10.0.0.2")
-    with pytest.raises(sky.ProtocolError):
-        meeting._look(node, [node, other], [1, 2])
 
 
 # ---- anything at all

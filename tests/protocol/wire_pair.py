@@ -25,6 +25,7 @@ _EMPTY: dict[str, object] = {
     "bool": False,
     "Mapping[str, str]": {},
     "Mapping[str, Any]": {},
+    "list[list[str]]": [],
     "Sequence[Part]": [],
 }
 

@@ -7,8 +7,10 @@ and opens them again; while it does, it excuses what may follow from that, and n
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import random
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -181,7 +183,18 @@ class Model:
         how = "returned" if error is None else f"raised {', '.join(type(one).__name__ for one in _flat(error))}"
         operation.pool.note(f"{operation.kind} since {operation.start % 1000:.3f} {how}")
         if self.report.count() > count:
-            self.report.trail = self.report.trail or [f"before that, on {operation.pool.name}:", *operation.pool.trail]
+            self.explain(operation.pool)
+
+    def explain(self, pool: Pool) -> None:
+        """Keeps what happened before the first broken promise."""
+        self.report.trail = self.report.trail or [f"before that, on {pool.name}:", *pool.trail]
+
+    def late(self, operation: Operation, seconds: float) -> None:
+        """It should have ended: where all threads are may tell why not."""
+        self.report.broken("ends", f"{operation} has not ended after {seconds:.0f} s")
+        self.explain(operation.pool)
+        faulthandler.dump_traceback(sys.__stderr__)
+        self.stop.set()
 
     def _judge(self, operation: Operation, value: Any, error: BaseException | None, excuses: set[str]) -> None:
         if error is None:
@@ -390,8 +403,7 @@ class Worker:
         except CancelledError as cancelled:
             error = cancelled
         except TimeoutError:
-            self._model.report.broken("ends", f"{operation} has not ended after {BOUND:.0f} s")
-            self._model.stop.set()
+            self._model.late(operation, BOUND)
             return
         finally:
             self.doing = None
@@ -517,8 +529,7 @@ def _look_for_hangs(model: Model, crew: Sequence[Worker]) -> None:
     for worker in crew:
         operation = worker.doing
         if operation is not None and time.monotonic() > operation.start + 2 * BOUND and not model.stop.is_set():
-            model.report.broken("ends", f"{operation} has not ended after {2 * BOUND:.0f} s")
-            model.stop.set()
+            model.late(operation, 2 * BOUND)
 
 
 def _is_over(model: Model, crew: Sequence[Worker]) -> bool:

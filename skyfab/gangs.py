@@ -90,7 +90,9 @@ class Gangs:
 
 
 class BroadcastQueue:
-    """Runs the broadcasts of a pool one after another, in the order in which they were asked for.
+    """Runs the broadcasts of a pool one after another, in the order in which they were asked for. Thread-safe.
+
+    Invariants: at most one is active; where one waits, one is active; a queue that is closed has none that waits.
 
     So every rank sees them in one order, whatever threads and sizes; and when one is cancelled, or fails and takes its
     processes along, the next has begun nowhere and gets another gang.
@@ -111,12 +113,14 @@ class BroadcastQueue:
         call.future.on_cancel = lambda: self._withdraw(call)
         with INTERRUPTS:
             with self._lock:
-                idle = self._active is None and not self._waiting
-                if idle:
+                closed, idle = self._closed, self._active is None
+                if idle and not closed:
                     self._active = call
-                else:
+                elif not closed:
                     self._waiting.append((call, start))
-        if idle:
+        if closed:
+            call.fail(_too_late(call))
+        elif idle:
             self._begin(call, start)
         return call
 
@@ -133,7 +137,7 @@ class BroadcastQueue:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()
         for call, _ in waiting:
-            call.fail(CallCancelled(f"{call.broadcast.label} had not begun when the pool was closed"))
+            call.fail(_too_late(call))
 
     def _begin(self, call: GangCall, start: Start) -> None:
         try:
@@ -160,11 +164,15 @@ class BroadcastQueue:
             if self._active is not call:
                 return
             self._active = None
-            if not self._waiting or self._closed:
+            if not self._waiting:
                 return
             following, start = self._waiting.popleft()
             self._active = following
         threading.Thread(target=self._begin, args=(following, start), daemon=True).start()
+
+
+def _too_late(call: GangCall) -> CallCancelled:
+    return CallCancelled(f"{call.broadcast.label} had not begun when the pool was closed")
 
 
 def retry(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from skyfab.errors import CallCancelled, HostUnfit, SkyfabError
+from skyfab.errors import CallCancelled, HostLost, HostUnfit, SkyfabError
 from skyfab.inbox import Failure, Reply
 from skyfab.inventory import Host, Inventory
 from skyfab.parcel import FunctionParcel
@@ -120,13 +120,15 @@ class Node:
     def begin_anew(self, session: Session) -> None:
         """The host has a new agent, which has been told nothing yet."""
         with self._lock:
+            coming, self._coming = self._coming, {}
             self.session = session
             self._seats.clear()
             self._functions.clear()
             self._trees = {""}
             self._blobs.clear()
-            self._coming.clear()
             self._seen.clear()
+        for listener in [listener for listeners in coming.values() for listener in listeners]:
+            listener(HostLost("its agent was replaced", host=self.name))
 
     # ---- calls
 
@@ -286,8 +288,12 @@ class Node:
             then()
 
     def _send_blob(self, name: str, content: Buffer, *, keep: bool = False) -> None:
+        session = self.session
+
         def done(error: Exception | None) -> None:
             with self._lock:
+                if self.session is not session:  # `begin_anew` has told those who waited
+                    return
                 if error is None:
                     self._blobs.add(name)
                 listeners = self._coming.pop(name, [])
@@ -300,7 +306,7 @@ class Node:
 
         message = messages.Blob(name=name, parts=[len(content)], keep=keep)
         try:
-            self.session.send(message, [content], answer=answer, failure=done)
+            session.send(message, [content], answer=answer, failure=done)
         except SkyfabError as error:  # the host is gone: others may wait for this blob too
             done(error)
 
@@ -328,8 +334,11 @@ class Node:
             content = tree.content(name)
             if content is None:
                 return False
-            self._coming[name] = [functools.partial(settled, name)]
-            self._send_blob(name, content, keep=True)
+            with self._lock:
+                new = name not in self._coming
+                self._coming.setdefault(name, []).append(functools.partial(settled, name))
+            if new:
+                self._send_blob(name, content, keep=True)
         self.session.wait(lambda: not left or bool(errors))
         if errors:
             raise errors[0]

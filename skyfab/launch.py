@@ -42,8 +42,8 @@ _SCRIPT: Final = "; ".join(
         "d=$3 i=$4 k=$5",
         'm="=sky""fab=$i="',
         'case $c in /*) ;; "~") c=$HOME;; "~/"*) c=$HOME/${c#"~/"};; *) c=$HOME/$c;; esac',
-        # Who can write there could have put a bundle of their own in it. It is made first: between a look and that
-        # others could make it.
+        # Who can write there could have put a bundle of their own in it. It is made first:
+        # another user could make it between the check and its use.
         'test -d "$c" || mkdir -p "$c" 2>/dev/null',
         'if test -e "$c"; then case $(ls -ldL "$c") in ?????w*|????????w*) r="is open to others";;'
         ' *) test -O "$c" && r= || r="belongs to somebody else";; esac;'

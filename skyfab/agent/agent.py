@@ -48,9 +48,9 @@ class Agent:
         """Links that have not handed over a connection yet."""
         self._waiting: set[Connection] = set()
         """Others, on which nobody has said hello yet."""
-        self._parting: Connection | None = None
-        """The connection that was there, until it is seen how it ended; at `_settled`."""
-        self._settled = 0.0
+        self._ended: Connection | None = None
+        """The connection that has ended, until `_judge_at`: then it shows whether one direction is still open."""
+        self._judge_at = 0.0
         self._local = False
         """There is no network between the client and this host."""
         self._lease = Lease()
@@ -115,13 +115,13 @@ class Agent:
             return 0.0
         if self._connection and not self._seats.timed:
             return self._pace
-        until = self._until() if self._parting is None else self._settled
+        until = self._until() if self._ended is None else self._judge_at
         return max(0.0, (self._seats.next_deadline(until) if self._seats.timed else until) - time.monotonic())
 
     def _look_at_the_clock(self) -> None:
-        if self._parting is not None:
-            if time.monotonic() >= self._settled:
-                self._settle()
+        if self._ended is not None:
+            if time.monotonic() >= self._judge_at:
+                self._judge()
         elif time.monotonic() >= self._until() or self._is_fulfilled():
             self._done = True
 
@@ -151,8 +151,8 @@ class Agent:
         self._mux.bye("done")
         self._write()
         self._drop()
-        if self._parting is not None:
-            self._part()
+        if self._ended is not None:
+            self._close_ended()
         for connection in self._waiting:
             connection.close()
         for link in self._arriving:
@@ -202,8 +202,8 @@ class Agent:
 
     def _join(self, connection: Connection) -> None:
         self._watch.add(connection.source, READ, self._read)
-        if self._parting is not None:  # however that one ended, the client is there
-            self._part()
+        if self._ended is not None:  # the client is there, however that one ended
+            self._close_ended()
         self._connection = connection
         self._mux.attach(self._hello())
         self._write()
@@ -263,36 +263,36 @@ class Agent:
             return True  # it is kept, for the next connection
 
     def _drop(self, *, looking: bool = False) -> None:
-        """The connection is gone; the client may come back. With `looking`, it is seen soon how it ended."""
+        """The connection is gone; the client may come back. With `looking`, `_judge` decides how long to wait."""
         connection = self._connection
         if connection is None:
             return
         self._watch.drop(connection.source)
         self._watch.drop(connection.sink)
         self._connection = None
-        self._lease.part()
+        self._lease.disconnected()
         if not self._greeted:  # it gave up before it had begun
             self._done = True
         if not looking or not connection.greeted or self._done:
             connection.close()
             return
-        self._parting, self._settled = connection, time.monotonic() + _SETTLE
+        self._ended, self._judge_at = connection, time.monotonic() + _SETTLE
         if not connection.is_half_open():
-            self._settle()
+            self._judge()
 
-    def _settle(self) -> None:
-        """Has the client's program ended, or a connection? A client that tries others is there."""
-        assert self._parting is not None
-        if (self._local or self._parting.is_half_open()) and not self._waiting:
-            self._lease.end()
-        what = "the program has ended" if self._lease.is_ended else "the connection has ended"
+    def _judge(self) -> None:
+        """Decides whether the program or only a connection has ended. A client that tries others still runs."""
+        assert self._ended is not None
+        if (self._local or self._ended.is_half_open()) and not self._waiting:
+            self._lease.program_ended()
+        what = "the program has ended" if self._lease.is_program_ended else "the connection has ended"
         print(f"{what}: its client has {self._lease.seconds:g} s to come back", file=sys.stderr)
-        self._part()
+        self._close_ended()
 
-    def _part(self) -> None:
-        assert self._parting is not None
-        self._parting.close()
-        self._parting = None
+    def _close_ended(self) -> None:
+        assert self._ended is not None
+        self._ended.close()
+        self._ended = None
 
     # ---- what the mux tells
 

@@ -1,8 +1,9 @@
 """The lease: how long an agent goes on without its client.
 
 A program that has ended is not a network that went away. When a program ends, its ssh closes the link's input in good
-order while the output stays open, and nobody will come back: ten seconds are enough. When a connection breaks, both
-are gone at once, and when a network goes away, neither: then the client may come back, and has its whole lease.
+order while the output stays open, and the client does not come back: ten seconds are enough. When a connection
+breaks, both are gone at once, and when a network goes away, neither is: then the client may come back, and has its
+whole lease.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ class Lease:
         """The client has said how long its silences may be."""
         self._seconds = seconds
 
-    def part(self) -> None:
+    def disconnected(self) -> None:
         """There is no connection any more."""
         self._alone_since = self._clock()
         self._ended = False
 
-    def end(self) -> None:
-        """That was because the client's program has ended."""
+    def program_ended(self) -> None:
+        """The connection ended because the client's program did."""
         self._ended = True
 
     @property
-    def is_ended(self) -> bool:
+    def is_program_ended(self) -> bool:
         """The program has ended, as far as can be seen."""
         return self._ended
 

@@ -53,7 +53,10 @@ def _enter_folder(cache: str, session: str, *, make: bool) -> None:
 
 
 def _check(path: str) -> None:
-    """Refuses a path of which other users could exchange a part. Those who can exchange the home folder have it all."""
+    """Refuses a path of which another user could replace a part.
+
+    Parts above the home folder are not checked: a user who can replace that controls the account anyway.
+    """
     home = os.path.join(os.path.expanduser("~"), "")
     while not home.startswith(os.path.join(path, "")):
         for found in (os.lstat(path), os.stat(path)):

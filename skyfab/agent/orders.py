@@ -105,11 +105,11 @@ class Orders:
                 self._seats.recognise(head, seat)
 
     def _refuse(self, stream: int, name: str) -> None:
-        """There is no process in that seat: it has ended, and the call is to come again; or it could not be started."""
-        if name not in self._seats.unborn:
+        """Answers a call to a seat without a process: "died" if that could not be started, else "unstarted"."""
+        if name not in self._seats.not_started:
             self._mux.send(stream, messages.Ended(why="unstarted").encode())
             return
-        rank, why = self._seats.unborn[name]
+        rank, why = self._seats.not_started[name]
         if self.record is not None:
             self.record.expect(stream, rank)
         self._seats.mux.send(stream, messages.Ended(why="died", text=why).encode())

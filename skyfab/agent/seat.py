@@ -119,7 +119,7 @@ class Seat:
     def give(self, call: Running, head: bytes, data: Buffer | None) -> None:
         """Takes a call. It goes to the rank when those before it are answered; till then it can be taken back.
 
-        One that comes while the process ends waits for that: answered before, it would only be sent again.
+        A call that comes while the process ends is held until then: answered earlier, it would come again at once.
         """
         call.large = data is None
         self.calls.append(call)
@@ -197,12 +197,12 @@ class Seat:
             if not self.condemned:
                 self._owner.timed.discard(self)
         if self.condemned:
-            self._see_off()
+            self._end_after_answer()
         elif self.calls:
             self._begin()
 
-    def _see_off(self) -> None:
-        """The process has had its last words: it is ended, or ends by itself soon if nobody has told it to."""
+    def _end_after_answer(self) -> None:
+        """Ends a process that is to end and has answered: at once if SIGTERM was sent, else it may exit by itself."""
         if self._doom is not None:
             self.kill()
         else:
@@ -295,7 +295,7 @@ class Seat:
 
         The exit code is None where it has never been there.
         """
-        self.condemned = True  # an answer that is found only now begins nothing, and ends nothing
+        self.condemned = True  # an answer that is read only now must not begin the next call
         self._doom = None
         broken = self.voice.finish()
         mux = self._owner.mux

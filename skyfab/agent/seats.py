@@ -65,7 +65,7 @@ class Seats:
         self._logs = logs
         self._describe_end = describe_end
         self._seats: dict[str, Seat] = {}
-        self.unborn: dict[str, tuple[int, str]] = {}
+        self.not_started: dict[str, tuple[int, str]] = {}
         """Seats whose process could not be started: the rank that it would have been, and why."""
         self.familiar: dict[bytes, Seat] = {}
         """Heads of small calls that have been made before, and the seats that know what they ask for."""
@@ -87,7 +87,7 @@ class Seats:
         if old is not None:
             old.kill()
             self._bury(old, -signal.SIGKILL)
-        self.unborn.pop(name, None)
+        self.not_started.pop(name, None)
         os.makedirs(self._logs, mode=0o700, exist_ok=True)
         with contextlib.suppress(OSError):
             os.unlink(f"stacks/{name}")  # it says that signals are understood
@@ -110,7 +110,7 @@ class Seats:
     def fail(self, name: str, generation: int, rank: int, error: Exception) -> None:
         """A process could not be started: its calls, which are on their way, are told why."""
         text = _not_started(error)
-        self.unborn[name] = (rank, text)
+        self.not_started[name] = (rank, text)
         self.mux.send(0, messages.Exited(seat=name, generation=generation, text=text).encode())
 
     def _log(self, seat: str, rank: int, fd: int, theirs: contextlib.ExitStack, ours: contextlib.ExitStack) -> LogPipe:

@@ -42,7 +42,7 @@ def test_a_silent_connection_has_the_whole_lease_from_when_it_was_last_heard(lea
 def test_a_connection_that_broke_has_the_whole_lease(lease: Lease, clock: Clock) -> None:
     lease.agree(60)
     clock.now += 5
-    lease.part()
+    lease.disconnected()
     assert lease.until(None) == clock.now + 60
 
 
@@ -51,22 +51,22 @@ def test_a_program_that_has_ended_is_waited_for_ten_seconds_at_most(
     lease: Lease, clock: Clock, agreed: float, seconds: float
 ) -> None:
     lease.agree(agreed)
-    lease.part()
+    lease.disconnected()
     began = clock.now
     clock.now += 0.25
-    lease.end()
+    lease.program_ended()
     assert lease.until(None) == began + seconds
 
 
 def test_a_client_that_came_back_has_its_whole_lease_again(lease: Lease, clock: Clock) -> None:
     lease.agree(60)
-    lease.part()
-    lease.end()
+    lease.disconnected()
+    lease.program_ended()
     clock.now += 4
     lease.agree(60)
     assert lease.until(clock.now) == clock.now + 60, "while it is connected"
     clock.now += 4
-    lease.part()
+    lease.disconnected()
     assert lease.until(None) == clock.now + 60, "when that connection breaks"
 
 

@@ -66,7 +66,7 @@ def test_what_is_above_the_home_folder_is_not_looked_at(place: Path, monkeypatch
     _check(str(place))
 
 
-def test_whoever_opens_a_pool_in_such_a_place_is_told_what_to_do(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_such_a_place_says_what_to_do(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place.parents[1].chmod(0o777)
     with pytest.raises(sky.HostUnfit, match="shared is open to others") as caught:
         sky.Compute([sky.Host(name="here", transport="local", cache=str(place))], ui="none").open()

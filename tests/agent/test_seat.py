@@ -21,7 +21,7 @@ def give(seat: Seat, *streams: int, timeout: float | None = None) -> None:
 def test_a_call_that_heeds_sigterm_and_returns_does_not_keep_its_process(
     agent: Agent, seat: Seat, process: Process, why: str
 ) -> None:
-    """It would take no more calls, and nobody would end it."""
+    """Else it would take no more calls and never end."""
     give(seat, 1, timeout=5.0 if why == "timeout" else None)
     if why == "cancel":
         seat.cancel(1)

@@ -151,11 +151,13 @@ def test_at_a_limit_of_processes_a_call_says_so_and_others_go_on(
 
 
 def test_a_detached_run_whose_process_cannot_be_started_has_failed_and_says_why(tmp_path: Path) -> None:
-    """Nobody is there to hear it: it is in the run's record."""
-    seats: Any = SimpleNamespace(get=lambda name: None, unborn={"gang1.0": (3, "it could not be started: no room")})
-    nobody: Any = None
-    orders = Orders(nobody, seats, nobody, run=str(tmp_path), cache=str(tmp_path), machine=nobody)
-    orders.record = seats.mux = Record(str(tmp_path / "runs" / "a"), {}, nobody)
+    """The reason is in the record of the run."""
+    seats: Any = SimpleNamespace(
+        get=lambda name: None, not_started={"gang1.0": (3, "it could not be started: no room")}
+    )
+    nothing: Any = None
+    orders = Orders(nothing, seats, nothing, run=str(tmp_path), cache=str(tmp_path), machine=nothing)
+    orders.record = seats.mux = Record(str(tmp_path / "runs" / "a"), {}, nothing)
     orders.take(5, messages.Call(seat="gang1.0", function="f", parts=[]).encode(), memoryview(b""))
     assert not orders.record.running
     assert b"no room" in (tmp_path / "runs" / "a" / "result.3").read_bytes()

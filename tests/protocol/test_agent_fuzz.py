@@ -261,7 +261,7 @@ def connected_socket(client: Client) -> Iterator[socket.socket]:
         os.close(folder)
 
 
-def test_a_link_that_says_nothing_holds_up_nobody(client: Client) -> None:
+def test_a_silent_link_does_not_delay_the_agent(client: Client) -> None:
     with client.connected(), contextlib.ExitStack() as silent:
         began = time.monotonic()
         for _ in range(6):

@@ -277,13 +277,13 @@ class Agent:
             connection.close()
             return
         self._ended, self._judge_at = connection, time.monotonic() + _SETTLE
-        if not connection.is_half_open():
+        if not connection.is_there():
             self._judge()
 
     def _judge(self) -> None:
         """Decides whether the program or only a connection has ended. A client that tries others still runs."""
         assert self._ended is not None
-        if (self._local or self._ended.is_half_open()) and not self._waiting:
+        if (self._local or self._ended.is_there()) and not self._waiting:
             self._lease.program_ended()
         what = "the program has ended" if self._lease.is_program_ended else "the connection has ended"
         print(f"{what}: its client has {self._lease.seconds:g} s to come back", file=sys.stderr)

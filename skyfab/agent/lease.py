@@ -1,9 +1,9 @@
 """The lease: how long an agent goes on without its client.
 
 A program that has ended is not a network that went away. When a program ends, its ssh closes the link's input in good
-order while the output stays open, and the client does not come back: ten seconds are enough. When a connection
-breaks, both are gone at once, and when a network goes away, neither is: then the client may come back, and has its
-whole lease.
+order while the output, or at least the sshd, stays, and the client does not come back: ten seconds are enough. When a
+connection breaks, all are gone at once, and when a network goes away, none is: then the client may come back, and has
+its whole lease.
 """
 
 from __future__ import annotations

@@ -124,14 +124,14 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 @pytest.mark.parametrize("what", [Ends.end_input, Ends.end_output], ids=["input", "output"])
 def test_one_direction_that_ends_alone_is_an_end_in_good_order(ends: Ends, what: Callable[[Ends], None]) -> None:
-    assert ends.connection.is_half_open()
+    assert ends.connection.is_there()
     what(ends)
-    assert ends.connection.is_half_open()
+    assert ends.connection.is_there()
 
 
 def test_both_directions_that_end_are_a_connection_that_broke(ends: Ends) -> None:
     ends.end_both()
-    assert not ends.connection.is_half_open()
+    assert not ends.connection.is_there()
 
 
 def test_what_has_arrived_before_the_end_does_not_matter(ends: Ends) -> None:
@@ -140,6 +140,6 @@ def test_what_has_arrived_before_the_end_does_not_matter(ends: Ends) -> None:
     else:
         ends._socket.send(b"unread")
     ends.end_input()
-    assert ends.connection.is_half_open()
+    assert ends.connection.is_there()
     ends.end_both()
-    assert not ends.connection.is_half_open()
+    assert not ends.connection.is_there()

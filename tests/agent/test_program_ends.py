@@ -28,7 +28,12 @@ import skyfab as sky
 host = pickle.load(sys.stdin.buffer)
 with sky.Compute([host], lease=60, ui="none") as compute:
     print(sky.function(os.getpid)() >> compute, compute.hosts[0].agent.pid, flush=True)
-    future = sky.function(time.sleep)(600) > compute
+    def work():
+        while True:
+            time.sleep(0.001 if prints else 1)
+            prints and print("a line", flush=True)
+    prints = sys.argv[1] == "prints"
+    future = sky.function(work)() > compute
     time.sleep(600)
 """
 
@@ -36,11 +41,11 @@ with sky.Compute([host], lease=60, ui="none") as compute:
 class Program:
     """A program with a pool of one host, where a call runs. Its lease is a minute."""
 
-    def __init__(self, folder: Path, host: sky.Host, lab_host: LabHost | None) -> None:
+    def __init__(self, folder: Path, host: sky.Host, lab_host: LabHost | None, ranks: str) -> None:
         self._host = lab_host
         self.place = Path(host.cache) if lab_host is None else lab_host.path(host.cache)
         env = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(Path(sky.__file__).parents[1])}
-        command = [sys.executable, "-c", PROGRAM]
+        command = [sys.executable, "-c", PROGRAM, ranks]
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -90,17 +95,18 @@ def start(
     """``start("openssh")``: a program whose host is reached so. It has a cache of its own."""
     with ExitStack() as stack:
 
-        def one(transport: str) -> Program:
+        def one(transport: str, ranks: str = "are silent") -> Program:
             place = f"{home}/{tmp_path.name}" if transport == "local" else f"/var/tmp/{tmp_path.name}"
             changes: dict[str, Any] = {"cache": f"{place}-{transport}"}
             (host,) = hosts_of(transport, 1, **changes)
-            program = Program(tmp_path, host, None if transport == "local" else namespaces.hosts[0])
+            program = Program(tmp_path, host, None if transport == "local" else namespaces.hosts[0], ranks)
             stack.callback(program.clean)
             return program
 
         yield one
 
 
+@pytest.mark.parametrize("ranks", ["are silent", "prints"])
 @pytest.mark.parametrize(
     ("transport", "victim", "verdict"),
     [
@@ -111,9 +117,9 @@ def start(
     ],
 )
 def test_an_agent_knows_a_program_that_was_killed_from_a_connection_that_broke(
-    start: Callable[[str], Program], transport: str, victim: str, verdict: str
+    start: Callable[..., Program], transport: str, victim: str, verdict: str, ranks: str
 ) -> None:
-    program = start(transport)
+    program = start(transport, ranks)
     os.kill(program.ssh() if victim == "ssh" else program.process.pid, signal.SIGKILL)
     assert program.verdict().startswith(verdict)
     assert program.is_running(program.rank), "it is waited for"

@@ -145,8 +145,7 @@ def test_a_call_that_stands_still_is_looked_at_by_itself(
         rank = sky.instance_info().rank
         child = subprocess.Popen(["sleep", "60"])  # it gets no signal
         in_loader() if rank == 2 else in_collective()
-        assert child.poll() is None
-        return rank
+        return rank if child.poll() is None else -1  # no assert: pytest's would need pytest there
 
     waiting = ["sh", "-c", f"until test -e '{go}'; do sleep 0.1; done"]
 

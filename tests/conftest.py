@@ -11,6 +11,7 @@ import os
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # else torch keeps a file open for a profiler, which looks like a leak
 
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     The ssh program goes by passwd and not by $HOME: its settings name this home too.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: programs of ours would ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     home = Path(tempfile.mkdtemp(prefix="skyfab-home-"))
     config.stash[_home] = home
     config.stash[_labs] = []

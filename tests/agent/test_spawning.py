@@ -156,7 +156,7 @@ def test_a_detached_run_whose_process_cannot_be_started_has_failed_and_says_why(
         get=lambda name: None, not_started={"gang1.0": (3, "it could not be started: no room")}
     )
     nothing: Any = None
-    orders = Orders(nothing, seats, nothing, run=str(tmp_path), cache=str(tmp_path), machine=nothing)
+    orders = Orders(nothing, seats, nothing, nothing, run=str(tmp_path), cache=str(tmp_path))
     orders.record = seats.mux = Record(str(tmp_path / "runs" / "a"), {}, nothing)
     orders.take(5, messages.Call(seat="gang1.0", function="f", parts=[]).encode(), memoryview(b""))
     assert not orders.record.running

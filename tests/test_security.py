@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stage import remote
 from stage.remote import linger
 from stage.spot import Spot
 
@@ -673,9 +674,7 @@ def test_a_pool_trusts_its_hosts_unless_told_otherwise(open_pool: Callable[..., 
 # ---- words travel as they are
 
 
-@sky.function
-def variables(*names: str) -> list[str | None]:
-    return [os.environ.get(name) for name in names]
+variables = sky.function(remote.variables)
 
 
 @pytest.mark.parametrize("by", ["local", "openssh", "fabric"])
@@ -742,13 +741,6 @@ def started_with(secret: str) -> list[str]:
     return found
 
 
-@sky.function
-def stumble(spot: str) -> None:
-    print("about to fail")
-    assert os.environ["TOKEN"] and os.environ["HF_TOKEN"]
-    raise RuntimeError("stumbled")
-
-
 @pytest.mark.parametrize("by", ["openssh", "fabric"])
 def test_a_secret_is_known_to_the_processes_that_need_it_alone(
     namespaces: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, by: str
@@ -767,7 +759,7 @@ def test_a_secret_is_known_to_the_processes_that_need_it_alone(
     pool.events.subscribe(events.append)
     assert variables("TOKEN", "TOKEN2", "HF_TOKEN") @ pool == [[SECRET] * 3] * 2
     with pytest.raises(RuntimeError) as caught:
-        stumble("") >> pool
+        sky.function(remote.stumble)() >> pool
     future = pool.submit(sky.function(linger)(spot / "rank"))
     spot.wait("rank")
     assert any("agent" in " ".join(p.cmdline) or "skyfab" in " ".join(p.cmdline) for p in host.processes())
@@ -818,8 +810,9 @@ def test_a_run_folder_of_somebody_else_is_refused(
     (target,) = hosts_of(by, 1, user="ada", cache="/tmp/run-folder")
     for owner, mode in (("root", "777"), ("ada", "750")):
         compute = sky.Compute([target], ui="none")
-        place = f"/tmp/run-folder/run/{host.name}/{compute._roster.pool}-0"
-        host.run(["sh", "-c", f"umask 0; mkdir -p {place}; chown -R ada /tmp/run-folder; chmod 700 /tmp/run-folder"])
+        monkeypatch.setattr("skyfab.roster.secrets.token_hex", lambda size: "0123456789abcdef")
+        place = f"/tmp/run-folder/run/{host.name}/0123456789abcdef-0"
+        host.run(["sh", "-c", f"umask 077; mkdir -p {place}; chown -R ada /tmp/run-folder"])
         host.run(["sh", "-c", f"chown {owner} {place}; chmod {mode} {place}"])
         try:
             with pytest.raises(sky.HostError, match="somebody else or is open to others"):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import paramiko
 import pytest
+from stage.remote import flood_link
 from stage.spot import Spot, until
 
 import skyfab as sky
@@ -247,18 +248,8 @@ def test_a_flood_of_stderr_takes_no_disk_and_its_end_is_kept(opened: Open) -> No
 def test_a_flood_of_stderr_stops_nothing_in_an_open_pool(open_pool: Callable[..., sky.Compute]) -> None:
     """The link on the host has the connection's stderr; the thread that reads the connection drains it."""
     compute = open_pool("openssh", user="root")
-    assert flood(compute.hosts[0].session._launch.session) >> compute == 70_000_000
+    assert sky.function(flood_link)(compute.hosts[0].session._launch.session) >> compute == 70_000_000
     assert temporary_bytes() < MB
-
-
-@sky.function
-def flood(session: str) -> int:
-    """Writes 70 MB to the stderr of the link of this agent."""
-    for path in Path("/proc").glob("[0-9]*"):
-        if (path / "cmdline").read_bytes().split(b"\0")[-3:-1] == [session.encode(), b"start"]:
-            with (path / "fd" / "2").open("wb", buffering=0) as stderr:
-                return sum(stderr.write(bytes(1_000_000)) or 0 for _ in range(70))
-    return 0
 
 
 def temporary_bytes() -> int:

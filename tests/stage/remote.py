@@ -39,3 +39,24 @@ def version_of(module: str) -> str:
 def where() -> tuple[str, str]:
     """The interpreter, and the environment that it belongs to."""
     return sys.executable, sys.prefix
+
+
+def variables(*names: str) -> list[str | None]:
+    """What this process finds in its environment."""
+    return [os.environ.get(name) for name in names]
+
+
+def flood_link(session: str) -> int:
+    """Writes 70 MB to the stderr of the link of an agent."""
+    for path in Path("/proc").glob("[0-9]*"):
+        if (path / "cmdline").read_bytes().split(b"\0")[-3:-1] == [session.encode(), b"start"]:
+            with (path / "fd" / "2").open("wb", buffering=0) as stderr:
+                return sum(stderr.write(bytes(1_000_000)) or 0 for _ in range(70))
+    return 0
+
+
+def stumble() -> None:
+    """Fails, with secrets in its environment."""
+    print("about to fail")
+    if os.environ["TOKEN"] and os.environ["HF_TOKEN"]:
+        raise RuntimeError("stumbled")

@@ -306,8 +306,8 @@ class Agent:
             sweep(self._run)
         self._greeted = True
         self._local = hello.local
-        assert self._connection is not None
-        self._connection.greeted = True
+        if self._connection is not None:
+            self._connection.greeted = True
         self._lease.agree(hello.lease)
         self._pace = min(2.0, hello.lease / 4)
         self._mux.resume(hello.received)

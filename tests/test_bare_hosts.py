@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from stage.projects import BASE, inventory, skyfab
+from stage.projects import inventory, skyfab
 
 import skyfab as sky
 from skyfab.detached import attach
@@ -32,7 +32,7 @@ def nested(x):
 
 @pytest.fixture
 def hosts(hosts_of: Callable[..., list[sky.Host]]) -> list[sky.Host]:
-    return hosts_of("openssh", 2, python=BASE)
+    return hosts_of("openssh", 2)
 
 
 @pytest.fixture

@@ -8,9 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-BASE = str(sys._base_executable)  # type: ignore[attr-defined]
-"""The interpreter that the tests' environment was made from: it has the standard library, and nothing of skyfab's."""
-
 
 def skyfab(
     folder: Path, *words: str, inventory: Path | None = None, processes: int | None = None, timeout: float = 60

@@ -63,12 +63,17 @@ def unpickle(
     try:
         return codec.loads(data, buffers)
     except Exception as error:
-        raise NotPicklable(
-            f"the result of {label} cannot be unpickled here: {type(error).__name__}: {error}",
-            host=host,
-            rank=rank,
-            hint="is everything that it consists of installed on this machine too?",
-        ) from error
+        raise not_unpickled(error, host=host, rank=rank, label=label) from error
+
+
+def not_unpickled(error: BaseException, *, host: str, rank: int | None, label: str) -> NotPicklable:
+    """For a result that this program cannot make."""
+    return NotPicklable(
+        f"the result of {label} cannot be unpickled here: {type(error).__name__}: {error}",
+        host=host,
+        rank=rank,
+        hint="is everything that it consists of installed on this machine too?",
+    )
 
 
 def _plain(data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str) -> Any:

@@ -11,13 +11,16 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeVar, overload
 
 if TYPE_CHECKING:
     from skyfab.compute import Compute
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+MAIN: Final = ("__main__", "__mp_main__")
+"""The program's own module; the second name is multiprocessing's, in children that it has spawned."""
 
 
 class Function(Generic[P, R]):
@@ -64,7 +67,7 @@ class Function(Generic[P, R]):
         """A host finds it by its name, in a module that is sent or installed."""
         home = getattr(self.fn, "__module__", None)
         module = sys.modules.get(home) if isinstance(home, str) else None
-        if module is None or home == "__main__" or not self._name:
+        if module is None or home in MAIN or not self._name:
             return False
         found: Any = module
         for name in self._name.split("."):
@@ -145,7 +148,9 @@ class Group:
     def results(self, futures: Sequence[Future[Any]]) -> tuple[Any, ...] | Iterator[Any]:
         """What its calls return, as was asked for. On a failure, or Ctrl-C, those that still run are cancelled."""
         if self.stream:
-            return _stream(futures, futures if self.ordered else as_completed(futures))
+            stream = _stream(futures, futures if self.ordered else as_completed(futures))
+            next(stream)  # begun, so that dropping it cancels what still runs
+            return stream
         try:
             return tuple([future.result() for future in futures])
         except BaseException:
@@ -155,6 +160,7 @@ class Group:
 
 def _stream(futures: Sequence[Future[Any]], order: Iterable[Future[Any]]) -> Iterator[Any]:
     try:
+        yield
         for future in order:
             yield future.result()
     finally:

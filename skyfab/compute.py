@@ -356,6 +356,8 @@ class Compute:
         call = self._broadcasts.at_work
         if call is None or call.gang is None:
             raise UsageError("no broadcast is under way", hint="submit(call, on='all') starts one; launch(call), a run")
+        self._queue.fail_all()  # only this broadcast goes on: what waits would be taken for a part of the run
+        self._broadcasts.close()
         nodes, label = call.gang.nodes, call.broadcast.label
         launcher = Launcher(nodes, [self._ranks_on(node) for node in nodes], label=label, name=name or label)
         launcher.take_over(call, conducted=self._elastic is not None)

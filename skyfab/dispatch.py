@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from skyfab.answers import resolve
+from skyfab.answers import not_unpickled, resolve
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
 from skyfab.futures import CallFuture
 from skyfab.interrupts import INTERRUPTS
@@ -298,8 +298,11 @@ class Queue:
             return
         try:
             result = resolve(message, buffers, host=slot.node.name, rank=None, label=task.label, wary=self.wary)
-        except BaseException as error:
+        except Exception as error:
             self._finish(task, None, error)
+        except BaseException as error:  # of the result itself, or of a signal handler of the program's
+            self._finish(task, None, not_unpickled(error, host=slot.node.name, rank=None, label=task.label))
+            raise
         else:
             self._finish(task, result)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from skyfab.answers import resolve
+from skyfab.answers import not_unpickled, resolve
 from skyfab.errors import BroadcastError, HostLost, RemoteTraceback, SkyfabError
 from skyfab.futures import CallFuture
 from skyfab.meeting import Meeting
@@ -269,8 +269,11 @@ class _RankCall:
         label, wary = call.broadcast.label, call.broadcast.wary
         try:
             value = resolve(message, buffers, host=member.node.name, rank=member.rank, label=label, wary=wary)
-        except BaseException as error:
+        except Exception as error:
             call.note(member, error, failed=True)
+        except BaseException as error:  # of the result itself, or of a signal handler of the program's
+            call.note(member, not_unpickled(error, host=member.node.name, rank=member.rank, label=label), failed=True)
+            raise
         else:
             call.note(member, value, failed=False)
 

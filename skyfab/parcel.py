@@ -43,6 +43,8 @@ def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = ()) -
         if known is not None and known[0] == state and known[2] is plugins:
             return known[1]  # type: ignore[no-any-return]  # only this module sets it
     by_name = function.is_importable
+    if (main := sys.modules.get("__mp_main__")) is not None:
+        codec.send_by_value(main)
     try:
         payload = codec.dumps((function if by_name else fn, by_name, {} if by_name else _sources(fn), plugins))
     except Exception as error:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Final
 
+from skyfab import nesting
 from skyfab.changes import Changes
 from skyfab.errors import UsageError
 from skyfab.image import Image
@@ -165,7 +166,7 @@ class Project:
             sources[name] = path
         if not files:
             return EMPTY
-        return Tree(name_of(*(f"{inner}\0{name}\n".encode() for inner, name in files)), tuple(files), sources)
+        return Tree(name_of(*(os.fsencode(f"{inner}\0{name}\n") for inner, name in files)), tuple(files), sources)
 
 
 def _stamp(path: str) -> Stamp:
@@ -374,11 +375,12 @@ def _ignore_file(folder: Path) -> pathspec.GitIgnoreSpec | None:
 
 def _patterns(lines: Iterable[str]) -> pathspec.GitIgnoreSpec:
     """Hosts import this module without pathspec: only a pool that is opened needs it. Raises UsageError."""
-    try:
-        import pathspec
-    except ModuleNotFoundError as error:
+    if find_spec("pathspec") is None:
+        nesting.check()  # a module that a rank imports opens no pool, whatever is installed: that is the better advice
         raise UsageError(
-            f"a pool cannot be opened here: {sys.executable} has no {error.name}",
+            f"a pool cannot be opened here: {sys.executable} has no pathspec",
             hint='a function that opens a pool of its own needs skyfab\'s libraries there: Image(pip=["pathspec", …])',
-        ) from None
+        )
+    import pathspec
+
     return pathspec.GitIgnoreSpec.from_lines(lines)

@@ -130,16 +130,22 @@ class Turns:
 
     def call(self, actions: Iterable[Callable[[], None]]) -> None:
         """Runs what follows from what was read, on the thread that has the turn, and tells those who follow."""
+        raised: BaseException | None = None
         for action in actions:
             try:
                 action()
-            except BaseException:  # the other actions are about other calls: they must be told all the same
-                print("skyfab: an answer could not be handled", file=sys.stderr)
-                traceback.print_exc()
+            except BaseException as error:  # the other actions are about other calls: they must be told all the same
+                if isinstance(error, Exception) or threading.get_ident() != MAIN:
+                    print("skyfab: an answer could not be handled", file=sys.stderr)
+                    traceback.print_exc()
+                else:
+                    raised = raised or error
         if self._followers:
             with self._lock:
                 for event in self._followers:
                     event.set()
+        if raised is not None:  # the program's own: a signal handler of it has raised SystemExit, say
+            raise raised
 
     def _read_on(self) -> None:
         _waiting.add(threading.get_ident())

@@ -31,7 +31,10 @@ def place(workdir: str, cache: str) -> str:
     if not workdir:
         return ""
     if workdir.startswith(("/", "~")):
-        return os.path.expanduser(workdir)
+        found = os.path.expanduser(workdir)
+        if not found.startswith("/"):
+            raise FileNotFoundError(f"the working folder {workdir}: there is no such user")
+        return found
     if not workdir.replace("-", "").replace("_", "").replace(".", "").isalnum() or workdir.startswith("."):
         raise ProtocolError(f"not the name of a working folder: {workdir!r:.80}")
     return os.path.join(cache, "files", workdir)

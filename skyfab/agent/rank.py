@@ -219,11 +219,16 @@ class Rank:
                 result = context.awaited(result)
             del args, kwargs
         except SystemExit as error:
+            ended = _exited(error)
             self._flush()
-            self._answer(stream, _exited(error).encode())
+            self._end_child(ended.exitcode or 0)
+            self._answer(stream, ended.encode())
             return
         except BaseException as error:
+            if os.getpid() != self._pid:
+                sys.stderr.write(_trace(error))
             self._flush()
+            self._end_child(1)
             self._raised(stream, error)
             return
         self._flush()
@@ -321,9 +326,13 @@ class Rank:
 
     # ---- answering
 
+    def _end_child(self, code: int) -> None:
+        """A child that the function has forked, and that comes back from it too, ends here as a program would."""
+        if os.getpid() != self._pid:
+            os._exit(code & 0xFF)
+
     def _answer(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
-        if os.getpid() != self._pid:  # the function has forked, and its child comes back from it too
-            os._exit(0)
+        self._end_child(0)
         if payload is not None and not payload.buffers and len(payload.data) + len(message) <= SMALL:
             size = len(message)
             whole = HEADER.pack(HEAD, size, stream, size + len(payload.data)) + message + payload.data

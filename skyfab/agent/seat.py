@@ -90,6 +90,8 @@ class Seat:
         self.name = name
         self.generation = generation
         self.rank = rank
+        self.is_solo = name.startswith("solo.")
+        """It is for single calls, and not a rank of a gang."""
         self.logs = logs
         rank_in, self.sink, self.source, rank_out = _pipes()
         self.functions: set[str] = set()

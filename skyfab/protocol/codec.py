@@ -133,6 +133,11 @@ class _Beside:
         return False
 
 
+def send_by_value(module: Any) -> None:
+    """What is defined in this module is sent whole: no host can import it."""
+    cloudpickle.register_pickle_by_value(module)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     def __init__(self, file: io.BytesIO, beside: _Beside) -> None:
         self._packed = beside.packed

@@ -1,0 +1,148 @@
+"""What an attack from outside has found: each of these was wrong once."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage.projects import inventory, skyfab
+from stage.spot import until
+
+import skyfab as sky
+
+OpenPool = Callable[..., sky.Compute]
+
+
+def late(name: str, seconds: float) -> str:
+    time.sleep(seconds)
+    return name
+
+
+class Leaves:
+    """Unpickling it exits."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (5,)
+
+
+@pytest.mark.parametrize("other", ["broadcast", "single"])
+def test_a_broadcast_that_is_detached_keeps_its_own_result_whatever_else_the_pool_runs(
+    hosts_of: Callable[..., list[sky.Host]], other: str
+) -> None:
+    call = sky.function(late)
+    pool = sky.Compute(hosts_of("local", 1), ranks=2, ui="none")
+    pool.open()
+    first = pool.submit(call("first", 1.5), on="all")
+    until(lambda: pool._broadcasts.at_work is not None)
+    second = pool.submit(
+        call("second", 0.1 if other == "broadcast" else 3), on="all" if other == "broadcast" else "one"
+    )
+    time.sleep(0.3)
+    run = pool.detach()
+    assert run.result(timeout=60) == ["first", "first"]
+    for future in (first, second):
+        assert isinstance(future.exception(10), sky.SkyfabError)
+
+
+@pytest.mark.parametrize("on", ["one", "all"])
+def test_a_result_that_exits_when_it_is_unpickled_holds_nothing_up(open_pool: OpenPool, on: str) -> None:
+    pool = open_pool("local", ranks=2)
+    try:
+        pool.submit(sky.function(lambda: Leaves())(), on=on).result(30)
+    except (SystemExit, sky.NotPicklable, sky.BroadcastError):
+        pass  # whichever thread has read it
+    assert sky.function(late)("next", 0) @ pool == ["next", "next"]
+    assert sky.function(late)("next", 0) >> pool == "next"
+
+
+def test_a_forked_child_of_a_function_ends_as_a_program_would(open_pool: OpenPool) -> None:
+    def child_of(how: str) -> int:
+        pid = os.fork()
+        if not pid:
+            if how == "raises":
+                raise ValueError("in the child")
+            sys.exit(3)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    pool = open_pool()
+    assert [sky.function(child_of)(how) >> pool for how in ("raises", "exits")] == [1, 3]
+
+
+def test_names_that_are_no_text_travel(tmp_path: Path, open_pool: OpenPool) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in (b"good.csv", b"bad\xff.csv"):
+        (Path(os.fsdecode(os.fsencode(folder) + b"/" + name))).write_text("1")
+    pool = open_pool("openssh", image=sky.Image(includes=[str(folder)]))
+    found = sky.function(lambda: sorted(os.fsencode(path.name) for path in Path("data").iterdir()))() >> pool
+    assert found == [b"bad\xff.csv", b"good.csv"]
+
+
+def test_a_working_folder_of_a_user_who_does_not_exist_is_refused(open_pool: OpenPool) -> None:
+    with pytest.raises(sky.SkyfabError, match="no such user"):
+        sky.function(late)("x", 0) >> open_pool(workdir="~nobody-of-that-name/data")
+
+
+def test_functions_of_a_spawned_child_run(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        textwrap.dedent(
+            """
+            import multiprocessing, skyfab as sky
+
+            class Thing:
+                value = 20
+
+            @sky.function
+            def double(thing):
+                return 2 * thing.value
+
+            def work(queue):
+                with sky.Compute("local", ui="none") as compute:
+                    queue.put((double(Thing()) >> compute, (double(Thing()) @ compute)[0]))
+
+            if __name__ == "__main__":
+                context = multiprocessing.get_context("spawn")
+                queue = context.Queue()
+                child = context.Process(target=work, args=(queue,))
+                child.start()
+                print(queue.get(timeout=60))
+                child.join()
+            """
+        )
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(sky.__file__).parents[1])}
+    ran = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90
+    )
+    assert ran.stdout == "(40, 40)\n", ran.stderr
+
+
+def test_a_module_that_opens_a_pool_while_a_bare_host_imports_it_is_told_about_that(
+    hosts_of: Callable[..., list[sky.Host]], tmp_path: Path
+) -> None:
+    """And not about a library that is missing there."""
+    (tmp_path / "unguarded.py").write_text(
+        "import skyfab as sky\n\n"
+        "def main():\n    return 1\n\n"
+        "with sky.Compute('local') as compute:\n    print(sky.function(main)() >> compute)\n"
+    )
+    place = inventory(tmp_path / "inventory.toml", [*hosts_of("openssh", 1)])
+    ran = skyfab(tmp_path, "run", "--hosts=node1", "unguarded.py:main", inventory=place)
+    assert "unguarded.py, line 6" in ran.stderr
+    assert "pathspec" not in ran.stderr
+
+
+def test_a_stream_of_results_that_is_dropped_before_its_first_one_stops_its_calls(open_pool: OpenPool) -> None:
+    pool = open_pool()
+    stream = sky.gather(*(sky.function(late)("x", 30) for _ in range(20)), stream=True) >> pool
+    del stream
+    gc.collect()
+    assert (sky.function(late)("next", 0) > pool).result(25) == "next"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gzip
 import io
+import sys
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from skyfab.protocol.blobs import name_of
 
 _LEFT_OUT: Final = ("examples", "commands", "cli.py")
 """What a person types is of no use on a host."""
+_LAB: Final = "lab"
+"""Only for programs that use it: modules of theirs that import it may have functions for hosts too."""
 _MAIN: Final = """import sys
 if sys.version_info < (3, 10):
     sys.exit(sys.version.split()[0])
@@ -62,8 +65,9 @@ def bundle() -> Bundle:
 
 def _files() -> Iterator[tuple[str, bytes]]:
     yield "__main__.py", _MAIN.encode()
+    left_out = _LEFT_OUT if f"skyfab.{_LAB}" in sys.modules else (*_LEFT_OUT, _LAB)
     for package in (Path(__file__).parent, Path(cloudpickle.__file__).parent):
         for file in sorted(package.rglob("*.py")):
             inner = file.relative_to(package)
-            if inner.parts[0] not in _LEFT_OUT:
+            if inner.parts[0] not in left_out:
                 yield f"{package.name}/{inner.as_posix()}", file.read_bytes()

@@ -278,8 +278,12 @@ def test_the_archive_leaves_out_what_no_host_needs() -> None:
 
 
 def test_the_bundle_is_small() -> None:
-    """It is sent to every new host before anything else."""
-    assert len(bundle().archive) < 256 * 1024
+    """It is sent to every new host before anything else. Programs that use no lab send none."""
+    code = "from skyfab.bundle import bundle; print(len(bundle().archive), *(path for path, _ in bundle().files))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert int(said[0]) < 256 * 1024
+    assert not [path for path in said[1:] if path.startswith("skyfab/lab/")]
+    assert "skyfab/lab/lab.py" in dict(bundle().files), "this one uses it"
     assert gzip.decompress(bundle().archive)
 
 

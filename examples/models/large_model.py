@@ -28,9 +28,7 @@ def main(hosts: str) -> None:
     with torch.no_grad():
         features = net.features(data.x_train)
     nets.learn(net.out, features, data.y_train, steps=40, lr=3e-3)  # the last layer will do
-    with sky.Compute(
-        hosts or "local", plugins=[sky.plugins.torch()]
-    ) as compute:  # torch is there, whatever the host has
+    with sky.Compute(hosts or "local", plugins=[sky.plugins.torch()]) as compute:
         model = compute.put(net)
         print(f"{model}: {sum(weights.numel() for weights in net.parameters()) / 1e6:.1f} million weights")
         noises = (0.0, 0.2, 0.4, 0.8)

@@ -33,9 +33,7 @@ def main(hosts: str) -> None:
     torch.manual_seed(0)
     net = nets.Net()
     print(f"{nets.accuracy(net, data.x_test, data.y_test):.0%} of the held-out digits before")
-    with sky.Compute(
-        hosts or "local", plugins=[sky.plugins.torch()]
-    ) as compute:  # torch is there, whatever the host has
+    with sky.Compute(hosts or "local", plugins=[sky.plugins.torch()]) as compute:
         state, loss = train(net.state_dict(), data.x_train, data.y_train) >> compute
         print(f"trained on {compute.hosts[0].name}: {len(state)} tensors came back, loss {loss:.3f}")
     net.load_state_dict(state)

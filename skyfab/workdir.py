@@ -198,8 +198,8 @@ def path_of(host: Host, workdir: str) -> str:
 
 
 def to_fetch(host: Host, inventory: Inventory, workdir: str) -> str:
-    """The command that copies the folder to this machine."""
-    words = ["scp", "-r", *(["-P", str(host.port)] if host.port else [])]
+    """The command that copies the folder to this machine, to a folder named after the host: hosts have equal names."""
+    words = ["scp", "-r", *(["-P", str(host.port)] if host.port not in (None, 22) else [])]
     words += ["-i", host.identity] if host.identity else []
     if host.jump and host.jump != "none":
         known = inventory.hosts
@@ -207,4 +207,4 @@ def to_fetch(host: Host, inventory: Inventory, workdir: str) -> str:
     place = f"[{host.destination}]" if ":" in host.destination else host.destination
     login = place if host.user is None else f"{host.user}@{place}"
     path = path_of(host, workdir)
-    return shlex.join([*words, f"{login}:{path.removeprefix('~/')}", "."])
+    return shlex.join([*words, f"{login}:{path.removeprefix('~/')}", f"./{host.name}"])

@@ -234,7 +234,7 @@ def test_a_pool_that_wrote_says_what_lies_where_and_how_to_fetch_it(
     lax = ["-q", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
     program, *words = shlex.split(event.fetch)
     subprocess.run([program, *lax, *words], cwd=tmp_path, check=True)
-    assert (tmp_path / name / "out/ckpt.pt").read_text() == "12345"
+    assert (tmp_path / "node1" / "out/ckpt.pt").read_text() == "12345"
 
 
 def test_a_pool_that_wrote_nothing_says_nothing(folder: Path, remote: list[sky.Host]) -> None:
@@ -279,9 +279,9 @@ def test_the_command_that_fetches_goes_through_the_same_door() -> None:
     host = sky.Host(name="n", address="10.0.0.5", port=2222, user="ada", identity="/k/my key", jump="gate,bob@x:1")
     known = sky.Inventory(hosts={"gate": sky.Host(name="gate", address="g.example", user="eve", port=22)})
     assert to_fetch(host, known, "p-1") == (
-        "scp -r -P 2222 -i '/k/my key' -J eve@g.example:22,bob@x:1 ada@10.0.0.5:.cache/skyfab/files/p-1 ."
+        "scp -r -P 2222 -i '/k/my key' -J eve@g.example:22,bob@x:1 ada@10.0.0.5:.cache/skyfab/files/p-1 ./n"
     )
-    assert to_fetch(sky.Host(name="n", address="::1", cache="/c"), known, "/d/$x") == "scp -r '[::1]:/d/$x' ."
+    assert to_fetch(sky.Host(name="n", address="::1", cache="/c"), known, "/d/$x") == "scp -r '[::1]:/d/$x' ./n"
 
 
 def test_what_a_host_says_of_files_is_not_believed() -> None:

@@ -128,7 +128,7 @@ def test_days_beyond_counting_remove_nothing(cache: Cache) -> None:
 
 def test_a_host_without_a_cache_has_nothing_to_remove(cache: Cache) -> None:
     assert str(cache.gc()) == "nothing to remove"
-    assert cache('ls -d "$c" 2>/dev/null; true') == []
+    assert cache('ls -A "$c" 2>/dev/null; true') == []
 
 
 def test_an_environment_is_as_old_as_its_last_use(cache: Cache) -> None:
@@ -265,7 +265,7 @@ def test_what_a_living_pool_uses_stays(cache: Cache, tmp_path: Path) -> None:
     env = Path(where, "envs", OLD_ENV)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(env)], check=True)
     (tmp_path / "beside.py").write_text("answer = 42\n")
-    ages = 'find "$c" -exec touch -h -d "40 days ago" {} +'
+    ages = 't=$(date -d "40 days ago" +%Y-%m-%dT%H:%M:%S); find "$c" -exec touch -h -d "$t" {} +'
 
     def look() -> tuple[str, int]:
         import sys

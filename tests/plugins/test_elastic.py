@@ -103,6 +103,13 @@ store.set(f"torch.rendezvous.{sys.argv[3]}", base64.b64encode(pickle.dumps(Comma
 """
 
 
+def gang_of(pool: sky.Compute) -> Any:
+    """The gang whose broadcast is under way."""
+    call = until(lambda: pool._broadcasts.at_work)
+    assert call is not None
+    return call.gang
+
+
 def test_another_user_of_the_heads_host_gets_no_code_into_the_rendezvous(
     namespaces: Lab, hosts_of: Callable[..., list[sky.Host]], spot: Spot
 ) -> None:
@@ -111,8 +118,7 @@ def test_another_user_of_the_heads_host_gets_no_code_into_the_rendezvous(
     with sky.Compute([host], plugins=[plugin], ui="none") as pool:
         future = pool.submit(sky.function(linger)(spot / "rank"), on="all")
         until(lambda: spot.notes("rank"), "a rank that works", timeout=100)  # torch is imported twice
-        gang = pool._gangs.at_work()
-        assert gang is not None
+        gang = gang_of(pool)
         info = gang.members[0].plan.info
         place = [info["head_addr"], str(info["head_port"]), info["job_id"], spot / "ran"]
         namespaces[host.name].run([sys.executable, "-c", INTRUDER, *place], user="ada")
@@ -136,9 +142,7 @@ def test_the_rendezvous_listens_at_the_heads_address_alone() -> None:
     with sky.Compute("local", ranks=2, plugins=[sky.plugins.torch(elastic=(1, 1))], ui="none") as pool:
         for _ in range(2):
             future = pool.submit(stumble(0), on="all")
-            gang = pool._gangs.at_work()
-            assert gang is not None
-            port = gang.members[0].plan.port
+            port = gang_of(pool).members[0].plan.port
             until(lambda: (listeners(port) >> pool) or future.done())  # noqa: B023
             found = listeners(port) >> pool
             assert future.result(60)

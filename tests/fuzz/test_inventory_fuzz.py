@@ -98,13 +98,13 @@ SELECTORS = st.lists(ODD_TEXT | st.sampled_from(WORDS) | st.just(","), max_size=
 
 def outcome(work: Callable[..., T], *arguments: Any, **keywords: Any) -> T | UsageError:
     """What comes of it, or the one kind of error that it may raise; in good time, and with few words."""
-    began = time.monotonic()
+    began = time.thread_time()
     found: T | UsageError
     try:
         found = work(*arguments, **keywords)
     except UsageError as error:
         found = error
-    assert time.monotonic() - began < SECONDS
+    assert time.thread_time() - began < SECONDS
     assert not isinstance(found, UsageError) or len(str(found)) < 100_000
     return found
 

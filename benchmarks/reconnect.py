@@ -21,7 +21,7 @@ from benchmarks.result import Bar, Result, Skip
 from benchmarks.sample import Sample, alternate
 from skyfab.lab.namespace import NamespaceHost
 from skyfab.lab.network import INTERFACE, ip
-from skyfab.tether import PING
+from skyfab.timing import HEARTBEAT
 
 _BAR: Final = Bar(1.0, on="value")
 _PATIENCE: Final = 60.0
@@ -93,7 +93,7 @@ class Cable:
 def _cut(compute: sky.Compute, cable: Cable, away: float, seed: int) -> float:
     """Seconds from the link's return to the answer of a call that was made while it was away."""
     running = _begin(compute, away + 1)
-    time.sleep(random.Random(seed).uniform(0, PING))  # at another moment between two signs of life each time
+    time.sleep(random.Random(seed).uniform(0, HEARTBEAT))  # at another moment between two signs of life each time
     with ThreadPoolExecutor(1) as caller:
         cable.silence()
         try:

@@ -41,6 +41,7 @@ from skyfab.protocol import codec
 from skyfab.refs import Ref, put
 from skyfab.roster import Roster
 from skyfab.spread import Spread
+from skyfab.timing import Timing
 from skyfab.workdir import Workdirs, tell_files
 
 R = TypeVar("R")
@@ -120,8 +121,7 @@ class Compute:
             self.events,
             self._gangs,
             self._queue,
-            lease=lease,
-            silence=silence,
+            timing=Timing(lease=lease, heartbeat_timeout=silence),
             welcome=self._sync.take_back,
             workdirs=Workdirs(workdir),
         )

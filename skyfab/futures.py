@@ -14,7 +14,7 @@ from skyfab.errors import UsageError
 from skyfab.events import emitting
 from skyfab.interrupts import INTERRUPTS
 from skyfab.node import Node
-from skyfab.turns import refuse_nested_wait
+from skyfab.reader import refuse_nested_wait
 
 
 def refuse_to_block() -> None:
@@ -57,7 +57,7 @@ class CallFuture(Future[Any]):
         node = self.node
         if node is not None:
             self._waiter = (threading.get_ident(), node)
-            node.session.wait(self.done, timeout)
+            node.session.read_until(self.done, timeout)
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
@@ -89,4 +89,4 @@ class CallFuture(Future[Any]):
             if not self.cancelled():
                 raise
         if self._waiter is not None and self._waiter[0] != threading.get_ident():
-            self._waiter[1].session.poke()  # another host's stream brought this
+            self._waiter[1].session.poke()  # it was resolved by a thread that does not read

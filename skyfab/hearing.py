@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from skyfab.dispatch import Queue
@@ -12,7 +11,6 @@ from skyfab.gangs import Gangs
 from skyfab.homecoming import Homecoming
 from skyfab.node import Node
 from skyfab.output import Lines
-from skyfab.reunion import DOUBT
 
 
 class Hearing:
@@ -71,8 +69,7 @@ class Hearing:
 
     def others_answer(self) -> bool:
         """Some other host has been heard in the last seconds; a silent one may take that long to be noticed."""
-        now = time.monotonic()
-        return any(now - node.session.heard < DOUBT for node in self._all_nodes() if node is not self.node)
+        return any(node.session.responds for node in self._all_nodes() if node is not self.node)
 
 
 class Progress:

@@ -116,8 +116,8 @@ class Reply:
 class Inbox:
     """The receiving half of a session."""
 
-    def __init__(self, host: str, listener: Listener) -> None:
-        self.mux = Mux(self, express=self._express)
+    def __init__(self, host: str, listener: Listener, clock: Callable[[], float]) -> None:
+        self.mux = Mux(self, express=self._express, clock=clock)
         self.agent: AgentHello | None = None
         """What the host said of itself."""
         self.greetings = 0

@@ -190,7 +190,7 @@ class Node:
                 self._seat(seat, plan)
             self._teach(function, {})
             head = messages.Call.head(seat=seat, function=function.digest, parts=(len(data),), timeout=timeout)
-            return self.session.begin(head, data, seat)
+            return self.session.request(head, data, seat)
 
     def cancel(self, stream: int) -> None:
         self.session.send(messages.Cancel(stream=stream))

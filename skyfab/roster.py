@@ -16,7 +16,9 @@ from skyfab.launch import Launch
 from skyfab.meeting import Meetings
 from skyfab.node import Node
 from skyfab.outfit import Outfit
+from skyfab.reader import SharedReader
 from skyfab.session import Session
+from skyfab.timing import Timing
 from skyfab.transport import transport_for
 from skyfab.workdir import Workdirs
 
@@ -32,8 +34,7 @@ class Roster:
         gangs: Gangs,
         queue: Queue,
         *,
-        lease: float,
-        silence: float,
+        timing: Timing,
         welcome: Welcome,
         workdirs: Workdirs,
     ) -> None:
@@ -44,8 +45,8 @@ class Roster:
         self._events = events
         self._gangs = gangs
         self._queue = queue
-        self._lease = lease
-        self._silence = silence
+        self._timing = timing
+        self._reader = SharedReader()
         self.pool = ""
         """The pool's name on its hosts."""
         self._listeners: dict[int, Hearing] = {}
@@ -86,10 +87,9 @@ class Roster:
         name = f"{pool or secrets.token_hex(8)}-{node.index}"  # two names may be one machine
         python, prepare = self._outfit.interpreter(host, name, Progress(self._events, host.name))
         return Session(
-            host,
-            lambda: transport_for(host, self._inventory),
             Launch(host=host, session=name, bundle=bundle(), python=python, prepare=prepare),
+            lambda: transport_for(host, self._inventory),
             listener,
-            lease=self._lease,
-            silence=self._silence,
+            self._reader,
+            self._timing,
         )

@@ -12,14 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from skyfab.connection import Connection
 from skyfab.errors import HostLost, HostUnfit, ProtocolError
 from skyfab.inbox import Listener
-from skyfab.inventory import Host
 from skyfab.launch import Launch, cannot_run, check_agent
 from skyfab.protocol import messages
 from skyfab.protocol.frames import BYE, Buffer, frame
 from skyfab.protocol.messages import AgentHello, Message
-from skyfab.tether import Tether
+from skyfab.reader import SharedReader
+from skyfab.timing import Timing
 from skyfab.transport.base import Stream, Transport
 from skyfab.transport.logins import LOGINS, ServerBusy, retry
 
@@ -30,53 +31,51 @@ GOODBYE: Final = 5.0
 
 
 class Session:
-    """The conversation with one host's agent: `send`, `begin`, `await_reply`, `wait` and `poke` are its tether's.
+    """The conversation with one host's agent: `send`, `request`, `await_reply` and `wait` are its connection's.
 
-    Thread-safe.
+    `read_until` and `poke` are its reader's, which reads all connections of the pool. Thread-safe.
     """
 
     def __init__(
         self,
-        host: Host,
-        reach: Callable[[], Transport],
         launch: Launch,
+        reach: Callable[[], Transport],
         listener: Listener,
-        *,
-        lease: float,
-        silence: float = 10.0,
+        reader: SharedReader,
+        timing: Timing,
     ) -> None:
-        """`lease` is how long the two sides may be apart; after `silence` a host is lost when others answer."""
-        self.host = host
-        self._reach = reach
+        self.host = launch.host
+        self.transport = reach
         self._launch = launch
-        self._tether = Tether(host, listener, lease=lease, silence=silence, reach=reach, join=self._rejoin)
+        self.connection = Connection(self.host, listener, reader, self, timing)
         self._gate = threading.Lock()
-        # The tether's own: a call has no time for another step.
-        self.send = self._tether.send
-        self.begin = self._tether.begin
-        self.await_reply = self._tether.await_reply
-        self.wait = self._tether.wait
-        self.poke = self._tether.poke
+        # The connection's own: a call has no time for another step.
+        self.send = self.connection.send
+        self.request = self.connection.request
+        self.await_reply = self.connection.await_reply
+        self.wait = self.connection.wait
+        self.read_until = reader.wait
+        self.poke = reader.poke
 
     @property
     def agent(self) -> AgentHello | None:
         """What the host said of itself, once it is open."""
-        return self._tether.agent
+        return self.connection.agent
 
     @property
     def has_ended(self) -> bool:
         """Nothing more will come of it."""
-        return self._tether.ended is not None
+        return self.connection.ended is not None
 
     @property
-    def heard(self) -> float:
-        """When the host last said something; it says something every few seconds."""
-        return self._tether.heard
+    def responds(self) -> bool:
+        """Something came from the host lately."""
+        return self.connection.responds
 
     @property
     def moved(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
-        return self._tether.moved
+        return self.connection.moved
 
     # ---- opening and closing
 
@@ -84,16 +83,14 @@ class Session:
         """Connects and waits for the agent's hello. Raises a HostError."""
         with self._gate:
             try:
-                agent = self._introduce(retry(self._join, self._is_leaving))
+                return self._introduce(retry(self._join, self._is_leaving))
             except BaseException:
-                self._tether.close(GOODBYE)
+                self.connection.close(GOODBYE)
                 raise
-            self._tether.start(f"skyfab-{self.host.name}")
-            return agent
 
     def _join(self) -> float:
         """Starts the link on the host; from then on the stream speaks frames. Returns until when it may say hello."""
-        transport = self._reach()
+        transport = self.transport()
         stream: Stream | None = None
         try:
             with LOGINS.turn(transport.servers, self._is_leaving) as turn:
@@ -108,13 +105,13 @@ class Session:
                 stream.close()
             transport.close()
             raise
-        self._tether.begin_with(stream, transport)
+        self.connection.begin((stream, transport))
         return max(deadline, time.monotonic() + CONNECT)  # an environment may have been made meanwhile
 
     def _is_leaving(self) -> bool:
-        return self._tether.is_leaving
+        return self.connection.is_leaving
 
-    def _rejoin(self, transport: Transport, deadline: float, stopped: Callable[[], bool]) -> Stream:
+    def rejoin(self, transport: Transport, deadline: float, stopped: Callable[[], bool]) -> Stream:
         """Another stream to the same agent. Raises a HostError."""
         assert self.agent is not None
         launch = replace(self._launch, python=self.agent.executable, prepare=None)
@@ -128,20 +125,21 @@ class Session:
         return stream
 
     def _introduce(self, deadline: float) -> AgentHello:
-        while self.agent is None and self._tether.ended is None and time.monotonic() < deadline:
-            self._tether.pump(0.5)
-        if self._tether.ended is not None and self.agent is None:
-            failed = self._tether.ended
+        connection = self.connection
+        connection.wait(lambda: self.agent is not None or connection.is_leaving, deadline - time.monotonic())
+        if connection.ended is not None and self.agent is None:
+            connection.explain()
+            failed: Exception = connection.ended
             if isinstance(failed, ProtocolError):  # whatever it is that speaks there
                 failed = HostLost("", host=self.host.name)
             raise cannot_run(failed, self.host)
-        if self._tether.ended is not None:
-            raise self._tether.ended
-        if self.agent is None:
+        if connection.ended is not None:
+            raise connection.ended
+        if self.agent is None and not connection.is_leaving:
             raise HostUnfit("its agent does not answer", host=self.host.name)
-        check_agent(self.agent, self.host)
-        if self._tether.is_leaving:
+        if self.agent is None or connection.is_leaving:
             raise HostLost("the pool was closed", host=self.host.name)
+        check_agent(self.agent, self.host)
         return self.agent
 
     def close(self) -> None:
@@ -149,20 +147,20 @@ class Session:
 
         While another thread opens the session, that fails first.
         """
-        self._tether.leave()
+        self.connection.leave()
         with self._gate:
-            self._tether.close(GOODBYE)
+            self.connection.close(GOODBYE)
 
     def abandon(self) -> None:
         """Waits until the agent has heard everything, and leaves it to itself. Raises HostLost."""
-        self._tether.abandon()
+        self.connection.detach()
         self.close()
 
     def end_agent(self, stopped: Callable[[], bool]) -> None:
         """Ends an agent that was given up, if it is there, unless that is `stopped`. Raises a HostError."""
-        transport = self._reach()
+        transport = self.transport()
         try:
-            stream = self._rejoin(transport, time.monotonic() + CONNECT, stopped)
+            stream = self.rejoin(transport, time.monotonic() + CONNECT, stopped)
             try:
                 stream.send([frame(BYE)])
             finally:
@@ -175,9 +173,8 @@ class Session:
         found: list[Message] = []
         failed: list[Exception] = []
         self.send(message, parts, answer=lambda reply, _: found.append(reply), failure=failed.append)
-        self.wait(lambda: bool(found or failed))
-        if failed:
-            raise failed[0]
+        if not self.wait(lambda: bool(found or failed)) or failed:
+            raise failed[0] if failed else self.connection.ended or HostLost("the pool was closed", host=self.host.name)
         if isinstance(found[0], messages.Failed):
             raise HostUnfit(found[0].text, host=self.host.name, hint=found[0].hint)
         return found[0]

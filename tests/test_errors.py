@@ -541,7 +541,7 @@ def test_the_first_failure_comes_first(pool: sky.Compute, spot: Spot) -> None:
     future = pool.submit(both(), on="all")
     spot.wait("ready")
     assert failed.wait(30)
-    until(lambda: not pool.hosts[1].session._tether._inbox.exchanges, "its failure to arrive")
+    until(lambda: not pool.hosts[1].session.connection.inbox.exchanges, "its failure to arrive")
     spot.leave("go")
     error = future.exception(30)
     unsubscribe()

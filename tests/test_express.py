@@ -25,7 +25,7 @@ from stage.spot import Spot, until
 from stage.threads import at_once, begin
 
 import skyfab as sky
-from skyfab import hearing, reunion, tether
+from skyfab import timing
 from skyfab.dispatch import Task
 from skyfab.events import CallEnded, CallStarted, Event, Output
 from skyfab.lab import Lab
@@ -121,9 +121,8 @@ def test_a_host_that_is_cut_off_is_lost_and_the_others_go_on(
     namespaces: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First in this file: it shortens the patience of every pool, and no other is open yet."""
-    monkeypatch.setattr(tether, "PING", 0.2)
-    for room in (tether, reunion, hearing):
-        monkeypatch.setattr(room, "DOUBT", 0.7)
+    monkeypatch.setattr(timing, "HEARTBEAT", 0.2)
+    monkeypatch.setattr(timing, "SUSPECT_AFTER", 0.7)
     pool = open_pool("openssh", count=2, lease=20, silence=1.5)
     first = namespaces.hosts[0]
     waiting = begin(lambda: stay(spot / "pid") >> pool)
@@ -216,10 +215,10 @@ def test_nothing_is_kept_of_thousands_of_calls(one: sky.Compute) -> None:
     talk = one.hosts[0].session
     for n in range(3000):
         assert identity(n) >> one == n
-        assert len(talk._tether._mux._unacked) <= 2 * ACK_FRAMES
-    assert talk._tether._mux._owed_frames < ACK_FRAMES
-    assert talk._tether._inbox.exchanges == {}
-    assert talk._tether._mux._bulk._streams == {}
+        assert len(talk.connection._mux._unacked) <= 2 * ACK_FRAMES
+    assert talk.connection._mux._owed_frames < ACK_FRAMES
+    assert talk.connection.inbox.exchanges == {}
+    assert talk.connection._mux._bulk._streams == {}
 
 
 def test_more_functions_than_a_host_remembers(one: sky.Compute) -> None:
@@ -362,7 +361,7 @@ def test_ctrl_c_in_the_middle_of_a_read_leaves_nobody_waiting(
     pool = open_pool("openssh", host={"slots": 2}, lease=2)
     assert identity(1) >> pool == 1
     other = wait_at(spot / "never") > pool
-    stream = pool.hosts[0].session._tether._wire.stream
+    stream = pool.hosts[0].session.connection._stream
     assert stream is not None
     receive: Callable[[memoryview], int | None] = stream.recv_into
     main = threading.get_ident()

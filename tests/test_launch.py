@@ -24,7 +24,9 @@ from skyfab.bundle import bundle
 from skyfab.inventory import Host
 from skyfab.launch import Launch, local_python, spelled
 from skyfab.protocol import messages
+from skyfab.reader import SharedReader
 from skyfab.session import Session
+from skyfab.timing import Timing
 from skyfab.transport.local import Local
 
 SESSION = "0123456789abcdef"
@@ -447,7 +449,7 @@ def test_a_whole_session_below_a_hostile_home(hostile_home: Path, monkeypatch: p
     host = Host(name="local", cache="~/my 'cache'; $(touch pwned)")
     for _ in range(2):  # with an empty cache, and with one that has the bundle
         made = Launch(host=host, session=os.urandom(8).hex(), bundle=bundle(), python=sys.executable)
-        session = Session(host, lambda: Local(host), made, Quiet(), lease=5)
+        session = Session(made, lambda: Local(host), Quiet(), SharedReader(), Timing(lease=5))
         agent = session.open()
         try:
             assert agent.python == local_python()
@@ -513,7 +515,10 @@ def test_two_programs_unpack_one_bundle_at_once(tmp_path: Path) -> None:
         )
         for _ in range(3)
     ]
-    sessions = [Session(made.host, functools.partial(Local, made.host), made, Quiet(), lease=5) for made in launches]
+    reader = SharedReader()
+    sessions = [
+        Session(made, functools.partial(Local, made.host), Quiet(), reader, Timing(lease=5)) for made in launches
+    ]
     found: list[object] = []
 
     def open_it(session: Session) -> None:

@@ -20,7 +20,7 @@ LAYERS = [
     "protocol",  # what the two sides of a connection share, and all they share
     "host selection inventory_file inventory image output calls",  # what the user says, as data
     "transport env bundle changes project parcel refs shell launch shells workdir records plugins outfit stacks",  # way
-    "interrupts turns inbox wire revival reunion tether session",  # one agent on one host
+    "interrupts reader inbox timing backoff reconnect connection session",  # one agent on one host
     "answers node project_sync futures muster dispatch express addresses meeting",  # a pool: its hosts and calls
     "gang gangs elastic autopsy homecoming hearing spread",  # and those who work together
     "detached roster launcher",  # who belongs to it; runs without one

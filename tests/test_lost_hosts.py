@@ -14,7 +14,7 @@ from stage.remote import leave, wait_for
 from stage.spot import Spot, until
 
 import skyfab as sky
-from skyfab import hearing, reunion, tether
+from skyfab import timing
 from skyfab.lab import Lab
 
 pytestmark = pytest.mark.lab
@@ -38,9 +38,8 @@ def place(pair: Lab) -> Iterator[Spot]:
 @pytest.fixture
 def pool(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., sky.Compute]]:
     """A pool that loses patience in seconds."""
-    monkeypatch.setattr(tether, "PING", 0.3)
-    for room in (tether, reunion, hearing):
-        monkeypatch.setattr(room, "DOUBT", 1.0)
+    monkeypatch.setattr(timing, "HEARTBEAT", 0.3)
+    monkeypatch.setattr(timing, "SUSPECT_AFTER", 1.0)
     opened: list[sky.Compute] = []
 
     def open_it(**options: Any) -> sky.Compute:

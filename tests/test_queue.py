@@ -23,7 +23,7 @@ class FakeSession:
     def __init__(self) -> None:
         self.has_ended = False
 
-    def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
+    def read_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         deadline = time.monotonic() + (5 if timeout is None else timeout)
         while not done() and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -196,7 +196,7 @@ def test_a_timeout_is_waited_for_once() -> None:
     """The wait that reads and the one behind it used to have the whole timeout each."""
     node = FakeNode("node1")
     waits: list[float] = []
-    node.session.wait = lambda done, timeout=None: bool(waits.append(timeout))  # type: ignore[assignment, arg-type, func-returns-value]
+    node.session.read_until = lambda done, timeout=None: bool(waits.append(timeout))  # type: ignore[assignment, arg-type, func-returns-value]
     future = CallFuture()
     future.node = node  # type: ignore[assignment]
     for ask in (future.result, future.exception):
@@ -220,7 +220,7 @@ def test_the_time_that_reading_took_is_not_waited_for_again(monkeypatch: pytest.
         now[0] += timeout or 0
         return False
 
-    node.session.wait = wait  # type: ignore[method-assign]
+    node.session.read_until = wait  # type: ignore[method-assign]
     assert future._read(2) == 0
 
 

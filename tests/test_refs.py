@@ -377,7 +377,7 @@ def test_a_host_that_is_lost_fails_the_calls_that_wait_for_content(open_pool: Ca
     ref = pool.put(random(64 * MB))
     assert identity(1) >> pool == 1
     futures = [pool.submit(total(ref)) for _ in range(4)]
-    os.kill(pool.hosts[0].session._tether._wire.stream._process.pid, signal.SIGKILL)
+    os.kill(pool.hosts[0].session.connection._stream._process.pid, signal.SIGKILL)
     for future in futures:
         with suppress(sky.HostError):
             future.result(60)

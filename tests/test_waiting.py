@@ -18,7 +18,7 @@ from stage.spot import until
 
 import skyfab as sky
 from skyfab.events import CallEnded, CallStarted, Event, Output
-from skyfab.turns import Turns
+from skyfab.reader import SharedReader
 
 OpenPool = Callable[..., sky.Compute]
 
@@ -123,13 +123,13 @@ def test_a_signal_handler_that_makes_a_call_while_another_is_waited_for_is_told(
 
 
 def test_an_answer_that_cannot_be_handled_keeps_no_other_waiting(capfd: pytest.CaptureFixture[str]) -> None:
-    turns = Turns(lambda timeout: None, lambda: None)
+    reader = SharedReader()
     ran: list[int] = []
 
     def fail() -> None:
         raise RecursionError
 
-    turns.call([fail, lambda: ran.append(1)])
+    reader.run([fail, lambda: ran.append(1)])
     assert ran == [1]
     assert "RecursionError" in capfd.readouterr().err
 
@@ -236,7 +236,7 @@ def test_a_child_that_outlives_the_program_does_not_keep_its_connections(open_po
 
 
 def _pipes_of(pool: sky.Compute) -> list[int]:
-    stream = pool.hosts[0].session._tether._wire.stream
+    stream = pool.hosts[0].session.connection._stream
     assert stream is not None
     return [fd for fd in (stream.fileno(), stream.sink()) if fd is not None]
 
@@ -258,15 +258,15 @@ def test_a_forked_child_may_open_a_pool_of_its_own(open_pool: OpenPool) -> None:
 def test_message_numbers_begin_again_after_the_last_one(open_pool: OpenPool) -> None:
     pool = open_pool()
     identity(0) >> pool
-    tether = pool.hosts[0].session._tether
+    connection = pool.hosts[0].session.connection
     nap = sky.function(time.sleep)(3) > pool
-    until(lambda: bool(tether._inbox.exchanges))
-    (in_use,) = tether._inbox.exchanges
-    tether._next_stream = 2**32 - 5
+    until(lambda: bool(connection.inbox.exchanges))
+    (in_use,) = connection.inbox.exchanges
+    connection._next_stream = 2**32 - 5
     futures = [identity(n) > pool for n in range(200)]
     assert [future.result(60) for future in futures] == list(range(200))
     assert nap.result(60) is None
-    assert tether._next_stream < 2**20
+    assert connection._next_stream < 2**20
     assert in_use < 2**20
 
 

@@ -15,7 +15,7 @@ import pytest
 from stage import labs, remains
 
 import skyfab as sky
-from skyfab import hearing, reunion, tether
+from skyfab import timing
 from skyfab.lab import Lab
 
 HOSTS = 3
@@ -43,9 +43,8 @@ def hosts_of(lab: Lab) -> Callable[..., list[sky.Host]]:
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is noticed in less than a second, for tests of minutes and not of hours."""
-    monkeypatch.setattr(tether, "PING", 0.2)
-    for room in (tether, reunion, hearing):
-        monkeypatch.setattr(room, "DOUBT", 0.7, raising=False)
+    monkeypatch.setattr(timing, "HEARTBEAT", 0.2)
+    monkeypatch.setattr(timing, "SUSPECT_AFTER", 0.7)
 
 
 @pytest.fixture(autouse=True)

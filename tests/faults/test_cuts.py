@@ -53,7 +53,7 @@ def slow(lab: Lab, errand: Errand) -> None:
 
 def connections(pool: sky.Compute) -> int:
     """How many have brought a hello, over all hosts."""
-    return sum(node.session._tether._inbox.greetings for node in pool.hosts)
+    return sum(node.session.connection.inbox.greetings for node in pool.hosts)
 
 
 def is_whole(pool: sky.Compute) -> None:

@@ -313,11 +313,11 @@ def test_a_program_that_stands_still_doubts_nobody(open_pool: Callable[..., sky.
     """It holds Python's lock for longer than any host may be silent: nothing is read, and nothing was asked."""
     pool = open_pool("openssh", count=2, lease=60)
     assert errands.digest(b"") @ pool
-    before = [node.session._tether._inbox.greetings for node in pool.hosts]
+    before = [node.session.connection.inbox.greetings for node in pool.hosts]
     seen: list[Event] = []
     pool.events.subscribe(seen.append)
     ctypes.PyDLL(None).sleep(3)
     time.sleep(1)
-    assert [node.session._tether._inbox.greetings for node in pool.hosts] == before
+    assert [node.session.connection.inbox.greetings for node in pool.hosts] == before
     assert not [event for event in seen if isinstance(event, HostState)]
     assert errands.digest(b"") @ pool

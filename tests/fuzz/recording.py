@@ -26,7 +26,9 @@ from skyfab.protocol.blobs import name_of
 from skyfab.protocol.frames import ACK, DATA, HEAD, HEADER, HELLO, PING, PONG
 from skyfab.protocol.messages import Message
 from skyfab.protocol.streams import SMALL
+from skyfab.reader import SharedReader
 from skyfab.session import Session
+from skyfab.timing import Timing
 from skyfab.transport.base import Stream
 from skyfab.transport.local import Local
 
@@ -206,7 +208,7 @@ def record(conversation: Callable[[Talk], None], cache: Path) -> dict[str, bytes
     host = Host(name="node1", cache=str(cache))
     tap, ear = Tap(host), Ear()
     launch = Launch(host=host, session=secrets.token_hex(8), bundle=bundle(), python=sys.executable)
-    session = Session(host, lambda: tap, launch, ear, lease=30)
+    session = Session(launch, lambda: tap, ear, SharedReader(), Timing(lease=30))
     try:
         session.open()
         conversation(Talk(session, ear))

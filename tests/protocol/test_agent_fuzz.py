@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from wire_pair import filled
+from stage.messages import filled
 
 from skyfab.agent.link import SOCKET
 from skyfab.bundle import bundle

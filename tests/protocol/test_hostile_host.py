@@ -18,7 +18,7 @@ import cloudpickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_pair import filled
+from stage.messages import filled
 
 import skyfab as sky
 from skyfab.bundle import bundle
@@ -42,7 +42,9 @@ from skyfab.protocol.frames import (
     PONG,
     frame,
 )
+from skyfab.reader import SharedReader
 from skyfab.session import Session
+from skyfab.timing import Timing
 
 SESSION = "0123456789abcdef"
 NAME = name_of(b"x")
@@ -139,7 +141,7 @@ def prepared() -> Iterator[tuple[Session, Puppet, Listener]]:
     host = Host(name="node")
     puppet, listener = Puppet(), Listener()
     made = Launch(host=host, session=SESSION, bundle=bundle(), python=local_python())
-    session = Session(host, lambda: puppet, made, listener, lease=5)
+    session = Session(made, lambda: puppet, listener, SharedReader(), Timing(lease=5))
     try:
         yield session, puppet, listener
     finally:
@@ -170,7 +172,7 @@ def outcome(session: Session, puppet: Puppet, answer: bytes, message: messages.M
 
     caller = threading.Thread(target=ask)
     caller.start()
-    while not session._tether._inbox.exchanges and caller.is_alive():
+    while not session.connection.inbox.exchanges and caller.is_alive():
         time.sleep(0.001)
     puppet.say(answer)
     with contextlib.suppress(OSError):
@@ -252,10 +254,11 @@ def test_an_address_may_be_of_any_kind(address: str) -> None:
 
 def test_every_hello_is_looked_at_and_not_the_first_alone() -> None:
     with opened() as (session, _, _):
-        inbox = session._tether._inbox
-        inbox.mux.attach(b"")  # the connection broke, and there is another one
-        with pytest.raises(sky.ProtocolError):
-            inbox.hello(hello(gpus=2_000_000_000)[HEADER.size :])
+        inbox = session.connection.inbox
+        with session.connection.lock:
+            inbox.mux.attach(b"")  # the connection broke, and there is another one
+            with pytest.raises(sky.ProtocolError):
+                inbox.hello(hello(gpus=2_000_000_000)[HEADER.size :])
 
 
 def test_hello_twice_is_refused() -> None:
@@ -411,7 +414,7 @@ def test_a_seat_that_is_filled_again_and_again_is_not_a_flood(monkeypatch: pytes
             sent += head(0, filled(messages.Exited, seat="0", generation=n))
         assert outcome(session, puppet, sent + head(1, messages.Done())) == messages.Done()
         assert len(listener.lines) == 500
-        assert len(session._tether._inbox._output) <= 100
+        assert len(session.connection.inbox._output) <= 100
 
 
 def logs(count: int, *, ended: bool) -> bytes:
@@ -443,7 +446,7 @@ def test_processes_that_have_ended_are_not_remembered_for_ever() -> None:
     """A pool that has many gangs, one after the other, goes on."""
     with opened() as (session, puppet, _):
         assert outcome(session, puppet, logs(20_000, ended=True) + head(1, messages.Done())) == messages.Done()
-        inbox = session._tether._inbox
+        inbox = session.connection.inbox
         assert len(inbox._output) == len(inbox._streams) == len(inbox._ended) <= 1024
 
 

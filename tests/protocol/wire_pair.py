@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
-from skyfab.protocol.messages import Message
 from skyfab.protocol.streams import Mux
 
 Buffer = bytes | bytearray | memoryview
-M = TypeVar("M", bound=Message)
 
 
 def content(seed: int, size: int) -> bytes:
     """Bytes that differ from place to place, so that a swap, a gap or a double shows."""
     return random.Random(seed).randbytes(size)
-
-
-_EMPTY: dict[str, object] = {
-    "str": "",
-    "int": 0,
-    "float": 0.0,
-    "bool": False,
-    "Mapping[str, str]": {},
-    "Mapping[str, Any]": {},
-    "list[list[str]]": [],
-    "Sequence[Part]": [],
-}
-
-
-def filled(kind: type[M], **values: object) -> M:
-    """A message in which only what is named here is not empty: tests do not break when it gets another field."""
-    hints = kind.__annotations__.items()
-    return kind(**{**{name: _EMPTY[hint] for name, hint in hints if hint in _EMPTY}, **values})
 
 
 class Wire:

@@ -1,0 +1,632 @@
+"""The states of a connection, arrow by arrow: a real stream, a clock that is set by hand, and one thread."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+from stage.messages import filled
+
+import skyfab as sky
+from skyfab import reconnect
+from skyfab.connection import Connection, State
+from skyfab.output import Lines
+from skyfab.protocol import VERSION, messages
+from skyfab.protocol.frames import BYE, HEADER, HELLO, PING, PONG, frame
+from skyfab.reader import SharedReader
+from skyfab.reconnect import Reconnector
+from skyfab.timing import Timing
+
+HOST = sky.Host(name="node1", address="192.0.2.1")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class HandReader(SharedReader):
+    """Reads when it is told to: nothing happens behind a test's back."""
+
+    def _start(self) -> threading.Thread:
+        return threading.current_thread()
+
+    def turn(self) -> None:
+        """Handles what has come, until nothing more does."""
+        for _ in range(5):
+            self._tick_at = float("inf")
+            self._read_once(0)
+
+    def join(self, timeout: float) -> None: ...
+
+
+class Stream:
+    """One end of a socket pair; the test holds the other."""
+
+    made: ClassVar[list[Stream]] = []
+
+    def __init__(self) -> None:
+        self.made.append(self)
+        self.ours, self.agent = socket.socketpair()
+        self.ours.setblocking(False)
+        self.agent.setblocking(False)
+        self.why: Exception = sky.HostLost("the connection ended", host="node1")
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self.ours.fileno()
+
+    def sink(self) -> int | None:
+        return None
+
+    def stderr(self) -> int | None:
+        return None
+
+    def drain(self) -> None: ...
+
+    def recv_into(self, view: memoryview) -> int:
+        return self.ours.recv_into(view)
+
+    def send(self, buffers: Sequence[bytes | memoryview]) -> int:
+        return self.ours.sendmsg(buffers)
+
+    def explain(self) -> Exception:
+        return self.why
+
+    def close(self) -> None:
+        self.closed = True
+        self.ours.close()
+
+    # ---- what the agent does
+
+    def say(self, *frames: bytes) -> None:
+        self.agent.sendall(b"".join(frames))
+
+    def hello(self, received: int = 0) -> None:
+        about: dict[str, Any] = {"address": "192.0.2.1", "gpus": 0, "cpus": 1, "received": received}
+        self.say(frame(HELLO, 0, filled(messages.AgentHello, protocol=VERSION, **about).encode()))
+
+    def heard(self) -> list[tuple[int, bytes]]:
+        """The frames that came to the agent since the last look: kind and payload."""
+        try:
+            data = self.agent.recv(1 << 20)
+        except BlockingIOError:
+            return []
+        found = []
+        while data:
+            kind, _, _, length = HEADER.unpack(data[: HEADER.size])
+            found.append((kind, data[HEADER.size : HEADER.size + length]))
+            data = data[HEADER.size + length :]
+        return found
+
+    def answer_pings(self) -> None:
+        self.say(*(frame(PONG, 0, payload) for kind, payload in self.heard() if kind == PING))
+
+
+class Way:
+    """A transport."""
+
+    servers = ()
+
+    def open(self, command: str) -> Any: ...
+    def joined(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Agent:
+    """The joiner: what comes of each further attempt to reach the agent is what the test puts there."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Stream | Exception] = []
+        self.attempts = 0
+
+    def transport(self) -> Any:
+        return Way()
+
+    def rejoin(self, transport: Any, deadline: float, stopped: Callable[[], bool]) -> Any:
+        self.attempts += 1
+        outcome = self.outcomes.pop(0) if self.outcomes else sky.HostLost("no route", host="node1")
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.others = False
+
+    def wrote(self, seat: str, lines: Lines) -> None: ...
+    def exited(self, seat: str, generation: int) -> None: ...
+
+    def lost(self, error: Exception) -> None:
+        self.told.append(f"lost: {error}")
+
+    def apart(self, reason: str) -> None:
+        self.told.append(f"apart: {reason}")
+
+    def together(self, seconds: float) -> None:
+        self.told.append(f"together after {seconds:.0f}")
+
+    def others_answer(self) -> bool:
+        return self.others
+
+
+class Bench:
+    """A connection and all that it meets."""
+
+    def __init__(self, lease: float = 60) -> None:
+        self.clock, self.agent, self.listener, self.reader = Clock(), Agent(), Listener(), HandReader()
+        self.timing = Timing(lease=lease, heartbeat_timeout=10, heartbeat=1, suspect_after=3, clock=self.clock)
+        self.connection = Connection(HOST, self.listener, self.reader, self.agent, self.timing)
+        self.stream = Stream()
+
+    @property
+    def state(self) -> State:
+        return self.connection.state
+
+    def begin(self) -> None:
+        self.connection.begin((self.stream, Way()))  # type: ignore[arg-type]
+
+    def open(self) -> None:
+        self.begin()
+        self.stream.hello()
+        self.reader.turn()
+        self.stream.heard()
+
+    def pass_time(self, seconds: float, *, answering: bool = False) -> None:
+        """A tick each second, and a step of the reconnector where there is one."""
+        for _ in range(int(seconds)):
+            self.clock.now += 1
+            self.reader.run(self.connection.on_tick(self.clock.now))
+            if answering:
+                self.stream.answer_pings()
+            self.step()
+
+    def step(self) -> bool:
+        self.reader.turn()
+        reconnector = self.connection._reconnector
+        goes_on = reconnector is not None and reconnector.step(self.clock.now)
+        self.reader.turn()
+        return goes_on
+
+    def break_stream(self) -> None:
+        self.stream.agent.shutdown(socket.SHUT_WR)
+        self.reader.turn()
+
+    def end(self) -> None:
+        """Leaves no descriptor behind."""
+        self.reader.discard(self.connection)
+        self.reader._is_over()
+        for stream in Stream.made:
+            stream.ours.close()
+            stream.agent.close()
+        Stream.made.clear()
+
+    def request(self) -> list[object]:
+        """Sends something; the list gets the answer or the failure."""
+        found: list[object] = []
+        self.connection.send(
+            messages.Has(names=[]), answer=lambda message, _: found.append(message), failure=found.append
+        )
+        return found
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts are made at once, and a reconnector takes its steps when the test says so."""
+    monkeypatch.setattr(reconnect, "spawn", lambda work, name: work())
+    monkeypatch.setattr(Reconnector, "start", lambda self: None)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.end()
+
+
+# ---- opening
+
+
+def test_new_connecting_open(bench: Bench) -> None:
+    assert bench.state is State.NEW
+    bench.begin()
+    assert bench.state is State.CONNECTING
+    assert [kind for kind, _ in bench.stream.heard()] == [HELLO]
+    bench.stream.hello()
+    bench.reader.turn()
+    assert bench.state is State.OPEN
+    assert bench.connection.agent is not None
+
+
+def test_connecting_lost_when_the_stream_ends_before_hello(bench: Bench) -> None:
+    bench.begin()
+    bench.stream.why = sky.HostUnfit("no python", host="node1")
+    bench.break_stream()
+    assert bench.state is State.LOST
+    assert bench.listener.told == []  # who opens it raises: nobody had it
+    bench.connection.explain()
+    assert bench.connection.ended is bench.stream.why
+
+
+def test_connecting_is_not_suspected_however_long_it_takes(bench: Bench) -> None:
+    bench.begin()
+    bench.pass_time(29)
+    assert bench.state is State.CONNECTING
+
+
+def test_connecting_lost_when_the_hello_is_rubbish(bench: Bench) -> None:
+    bench.begin()
+    bench.stream.say(frame(HELLO, 0, b"rubbish"))
+    bench.reader.turn()
+    assert bench.state is State.LOST
+    assert isinstance(bench.connection.ended, sky.ProtocolError)
+
+
+def test_new_closed(bench: Bench) -> None:
+    bench.connection.close(1)
+    assert bench.state is State.CLOSED
+    with pytest.raises(sky.HostLost, match="closed"):
+        bench.request()
+
+
+def test_a_stream_that_comes_after_close_is_not_connected(bench: Bench) -> None:
+    bench.connection.leave()
+    bench.begin()
+    assert bench.state is State.CLOSING
+    bench.connection.close(0)
+    assert bench.state is State.CLOSED
+    assert bench.stream.closed
+
+
+# ---- heartbeats
+
+
+def test_open_stays_open_while_heartbeats_are_answered(bench: Bench) -> None:
+    bench.open()
+    bench.pass_time(30, answering=True)
+    assert bench.state is State.OPEN
+    assert bench.listener.told == []
+
+
+def test_a_heartbeat_is_sent_each_second(bench: Bench) -> None:
+    bench.open()
+    bench.pass_time(2)
+    assert [kind for kind, _ in bench.stream.heard()].count(PING) == 2
+
+
+def test_open_suspect_when_heartbeats_are_missed(bench: Bench) -> None:
+    bench.open()
+    bench.pass_time(3)
+    assert bench.state is State.OPEN
+    bench.pass_time(1)
+    assert bench.state is State.SUSPECT
+    assert bench.listener.told == ["apart: no heartbeat for 3 s"]
+    assert bench.agent.attempts == 1
+
+
+def test_a_program_that_stood_still_suspects_nobody(bench: Bench) -> None:
+    bench.open()
+    bench.clock.now += 30  # stopped with Ctrl-Z, or a machine that swaps
+    bench.reader.run(bench.connection.on_tick(bench.clock.now))
+    assert bench.state is State.OPEN
+    bench.pass_time(4)
+    assert bench.state is State.SUSPECT  # it has asked since, and nothing came
+
+
+def test_a_short_lease_has_a_short_interval() -> None:
+    assert Timing(lease=2).interval == 0.5
+
+
+def test_suspect_open_when_the_old_stream_answers(bench: Bench) -> None:
+    bench.open()
+    bench.pass_time(5)
+    assert bench.state is State.SUSPECT
+    bench.stream.answer_pings()
+    bench.reader.turn()
+    assert not bench.step()
+    assert bench.state is State.OPEN
+    assert bench.listener.told[-1] == "together after 5"
+
+
+def test_what_was_sent_before_the_suspicion_proves_nothing(bench: Bench) -> None:
+    bench.open()
+    bench.pass_time(3)
+    sent = bench.stream.heard()
+    bench.pass_time(2)
+    bench.stream.say(*(frame(PONG, 0, payload) for kind, payload in sent if kind == PING))
+    bench.reader.turn()
+    assert bench.step()
+    assert bench.state is State.SUSPECT
+
+
+# ---- streams that break
+
+
+def test_open_suspect_open_with_another_stream(bench: Bench) -> None:
+    bench.open()
+    found = bench.request()
+    bench.break_stream()
+    assert bench.state is State.SUSPECT
+    other = Stream()
+    bench.agent.outcomes = [other]
+    assert bench.step()
+    assert bench.step()
+    assert bench.state is State.SUSPECT  # the agent has not said hello on it
+    other.hello(received=0)
+    bench.reader.turn()
+    assert not bench.step()
+    assert bench.state is State.OPEN
+    assert bench.listener.told == ["apart: the connection ended", "together after 0"]
+    assert bench.stream.closed
+    kinds = [kind for kind, _ in other.heard()]
+    assert kinds[0] == HELLO
+    assert len(kinds) > 1, "what the agent has not received is sent again"
+    assert found == []
+
+
+def test_a_stream_that_brings_no_hello_is_followed_by_another(bench: Bench) -> None:
+    bench.open()
+    bench.break_stream()
+    first, second = Stream(), Stream()
+    bench.agent.outcomes = [first]
+    bench.step()
+    bench.step()
+    bench.clock.now += 2
+    bench.agent.outcomes = [second]
+    bench.step()
+    assert bench.agent.attempts == 1
+    bench.clock.now += 2  # more than it takes to suspect it
+    bench.step()
+    bench.step()
+    assert bench.agent.attempts == 2
+    second.hello()
+    bench.reader.turn()
+    bench.step()
+    assert bench.state is State.OPEN
+    assert first.closed
+
+
+def test_a_new_stream_that_breaks_too_is_replaced(bench: Bench) -> None:
+    bench.open()
+    bench.break_stream()
+    first, second = Stream(), Stream()
+    bench.agent.outcomes = [first]
+    bench.step()
+    bench.step()
+    first.agent.close()
+    bench.reader.turn()
+    bench.agent.outcomes = [second]
+    bench.clock.now += 1
+    bench.step()
+    bench.step()
+    second.hello()
+    bench.reader.turn()
+    bench.step()
+    assert bench.state is State.OPEN
+
+
+def test_attempts_come_apart_and_further_apart(bench: Bench) -> None:
+    bench.open()
+    bench.break_stream()
+    times = []
+    for _ in range(200):
+        before = bench.agent.attempts
+        bench.step()
+        if bench.agent.attempts > before:
+            times.append(bench.clock.now)
+        bench.clock.now += 0.02
+    gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
+    assert 0.06 < gaps[0] < 0.16
+    assert all(0.4 < gap < 0.95 for gap in gaps[-3:])
+
+
+# ---- the host is lost
+
+
+def lost_because(bench: Bench) -> str:
+    assert bench.state is State.LOST
+    assert bench.listener.told[-1].startswith("lost: ")
+    assert isinstance(bench.connection.ended, sky.HostLost)
+    return bench.connection.ended.message
+
+
+def test_suspect_lost_after_its_lease(bench: Bench) -> None:
+    bench.open()
+    found = bench.request()
+    bench.break_stream()
+    bench.pass_time(60)
+    assert bench.state is State.SUSPECT
+    bench.pass_time(1)
+    assert "lease of 60 s" in lost_because(bench)
+    assert found == [bench.connection.ended]
+
+
+def test_suspect_lost_sooner_when_other_hosts_respond(bench: Bench) -> None:
+    bench.open()
+    bench.listener.others = True
+    bench.break_stream()
+    bench.pass_time(10)
+    assert bench.state is State.SUSPECT
+    bench.pass_time(1)
+    assert lost_because(bench) == "no heartbeat for 10 s while other hosts respond"
+
+
+def test_time_without_a_network_does_not_count_against_one_host(bench: Bench) -> None:
+    bench.open()
+    bench.break_stream()
+    bench.pass_time(30)  # nobody responds: it is this machine's network
+    bench.listener.others = True
+    bench.pass_time(9)
+    assert bench.state is State.SUSPECT
+    bench.pass_time(3)
+    assert "while other hosts respond" in lost_because(bench)
+
+
+def test_suspect_lost_when_its_agent_is_not_there(bench: Bench) -> None:
+    bench.open()
+    bench.break_stream()
+    bench.agent.outcomes = [sky.HostUnfit("no such agent", host="node1")]
+    bench.step()
+    bench.step()
+    assert "started again" in lost_because(bench)
+
+
+def test_open_lost_at_once_when_the_link_says_that_the_agent_is_gone(bench: Bench) -> None:
+    bench.open()
+    bench.stream.why = sky.HostLost(reconnect.GONE, host="node1")
+    bench.break_stream()
+    bench.step()
+    assert reconnect.GONE in lost_because(bench)
+    assert bench.agent.attempts == 0
+    assert not any(told.startswith("apart") for told in bench.listener.told)
+
+
+def test_open_lost_at_once_without_a_lease() -> None:
+    bench = Bench(lease=0)
+    bench.open()
+    bench.break_stream()
+    bench.step()
+    assert bench.state is State.LOST
+    assert bench.agent.attempts == 0
+    bench.end()
+
+
+def test_open_lost_when_the_host_breaks_the_protocol(bench: Bench) -> None:
+    bench.open()
+    found = bench.request()
+    bench.stream.hello()
+    bench.reader.turn()
+    lost_because(bench)
+    assert isinstance(found[0], sky.HostLost)
+    assert isinstance(found[0].__cause__, sky.ProtocolError)
+
+
+def test_open_lost_when_handling_what_came_raises(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.open()
+    found = bench.request()
+
+    def fail(*_: object) -> bool:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(bench.connection._mux, "read", fail)
+    bench.stream.say(frame(PONG))
+    bench.reader.turn()
+    assert "RuntimeError" in lost_because(bench)
+    assert found == [bench.connection.ended]
+
+
+def test_a_lost_connection_stays_lost(bench: Bench) -> None:
+    bench.open()
+    bench.stream.hello()
+    bench.reader.turn()
+    told = list(bench.listener.told)
+    bench.connection.close(0)
+    bench.pass_time(100)
+    assert bench.state is State.LOST
+    assert bench.listener.told == told
+    assert bench.stream.closed
+
+
+# ---- closing
+
+
+def test_open_closing_closed(bench: Bench) -> None:
+    bench.open()
+    found = bench.request()
+    bench.connection.leave()
+    assert bench.state is State.CLOSING
+    bench.stream.heard()
+    closing = threading.Thread(target=bench.connection.close, args=(30,))
+    closing.start()
+    bench.stream.agent.setblocking(True)
+    bench.stream.agent.settimeout(10)
+    assert BYE in [kind for kind, _ in bench.stream.heard()]
+    bench.stream.agent.shutdown(socket.SHUT_WR)  # the agent's answer
+    closing.join(10)
+    assert not closing.is_alive()
+    assert bench.state is State.CLOSED
+    assert bench.listener.told == []
+    assert isinstance(found[0], sky.HostLost)
+    assert "closed" in found[0].message
+
+
+def test_closing_closed_when_no_answer_comes(bench: Bench) -> None:
+    bench.open()
+    bench.connection.leave()
+    bench.connection._close_by = bench.clock.now + 5
+    bench.pass_time(5)
+    assert bench.state is State.CLOSING
+    bench.pass_time(1)
+    assert bench.state is State.CLOSED
+
+
+def test_suspect_closed(bench: Bench) -> None:
+    bench.open()
+    found = bench.request()
+    bench.break_stream()
+    reconnector = bench.connection._reconnector
+    bench.connection.close(5)  # at once: there is nobody to say goodbye to
+    assert bench.state is State.CLOSED
+    assert len(found) == 1
+    assert reconnector is not None
+    assert not reconnector.step(bench.clock.now)
+    assert bench.listener.told == ["apart: the connection ended"]
+
+
+def test_a_stream_that_was_offered_when_it_closed_is_closed(bench: Bench) -> None:
+    bench.open()
+    bench.break_stream()
+    other = Stream()
+    reconnector = bench.connection._reconnector
+    assert reconnector is not None
+    reconnector.candidate = (other, Way())  # type: ignore[assignment]
+    bench.connection.close(0)
+    reconnector._run()
+    assert other.closed
+
+
+# ---- detaching
+
+
+def test_open_detached_closed(bench: Bench) -> None:
+    bench.open()
+    bench.connection.detach()
+    assert bench.state is State.DETACHED
+    assert bench.stream.closed
+    assert BYE not in [kind for kind, _ in bench.stream.heard()]
+    bench.connection.close(5)
+    assert bench.state is State.CLOSED
+    assert bench.listener.told == []
+
+
+def test_suspect_detached_when_the_agent_has_received_everything(bench: Bench) -> None:
+    bench.open()
+    bench.break_stream()
+    bench.connection.detach()
+    assert bench.state is State.DETACHED
+
+
+def test_what_is_lost_cannot_be_detached(bench: Bench) -> None:
+    bench.open()
+    bench.request()
+    bench.stream.hello()
+    bench.reader.turn()
+    with pytest.raises(sky.HostLost):
+        bench.connection.detach()
+
+
+# ---- and no other arrow
+
+
+def test_a_state_that_does_not_follow_is_refused(bench: Bench) -> None:
+    with pytest.raises(AssertionError, match="new → open"):
+        bench.connection._enter(State.OPEN)

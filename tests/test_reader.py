@@ -1,0 +1,281 @@
+"""The reader's invariants, with connections that are pipes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from stage.spot import until
+
+import skyfab as sky
+from skyfab import reader as module
+from skyfab.reader import SharedReader
+
+
+class Pipe:
+    """A connection that notes what it reads, and who read it."""
+
+    def __init__(self, reader: SharedReader, interval: float = 60.0) -> None:
+        self.interval = interval
+        self.read: list[bytes] = []
+        self.threads: list[str] = []
+        self.ticks = self.wakes = 0
+        self.errors: list[BaseException] = []
+        self.defect: Exception | None = None
+        self.then: Callable[[], None] = lambda: None
+        self.source, self._sink = os.pipe()
+        os.set_blocking(self.source, False)
+        self._reader = reader
+        reader.add(self)
+        reader.watch(self.source, self)
+
+    def say(self, data: bytes = b"x") -> None:
+        os.write(self._sink, data)
+
+    def end(self) -> None:
+        self._reader.unwatch(self.source)
+        self._reader.discard(self)
+        os.close(self.source)
+        os.close(self._sink)
+
+    def on_ready(self, fd: int) -> Sequence[Callable[[], None]]:
+        assert fd == self.source
+        data = os.read(fd, 4096)
+        if self.defect is not None:
+            raise self.defect
+        self.threads.append(threading.current_thread().name)
+        return [lambda: self.read.append(data), self.then]
+
+    def on_wake(self) -> Sequence[Callable[[], None]]:
+        self.wakes += 1
+        return ()
+
+    def on_tick(self, now: float) -> Sequence[Callable[[], None]]:
+        self.ticks += 1
+        return ()
+
+    def on_error(self, error: BaseException) -> Sequence[Callable[[], None]]:
+        self.errors.append(error)
+        self._reader.unwatch(self.source)
+        return ()
+
+
+@pytest.fixture
+def reader() -> Iterator[SharedReader]:
+    reader = SharedReader()
+    yield reader
+    for connection in list(reader._connections):
+        connection.end()  # type: ignore[attr-defined]
+    reader.join(10)
+    assert reader._thread is None
+    assert reader._selector is None
+
+
+def test_while_nobody_waits_the_thread_reads(reader: SharedReader) -> None:
+    pipe = Pipe(reader)
+    pipe.say()
+    until(lambda: pipe.read == [b"x"])
+    assert pipe.threads == ["skyfab-reader"]
+
+
+def test_a_caller_that_waits_reads_for_itself(reader: SharedReader) -> None:
+    pipe = Pipe(reader)
+    threading.Timer(0.2, pipe.say).start()
+    assert reader.wait(lambda: bool(pipe.read), 10)
+    assert pipe.threads == [threading.current_thread().name]
+
+
+def test_a_caller_reads_for_all_connections(reader: SharedReader) -> None:
+    pipes = [Pipe(reader) for _ in range(64)]
+    threading.Timer(0.1, lambda: [pipe.say() for pipe in pipes]).start()
+    assert reader.wait(lambda: all(pipe.read for pipe in pipes), 10)
+    assert {name for pipe in pipes for name in pipe.threads} == {threading.current_thread().name}
+    assert len([thread for thread in threading.enumerate() if thread.name == "skyfab-reader"]) == 1
+
+
+def test_the_thread_takes_over_when_the_caller_is_done(reader: SharedReader) -> None:
+    pipe = Pipe(reader)
+    for seconds in (0.0, 2 * module._LONG):  # after a long wait it has to be woken
+        assert not reader.wait(lambda: False, seconds)
+        before = len(pipe.read)
+        pipe.say()
+        until(lambda: len(pipe.read) == before + 1, timeout=5)  # noqa: B023
+        assert pipe.threads[-1] == "skyfab-reader"
+
+
+def test_a_thread_that_rests_does_not_wake_up_until_the_caller_is_done(
+    reader: SharedReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Pipe(reader)
+    naps: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: (naps.append(seconds), sleep(seconds)))
+    reader.wait(lambda: False, 1.5)
+    assert len(naps) <= 2 * module._LONG / module._LINGER
+
+
+def test_at_most_one_thread_reads(reader: SharedReader) -> None:
+    pipes = [Pipe(reader) for _ in range(4)]
+    inside: list[int] = []
+    most: list[int] = []
+
+    def look() -> None:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.001)
+        inside.pop()
+
+    for pipe in pipes:
+        pipe.then = look
+    waiting = [
+        threading.Thread(target=reader.wait, args=(lambda: sum(len(pipe.threads) for pipe in pipes) >= 200, 30))
+        for _ in range(6)
+    ]
+    for thread in waiting:
+        thread.start()
+    for _ in range(50):
+        for pipe in pipes:
+            pipe.say()
+        time.sleep(0.002)
+    for pipe in pipes:
+        until(lambda: sum(map(len, pipe.read)) == 50, timeout=20)  # noqa: B023
+        pipe.threads += [""] * 200
+    reader.poke()
+    for thread in waiting:
+        thread.join(30)
+    assert max(most) == 1
+
+
+def test_those_who_follow_are_told_when_another_reads_what_they_wait_for(reader: SharedReader) -> None:
+    pipe = Pipe(reader)
+    seen: list[float] = []
+
+    def wait() -> None:
+        if reader.wait(lambda: bool(pipe.read), 20):
+            seen.append(time.monotonic())
+
+    threads = [threading.Thread(target=wait) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    pipe.say()
+    for thread in threads:
+        thread.join(20)
+    assert len(seen) == 8
+
+
+def test_when_the_one_who_reads_leaves_another_goes_on(reader: SharedReader) -> None:
+    pipe = Pipe(reader)
+    first = threading.Thread(target=reader.wait, args=(lambda: False, 0.3))
+    found: list[bool] = []
+    second = threading.Thread(target=lambda: found.append(reader.wait(lambda: bool(pipe.read), 20)))
+    first.start()
+    time.sleep(0.1)
+    second.start()
+    first.join()
+    pipe.say()
+    second.join(20)
+    assert found == [True]
+
+
+def test_time_is_up(reader: SharedReader) -> None:
+    Pipe(reader)
+    assert reader.wait(lambda: False, 0.05) is False
+
+
+def test_without_connections_nobody_waits(reader: SharedReader) -> None:
+    assert reader.wait(lambda: False) is False
+    pipe = Pipe(reader)
+    threading.Timer(0.2, pipe.end).start()
+    assert reader.wait(lambda: False) is False
+
+
+def test_there_is_a_thread_only_while_there_are_connections(reader: SharedReader) -> None:
+    for _ in range(3):
+        pipe = Pipe(reader)
+        assert reader._thread is not None
+        pipe.end()
+        reader.join(10)
+        assert reader._thread is None
+        assert reader._selector is None
+
+
+def test_connections_that_come_as_the_last_one_goes_are_read(reader: SharedReader) -> None:
+    for _ in range(300):
+        pipe = Pipe(reader)
+        pipe.end()
+        other = Pipe(reader)
+        other.say()
+        assert reader.wait(lambda: bool(other.read), 10)  # noqa: B023
+        other.end()
+
+
+def test_a_connection_that_raises_is_told_and_the_others_go_on(reader: SharedReader) -> None:
+    bad, good = Pipe(reader), Pipe(reader)
+    bad.defect = RuntimeError("a defect")
+    bad.say()
+    until(lambda: bool(bad.errors))
+    good.say()
+    until(lambda: bool(good.read))
+    assert bad.errors == [bad.defect]
+
+
+def test_ticks_come_at_the_shortest_interval(reader: SharedReader) -> None:
+    quick, slow = Pipe(reader, interval=0.02), Pipe(reader)
+    until(lambda: quick.ticks > 10 and slow.ticks > 10)
+
+
+def test_ticks_come_while_data_does(reader: SharedReader) -> None:
+    pipe = Pipe(reader, interval=0.02)
+    ends = time.monotonic() + 0.5
+    while time.monotonic() < ends:
+        pipe.say()
+        time.sleep(0.001)
+    assert pipe.ticks > 5
+
+
+def test_wake_is_heard_once_each(reader: SharedReader) -> None:
+    one, other = Pipe(reader), Pipe(reader)
+    reader.wake(one)
+    until(lambda: one.wakes == 1)
+    reader.retry_soon(one)
+    until(lambda: one.wakes == 2)
+    assert other.wakes == 0
+
+
+def test_a_wake_from_inside_an_action_is_heard(reader: SharedReader) -> None:
+    pipe = Pipe(reader)
+    pipe.then = lambda: reader.wake(pipe)
+    pipe.say()
+    until(lambda: pipe.wakes == 1)
+
+
+def test_an_action_cannot_wait(reader: SharedReader) -> None:
+    pipe = Pipe(reader)
+    told: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            reader.wait(lambda: True)
+        except sky.UsageError as error:
+            told.append(error)
+
+    pipe.then = wait
+    pipe.say()
+    until(lambda: bool(told))
+
+
+def test_a_child_leaves_the_parents_reader_alone(reader: SharedReader) -> None:
+    pipe = Pipe(reader)
+    pid = os.fork()
+    if not pid:
+        try:
+            pipe.end()  # in the child this must not unwatch the parent's
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    pipe.say()
+    until(lambda: bool(pipe.read))

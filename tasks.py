@@ -7,8 +7,8 @@ from pathlib import Path
 
 from invoke import Context, Exit, task
 
-from skyfab.cli import command, main
-from skyfab.cli import namespace as ns
+from skyfab.cli.tasks import command, main
+from skyfab.cli.tasks import namespace as ns
 from skyfab.lab import programs
 
 ROOT = Path(__file__).resolve().parent

@@ -11,9 +11,10 @@ from typing import Any
 
 import skyfab as sky
 from benchmarks.scale import Scale
-from skyfab.inventory import Host, Inventory
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
 from skyfab.lab import Lab, LabHost
-from skyfab.transport.openssh import OpenSSH
+from skyfab.session.transport.openssh import OpenSSH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from benchmarks.arena import Arena
 from benchmarks.remote import nothing
 from benchmarks.result import Bar, Result
 from benchmarks.sample import Sample, alternate
-from skyfab.inventory import Host
+from skyfab.inventory.host import Host
 
 
 class Cold:

@@ -21,7 +21,7 @@ from benchmarks.pipe import Pipe
 from benchmarks.remote import nothing
 from benchmarks.result import Bar, Result, Skip
 from benchmarks.sample import Sample, alternate
-from skyfab.inventory import Host
+from skyfab.inventory.host import Host
 from skyfab.lab.network import INTERFACE
 
 _ENV: Final = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

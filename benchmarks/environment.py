@@ -26,9 +26,9 @@ from skyfab.env.install import Package, missing, push
 from skyfab.env.lock import Lock, LockError, make_lock
 from skyfab.env.tools import uv_for
 from skyfab.env.wheels import fetch
-from skyfab.inventory import Host
-from skyfab.launch import local_python, open_shell
-from skyfab.transport import transport_for
+from skyfab.inventory.host import Host
+from skyfab.session.bootstrap import local_python, open_shell
+from skyfab.session.transport import transport_for
 
 _DELAY = 0.05
 """Seconds that the way to a distant host takes, one way."""

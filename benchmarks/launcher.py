@@ -12,7 +12,7 @@ import socket
 import sys
 
 from benchmarks import training
-from skyfab.agent.machine import Machine
+from skyfab.agent.host_info import Machine
 
 READY = "ready"
 ENV = "BENCH_ENV_"

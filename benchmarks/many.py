@@ -15,7 +15,7 @@ from benchmarks.remote import nothing, square
 from benchmarks.result import Bar, Result
 from benchmarks.sample import Sample
 from benchmarks.scale import Scale
-from skyfab.inventory import Host
+from skyfab.inventory.host import Host
 
 _BARS = {"open": Bar(40), "next @": Bar(30)}
 """For the largest pool, against one host."""

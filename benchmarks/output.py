@@ -10,7 +10,7 @@ from benchmarks.arena import Arena
 from benchmarks.remote import speak
 from benchmarks.result import Bar, Result
 from benchmarks.sample import alternate
-from skyfab.events import Event, Output
+from skyfab.ui.events import Event, Output
 
 _RATE = 50_000
 

@@ -21,7 +21,7 @@ from benchmarks.result import Bar, Result, Skip
 from benchmarks.sample import Sample, alternate
 from skyfab.lab.namespace import NamespaceHost
 from skyfab.lab.network import INTERFACE, ip
-from skyfab.timing import HEARTBEAT
+from skyfab.session.timing import HEARTBEAT
 
 _BAR: Final = Bar(1.0, on="value")
 _PATIENCE: Final = 60.0

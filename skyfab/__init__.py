@@ -20,20 +20,22 @@ if TYPE_CHECKING:
     from typing import Any
 
     from skyfab import lab as lab
-    from skyfab.calls import Call as Call
-    from skyfab.calls import Function as Function
-    from skyfab.calls import function as function
-    from skyfab.calls import gather as gather
-    from skyfab.compute import Compute as Compute
+    from skyfab.calls.call import Call as Call
+    from skyfab.calls.call import Function as Function
+    from skyfab.calls.call import function as function
+    from skyfab.calls.call import gather as gather
+    from skyfab.calls.image import Image as Image
+    from skyfab.calls.image import PipIndex as PipIndex
+    from skyfab.calls.refs import Ref as Ref
     from skyfab.context import InstanceInfo as InstanceInfo
     from skyfab.context import instance_info as instance_info
     from skyfab.context import shard as shard
     from skyfab.context import silent as silent
     from skyfab.context import stderr as stderr
     from skyfab.context import stdout as stdout
-    from skyfab.detached import Run as Run
-    from skyfab.detached import attach as attach
-    from skyfab.detached import runs as runs
+    from skyfab.detached.run import runs as runs
+    from skyfab.detached.run import Run as Run
+    from skyfab.detached.run import attach as attach
     from skyfab.errors import AuthenticationRefused as AuthenticationRefused
     from skyfab.errors import BroadcastError as BroadcastError
     from skyfab.errors import CallCancelled as CallCancelled
@@ -56,15 +58,13 @@ if TYPE_CHECKING:
     from skyfab.errors import Unreachable as Unreachable
     from skyfab.errors import UntrustedResult as UntrustedResult
     from skyfab.errors import UsageError as UsageError
-    from skyfab.image import Image as Image
-    from skyfab.image import PipIndex as PipIndex
-    from skyfab.inventory import Host as Host
-    from skyfab.inventory import Inventory as Inventory
-    from skyfab.refs import Ref as Ref
+    from skyfab.inventory.host import Host as Host
+    from skyfab.inventory.inventory import Inventory as Inventory
+    from skyfab.pool.compute import Compute as Compute
 
 _HOMES = {
-    "compute": ("Compute",),
-    "detached": ("Run", "attach", "runs"),
+    "pool.compute": ("Compute",),
+    "detached.run": ("Run", "attach", "runs"),
     "context": ("InstanceInfo", "instance_info", "shard", "silent", "stderr", "stdout"),
     "errors": (
         "AuthenticationRefused",
@@ -90,10 +90,11 @@ _HOMES = {
         "UntrustedResult",
         "UsageError",
     ),
-    "calls": ("Call", "Function", "function", "gather"),
-    "image": ("Image", "PipIndex"),
-    "inventory": ("Host", "Inventory"),
-    "refs": ("Ref",),
+    "calls.call": ("Call", "Function", "function", "gather"),
+    "calls.image": ("Image", "PipIndex"),
+    "inventory.host": ("Host",),
+    "inventory.inventory": ("Inventory",),
+    "calls.refs": ("Ref",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -108,7 +108,7 @@ STACKS = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 7) + 7
 
 
 def offer_stacks(seat: str, rank: int) -> None:
-    """Whoever may send us a signal finds out where we are, whatever we are stuck in: see `skyfab.stacks`."""
+    """Whoever may send us a signal finds out where we are, whatever we are stuck in: see `skyfab.pool.stacks`."""
     import faulthandler
 
     folder = os.path.join(_folder, "../stacks")  # noqa: PTH118  # no time for pathlib on a cold host

@@ -26,8 +26,8 @@ from stage import labs, traces
 from stage.spot import Spot
 
 import skyfab as sky
-from skyfab.events import Event
 from skyfab.lab import Lab
+from skyfab.ui.events import Event
 
 TRANSPORTS = ("local", "fabric", "openssh")
 USERS = {"fabric": "ada", "openssh": "root"}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 import skyfab as sky
-from skyfab.events import Output
+from skyfab.ui.events import Output
 
 
 @sky.function

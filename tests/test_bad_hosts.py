@@ -22,7 +22,7 @@ from stage import remote, traces
 
 import skyfab as sky
 from skyfab.lab import Lab, LabHost
-from skyfab.launch import local_python
+from skyfab.session.bootstrap import local_python
 
 pytestmark = pytest.mark.lab
 
@@ -522,7 +522,7 @@ def test_a_host_that_is_in_no_inventory(lab: Lab) -> None:
 
 def skyfab(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "skyfab.cli", *words], cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        [sys.executable, "-m", "skyfab", *words], cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
 
 

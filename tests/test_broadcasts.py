@@ -16,9 +16,9 @@ from stage.spot import Spot, until
 from stage.threads import at_once
 
 import skyfab as sky
-from skyfab.gang import Broadcast, GangCall
-from skyfab.gangs import BroadcastQueue
-from skyfab.parcel import FunctionParcel
+from skyfab.calls.pack import FunctionParcel
+from skyfab.pool.gang import Broadcast, GangCall
+from skyfab.pool.gangs import BroadcastQueue
 from skyfab.protocol import codec
 
 OpenPool = Callable[..., sky.Compute]

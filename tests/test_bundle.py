@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from skyfab.bundle import Bundle, bundle
+from skyfab.session.bundle import Bundle, bundle
 
 LIBRARIES = ("fabric", "paramiko", "invoke", "rich", "pathspec", "numpy", "torch", "uv", "exceptiongroup")
 
@@ -85,8 +85,8 @@ print(json.dumps([name for name in {names!r} if importlib.util.find_spec(name)])
 def test_everything_a_host_runs_can_be_imported_there(bare: Path, unpacked: Path) -> None:
     code = """
 import json
-import skyfab, skyfab.agent.link, skyfab.agent.agent, skyfab.agent.rank, skyfab.agent.zygote, cloudpickle
-print(json.dumps([skyfab.__file__, skyfab.agent.rank.__file__, cloudpickle.__file__]))
+import skyfab, skyfab.agent.link, skyfab.agent.agent, skyfab.agent.worker, skyfab.agent.zygote, cloudpickle
+print(json.dumps([skyfab.__file__, skyfab.agent.worker.__file__, cloudpickle.__file__]))
 """
     for file in run(bare, unpacked, code):
         assert file.startswith(str(unpacked))
@@ -115,7 +115,7 @@ def test_every_python_from_3_10_on_can_be_a_host(python: Path, unpacked: Path) -
     """Without site-packages: the agent's modules load, messages and functions travel, errors can be made."""
     code = """
 import json
-import skyfab.agent.link, skyfab.agent.agent, skyfab.agent.rank
+import skyfab.agent.link, skyfab.agent.agent, skyfab.agent.worker
 from skyfab.protocol import codec, messages
 import skyfab as sky
 call = messages.decode(messages.Call(seat="0", function="f", parts=[3]).encode())
@@ -159,7 +159,7 @@ import importlib, json
 import skyfab
 from skyfab import *
 names = [*skyfab.__all__, "lab", "plugins"]
-run = importlib.import_module("skyfab.script").perform
+run = importlib.import_module("skyfab.calls.script").perform
 print(json.dumps([name for name in names if getattr(skyfab, name, None) is None]))
 """
     assert run(bare, unpacked, code) == []
@@ -209,14 +209,21 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     assert not slow & set(loaded)
 
 
-@pytest.mark.parametrize("module", ["skyfab.agent.link", "skyfab.agent.agent", "skyfab.agent.rank"])
+@pytest.mark.parametrize("module", ["skyfab.agent.link", "skyfab.agent.agent", "skyfab.agent.worker"])
 def test_the_host_side_pulls_none_of_the_client_even_where_that_is_installed(module: str) -> None:
     """In this very environment, which has fabric, rich, invoke and paramiko."""
     code = f"import sys, json, {module}\nprint(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = json.loads(done.stdout)
     assert not [name for name in loaded if name.partition(".")[0] in LIBRARIES]
-    client = {"skyfab.session", "skyfab.compute", "skyfab.inventory", "skyfab.transport", "skyfab.ui", "skyfab.launch"}
+    client = {
+        "skyfab.session.session",
+        "skyfab.pool.compute",
+        "skyfab.inventory.inventory",
+        "skyfab.session.transport",
+        "skyfab.ui.screen",
+        "skyfab.session.bootstrap",
+    }
     assert not client & set(loaded)
 
 
@@ -227,7 +234,7 @@ def test_the_bundle_is_the_same_every_time() -> None:
     """Two programs with the same skyfab share what is on a host: same digest, same bytes."""
     code = (
         "import hashlib\n"
-        "from skyfab.bundle import bundle\n"
+        "from skyfab.session.bundle import bundle\n"
         "print(bundle().digest, hashlib.sha256(bundle().archive).hexdigest())\n"
     )
     shown = {
@@ -250,7 +257,7 @@ def test_another_file_makes_another_bundle(monkeypatch: pytest.MonkeyPatch) -> N
     """Its content, its name, and where one ends and the next begins: all of that is in the digest."""
     digests = set()
     for files in (), (("a", b"1"),), (("a", b"2"),), (("b", b"1"),), (("a", b"1"), ("b", b"1")), (("a", b"1b1"),):
-        monkeypatch.setattr("skyfab.bundle._files", lambda files=files: iter(files))
+        monkeypatch.setattr("skyfab.session.bundle._files", lambda files=files: iter(files))
         digests.add(bundle.__wrapped__().digest)
     assert len(digests) == 6
 
@@ -279,7 +286,9 @@ def test_the_archive_leaves_out_what_no_host_needs() -> None:
 
 def test_the_bundle_is_small() -> None:
     """It is sent to every new host before anything else. Programs that use no lab send none."""
-    code = "from skyfab.bundle import bundle; print(len(bundle().archive), *(path for path, _ in bundle().files))"
+    code = (
+        "from skyfab.session.bundle import bundle; print(len(bundle().archive), *(path for path, _ in bundle().files))"
+    )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert int(said[0]) < 256 * 1024
     assert not [path for path in said[1:] if path.startswith("skyfab/lab/")]

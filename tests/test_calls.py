@@ -27,7 +27,7 @@ from stage.spot import Spot, until
 from stage.threads import at_once, begin
 
 import skyfab as sky
-from skyfab.events import CallEnded, CallStarted, Event
+from skyfab.ui.events import CallEnded, CallStarted, Event
 
 np = pytest.importorskip("numpy")
 pytestmark = pytest.mark.lab

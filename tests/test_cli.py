@@ -20,12 +20,11 @@ from typing import NamedTuple
 import pytest
 from stage.index import Index
 
-from skyfab import cli
-from skyfab.calls import as_function
-from skyfab.commands import failure, prepare, trust
-from skyfab.commands.prepare import image_of
-from skyfab.commands.trust import Entry, Key
-from skyfab.compute import Compute
+from skyfab.calls.call import as_function
+from skyfab.calls.image import Image, PipIndex
+from skyfab.cli import prepare, report, tasks, trust
+from skyfab.cli.prepare import image_of
+from skyfab.cli.trust import Entry, Key
 from skyfab.env.facts import Target
 from skyfab.env.lock import Lock
 from skyfab.errors import (
@@ -38,11 +37,11 @@ from skyfab.errors import (
     Unreachable,
     UsageError,
 )
-from skyfab.image import Image, PipIndex
-from skyfab.inventory import Host
+from skyfab.inventory.host import Host
 from skyfab.lab import Lab
+from skyfab.pool.compute import Compute
 
-PROGRAM = [sys.executable, "-m", "skyfab.cli"]
+PROGRAM = [sys.executable, "-m", "skyfab"]
 NOBODY = "root@127.0.0.1:1"
 """An address where nothing listens."""
 
@@ -68,7 +67,7 @@ def skyfab(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], t
         monkeypatch.setattr(sys, "argv", ["skyfab", *words])
         capfd.readouterr()
         try:
-            cli.main()
+            tasks.main()
             code = 0
         except SystemExit as end:
             code = int(end.code or 0)
@@ -367,18 +366,18 @@ def raised(error: Exception, host: str = "node1", rank: int | None = 0) -> Excep
 
 def test_an_exception_of_the_users_shows_the_hosts_traceback() -> None:
     error = raised(ValueError("boom"))
-    assert failure.text(error) == "Traceback on node1\nValueError: boom\nerror: node1[0]: ValueError: boom"
-    assert failure.exit_code(error) == 1 and failure.is_expected(error)
+    assert report.text(error) == "Traceback on node1\nValueError: boom\nerror: node1[0]: ValueError: boom"
+    assert report.exit_code(error) == 1 and report.is_expected(error)
 
 
 def test_an_exception_of_our_own_making_is_not_hidden() -> None:
-    assert not failure.is_expected(ValueError("a bug"))
+    assert not report.is_expected(ValueError("a bug"))
 
 
 def test_ranks_that_failed_alike_are_folded() -> None:
     failures = [raised(ValueError("boom"), f"node{rank}", rank) for rank in (2, 0, 1)]
     failures.insert(1, raised(KeyError("x"), "node3", 3))
-    text = failure.text(BroadcastError("f failed on 4 of 4 ranks", failures))
+    text = report.text(BroadcastError("f failed on 4 of 4 ranks", failures))
     assert text == "\n".join(
         [
             "Traceback on node2",
@@ -393,8 +392,8 @@ def test_ranks_that_failed_alike_are_folded() -> None:
 def test_a_broadcast_has_the_hint_and_code_of_its_first_failure() -> None:
     lost = HostLost("no word", host="node2", hint="is it up?")
     error = BroadcastError("f failed on 2 of 2 ranks", [lost, RankDied("f: cancelled", host="node1", rank=0)])
-    assert failure.exit_code(error) == 3
-    lines = failure.text(error).splitlines()
+    assert report.exit_code(error) == 3
+    lines = report.text(error).splitlines()
     assert lines[1:] == ["  node2: no word", "  node1[0]: f: cancelled", "hint: is it up?"]
 
 
@@ -408,14 +407,14 @@ def test_a_broadcast_has_the_hint_and_code_of_its_first_failure() -> None:
     ],
 )
 def test_exit_codes(error: SkyfabError, code: int) -> None:
-    assert failure.exit_code(error) == code
-    assert failure.text(error) == f"error: {error}"
+    assert report.exit_code(error) == code
+    assert report.text(error) == f"error: {error}"
 
 
 def test_what_a_host_says_in_an_error_cannot_steer_the_terminal() -> None:
     error = raised(ValueError("\x1b]0;title\x07a\nb"), "node1")
-    assert "\x1b" not in failure.text(error) and "\x07" not in failure.text(error)
-    assert "a\nb" in failure.text(error)
+    assert "\x1b" not in report.text(error) and "\x07" not in report.text(error)
+    assert "a\nb" in report.text(error)
 
 
 # ---- train

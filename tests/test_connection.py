@@ -12,14 +12,14 @@ import pytest
 from stage.messages import filled
 
 import skyfab as sky
-from skyfab import reconnect
-from skyfab.connection import Connection, State
-from skyfab.output import Lines
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.frames import BYE, HEADER, HELLO, PING, PONG, frame
-from skyfab.reader import SharedReader
-from skyfab.reconnect import Reconnector
-from skyfab.timing import Timing
+from skyfab.session import reconnect
+from skyfab.session.connection import Connection, State
+from skyfab.session.lines import Lines
+from skyfab.session.reader import SharedReader
+from skyfab.session.reconnect import Reconnector
+from skyfab.session.timing import Timing
 
 HOST = sky.Host(name="node1", address="192.0.2.1")
 

@@ -344,7 +344,7 @@ def test_decorators_go_above_and_below_sky_function(above: bool) -> None:
 
 def in_a_rank(source: str, *, rank: int = 1) -> subprocess.CompletedProcess[str]:
     """Packs ``f`` of a script here, and calls it in a fresh process that is this rank of two, as a host would."""
-    from skyfab.parcel import pack_function
+    from skyfab.calls.pack import pack_function
     from skyfab.protocol import codec
 
     space: dict[str, Any] = {"__name__": "a_script", "sky": sky}

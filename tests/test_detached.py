@@ -301,7 +301,7 @@ def test_names_that_mean_none_or_several_are_refused(hosts: list[sky.Host]) -> N
 
 def skyfab(lab: Lab, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "SKYFAB_INVENTORY": str(lab.inventory)}
-    argv = [sys.executable, "-m", "skyfab.cli", *arguments]
+    argv = [sys.executable, "-m", "skyfab", *arguments]
     return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=90, stdin=subprocess.DEVNULL)
 
 
@@ -356,7 +356,7 @@ def test_runs_on_some_hosts_says_how_they_stand_there_and_who_was_not_asked(
 def test_d_detaches(namespaces: Lab, script: Path, host_with_runs: Callable[[], set[str]]) -> None:
     before = host_with_runs()
     env = {**os.environ, "SKYFAB_INVENTORY": str(namespaces.inventory), "TERM": "dumb"}
-    argv = [sys.executable, "-m", "skyfab.cli", "run", "--hosts=node1", str(script)]
+    argv = [sys.executable, "-m", "skyfab", "run", "--hosts=node1", str(script)]
     ours, theirs = pty.openpty()
     with subprocess.Popen(argv, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as program:
         os.close(theirs)

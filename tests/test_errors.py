@@ -20,7 +20,7 @@ from stage.remote import leave, wait_for
 from stage.spot import Spot, until
 
 import skyfab as sky
-from skyfab.events import Event, Output
+from skyfab.ui.events import Event, Output
 
 np = pytest.importorskip("numpy")
 pytestmark = pytest.mark.lab

@@ -25,11 +25,11 @@ from stage.spot import Spot, until
 from stage.threads import at_once, begin
 
 import skyfab as sky
-from skyfab import timing
-from skyfab.dispatch import Task
-from skyfab.events import CallEnded, CallStarted, Event, Output
 from skyfab.lab import Lab
-from skyfab.protocol.streams import ACK_FRAMES, SMALL
+from skyfab.pool.scheduler import Task
+from skyfab.protocol.mux import ACK_FRAMES, SMALL
+from skyfab.session import timing
+from skyfab.ui.events import CallEnded, CallStarted, Event, Output
 
 np = pytest.importorskip("numpy")
 pytestmark = pytest.mark.lab

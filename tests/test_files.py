@@ -16,11 +16,11 @@ from stage.projects import inventory, skyfab
 
 import skyfab as sky
 from skyfab.agent import files
-from skyfab.detached import attach
+from skyfab.detached.run import attach
 from skyfab.errors import ProtocolError
-from skyfab.events import Event, FilesWritten
 from skyfab.lab import Lab
-from skyfab.workdir import Workdir, Workdirs, Written, parse, project, to_fetch
+from skyfab.pool.workdir import Workdir, Workdirs, Written, parse, project, to_fetch
+from skyfab.ui.events import Event, FilesWritten
 
 SAVES = """
 import os

@@ -10,9 +10,9 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab import homecoming
-from skyfab.events import Events
-from skyfab.homecoming import Homecoming
+from skyfab.pool import recovery
+from skyfab.pool.recovery import Homecoming
+from skyfab.ui.events import Events
 
 GONE = sky.HostLost("gone", host="node1")
 
@@ -44,8 +44,8 @@ class FakeNode:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homecoming, "PAUSE", 0.001)
-    monkeypatch.setattr(homecoming, "LONGEST", 0.002)
+    monkeypatch.setattr(recovery, "PAUSE", 0.001)
+    monkeypatch.setattr(recovery, "LONGEST", 0.002)
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import skyfab.host
-import skyfab.inventory
-import skyfab.selection
+import skyfab.inventory.host
+import skyfab.inventory.inventory
+import skyfab.inventory.selection
 from skyfab.errors import InventoryError, UnknownHost, UsageError
-from skyfab.host import Address
-from skyfab.inventory import LOCAL, Host, Inventory
-from skyfab.selection import MOST, expand, split
+from skyfab.inventory.host import Address, Host
+from skyfab.inventory.inventory import LOCAL, Inventory
+from skyfab.inventory.selection import MOST, expand, split
 
 T = TypeVar("T")
 
@@ -897,6 +897,6 @@ def _toml(value: object) -> str:
     return str(value).lower()
 
 
-@pytest.mark.parametrize("module", [skyfab.host, skyfab.inventory, skyfab.selection])
+@pytest.mark.parametrize("module", [skyfab.inventory.host, skyfab.inventory.inventory, skyfab.inventory.selection])
 def test_the_examples_in_the_documentation_are_true(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]

@@ -19,15 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import skyfab as sky
-from skyfab import launch as launch_module
-from skyfab.bundle import bundle
-from skyfab.inventory import Host
-from skyfab.launch import Launch, local_python, spelled
+from skyfab.inventory.host import Host
 from skyfab.protocol import messages
-from skyfab.reader import SharedReader
-from skyfab.session import Session
-from skyfab.timing import Timing
-from skyfab.transport.local import Local
+from skyfab.session import bootstrap as launch_module
+from skyfab.session.bootstrap import Launch, local_python, spelled
+from skyfab.session.bundle import bundle
+from skyfab.session.reader import SharedReader
+from skyfab.session.session import Session
+from skyfab.session.timing import Timing
+from skyfab.session.transport.local import Local
 
 SESSION = "0123456789abcdef"
 

@@ -22,9 +22,9 @@ from stage.remote import leave, linger, wait_for
 from stage.spot import Spot, until
 
 import skyfab as sky
-from skyfab.events import HostState
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.process import LabProcess
+from skyfab.ui.events import HostState
 
 pytestmark = pytest.mark.lab
 

@@ -14,8 +14,8 @@ from stage.remote import leave, wait_for
 from stage.spot import Spot, until
 
 import skyfab as sky
-from skyfab import timing
 from skyfab.lab import Lab
+from skyfab.session import timing
 
 pytestmark = pytest.mark.lab
 

@@ -15,13 +15,13 @@ import pytest
 from stage.labs import start, until
 
 import skyfab as sky
-from skyfab import muster
-from skyfab.abreast import abreast
 from skyfab.errors import HostLost, UsageError
-from skyfab.events import Event, Output
 from skyfab.lab import Lab
-from skyfab.transport.logins import Logins, ServerBusy, Turn, retry
-from skyfab.transport.openssh import explain, servers_of
+from skyfab.pool import muster
+from skyfab.session.fanout import abreast
+from skyfab.session.transport.logins import Logins, ServerBusy, Turn, retry
+from skyfab.session.transport.openssh import explain, servers_of
+from skyfab.ui.events import Event, Output
 
 # ---- logins
 

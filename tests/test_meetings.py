@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab.addresses import Candidates
+from skyfab.agent.poller import READ, Watch
 from skyfab.agent.ports import Ports
 from skyfab.agent.reach import Reaching
-from skyfab.agent.watch import READ, Watch
 from skyfab.errors import PeersApart, PoolError, ProtocolError
-from skyfab.meeting import Meetings, ask_all
+from skyfab.pool.addresses import Candidates
+from skyfab.pool.rendezvous import Meetings, ask_all
 from skyfab.protocol import messages
 
 

@@ -12,7 +12,7 @@ import pytest
 from stage.projects import skyfab
 
 import skyfab as sky
-from skyfab import nesting
+from skyfab.calls import nesting
 
 UNGUARDED = """
 import skyfab as sky

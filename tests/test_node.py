@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab.inventory import Inventory
-from skyfab.node import Node, SeatPlan
-from skyfab.parcel import FunctionParcel
+from skyfab.calls.pack import FunctionParcel
+from skyfab.inventory.inventory import Inventory
+from skyfab.pool.node import Node, SeatPlan
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import LARGE
 
@@ -82,7 +82,7 @@ def test_what_an_agent_says_late_does_not_fail_an_upload_to_its_successor(node: 
 
 
 def test_samples_of_large_arguments_are_remembered_up_to_a_number(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyfab.node._SAMPLES", 3)
+    monkeypatch.setattr("skyfab.pool.node._SAMPLES", 3)
     for number in range(10):
         node._belongs_in_store(memoryview(bytes([number]) * LARGE), False)
     assert len(node._seen) == 3

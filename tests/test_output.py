@@ -19,7 +19,7 @@ from stage.remote import leave, wait_for
 from stage.spot import Spot, until
 
 import skyfab as sky
-from skyfab.events import Event, Output
+from skyfab.ui.events import Event, Output
 
 if TYPE_CHECKING:
     from skyfab.lab import Lab

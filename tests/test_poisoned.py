@@ -15,7 +15,7 @@ import pytest
 
 import skyfab as sky
 from skyfab.agent.cuda import is_unusable
-from skyfab.events import Event, Output
+from skyfab.ui.events import Event, Output
 
 
 def fake_torch(*, initialized: bool = True, broken: str = "", memory: bool = False) -> types.ModuleType:

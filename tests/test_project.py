@@ -11,7 +11,7 @@ import pytest
 from stage.threads import begin
 
 import skyfab as sky
-from skyfab import project
+from skyfab.calls import project
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.image import Image
-from skyfab.project import Project
-from skyfab.project_sync import ProjectSync
+from skyfab.calls.image import Image
+from skyfab.calls.project import Project
+from skyfab.pool.project_sync import ProjectSync
 
 
 class FakeTree:

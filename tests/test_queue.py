@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab.dispatch import Queue, Slot, Task
-from skyfab.futures import CallFuture
-from skyfab.node import SeatPlan
-from skyfab.parcel import FunctionParcel
+from skyfab.calls.pack import FunctionParcel
+from skyfab.pool.futures import CallFuture
+from skyfab.pool.node import SeatPlan
+from skyfab.pool.scheduler import Queue, Slot, Task
 from skyfab.protocol import codec, messages
 
 PLAN = SeatPlan(tree="", env={}, info={})
@@ -214,7 +214,7 @@ def test_the_time_that_reading_took_is_not_waited_for_again(monkeypatch: pytest.
     future = CallFuture()
     future.node = node  # type: ignore[assignment]
     now = [100.0]
-    monkeypatch.setattr("skyfab.futures.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("skyfab.pool.futures.time.monotonic", lambda: now[0])
 
     def wait(done: Callable[[], bool], timeout: float | None = None) -> bool:
         now[0] += timeout or 0
@@ -228,7 +228,7 @@ def test_the_time_that_reading_took_is_not_waited_for_again(monkeypatch: pytest.
 
 
 def test_two_groups_of_a_map_may_fail(capfd: pytest.CaptureFixture[str]) -> None:
-    from skyfab.spread import Spread
+    from skyfab.pool.map import Spread
 
     nodes = [FakeNode("node1"), FakeNode("node2")]
     queue = queue_over(*nodes)

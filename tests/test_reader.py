@@ -11,8 +11,8 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab import reader as module
-from skyfab.reader import SharedReader
+from skyfab.session import reader as module
+from skyfab.session.reader import SharedReader
 
 
 class Pipe:

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyfab as sky
-from skyfab.launch import open_shell
-from skyfab.records import Tail, look, new_lines
-from skyfab.shell import Shell
-from skyfab.transport import transport_for
+from skyfab.detached.folder import Tail, look, new_lines
+from skyfab.session.bootstrap import open_shell
+from skyfab.session.transport import transport_for
+from skyfab.session.shell import Shell
 
 RUN = "abc123"
 ABOUT = {
@@ -117,7 +117,7 @@ def test_whoever_comes_late_is_told_what_is_kept(follower: Follower) -> None:
 
 def test_whoever_breaks_off_goes_on_where_that_was(follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
     """After any number of pieces, in either file."""
-    monkeypatch.setattr("skyfab.records._CHUNK", 5)
+    monkeypatch.setattr("skyfab.detached.folder._CHUNK", 5)
     follower.write("one\ntwo\nthree\n")
     follower.rotate()
     follower.write("four\nfive\nsix\n")
@@ -158,7 +158,7 @@ def test_a_record_makes_nobody_log_in_to_hosts_of_its_choice(
         reached.append(host.name)
         return transport_for(host, inventory)
 
-    monkeypatch.setattr("skyfab.shells.transport_for", note)
+    monkeypatch.setattr("skyfab.session.shell_pool.transport_for", note)
     run = sky.attach(RUN, [here], inventory=sky.Inventory(hosts={"other": other}), results="data")
     assert run.status == "unreachable"
     for use in (run.result, run.stop, lambda: list(run.logs())):

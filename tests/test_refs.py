@@ -22,9 +22,9 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
+from skyfab.calls.refs import put
 from skyfab.lab import Lab
 from skyfab.protocol import codec
-from skyfab.refs import put
 
 np = pytest.importorskip("numpy")
 pytestmark = pytest.mark.lab

@@ -31,11 +31,11 @@ from stage.remote import linger
 from stage.spot import Spot
 
 import skyfab as sky
-from skyfab.answers import resolve
-from skyfab.bundle import bundle
-from skyfab.events import Event
+from skyfab.calls.results import resolve
 from skyfab.lab import Lab
-from skyfab.protocol import codec, messages, plain
+from skyfab.protocol import codec, messages, safe_pickle
+from skyfab.session.bundle import bundle
+from skyfab.ui.events import Event
 
 HOSTILE = """it's "quoted"; $(touch /tmp/pwned) `id` \\ $HOME\n-n ünï\t*\x01!"""
 SECRET = secrets.token_hex(16)
@@ -48,7 +48,7 @@ SECRET = secrets.token_hex(16)
 def again(value: object) -> Any:
     """The value, on the way that a result takes to a pool that trusts nobody."""
     payload = codec.dumps(value)
-    return plain.loads(payload.data, [memoryview(bytearray(buffer)) for buffer in payload.buffers])
+    return safe_pickle.loads(payload.data, [memoryview(bytearray(buffer)) for buffer in payload.buffers])
 
 
 PLAIN = [
@@ -295,7 +295,7 @@ def _hear(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_hear)
 
 
-def refused(data: bytes, loads: Callable[[bytes], Any] = plain.loads) -> str:
+def refused(data: bytes, loads: Callable[[bytes], Any] = safe_pickle.loads) -> str:
     """Why a pickle was refused. It was, at once, and without doing or holding anything."""
     tracemalloc.start()
     try:
@@ -314,7 +314,7 @@ def test_a_hostile_result_is_refused(title: str, tmp_path: Path) -> None:
     """Nothing is imported, called, opened or held because a pickle says so."""
     data = evil(str(tmp_path / "mark"))[title]
     refused(data)
-    refused(data, plain.loads_exception) if title != "an exception" else None
+    refused(data, safe_pickle.loads_exception) if title != "an exception" else None
     with pytest.raises(sky.UntrustedResult) as caught:
         resolve(messages.Result(parts=[len(data)]), [memoryview(data)], host="node1", rank=2, label="f", wary=True)
     assert (caught.value.host, caught.value.rank) == ("node1", 2)
@@ -454,7 +454,7 @@ steps = st.one_of(
 def test_no_pickle_at_all_makes_anything_but_data(codes: list[bytes]) -> None:
     """Whatever the program does: nothing is imported, opened or run, and what comes out is data."""
     data = op(*codes)
-    for loads in (plain.loads, plain.loads_exception):
+    for loads in (safe_pickle.loads, safe_pickle.loads_exception):
         with watched() as done:
             try:
                 found = loads(data, [memoryview(bytearray(8))])
@@ -473,18 +473,18 @@ def test_an_exception_cannot_grow_after_it_was_looked_at() -> None:
         *(name("builtins", "ValueError"), pickle.EMPTY_LIST, pickle.MEMOIZE, pickle.TUPLE1, pickle.REDUCE),
         *(pickle.BINGET, b"\0", bomb(0), pickle.APPEND, pickle.POP),
     )
-    assert type(plain.loads_exception(grows)) is ValueError
-    refused(grows.replace(bomb(0), name("collections", "deque")), plain.loads_exception)
+    assert type(safe_pickle.loads_exception(grows)) is ValueError
+    refused(grows.replace(bomb(0), name("collections", "deque")), safe_pickle.loads_exception)
     deep = op(name("builtins", "ValueError"), bomb(), pickle.TUPLE1, pickle.REDUCE)
-    refused(deep, plain.loads_exception)
+    refused(deep, safe_pickle.loads_exception)
     copies = op(name("builtins", "SyntaxError"), text("x"), RANGE, pickle.TUPLE2, pickle.REDUCE)
-    refused(copies, plain.loads_exception)
+    refused(copies, safe_pickle.loads_exception)
 
 
 DEEP = """
 import pickle, sys
 sys.path.insert(0, sys.argv[1])
-from skyfab.protocol import plain
+from skyfab.protocol import safe_pickle
 
 COUNT = int(sys.argv[3])
 
@@ -513,7 +513,7 @@ CASES = {
 }
 data = pickle.PROTO + b"\\5" + CASES[sys.argv[2]]() + pickle.STOP
 try:
-    plain.loads(data)
+    safe_pickle.loads(data)
 except Exception as error:
     print("refused", repr(error)[:100])
 """
@@ -810,7 +810,7 @@ def test_a_run_folder_of_somebody_else_is_refused(
     (target,) = hosts_of(by, 1, user="ada", cache="/tmp/run-folder")
     for owner, mode in (("root", "777"), ("ada", "750")):
         compute = sky.Compute([target], ui="none")
-        monkeypatch.setattr("skyfab.roster.secrets.token_hex", lambda size: "0123456789abcdef")
+        monkeypatch.setattr("skyfab.pool.nodes.secrets.token_hex", lambda size: "0123456789abcdef")
         place = f"/tmp/run-folder/run/{host.name}/0123456789abcdef-0"
         host.run(["sh", "-c", f"umask 077; mkdir -p {place}; chown -R ada /tmp/run-folder"])
         host.run(["sh", "-c", f"chown {owner} {place}; chmod {mode} {place}"])

@@ -27,8 +27,8 @@ from stage.threads import at_once
 import skyfab as sky
 from skyfab.env.gc import Swept, sweep
 from skyfab.lab import Lab
-from skyfab.launch import open_shell
-from skyfab.transport import transport_for
+from skyfab.session.bootstrap import open_shell
+from skyfab.session.transport import transport_for
 
 pytestmark = pytest.mark.lab
 

@@ -16,9 +16,9 @@ from stage.remote import leave, wait_for
 from stage.spot import Spot, until
 
 import skyfab as sky
-from skyfab.events import Stalled
 from skyfab.lab import Lab
-from skyfab.stacks import Frame, Stack, groups, parse
+from skyfab.pool.stacks import Frame, Stack, groups, parse
+from skyfab.ui.events import Stalled
 
 SAID = """
 =rank 2 41 9f-0 gang1.0
@@ -28,14 +28,14 @@ Thread 0x0000ffff (most recent call first):
 Current thread 0x0000aaaa (most recent call first):
   File "/x/load.py", line 12 in next
   File "/x/train.py", line 90 in train
-  File "/c/bundles/b/skyfab/agent/rank.py", line 200 in _perform
-  File "/c/bundles/b/skyfab/agent/rank.py", line 90 in serve
+  File "/c/bundles/b/skyfab/agent/worker.py", line 200 in _perform
+  File "/c/bundles/b/skyfab/agent/worker.py", line 90 in serve
 """
 
 
 def stacks(lab: Lab) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "SKYFAB_INVENTORY": str(lab.inventory)}
-    argv = [sys.executable, "-m", "skyfab.cli", "stacks", "--hosts=node1,node2"]
+    argv = [sys.executable, "-m", "skyfab.cli.tasks", "stacks", "--hosts=node1,node2"]
     return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
 
 

@@ -26,11 +26,11 @@ from stage.spot import Spot, until
 
 import skyfab as sky
 from skyfab.lab import Lab
-from skyfab.transport import Stream, transport_for
-from skyfab.transport.fabric import Fabric, Passwords
-from skyfab.transport.local import Local
-from skyfab.transport.openssh import OpenSSH
-from skyfab.transport.process import ProcessStream
+from skyfab.session.transport import Stream, transport_for
+from skyfab.session.transport.fabric import Fabric, Passwords
+from skyfab.session.transport.local import Local
+from skyfab.session.transport.openssh import OpenSSH
+from skyfab.session.transport.process import ProcessStream
 
 pytestmark = pytest.mark.lab
 

@@ -18,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stage.threads import begin
 
-from skyfab import ui, view
-from skyfab.events import CallEnded, Events, HostState, Output
-from skyfab.terminal import Live, clean, clean_lines, is_rich
-from skyfab.ui import Plain, Screen, attach, table
+from skyfab.ui import screen as screen_module
+from skyfab.ui import view
+from skyfab.ui.events import CallEnded, Events, HostState, Output
+from skyfab.ui.screen import Plain, Screen, attach, table
+from skyfab.ui.terminal import Live, clean, clean_lines, is_rich
 
 SGR = re.compile(r"\x1b\[[0-9;:]*m")
 
@@ -122,7 +123,7 @@ def plain(stdout: Recorder, stderr: Recorder, clock: Clock, monkeypatch: pytest.
 def screen(stdout: Recorder, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
     monkeypatch.setattr(Screen, "_soon", lambda self: None)
     monkeypatch.setattr(Screen, "_wait", lambda self, done: self.flush())
-    monkeypatch.setattr(ui, "echoes", lambda: True)
+    monkeypatch.setattr(screen_module, "echoes", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
     made = Screen(stdout, clock)
@@ -452,11 +453,11 @@ def test_the_screen_is_left_alone_while_a_password_is_asked_for(
 ) -> None:
     screen(HostState(host="node1", state="connecting"))
     before = stdout.writes
-    monkeypatch.setattr(ui, "echoes", lambda: False)
+    monkeypatch.setattr(screen_module, "echoes", lambda: False)
     screen(HostState(host="node2", state="connecting"))
     screen.flush()
     assert stdout.writes == before
-    monkeypatch.setattr(ui, "echoes", lambda: True)
+    monkeypatch.setattr(screen_module, "echoes", lambda: True)
     screen.flush()
     assert len(seen(stdout)) == 2
 

@@ -17,8 +17,8 @@ from stage import traces
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.events import CallEnded, CallStarted, Event, Output
-from skyfab.reader import SharedReader
+from skyfab.session.reader import SharedReader
+from skyfab.ui.events import CallEnded, CallStarted, Event, Output
 
 OpenPool = Callable[..., sky.Compute]
 

@@ -12,19 +12,19 @@ import socket
 import sys
 import time
 
+from skyfab.agent.cleanup import sweep
 from skyfab.agent.connection import Connection
+from skyfab.agent.handlers import Orders
+from skyfab.agent.host_info import Machine
 from skyfab.agent.lease import Lease
-from skyfab.agent.machine import Machine
-from skyfab.agent.orders import Orders
-from skyfab.agent.routes import Routes
-from skyfab.agent.seats import Seats
-from skyfab.agent.sweep import sweep
-from skyfab.agent.watch import READ, WRITE, Watch
+from skyfab.agent.poller import READ, WRITE, Watch
+from skyfab.agent.uploads import Routes
+from skyfab.agent.workers import Seats
 from skyfab.errors import ProtocolError
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.frames import HEADER
 from skyfab.protocol.messages import AgentHello, ClientHello
-from skyfab.protocol.streams import Mux
+from skyfab.protocol.mux import Mux
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Final
 
     from skyfab.protocol.frames import RecvInto
-    from skyfab.protocol.streams import Send
+    from skyfab.protocol.mux import Send
 
 
 SO_PEERCRED: Final = 17

@@ -16,8 +16,8 @@ TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
     from typing import Final
 
-    from skyfab.agent.record import Record
-    from skyfab.protocol.streams import Mux
+    from skyfab.agent.run_folder import Record
+    from skyfab.protocol.mux import Mux
 
 _ROOM: Final = 1024 * 1024
 """Bytes that may wait for the connection; the rest waits in the file."""

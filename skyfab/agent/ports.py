@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 
-from skyfab.agent.watch import READ
+from skyfab.agent.poller import READ
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
-    from skyfab.agent.watch import Watch
+    from skyfab.agent.poller import Watch
 
 
 class Ports:

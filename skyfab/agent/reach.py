@@ -11,13 +11,13 @@ import socket
 import time
 from collections import deque
 
-from skyfab.agent.watch import READ
+from skyfab.agent.poller import READ
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from skyfab.agent.watch import Watch
+    from skyfab.agent.poller import Watch
 
 _ABREAST = 128
 """Connections at a time: a process may have few descriptors."""

@@ -16,7 +16,7 @@ TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
     from typing import Final
 
-    from skyfab.agent.seat import Owner, Seat
+    from skyfab.agent.worker_handle import Owner, Seat
     from skyfab.protocol.frames import Buffer
 
 _BACKLOG: Final = 2 * 1024 * 1024

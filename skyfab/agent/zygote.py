@@ -124,9 +124,9 @@ def _prepare() -> None:
     """Imports what every rank needs. The interpreter was started without site: catch up on it."""
     import site
 
-    from skyfab.agent import rank
+    from skyfab.agent import worker
 
-    rank.Rank  # noqa: B018  # loaded, for every rank to share
+    worker.Rank  # noqa: B018  # loaded, for every rank to share
     site.main()
     gc.collect()
     gc.freeze()  # shared pages stay shared: the collector does not write to them
@@ -306,9 +306,9 @@ def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: s
             os.close(fd)
         os.makedirs(cwd, mode=0o700, exist_ok=True)
         os.chdir(cwd)
-        from skyfab.agent import rank
+        from skyfab.agent import worker
 
-        rank.main(source, sink, request)
+        worker.main(source, sink, request)
         code = 0
     except BaseException:
         import traceback

@@ -18,10 +18,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Final
 
+from skyfab.detached.folder import ALIVE
 from skyfab.env.uv import home
 from skyfab.errors import HostUnfit, UsageError
-from skyfab.records import ALIVE
-from skyfab.shell import ScriptFailed, Shell
+from skyfab.session.shell import ScriptFailed, Shell
 
 _HOUR: Final = 60
 _DAY: Final = 24 * _HOUR

@@ -17,7 +17,7 @@ from typing import Final
 
 from skyfab.env.wheels import Wheel
 from skyfab.protocol.blobs import name_of
-from skyfab.shell import Shell
+from skyfab.session.shell import Shell
 
 _CHUNK: Final = 1024 * 1024
 

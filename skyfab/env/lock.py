@@ -14,11 +14,11 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from packaging.markers import InvalidMarker, Marker, UndefinedEnvironmentName
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
+from skyfab.calls.image import Image
 from skyfab.env import uv
 from skyfab.env.facts import Target
 from skyfab.env.resolve import LockError, Question, Resolver, clean, requirement, sum_of, text_of, toml
 from skyfab.env.wheels import Wheel, tags
-from skyfab.image import Image
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Final, Protocol
 
+from skyfab.calls.image import Image
 from skyfab.env.facts import Facts, Program, Target
 from skyfab.errors import HostUnfit, SkyfabError, UsageError
-from skyfab.host import Host
-from skyfab.image import Image
+from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
-from skyfab.shell import ScriptFailed, Shell
+from skyfab.session.shell import ScriptFailed, Shell
 
 if TYPE_CHECKING:
     from skyfab.env.install import Package
@@ -65,9 +65,9 @@ class Preparation:
         """What the host is asked for first: see `Launch.python`. Raises UsageError for an image that cannot be."""
         if self.is_empty:
             return self.python
-        from skyfab.env import known  # what most pools do not need is not imported for them
+        from skyfab.env import facts_cache  # what most pools do not need is not imported for them
 
-        facts = known.recall(host)
+        facts = facts_cache.recall(host)
         if facts is None or not facts.boot:
             return "none"
         target = Target.of(facts, self.python)
@@ -148,10 +148,10 @@ class _Steps:
         return answer
 
     def _probe(self, indexes: Sequence[str] = ()) -> Facts:
-        from skyfab.env import known, probe
+        from skyfab.env import facts_cache, probe
 
         facts = probe.parse(self.shell.run(probe.script(indexes)))
-        known.remember(self.host, facts)
+        facts_cache.remember(self.host, facts)
         if facts.noexec:
             raise HostUnfit(
                 f"programs cannot be run from {facts.cache}: its disk is mounted noexec",

@@ -18,12 +18,12 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from skyfab.calls.image import Image, PipIndex
 from skyfab.env import builds, uv
 from skyfab.env.facts import Target
 from skyfab.env.pipconf import NO_INDEX
 from skyfab.env.uv import UvFailed
 from skyfab.errors import UsageError
-from skyfab.image import Image, PipIndex
 
 _FORMAT = "2"
 """Counts up when locks of before must not be used any more."""

@@ -12,11 +12,11 @@ import zipfile
 from functools import cache
 from pathlib import Path
 
+from skyfab.calls.image import Image
 from skyfab.env import uv
 from skyfab.env.facts import Target
 from skyfab.env.lock import LockError, make_lock
 from skyfab.env.wheels import fetch
-from skyfab.image import Image
 
 _MACHINES = {62: "x86_64", 183: "aarch64"}
 """As ELF numbers them."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from .host import LabHost
 from .lab import Lab, sweep
+from .persistent import HostStatus, down, status, up
 from .process import LabProcess
-from .standing import HostStatus, down, status, up
 
 __all__ = ["HostStatus", "Lab", "LabHost", "LabProcess", "down", "status", "sweep", "up"]

@@ -16,11 +16,11 @@ from typing import Literal
 
 from skyfab.errors import SkyfabError, UsageError
 
-from . import boot, keeper, loopback, namespace, root, sshd
+from . import boot, loopback, namespace, reaper, root, sshd
 from .host import LabHost, Plan
 from .namespace import NamespaceHost
 from .process import Process
-from .record import INVENTORY, STATE, Kind, Record, inventory, write
+from .state import INVENTORY, STATE, Kind, Record, inventory, write
 
 MOST = 200
 OWNER = "owner.pid"
@@ -89,7 +89,7 @@ class Lab:
         place = _fresh(folder)
         try:
             (place / OWNER).write_text(str(Process.of(os.getpid())))
-            keeper.watch(place)
+            reaper.watch(place)
             special = second_network or isolated or forwarded or not reverse_dns or bool(shells) or python == "none"
             chosen, limits = _choose(kind, place / "hosts", special=special)
             plan = Plan(
@@ -110,7 +110,7 @@ class Lab:
             )
             lab = cls(folder=place, record=_start(plan, chosen, limits))
             if persistent:
-                keeper.dismiss(place)
+                reaper.dismiss(place)
                 (place / OWNER).unlink()
         except BaseException:
             take_down(place)
@@ -275,7 +275,7 @@ def take_down(folder: Path | str) -> None:
             return
         if (place / STATE).exists():
             _end(Record.load(place).hosts)
-        keeper.dismiss(place)
+        reaper.dismiss(place)
         boot.give_back(place / "hosts")
         shutil.rmtree(place)
 

@@ -14,9 +14,9 @@ from skyfab.plugins.base import Plugin
 from skyfab.plugins.packages import with_packages
 
 if TYPE_CHECKING:
+    from skyfab.calls.image import Image
     from skyfab.context import InstanceInfo
-    from skyfab.host import Host
-    from skyfab.image import Image
+    from skyfab.inventory.host import Host
 
 _LAUNCHERS: Final = frozenset(
     {

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 from skyfab.errors import UsageError
 
 if TYPE_CHECKING:
-    from skyfab.compute import Compute
+    from skyfab.calls.image import Image
     from skyfab.context import InstanceInfo
-    from skyfab.host import Host
-    from skyfab.image import Image
+    from skyfab.inventory.host import Host
+    from skyfab.pool.compute import Compute
 
 RENDEZVOUS: Final = "the port at which the ranks meet"
 """What frameworks with a process group of their own take."""

@@ -14,9 +14,9 @@ from skyfab.plugins.base import RENDEZVOUS, Plugin
 from skyfab.plugins.packages import with_packages
 
 if TYPE_CHECKING:
+    from skyfab.calls.image import Image
     from skyfab.context import InstanceInfo
-    from skyfab.host import Host
-    from skyfab.image import Image
+    from skyfab.inventory.host import Host
 
 PATIENCE: Final = 60
 """Seconds that the ranks wait for each other, once they have loaded jax."""

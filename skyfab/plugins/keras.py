@@ -15,9 +15,9 @@ from skyfab.plugins.packages import with_packages
 from skyfab.plugins.torch import Torch
 
 if TYPE_CHECKING:
+    from skyfab.calls.image import Image
     from skyfab.context import InstanceInfo
-    from skyfab.host import Host
-    from skyfab.image import Image
+    from skyfab.inventory.host import Host
 
 Backend = Literal["torch", "jax", "tensorflow", "numpy"]
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from skyfab.host import Host
-    from skyfab.image import Image
+    from skyfab.calls.image import Image
+    from skyfab.inventory.host import Host
 
 
 def with_packages(image: Image, host: Host, *requirements: str) -> Image:

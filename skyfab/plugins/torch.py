@@ -17,9 +17,9 @@ from skyfab.plugins.base import RENDEZVOUS, Elastic, Plugin
 from skyfab.plugins.packages import canonical, named, pinned, used_as_it_is, with_packages, with_trainer
 
 if TYPE_CHECKING:
+    from skyfab.calls.image import Image
     from skyfab.context import InstanceInfo
-    from skyfab.host import Host
-    from skyfab.image import Image
+    from skyfab.inventory.host import Host
 
 INDEX: Final = "https://download.pytorch.org/whl"
 """Where PyTorch keeps its builds, one index for each."""
@@ -71,7 +71,7 @@ class Torch(Plugin):
             return None
 
     def _with_index(self, image: Image) -> Image:
-        from skyfab.image import PipIndex
+        from skyfab.calls.image import PipIndex
 
         scoped = {canonical(name) for index in image.pip_indexes for name in index.packages}
         packages = [name for name in ("torch", "torchvision", "torchaudio") if name not in scoped]

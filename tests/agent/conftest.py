@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from stand_in import Agent, Process
 
-from skyfab.agent.seat import Seat
+from skyfab.agent.worker_handle import Seat
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from skyfab.agent.seat import Seat
+from skyfab.agent.worker_handle import Seat
 from skyfab.protocol import messages
 from skyfab.protocol.frames import HEAD, frame
 

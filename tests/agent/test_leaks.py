@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 from stand_in import Agent, Process
 
-from skyfab.agent.routes import Routes
-from skyfab.agent.seat import Running, Seat
+from skyfab.agent.uploads import Routes
+from skyfab.agent.worker_handle import Running, Seat
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import Assembly
 from skyfab.protocol.frames import DATA, HEAD, Buffer, frame
-from skyfab.protocol.streams import Mux
+from skyfab.protocol.mux import Mux
 
 SIZE = 100_000
 

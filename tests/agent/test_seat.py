@@ -7,7 +7,7 @@ import signal
 import pytest
 from stand_in import Agent, Process
 
-from skyfab.agent.seat import Running, Seat
+from skyfab.agent.worker_handle import Running, Seat
 from skyfab.protocol.frames import BYE, frame
 
 

@@ -18,8 +18,8 @@ import pytest
 
 import skyfab as sky
 from skyfab.agent import zygote
-from skyfab.agent.orders import Orders
-from skyfab.agent.record import Record
+from skyfab.agent.handlers import Orders
+from skyfab.agent.run_folder import Record
 from skyfab.agent.zygote import Zygote
 from skyfab.lab import Lab
 from skyfab.protocol import messages

@@ -24,8 +24,8 @@ from stage.threads import at_once
 import skyfab as sky
 from skyfab.env.lock import LockError
 from skyfab.env.pipconf import uv_environment
-from skyfab.events import Event, HostState
 from skyfab.lab import Lab, LabHost
+from skyfab.ui.events import Event, HostState
 
 MINOR = f"{sys.version_info[0]}.{sys.version_info[1]}"
 SECRET = secrets.token_hex(12)

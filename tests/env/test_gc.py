@@ -15,12 +15,12 @@ import pytest
 from stage.threads import at_once
 
 import skyfab as sky
-from skyfab.commands.gc import gc
+from skyfab.cli.gc import gc
 from skyfab.env.gc import Swept, script, sweep, sweep_here
 from skyfab.errors import HostUnfit, PoolError
 from skyfab.lab import Lab
-from skyfab.launch import open_shell
-from skyfab.transport import transport_for
+from skyfab.session.bootstrap import open_shell
+from skyfab.session.transport import transport_for
 
 HOSTILE = 'it\'s a "cache" $(x) *'
 """A folder's name that only quotes get through a shell."""

@@ -17,12 +17,12 @@ from stage.index import Index, make_wheel, sha256
 from stage.spot import until
 from stage.threads import at_once
 
+from skyfab.calls.image import Image, PipIndex
 from skyfab.env import builds, tools, uv
 from skyfab.env.facts import Target
 from skyfab.env.lock import Lock, LockError, indexes, make_lock, needs_push, read_lock
 from skyfab.env.wheels import fetch
 from skyfab.errors import UsageError
-from skyfab.image import Image, PipIndex
 
 HOST = Target(system="Linux", arch="x86_64", libc="glibc 2.36", python="3.11")
 PASSWORD = "s3cr%t/wörd"
@@ -447,7 +447,7 @@ def test_threads_that_ask_for_the_same_wait_for_one(index: Index, counted: Count
 def test_processes_that_ask_for_the_same_wait_for_one(tmp_path: Path, index: Index, counted: Counted) -> None:
     index.add("app", "1.0")
     code = (
-        "import sys; from skyfab.env import uv, lock, facts; from skyfab.image import Image\n"
+        "import sys; from skyfab.env import uv, lock, facts; from skyfab.calls.image import Image\n"
         "uv.program = lambda: sys.argv[1]\n"
         f"target = facts.{HOST!r}\n"
         "open(sys.argv[2], 'w').close()\n"

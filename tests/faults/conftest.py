@@ -15,8 +15,8 @@ import pytest
 from stage import labs, remains
 
 import skyfab as sky
-from skyfab import timing
 from skyfab.lab import Lab
+from skyfab.session import timing
 
 HOSTS = 3
 

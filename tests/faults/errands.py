@@ -18,7 +18,7 @@ from stage.spot import Spot
 from stage.threads import begin
 
 import skyfab as sky
-from skyfab.events import Output
+from skyfab.ui.events import Output
 
 PATIENCE = 100.0
 """Seconds that whatever was under way may take to its end."""

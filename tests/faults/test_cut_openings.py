@@ -17,8 +17,8 @@ from stage.index import Index
 from stage.threads import begin
 
 import skyfab as sky
-from skyfab.events import Event, HostState
 from skyfab.lab import Lab
+from skyfab.ui.events import Event, HostState
 
 pytestmark = pytest.mark.lab
 

@@ -16,8 +16,8 @@ from stage.spot import Spot, until
 from stage.threads import begin
 
 import skyfab as sky
-from skyfab.events import Event, HostState
 from skyfab.lab import Lab
+from skyfab.ui.events import Event, HostState
 
 pytestmark = pytest.mark.lab
 

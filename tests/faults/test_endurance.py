@@ -17,8 +17,8 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.events import Output
 from skyfab.lab import Lab
+from skyfab.ui.events import Output
 
 pytestmark = pytest.mark.lab
 

@@ -19,9 +19,9 @@ from stage.spot import Spot, until
 from stage.threads import begin
 
 import skyfab as sky
-from skyfab.events import Event, HostState
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.process import LabProcess
+from skyfab.ui.events import Event, HostState
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("hurry")]
 

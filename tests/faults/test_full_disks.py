@@ -14,8 +14,8 @@ from stage.spot import Spot
 from stage.threads import begin
 
 import skyfab as sky
-from skyfab.events import Output
 from skyfab.lab import Lab, LabHost
+from skyfab.ui.events import Output
 
 pytestmark = pytest.mark.lab
 

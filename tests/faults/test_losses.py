@@ -140,7 +140,7 @@ def test_the_only_host_of_a_pool_is_waited_for_until_its_lease_is_over(
 
 def clean(lab: Lab) -> None:
     """A host that was switched off keeps its run folder, for nobody could remove it: the next pool does, or gc."""
-    from skyfab.commands.gc import gc  # hosts import this module, and have no commands
+    from skyfab.cli.gc import gc  # hosts import this module, and have no commands
 
     deadline = time.monotonic() + 10
     while True:  # the pool's last attempts to come back may just have arrived

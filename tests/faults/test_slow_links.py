@@ -16,8 +16,8 @@ from stage.remote import linger
 from stage.spot import Spot, until
 
 import skyfab as sky
-from skyfab.events import Event, HostState, Output
 from skyfab.lab import Lab
+from skyfab.ui.events import Event, HostState, Output
 
 pytestmark = pytest.mark.lab
 

@@ -16,21 +16,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skyfab.bundle import bundle
 from skyfab.errors import HostError
-from skyfab.inventory import Host
-from skyfab.launch import Launch
-from skyfab.output import Lines
+from skyfab.inventory.host import Host
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import name_of
 from skyfab.protocol.frames import ACK, DATA, HEAD, HEADER, HELLO, PING, PONG
 from skyfab.protocol.messages import Message
-from skyfab.protocol.streams import SMALL
-from skyfab.reader import SharedReader
-from skyfab.session import Session
-from skyfab.timing import Timing
-from skyfab.transport.base import Stream
-from skyfab.transport.local import Local
+from skyfab.protocol.mux import SMALL
+from skyfab.session.bootstrap import Launch
+from skyfab.session.bundle import bundle
+from skyfab.session.lines import Lines
+from skyfab.session.reader import SharedReader
+from skyfab.session.session import Session
+from skyfab.session.timing import Timing
+from skyfab.session.transport.base import Stream
+from skyfab.session.transport.local import Local
 
 CORPUS = Path(__file__).parent / "corpus"
 SIDES = ("client", "host")

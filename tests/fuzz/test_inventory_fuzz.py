@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from skyfab.errors import InventoryError, UsageError
-from skyfab.host import CHECKS, Host
-from skyfab.inventory import Inventory
-from skyfab.selection import MOST
+from skyfab.inventory.host import CHECKS, Host
+from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.selection import MOST
 
 EXAMPLE = (Path(__file__).parents[2] / "inventory.example.toml").read_text()
 PARTS = re.findall(r"[\w.-]+|\s+|[^\w\s]", EXAMPLE)

@@ -24,15 +24,15 @@ from hypothesis import strategies as st
 from mutation import PIECES, RECORDED, Source, mutated
 from recording import CONVERSATIONS, CORPUS, SIDES, Ear, Frame, record
 
-from skyfab.agent import orders
-from skyfab.agent import seats as seats_module
+from skyfab.agent import handlers
 from skyfab.agent import store as store_module
+from skyfab.agent import workers as seats_module
 from skyfab.agent.agent import Agent
 from skyfab.agent.store import Writer
 from skyfab.errors import ProtocolError, SkyfabError
-from skyfab.inbox import Exchange, Inbox, Reply
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.frames import HEAD, HELLO
+from skyfab.session.replies import Exchange, Inbox, Reply
 
 QUICK, LONG = 250, 20_000
 """Examples of each kind: always, and with ``--soak``."""
@@ -234,7 +234,7 @@ Make = Callable[[], contextlib.AbstractContextManager[Host]]
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """``with host() as one:`` an agent in a folder of its own; nothing it does leaves this process."""
-    monkeypatch.setattr(orders, "Reaching", lambda peers, patience, watch, done: done([]))
+    monkeypatch.setattr(handlers, "Reaching", lambda peers, patience, watch, done: done([]))
     monkeypatch.setattr(seats_module, "_FAREWELL", 0.0)
     before, number = Path.cwd(), 0
 

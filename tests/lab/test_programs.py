@@ -16,7 +16,7 @@ from skyfab.lab import LabHost
 pytestmark = pytest.mark.lab
 PROJECT = Path(lab_module.__file__).parents[2]
 TASKS = (str(PROJECT / "tasks.py"),)
-SKYFAB = ("-m", "skyfab.cli")
+SKYFAB = ("-m", "skyfab")
 
 APT_GET = """#!/bin/sh
 # Stands in for Debian's: its packages lie in /srv.

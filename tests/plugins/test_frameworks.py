@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab.events import Event
 from skyfab.lab import Lab
+from skyfab.ui.events import Event
 
 
 @pytest.fixture(scope="module")

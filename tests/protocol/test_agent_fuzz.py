@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from stage.messages import filled
 
 from skyfab.agent.link import SOCKET
-from skyfab.bundle import bundle
-from skyfab.inventory import Host
-from skyfab.launch import Launch
+from skyfab.inventory.host import Host
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.blobs import name_of
 from skyfab.protocol.frames import ACK, BYE, COUNT, CREDIT, DATA, HEAD, HEADER, HELLO, KINDS, LIMIT, PING, Reader, frame
 from skyfab.protocol.messages import AgentHello, Message
-from skyfab.transport.local import Local
+from skyfab.session.bootstrap import Launch
+from skyfab.session.bundle import bundle
+from skyfab.session.transport.local import Local
 
 NAME = name_of(b"content")
 SECONDS = 20.0

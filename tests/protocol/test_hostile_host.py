@@ -21,10 +21,7 @@ from hypothesis import strategies as st
 from stage.messages import filled
 
 import skyfab as sky
-from skyfab.bundle import bundle
-from skyfab.inventory import Host
-from skyfab.launch import Launch, local_python
-from skyfab.output import Lines
+from skyfab.inventory.host import Host
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.blobs import name_of
 from skyfab.protocol.frames import (
@@ -42,9 +39,12 @@ from skyfab.protocol.frames import (
     PONG,
     frame,
 )
-from skyfab.reader import SharedReader
-from skyfab.session import Session
-from skyfab.timing import Timing
+from skyfab.session.bootstrap import Launch, local_python
+from skyfab.session.bundle import bundle
+from skyfab.session.lines import Lines
+from skyfab.session.reader import SharedReader
+from skyfab.session.session import Session
+from skyfab.session.timing import Timing
 
 SESSION = "0123456789abcdef"
 NAME = name_of(b"x")
@@ -393,7 +393,7 @@ def test_a_flood_costs_no_memory(flood: bytes) -> None:
 @pytest.mark.parametrize("what", ["data", "logs"])
 def test_endless_new_streams_cost_no_memory(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that opens stream after stream is refused at some point, or its streams are not remembered."""
-    monkeypatch.setattr("skyfab.inbox._MOST_OUTPUTS", 1000)
+    monkeypatch.setattr("skyfab.session.replies._MOST_OUTPUTS", 1000)
     with opened() as (session, puppet, _):
         log = filled(messages.Log, seat="0", fd=1)
         sent = b"".join(
@@ -404,7 +404,7 @@ def test_endless_new_streams_cost_no_memory(what: str, monkeypatch: pytest.Monke
 
 def test_a_seat_that_is_filled_again_and_again_is_not_a_flood(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every process of a seat announces its output anew; a long day of replaced ranks is no attack and no leak."""
-    monkeypatch.setattr("skyfab.inbox._MOST_OUTPUTS", 100)
+    monkeypatch.setattr("skyfab.session.replies._MOST_OUTPUTS", 100)
     with opened() as (session, puppet, listener):
         sent = b""
         for n in range(2, 1002, 4):
@@ -460,7 +460,7 @@ def test_what_a_process_wrote_is_heard_after_its_end() -> None:
 
 def test_a_host_that_answers_and_never_acknowledges_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it does not acknowledge is kept here, to be sent again: without a limit, that fills the memory."""
-    monkeypatch.setattr("skyfab.protocol.streams.UNHEARD", 500_000)
+    monkeypatch.setattr("skyfab.protocol.mux.UNHEARD", 500_000)
     with opened() as (session, puppet, _):
         reader = threading.Thread(target=lambda: [None for _ in iter(lambda: puppet.host.recv(65536), b"")])
         reader.start()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from skyfab.output import _LONGEST, Lines
+from skyfab.session.lines import _LONGEST, Lines
 
 Line = tuple[str, str]
 

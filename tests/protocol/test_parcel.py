@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyfab import Call, Function, function
+from skyfab.calls.pack import pack_arguments, pack_function
 from skyfab.errors import NotPicklable
-from skyfab.parcel import pack_arguments, pack_function
 from skyfab.protocol import codec
 
 

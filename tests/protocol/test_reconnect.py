@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_pair import Pair, content
 
-from skyfab.protocol.streams import SMALL
+from skyfab.protocol.mux import SMALL
 
 Step = tuple[str, bool, int]
 

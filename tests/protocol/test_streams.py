@@ -14,7 +14,7 @@ from wire_pair import Pair, Wire, content
 from skyfab.errors import ProtocolError
 from skyfab.protocol import frames
 from skyfab.protocol.frames import ACK, COUNT, CREDIT, HEAD, HELLO, PING, frame
-from skyfab.protocol.streams import ACK_FRAMES, CREDIT_WINDOW, SMALL, Mux, Window
+from skyfab.protocol.mux import ACK_FRAMES, CREDIT_WINDOW, SMALL, Mux, Window
 
 MB = 1024 * 1024
 

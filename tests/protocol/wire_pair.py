@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from skyfab.protocol.streams import Mux
+from skyfab.protocol.mux import Mux
 
 Buffer = bytes | bytearray | memoryview
 

@@ -1,0 +1,407 @@
+"""A rank: the clean process in which calls run, one after another.
+
+Its pipes to the agent carry the same frames as the connection. Everything it writes to its file
+descriptors 1 and 2 goes to pipes that the agent reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import io
+import os
+import signal
+import sys
+import time
+import types
+from collections import deque
+
+from skyfab import context
+from skyfab.agent import cuda, files
+from skyfab.agent.store import map_blob
+from skyfab.errors import HostUnfit
+from skyfab.protocol import codec, messages
+from skyfab.protocol.blobs import Assembly, split
+from skyfab.protocol.frames import BYE, CHUNK, DATA, HEAD, HEADER, Reader, data_header, frame
+from skyfab.protocol.mux import SMALL
+
+TYPE_CHECKING = False  # a cold host has no time for `typing`
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from skyfab.protocol.frames import Buffer
+
+
+_TEXT = 16 * 1024
+_FAMILIAR = 1024
+_COROUTINE = types.CoroutineType
+
+
+def main(source: int, sink: int, request: dict[str, Any]) -> None:
+    """Serves calls until the agent closes its end."""
+    _settle(request)
+    rank = Rank(source, sink, request["stores"])
+    try:
+        files.enter(*request["workdir"])
+    except OSError as error:  # the first call is told, and the next one gets another process
+        rank.unfit = _no_workdir(request["workdir"][0], error)
+    try:
+        rank.serve()
+    finally:
+        rank.close()
+
+
+def _settle(request: dict[str, Any]) -> None:
+    """Makes this process look as if it had been started for the user's code alone."""
+    os.umask(int(os.environ.pop("SKYFAB_UMASK", "022"), 8))
+    os.environ.update(request["env"])
+    os.environ["SKYFAB_RANK"] = str(request["id"])  # by this the zygote knows whose child a process is
+    sys.path[:0] = request["path"]
+    sys.argv = [""]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.stdout = sys.__stdout__ = _text(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _text(2)  # type: ignore[misc]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.breakpointhook = _no_keyboard
+    faulthandler.enable(sys.stderr)
+    info = request["info"]
+    context.hold_folder(os.getcwd())
+    context.offer_stacks(request["seat"], info.get("rank", 0))
+    context.hold_listener(request["listener"])
+    context.enter(context.InstanceInfo(**{**info, "peers": tuple(info["peers"])}))
+
+
+def _text(fd: int) -> Any:
+    """A text stream that writes line by line."""
+    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _no_keyboard(*args: Any, **kwargs: Any) -> Any:
+    """What `breakpoint()` does in a rank, unless PYTHONBREAKPOINT names something else than pdb."""
+    if os.environ.get("PYTHONBREAKPOINT", "") not in ("", "pdb.set_trace"):
+        return sys.__breakpointhook__(*args, **kwargs)  # noqa: T100
+    raise RuntimeError("breakpoint() in a rank: no keyboard is connected to this process, so a debugger cannot be used")
+
+
+def _no_workdir(folder: str, error: OSError) -> Exception:
+    name = f"the working folder {folder}" if folder else "the working folder"
+    return HostUnfit(
+        f"{name} cannot be used: {error}",
+        hint='choose another one (Compute(workdir="/path"), workdir = … in the inventory), or workdir="temp"',
+    )
+
+
+class Rank:
+    """Receives functions and calls, answers with results."""
+
+    def __init__(self, source: int, sink: int, stores: list[str]) -> None:
+        self._recv_into = io.FileIO(source, closefd=False).readinto
+        self._sink = sink
+        self._stores = stores
+        self._reader = Reader(self, express=self._express)
+        self._opening: dict[int, tuple[messages.Message, Assembly]] = {}
+        self._ready: deque[tuple[int, messages.Message, list[memoryview]]] = deque()
+        self._functions: dict[str, Any] = {}
+        self._familiar: dict[bytes, Any] = {}
+        """Heads of small calls that have been made before, and the functions that they name."""
+        self._hooks = contextlib.ExitStack()
+        """What plugins want done when this process ends in good order."""
+        self._entered = self._spoiled = False
+        """The plugins are at work in this process; something failed, and the process must not be used again."""
+        self._poisoned = False
+        """CUDA is unusable: what plugins do at the end would fail, or wait for ever."""
+        self.unfit: Exception | None = None
+        """Why no call can run here."""
+        self._pid = os.getpid()
+        self._fflush = ctypes.CDLL(None).fflush
+        self._fflush.argtypes = [ctypes.c_void_p]
+
+    def close(self) -> None:
+        """The agent has closed its end."""
+        if self._poisoned:
+            return
+        try:
+            self._hooks.close()
+        except Exception:
+            sys.stderr.write(_trace(sys.exc_info()[1]))  # type: ignore[arg-type]
+
+    def serve(self) -> None:
+        while True:
+            while self._ready:
+                stream, message, buffers = self._ready.popleft()
+                if isinstance(message, messages.Call):
+                    self._call(stream, message, buffers)
+                elif isinstance(message, messages.Function):
+                    self._functions[message.digest] = buffers
+                elif isinstance(message, messages.Forget):
+                    self._familiar.clear()
+                    for digest in message.digests:
+                        self._functions.pop(digest, None)
+            if self._spoiled or not self._reader.pump(self._recv_into):
+                return
+
+    # ---- receiving
+
+    def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
+        if kind == HEAD:
+            message = messages.decode(bytes(payload[:head] if head else payload))
+            parts = getattr(message, "parts", ())
+            if head:
+                self._ready.append((stream, message, split(parts, payload[head:], self._blob)))
+            else:
+                assembly = Assembly(parts, resolve=self._blob)
+                if assembly.missing:
+                    self._opening[stream] = (message, assembly)
+                else:  # a long head, and nothing else
+                    self._ready.append((stream, message, assembly.buffers()))
+        elif kind == DATA:
+            message, assembly = self._opening[stream]
+            if assembly.advance(len(payload)):
+                del self._opening[stream]
+                self._ready.append((stream, message, assembly.buffers()))
+
+    def _blob(self, name: str) -> memoryview:
+        return map_blob(self._stores, name)
+
+    def place(self, stream: int, length: int) -> memoryview:
+        return self._opening[stream][1].place(length)
+
+    # ---- calling
+
+    def _express(self, stream: int, frame: memoryview, head: int) -> bool:
+        """A small call that came alone. Where one like it has been made before, its head need not be read again."""
+        end = HEADER.size + head
+        text = bytes(frame[HEADER.size : end])
+        function = self._familiar.get(text)
+        if function is None:
+            call = messages.decode(text)
+            if not isinstance(call, messages.Call) or call.each or list(map(type, call.parts)) != [int]:
+                return False
+            function = self._functions.get(call.function)
+            if function is None or isinstance(function, list):
+                return False
+            if len(self._familiar) >= _FAMILIAR:
+                self._familiar.clear()
+            self._familiar[text] = function
+        self._perform(stream, function, [frame[end:]])
+        return True
+
+    def _call(self, stream: int, call: messages.Call, buffers: list[memoryview]) -> None:
+        try:
+            function = self._function(call.function)
+        except BaseException as error:
+            self._flush()
+            self._raised(stream, error)
+        else:
+            if call.each:
+                named = any(isinstance(part, list) for part in call.parts)
+                again = functools.partial(self._again, call.parts, tuple(buffers)) if named else None
+                function = functools.partial(_each, function, again)
+            self._perform(stream, function, buffers)
+
+    def _again(self, parts: Sequence[messages.Part], buffers: Sequence[memoryview]) -> Any:
+        """The items of a call once more: what the store has comes fresh from there."""
+        data, *rest = [
+            self._blob(part[0]) if isinstance(part, list) else buffer
+            for part, buffer in zip(parts, buffers, strict=True)
+        ]
+        return codec.loads(data, rest)[0]
+
+    def _perform(self, stream: int, function: Any, buffers: list[memoryview]) -> None:
+        try:
+            *args, kwargs = codec.loads(buffers[0], buffers[1:])
+            buffers.clear()  # the arguments alone keep their memory
+            result = function(*args, **kwargs) if kwargs else function(*args)
+            if type(result) is _COROUTINE:
+                result = context.awaited(result)
+            del args, kwargs
+        except SystemExit as error:
+            ended = _exited(error)
+            self._flush()
+            self._end_child(ended.exitcode or 0)
+            self._answer(stream, ended.encode())
+            return
+        except BaseException as error:
+            if os.getpid() != self._pid:
+                sys.stderr.write(_trace(error))
+            self._flush()
+            self._end_child(1)
+            self._raised(stream, error)
+            return
+        self._flush()
+        try:
+            payload = codec.dumps(result)
+        except Exception as error:
+            self._examine(error)
+            text = _cut(f"the result, a {type(result).__qualname__}, cannot be pickled: {error}")
+            self._answer(stream, messages.Ended(why="unpicklable", text=text, traceback=_cut(_trace(error))).encode())
+            return
+        if payload.buffers:
+            self._answer(stream, messages.Result.head(parts=_sizes(payload)), payload)
+        else:
+            self._answer(stream, messages.result_head(len(payload.data)), payload)
+
+    def _function(self, digest: str) -> Any:
+        found = self._functions[digest]
+        if isinstance(found, list):  # called for the first time
+            if self.unfit is not None:
+                self._spoil()
+                raise self.unfit
+            function, wrapped, sources, plugins = codec.loads(found[0], found[1:])
+            function = function.fn if wrapped else function
+            if plugins:
+                function = self._surround(function, plugins)
+            context.close_listener()  # whoever wants to listen there may do so now
+            for filename, text in sources.items():  # so that tracebacks show the lines
+                import linecache
+
+                linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+            found = self._functions[digest] = function
+        return found
+
+    def _surround(self, function: Any, plugins: tuple[Any, ...]) -> Any:
+        """Enters the pool's plugins for the rest of this process, once, and around each call of the function."""
+        conductor = next((plugin for plugin in plugins if plugin.elastic), None)
+        if conductor is not None and "RANK" in os.environ:  # the function is for other processes, and so are plugins
+            return lambda *args, **kwargs: conductor.conduct(context.instance_info(), (function, plugins, args, kwargs))
+        if not self._entered:
+            try:
+                for plugin in plugins:
+                    self._hooks.enter_context(plugin.around_process(context.instance_info()))
+            except BaseException:
+                self._spoil()
+                raise
+            self._entered = True
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as around:
+                for plugin in plugins:
+                    around.enter_context(plugin.around_call(context.instance_info()))
+                return context.awaited(function(*args, **kwargs))
+
+        return inside
+
+    def _spoil(self) -> None:
+        """This process ends after its next answer; the agent is told so first."""
+        self._spoiled = True
+        self._send(frame(BYE))
+
+    def _examine(self, error: BaseException) -> None:
+        """Where an error has left CUDA unusable, later calls get another process."""
+        if not self._spoiled and cuda.is_unusable(error):
+            self._poisoned = True
+            text = "skyfab: CUDA no longer works in this process after that error: the next call gets a new one\n"
+            with contextlib.suppress(Exception):  # user code may have closed it
+                sys.stderr.write(text)
+                self._flush()
+            self._spoil()
+
+    def _raised(self, stream: int, error: BaseException) -> None:
+        self._examine(error)
+        text = _trace(error)
+        kind = f"{type(error).__module__}.{type(error).__qualname__}"
+        try:
+            said = str(error)
+        except Exception:
+            said = "<its str() failed>"
+        payload = None
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                payload = codec.dumps(_bare(error))
+        parts = _sizes(payload) if payload else ()
+        message = messages.Raised(parts=parts, kind=_cut(kind), text=_cut(said), traceback=_cut(text))
+        self._answer(stream, message.encode(), payload)
+
+    def _flush(self) -> None:
+        """What the call wrote must be out before its answer, C code's buffers included."""
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except Exception:
+            pass  # user code may have closed or replaced them
+        self._fflush(None)
+
+    # ---- answering
+
+    def _end_child(self, code: int) -> None:
+        """A child that the function has forked, and that comes back from it too, ends here as a program would."""
+        if os.getpid() != self._pid:
+            os._exit(code & 0xFF)
+
+    def _answer(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
+        self._end_child(0)
+        if payload is not None and not payload.buffers and len(payload.data) + len(message) <= SMALL:
+            size = len(message)
+            whole = HEADER.pack(HEAD, size, stream, size + len(payload.data)) + message + payload.data
+            sent = os.write(self._sink, whole)
+            if sent < len(whole):
+                self._send(memoryview(whole)[sent:])
+            return
+        pieces: tuple[Buffer, ...] = () if payload is None else (payload.data, *payload.buffers)
+        total = sum(map(len, pieces))
+        if total <= SMALL and len(message) <= SMALL:
+            header = HEADER.pack(HEAD, len(message), stream, len(message) + total)
+            self._send(b"".join((header, message, *pieces)))
+            return
+        self._send(frame(HEAD, stream, message))
+        for piece in pieces:
+            part = memoryview(piece)
+            for at in range(0, len(part), CHUNK):
+                chunk = part[at : at + CHUNK]
+                self._send(data_header(stream, len(chunk)), chunk)
+
+    def _send(self, *buffers: Buffer) -> None:
+        pending = list(buffers)
+        while pending:
+            sent = os.writev(self._sink, pending)
+            while pending and sent >= len(pending[0]):
+                sent -= len(pending.pop(0))
+            if pending:
+                pending[0] = memoryview(pending[0])[sent:]
+
+
+def _each(function: Any, again: Callable[[], Any] | None, items: list[tuple[Any, ...]]) -> tuple[float, list[Any]]:
+    """Calls a function for every item. With `again`, what one item changes in place the next one does not see."""
+    began = time.perf_counter()
+    if again is None:
+        results = [context.awaited(function(*item)) for item in items]
+    else:
+        results = [context.awaited(function(*(again() if at else items)[at])) for at in range(len(items))]
+    return time.perf_counter() - began, results
+
+
+def _sizes(payload: codec.Payload) -> tuple[messages.Part, ...]:
+    return (len(payload.data), *map(len, payload.buffers))
+
+
+def _exited(error: SystemExit) -> messages.Ended:
+    """`sys.exit` ends the call, not the client's program."""
+    code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    said = "" if error.code is None or isinstance(error.code, int) else f": {error.code}"
+    return messages.Ended(why="exit", text=_cut(f"the function called sys.exit({code}){said}"), exitcode=code)
+
+
+def _cut(text: str) -> str:
+    """What stands in a message's head is bounded: its beginning and its end are what people read."""
+    if len(text) <= 2 * _TEXT:
+        return text
+    return f"{text[:_TEXT]}\n[… {len(text) - 2 * _TEXT} characters …]\n{text[-_TEXT:]}"
+
+
+def _bare(error: Exception) -> Exception:
+    """The exception without its frames, which cannot travel."""
+    error.__traceback__ = None
+    return error
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback from the user's first frame on."""
+    import traceback
+
+    shown = error.__traceback__
+    while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
+        shown = shown.tb_next
+    return "".join(traceback.format_exception(type(error), error, shown))

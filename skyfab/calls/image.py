@@ -1,0 +1,61 @@
+"""What an environment on a host must be. Data only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from skyfab.errors import UsageError
+from skyfab.inventory.host import variables
+
+
+@dataclass(frozen=True, slots=True)
+class PipIndex:
+    """A package index that serves the named packages and no others."""
+
+    url: str
+    packages: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packages", tuple(self.packages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """The interpreter, packages, variables and project code that a function needs."""
+
+    python: str = "auto"
+    """``"auto"``: this machine's major.minor; ``"3.11"``; or an absolute path on the host, used as it is."""
+    pip: tuple[str, ...] = ()
+    pip_indexes: tuple[PipIndex, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    apt: tuple[str, ...] = ()
+    includes: tuple[str, ...] = ()
+    """Local modules, folders and data files that go along with the caller's own project.
+
+    They can be imported, and lie in the working folder at the same place relative to the current folder; what is
+    outside of that, by its name.
+    """
+    excludes: tuple[str, ...] = ()
+    """Patterns, as in .gitignore, of project files that stay here."""
+    lock: str | None = None
+    """A pylock.toml to use as it is."""
+    install: Literal["auto", "push", "fetch"] = "auto"
+    """``"push"``: hosts get every package from here. ``"fetch"``: from the indexes. Else what works there."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|/.+|\d+\.\d+(\.\d+)?", self.python, re.DOTALL):
+            raise UsageError(
+                f"Image(python={self.python!r})", hint='"auto", a version such as "3.11", or an absolute path'
+            )
+        if self.install not in ("auto", "push", "fetch"):
+            raise UsageError(f"Image(install={self.install!r})", hint='"auto", "push" or "fetch"')
+        for name in ("pip", "pip_indexes", "apt", "includes", "excludes"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        object.__setattr__(self, "env", variables(self.env, "Image(env=…)"))
+        for package in self.apt:
+            if not re.fullmatch(r"[a-z0-9][a-z0-9+.:-]*(=[A-Za-z0-9.+:~-]+)?", package):
+                raise UsageError(f"Image(apt=…) names {package!r}, which is no Debian package")

@@ -1,0 +1,160 @@
+"""Parcels: functions and arguments made ready to travel.
+
+A function is pickled again only when something it refers to may have changed; it is named by its content, so that a
+host is sent it once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from skyfab.calls.call import Call, Function
+from skyfab.errors import NotPicklable
+from skyfab.protocol import codec
+from skyfab.protocol.blobs import name_of
+
+_ATOMS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
+_SOURCE: Final = 256 * 1024
+_NOTHING: Final = codec.dumps((None,))
+"""The arguments of a call without any."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionParcel:
+    """A pickled function under the digest that calls name it by."""
+
+    digest: str
+    payload: codec.Payload
+
+
+def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = ()) -> FunctionParcel:
+    """The function's parcel, with the plugins that must be at work around it. Raises NotPicklable."""
+    fn = function.fn
+    state = _state(fn)
+    if state is not None:
+        known = function.packed
+        if known is not None and known[0] == state and known[2] is plugins:
+            return known[1]  # type: ignore[no-any-return]  # only this module sets it
+    by_name = function.is_importable
+    if (main := sys.modules.get("__mp_main__")) is not None:
+        codec.send_by_value(main)
+    try:
+        payload = codec.dumps((function if by_name else fn, by_name, {} if by_name else _sources(fn), plugins))
+    except Exception as error:
+        raise NotPicklable(f"{function.label} cannot be pickled: {error}", hint=_culprit(fn)) from error
+    parcel = FunctionParcel(_digest(payload), payload)
+    if state is not None:
+        function.packed = (state, parcel, plugins)
+    return parcel
+
+
+def pack_arguments(call: Call[Any]) -> codec.Payload:
+    """The pickled arguments. Raises NotPicklable, naming the one that cannot travel."""
+    if not call.args and not call.kwargs:
+        return _NOTHING
+    try:
+        return codec.dumps((*call.args, call.kwargs or None))
+    except Exception as error:
+        for name, value in [*enumerate(call.args, 1), *call.kwargs.items()]:
+            try:
+                codec.dumps(value)
+            except Exception as found:
+                raise NotPicklable(
+                    f"argument {name!r} of {call.function.label}, a {type(value).__qualname__}, "
+                    f"cannot be pickled: {found}",
+                    hint="make it inside the function, or pass what it is made from",
+                ) from error
+        raise NotPicklable(f"the arguments of {call.function.label} cannot be pickled: {error}") from error
+
+
+def _digest(payload: codec.Payload) -> str:
+    """The name of a pickled function; what it refers to has one already."""
+    names = payload.refs
+    pieces = [names[id(buffer)].encode() if id(buffer) in names else buffer for buffer in payload.buffers]
+    return name_of(payload.data, *pieces)
+
+
+def _state(fn: Any) -> tuple[Any, ...] | None:
+    """What the pickle of a function depends on, where comparing that is safe and cheap; else None.
+
+    Values that can change in place are not compared: such a function is pickled at every call.
+    """
+    if type(fn) is not types.FunctionType or fn.__dict__ or fn.__kwdefaults__:
+        return None
+    used: list[tuple[str, Any]] = []
+    if fn.__defaults__:
+        used += [("", value) for value in fn.__defaults__]
+    if fn.__closure__:
+        try:
+            used += [("", cell.cell_contents) for cell in fn.__closure__]
+        except ValueError:  # an empty cell
+            return None
+    names = _names_in(fn.__code__)
+    if names:
+        space = fn.__globals__
+        used += [(name, space[name]) for name in names if name in space]
+    found: list[Any] = [fn.__code__, fn.__module__]
+    for name, value in used:
+        if not _is_atom(value):
+            return None
+        # Equal is not enough: True == 1, and 0.0 == -0.0.
+        found.append((name, type(value), repr(value) if type(value) in (float, complex) else value))
+    return tuple(found)
+
+
+def _is_atom(value: Any) -> bool:
+    """It cannot change without becoming another object, and a host finds it as it is here."""
+    if type(value) is types.ModuleType:
+        return sys.modules.get(value.__name__) is value
+    if type(value) is types.BuiltinFunctionType:
+        return value.__self__ is None or type(value.__self__) is types.ModuleType
+    return type(value) in _ATOMS
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_global_names(code)))
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
+
+
+def _sources(fn: Any) -> dict[str, str]:
+    """The text of the file of a function that travels by value, for its tracebacks on the host."""
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return {}
+    text = "".join(linecache.getlines(code.co_filename))
+    return {code.co_filename: text} if 0 < len(text) < _SOURCE else {}
+
+
+def _culprit(fn: Any) -> str | None:
+    """Which of the names that a function uses cannot be pickled."""
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return None
+    used = {name: fn.__globals__[name] for name in _global_names(code) if name in fn.__globals__}
+    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False):
+        with contextlib.suppress(ValueError):  # an empty cell
+            used[name] = cell.cell_contents
+    names = code.co_varnames[: code.co_argcount]
+    used |= dict(zip(reversed(names), reversed(fn.__defaults__ or ()), strict=False)) | (fn.__kwdefaults__ or {})
+    for name, value in used.items():
+        if isinstance(value, types.ModuleType):
+            continue
+        try:
+            codec.dumps(value)
+        except Exception:
+            return f"it uses {name!r}, a {type(value).__qualname__}: make that inside the function"
+    return None

@@ -1,0 +1,386 @@
+"""The project: the caller's own modules, as content that hosts import.
+
+What is sent are the folders from which this program imports its own code: their Python files, and small data
+files inside packages, as .gitignore allows. Files are named by content; a host gets what it lacks.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Final
+
+from skyfab.calls import nesting
+from skyfab.calls.folder_watch import Changes
+from skyfab.calls.image import Image
+from skyfab.errors import UsageError
+from skyfab.protocol.blobs import name_of
+
+_DATA: Final = 1024 * 1024
+"""Data files beside modules travel up to this size; larger ones only by `includes`."""
+_MOST_FILES: Final = 5000
+_MOST_BYTES: Final = 256 * 1024 * 1024
+_SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
+
+_MOST_FOLDERS: Final = 2000
+
+Stamp = tuple[int, int, int]
+
+if TYPE_CHECKING:
+    import pathspec
+
+    Ignore = tuple[Path, pathspec.GitIgnoreSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A folder that goes onto `sys.path`."""
+
+    path: Path
+    only: tuple[str, ...] = ()
+    """Names in it that travel; empty for all."""
+    everything: bool = False
+    """Whatever the files are, as `includes` promises."""
+    packages: bool = False
+    """Of its folders only packages: a script may lie among things that are not its own."""
+    place: PurePath | None = None
+    """Where its files lie in the working folder; None: they do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Files under a digest: pairs of path and blob name, and where each blob's content is."""
+
+    digest: str
+    files: tuple[tuple[str, str], ...]
+    sources: dict[str, Path]
+
+    def content(self, name: str) -> bytes | None:
+        """A blob's content; None when its file has changed since."""
+        try:
+            content = self.sources[name].read_bytes()
+        except OSError:
+            return None
+        return content if name_of(content) == name else None
+
+
+EMPTY: Final = Tree("", (), {})
+
+
+class Project:
+    """What the functions of this program import, looked at again as it changes."""
+
+    def __init__(self, image: Image) -> None:
+        self._includes = [_included(word) for word in image.includes]
+        self._excludes = _patterns(image.excludes)
+        self._tree = EMPTY
+        self._stamps: dict[Path, Stamp] = {}
+        self._names: dict[tuple[Path, Stamp], str] = {}
+        self._watched: list[tuple[str, Stamp]] = []
+        self._modules = 0
+        self._loaded: list[str] = []
+        self._next_scan = 0.0
+        self._folders: set[str] = set()
+        self._changes = Changes()
+        self._lock = threading.Lock()
+
+    def tree(self, *, anew: bool = False) -> Tree:
+        """The project as it is now.
+
+        Where the system tells of changes, a look costs a microsecond; elsewhere, and for what others change on a
+        network disk, the folders are read as often as costs little, and the files of loaded modules every time.
+        """
+        with self._lock:  # a scan replaces the watch, and whoever asks meanwhile must not get the tree of before
+            quiet = self._changes.none_since()
+            now = time.monotonic()
+            if quiet and now < self._next_scan and len(sys.modules) == self._modules and not anew:
+                return self._tree
+            if anew or now >= self._next_scan or len(sys.modules) != self._modules or not (quiet or self._same()):
+                self._next_scan = float("inf")
+                self._scan()
+                if self._next_scan:
+                    spent = time.monotonic() - now
+                    pause = max(1.0, 100 * spent) if self._changes.active else max(0.02, 20 * spent)
+                    self._next_scan = time.monotonic() + pause
+            return self._tree
+
+    def close(self) -> None:
+        """Stops watching; the next `tree` begins again."""
+        with self._lock:
+            self._changes.close()
+            self._next_scan = 0.0  # what happens until then, no watch tells
+
+    def _same(self) -> bool:
+        return not self._changes.active and all(_stamp(path) == stamp for path, stamp in self._watched)
+
+    def _scan(self) -> None:
+        if len(sys.modules) != self._modules:
+            self._modules = len(sys.modules)
+            self._loaded = list(_own_modules())
+        roots = _roots(self._loaded, self._includes)
+        self._changes.watch(self._folders | {str(root.path) for root in roots})  # first: nothing is missed meanwhile
+        walks = [_Walk(root, self._excludes) for root in roots]
+        found: dict[str, Path] = {}
+        for number, (root, walk) in enumerate(zip(roots, walks, strict=True)):
+            for path in walk.files():
+                found[f"{number:03d}/{path.relative_to(root.path).as_posix()}"] = path
+                if root.place is not None:
+                    found |= dict.fromkeys(_places(path, root, roots), path)
+        folders = {folder for walk in walks for folder in walk.folders()}
+        if folders != self._folders:
+            self._folders = folders
+            self._changes.watch(folders)
+            self._next_scan = 0.0  # what has changed there since they were read was not seen: the next look reads again
+        stamps = {path: _stamp(str(path)) for path in found.values()}
+        total = sum(stamp[1] for stamp in stamps.values())
+        if total > _MOST_BYTES or len(found) > _MOST_FILES:
+            raise UsageError(
+                f"the project has {len(found)} files, {total / 1e6:.0f} MB: too much to send",
+                hint="leave some out: Image(excludes=[…]) takes patterns as in .gitignore",
+            )
+        if stamps != self._stamps:
+            self._stamps = stamps
+            self._tree = self._pack(found, stamps)
+        self._watched = [(file, _stamp(file)) for file in self._loaded]
+
+    def _pack(self, found: dict[str, Path], stamps: dict[Path, Stamp]) -> Tree:
+        files: list[tuple[str, str]] = []
+        sources: dict[str, Path] = {}
+        for inner, path in sorted(found.items()):
+            key = (path, stamps[path])
+            name = self._names.get(key)
+            if name is None:
+                try:
+                    name = self._names[key] = name_of(path.read_bytes())
+                except OSError:
+                    continue  # it went away while we looked
+            files.append((inner, name))
+            sources[name] = path
+        if not files:
+            return EMPTY
+        return Tree(name_of(*(os.fsencode(f"{inner}\0{name}\n") for inner, name in files)), tuple(files), sources)
+
+
+def _stamp(path: str) -> Stamp:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+# ---- which folders
+
+
+def _roots(loaded: Sequence[str], includes: Sequence[Root]) -> list[Root]:
+    """The folders of sys.path from which this program's own modules come, and those that were asked for."""
+    paths = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
+    wanted = {path for path in paths if any(file.startswith(path + os.sep) for file in loaded)}
+    main = _main_folder()
+    script = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    if main:
+        wanted.add(main)
+        paths.append(main)
+    home = str(Path.home())
+    used = {path for path in paths if any(file.startswith(path + os.sep) and file != script for file in loaded)}
+    roots = [
+        Root(Path(path), packages=path not in used)
+        for path in dict.fromkeys(paths)
+        if path in wanted and path not in (home, "/")
+    ]
+    inner = [
+        root for root in roots if not any(_holds(other.path, root.path) and _package(root.path) for other in roots)
+    ]
+    return [*includes, *inner]
+
+
+def _places(path: Path, root: Root, roots: Sequence[Root]) -> Iterator[str]:
+    """Where a file that was asked for lies besides: in the working folder, and beside modules as it does here."""
+    assert root.place is not None
+    yield ("files" / root.place / path.relative_to(root.path)).as_posix()
+    for number, other in enumerate(roots):
+        if not other.everything and other.path in path.parents:
+            yield f"{number:03d}/{path.relative_to(other.path).as_posix()}"
+
+
+def _holds(outer: Path, inner: Path) -> bool:
+    return outer != inner and outer in inner.parents
+
+
+def _package(folder: Path) -> bool:
+    return (folder / "__init__.py").exists()
+
+
+def _main_folder() -> str | None:
+    """Where the program itself lives: its script's folder, or where an interactive one was started."""
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    if file is None:
+        return os.getcwd()
+    path = os.path.abspath(file)
+    return os.path.dirname(path) if os.path.exists(path) and _is_own(path) else None
+
+
+def _own_modules() -> Iterator[str]:
+    """The files of loaded modules that belong to neither Python, nor an installed package, nor skyfab."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and name.partition(".")[0] != "skyfab" and _is_own(file):
+            yield os.path.abspath(file)
+
+
+_own: dict[str, bool] = {}
+
+
+def _is_own(file: str) -> bool:
+    known = _own.get(file)
+    if known is None:
+        real = os.path.realpath(file)
+        known = not any(file.startswith(place) or real.startswith(place) for place in _INSTALLED)
+        _own[file] = known = known and "site-packages" not in real and "dist-packages" not in real
+    return known
+
+
+def _installed() -> tuple[str, ...]:
+    places = {*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()}
+    places |= {os.path.realpath(place) for place in places}
+    places.add(os.path.dirname(os.path.realpath(os.__file__)))
+    places.discard("/")
+    return tuple(place.rstrip(os.sep) + os.sep for place in places if place not in (sys.prefix, sys.base_prefix))
+
+
+_INSTALLED: Final = _installed()
+
+
+def _included(word: str) -> Root:
+    """What ``Image(includes=[…])`` names: a folder, a file or an importable module."""
+    path = Path(word).expanduser()
+    by_name = not path.exists()
+    if by_name:
+        spec = find_spec(word) if word.isidentifier() else None
+        if spec is None or spec.origin is None:
+            raise UsageError(f"Image(includes=…) names {word!r}, which is neither a file nor a module here")
+        path = Path(spec.origin)
+        path = path.parent if path.name == "__init__.py" else path
+    path, here = Path(os.path.abspath(path)), Path(os.path.abspath("."))
+    place = path.relative_to(here) if path.is_relative_to(here) else PurePath(path.name)
+    if path.is_file() or _package(path):
+        return Root(path.parent, only=(path.name,), everything=True, place=None if by_name else place.parent)
+    return Root(path, everything=True, place=None if by_name else place)
+
+
+# ---- which files
+
+
+class _Walk:
+    """The files below a root that travel."""
+
+    def __init__(self, root: Root, excludes: pathspec.GitIgnoreSpec) -> None:
+        self._root = root
+        self._excludes = excludes
+        above = [] if root.everything else _up_to_repository(root.path)  # what is asked for by name travels
+        self._ignores = [(folder, spec) for folder in reversed(above) if (spec := _ignore_file(folder))]
+        self._found: list[tuple[Path, list[Path]]] | None = None
+
+    def files(self) -> Iterator[Path]:
+        """What travels."""
+        for _, files in self._walk():
+            yield from files
+
+    def folders(self) -> Iterator[str]:
+        """Where it looks."""
+        for folder, _ in self._walk():
+            yield str(folder)
+
+    def _walk(self) -> list[tuple[Path, list[Path]]]:
+        if self._found is None:
+            self._found = []
+            self._look_into(self._root.path, self._ignores, 0)
+        return self._found
+
+    def _look_into(self, folder: Path, ignores: list[Ignore], depth: int) -> None:
+        assert self._found is not None
+        if depth and (spec := _ignore_file(folder)):
+            ignores = [*ignores, (folder, spec)]
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError:
+            return
+        files: list[Path] = []
+        self._found.append((folder, files))
+        if len(self._found) > _MOST_FOLDERS:
+            raise UsageError(
+                f"{self._root.path} has more than {_MOST_FOLDERS} folders: too much to look through",
+                hint="leave some out: Image(excludes=[…]) takes patterns as in .gitignore",
+            )
+        package = any(entry.name == "__init__.py" for entry in entries)
+        for entry in entries:
+            if depth == 0 and self._root.only and entry.name not in self._root.only:
+                continue
+            path = Path(entry.path)
+            if entry.is_dir():
+                if depth == 0 and self._root.packages and not _package(path):
+                    continue
+                if self._enters(entry) and not self._ignored(path, ignores, folder=True):
+                    self._look_into(path, ignores, depth + 1)
+            elif self._takes(entry, package) and not self._ignored(path, ignores):
+                files.append(path)
+
+    def _enters(self, entry: os.DirEntry[str]) -> bool:
+        if entry.name in _SKIPPED or entry.name.startswith(".") or entry.is_symlink():
+            return False
+        return not os.path.exists(os.path.join(entry.path, "pyvenv.cfg"))
+
+    def _takes(self, entry: os.DirEntry[str], package: bool) -> bool:
+        if not entry.is_file() or entry.name.endswith((".pyc", ".pyo")):
+            return False
+        if entry.name.endswith(".py") or self._root.everything:
+            return True
+        return package and not entry.name.startswith(".") and entry.stat().st_size <= _DATA
+
+    def _ignored(self, path: Path, ignores: list[Ignore], *, folder: bool = False) -> bool:
+        tail = "/" if folder else ""
+        if self._excludes.match_file(path.relative_to(self._root.path).as_posix() + tail):
+            return True
+        for base, spec in reversed(ignores):  # the deepest file has the first word
+            verdict = spec.check_file(path.relative_to(base).as_posix() + tail).include
+            if verdict is not None:
+                return verdict
+        return False
+
+
+def _up_to_repository(folder: Path) -> list[Path]:
+    """The folder and its parents up to the repository's top; only the folder itself outside of one."""
+    chain = [folder, *folder.parents]
+    for place, parent in enumerate(chain):
+        if (parent / ".git").exists():
+            return chain[: place + 1]
+    return [folder]
+
+
+def _ignore_file(folder: Path) -> pathspec.GitIgnoreSpec | None:
+    try:
+        return _patterns((folder / ".gitignore").read_text().splitlines())
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _patterns(lines: Iterable[str]) -> pathspec.GitIgnoreSpec:
+    """Hosts import this module without pathspec: only a pool that is opened needs it. Raises UsageError."""
+    if find_spec("pathspec") is None:
+        nesting.check()  # a module that a rank imports opens no pool, whatever is installed: that is the better advice
+        raise UsageError(
+            f"a pool cannot be opened here: {sys.executable} has no pathspec",
+            hint='a function that opens a pool of its own needs skyfab\'s libraries there: Image(pip=["pathspec", …])',
+        )
+    import pathspec
+
+    return pathspec.GitIgnoreSpec.from_lines(lines)

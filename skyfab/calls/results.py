@@ -1,0 +1,176 @@
+"""Answers: what a host sent back, as a value or as the exception to raise."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from skyfab.errors import (
+    CallCancelled,
+    CallTimeout,
+    NotPicklable,
+    ProtocolError,
+    RankDied,
+    RemoteError,
+    RemoteTraceback,
+    UntrustedResult,
+    printable,
+)
+from skyfab.protocol import codec, messages
+from skyfab.protocol.frames import Buffer
+from skyfab.protocol.messages import Message
+
+_LONGEST: Final = 1000
+"""Characters of a path that is worth a look."""
+_BESIDE: Final = re.compile(r"/trees/[0-9a-f]{64}/[0-9]{3}/(.+)")
+"""Where a host has the project's modules."""
+
+
+def resolve(
+    message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str, wary: bool = False
+) -> Any:
+    """The value that a call returned. Raises the exception that it raised, with the host's traceback as cause.
+
+    With `wary`, a host is not trusted: nothing but plain data is unpickled.
+    """
+    if isinstance(message, messages.Result):
+        if not buffers:
+            raise ProtocolError("a result without content", host=host)
+        return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label, wary=wary)
+    if isinstance(message, messages.Raised):
+        found = _exception(message, buffers, host, rank, wary)
+        raise found from RemoteTraceback(message.traceback + _noted(found, host), host, rank)
+    if isinstance(message, messages.Ended):
+        cause = RemoteTraceback(message.traceback, host, rank) if message.traceback else None
+        raise _ending(message, host, rank, label) from cause
+    if isinstance(message, messages.Failed):
+        raise RankDied(message.text, host=host, rank=rank, hint=message.hint)
+    raise ProtocolError(f"{message.op} where a result was expected", host=host)
+
+
+def unpickle(
+    data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str, wary: bool = False
+) -> Any:
+    """A result's value. Raises NotPicklable or, with `wary`, UntrustedResult."""
+    if wary:
+        return _plain(data, buffers, host=host, rank=rank, label=label)
+    try:
+        return codec.loads(data, buffers)
+    except Exception as error:
+        raise not_unpickled(error, host=host, rank=rank, label=label) from error
+
+
+def not_unpickled(error: BaseException, *, host: str, rank: int | None, label: str) -> NotPicklable:
+    """For a result that this program cannot make."""
+    return NotPicklable(
+        f"the result of {label} cannot be unpickled here: {type(error).__name__}: {error}",
+        host=host,
+        rank=rank,
+        hint="is everything that it consists of installed on this machine too?",
+    )
+
+
+def _plain(data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str) -> Any:
+    from skyfab.protocol import safe_pickle  # only for those who ask for it
+
+    try:
+        return safe_pickle.loads(data, buffers)
+    except pickle.UnpicklingError as error:
+        what = str(error)
+    except Exception as error:  # a damaged pickle raises what it likes
+        what = f"{type(error).__name__}: {ascii(str(error))[1:-1][:200]}"
+    raise UntrustedResult(
+        f"the result of {label} is not plain data, and was not unpickled: {what}",
+        host=host,
+        rank=rank,
+        hint='return plain data, arrays or tensors; or trust the hosts: Compute(…, results="any")',
+    )
+
+
+def _exception(
+    message: messages.Raised, buffers: list[memoryview], host: str, rank: int | None, wary: bool
+) -> BaseException:
+    """The exception itself; a RemoteError in its place where it cannot travel, or is not to be trusted."""
+    if buffers:
+        try:
+            found = _plain_exception(buffers) if wary else codec.loads(buffers[0], buffers[1:])
+        except Exception:
+            found = None
+        if isinstance(found, Exception):
+            return found
+    return RemoteError(f"{message.kind}: {message.text}", kind=message.kind, host=host, rank=rank)
+
+
+def _noted(error: BaseException, host: str) -> str:
+    """Adds what helps to an exception of the user's. Returns what must be shown otherwise: before Python 3.11."""
+    note = _note(error, host)
+    if note is None:
+        return ""
+    if hasattr(error, "add_note"):
+        with contextlib.suppress(TypeError):  # the exception may have notes of another kind
+            error.add_note(note)
+        return ""
+    return f"\n{note}"
+
+
+def _note(error: BaseException, host: str) -> str | None:
+    if isinstance(error, ModuleNotFoundError):
+        return f"hint: on {host}: Image(pip=[…]) installs packages, Image(includes=[…]) sends your own"
+    if isinstance(error, FileNotFoundError) and (here := _found_here(error.filename)):
+        word = repr(os.path.relpath(here))
+        return f"hint: {here} exists on this machine, not on {host}: Image(includes=[{word}]) sends it along"
+    if type(error) is EOFError and str(error) == "EOF when reading a line":
+        return f"hint: no keyboard is connected to processes on {host}: pass what input() should return as an argument"
+    return None
+
+
+def _found_here(name: object) -> Path | None:
+    """The file that a host looked for in its working folder or beside a module, if this machine has it there."""
+    if not isinstance(name, str) or len(name) > _LONGEST or not name.isprintable():  # a host says what it likes
+        return None
+    beside = _BESIDE.search(name)
+    program = getattr(sys.modules.get("__main__"), "__file__", None) or "."
+    folders = (Path.cwd(), Path(program).absolute().parent) if beside else (Path.cwd(),)
+    inner = Path(beside[1] if beside else name)
+    if inner.is_absolute():
+        return None
+    with contextlib.suppress(OSError):
+        return next((path for folder in folders if (path := folder / inner).exists()), None)
+    return None
+
+
+def _plain_exception(buffers: list[memoryview]) -> Exception | None:
+    """One that may be printed as it is; None where that cannot be had."""
+    from skyfab.protocol import safe_pickle
+
+    error = safe_pickle.loads_exception(buffers[0], buffers[1:])
+    notes = getattr(error, "__notes__", None)
+    if notes is not None:
+        error.__notes__ = [printable(note) for note in notes]
+    if printable(str(error)) != str(error):
+        error.args = (printable(str(error)),)
+    return error if printable(str(error)) == str(error) else None
+
+
+def _ending(message: messages.Ended, host: str, rank: int | None, label: str) -> Exception:
+    why, text = message.why, message.text
+    if why in ("exit", "died"):
+        hint = None
+        if message.exitcode == -9 and "memory" in text:
+            hint = "give it less at a time, or run fewer ranks on this host (ranks=…)"
+        elif message.exitcode == -11:
+            hint = "the lines above from faulthandler show where"
+        return RankDied(f"{label}: {text}", exitcode=message.exitcode, host=host, rank=rank, hint=hint)
+    if why == "timeout":
+        return CallTimeout(f"{label} took longer than its timeout and was stopped", host=host, rank=rank)
+    if why == "cancelled":
+        return CallCancelled(f"{label} was cancelled", host=host, rank=rank)
+    if why == "unpicklable":
+        return NotPicklable(f"{label}: {text}", host=host, rank=rank, hint="return plain data, arrays or tensors")
+    return RankDied(f"{label} ended: {why} {text}".rstrip(), exitcode=message.exitcode, host=host, rank=rank)

@@ -1,0 +1,101 @@
+"""Detached runs from the command line: `runs`, `logs`, `attach`, `stop`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from skyfab.cli import report
+from skyfab.cli.fanout import load
+from skyfab.detached.folder import Part
+from skyfab.detached.run import Run, attach, survey
+from skyfab.errors import SkyfabError
+from skyfab.ui.terminal import clean
+
+
+def runs(selection: str | None, inventory: str | None) -> int:
+    """Prints a line for each run, the latest first; returns 3 when a host could not be asked."""
+    found, errors = survey(load(inventory), selection)
+    for run in found:
+        print("\n".join(_lines(run)))
+    if not found and not errors:
+        print("no runs on these hosts", file=sys.stderr)
+    for error in errors:
+        print(report.text(error), file=sys.stderr)
+    return 3 if errors else 0
+
+
+def _lines(run: Run) -> list[str]:
+    ranks = f"{run.world_size} rank{'s' if run.world_size > 1 else ''}"
+    state = run.state
+    where = ", ".join(run.hosts)
+    if run.unasked:
+        where += f" (not asked: {', '.join(run.unasked)})"
+    first = f"{run.id[:8]}  {state:<11} {_age(run.started):>8}  {ranks} on {where}  {run.name}"
+    gpus = [f"{part.host} {_busy(part)}" for part in run.parts if part.gpus and state == "running"]
+    last = next((part.last for part in run.parts if part.last), "")
+    more = [f"          gpus: {'; '.join(gpus)}"] if gpus else []
+    return [clean(line, colour=False) for line in [first, *more, *([f"          {last[:200]}"] if last else [])]]
+
+
+def _busy(part: Part) -> str:
+    shown = []
+    for gpu in part.gpus[:16]:
+        busy, _, used = gpu.partition(",")
+        shown.append(f"{busy.strip()} % {used.strip()} MB")
+    return ", ".join(shown)
+
+
+def _age(started: float) -> str:
+    """How long ago, by this machine's clock; hosts may have other ideas."""
+    seconds = max(0.0, time.time() - started)
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def logs(run: str, selection: str | None, inventory: str | None, *, follow: bool, rank: int | None) -> None:
+    """Prints what a run's ranks have written."""
+    _print(attach(run, selection, inventory=load(inventory)), follow=follow, rank=rank)
+
+
+def follow(run: str, selection: str | None, inventory: str | None) -> int:
+    """Prints what a run writes until it is over, and how it ended; raises what it has raised."""
+    found = attach(run, selection, inventory=load(inventory), results="data")  # a failure is shown, and no more
+    try:
+        _print(found, follow=True, rank=None)
+    except KeyboardInterrupt:
+        print(f"\nit goes on; to end it: skyfab stop {found.id[:8]}", file=sys.stderr)
+        return 130
+    state = found.state
+    print(f"{found.name}: {state}", file=sys.stderr)
+    for files in found.files():
+        print(clean(str(files), colour=False), file=sys.stderr)
+    if state in ("failed", "lost"):
+        found.result()
+    if state == "done":
+        print(f'its result: skyfab.attach("{found.id[:8]}").result()', file=sys.stderr)
+    return 0 if state == "done" else 1
+
+
+def _print(run: Run, *, follow: bool, rank: int | None) -> None:
+    where = {number: part.host for part in run.parts for number in part.about.ranks}
+    for number, stream, line in run.logs(follow=follow, rank=rank, trouble=_tell):
+        place = where.get(number, "?") if run.world_size == 1 else f"{where.get(number, '?')}[{number}]"
+        out = sys.stdout if stream == "out" else sys.stderr
+        print(f"{place} {clean(line, colour=out.isatty())}", file=out, flush=True)
+
+
+def _tell(error: SkyfabError) -> None:
+    """In one write: several threads may have something to tell."""
+    sys.stderr.write(clean(f"{error.host}: {error.message}; trying again", colour=False) + "\n")
+
+
+def stop(names: Sequence[str], selection: str | None, inventory: str | None) -> None:
+    """Ends runs on all their hosts."""
+    for name in names:
+        found = attach(name, selection, inventory=load(inventory))
+        found.stop()
+        print(f"{found.id[:8]}  {found.status}  {clean(found.name, colour=False)}")

@@ -1,0 +1,117 @@
+"""The main job: a small digit classifier goes out untrained, is trained by all ranks together (DDP), comes back."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import skyfab
+from skyfab import plugins
+from skyfab.calls.call import Call, as_function
+from skyfab.calls.image import Image
+from skyfab.cli.detach_key import broadcast, farewell
+from skyfab.detached.run import Run
+from skyfab.errors import BroadcastError, RemoteTraceback, UsageError
+from skyfab.pool.compute import Compute
+from skyfab.ui.screen import columns
+
+
+def train(hosts: str | None, inventory: str | None, *, epochs: int, ranks: int | None, detach: bool) -> None:
+    """Trains on every rank of the hosts, or on two ranks of this machine, and prints how well."""
+    started = time.monotonic()
+    folder = _example()
+    if hosts is None and inventory is None:
+        hosts, ranks = "local", ranks or 2
+    pool = _pool(hosts, inventory, ranks, folder)  # a mistake in the inventory shows before torch has loaded
+    digits = _imported(folder)
+    data = digits.load()
+    model = _untrained(digits, data)
+    before = digits.evaluate(model, data.x_test, data.y_test)
+    _say(f"{len(data.y_train)} handwritten digits to learn from, {len(data.y_test)} held out")
+    _say(f"untrained, the model reads {_percent(before)} of those right")
+
+    opening = time.monotonic()
+    with pool as compute:
+        calling = time.monotonic()
+        _say(f"training on {_counted(compute.world_size, 'rank')} of {_counted(len(compute.hosts), 'host')}")
+        call = as_function(digits.train)(model, data.x_train, data.y_train, epochs)
+        trained = compute.launch(call, name="train") if detach else _broadcast(compute, call)
+        done = time.monotonic()
+    if isinstance(trained, Run):
+        farewell(trained)
+        return
+
+    model = trained[0].model  # all ranks have the same
+    after = digits.evaluate(model, data.x_test, data.y_test)
+    _plot(trained[0].history)
+    _say(f"evaluated here: {_percent(before)} before, {_percent(after)} after")
+    _say(f"connect {calling - opening:.1f} s, train {done - calling:.1f} s, {time.monotonic() - started:.1f} s in all")
+
+
+def _example() -> Path:
+    """The example's folder, in the installed package or in the checkout."""
+    package = Path(skyfab.__file__).resolve().parent
+    for folder in (package / "examples" / "digits", package.parent / "examples" / "digits"):
+        if (folder / "digits.py").exists():
+            return folder
+    raise UsageError("the digits example is missing from this installation", hint="install skyfab again")
+
+
+def _pool(hosts: str | None, inventory: str | None, ranks: int | None, folder: Path) -> Compute:
+    # Only the example's module goes along, wherever it is installed and whatever else is loaded here.
+    image = Image(includes=(str(folder / "digits.py"),), excludes=("*", "!/digits.py"))
+    torch = plugins.torch()
+    return Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=image, plugins=[torch], workdir="temp")
+
+
+def _imported(folder: Path) -> Any:
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module("digits")
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"training needs {error.name}, which is not installed here",
+            hint="./inv train sets everything up in a checkout; elsewhere: pip install 'skyfab[torch]'",
+        ) from None
+
+
+def _untrained(digits: Any, data: Any) -> Any:
+    import torch
+
+    torch.manual_seed(0)  # the same start every time: results can be compared
+    return digits.Classifier(data.x_train.shape[1])
+
+
+def _broadcast(compute: Compute, call: Call[Any]) -> list[Any] | Run:
+    try:
+        return broadcast(compute, call, name="train")
+    except BroadcastError as error:
+        first, cause = error.exceptions[0], error.exceptions[0].__cause__
+        if isinstance(first, ModuleNotFoundError) and first.name == "torch" and isinstance(cause, RemoteTraceback):
+            error.hint = f'give [hosts.{cause.host}] of the inventory a python = "/path" that has torch'
+        raise
+
+
+def _plot(history: Sequence[Any]) -> None:
+    """Loss and accuracy, a column for each epoch."""
+    for name, values, last in (
+        ("loss", [epoch.loss for epoch in history], f"{history[-1].loss:.3f}"),
+        ("accuracy", [epoch.accuracy for epoch in history], _percent(history[-1].accuracy)),
+    ):
+        _say(f"{name:<8} {columns(values)} {last}")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("s" if count > 1 else "")
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"

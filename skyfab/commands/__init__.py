@@ -1,1 +1,0 @@
-"""What the tasks of `skyfab` do, as plain functions; `cli.py` gives them their command line."""

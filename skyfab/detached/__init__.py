@@ -1,0 +1,1 @@
+"""Detached runs, read back."""

@@ -1,0 +1,226 @@
+"""Records: what hosts have kept of detached runs, read through a plain shell. `agent.record` writes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeVar
+
+from skyfab.pool.workdir import Written, parse
+from skyfab.session.shell import Shell
+
+T = TypeVar("T")
+State = Literal["running", "done", "failed", "stopped", "lost", "unreachable"]
+_TOLD: Final[tuple[State, ...]] = ("running", "done", "failed", "stopped")
+"""What a host says; the rest is for others to say."""
+_CHUNK: Final = 1024 * 1024
+_LATEST: Final = 1e11
+"""A time that no clock shows."""
+_LOG: Final = re.compile(r"([0-9]{1,9}\.(?:out|err)(?:\.1)?) ([0-9]{1,20}) ([0-9]{1,15})")
+"""A log's name (its rank, its stream, ``.1`` for the file before the last), the number of its file, and its size."""
+
+ALIVE: Final = """
+# the agent of the run in this folder lives
+alive() {
+  read -r pid boot folder <"$1/agent" 2>/dev/null || return 1
+  test "$boot" = "$(cat /proc/sys/kernel/random/boot_id 2>/dev/null || echo '?')" || return 1
+  # at its end its folder goes first, and then it writes how the run ended
+  if test -d /proc/self; then
+    case $(readlink "/proc/$pid/cwd" 2>/dev/null) in "$folder"|"$folder (deleted)") ;; *) false;; esac
+  else kill -0 "$pid" 2>/dev/null; fi
+}
+"""
+_LOOK: Final = (
+    ALIVE
+    + """
+for d in "$c"/runs/$r; do
+  test -s "$d/about" || continue
+  if alive "$d"; then a=yes; else a=no; fi
+  echo "=run ${d##*/} $a"
+  head -c 65536 "$d/about"; echo
+  head -c 65536 "$d/status"; echo
+  l=
+  for f in $(cd "$d/logs" 2>/dev/null && ls -t); do
+    l=$(tail -c 2000 "$d/logs/$f" | tr -d '\\000' | grep . | tail -n 1)
+    test -z "$l" || break
+  done
+  printf '=last %s\\n' "$l"
+done
+true
+"""
+)
+_GPUS: Final = """
+nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader,nounits 2>/dev/null | sed 's/^/=gpu /'
+true
+"""
+_STOP: Final = (
+    ALIVE
+    + """
+alive "$d" || exit 0
+kill -TERM "$pid"
+set -- 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20
+for i; do alive "$d" || exit 0; sleep 0.5; done
+echo "process $pid has not ended after 10 s; wait, or end it there: kill -9 $pid"
+exit 1
+"""
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a run is, as each of its hosts has written it down."""
+
+    id: str
+    name: str
+    function: str
+    hosts: tuple[str, ...]
+    place: int
+    """Of the host among them."""
+    ranks: tuple[int, ...]
+    """Those of this host."""
+    world: int
+    on: str
+    elastic: bool
+
+    @classmethod
+    def read(cls, text: str) -> About:
+        """Raises ValueError: a host may say anything."""
+        said = _object(text)
+        wrong = [name for name, kind in _FIELDS.items() if type(said.get(name)) is not kind]
+        if wrong:
+            raise ValueError(f"not what a run has: {wrong[0]}")
+        hosts = _several(said.get("hosts"), str)
+        if not 0 <= said["place"] < len(hosts):
+            raise ValueError("a place that none of its hosts has")
+        return cls(
+            hosts=hosts,
+            ranks=_several(said.get("ranks"), int),
+            **{name: said[name] for name in _FIELDS},
+        )
+
+
+_FIELDS: Final = {"id": str, "name": str, "function": str, "place": int, "world": int, "on": str, "elastic": bool}
+"""Those that have one value each."""
+
+
+def _several(found: Any, kind: type[T]) -> tuple[T, ...]:
+    if not isinstance(found, list) or not found or not all(type(one) is kind for one in found):
+        raise ValueError(f"not a list of {kind.__name__}")
+    if len(set(found)) < len(found):
+        raise ValueError("the same twice")
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one host has of a run."""
+
+    host: str
+    about: About
+    state: State
+    started: float
+    last: str = ""
+    """The last line that a rank wrote there."""
+    gpus: tuple[str, ...] = ()
+    """For each GPU of the host how busy it is, in percent, and the megabytes in use."""
+    files: tuple[Written, ...] = ()
+    """What it has written in working folders that stay, once it is over."""
+
+
+def look(shell: Shell, run: str | None = None) -> list[Part]:
+    """What a host has of all runs; or of one, and then nothing of its GPUs: that may take a second."""
+    lines = shell.run(f"r='*'\n{_LOOK}{_GPUS}" if run is None else f"r={run}\n{_LOOK}").splitlines()
+    gpus = tuple(line.removeprefix("=gpu ") for line in lines if line.startswith("=gpu "))
+    found = []
+    for number, line in enumerate(lines):
+        if line.startswith("=run "):
+            try:
+                found.append(_part(shell.host.name, lines[number : number + 4], gpus))
+            except (ValueError, IndexError):
+                continue  # half-written, or not ours
+    return found
+
+
+def _part(host: str, lines: list[str], gpus: tuple[str, ...]) -> Part:
+    """Raises ValueError or IndexError."""
+    _, name, alive = lines[0].split()
+    about, status, last = About.read(lines[1]), _object(lines[2]), lines[3].removeprefix("=last ")
+    state: State | None = status.get("state")
+    started: Any = status.get("started")
+    if about.id != name or not name.isalnum() or state is None or state not in _TOLD:
+        raise ValueError(name)
+    if type(started) not in (int, float) or not 0 <= started < _LATEST:
+        raise ValueError("started")
+    known: State = "lost" if state == "running" and alive != "yes" else state
+    files = tuple(parse(status.get("files")))
+    return Part(host=host, about=about, state=known, started=float(started), last=last, gpus=gpus, files=files)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError("not an object")
+    return found
+
+
+def stop(shell: Shell, run: str) -> None:
+    """Ends its agent there, and waits for that. Raises ScriptFailed."""
+    shell.run(f'd="$c"/runs/{run}\n{_STOP}')
+
+
+# ---- logs
+
+
+class Tail:
+    """How far a log has been read: in which of its files, as the system numbers them, and how many bytes of it."""
+
+    def __init__(self) -> None:
+        self.file = ""
+        self.offset = 0
+        self.rest = b""
+
+    def begin(self, file: str) -> None:
+        """Goes on in this file, from its beginning unless it is the one that was being read."""
+        if self.file != file:
+            self.file, self.offset = file, 0
+
+
+def new_lines(
+    shell: Shell, run: str, only: int | None, tails: dict[tuple[str, str], Tail], *, rest: bool
+) -> Iterator[tuple[int, str, str]]:
+    """The lines that have come to the logs on a host since the last time; with `rest` half ones too."""
+    folder = f'"$c"/runs/{run}/logs'
+    listing = 'for f in *; do set -- $(ls -i "$f"); echo "$f $1 $(wc -c <"$f")"; done'
+    listed = shell.run(f"cd {folder} 2>/dev/null || exit 0; {listing}").splitlines()
+    files = {found[1]: (found[2], int(found[3])) for line in listed if (found := _LOG.fullmatch(line))}
+    for name in sorted(name for name in files if not name.endswith(".1")):
+        rank, stream = name.split(".")
+        if only is not None and int(rank) != only:
+            continue
+        tail = tails.setdefault((shell.host.name, name), Tail())
+        unread = [file for file in (f"{name}.1", name) if file in files]
+        if tail.file == files[name][0]:
+            unread = [name]
+        elif tail.file not in [files[file][0] for file in unread]:  # more was written than is kept
+            tail.rest = b""
+        for file in unread:
+            number, size = files[file]
+            tail.begin(number)
+            while tail.offset < size:
+                count = min(_CHUNK, size - tail.offset)
+                same = f'test "$(set -- $(ls -i {folder}/{file}); echo $1)" = {number}'
+                try:
+                    data = shell.read(f"{folder}/{file}", tail.offset, count, provided=same)
+                except FileNotFoundError:  # another file was begun just now: the next look finds it
+                    return
+                tail.offset += len(data)
+                *lines, tail.rest = (tail.rest + data).split(b"\n")
+                yield from ((int(rank), stream, each.decode(errors="replace")) for each in lines)
+        if rest and tail.rest:
+            yield int(rank), stream, tail.rest.decode(errors="replace")
+            tail.rest = b""

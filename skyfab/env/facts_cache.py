@@ -1,0 +1,55 @@
+"""Known hosts: what each said of itself the last time, kept on this machine. A guess, checked before it counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from skyfab.env.facts import Facts, Gpu, Program
+from skyfab.env.uv import home
+from skyfab.inventory.host import Host
+from skyfab.protocol.blobs import name_of
+
+
+def recall(host: Host) -> Facts | None:
+    """What it said the last time; None for one that was never asked."""
+    try:
+        return _facts(json.loads(_file(host).read_text()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def remember(host: Host, facts: Facts) -> None:
+    """For the next time. Where this cannot be written, the next time takes longer."""
+    try:
+        path = _file(host)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".")
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(dataclasses.asdict(facts), file)
+        Path(draft).replace(path)
+    except OSError:
+        pass
+
+
+def _file(host: Host) -> Path:
+    words = (host.transport == "local", host.user, host.address or host.name, host.port, host.cache)
+    place = "\0".join(map(str, words))
+    return home() / "hosts" / f"{name_of(place.encode())[:32]}.json"
+
+
+def _facts(document: dict[str, Any]) -> Facts:
+    uv = document.pop("uv")
+    return Facts(
+        **{
+            **document,
+            "pythons": tuple(Program(**each) for each in document["pythons"]),
+            "uv": None if uv is None else Program(**uv),
+            "gpus": tuple(Gpu(**each) for each in document["gpus"]),
+            "reachable": tuple(document["reachable"]),
+        }
+    )

@@ -1,0 +1,1 @@
+"""Hosts: names, addresses, selection."""

@@ -1,0 +1,182 @@
+"""The language in which people select hosts: ``gpu,node[1-4],web*,!node3,ada@10.0.0.5:2222``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from skyfab.errors import UnknownHost, UsageError
+from skyfab.inventory.host import LOCAL, Address, Host, did_you_mean
+
+MOST = 10_000
+"""Hosts that one range may stand for. More is a slip of the finger, not a cluster."""
+
+_SPAN = r"[0-9]{1,9}(?:-[0-9]{1,9})?"
+_RANGE = re.compile(rf"\[({_SPAN}(?:,{_SPAN})*)\]")
+_ALMOST = re.compile(r"\[[0-9,\s-]*\]")
+
+
+def split(text: str) -> list[str]:
+    """The words of a selection: commas part them, except inside brackets."""
+    words, depth = [""], 0
+    for char in text:
+        depth = max(0, depth + (char == "[") - (char == "]"))
+        if char == "," and not depth:
+            words.append("")
+        else:
+            words[-1] += char
+    return [word.strip() for word in words if word.strip()]
+
+
+def expand(word: str) -> list[str]:
+    """A word with each of its ranges counted out; what is no range stays as it is.
+
+    >>> expand("node[08-10]")
+    ['node08', 'node09', 'node10']
+    """
+    parts = _RANGE.split(word)
+    if word.count("[") != word.count("]") or any(map(_ALMOST.search, parts[::2])):
+        raise UsageError(
+            f"{word!r} has brackets that are no range", hint="ranges look like node[1-4] or node[01-10,12]"
+        )
+    choices = [_count(part) if index % 2 else [part] for index, part in enumerate(parts)]
+    if math.prod(map(len, choices)) > MOST:
+        raise UsageError(f"{word!r} stands for more than {MOST} hosts", hint="select by a group, a tag or a pattern")
+    return ["".join(choice) for choice in itertools.product(*choices)]
+
+
+def _count(spans: str) -> list[str]:
+    numbers: list[str] = []
+    for span in spans.split(","):
+        low, _, high = span.partition("-")
+        size = int(high or low) - int(low) + 1
+        if size < 1:
+            raise UsageError(f"[{spans}] counts down", hint=f"write [{high}-{low}]")
+        if len(numbers) + size > MOST:
+            raise UsageError(f"[{spans}] stands for more than {MOST} hosts", hint="is it a slip of the finger?")
+        width = len(low) if low.startswith("0") else 0
+        numbers += [str(int(low) + step).zfill(width) for step in range(size)]
+    return numbers
+
+
+class Names:
+    """What a word can refer to."""
+
+    def __init__(self, hosts: Mapping[str, Host], groups: Mapping[str, Sequence[str]]) -> None:
+        self.hosts = hosts
+        self.groups = groups
+        self._tagged: dict[str, list[Host]] = {}
+        self._at: dict[tuple[str | None, int], list[Host]] = {}
+        for host in hosts.values():
+            self._at.setdefault((host.address, host.port or 22), []).append(host)
+            for tag in host.tags:
+                self._tagged.setdefault(tag, []).append(host)
+
+    def find(self, word: str) -> list[Host] | None:
+        """The hosts a word stands for, in the inventory's order; None when nothing has that name or fits it."""
+        if word == "all":
+            return list(self.hosts.values())
+        if word in self.hosts or word == LOCAL.name:
+            return [self._host(word)]
+        if word in self.groups:
+            return [self._host(name) for name in self.groups[word]]
+        return self._tagged.get(word) or self._fitting(word) or None
+
+    def _host(self, name: str) -> Host:
+        """`local` is there even if the inventory does not have it."""
+        return LOCAL if name == LOCAL.name and name not in self.hosts else self.hosts[name]
+
+    def _fitting(self, word: str) -> list[Host]:
+        """An address that is some host's means that host, so that its key and settings are not passed by."""
+        address = Address.parse(word)
+        if address is not None:
+            hosts = self._at.get((address.host, address.port or 22), [])
+            return [host for host in hosts if address.user in (None, host.user)]
+        try:
+            return [host for name, host in self.hosts.items() if fnmatchcase(name, word)]
+        except re.error:  # [z-a], before Python 3.11
+            return []
+
+    def nearest(self, words: Iterable[str]) -> str:
+        """A hint for words that nothing fits: the nearest ones, or else what there is."""
+        known = list(dict.fromkeys([*self.hosts, *self.groups, *self._tagged, "all", LOCAL.name]))
+        return did_you_mean(words, known) or f"there are {some(known)}"
+
+
+def place(host: Host) -> tuple[str, int, str | None]:
+    """What two hosts have in common that are the same machine. Behind another jump, an address is another one's."""
+    return host.destination.casefold(), host.port or 22, host.jump
+
+
+def choose(
+    items: Iterable[str | Host],
+    names: Names,
+    stranger: Callable[[str], Host | None] = lambda word: None,
+) -> dict[str, Host]:
+    """The selected hosts by name, in order of mention.
+
+    `stranger` makes the host of a word that nothing has or fits, or returns None.
+    Raises `UnknownHost` with all such words at once, and `UsageError` for what is no selection.
+    """
+    wanted, unwanted = _sort(items)
+    unknown: list[str] = []
+    chosen: dict[str, Host] = {}
+    for item in wanted or (["all"] if unwanted else []):
+        for host in [item] if isinstance(item, Host) else _look_up(item, names, stranger, unknown):
+            if chosen.setdefault(host.name, host) != host:
+                raise UsageError(f"two different hosts are called {host.name}", hint="give one another name")
+    seen = Names({**names.hosts, **chosen}, names.groups)
+    # A typing error here would run things where they must not run: an exclusion that fits nothing is an error,
+    # and !node1 leaves out root@node1 too.
+    excluded = {place(host) for word in unwanted for host in _look_up(word, seen, lambda word: None, unknown)}
+    if unknown:
+        raise UnknownHost(f"no host, group or tag fits {some(unknown)}", hint=_hint(unknown, seen))
+    return {name: host for name, host in chosen.items() if place(host) not in excluded}
+
+
+def _look_up(word: str, names: Names, stranger: Callable[[str], Host | None], unknown: list[str]) -> Iterator[Host]:
+    """The hosts of one word; what nobody knows is added to `unknown`."""
+    for name in expand(word):
+        found = names.find(name)
+        if found is not None:
+            yield from found
+        elif (host := stranger(name)) is not None:
+            yield host
+        else:
+            unknown.append(name)
+
+
+def _hint(unknown: Sequence[str], names: Names) -> str:
+    if any(" " in word for word in unknown):
+        return "separate names with commas"
+    return names.nearest(unknown[:5])
+
+
+def _sort(items: Iterable[str | Host]) -> tuple[list[str | Host], list[str]]:
+    """What is wanted, and what follows a ``!``."""
+    wanted: list[str | Host] = []
+    unwanted: list[str] = []
+    for item in items:
+        if isinstance(item, Host):
+            wanted.append(item)
+        elif isinstance(item, str):
+            for word in split(item):
+                if word.startswith("!"):
+                    unwanted.append(word[1:].strip())
+                else:
+                    wanted.append(word)
+        else:
+            raise UsageError(
+                f"cannot select hosts by {item!r}", hint='names, as in "node1,node2" or ["node1", "node2"]'
+            )
+    return wanted, unwanted
+
+
+def some(words: Sequence[str], most: int = 5) -> str:
+    """The first few of a list, as a person would write it."""
+    shown = [word if word.isprintable() and word else repr(word) for word in words[:most]]
+    rest = len(words) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")

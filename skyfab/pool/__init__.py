@@ -1,0 +1,1 @@
+"""Compute: its nodes, scheduler and gangs."""

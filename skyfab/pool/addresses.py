@@ -1,0 +1,170 @@
+"""Addresses of a pool's hosts: which of them another host could connect to, as far as that can be told from here."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from skyfab.errors import PeersApart, ProtocolError
+from skyfab.pool.node import Node
+from skyfab.protocol.messages import AgentHello
+
+IP = ipaddress.IPv4Address | ipaddress.IPv6Address
+_MOST: Final = 8
+"""Addresses of a host that are considered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """One address of a host."""
+
+    address: str
+    interface: str = ""
+    """The interface that has it; empty where that is not known, or does not matter."""
+    network: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.interface})" if self.interface else self.address
+
+
+def ip(text: str) -> IP | None:
+    """The address that a host has written, if it is one."""
+    try:
+        return ipaddress.ip_address(text) if re.fullmatch(r"[\w.:%-]{2,64}", text, re.ASCII) else None
+    except ValueError:
+        return None
+
+
+class Candidates:
+    """What the hosts of a gang have told of their addresses."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        """Raises ProtocolError for what is no address."""
+        self._nodes = nodes
+        self._told = {node: _told(node) for node in nodes}
+        self._machines = {node: _machine(node) for node in nodes}
+        """Two names may be one machine: at its addresses it finds itself."""
+        self._owners: dict[str, set[object]] = {}
+        for node in nodes:
+            for one in self._told[node]:
+                self._owners.setdefault(one.address, set()).add(self._machines[node])
+        self._preferred = {
+            one.network for node in nodes for one in self._told[node] if one.interface and one.interface == _named(node)
+        }
+        """Networks of the interfaces that the inventory names, for hosts of which it names none."""
+        self._options = {node: self._of(node) for node in nodes}
+
+    @property
+    def one_machine(self) -> bool:
+        return len(set(self._machines.values())) == 1
+
+    def of(self, node: Node) -> list[Address]:
+        """Where other hosts may find it, the likeliest first: of the interface that the inventory names, else of any.
+
+        None that another host has too: such an address leads a host to itself.
+        """
+        return self._options[node]
+
+    def _of(self, node: Node) -> list[Address]:
+        named = _named(node)
+        found = [
+            one
+            for one in self._told[node]
+            if (not named or one.interface == named) and _is_public(one) and len(self._owners[one.address]) == 1
+        ]
+        return sorted(found, key=lambda one: one.network not in self._preferred)[:_MOST]
+
+    def likely(self) -> list[Address]:
+        """An address for each node, untried: better than nothing for those who try it."""
+        return [self._likely(node) for node in self._nodes]
+
+    def _likely(self, node: Node) -> Address:
+        own = Address(node.agent.address, _named(node))
+        if self.one_machine:
+            return own
+        options = self.of(node)
+        if not options:
+            return own
+        if options[0].address == own.address:
+            return options[0]
+        common = [one for one in options if all(self._is_near(other, one) for other in self._nodes)]
+        return (common or options)[0]
+
+    def _is_near(self, node: Node, option: Address) -> bool:
+        return any(one.network == option.network for one in self.of(node))
+
+    def facing(self, node: Node, head: Address, own: str) -> Address:
+        """Where a node is found that reaches `head` from its address `own`."""
+        options = self.of(node)
+        alike = [one for one in options if (":" in one.address) == (":" in head.address)]
+        return next((one for one in options if one.address == own), (alike or options)[0])
+
+    def none_of(self, node: Node) -> PeersApart | None:
+        """What to say of a node that no other host can find."""
+        if self.of(node):
+            return None
+        named = _named(node)
+        told = ", ".join(f"{one}{self._why_not(one)}" for one in self._told[node]) or node.agent.address
+        if named and all(one.interface != named for one in self._told[node]):
+            message = f"its interface {named}, which the inventory names, has no address; it has {told}"
+            hint = f"interface = … under [hosts.{node.name}] names one that `ip address` shows there"
+        else:
+            message = f"it has no address at which other hosts could find it: {told}"
+            hint = (
+                "a network of their own between the hosts, a VPN for instance, gives each an address; "
+                "without plugins that need one, @ needs none"
+            )
+        return PeersApart(message, host=node.name, hint=hint)
+
+    def _why_not(self, one: Address) -> str:
+        twins = [node.name for node in self._nodes if any(each.address == one.address for each in self._told[node])]
+        if not _is_public(one):
+            return ", which leads to itself"
+        return f", which {' and '.join(twins[:3])} have" if len(self._owners[one.address]) > 1 else ""
+
+
+def _machine(node: Node) -> object:
+    """What two agents on one machine say alike. A clone of a machine may say the same but for its addresses."""
+    return node.agent.network or node.name, frozenset(map(tuple, node.agent.addresses))
+
+
+def _named(node: Node) -> str:
+    return "" if node.host.interface == "auto" else node.host.interface
+
+
+def _is_public(one: Address) -> bool:
+    found = ip(one.address)
+    if found is None or found.is_loopback or found.is_unspecified or found.is_multicast:
+        return False
+    return found.version == 4 or not found.is_link_local  # IPv6's are of use with the name of an interface alone
+
+
+def _told(node: Node) -> list[Address]:
+    """A host's addresses: first the one at which this machine reached it, then IPv4, then IPv6."""
+    agent = node.agent
+    check_addresses(agent, node.name)
+    reached = str(ip(agent.address))
+    found = []
+    for interface, text in agent.addresses:
+        one = ipaddress.ip_interface(text)
+        found.append(Address(str(one.ip), interface, str(one.network)))
+    found.sort(key=lambda one: (one.address != reached, ":" in one.address))
+    if not any(one.address == reached for one in found):
+        found.insert(0, Address(reached))
+    return found
+
+
+def check_addresses(agent: AgentHello, host: str) -> None:
+    """What a host says of its addresses goes to other hosts, and into hints that people type. Raises ProtocolError."""
+    try:
+        fine = ip(agent.address) is not None and len(agent.addresses) <= 1024
+        for interface, text in agent.addresses:
+            fine = fine and re.fullmatch(r"[\w.:@+-]{1,32}", interface, re.ASCII) is not None and "%" not in text
+            ipaddress.ip_interface(text)
+    except ValueError:
+        fine = False
+    if not fine:
+        raise ProtocolError("what it says of its addresses are none", host=host)

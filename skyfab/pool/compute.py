@@ -1,0 +1,454 @@
+"""Compute: a pool of hosts that runs calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, TypeVar, overload
+
+from skyfab.calls import nesting
+from skyfab.calls.call import Call, Function, Group, as_function
+from skyfab.calls.image import Image
+from skyfab.calls.pack import FunctionParcel, pack_arguments, pack_function
+from skyfab.calls.project import Project
+from skyfab.calls.refs import Ref, put
+from skyfab.detached.run import Results, Run, attach
+from skyfab.errors import UsageError
+from skyfab.inventory.host import Host, variables
+from skyfab.inventory.inventory import Inventory
+from skyfab.plugins.base import Plugin, check_together
+from skyfab.pool import open_pools
+from skyfab.pool.cloud import refuses_rent
+from skyfab.pool.detach import Launcher
+from skyfab.pool.elastic import in_order, may_go_on, remaining
+from skyfab.pool.fastpath import UNFIT, express
+from skyfab.pool.futures import CallFuture, refuse_to_block
+from skyfab.pool.gang import Broadcast, GangCall
+from skyfab.pool.gangs import BroadcastQueue, Gangs, retry
+from skyfab.pool.images import Outfit
+from skyfab.pool.map import Spread
+from skyfab.pool.muster import close_all, open_all
+from skyfab.pool.node import Node, SeatPlan
+from skyfab.pool.nodes import Roster
+from skyfab.pool.project_sync import ProjectSync
+from skyfab.pool.rendezvous import Meetings
+from skyfab.pool.scheduler import Queue, Slot, Task, solo_plan
+from skyfab.pool.stall import Place, watch
+from skyfab.pool.workdir import Workdirs, tell_files
+from skyfab.protocol import codec
+from skyfab.session.sigint import INTERRUPTS
+from skyfab.session.timing import Timing
+from skyfab.ui.events import Events, HostState, emitting
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Compute:
+    """A pool of hosts. Opens with ``with``, and leaves nothing behind on them when it closes.
+
+    >>> with Compute("local") as compute:
+    ...     compute.run(as_function(len)("four"))
+    4
+    """
+
+    @refuses_rent
+    def __init__(
+        self,
+        hosts: str | Iterable[str | Host] | None = None,
+        *,
+        inventory: str | os.PathLike[str] | Inventory | None = None,
+        nodes: int | None = None,
+        ranks: int | Literal["auto"] = "auto",
+        image: Image | None = None,
+        plugins: Sequence[Plugin] = (),
+        env: Mapping[str, str] | None = None,
+        workdir: str | os.PathLike[str] = "auto",
+        lease: float = 60,
+        silence: float = 10,
+        timeout: float | None = None,
+        results: Literal["any", "data"] = "any",
+        ui: Literal["auto", "rich", "plain", "none"] = "auto",
+    ) -> None:
+        """Constructs only; hosts are reached when it is entered.
+
+        `workdir` is where relative paths of a function lead. ``"auto"``: on a host a folder that stands for the
+        current one here, and stays; on this machine the current folder itself. Or a path on the hosts, or ``"temp"``
+        for a folder that goes with the pool.
+
+        With ``results="data"`` hosts are not trusted: what they return may be plain data, numpy arrays and torch
+        tensors, and nothing else is unpickled (docs/security.md).
+
+        Raises InventoryError and UsageError for what cannot be.
+        """
+        if ranks != "auto" and ranks < 1:
+            raise UsageError(f"ranks={ranks!r}: a number from 1 on, or 'auto'")
+        if not lease >= 1 or not silence > 0:
+            raise UsageError(f"lease={lease!r}, silence={silence!r}: a second at least, and more than nothing")
+        if results not in ("any", "data"):
+            raise UsageError(f"results={results!r}: 'any', or 'data' where hosts are not trusted")
+        self.inventory = Inventory.of(inventory)
+        self.selected = self.inventory.select(hosts, nodes=nodes)
+        """The hosts that were asked for."""
+        self._image = image or Image()
+        self._plugins = tuple(plugins)
+        check_together(self._plugins)
+        self._elastic = next((plugin.elastic for plugin in self._plugins if plugin.elastic), None)
+        self._outfit = Outfit(self.selected, self._image, self._plugins)
+        self._ranks = ranks
+        self._env = variables(env or {}, "env")
+        self._lease = lease
+        self._timeout = timeout
+        self._ui = ui
+        self.events = Events()
+        self._sync = ProjectSync(Project(self._image))
+        self._around = contextlib.ExitStack()
+        self._wary = results == "data"
+        self._queue = Queue(self.events.call, wary=self._wary)
+        # A function without the pool: threads hold it, and must not keep a pool that was dropped.
+        self._env_of = functools.partial(_env_of, self._outfit, self._env)
+        self._pool = secrets.token_hex(8)
+        """The jobs of its gangs are named after it."""
+        self._gangs = Gangs(self._env_of, self._pool, Meetings.of(self._plugins, self.events))
+        self._broadcasts = BroadcastQueue()
+        self._roster = Roster(
+            self.inventory,
+            self._outfit,
+            self.events,
+            self._gangs,
+            self._queue,
+            timing=Timing(lease=lease, heartbeat_timeout=silence),
+            welcome=self._sync.take_back,
+            workdirs=Workdirs(workdir),
+        )
+        self._open = False
+        self._is_parents = False
+        """It was open when this process was forked."""
+        self._closers: list[Callable[[], None]] = []
+        self.hosts: Sequence[Node] = ()
+        """The nodes of the pool, once it is open."""
+
+    # ---- opening and closing
+
+    def __enter__(self) -> Compute:
+        self.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Reaches every host at once. Raises the one failure, or a PoolError with all of them.
+
+        Raises UsageError in a rank that is importing a module, and where too many pools are inside each other.
+        """
+        if self._open:
+            return
+        if self._is_parents:
+            raise open_pools.parents_pool()
+        nesting.check()
+        INTERRUPTS.watch()
+        self._show()
+        try:
+            nodes = self._connect()
+        except BaseException:
+            self._sync.close()
+            self._hide()
+            INTERRUPTS.leave()
+            raise
+        self.hosts = tuple(nodes)
+        self._queue.open(
+            Slot(node, f"solo.{number}", self._solo_plan(node, ""))
+            for number in range(max(host.slots for host in self.selected))
+            for node in nodes
+            if number < node.host.slots
+        )
+        self._sync.begin()
+        self._broadcasts.open()
+        self._open = True
+        open_pools.add(self)
+        try:
+            for plugin in self._plugins:
+                self._around.enter_context(plugin.around_client(self))
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> Sequence[Node]:
+        nodes = self._roster.call_up(self.selected)
+        ahead = threading.Thread(target=self._sync.read_ahead, daemon=True)
+        ahead.start()
+        try:
+            open_all(nodes, self.events, failed=lambda node: self._outfit.failed(node.host))
+        finally:
+            ahead.join()
+        return nodes
+
+    def close(self) -> None:
+        """Ends every process of the pool on every host. In a forked child it does nothing: the pool is the parent's."""
+        if self._is_parents:
+            return
+        refuse_to_block()
+        try:
+            if self._open:
+                self._leave()
+            else:
+                close_all(self._roster.nodes)  # another thread may be connecting: it stops
+        finally:
+            self._sync.close()
+            self._hide()
+
+    def _leave(self) -> None:
+        try:
+            self._around.close()
+            tell_files(self.hosts, self.inventory, self.events)
+            self._roster.homecoming.close()
+        finally:
+            self._open = False
+            open_pools.discard(self)
+            self._queue.fail_all()
+            self._broadcasts.close()
+            try:
+                close_all(self.hosts)
+            finally:
+                INTERRUPTS.leave()
+        for node in self.hosts:
+            self.events.emit(HostState(host=node.name, state="closed"))
+
+    def _show(self) -> None:
+        if self._ui != "none":
+            from skyfab.ui.screen import attach
+
+            self._closers.append(attach(self.events, self._ui, patience=self._lease / 4))
+
+    def _hide(self) -> None:
+        while self._closers:
+            self._closers.pop()()
+
+    # ---- running
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks a broadcast has."""
+        return sum(self._ranks_on(node) for node in self.hosts)
+
+    def _ranks_on(self, node: Node) -> int:
+        return self._ranks if self._ranks != "auto" else max(1, len(node.gpus))
+
+    def run(self, call: Call[R]) -> R:
+        """Runs a call on one rank and waits for it: ``call >> compute``."""
+        function, arguments, _ = self._pack(call)
+        if call.function.stall is not None or call.function.retries:
+            return self._wait(self.submit(call))
+        timeout = self._timeout_of(call.function)
+        label = call.function.label
+        if emitting:
+            refuse_to_block()
+        result: R = express(self._queue, function, arguments, label=label, timeout=timeout)
+        if result is UNFIT:
+            task = Task(function, arguments, label=label, timeout=timeout)
+            self._queue.add(task)
+            result = self._wait(task.future)
+        return result
+
+    def broadcast(self, call: Call[R]) -> list[R]:
+        """Runs a call on every rank and waits for all: ``call @ compute``, a list in rank order.
+
+        Raises BroadcastError, which has the results of the others.
+        """
+        future: Future[Any] = self.submit(call, on="all")
+        results: list[R] = self._wait(future)
+        return results
+
+    def submit(self, call: Call[R], *, on: str = "one") -> Future[R]:
+        """Starts a call: ``call > compute``. `on` is "one", "all", "head" or a host's name.
+
+        Arrays and tensors are not copied: leave them alone until the future is done. Raises NotPicklable for what
+        cannot travel.
+        """
+        function, arguments, tree = self._pack(call)
+        timeout = self._timeout_of(call.function)
+        label = call.function.label
+        if on == "all":
+            elastic = self._elastic
+
+            broadcast = Broadcast(
+                function=function,
+                arguments=arguments,
+                label=label,
+                timeout=timeout,
+                min_hosts=None if elastic is None else elastic.least,
+                wary=self._wary,
+            )
+
+            jobs: list[str] = []
+
+            def start(attempt: int) -> CallFuture:
+                begun = self._broadcasts.add(broadcast, lambda call: self._begin_broadcast(call, tree, attempt, jobs))
+                begun.future.pool = self
+                self._watch(call.function, begun.future, begun.places)
+                return begun.future
+
+            retries = call.function.retries
+            if elastic is not None:
+                return retry(start, lambda error, number: may_go_on(error, number, elastic, retries), in_order)
+            return retry(start, lambda _, number: number < retries) if retries else start(0)
+        node = None if on == "one" else self.hosts[0] if on == "head" else self._named(on)
+        task = Task(function, arguments, label=label, timeout=timeout, on=node, retries=call.function.retries)
+        task.future.pool = self
+        self._queue.add(task)
+        self._watch(call.function, task.future, task.places)
+        return task.future
+
+    def _begin_broadcast(self, call: GangCall, tree: str, attempt: int, jobs: list[str]) -> None:
+        """Hands a broadcast to the ranks of the hosts that are there. Raises what is wrong with them.
+
+        `jobs` keeps the name of its job: what is tried again finds what it has saved under that.
+        """
+        nodes = self.hosts if self._elastic is None else remaining(self.hosts, self._elastic)
+        ranks = [self._ranks_on(node) for node in nodes]
+        job, conducted = (jobs[0] if jobs else None), self._elastic is not None
+        gang = self._gangs.current(nodes, ranks, tree, attempt=attempt, job=job, conducted=conducted)
+        jobs.append(gang.job)
+        with INTERRUPTS:
+            call.begin(gang, self.events.call(call.broadcast.label, *(node.name for node in nodes)))
+
+    def _watch(self, function: Function[..., Any], future: CallFuture, places: Callable[[], Sequence[Place]]) -> None:
+        if function.stall is not None:
+            watch(future, places, function.stall, function.label, self.events)
+
+    def launch(self, call: Call[Any], *, on: str = "all", name: str | None = None) -> Run:
+        """Starts a call that outlives this program: the hosts keep what it writes and returns. `on` is as in `submit`.
+
+        It has processes of its own. Returns once the hosts have all they need; ``sky.attach(run.id)`` finds it again.
+        """
+        function, arguments, tree = self._pack(call)
+        chosen = list(self.hosts) if on == "all" else [self._named(on) if on not in ("one", "head") else self.hosts[0]]
+        if on == "all" and self._elastic is not None:
+            chosen = remaining(chosen, self._elastic)
+        nodes = self._roster.apart(chosen, self._env_of)
+        ranks = [self._ranks_on(node) if on == "all" else 1 for node in chosen]
+        label, timeout = call.function.label, self._timeout_of(call.function)
+        launcher = Launcher(nodes, ranks, label=label, name=name or label)
+        if on == "all":
+            gangs = Gangs(self._env_of, launcher.id, Meetings.of(self._plugins, self.events))
+            conducted = self._elastic is not None
+            launcher.start_gang(
+                lambda: gangs.current(nodes, ranks, tree, conducted=conducted),
+                self._sync.tree,
+                Broadcast(function=function, arguments=arguments, label=label, timeout=timeout),
+                conducted=conducted,
+            )
+        else:
+            launcher.start_one(
+                lambda node: self._solo_plan(node, tree), self._sync.tree, function, arguments, timeout=timeout
+            )
+        results: Results = "data" if self._wary else "any"
+        return attach(launcher.id, [node.host for node in chosen], inventory=self.inventory, results=results)
+
+    def detach(self, *, name: str | None = None) -> Run:
+        """Hands the broadcast that is under way to the hosts: it goes on when this program ends. The pool is closed."""
+        self._check_open()
+        call = self._broadcasts.at_work
+        if call is None or call.gang is None:
+            raise UsageError("no broadcast is under way", hint="submit(call, on='all') starts one; launch(call), a run")
+        self._queue.fail_all()  # only this broadcast goes on: what waits would be taken for a part of the run
+        self._broadcasts.close()
+        nodes, label = call.gang.nodes, call.broadcast.label
+        launcher = Launcher(nodes, [self._ranks_on(node) for node in nodes], label=label, name=name or label)
+        launcher.take_over(call, conducted=self._elastic is not None)
+        self.close()
+        results: Results = "data" if self._wary else "any"
+        return attach(launcher.id, [node.host for node in nodes], inventory=self.inventory, results=results)
+
+    def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
+        """Runs calls side by side: ``(f(1) & g(2)) >> compute``."""
+        return group.results([self.submit(call) for call in group.calls])
+
+    @overload
+    def map(self, function: Function[..., R], *items: Iterable[Any]) -> list[R]: ...
+    @overload
+    def map(self, function: Callable[..., R], *items: Iterable[Any]) -> list[R]: ...
+    def map(self, function: Any, *items: Iterable[Any]) -> list[Any]:
+        """Applies a function to every item, balanced over all slots of all hosts, results in order.
+
+        Short items travel in groups. The first failure is raised, and what has not begun is given up.
+        """
+        self._check_open()
+        fn = as_function(function)
+        calls = [fn(*arguments) for arguments in zip(*items, strict=False)]
+        parcel = pack_function(fn, self._plugins)
+        self._sync_tree()
+        slots = sum(node.host.slots for node in self.hosts)
+        future = Spread(self._queue, parcel, calls, slots=slots, timeout=self._timeout_of(fn)).start()
+        return self._wait(future)
+
+    def put(self, obj: T) -> Ref[T]:
+        """Makes ready an object that several calls use: a host is sent it once, and calls are passed the reference.
+
+        It is copied as it is now: what happens to it later, here or in a call, no other call sees. Raises
+        NotPicklable.
+        """
+        return put(obj)
+
+    def _pack(self, call: Call[Any]) -> tuple[FunctionParcel, codec.Payload, str]:
+        """What travels: the function, its arguments, and the digest of the project, which every host has by now."""
+        if not isinstance(call, Call):
+            raise UsageError(f"{call!r:.80} is not a call", hint="decorate the function with @sky.function and call it")
+        if not self._open:
+            self._check_open()
+        return pack_function(call.function, self._plugins), pack_arguments(call), self._sync_tree()
+
+    def _wait(self, future: Future[R]) -> R:
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def _timeout_of(self, function: Function[..., Any]) -> float | None:
+        return self._timeout if function.timeout is None else function.timeout
+
+    # ---- inside
+
+    def leave_to_parent(self) -> None:
+        """This is a forked child: the pool's streams are the parent's, which knows nothing of what is said here."""
+        self._open, self._is_parents = False, True
+
+    def _check_open(self) -> None:
+        if self._is_parents:
+            raise open_pools.parents_pool()
+        if not self._open:
+            raise UsageError("the pool is not open", hint="with sky.Compute(…) as compute: …")
+
+    def _named(self, name: str) -> Node:
+        for node in self.hosts:
+            if node.name == name:
+                return node
+        names = ", ".join(node.name for node in self.hosts)
+        raise UsageError(f"no host {name!r} in this pool", hint=f'on is "one", "all", "head" or one of: {names}')
+
+    def _sync_tree(self) -> str:
+        """The project's digest, once every host has its files."""
+        return self._sync.digest(self.hosts, self._replan)
+
+    def _replan(self, tree: str) -> None:
+        """Later calls want processes that import the new code."""
+        self._queue.replan(lambda slot: self._solo_plan(slot.node, tree))
+
+    def _solo_plan(self, node: Node, tree: str) -> SeatPlan:
+        return solo_plan(node, tree, self._env_of(node), job=self._pool, total_nodes=len(self.selected))
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            open_pools.close_dropped(self, [node.name for node in self.hosts])
+
+
+def _env_of(outfit: Outfit, env: Mapping[str, str], node: Node) -> dict[str, str]:
+    """What a node's processes find in their environment."""
+    return {**node.host.env, **outfit.image_of(node.host).env, **env, **nesting.variables()}

@@ -1,0 +1,79 @@
+"""Express: the shortest way of a call, for those that are small and wait for nobody.
+
+The caller's own thread sends one frame to an idle process and reads its answer: no queue, no future, no other thread.
+Whatever does not fit (a queue, a first call, large arguments) goes the usual way, through `dispatch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Final
+
+from skyfab.calls.pack import FunctionParcel
+from skyfab.calls.results import resolve, unpickle
+from skyfab.errors import CallCancelled, SkyfabError
+from skyfab.pool.scheduler import Queue, Slot
+from skyfab.protocol import codec, messages
+from skyfab.protocol.mux import SMALL
+from skyfab.session.replies import Reply
+from skyfab.session.sigint import INTERRUPTS
+
+UNFIT: Final = object()
+"""The call was not made: it must go the usual way."""
+
+
+def express(
+    queue: Queue, function: FunctionParcel, arguments: codec.Payload, *, label: str, timeout: float | None
+) -> Any:
+    """The call's result, or UNFIT. Raises what the call raises."""
+    if arguments.buffers or len(arguments.data) > SMALL or function.payload.buffers:
+        return UNFIT
+    with INTERRUPTS:  # only the wait for the reply is interrupted: a slot that was reserved is released
+        slot = queue.reserve()
+        if slot is None:
+            return UNFIT
+        host = slot.node.name
+        reply: Reply | None = None
+        ended: Callable[[BaseException | None], None] = _unheard
+        try:
+            ended = queue.started(label, host)
+            reply = slot.node.begin(slot.seat, slot.plan, function, arguments.data, timeout=timeout)
+            slot.node.session.await_reply(reply)
+        except BaseException as error:
+            _give_up(queue, slot, reply)
+            ended(CallCancelled("interrupted") if isinstance(error, KeyboardInterrupt) else error)
+            raise
+        queue.release(slot)
+    try:
+        if reply.value is not None:
+            result = unpickle(reply.value, (), host=host, rank=None, label=label, wary=queue.wary)
+        else:
+            result = _result(reply, host, label, queue.wary)
+    except BaseException as error:
+        ended(error)
+        raise
+    ended(None)
+    return result
+
+
+def _result(reply: Reply, host: str, label: str, wary: bool) -> Any:
+    assert reply.found is not None
+    message, buffers = reply.found
+    if isinstance(message, messages.Ended) and message.why == "unstarted":
+        return UNFIT  # its process ended before: another one takes it
+    return resolve(message, buffers, host=host, rank=None, label=label, wary=wary)
+
+
+def _give_up(queue: Queue, slot: Slot, reply: Reply | None) -> None:
+    """An interrupt, or a lost host: stops the call where it still runs, and frees the slot when it has ended."""
+    if reply is None or reply.is_there():
+        queue.release(slot)
+        return
+    reply.leave(lambda: queue.release(slot))
+    with contextlib.suppress(SkyfabError):  # a host that is gone has stopped it already
+        slot.node.cancel(reply.stream)
+
+
+def _unheard(error: BaseException | None) -> None:
+    """Nobody has heard of its start."""

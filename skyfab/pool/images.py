@@ -1,0 +1,58 @@
+"""The outfit: which image each host of a pool gets, as the plugins want it there, and how it gets it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+
+from skyfab.calls.image import Image
+from skyfab.env.prepare import Preparation, Report, check
+from skyfab.inventory.host import Host
+from skyfab.plugins.base import Plugin
+from skyfab.session.bootstrap import local_python
+from skyfab.session.shell import Shell
+
+
+class Outfit:
+    """One image for each host; hosts with the same one are prepared together."""
+
+    def __init__(self, hosts: Sequence[Host], image: Image, plugins: Sequence[Plugin]) -> None:
+        """Raises UsageError for an image that cannot be."""
+        self._hosts = hosts
+        self._images: dict[str, Image] = {}
+        self._preparations: dict[str, Preparation] = {}
+        for host in hosts:
+            wanted = image
+            for plugin in plugins:
+                wanted = plugin.transform(wanted, host)
+            check(wanted, local_python())
+            self._images[host.name] = next((known for known in self._images.values() if known == wanted), wanted)
+
+    def image_of(self, host: Host) -> Image:
+        return self._images[host.name]
+
+    def begin(self) -> None:
+        """The hosts are about to be reached."""
+        for host in self._hosts:
+            image = self._images[host.name]
+            others = [other for other in self._hosts if self._images[other.name] is image]
+            if others[0] is host:
+                preparation = Preparation(image, others, local_python())
+                self._preparations.update({other.name: preparation for other in others})
+
+    def interpreter(self, host: Host, session: str, report: Report) -> tuple[str, Callable[[Shell], str | None] | None]:
+        """What a host is asked for first, and how it gets that where it is not there: see `Launch`."""
+        image, preparation = self._images[host.name], self._preparations[host.name]
+        named = image.python if image.python != "auto" else host.python
+        own = preparation.is_empty
+        if image.python.startswith("/") or (own and named not in ("auto", local_python())):
+            return named, None
+        if own and host.transport == "local":
+            return sys.executable, None
+        prepare = functools.partial(preparation.prepare, host, session=session, report=report)
+        return preparation.guess(host), prepare
+
+    def failed(self, host: Host) -> None:
+        """A host will not come: nobody need wait for it."""
+        self._preparations[host.name].meet(host, None)

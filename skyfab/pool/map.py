@@ -1,0 +1,153 @@
+"""A spread: one function over many items, balanced over the slots of a pool.
+
+Items that are shorter than the way to a host travel in groups. Groups begin with a single item and grow while
+what a host says of its time makes them worth it, so that long items are spread one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Final
+
+from skyfab.calls.call import Call
+from skyfab.calls.pack import FunctionParcel, pack_arguments
+from skyfab.errors import ProtocolError
+from skyfab.pool.futures import CallFuture
+from skyfab.pool.scheduler import Queue, Task
+from skyfab.protocol import codec
+
+_WORTH: Final = 0.010
+"""Seconds of work that make a group worth its way."""
+_GROWTH: Final = 4
+_BYTES: Final = 1024 * 1024
+"""Groups stay below this size."""
+
+
+class Spread:
+    """One `map` under way."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        function: FunctionParcel,
+        calls: Sequence[Call[Any]],
+        *,
+        slots: int,
+        timeout: float | None,
+    ) -> None:
+        self.future = CallFuture()
+        self.future.on_cancel = self._stop
+        self._queue = queue
+        self._function = function
+        self._calls = calls
+        self._slots = slots
+        self._timeout = timeout
+        self._results: list[Any] = [None] * len(calls)
+        self._lock = threading.Lock()
+        self._next = 0
+        self._left = len(calls)
+        self._size = 1
+        self._most = len(calls) if timeout is None else 1
+        """With a timeout, which is one item's, every item is a call of its own."""
+        self._running: set[Task] = set()
+        self._failed = False
+
+    def start(self) -> CallFuture:
+        """Gives every slot its first item. The future's result is a list in the items' order."""
+        if not self._calls:
+            self.future.settle([])
+        for _ in range(min(self._slots, len(self._calls))):
+            self._send()
+        return self.future
+
+    def _send(self) -> None:
+        with self._lock:
+            if self.future.done() or self._next == len(self._calls):
+                return
+            rest = len(self._calls) - self._next
+            count = max(1, min(self._size, self._most, -(-rest // (2 * self._slots))))
+            first = self._next
+            self._next += count
+        group = self._calls[first : first + count]
+        arguments = _pack(group)
+        if count == 1 and arguments.size * self._most > _BYTES:
+            self._most = max(1, _BYTES // arguments.size)
+        task = Task(
+            self._function,
+            arguments,
+            label=group[0].function.label,
+            timeout=self._timeout,
+            each=True,
+            retries=group[0].function.retries,
+        )
+        with self._lock:
+            self._running.add(task)
+        Future.add_done_callback(task.future, lambda future: self._came(task, first, count, future))
+        self._queue.add(task)
+        self.future.node = self.future.node or task.future.node
+
+    def _came(self, task: Task, first: int, count: int, future: Future[Any]) -> None:
+        with self._lock:
+            self._running.discard(task)
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            self._fail(error)
+            return
+        found = future.result()
+        if not _is_answer(found, count):  # whatever made it, it was not our code
+            self._fail(ProtocolError("its answer to a map is none"))
+            return
+        spent, values = found
+        with self._lock:
+            self._results[first : first + count] = values
+            self._left -= count
+            done = not self._left
+            self._size = self._worthwhile(count, spent, time.monotonic() - task.started)
+        if done:
+            self.future.settle(self._results)
+            return
+        try:
+            self._send()
+            self._send()  # one ahead, while the next answer is on its way
+        except Exception as unsent:
+            self._fail(unsent)
+
+    def _worthwhile(self, count: int, spent: float, elapsed: float) -> int:
+        """The size of the next groups: enough work to outweigh the way there and back."""
+        wanted = max(_WORTH, elapsed - spent) / max(spent / count, 1e-7)
+        return max(1, min(int(wanted), _GROWTH * max(count, 1)))
+
+    def _fail(self, error: BaseException) -> None:
+        """The first failure counts; those of other groups say no more."""
+        with self._lock:
+            first, self._failed = not self._failed, True
+        if first:
+            self.future.settle(None, error)
+            self._stop()
+
+    def _stop(self) -> None:
+        with self._lock:
+            running = list(self._running)
+            self._next = len(self._calls)
+        for task in running:
+            task.future.cancel()
+
+
+def _pack(group: Sequence[Call[Any]]) -> codec.Payload:
+    """The arguments of several calls in one piece. Raises NotPicklable, naming the one that cannot travel."""
+    try:
+        return codec.dumps(([call.args for call in group], None))
+    except Exception:
+        for call in group:
+            pack_arguments(call)
+        raise
+
+
+def _is_answer(found: Any, count: int) -> bool:
+    """The seconds that it took, and as many results as there were items."""
+    return type(found) is tuple and [*map(type, found)] == [float, list] and len(found[1]) == count

@@ -1,0 +1,230 @@
+"""The meeting: where the ranks of a gang find each other.
+
+Each host has one address at which the others connect to it, and the first host has a port that is bound before it is
+named. Where a plugin needs that network, it is tried beforehand: a firewall is told in seconds, and not by a hang.
+Every host connects to the first one, the first one to every host, and each host to the next: the work grows with the
+number of hosts, not with its square.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from skyfab.errors import HostUnfit, PeersApart, PoolError, ProtocolError, SkyfabError
+from skyfab.plugins.base import Network, Plugin
+from skyfab.pool.addresses import Address, Candidates, ip
+from skyfab.pool.node import Node
+from skyfab.protocol.messages import Done, Failed, Message, Port, Reach, Reached, Unport
+from skyfab.session.session import Session
+from skyfab.ui.events import Events, Notice
+
+PATIENCE: Final = 5.0
+"""Seconds that a host has to answer another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """How ranks meet."""
+
+    port: int
+    """At the head, which listens there already."""
+    places: tuple[Address, ...]
+    """For each node where the others find it."""
+
+
+class Meetings:
+    """The meetings of a pool. What was found out once is used again, while a node has the same agent."""
+
+    def __init__(
+        self, network: Network = "unused", notice: Callable[[str, str], None] = lambda host, text: None
+    ) -> None:
+        """`notice` is told of a network that is wanted and not there: a host, and what it cannot do."""
+        self._network = network
+        self._notice = notice
+        self._known: dict[int, tuple[Session, Address]] = {}
+
+    @classmethod
+    def of(cls, plugins: Iterable[Plugin], events: Events) -> Meetings:
+        """As much of a network as the plugins need; what is missing of it is told as an event."""
+        asked = {plugin.network for plugin in plugins}
+        network: Network = "needed" if "needed" in asked else "wanted" if "wanted" in asked else "unused"
+        return cls(network, lambda host, text: events.emit(Notice(host=host, text=text)))
+
+    def arrange(self, nodes: Sequence[Node]) -> Meeting:
+        """A place to meet. Raises PeersApart, or a PoolError with several, where a network is needed and not there."""
+        places = self._again(nodes)
+        if places is None:
+            places = self._choose(nodes)
+            for node, place in zip(nodes, places, strict=True):
+                self._known[node.index] = (node.session, place)
+        head = nodes[0]
+        return Meeting(_port(head, head.session.ask(Port(address=places[0].address))), tuple(places))
+
+    def _again(self, nodes: Sequence[Node]) -> list[Address] | None:
+        known = [self._known.get(node.index) for node in nodes]
+        places = [one[1] for one, node in zip(known, nodes, strict=True) if one is not None and one[0] is node.session]
+        return places if len(places) == len(nodes) else None
+
+    def _choose(self, nodes: Sequence[Node]) -> list[Address]:
+        candidates = Candidates(nodes)
+        if self._network == "unused" or candidates.one_machine:
+            return candidates.likely()
+        try:
+            return _Search(nodes, candidates).run()
+        except (PeersApart, PoolError) as error:
+            if self._network == "needed":
+                raise
+            first = error if isinstance(error, PeersApart) else error.exceptions[0]
+            self._notice(nodes[0].name, f"ranks may not find each other: {first}")
+            return candidates.likely()
+
+
+class _Search:
+    """Finds addresses at which hosts reach each other, by trying."""
+
+    def __init__(self, nodes: Sequence[Node], candidates: Candidates) -> None:
+        self._nodes = nodes
+        self._head, *self._others = nodes
+        self._candidates = candidates
+        self._words = {node: secrets.token_hex(16) for node in nodes}
+        """What each host says to whoever connects: at an address there may be another machine."""
+        self._ports: dict[Node, int] = {}
+
+    def run(self) -> list[Address]:
+        """An address for each node. Raises PeersApart, or a PoolError with several."""
+        _raise(apart for node in self._nodes if (apart := self._candidates.none_of(node)) is not None)
+        answers = ask_all({node: Port(word=word) for node, word in self._words.items()})
+        self._ports = {node: _port(node, answer) for node, answer in answers.items()}
+        try:
+            places = self._places()
+            self._check(places)
+        finally:
+            for node, port in self._ports.items():
+                try:
+                    node.session.send(Unport(port=port))
+                except SkyfabError:
+                    pass  # it is lost, and its port with it
+        return [places[node] for node in self._nodes]
+
+    def _places(self) -> dict[Node, Address]:
+        """Every host tries every address of the head. The one that most of them reach must do for all."""
+        options = self._candidates.of(self._head)
+        tried = self._reach({node: [(self._head, option) for option in options] for node in self._others})
+        counts = [sum(not found[at][0] for found in tried.values()) for at in range(len(options))]
+        at = counts.index(max(counts))
+        missing = [node for node, found in tried.items() if found[at][0]]
+        if counts[at] and missing:  # it is the right one: they get the time for it alone
+            again = self._reach({node: [(self._head, options[at])] for node in missing})
+            for node, (one,) in again.items():
+                tried[node][at] = one
+        _raise(
+            self._apart(node, self._head, list(zip(options, (reason for reason, _ in found), strict=True)))
+            for node, found in tried.items()
+            if found[at][0]
+        )
+        places = {node: self._candidates.facing(node, options[at], found[at][1]) for node, found in tried.items()}
+        return {self._head: options[at], **places}
+
+    def _check(self, places: Mapping[Node, Address]) -> None:
+        """The head reaches every host, and every host the next: those that lie between are not tried."""
+        asked = {self._head: [(node, places[node]) for node in self._others]}
+        for node, after in zip(self._others, self._others[1:], strict=False):
+            asked[node] = [(after, places[after])]
+        _raise(
+            self._apart(node, other, [(place, reason)])
+            for node, found in self._reach(asked).items()
+            for (other, place), (reason, _) in zip(asked[node], found, strict=True)
+            if reason
+        )
+
+    def _reach(self, asked: Mapping[Node, Sequence[tuple[Node, Address]]]) -> dict[Node, list[tuple[str, str]]]:
+        """For each node and each address that it was asked to try: what went wrong, and its own address there."""
+        answers = ask_all(
+            {
+                node: Reach(
+                    peers=[[place.address, str(self._ports[other]), self._words[other]] for other, place in wanted],
+                    patience=PATIENCE,
+                )
+                for node, wanted in asked.items()
+            }
+        )
+        return {node: _found(node, answers[node], len(wanted)) for node, wanted in asked.items()}
+
+    def _apart(self, node: Node, other: Node, tried: Sequence[tuple[Address, str]]) -> PeersApart:
+        if len(tried) == 1:
+            ((place, reason),) = tried
+            message = f"it cannot connect to {other.name} at {place}: {reason}"
+        else:
+            message = f"it cannot connect to {other.name}: " + "; ".join(f"{place} {reason}" for place, reason in tried)
+        here = self._candidates.of(node)[0].address
+        return PeersApart(
+            message,
+            host=node.name,
+            hint=f"ranks on different hosts talk over TCP; let them, on {other.name}: "
+            f"sudo ufw allow proto tcp from {here}, or sudo iptables -I INPUT -p tcp -s {here} -j ACCEPT; "
+            "where another network leads there: interface = … in the inventory names it",
+        )
+
+
+def ask_all(asked: Mapping[Node, Message]) -> dict[Node, Message]:
+    """Asks nodes at once and waits for all of them; their own threads read. Raises the first failure in their order."""
+    answers: dict[Node, Message] = {}
+    failures: dict[Node, Exception] = {}
+    waiting = threading.Semaphore(0)
+
+    def answered(node: Node, message: Message) -> None:
+        if isinstance(message, Failed):
+            failures[node] = HostUnfit(message.text, host=node.name, hint=message.hint)
+        answers[node] = message
+        waiting.release()
+
+    def failed(node: Node, error: Exception) -> None:
+        failures[node] = error
+        waiting.release()
+
+    for node, message in asked.items():
+        try:
+            node.session.send(
+                message,
+                answer=lambda reply, _, node=node: answered(node, reply),  # type: ignore[misc]
+                failure=lambda error, node=node: failed(node, error),  # type: ignore[misc]
+            )
+        except SkyfabError as error:
+            failed(node, error)
+    for _ in asked:
+        waiting.acquire()
+    for node in asked:
+        if node in failures:
+            raise failures[node]
+    return answers
+
+
+def _port(node: Node, answer: Message) -> int:
+    text = answer.text if isinstance(answer, Done) else ""
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536):
+        raise ProtocolError("its answer names no port", host=node.name)
+    return int(text)
+
+
+def _found(node: Node, answer: Message, count: int) -> list[tuple[str, str]]:
+    found = answer.found if isinstance(answer, Reached) else []
+    if len(found) != count or not all(len(pair) == 2 for pair in found):
+        raise ProtocolError("its answer is not about those that were asked for", host=node.name)
+    for reason, own in found:
+        if not reason and ip(own) is None:
+            raise ProtocolError(f"{own!r:.80} is no address", host=node.name)
+    return [(_clean(reason) if reason else "", own) for reason, own in found]
+
+
+def _clean(reason: str) -> str:
+    return "".join(filter(str.isprintable, reason[:200])) or "for no reason"
+
+
+def _raise(errors: Iterable[PeersApart]) -> None:
+    found = list(errors)
+    if found:
+        raise found[0] if len(found) == 1 else PoolError("some hosts cannot reach each other", found)

@@ -1,0 +1,397 @@
+"""Dispatch: calls on their way through a pool, and the queue that places them.
+
+Each slot of a host is one process for solo calls. A slot is given its next call when it is free; where calls
+are shorter than the way to the host, a few ahead of that.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from skyfab.calls.pack import FunctionParcel
+from skyfab.calls.results import not_unpickled, resolve
+from skyfab.errors import CallCancelled, HostLost, SkyfabError
+from skyfab.pool.futures import CallFuture
+from skyfab.pool.node import Node, SeatPlan
+from skyfab.protocol import codec, messages
+from skyfab.session.sigint import INTERRUPTS
+
+_AHEAD: Final = 0.010
+"""Seconds of work that a slot may hold ahead."""
+_MOST: Final = 32
+_PATIENCE: Final = 100
+"""How often a call may come back without having begun: then its process cannot be started."""
+_SMALL: Final = 64 * 1024
+"""Larger arguments are not sent ahead."""
+
+
+class Task:
+    """One solo call: what to run, and who waits for it. It is the `Caller` of its node."""
+
+    __slots__ = (
+        "_queue",
+        "arguments",
+        "each",
+        "ended",
+        "function",
+        "future",
+        "label",
+        "on",
+        "retries",
+        "returned",
+        "slot",
+        "started",
+        "stream",
+        "timeout",
+    )
+
+    def __init__(
+        self,
+        function: FunctionParcel,
+        arguments: codec.Payload,
+        *,
+        label: str,
+        timeout: float | None,
+        on: Node | None = None,
+        each: bool = False,
+        retries: int = 0,
+    ) -> None:
+        self._queue: Queue | None = None
+        self.retries = retries
+        """How often it may still be moved from a host that is lost to another one."""
+        self.function = function
+        self.arguments = arguments
+        self.label = label
+        self.timeout = timeout
+        self.on = on
+        """The only node where it may run; None for any."""
+        self.each = each
+        """The one argument is a list of argument tuples; the result is the time it took and a list of results."""
+        self.future = CallFuture()
+        self.ended: Callable[[BaseException | None], None] | None = None
+        self.slot: Slot | None = None
+        self.returned = 0
+        """How often it came back without having begun."""
+        self.stream = 0
+        self.started = 0.0
+
+    def places(self) -> list[tuple[Node, str, int | None]]:
+        """Where it runs: at one place, once it has begun."""
+        return [] if self.slot is None else [(self.slot.node, self.slot.seat, None)]
+
+    def enter(self, queue: Queue) -> None:
+        self._queue = queue
+        self.future.on_cancel = lambda: queue.cancel(self)
+
+    def is_wanted(self) -> bool:
+        return not self.future.cancelled()
+
+    def sent(self, stream: int) -> None:
+        assert self._queue is not None
+        self._queue.sent(self, stream)
+
+    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        assert self._queue is not None
+        self._queue.answered(self, message, buffers)
+
+    def failed(self, error: Exception) -> None:
+        assert self._queue is not None
+        self._queue.failed(self, error)
+
+
+_RESERVED: Final = Task(FunctionParcel("", codec.Payload(b"")), codec.Payload(b""), label="", timeout=None)
+"""Stands in a slot for a call that is not the queue's. It seems to run for ever: nothing is placed behind it."""
+
+
+class Slot:
+    """One process for solo calls on one node."""
+
+    __slots__ = ("answered", "given", "node", "plan", "seat", "tasks")
+
+    def __init__(self, node: Node, seat: str, plan: SeatPlan) -> None:
+        self.node = node
+        self.seat = seat
+        self.plan = plan
+        """What its process must be for the next call."""
+        self.given = plan
+        """What it is for the calls that it has."""
+        self.tasks: list[Task] = []
+        """Given and not answered; the first one runs."""
+        self.answered = 0.0
+        """When it last had an answer."""
+
+    @property
+    def load(self) -> int:
+        return len(self.tasks)
+
+    def is_stuck(self, now: float) -> bool:
+        """Its first call takes long: nothing should wait behind it."""
+        if not self.tasks:
+            return False
+        return self.tasks[0] is _RESERVED or now - max(self.answered, self.tasks[0].started) > _AHEAD
+
+    def takes_ahead(self, task: Task, now: float) -> bool:
+        """A small call may wait behind the running one, in the same process."""
+        return task.arguments.size < _SMALL and self.given is self.plan and not self.is_stuck(now)
+
+
+_load = operator.attrgetter("load")
+
+
+class Queue:
+    """Places solo calls on slots, the least loaded first."""
+
+    def __init__(
+        self, started: Callable[[str, str], Callable[[BaseException | None], None]], *, wary: bool = False
+    ) -> None:
+        """`started` is told of each call (its label) and its host, and returns what is to be told of its end."""
+        self._slots: list[Slot] = []
+        self._advancing: set[int] = set()
+        """The threads that are in `advance`."""
+        self._waiting: deque[Task] = deque()
+        self._lock = threading.Lock()
+        self._mean = 1.0
+        self._looking = False
+        self.started = started
+        self.wary = wary
+        """Hosts are not trusted: only plain data is taken from them."""
+
+    def open(self, slots: Iterable[Slot]) -> None:
+        self._slots = list(slots)
+
+    def replan(self, plan: Callable[[Slot], SeatPlan]) -> None:
+        """The project changed: later calls want processes that import the new code."""
+        for slot in self._slots:
+            slot.plan = plan(slot)
+
+    def reserve(self) -> Slot | None:
+        """An idle slot, for a call that does not go through the queue. It must be released."""
+        with self._lock:
+            if not self._waiting:
+                for slot in self._slots:
+                    if not slot.tasks and slot.node.lost is None:
+                        slot.tasks.append(_RESERVED)
+                        return slot
+        return None
+
+    def release(self, slot: Slot) -> None:
+        with self._lock:
+            slot.tasks.remove(_RESERVED)
+        if self._waiting:
+            self.advance()
+        if len(self._slots) > 1:
+            self._help()
+
+    def add(self, task: Task) -> None:
+        """Runs the task as soon as a slot is free."""
+        task.enter(self)
+        with INTERRUPTS:
+            with self._lock:
+                self._waiting.append(task)
+            self.advance()
+
+    def advance(self) -> None:
+        """Gives waiting calls to slots that have room; those that no host is left for fail.
+
+        Any number of calls may fail or come back meanwhile: inside of itself it does nothing, its own loop goes on.
+        """
+        me = threading.get_ident()
+        if me in self._advancing:
+            return
+        self._advancing.add(me)
+        try:
+            while self._advance_once():
+                pass
+        finally:
+            self._advancing.discard(me)
+
+    def _advance_once(self) -> bool:
+        """Places one call, or fails those that cannot be placed. False: there was neither."""
+        stranded: list[Task] = []
+        with self._lock:
+            placed = self._place(stranded)
+        for task in stranded:
+            lost = task.on.lost if task.on is not None else None
+            self._finish(task, None, lost or HostLost("every host of the pool is lost"))
+        if placed is not None:
+            self._give(*placed)
+        return placed is not None or bool(stranded)
+
+    def _place(self, stranded: list[Task]) -> tuple[Task, Slot] | None:
+        """The next task and the slot that takes it, if any does now. `stranded` gets tasks that no slot will take."""
+        if not self._waiting:
+            return None
+        alive = [slot for slot in self._slots if slot.node.lost is None]
+        if not alive:
+            stranded += self._waiting
+            self._waiting.clear()
+            return None
+        now = time.monotonic()
+        ahead = max(1, min(_MOST, int(_AHEAD / max(self._mean, 1e-6))))
+        for position, task in enumerate(self._waiting):
+            fitting = alive if task.on is None else [slot for slot in alive if slot.node is task.on]
+            slot = min(fitting, key=_load, default=None)
+            if slot is None:
+                del self._waiting[position]
+                stranded.append(task)
+                return None
+            if not slot.tasks or (len(slot.tasks) < ahead and slot.takes_ahead(task, now)):
+                del self._waiting[position]
+                slot.tasks.append(task)
+                slot.given = slot.plan
+                task.slot, task.stream = slot, 0  # the number that it had on another host means nothing here
+                return task, slot
+            if task.on is None:
+                return None  # everything is busy
+        return None
+
+    def _give(self, task: Task, slot: Slot) -> None:
+        task.started = time.monotonic()
+        task.future.node = slot.node
+        task.ended = self.started(task.label, slot.node.name)
+        try:
+            slot.node.call(
+                slot.seat,
+                slot.plan,
+                task.function,
+                task.arguments,
+                timeout=task.timeout,
+                each=task.each,
+                caller=task,
+            )
+        except SkyfabError as error:
+            self.failed(task, error)
+
+    # ---- what a task's node tells
+
+    def sent(self, task: Task, stream: int) -> None:
+        with self._lock:
+            task.stream = stream
+        if task.future.cancelled():  # in this very moment
+            self.cancel(task)
+
+    def answered(self, task: Task, message: messages.Message, buffers: list[memoryview]) -> None:
+        slot = task.slot
+        assert slot is not None
+        why = message.why if isinstance(message, messages.Ended) else ""
+        with self._lock:
+            slot.tasks.remove(task)
+            again = why in ("unstarted", "recalled") and not task.future.done()
+            if again:
+                task.returned += 1
+                again = task.returned < _PATIENCE
+            if again:
+                task.slot, task.stream = None, 0
+                self._waiting.appendleft(task)
+            elif why != "recalled":
+                self._measure(task, slot)
+        if self._waiting:
+            self.advance()
+        if len(self._slots) > 1:
+            self._help()
+        if again:
+            return
+        try:
+            result = resolve(message, buffers, host=slot.node.name, rank=None, label=task.label, wary=self.wary)
+        except Exception as error:
+            self._finish(task, None, error)
+        except BaseException as error:  # of the result itself, or of a signal handler of the program's
+            self._finish(task, None, not_unpickled(error, host=slot.node.name, rank=None, label=task.label))
+            raise
+        else:
+            self._finish(task, result)
+
+    def _measure(self, task: Task, slot: Slot) -> None:
+        now = time.monotonic()
+        elapsed = now - max(task.started, slot.answered)
+        slot.answered = now
+        self._mean += (elapsed - self._mean) * (0.5 if self._mean == 1.0 else 0.2)
+
+    def _help(self) -> None:
+        """A slot has run dry: what was given ahead to one that is stuck behind a long call comes back, soon."""
+        if self._looking:
+            return
+        if any(not slot.tasks for slot in self._slots) and any(len(slot.tasks) > 1 for slot in self._slots):
+            self._looking = True
+            timer = threading.Timer(2 * _AHEAD, self._take_back)
+            timer.daemon = True
+            timer.start()
+
+    def _take_back(self) -> None:
+        self._looking = False
+        now = time.monotonic()
+        with self._lock:
+            ahead = [(slot, slot.tasks[1:]) for slot in self._slots if slot.is_stuck(now) and len(slot.tasks) > 1]
+        for slot, tasks in ahead:
+            try:
+                slot.node.recall([task.stream for task in tasks if task.stream])
+            except SkyfabError:
+                pass  # lost: its failure is on its way
+        self._help()
+
+    def failed(self, task: Task, error: Exception) -> None:
+        slot = task.slot
+        assert slot is not None
+        if isinstance(error, HostLost):
+            slot.node.note_lost(error)
+        again = isinstance(error, HostLost) and task.retries > 0 and task.on is None and not task.future.done()
+        with self._lock:
+            slot.tasks.remove(task)
+            if again:
+                task.retries -= 1
+                task.slot, task.stream = None, 0
+                self._waiting.appendleft(task)
+        if again and task.ended is not None:
+            task.ended(error)
+        elif not again:
+            self._finish(task, None, error)
+        self.advance()
+
+    def _finish(self, task: Task, result: Any = None, error: BaseException | None = None) -> None:
+        if task.ended is not None:
+            task.ended(error)  # before anybody who waits goes on
+        task.future.settle(result, error)
+        task.future.on_cancel = None  # it leads back to the task, and to the arguments in it
+
+    def cancel(self, task: Task) -> None:
+        """Stops a call, wherever it is. One that is not sent yet is not wanted any more, and never is."""
+        with self._lock:
+            if task in self._waiting:
+                self._waiting.remove(task)
+                return
+            slot, stream = task.slot, task.stream
+        if slot is not None and stream:
+            try:
+                slot.node.cancel(stream)
+            except SkyfabError:
+                pass  # the host is gone, and the call with it
+
+    def fail_all(self) -> None:
+        """The pool closes: what has not begun never will."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, deque()
+        for task in waiting:
+            self._finish(task, None, CallCancelled(f"{task.label} had not begun when the pool was closed"))
+
+
+def solo_plan(node: Node, tree: str, env: Mapping[str, str], *, job: str, total_nodes: int) -> SeatPlan:
+    """What a process for solo calls on a node must be: a world of its own."""
+    info = {
+        "node": node.index,
+        "total_nodes": total_nodes,
+        "hostname": node.agent.hostname,
+        "head_addr": node.agent.address,
+        "accelerators": len(node.gpus),
+        "total_accelerators": len(node.gpus),
+        "peers": [node.agent.address],
+        "job_id": job,
+    }
+    env = dict(env)
+    if node.host.gpus != "auto":
+        env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, node.host.gpus)))
+    return SeatPlan(tree=tree, env=env, info=info)

@@ -1,0 +1,124 @@
+"""Stacks: where the ranks on a host are right now, whichever program started them, stuck in C code or not.
+
+Each rank has a signal on which faulthandler writes its stacks to a file in the pool's run folder; a shell on the
+host sends the signal and reads the file. Nothing of the pool notices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+_SCRIPT: Final = """
+h=$(hostname)
+for f in "$c"/run/"$h"/*/stacks/*; do
+  read -r pid number rank seat <"$f" 2>/dev/null || continue
+  d=${f%/stacks/*}
+  # it has the file open: no other process got its number
+  ls -l "/proc/$pid/fd" 2>/dev/null | grep -qF -e "-> $(readlink -f "$f")" || continue
+  n=$(wc -c <"$f")
+  kill -"$number" "$pid" 2>/dev/null || continue
+  set -- 1 2 3 4 5 6 7 8 9 10
+  for i; do sleep 0.1; m=$(wc -c <"$f"); test "$m" -gt "$n" && test "$m" = "$(sleep 0.05; wc -c <"$f")" && break; done
+  echo "=rank $rank $pid ${d##*/} $seat"
+  tail -c +$((n + 1)) "$f"
+done
+"""
+_FRAME: Final = re.compile(r'\s*File "(.*)", line ([0-9]{1,9}) in (.*)')
+_HEAD: Final = re.compile(r"(\S+) ([0-9]{1,9}) (\S+) (\S+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """A place in somebody's code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function} at {self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Where one rank is: its main thread, innermost frame first."""
+
+    host: str
+    rank: int | None
+    """None for a process of solo calls."""
+    pid: int
+    pool: str
+    frames: tuple[Frame, ...]
+
+    @property
+    def place(self) -> str:
+        if self.rank is not None:
+            return f"{self.host}[{self.rank}]"
+        return f"{self.host} ({self.pid})" if self.pid else self.host
+
+
+def script() -> str:
+    """What a shell on the host is told; `parse` reads its answer."""
+    return _SCRIPT
+
+
+def parse(host: str, text: str) -> list[Stack]:
+    """The stacks in an answer. Whatever else is in there is passed over."""
+    found: list[Stack] = []
+    for part in re.split(r"^=rank ", text, flags=re.MULTILINE)[1:]:
+        head, _, body = part.partition("\n")
+        words = _HEAD.fullmatch(head)
+        if words is None:
+            continue
+        rank = int(words[1]) if words[4].startswith("gang") and re.fullmatch("[0-9]{1,9}", words[1]) else None
+        pool = words[3].rpartition("-")[0]
+        found.append(Stack(host=host, rank=rank, pid=int(words[2]), pool=pool, frames=frames_of(body)))
+    return found
+
+
+def frames_of(text: str) -> tuple[Frame, ...]:
+    """The main thread in what faulthandler wrote, which has it last; without our own frames."""
+    threads = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[1:]
+    return _own(tuple(_frames(threads[-1]))) if threads else ()
+
+
+def _frames(text: str) -> Iterable[Frame]:
+    for line in text.splitlines():
+        if match := _FRAME.fullmatch(line):
+            yield Frame(file=match[1], line=int(match[2]), function=match[3])
+
+
+def _own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """Without the frames of ours that are below every call; nothing where the rank waits for one."""
+    for place, frame in enumerate(frames):
+        if frame.file.endswith("skyfab/agent/worker.py"):
+            own = tuple(frames[:place])
+            return () if all("/skyfab/protocol/" in above.file for above in own) else own
+    return tuple(frames)
+
+
+def groups(stacks: Sequence[Stack]) -> list[list[Stack]]:
+    """Ranks that are at the same place, the largest group first. In the innermost function they may be at any line."""
+    alike: dict[tuple[str, tuple[Frame, ...]], list[Stack]] = {}
+    for stack in stacks:
+        alike.setdefault((stack.pool, likeness(stack)), []).append(stack)
+    return sorted(alike.values(), key=len, reverse=True)
+
+
+def likeness(stack: Stack) -> tuple[Frame, ...]:
+    """What two stacks at the same place have in common."""
+    return tuple(replace(frame, line=0) for frame in stack.frames[:1]) + stack.frames[1:]
+
+
+def describe(group: Sequence[Stack]) -> str:
+    """How a group reads."""
+    who = f"{len(group)} ranks" if len(group) > 1 else "1 rank"
+    first = group[0]
+    places = ", ".join(stack.place for stack in group)
+    if not first.frames:
+        return f"{who} waiting for a call: {places}"
+    lines = [f"{who} in {first.frames[0]}: {places}"]
+    return "\n".join([*lines, *(f"    {frame}" for frame in first.frames[1:])])

@@ -1,0 +1,73 @@
+"""The autopsy of a call that makes no progress: where its ranks are, alike ones together, while it still hangs.
+
+A rank makes no progress while its main thread stays in the same functions, at the same lines but in the innermost one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Final
+
+from skyfab.errors import SkyfabError
+from skyfab.pool.node import Node
+from skyfab.pool.stacks import Stack, describe, frames_of, groups, likeness
+from skyfab.protocol import messages
+from skyfab.ui.events import Events, Stalled
+
+LOOKS: Final = 10
+"""Within the time that a rank may stand still."""
+
+Place = tuple[Node, str, int | None]
+"""Where a process is: its node, its seat, its rank in a gang."""
+
+
+def watch(future: Future[Any], places: Callable[[], Sequence[Place]], stall: float, label: str, events: Events) -> None:
+    """Looks at a call's processes until it is over, and tells when one has stood still for so many seconds."""
+    autopsy = _Autopsy(places, stall, label, events)
+    over = threading.Event()
+    Future.add_done_callback(future, lambda _: over.set())
+    threading.Thread(target=autopsy.run, args=(over,), name="skyfab-autopsy", daemon=True).start()
+
+
+class _Autopsy:
+    def __init__(self, places: Callable[[], Sequence[Place]], stall: float, label: str, events: Events) -> None:
+        self._places = places
+        self._stall = stall
+        self._label = label
+        self._events = events
+        self._stacks: dict[tuple[str, str], tuple[Stack, float]] = {}
+        """Where each process is, and since when."""
+        self._told: set[tuple[str, str]] = set()
+
+    def run(self, over: threading.Event) -> None:
+        while not over.wait(self._stall / LOOKS):
+            for node, seat, rank in self._places():
+                try:
+                    node.session.send(messages.Look(seat=seat), answer=self._hear(node, seat, rank))
+                except SkyfabError:
+                    pass  # lost: the call's own end says so
+            self._judge()
+
+    def _hear(self, node: Node, seat: str, rank: int | None) -> Callable[[messages.Message, list[memoryview]], None]:
+        def answer(message: messages.Message, _: list[memoryview]) -> None:
+            frames = frames_of(message.text) if isinstance(message, messages.Done) else ()
+            if frames:
+                stack = Stack(host=node.name, rank=rank, pid=0, pool="", frames=frames)
+                before = self._stacks.get((node.name, seat))
+                still = before is not None and likeness(before[0]) == likeness(stack)
+                self._stacks[node.name, seat] = (stack, before[1] if still and before else time.monotonic())
+
+        return answer
+
+    def _judge(self) -> None:
+        now = time.monotonic()
+        stacks = dict(self._stacks)
+        stuck = {key for key, (_, since) in stacks.items() if now - since >= self._stall}
+        if stuck and stuck != self._told:
+            text = "\n".join(describe(group) for group in groups([stack for stack, _ in stacks.values()]))
+            host = stacks[min(stuck)][0].host
+            self._events.emit(Stalled(host=host, function=self._label, seconds=self._stall, text=text))
+        self._told = stuck

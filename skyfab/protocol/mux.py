@@ -1,0 +1,384 @@
+"""Streams: many conversations over one connection, which may break and be replaced.
+
+`Mux` is the state of one side. It does no I/O: its owner gives it ways to read and write. Frames that
+carry messages are counted; each side keeps what it has sent until the other side acknowledges it, and after
+a reconnect sends again just what was not heard. Control goes before data, data takes turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+
+from skyfab.errors import ProtocolError
+from skyfab.protocol import frames
+from skyfab.protocol.frames import ACK, BYE, COUNT, CREDIT, DATA, HEAD, HEADER, HELLO, PING, PONG, Buffer, frame
+from skyfab.protocol.send_queue import CREDIT_WINDOW, Bulk
+from skyfab.protocol.window import Window
+
+TYPE_CHECKING = False  # see frames
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Final, Protocol
+
+    Send = Callable[[Sequence["Buffer"]], int]
+else:
+    Protocol = object
+
+SMALL: Final = 32 * 1024
+"""Messages up to this size leave in one write, ahead of bulk data."""
+ACK_BYTES: Final = 1024 * 1024
+ACK_FRAMES: Final = 32
+"""How much may arrive before it is acknowledged unasked. A sender that may send no more asks, with a PING."""
+UNHEARD: Final = 64 * 1024 * 1024
+"""Bytes of small messages that may be unacknowledged. A connection never has so many on their way."""
+_PIECES: Final = 256
+"""Buffers in one write: the system takes 1,024 at the most."""
+
+
+class Handler(Protocol):
+    """The owner of a Mux, told what arrives."""
+
+    def hello(self, payload: bytes) -> None:
+        """The other side introduced itself on a new connection."""
+
+    def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
+        """A message opens on this stream. A small one has all its data with it, valid during this call; else None."""
+
+    def place(self, stream: int, length: int) -> memoryview:
+        """The memory for the next bytes of this stream."""
+
+    def data(self, stream: int, view: memoryview) -> None:
+        """Those bytes are there. Call `Mux.used` once there is room for as many again."""
+
+    def bye(self, reason: str) -> None:
+        """The other side ends the conversation for good."""
+
+
+class _Sent:
+    """A chunk of bulk data that the other side has not acknowledged."""
+
+    __slots__ = ("at", "chunk", "header")
+
+    def __init__(self, header: bytes, chunk: memoryview, at: float) -> None:
+        self.header = header
+        self.chunk = chunk
+        self.at = at
+
+
+class Mux:
+    """One side of a conversation of many streams. Not thread-safe: its owner holds a lock."""
+
+    def __init__(
+        self, handler: Handler, *, express: frames.Express | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`express` is offered small messages that come alone; what it takes is not `opened`."""
+        self._handler = handler
+        self._express = express
+        self._clock = clock
+        self._reader = self._new_reader()
+        self._control: deque[bytes] = deque()
+        self._urgent: deque[bytes] = deque()
+        self._bulk = Bulk()
+        self._unacked: deque[bytes | _Sent] = deque()
+        self._replay: deque[bytes | _Sent] = deque()
+        self._batch: deque[Buffer] = deque()
+        self._used: dict[int, int] = {}
+        self._joined = False
+        """The other side has said how far it has heard: before that, nothing but hello may be sent."""
+        self._flight = 0
+        self._unheard = 0
+        """Bytes of small messages that have not been acknowledged; bulk data has its window."""
+        self._acked = 0
+        self._asked = False
+        """An acknowledgement has been asked for."""
+        self._pong_due = False
+        self._pong = b""
+        """What the last sign of life that was asked for is called."""
+        self._pings = 0
+        self.echoed = 0
+        """The last sign of life that has come: the other side hears what is said here."""
+        self._ack_due = False
+        self._owed_bytes = 0
+        self._owed_frames = 0
+        self.received = 0
+        """Sequenced frames that have arrived, over all connections."""
+        self.heard = clock()
+        """When the last frame arrived."""
+        self.bytes_out = 0
+        self.bytes_in = 0
+        self.window = Window()
+
+    # ---- connections
+
+    def attach(self, hello: bytes) -> None:
+        """A new connection begins: forget half-done reads and writes, and say hello."""
+        self._reader = self._new_reader()
+        self._batch.clear()
+        self._control.clear()
+        self._replay.clear()
+        self._control.append(frame(HELLO, 0, hello))
+        self._joined = self._asked = self._pong_due = self._ack_due = False
+        self.window.restart()
+        self.heard = self._clock()
+
+    def _new_reader(self) -> frames.Reader:
+        return frames.Reader(self, express=self._passed if self._express else None)
+
+    def resume(self, received: int) -> None:
+        """The other side has heard `received` frames: what comes after is sent again."""
+        if received < self._acked:
+            raise ProtocolError(
+                f"the other side has forgotten frames that it had acknowledged: {received}, {self._acked}"
+            )
+        self._acknowledge(received)
+        self._replay = deque(self._unacked)
+        self._joined = True
+
+    # ---- sending
+
+    def send(
+        self, stream: int, head: bytes, parts: Sequence[Buffer] = (), *, urgent: bool = False, large: bool = False
+    ) -> None:
+        """Queues a message. With `urgent` its data keeps its place in line whatever its size.
+
+        With `large` only the head is there, and `send_data` brings the rest.
+        """
+        total = sum(map(len, parts))
+        if total <= SMALL and len(head) <= SMALL and not large:
+            self._urgent.append(b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + total), head, *parts)))
+            return
+        if len(head) > frames.LIMIT:
+            raise ProtocolError(f"a message whose head has {len(head)} bytes")
+        self._urgent.append(frame(HEAD, stream, head))
+        for part in parts:
+            if urgent:
+                view = memoryview(part)
+                for at in range(0, len(view), frames.CHUNK):
+                    self._urgent.append(frame(DATA, stream, bytes(view[at : at + frames.CHUNK])))
+            else:
+                self.send_data(stream, part)
+
+    def send_now(self, stream: int, head: bytes, parts: Sequence[Buffer], send: Send) -> bool:
+        """Queues a message and flushes; straight out where it is small and nothing is in the way."""
+        total = sum(map(len, parts))
+        if total > SMALL or len(head) > SMALL:
+            self.send(stream, head, parts)
+            return self.flush(send)
+        return self.send_frame(b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + total), head, *parts)), send)
+
+    def send_frame(self, whole: bytes, send: Send) -> bool:
+        """The same for a small message that is a frame already."""
+        if self.relay(whole, send):
+            return not self._batch
+        self._urgent.append(whole)
+        return self.flush(send)
+
+    def relay(self, whole: bytes, send: Send) -> bool:
+        """Sends a small message's frame as it is, as far as there is room. False: others are before it."""
+        if self._batch or self._urgent or self._bulk.turns or self._control or self._replay:
+            return False
+        if self._ack_due or self._pong_due or not self._joined:
+            return False
+        self._unacked.append(whole)
+        self._unheard += len(whole)
+        try:
+            sent = send((whole,))
+        except BlockingIOError:
+            sent = 0
+        self.bytes_out += sent
+        if sent < len(whole):
+            self._batch.append(memoryview(whole)[sent:])
+        return True
+
+    def send_data(self, stream: int, data: Buffer) -> None:
+        """Queues more data of a message that `send` has opened."""
+        self._bulk.add(stream, data)
+
+    def queued(self, stream: int) -> int:
+        """Bytes of this stream that wait to be sent."""
+        return self._bulk.queued(stream)
+
+    def forget(self, stream: int) -> None:
+        """The conversation on this stream is over; what it still had to send is dropped."""
+        self._bulk.forget(stream)
+        self._used.pop(stream, None)
+
+    def finish(self, stream: int) -> None:
+        """Nothing more will be sent on this stream; what is queued still goes."""
+        self._bulk.finish(stream)
+        self._used.pop(stream, None)
+
+    def ping(self) -> int:
+        """Asks for a sign of life; `echoed` is this number, or a later one's, once it has come."""
+        self._pings += 1
+        self._control.append(frame(PING, 0, COUNT.pack(self._pings)))
+        return self._pings
+
+    def bye(self, reason: str = "") -> None:
+        self._control.append(frame(BYE, 0, reason.encode()))
+
+    def used(self, stream: int, length: int) -> None:
+        """The receiver has used `length` bytes of this stream: the sender may send as many more."""
+        owed = self._used.get(stream, 0) + length
+        if owed >= CREDIT_WINDOW // 4:
+            self._urgent.append(frame(CREDIT, stream, COUNT.pack(owed)))
+            owed = 0
+        self._used[stream] = owed
+
+    def flush(self, send: Send) -> bool:
+        """Writes until everything is out (True) or `send` takes no more (False)."""
+        batch = self._batch
+        while batch or self._fill():
+            try:
+                sent = send(list(batch) if len(batch) < _PIECES else list(itertools.islice(batch, _PIECES)))
+            except BlockingIOError:
+                return False
+            self.bytes_out += sent
+            while sent:
+                first = batch[0]
+                if sent < len(first):
+                    batch[0] = memoryview(first)[sent:]
+                    break
+                sent -= len(first)
+                batch.popleft()
+        return True
+
+    @property
+    def is_heard(self) -> bool:
+        """The other side has all that was said."""
+        return not (self._urgent or self._bulk.turns or self._replay or self._unacked)
+
+    @property
+    def has_output(self) -> bool:
+        """Something could be written now."""
+        if self._batch or self._control or self._pong_due or self._ack_due:
+            return True
+        if not self._joined:
+            return False
+        if self._replay or self._urgent:
+            return True
+        if not self._bulk.turns:
+            return False
+        if self._flight >= self.window.size:
+            return not self._asked
+        return self._bulk.is_ready
+
+    def _fill(self) -> bool:
+        batch = self._batch
+        while self._control:
+            batch.append(self._control.popleft())
+        if not self._joined:
+            return bool(batch)
+        if self._pong_due:
+            batch.append(frame(PONG, 0, self._pong))
+        if self._ack_due:
+            batch.append(frame(ACK, 0, COUNT.pack(self.received)))
+        self._pong_due = self._ack_due = False
+        now = self._clock() if self._bulk.turns or self._replay else 0.0
+        if self._replay:
+            while self._replay and len(batch) < 64:
+                sent = self._replay.popleft()
+                if isinstance(sent, bytes):
+                    batch.append(sent)
+                else:
+                    sent.at = now
+                    batch.extend((sent.header, sent.chunk))
+            return True
+        while self._urgent and len(batch) < 64:
+            whole = self._urgent.popleft()
+            self._unacked.append(whole)
+            self._unheard += len(whole)
+            batch.append(whole)
+        if not batch and self._bulk.turns:
+            if self._flight < self.window.size:
+                piece = self._bulk.next(self.window.chunk)
+                if piece is not None:
+                    self._unacked.append(_Sent(*piece, now))
+                    self._flight += len(piece[1])
+                    batch.extend(piece)
+            elif not self._asked:
+                self._asked = True
+                batch.append(frame(PING))
+        return bool(batch)
+
+    # ---- receiving
+
+    def read(self, recv_into: frames.RecvInto) -> bool:
+        """Reads once, tells the handler what is complete, queues what must be answered. False: the end."""
+        alive = self._reader.pump(recv_into)
+        if self._unheard > UNHEARD:
+            raise ProtocolError(f"the last {self._unheard} bytes that were sent are not acknowledged")
+        if self._owed_bytes >= ACK_BYTES or self._owed_frames >= ACK_FRAMES:
+            self._owed_bytes = self._owed_frames = 0
+            self._ack_due = True
+        return alive
+
+    def place(self, stream: int, length: int) -> memoryview:
+        return self._handler.place(stream, length)
+
+    def _passed(self, stream: int, whole: memoryview, head: int) -> bool:
+        if not self._joined or self._express is None or not self._express(stream, whole, head):
+            return False
+        self.heard = self._clock()
+        self.bytes_in += len(whole)
+        self.received += 1
+        self._owed_frames += 1
+        return True
+
+    def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
+        self.heard = self._clock()
+        self.bytes_in += len(payload) + HEADER.size
+        if kind >= HEAD:
+            if not self._joined:
+                raise ProtocolError("a message before hello")
+            self.received += 1
+            self._owed_frames += 1
+        if kind == HEAD:
+            if head:
+                self._handler.opened(stream, bytes(payload[:head]), payload[head:])
+            else:
+                self._handler.opened(stream, bytes(payload), None)
+        elif kind == DATA:
+            self._owed_bytes += len(payload)
+            self._handler.data(stream, payload)
+        elif kind == CREDIT:
+            self._bulk.grant(stream, _count(payload))
+        elif kind == ACK:
+            self._acknowledge(_count(payload))
+        elif kind == PING:
+            self._pong_due = self._ack_due = True
+            self._pong = bytes(payload[: COUNT.size])
+        elif kind == PONG:
+            if len(payload) == COUNT.size:
+                self.echoed = _count(payload)
+        elif kind == HELLO:
+            if self._joined:
+                raise ProtocolError("hello twice on one connection")
+            self._handler.hello(bytes(payload))
+        elif kind == BYE:
+            self._handler.bye(bytes(payload[:4096]).decode(errors="replace"))
+
+    def _acknowledge(self, count: int) -> None:
+        if count > self._acked + len(self._unacked):
+            raise ProtocolError(f"{count} frames acknowledged, {self._acked + len(self._unacked)} sent")
+        newest: _Sent | None = None
+        while self._acked < count:
+            sent = self._unacked.popleft()
+            self._acked += 1
+            if isinstance(sent, bytes):
+                self._unheard -= len(sent)
+            else:
+                self._flight -= len(sent.chunk)
+                newest = sent
+        if newest is not None:  # those before it may have waited for this acknowledgement
+            self._asked = False
+            now = self._clock()
+            self.window.observe(now - newest.at, now)
+
+
+def _count(payload: memoryview) -> int:
+    if len(payload) != COUNT.size:
+        raise ProtocolError(f"a count of {len(payload)} bytes")
+    return int(COUNT.unpack(payload)[0])

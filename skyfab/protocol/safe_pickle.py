@@ -1,0 +1,289 @@
+"""Plain data: what may come back from a host that is not trusted, unpickled without importing or calling anything else.
+
+A pickle is a program. Here only the steps that make data are known, a name is looked up in a table (see `makers`) and
+never imported, and what comes out is looked through once more. A host can send nonsense, or much of it; it
+cannot run anything here.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import fractions
+import io
+import pathlib
+import pickle
+import struct
+import sys
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from skyfab.protocol.frames import Buffer
+from skyfab.protocol.safe_types import Draft, Maker, find, find_exception, refuse
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_FEW: Final = 4096
+"""Things that a key, or an exception, consists of: a small pickle can name a tuple whose hash takes for ever."""
+_ATTRIBUTES: Final = frozenset({"__notes__", "name", "path"})
+"""What an exception keeps besides its arguments."""
+_FRAGILE: Final = (collections.deque, collections.defaultdict)
+"""What Python frees by recursion: nested deep enough, its stack overflows. (Of the others Python takes care.)"""
+_DEEPEST: Final = 256
+"""So deep may they be nested."""
+_ROWS: Final = (list, tuple, set, frozenset, collections.deque)
+_TABLES: Final = (dict, collections.OrderedDict, collections.defaultdict)
+_ATOMS: Final = frozenset(
+    (
+        *(type(None), bool, int, float, complex, str, bytes, range, uuid.UUID, decimal.Decimal, fractions.Fraction),
+        *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+        *(pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path())),
+    )
+)
+
+
+def loads(data: Buffer, buffers: Sequence[memoryview] = ()) -> Any:
+    """The object, if it is plain data, numpy's or torch's.
+
+    Raises `pickle.UnpicklingError`, which names what is something else, or whatever a damaged pickle raises.
+    """
+    with _Unpickler(data, buffers) as unpickler:
+        found = unpickler.load()
+        _survey(found)
+        return found
+
+
+def loads_exception(data: Buffer, buffers: Sequence[memoryview] = ()) -> Exception:
+    """The exception, if it is one of Python's own, made of plain data. Raises as `loads` does."""
+    with _ExceptionUnpickler(data, buffers) as unpickler:
+        found = unpickler.load()
+        _small(unpickler.given)
+        return found if isinstance(found, Exception) else refuse(type(found))
+
+
+# ---- the unpickler
+
+_Python: Any = pickle._Unpickler
+"""Python's own, in Python: the one in C makes room for whatever a pickle announces."""
+
+
+class _Unpickler(_Python):  # type: ignore[misc]  # it has no types
+    def __init__(self, data: Buffer, buffers: Iterable[memoryview]) -> None:
+        super().__init__(io.BytesIO(data), buffers=buffers)
+        self._fragile: list[Any] = []
+        """All of that kind that were made. Held until they are known to be harmless, whatever becomes of them."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        deep = _is_deep(self._fragile)
+        if deep or kind is not None:
+            for one in self._fragile:  # what is in them is in the list too, and is not freed yet
+                one.clear()
+        if deep and kind is None:
+            refuse("a deque or defaultdict nested too deep")
+
+    def _find(self, name: str) -> Any:
+        return find(name)
+
+    def _finish(self, target: Any, state: Any) -> None:
+        """Gives an object that has been made already what else it has."""
+        if type(target) is not collections.OrderedDict or type(state) is not dict or [*state] != ["_metadata"]:
+            refuse(f"attributes of a {type(target).__name__}")
+        target._metadata = state["_metadata"]  # type: ignore[attr-defined]  # a state_dict's
+
+    def _global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        if type(name) is not str or type(module) is not str:
+            refuse("a name that is none")
+        self.append(self._find(f"{module}.{name}"))
+
+    def _call(self) -> None:
+        arguments, maker = self.stack.pop(), self.stack[-1]
+        if type(maker) is not Maker or type(arguments) is not tuple:
+            refuse("a call of what cannot be called")
+        self.stack[-1] = made = maker.make(*arguments)
+        if type(made) in _FRAGILE:
+            self._fragile.append(made)
+
+    def _build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if type(target) is not Draft:
+            self._finish(target, state)
+            return
+        self.stack[-1] = target.finish(state)
+        if target.place >= 0:
+            self.memo[target.place] = self.stack[-1]
+
+    def _memoize(self) -> None:
+        if type(self.stack[-1]) is Draft:
+            self.stack[-1].place = len(self.memo)
+        self.memo[len(self.memo)] = self.stack[-1]
+
+    def _bytearray(self) -> None:
+        (size,) = struct.unpack("<Q", self.read(8))
+        content = self.read(min(size, sys.maxsize))
+        if len(content) != size:
+            refuse("less than it says")
+        self.append(bytearray(content))
+
+    def _top(self, *kinds: type) -> Any:
+        """The container on top of the stack."""
+        return self.stack[-1] if type(self.stack[-1]) in kinds else refuse("content of what contains nothing")
+
+    def _append(self) -> None:
+        item = self.stack.pop()
+        self._top(list, collections.deque).append(item)
+
+    def _extend(self) -> None:
+        items = self.pop_mark()
+        self._top(list, collections.deque).extend(items)
+
+    def _set(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._top(*_TABLES)[_key(key)] = value
+
+    def _update(self) -> None:
+        items = self.pop_mark()
+        table = self._top(*_TABLES)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            table[_key(key)] = value
+
+    def _add(self) -> None:
+        items = self.pop_mark()
+        self._top(set).update(map(_key, items))
+
+    def _frozenset(self) -> None:
+        items = self.pop_mark()
+        self.append(frozenset(map(_key, items)))
+
+    _KNOWN = (
+        *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
+        *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT),
+        *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.LONG4),
+        *(pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8),
+        *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8),
+        *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+        *(pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET),
+        *(pickle.BINGET, pickle.LONG_BINGET, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+    )
+    dispatch = {code[0]: _Python.dispatch[code[0]] for code in _KNOWN} | {
+        pickle.STACK_GLOBAL[0]: _global,
+        pickle.REDUCE[0]: _call,
+        pickle.NEWOBJ[0]: _call,
+        pickle.BUILD[0]: _build,
+        pickle.MEMOIZE[0]: _memoize,
+        pickle.BYTEARRAY8[0]: _bytearray,
+        pickle.APPEND[0]: _append,
+        pickle.APPENDS[0]: _extend,
+        pickle.SETITEM[0]: _set,
+        pickle.SETITEMS[0]: _update,
+        pickle.ADDITEMS[0]: _add,
+        pickle.FROZENSET[0]: _frozenset,
+    }
+    """What today's picklers write; what is not here is not understood."""
+
+
+class _ExceptionUnpickler(_Unpickler):
+    def __init__(self, data: Buffer, buffers: Iterable[memoryview]) -> None:
+        super().__init__(data, buffers)
+        self.given: list[Any] = []
+        """What exceptions are made of. A list among it may still grow: it is looked at in the end."""
+
+    def _find(self, name: str) -> Any:
+        kind = find_exception(name)
+        return find(name) if kind is None else Maker(lambda *given: self._make(kind, given))
+
+    def _make(self, kind: type[Exception], given: tuple[Any, ...]) -> Exception:
+        self.given += given
+        return kind(*given)
+
+    def _finish(self, target: Any, state: Any) -> None:
+        if isinstance(target, Exception) and type(state) is dict:
+            for name in _ATTRIBUTES & state.keys():
+                self.given.append(state[name])
+                setattr(target, name, state[name])
+        else:
+            super()._finish(target, state)
+
+
+# ---- what came out
+
+
+def _key(key: Any) -> Any:
+    """A key, or a member of a set, that is quickly hashed and compared."""
+    return key if type(key) in (str, int) else _small(key, rows=(tuple, frozenset), tables=(), leaf=_is_number)
+
+
+def _small(root: Any, *, rows: Any = _ROWS, tables: Any = _TABLES, leaf: Any = None) -> Any:
+    """The object, if it has few parts, counted as often as they appear in it."""
+    todo, left = [root], _FEW
+    while todo:
+        one = todo.pop()
+        kind, left = type(one), left - 1
+        parts = one if kind in rows else (*one.keys(), *one.values()) if kind in tables else ()
+        if len(parts) > left:
+            refuse("more than a key or an exception may have")
+        todo += parts
+        if not (kind in _ATOMS or kind in rows or kind in tables or (leaf or _is_data)(kind)):
+            refuse(kind)
+    return root
+
+
+def _survey(root: Any) -> None:
+    """Makes certain that there is nothing but data in it."""
+    seen: set[int] = set()
+    todo = [root]
+    while todo:
+        one = todo.pop()
+        kind = type(one)
+        if kind in _ATOMS or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if kind in _ROWS:
+            todo.extend(one)
+        elif kind in _TABLES:
+            todo.extend(one.keys())
+            todo.extend(one.values())
+            todo.append(getattr(one, "_metadata", None))
+        elif kind is not slice and not _is_data(kind):
+            refuse("a class or function" if kind in (Maker, Draft) else kind)
+
+
+def _is_deep(fragile: Sequence[Any]) -> bool:
+    """Whether some of these are nested deeper than allowed, or too many of them contain themselves."""
+    if len(fragile) <= _DEEPEST:
+        return False
+    outer: dict[int, list[int]] = {}
+    inner = dict.fromkeys(map(id, fragile), 0)
+    for one in fragile:
+        for part in one if type(one) is collections.deque else one.values():
+            if type(part) in _FRAGILE:
+                inner[id(one)] += 1
+                outer.setdefault(id(part), []).append(id(one))
+    level = [place for place, count in inner.items() if not count]
+    for _ in range(_DEEPEST):
+        above = [place for below in level for place in outer.get(below, ())]
+        for place in above:
+            inner[place] -= 1
+        level = [place for place in dict.fromkeys(above) if not inner[place]]
+    return sum(map(bool, inner.values())) > _DEEPEST
+
+
+def _is_data(kind: type) -> bool:
+    """A leaf that is more than an atom: an array, a tensor, what belongs to them."""
+    np, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if np is not None and (kind is np.ndarray or issubclass(kind, (np.generic, np.dtype))):
+        return True
+    if torch is not None and kind in (torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype):
+        return True
+    return kind is bytearray or (torch is not None and kind in (torch.UntypedStorage, torch.storage.TypedStorage))
+
+
+def _is_number(kind: type) -> bool:
+    np = sys.modules.get("numpy")
+    return np is not None and issubclass(kind, (np.number, np.bool_, np.character, np.datetime64))

@@ -1,0 +1,1 @@
+"""One agent on one host: transport, shell, bootstrap, connection, session."""

@@ -1,0 +1,73 @@
+"""The bundle: skyfab itself, as content that hosts import.
+
+It holds this package and cloudpickle, so that a host needs nothing but an interpreter, and both
+sides always run the same code.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import io
+import sys
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import cloudpickle
+
+from skyfab.protocol.blobs import name_of
+
+_LEFT_OUT: Final = ("examples", "cli")
+"""What a person types is of no use on a host."""
+_LAB: Final = "lab"
+"""Only for programs that use it: modules of theirs that import it may have functions for hosts too."""
+_MAIN: Final = """import sys
+if sys.version_info < (3, 10):
+    sys.exit(sys.version.split()[0])
+from skyfab.agent.link import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The files under a digest; packed only when a host asks for them."""
+
+    digest: str
+    files: tuple[tuple[str, bytes], ...]
+
+    @functools.cached_property
+    def archive(self) -> bytes:
+        """A .tar.gz, the same bytes for the same files."""
+        archive = io.BytesIO()
+        with (
+            gzip.GzipFile(fileobj=archive, mode="wb", mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w") as tar,
+        ):
+            for path, content in self.files:
+                entry = tarfile.TarInfo(path)
+                entry.size = len(content)
+                entry.mode = 0o600
+                tar.addfile(entry, io.BytesIO(content))
+        return archive.getvalue()
+
+
+@functools.cache
+def bundle() -> Bundle:
+    """This program's bundle, read once."""
+    files = tuple(_files())
+    pieces = (piece for path, content in files for piece in (path.encode(), b"\0", name_of(content).encode()))
+    return Bundle(name_of(*pieces), files)
+
+
+def _files() -> Iterator[tuple[str, bytes]]:
+    yield "__main__.py", _MAIN.encode()
+    left_out = _LEFT_OUT if f"skyfab.{_LAB}" in sys.modules else (*_LEFT_OUT, _LAB)
+    for package in (Path(__file__).parents[1], Path(cloudpickle.__file__).parent):
+        for file in sorted(package.rglob("*.py")):
+            inner = file.relative_to(package)
+            if inner.parts[0] not in left_out:
+                yield f"{package.name}/{inner.as_posix()}", file.read_bytes()

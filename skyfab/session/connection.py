@@ -1,0 +1,502 @@
+"""One connection to a host's agent: its state, the stream that carries it now, and what is sent and received.
+
+Any thread that waits for a reply may do the reading (reader.py). When the stream breaks, or heartbeats are missed,
+another stream to the same agent takes its place (reconnect.py), and both sides go on where they were.
+
+    NEW → CONNECTING → OPEN ⇄ SUSPECT → LOST      a host that is lost stays so: its session ends
+                       OPEN → CLOSING → CLOSED    this side wants it to end
+                       OPEN → DETACHED → CLOSED   the agent is left to itself
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from skyfab.errors import HostLost, SkyfabError
+from skyfab.inventory.host import Host
+from skyfab.protocol import VERSION
+from skyfab.protocol.frames import HEAD, HEADER, Buffer
+from skyfab.protocol.messages import AgentHello, ClientHello, Message
+from skyfab.session.reader import Action, SharedReader
+from skyfab.session.reconnect import Joiner, Link, Reconnector, close, close_later
+from skyfab.session.replies import Answer, Exchange, Failure, Inbox, Listener, Reply
+from skyfab.session.timing import Timing
+from skyfab.session.transport.base import Stream
+
+_LAST_STREAM: Final = 2**32 - 1
+
+
+class State(enum.Enum):
+    """Where a connection stands."""
+
+    NEW = "new"
+    CONNECTING = "connecting"
+    """There is a stream; the agent has not said hello."""
+    OPEN = "open"
+    SUSPECT = "suspect"
+    """The stream is broken, or heartbeats are missed: others are attempted."""
+    CLOSING = "closing"
+    DETACHED = "detached"
+    CLOSED = "closed"
+    LOST = "lost"
+
+
+_NEXT: Final[dict[State, frozenset[State]]] = {
+    State.NEW: frozenset({State.CONNECTING, State.CLOSING}),
+    State.CONNECTING: frozenset({State.OPEN, State.CLOSING, State.LOST}),
+    State.OPEN: frozenset({State.SUSPECT, State.CLOSING, State.DETACHED, State.LOST}),
+    State.SUSPECT: frozenset({State.OPEN, State.CLOSING, State.DETACHED, State.LOST}),
+    State.CLOSING: frozenset({State.CLOSED}),
+    State.DETACHED: frozenset({State.CLOSED}),
+    State.CLOSED: frozenset(),
+    State.LOST: frozenset(),
+}
+_LEAVING: Final = frozenset({State.CLOSING, State.DETACHED, State.CLOSED})
+
+
+class Connection:
+    """Sends to one agent and receives from it. Thread-safe; what is received is handled by the reader's thread."""
+
+    def __init__(
+        self,
+        host: Host,
+        listener: Listener,
+        reader: SharedReader,
+        joiner: Joiner,
+        timing: Timing,
+    ) -> None:
+        self.host = host.name
+        self.listener = listener
+        self.joiner = joiner
+        self.timing = timing
+        self.interval = timing.interval
+        self.lock = threading.Lock()
+        self.inbox = Inbox(host.name, listener, timing.clock)
+        self.ended: Exception | None = None
+        """Why nothing more will come."""
+        self.state = State.NEW
+        self._is_local = host.transport == "local"
+        self._mux = self.inbox.mux
+        self._reader = reader
+        self._reconnector: Reconnector | None = None
+        self._link: Link | None = None
+        self._stream: Stream | None = None
+        self._source = self._stderr = self._sink = -1
+        """The descriptors that are watched."""
+        self._unexplained: Stream | None = None
+        self._told = False
+        """It has ended, and everybody who waited was told."""
+        self._close_by = float("inf")
+        self._pinged = self._ticked = self._woke = 0.0
+        self._next_stream = 1
+
+    @property
+    def agent(self) -> AgentHello | None:
+        """What the host said of itself, once it has."""
+        return self.inbox.agent
+
+    @property
+    def last_received(self) -> float:
+        """When something last came from the host; something does every few seconds."""
+        reconnector = self._reconnector
+        return self._mux.heard if reconnector is None else reconnector.since
+
+    @property
+    def responds(self) -> bool:
+        """Something came lately; it may take as long to notice that nothing does."""
+        return self.timing.clock() - self.last_received < self.timing.suspect_after
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes sent and received so far."""
+        return self._mux.bytes_out, self._mux.bytes_in
+
+    @property
+    def is_leaving(self) -> bool:
+        """This side wants it to end."""
+        return self.state in _LEAVING
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.state is State.SUSPECT
+
+    @property
+    def has_stream(self) -> bool:
+        return self._stream is not None
+
+    def _enter(self, state: State) -> None:
+        """The one place where the state changes."""
+        if state not in _NEXT[self.state]:
+            raise AssertionError(f"{self.host}: {self.state.value} → {state.value}")
+        self.state = state
+
+    # ---- the beginning and the end
+
+    def begin(self, link: Link) -> None:
+        """The first stream, on which the agent is about to say hello."""
+        with self.lock:
+            if self.state is State.NEW:  # else it was closed meanwhile
+                self._enter(State.CONNECTING)
+            self._reader.add(self)
+            self._mux.attach(self._hello())
+            self._take(link)
+            self._read()  # some of it may have come together with the link's answer
+            self._flush()
+            actions = self._actions()
+        self._reader.run(actions)
+
+    def leave(self) -> None:
+        """It is to end: whoever opens it stops."""
+        with self.lock:
+            if State.CLOSING in _NEXT[self.state]:
+                self._enter(State.CLOSING)
+        self._reader.poke()
+
+    def close(self, timeout: float) -> None:
+        """Says goodbye, and waits for the answer for so long."""
+        self.leave()
+        with self.lock:
+            self._close_by = self.timing.clock() + timeout
+            if self._stream is not None and self.ended is None:
+                self._mux.bye()
+                self._flush()
+            elif self.ended is None:
+                self._end(None)
+            actions = self._actions()
+        self._reader.run(actions)
+        self._reader.wait(self._has_told, timeout + 1)
+        with self.lock:
+            self._unwatch()
+            link, self._link, self._stream = self._link, None, None
+        self._reader.discard(self)
+        if link is not None:
+            close(link)
+        self._reader.join(timeout)
+
+    def detach(self) -> None:
+        """Waits until the agent has received everything, and lets go of it without a goodbye. Raises HostLost."""
+        with self.lock:
+            self._mux.ping()
+            self._flush()
+        if not self.wait(self._is_received) and self.ended is not None:
+            raise self.ended
+        with self.lock:
+            if State.DETACHED not in _NEXT[self.state]:
+                raise self.ended or HostLost("the pool was closed", host=self.host)
+            self._enter(State.DETACHED)
+            self._let_go()
+
+    def explain(self) -> None:
+        """Says in `ended` why the first stream ended before the agent said hello. It may take a while."""
+        stream, self._unexplained = self._unexplained, None
+        if stream is not None:
+            self.ended = stream.explain()
+
+    def _hello(self) -> bytes:
+        """How far this side has heard; it opens every stream."""
+        return ClientHello(
+            protocol=VERSION, received=self._mux.received, lease=self.timing.lease, name=self.host, local=self._is_local
+        ).encode()
+
+    def _has_told(self) -> bool:
+        return self._told
+
+    def _is_received(self) -> bool:
+        with self.lock:
+            if not self._mux.is_heard and self.timing.clock() - self._pinged > 0.05:
+                self._pinged = self.timing.clock()
+                self._mux.ping()
+                self._flush()
+            return self._mux.is_heard
+
+    # ---- sending
+
+    def send(
+        self,
+        message: Message | bytes,
+        parts: Sequence[Buffer] = (),
+        *,
+        answer: Answer | None = None,
+        failure: Failure | None = None,
+        seat: str | None = None,
+        urgent: bool = False,
+    ) -> int:
+        """Sends a message. `answer` or `failure` is called once, on whatever thread reads.
+
+        With `seat`, what the process in it has written so far is shown before the answer. Returns the stream's number.
+        Raises HostLost when the host is gone.
+        """
+        head = message if isinstance(message, bytes) else message.encode()
+        with self.lock:
+            if self.ended is not None:
+                raise self.ended
+            number = self._new_number()
+            if answer is not None:
+                self.inbox.exchanges[number] = Exchange(answer, failure or _ignore, seat)
+            stream = self._stream
+            if urgent or stream is None:
+                self._mux.send(number, head, parts, urgent=urgent)
+                self._flush()
+            else:
+                try:
+                    drained = self._mux.send_now(number, head, parts, stream.send)
+                except OSError:
+                    drained = True  # the reading side finds out why
+                if not drained:
+                    self._watch_sink()
+        return number
+
+    def request(self, head: bytes, data: bytes, seat: str) -> Reply:
+        """Sends a small message whose reply this thread will `await_reply`. Raises HostLost."""
+        with self.lock:
+            if self.ended is not None:
+                raise self.ended
+            number = self._new_number()
+            reply = self.inbox.exchanges[number] = Reply(number, seat)
+            stream = self._stream
+            if stream is None:
+                self._mux.send(number, head, (data,))
+                return reply
+            whole = HEADER.pack(HEAD, len(head), number, len(head) + len(data)) + head + data
+            try:
+                drained = self._mux.send_frame(whole, stream.send)
+            except OSError:
+                drained = True  # the reading side finds out why
+            if not drained:
+                self._watch_sink()
+        return reply
+
+    def await_reply(self, reply: Reply) -> None:
+        """Raises HostLost when the host is gone first."""
+        if not self._reader.wait(reply.is_there) or reply.error is not None:
+            raise reply.error or self.ended or HostLost("the pool was closed", host=self.host)
+
+    def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Reads until `done()`, or lets another thread do so. False: time is up, or the connection has ended."""
+        self._reader.wait(lambda: done() or self._told, timeout)
+        return done()
+
+    def wake(self) -> None:
+        """Has the reader call `on_wake`."""
+        self._reader.wake(self)
+
+    def _new_number(self) -> int:
+        """A number for the next message: odd, and after the last one of 32 bits again those that are not in use."""
+        number = self._next_stream
+        while number in self.inbox.exchanges:
+            number = number + 2 if number < _LAST_STREAM else 1
+        self._next_stream = number + 2 if number < _LAST_STREAM else 1
+        return number
+
+    # ---- what the reader calls
+
+    def on_ready(self, fd: int) -> Sequence[Action]:
+        """Reads and writes what it can."""
+        with self.lock:
+            if fd == self._source:
+                self._read()
+                if self._mux.has_output and self.ended is None:
+                    self._flush()
+            elif fd == self._sink:
+                self._unwatch_sink()
+                self._flush()
+            elif fd == self._stderr:
+                self._drain()
+            return self._actions()
+
+    def on_wake(self) -> Sequence[Action]:
+        """Switches to a new stream, ends, or writes what is left to write."""
+        with self.lock:
+            reconnector = self._reconnector
+            if self.ended is not None:
+                return self._actions()
+            if reconnector is not None and reconnector.lost_error is not None:
+                self._end(reconnector.lost_error)
+            elif self._is_to_end(self.timing.clock()):
+                self._end(None)
+            elif reconnector is not None and (candidate := reconnector.take_candidate()) is not None:
+                self._mux.attach(self._hello())
+                self._let_go()
+                self._take(candidate)
+                self._read()  # some of it may have come together with the link's answer
+            if self.ended is None:
+                self._flush()
+            return self._actions()
+
+    def on_tick(self, now: float) -> Sequence[Action]:
+        """Sends a heartbeat, and looks whether the other side's are missed."""
+        with self.lock:
+            if self.ended is not None:
+                return ()
+            if now - max(self._ticked, self._mux.heard) > max(2 * self.interval, 1.0):
+                self._woke = now  # this program itself stood still, and has asked for nothing
+            self._ticked = now
+            if self._is_to_end(now):
+                self._end(None)
+            else:
+                self._pinged = now
+                self._mux.ping()
+                suspect_after = self.timing.suspect_after
+                if now - max(self._mux.heard, self._woke) > suspect_after and self.state is State.OPEN:
+                    self._suspect(f"no heartbeat for {suspect_after:g} s")
+                self._flush()
+            return self._actions()
+
+    def _is_to_end(self, now: float) -> bool:
+        return self.state in _LEAVING and (now > self._close_by or self._stream is None)
+
+    def _actions(self) -> Sequence[Action]:
+        if self.state is State.CONNECTING and self.inbox.agent is not None:
+            self._enter(State.OPEN)
+        return self.inbox.take() if self.inbox.after else ()
+
+    def on_error(self, error: BaseException) -> Sequence[Action]:
+        """One of the others has raised: nobody knows how much was read."""
+        broken = HostLost(f"what it sent could not be handled: {error!r:.200}", host=self.host)
+        broken.__cause__ = error
+        with self.lock:
+            self._end(broken)
+            return self._actions()
+
+    # ---- the stream, with the lock held
+
+    def _take(self, link: Link) -> None:
+        """From now on this is the stream."""
+        self._link, self._stream = link, link[0]
+        self._source = self._stream.fileno()
+        self._reader.watch(self._source, self)
+        stderr = self._stream.stderr()
+        if stderr is not None:
+            self._stderr = stderr
+            self._reader.watch(stderr, self)
+
+    def _let_go(self) -> None:
+        """There is no stream now. What is left of it is closed elsewhere: that may take a while."""
+        self._unwatch()
+        link, self._link, self._stream = self._link, None, None
+        if link is not None:
+            close_later(link)
+
+    def _unwatch(self) -> None:
+        for fd in (self._source, self._stderr, self._sink):
+            if fd >= 0:
+                self._reader.unwatch(fd)
+        self._source = self._stderr = self._sink = -1
+
+    def _watch_sink(self) -> None:
+        """There is more to write: the reader tells when there is room."""
+        if self._sink < 0 and self._stream is not None:
+            sink = self._stream.sink()
+            if sink is None:
+                self._reader.retry_soon(self)
+            else:
+                self._sink = sink
+                self._reader.watch(sink, self, writing=True)
+
+    def _unwatch_sink(self) -> None:
+        self._reader.unwatch(self._sink)
+        self._sink = -1
+
+    def _drain(self) -> None:
+        assert self._stream is not None
+        self._stream.drain()
+        if self._stream.stderr() is None:
+            self._reader.unwatch(self._stderr)
+            self._stderr = -1
+
+    def _read(self) -> None:
+        stream = self._stream
+        assert stream is not None
+        try:
+            if not self._mux.read(stream.recv_into):
+                self._broke()
+        except BlockingIOError:
+            pass
+        except (OSError, EOFError) as error:
+            self._broke(f"the connection broke: {error}")
+        except SkyfabError as error:
+            error.host = error.host or self.host
+            self._end(error)
+
+    def _flush(self) -> None:
+        if self._stream is None:
+            return
+        try:
+            drained = self._mux.flush(self._stream.send)
+        except OSError:
+            return  # the reading side finds out why
+        if not drained:
+            self._watch_sink()
+
+    # ---- when it breaks, with the lock held
+
+    def _broke(self, reason: str = "") -> None:
+        """The stream has ended."""
+        if self.ended is not None:
+            return
+        if self.state in _LEAVING:
+            self._end(None)
+        elif self.inbox.agent is None:
+            self._unexplained = None if reason else self._stream
+            self._end(HostLost(reason or "the connection broke", host=self.host))
+        else:
+            link, self._link, self._stream = self._link, None, None
+            self._unwatch()
+            assert link is not None
+            self._suspect(reason).broke(link)
+
+    def _suspect(self, reason: str) -> Reconnector:
+        """Something is wrong with the stream, or there is none: others are attempted."""
+        if self._reconnector is None:
+            if self.state is State.CONNECTING:
+                self._enter(State.OPEN)  # it said hello in the moment in which it broke
+            self._enter(State.SUSPECT)
+            self._reconnector = Reconnector(self, reason)
+            self.inbox.after.append(self._reconnector.start)
+        return self._reconnector
+
+    def resume(self) -> None:
+        """The agent responds again."""
+        self._enter(State.OPEN)
+        self._reconnector = None
+
+    def _end(self, error: Exception | None) -> None:
+        """Nothing more will come: everybody who waits is told."""
+        if self.ended is not None:
+            return
+        self._unwatch()
+        lost: HostLost | None = None
+        if self.state in _LEAVING:
+            self._enter(State.CLOSED)
+            error = error or HostLost("the pool is closed", host=self.host)
+        else:
+            self._enter(State.LOST)
+            if self.inbox.agent is not None:
+                error = lost = _as_lost(error, self.host)
+        assert error is not None
+        self.ended = error
+        self.inbox.end(error, lost=lost)
+        self.inbox.after.append(self._tell_end)
+        self._reader.discard(self)
+
+    def _tell_end(self) -> None:
+        """The last action."""
+        self._told = True
+
+
+def _as_lost(error: Exception | None, host: str) -> HostLost:
+    """It was there: whatever its connection says of its end, that is over."""
+    if isinstance(error, HostLost):
+        return error
+    lost = HostLost(str(error), host=host)
+    if isinstance(error, SkyfabError):
+        lost = HostLost(error.message, host=host, hint=error.hint)
+    lost.__cause__ = error
+    return lost
+
+
+def _ignore(error: Exception) -> None:
+    """For requests whose failure nobody waits for."""

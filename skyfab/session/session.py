@@ -1,0 +1,180 @@
+"""A session: one agent on one host, as this machine talks to it.
+
+One stream, many exchanges: requests and their answers, what processes write, and what happens to them. When the stream
+breaks or falls silent it is replaced by another, to the same agent, and nothing is lost or said twice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from skyfab.errors import HostLost, HostUnfit, ProtocolError
+from skyfab.protocol import messages
+from skyfab.protocol.frames import BYE, Buffer, frame
+from skyfab.protocol.messages import AgentHello, Message
+from skyfab.session.bootstrap import Launch, cannot_run, check_agent
+from skyfab.session.connection import Connection
+from skyfab.session.reader import SharedReader
+from skyfab.session.replies import Listener
+from skyfab.session.timing import Timing
+from skyfab.session.transport.base import Stream, Transport
+from skyfab.session.transport.logins import LOGINS, ServerBusy, retry
+
+CONNECT: Final = 30.0
+"""Seconds from the first byte to the agent's hello."""
+GOODBYE: Final = 5.0
+"""Seconds that a host has to end its processes when the pool closes."""
+
+
+class Session:
+    """The conversation with one host's agent: `send`, `request`, `await_reply` and `wait` are its connection's.
+
+    `read_until` and `poke` are its reader's, which reads all connections of the pool. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        reach: Callable[[], Transport],
+        listener: Listener,
+        reader: SharedReader,
+        timing: Timing,
+    ) -> None:
+        self.host = launch.host
+        self.transport = reach
+        self._launch = launch
+        self.connection = Connection(self.host, listener, reader, self, timing)
+        self._gate = threading.Lock()
+        # The connection's own: a call has no time for another step.
+        self.send = self.connection.send
+        self.request = self.connection.request
+        self.await_reply = self.connection.await_reply
+        self.wait = self.connection.wait
+        self.read_until = reader.wait
+        self.poke = reader.poke
+
+    @property
+    def agent(self) -> AgentHello | None:
+        """What the host said of itself, once it is open."""
+        return self.connection.agent
+
+    @property
+    def has_ended(self) -> bool:
+        """Nothing more will come of it."""
+        return self.connection.ended is not None
+
+    @property
+    def responds(self) -> bool:
+        """Something came from the host lately."""
+        return self.connection.responds
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes sent and received so far."""
+        return self.connection.moved
+
+    # ---- opening and closing
+
+    def open(self) -> AgentHello:
+        """Connects and waits for the agent's hello. Raises a HostError."""
+        with self._gate:
+            try:
+                return self._introduce(retry(self._join, self._is_leaving))
+            except BaseException:
+                self.connection.close(GOODBYE)
+                raise
+
+    def _join(self) -> float:
+        """Starts the link on the host; from then on the stream speaks frames. Returns until when it may say hello."""
+        transport = self.transport()
+        stream: Stream | None = None
+        try:
+            with LOGINS.turn(transport.servers, self._is_leaving) as turn:
+                deadline = time.monotonic() + CONNECT
+                stream = transport.open(self._launch.command())
+                self._launch.join(stream, deadline=deadline, stopped=self._is_leaving, arrived=turn.over)
+            transport.joined()
+        except BaseException as error:
+            if isinstance(error, ServerBusy):
+                LOGINS.turned_away(transport.servers)
+            if stream is not None:
+                stream.close()
+            transport.close()
+            raise
+        self.connection.begin((stream, transport))
+        return max(deadline, time.monotonic() + CONNECT)  # an environment may have been made meanwhile
+
+    def _is_leaving(self) -> bool:
+        return self.connection.is_leaving
+
+    def rejoin(self, transport: Transport, deadline: float, stopped: Callable[[], bool]) -> Stream:
+        """Another stream to the same agent. Raises a HostError."""
+        assert self.agent is not None
+        launch = replace(self._launch, python=self.agent.executable, prepare=None)
+        stream = transport.open(launch.command("resume"))
+        try:
+            launch.join(stream, deadline=deadline, stopped=stopped)
+        except BaseException:
+            stream.close()
+            raise
+        transport.joined()
+        return stream
+
+    def _introduce(self, deadline: float) -> AgentHello:
+        connection = self.connection
+        connection.wait(lambda: self.agent is not None or connection.is_leaving, deadline - time.monotonic())
+        if connection.ended is not None and self.agent is None:
+            connection.explain()
+            failed: Exception = connection.ended
+            if isinstance(failed, ProtocolError):  # whatever it is that speaks there
+                failed = HostLost("", host=self.host.name)
+            raise cannot_run(failed, self.host)
+        if connection.ended is not None:
+            raise connection.ended
+        if self.agent is None and not connection.is_leaving:
+            raise HostUnfit("its agent does not answer", host=self.host.name)
+        if self.agent is None or connection.is_leaving:
+            raise HostLost("the pool was closed", host=self.host.name)
+        check_agent(self.agent, self.host)
+        return self.agent
+
+    def close(self) -> None:
+        """Says goodbye: the agent ends its ranks and itself. Waits for that, but not for long.
+
+        While another thread opens the session, that fails first.
+        """
+        self.connection.leave()
+        with self._gate:
+            self.connection.close(GOODBYE)
+
+    def abandon(self) -> None:
+        """Waits until the agent has heard everything, and leaves it to itself. Raises HostLost."""
+        self.connection.detach()
+        self.close()
+
+    def end_agent(self, stopped: Callable[[], bool]) -> None:
+        """Ends an agent that was given up, if it is there, unless that is `stopped`. Raises a HostError."""
+        transport = self.transport()
+        try:
+            stream = self.rejoin(transport, time.monotonic() + CONNECT, stopped)
+            try:
+                stream.send([frame(BYE)])
+            finally:
+                stream.close()
+        finally:
+            transport.close()
+
+    def ask(self, message: Message, parts: Sequence[Buffer] = ()) -> Message:
+        """Sends a message and waits for its answer. Raises what the host says went wrong."""
+        found: list[Message] = []
+        failed: list[Exception] = []
+        self.send(message, parts, answer=lambda reply, _: found.append(reply), failure=failed.append)
+        if not self.wait(lambda: bool(found or failed)) or failed:
+            raise failed[0] if failed else self.connection.ended or HostLost("the pool was closed", host=self.host.name)
+        if isinstance(found[0], messages.Failed):
+            raise HostUnfit(found[0].text, host=self.host.name, hint=found[0].hint)
+        return found[0]

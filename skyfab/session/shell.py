@@ -1,0 +1,261 @@
+"""A shell on a host, at the other end of a stream: all there is before there is a Python to talk to.
+
+Every answer of ours is marked with a random word, so that no banner can be taken for it.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from skyfab.errors import HostLost, HostUnfit, ProtocolError, Unreachable
+from skyfab.inventory.host import Host
+from skyfab.protocol.frames import Buffer
+from skyfab.session.transport.base import Stream
+from skyfab.session.transport.openssh import by_hand
+
+_NOISE: Final = 256 * 1024
+"""What a shell may print before it runs our command."""
+START: Final = 30.0
+"""Seconds that an interpreter has to start."""
+_PIECE: Final = 1024 * 1024
+_KEPT: Final = 8 * 1024 * 1024
+"""What is kept of a script's output."""
+_MOST: Final = 256 * 1024 * 1024
+"""What it may print at all."""
+
+LOOP: Final = (
+    "PATH=$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin; while read -r n r; do case $r in"
+    ' fed) s=$(dd bs=1 count=$n 2>/dev/null);; *) s=$(head -c $n);; esac; eval "$s"; done'
+)
+"""What makes a shell do as `Shell.run` says; `$m` is the marker.
+
+A script that is fed is read byte by byte: whoever reads more than its length has taken from its input.
+"""
+
+
+class ScriptFailed(Exception):
+    """A script on a host ended with an error; its last words say why."""
+
+    def __init__(self, status: int, output: str) -> None:
+        super().__init__(output)
+        self.status = status
+        self.output = output
+
+
+@dataclass(slots=True)
+class Patience:
+    """How long a host may take, and whether anybody still wants it."""
+
+    host: Host
+    deadline: float
+    stopped: Callable[[], bool]
+    arrived: Callable[[], None] = lambda: None
+    """Called when the host has said something: the login is over."""
+
+    def a_moment(self, stream: Stream, *, room: bool = False) -> None:
+        """Waits for the stream, or for `room` in it, a little while. Raises Unreachable or HostLost when it is over."""
+        self.check()
+        poll = select.poll()
+        fd = stream.sink() if room else stream.fileno()
+        if fd is not None:
+            poll.register(fd, select.POLLOUT if room else select.POLLIN)
+        stderr = stream.stderr()
+        if stderr is not None:
+            poll.register(stderr, select.POLLIN)
+        poll.poll(2 if fd is None else 200)
+        stream.drain()
+
+    def check(self) -> None:
+        """Raises when it is over."""
+        if self.stopped():
+            raise HostLost("the pool was closed", host=self.host.name)
+        if time.monotonic() > self.deadline:
+            raise Unreachable("no answer in time", host=self.host.name, hint=f"try: {by_hand(self.host, 'true')}")
+
+
+class Shell:
+    """Reads marked answers from a stream, and has scripts run at its other end."""
+
+    def __init__(self, stream: Stream, marker: str, patience: Patience, quiet: float = float("inf")) -> None:
+        """A script may say nothing for `quiet` seconds. A connection that dies is noticed by the transport."""
+        self._stream = stream
+        self._marker = marker.encode()
+        self._patience = patience
+        self._quiet = quiet
+        self.host = patience.host
+        self.greeting: Callable[[], None] | None = None
+        """Reads what the shell says before the first script, once that is on its way: a round trip less."""
+
+    def answer(self) -> str | None:
+        """The rest of the next marked line, byte by byte: what follows it may not be ours. None at the end.
+
+        What came before it is noise; `noise` has it.
+        """
+        seen = self.noise = bytearray()
+        at = -1
+        one = memoryview(bytearray(1))
+        while self._recv(one):
+            seen += one
+            self._patience.check()
+            if at < 0 and seen.endswith(self._marker):
+                at = len(seen)
+            elif at >= 0 and one[0] == 10:
+                return seen[at:-1].decode(errors="replace")
+            if len(seen) > _NOISE:
+                raise HostUnfit(
+                    "its shell prints without end before our command runs",
+                    host=self.host.name,
+                    hint=f"look at what its shell reads at login, and at: {by_hand(self.host, 'true')}",
+                )
+        return None
+
+    def send(self, content: Buffer) -> bool:
+        """Sends all of it. False: nobody reads any more, and the reason stands in the answer."""
+        rest = memoryview(content)
+        while rest:
+            try:
+                rest = rest[self._stream.send([rest]) :]
+            except BlockingIOError:
+                self._patience.a_moment(self._stream, room=True)
+            except BrokenPipeError:
+                return False
+        return True
+
+    # ---- while the shell runs LOOP
+
+    def run(self, script: str, *, feed: Iterable[Buffer] = ()) -> str:
+        """Runs a script, which reads `feed` as its standard input, and returns what it prints on either stream.
+
+        Raises ScriptFailed, and what the transport says of a lost connection.
+        """
+        source = "" if feed else " </dev/null"
+        # A script that fails leaves some of its input unread: nothing can follow it.
+        end = "; test $s = 0 || exit" if feed else ""
+        self._patience.deadline = max(self._patience.deadline, time.monotonic() + min(self._quiet, START))
+        self.tell(f'( {script}\n) 2>&1{source}; s=$?; echo "${{m}}done $s"{end}', fed=bool(feed))
+        if self.greeting is not None:
+            greeting, self.greeting = self.greeting, None
+            greeting()
+        self._patience.deadline = time.monotonic() + self._quiet
+        answer = _Answer(self._marker)
+        for piece in feed:
+            if not self._send_while_silent(piece, answer):
+                break
+        scratch = memoryview(bytearray(65536))
+        while not answer.complete:
+            got = self._recv(scratch)
+            if not got:
+                raise self._stream.explain()
+            self._patience.deadline = time.monotonic() + self._quiet
+            answer.feed(bytes(scratch[:got]))
+        if answer.status:
+            raise ScriptFailed(answer.status, answer.text)
+        return answer.text
+
+    def read(self, path: str, start: int = 0, count: int | None = None, *, provided: str = "true") -> bytearray:
+        """The content of a file, named by a word of a script. Raises FileNotFoundError, and if `provided` fails."""
+        announced = f"$(wc -c <{path})" if count is None else str(count)
+        take = f"cat {path}" if count is None else f"tail -c +{start + 1} {path} | head -c {count}"
+        self._patience.deadline = max(self._patience.deadline, time.monotonic() + min(self._quiet, START))
+        self.tell(
+            f'if test -r {path} && {provided}; then echo "${{m}}size {announced}"; {take}; else echo "${{m}}absent"; fi'
+        )
+        if self.greeting is not None:
+            greeting, self.greeting = self.greeting, None
+            greeting()
+        self._patience.deadline = time.monotonic() + self._quiet
+        answer = self.answer()
+        if answer is None:
+            raise self._stream.explain()
+        said = answer.split()
+        if len(said) != 2 or not re.fullmatch("[0-9]{1,15}", said[1]):
+            raise FileNotFoundError(path)
+        size = int(said[1])
+        if count is not None and size > count:
+            raise ProtocolError(f"{size} bytes where {count} were asked for", host=self.host.name)
+        content = bytearray()
+        scratch = memoryview(bytearray(min(size, _PIECE)))
+        while len(content) < size:  # memory for what has come, not for what was announced
+            got = self._recv(scratch[: size - len(content)])
+            if not got:
+                raise self._stream.explain()
+            self._patience.deadline = time.monotonic() + self._quiet
+            content += scratch[:got]
+        return content
+
+    def go(self, python: str, *, provided: str = "true") -> str | None:
+        """Has the shell become an interpreter, named by a word of a script; the answer is what `Launch.join` waits for.
+
+        ``absent``: what must be `provided` was not.
+        """
+        self.tell(f'if {provided}; then p={python}; go; fi; echo "${{m}}absent"')
+        self._patience.deadline = time.monotonic() + START
+        return self.answer()
+
+    def tell(self, script: str, *, fed: bool = False) -> None:
+        """Runs a script in the shell itself; whatever answer it gives is the caller's to read."""
+        text = script.encode()
+        self.send(f"{len(text)}{' fed' if fed else ''}\n".encode() + text)
+
+    def _send_while_silent(self, piece: Buffer, answer: _Answer) -> bool:
+        """Sends on while the script has not answered. False: it has, or is gone."""
+        scratch = memoryview(bytearray(4096))
+        got = self._try(scratch)
+        if got is None:
+            return self.send(piece)
+        answer.feed(bytes(scratch[:got]))
+        return got > 0 and not answer.complete and self.send(piece)
+
+    def _recv(self, view: memoryview) -> int:
+        while True:
+            got = self._try(view)
+            if got is not None:
+                self._patience.arrived()
+                return got
+            self._patience.a_moment(self._stream)
+
+    def _try(self, view: memoryview) -> int | None:
+        try:
+            return self._stream.recv_into(view)
+        except BlockingIOError:
+            return None
+
+
+class _Answer:
+    """What a script prints, up to the marked line with its status."""
+
+    def __init__(self, marker: bytes) -> None:
+        self._end = marker + b"done "
+        self._lines: list[str] = []
+        self._size = self._printed = 0
+        self._rest = b""
+        self.status = 0
+        self.complete = False
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._rest = self._rest[-_KEPT:]
+        self._printed += len(data)
+        if self._printed > _MOST:
+            raise ProtocolError("a script prints without end")
+        for line in lines:
+            before, marked, status = line.partition(self._end)
+            if marked:
+                self.status = int(status) if status.isdigit() and len(status) < 9 else 1
+                self.complete = True
+            if before or not marked:
+                self._keep(before.decode(errors="replace"))
+
+    def _keep(self, line: str) -> None:
+        self._size += len(line) + 1
+        if self._size <= _KEPT:
+            self._lines.append(line)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self._lines)

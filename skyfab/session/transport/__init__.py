@@ -1,0 +1,28 @@
+"""Transports: one byte stream to a process on a host, by `openssh`, `fabric` or `local`."""
+
+from __future__ import annotations
+
+import shutil
+
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+from skyfab.session.transport.base import Stream, Transport
+from skyfab.session.transport.local import Local
+from skyfab.session.transport.openssh import OpenSSH
+
+
+def transport_for(host: Host, inventory: Inventory) -> Transport:
+    """The transport that the host asks for; `auto` is the ssh program where there is one, else Fabric."""
+    kind = host.transport
+    if kind == "auto":
+        kind = "openssh" if shutil.which("ssh") else "fabric"
+    if kind == "local":
+        return Local(host)
+    if kind == "openssh":
+        return OpenSSH(host, inventory)
+    from skyfab.session.transport.fabric import Fabric
+
+    return Fabric(host, inventory)
+
+
+__all__ = ["Stream", "Transport", "transport_for"]

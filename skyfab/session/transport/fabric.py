@@ -1,0 +1,363 @@
+"""Fabric as a transport: its connection, our channel.
+
+Fabric gives ssh_config, jump hosts, passwords and forwarding. Bytes do not pass through `Connection.run`; host keys
+are checked, which Fabric leaves out.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import fabric
+import paramiko
+
+from skyfab.errors import AuthenticationRefused, HostError, HostKeyRefused, HostLost, Unreachable
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+from skyfab.protocol.frames import Buffer
+from skyfab.session.transport.logins import ServerBusy
+from skyfab.session.transport.openssh import (
+    ALIVE_COUNT,
+    ALIVE_INTERVAL,
+    CONFIG,
+    REVOKED,
+    by_hand,
+    changed_key,
+    revoked_key,
+    servers_of,
+)
+
+_PACKET: Final = 1024 * 1024
+"""paramiko slows to a crawl when it is handed larger pieces."""
+
+
+def connection(host: Host, inventory: Inventory, *, password: str | None = None) -> fabric.Connection:
+    """A Fabric connection to the host, not yet open, that refuses unknown and changed host keys."""
+    gateway: Any = False if host.jump == "none" else None  # None: as ssh_config says
+    for jump in inventory.jump_chain(host):
+        gateway = _connection(jump, gateway=gateway)
+    return _connection(host, gateway=gateway, password=password)
+
+
+def _connection(host: Host, *, gateway: Any = None, password: str | None = None) -> fabric.Connection:
+    config = fabric.Config(runtime_ssh_path=os.environ.get(CONFIG))
+    keywords: dict[str, Any] = {"disabled_algorithms": {}}
+    if host.identity is not None:
+        keywords |= {"key_filename": host.identity, "look_for_keys": False, "allow_agent": False}
+    if password is not None:
+        keywords |= {"password": password, "look_for_keys": False, "allow_agent": False}
+    made = fabric.Connection(
+        host.destination,
+        user=host.user,
+        port=host.port,
+        config=config,
+        gateway=gateway,
+        connect_timeout=10,
+        connect_kwargs=keywords,
+        forward_agent=False,
+    )
+    _check_keys(made, host)
+    return made
+
+
+def hang_up(connection: Any) -> None:
+    """Closes a connection and its gateways, opened or not: a login that failed leaves a thread and a socket."""
+    while isinstance(connection, fabric.Connection):
+        connection.close()
+        connection.client.close()
+        connection = connection.gateway
+
+
+def _tune(connection: Any) -> None:
+    """Small packets leave at once; a host that is gone without a word is noticed, as ssh is told to (ServerAlive…).
+
+    Of those behind a jump host only that one: paramiko waits for no answers.
+    """
+    while isinstance(connection, fabric.Connection):
+        transport = connection.client.get_transport()
+        transport.set_keepalive(ALIVE_INTERVAL)
+        if isinstance(transport.sock, socket.socket):  # beyond a jump host a channel stands in for it
+            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # paramiko does not look for answers, but the kernel does
+                patience = 1000 * ALIVE_INTERVAL * ALIVE_COUNT
+                transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
+        connection = connection.gateway
+
+
+def _check_keys(made: fabric.Connection, host: Host) -> None:
+    client = made.client
+    hop = made.gateway
+    while isinstance(hop, fabric.Connection):  # ssh_config's ProxyJump: Fabric would take any key there
+        _go_by_known_hosts(hop.client)
+        hop = hop.gateway
+    if host.host_key is None:
+        _go_by_known_hosts(client)
+        return
+    client.set_missing_host_key_policy(paramiko.RejectPolicy())
+    kind, content = host.host_key.split()[:2]
+    entry = paramiko.hostkeys.HostKeyEntry.from_line(f"{made.host} {kind} {content}")
+    place = made.host if made.port == 22 else f"[{made.host}]:{made.port}"
+    client.get_host_keys().add(place, kind, entry.key)
+    # Only the kind of key on record can be compared.
+    keys = [name for name in paramiko.Transport._preferred_keys if not _same_kind(name, kind)]
+    made.connect_kwargs["disabled_algorithms"] = {"keys": keys}
+
+
+def _go_by_known_hosts(client: paramiko.SSHClient) -> None:
+    """Takes the keys in the user's known_hosts, but for those that some line of it revokes, and no others.
+
+    paramiko does not understand lines with a marker (`@revoked`, `@cert-authority`), and stops at them.
+    """
+    try:
+        lines = Path("~/.ssh/known_hosts").expanduser().read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    entries = []
+    revoked = set()
+    for line in lines:
+        marker, rest = [*line.split(maxsplit=1), "", ""][:2]
+        if marker == "@revoked" and (entry := _entry(rest)):
+            revoked.add(entry.key.asbytes())
+        elif not marker.startswith(("@", "#")) and (entry := _entry(line)):
+            entries.append(entry)
+    client.set_missing_host_key_policy(_Refusal(revoked))
+    client.get_host_keys()._entries += [entry for entry in entries if entry.key.asbytes() not in revoked]
+
+
+def _entry(line: str) -> Any:
+    """A line of known_hosts; None where paramiko cannot use it."""
+    try:
+        return paramiko.hostkeys.HostKeyEntry.from_line(line.strip())
+    except (paramiko.SSHException, paramiko.hostkeys.InvalidHostKey, ValueError):
+        return None
+
+
+class _Refusal(paramiko.RejectPolicy):  # type: ignore[misc]  # paramiko has no types
+    """Refuses a key that is not on record, and says which ones are revoked."""
+
+    def __init__(self, revoked: set[bytes]) -> None:
+        self._revoked = revoked
+
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        if key.asbytes() in self._revoked:
+            raise paramiko.SSHException(REVOKED)
+        super().missing_host_key(client, hostname, key)
+
+
+def _same_kind(name: str, kind: str) -> bool:
+    return name == kind or (kind == "ssh-rsa" and name.startswith("rsa-sha2"))
+
+
+class Fabric:
+    """Opens one channel on a Fabric connection."""
+
+    def __init__(self, host: Host, inventory: Inventory) -> None:
+        self._host = host
+        self._inventory = inventory
+        self.servers = servers_of(host, inventory)
+        self._connection: fabric.Connection | None = None
+        self._stream: ChannelStream | None = None
+
+    def open(self, command: str) -> ChannelStream:
+        self._connection = self._connect()
+        try:
+            transport = self._connection.client.get_transport()
+            channel = transport.open_session(window_size=64 * 1024 * 1024, max_packet_size=32768)
+            channel.exec_command(command)
+        except Exception as error:  # the connection broke just now
+            raise _explain(self._host, error) from error
+        self._stream = ChannelStream(channel, self._host)
+        return self._stream
+
+    def _connect(self) -> fabric.Connection:
+        """With keys; with a password, asked once, where the host takes one and a person is there."""
+        try:
+            return self._try(None)
+        except AuthenticationRefused:
+            password = Passwords.ask(self._host)
+            if password is None:
+                raise
+        try:
+            return self._try(password)
+        except AuthenticationRefused:
+            Passwords.forget(self._host)
+            raise
+
+    def _try(self, password: str | None) -> fabric.Connection:
+        made = connection(self._host, self._inventory, password=password)
+        try:
+            made.open()
+            _tune(made)
+        except Exception as error:
+            hang_up(made)
+            raise _explain(self._host, error) from error
+        _CONNECTIONS.add(made)
+        return made
+
+    def joined(self) -> None:
+        if self._stream is not None:
+            self._stream.joined = True
+
+    def close(self) -> None:
+        hang_up(self._connection)
+
+
+_CONNECTIONS: Final[weakref.WeakSet[fabric.Connection]] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    """In a forked child: lets go of the sockets, which would keep connections open without the parent."""
+    for made in list(_CONNECTIONS):
+        hop: Any = made
+        while isinstance(hop, fabric.Connection):
+            transport = hop.client.get_transport()
+            if transport is not None and isinstance(transport.sock, socket.socket):
+                transport.sock.close()
+            hop = hop.gateway
+    _CONNECTIONS.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+class Passwords:
+    """Passwords that a person has typed, kept in memory for this program alone."""
+
+    _known: ClassVar[dict[str, str]] = {}
+    _asking: ClassVar[threading.Lock] = threading.Lock()
+
+    @staticmethod
+    def _who(host: Host) -> str:
+        """The machine that it was typed for: an address means another one at another port, or behind another host."""
+        who = replace(host, user=host.user or getpass.getuser()).login
+        return f"{who} (through {host.jump})" if host.jump else who
+
+    @classmethod
+    def known(cls, host: Host) -> str | None:
+        """The one that has been typed for this host."""
+        return cls._known.get(cls._who(host))
+
+    @classmethod
+    def forget(cls, host: Host) -> None:
+        """It was wrong."""
+        cls._known.pop(cls._who(host), None)
+
+    @classmethod
+    def ask(cls, host: Host) -> str | None:
+        """Asked once for a user and host, never echoed; None where nobody can be asked."""
+        who = cls._who(host)
+        with cls._asking:  # one prompt at a time, however many hosts connect
+            if who not in cls._known:
+                if not sys.stdin.isatty():
+                    return None
+                cls._known[who] = getpass.getpass(f"{who}'s password: ")
+            return cls._known[who]
+
+
+class ChannelStream:
+    """A paramiko channel that never blocks."""
+
+    def __init__(self, channel: paramiko.Channel, host: Host) -> None:
+        self._channel = channel
+        self._host = host
+        channel.settimeout(0.0)
+        self._fd: int = channel.fileno()
+        self._said = b""
+        self._held = memoryview(b"")
+        self.joined = False
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def sink(self) -> int | None:
+        return None
+
+    def stderr(self) -> int | None:
+        return None
+
+    def drain(self) -> None:
+        while self._channel.recv_stderr_ready():  # unread, it would use up the channel's window
+            self._said = (self._said + self._channel.recv_stderr(65536))[-65536:]
+
+    def recv_into(self, view: memoryview) -> int:
+        self.drain()
+        if not self._held:
+            # Byte by byte, as an answer is looked for in a shell's noise, paramiko would move all that it holds each
+            # time. Later nothing may be held here: nobody could tell that it can be read.
+            size = len(view) if self.joined else max(len(view), 4096)
+            self._held = self._recv(min(size, _PACKET))
+        taken = min(len(view), len(self._held))
+        view[:taken] = self._held[:taken]
+        self._held = self._held[taken:]
+        return taken
+
+    def _recv(self, size: int) -> memoryview:
+        try:
+            return memoryview(self._channel.recv(size))
+        except TimeoutError:
+            raise BlockingIOError from None
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        """Small pieces leave together: a frame in two packets costs a delayed acknowledgement."""
+        data = buffers[0] if len(buffers) == 1 else b"".join(buffers[:64])
+        view = memoryview(data)[:_PACKET]
+        try:
+            sent: int = self._channel.send(view)
+        except TimeoutError:
+            raise BlockingIOError from None
+        except (EOFError, OSError, paramiko.SSHException) as error:
+            raise BrokenPipeError(str(error)) from error
+        if not sent:
+            raise BrokenPipeError("the channel is closed")
+        return sent
+
+    def explain(self) -> Exception:
+        said = self._said.decode(errors="replace").strip().rpartition("\n")[2]
+        if not self._channel.get_transport().is_active():
+            return Unreachable("the connection broke", host=self._host.name)
+        return HostLost(f"the connection ended{': ' + said if said else ''}", host=self._host.name)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def _explain(host: Host, error: Exception) -> HostError:
+    """What paramiko and Fabric raised, as ours."""
+    if isinstance(error, paramiko.BadHostKeyException):
+        return HostKeyRefused(
+            "its host key is not the one on record: the machine was set up anew, or somebody is in between",
+            host=host.name,
+            hint=changed_key(host),
+        )
+    text = str(error) or type(error).__name__
+    if text == REVOKED:
+        return revoked_key(host)
+    if "not found in known_hosts" in text:
+        return HostKeyRefused("its host key is unknown", host=host.name, hint=f"skyfab trust --hosts={host.name}")
+    if isinstance(error, (paramiko.AuthenticationException, paramiko.PasswordRequiredException)) or (
+        "No authentication methods" in text
+    ):
+        who = f" for {host.user}" if host.user else ""
+        return AuthenticationRefused(
+            f"every key was refused{who}: {text}",
+            host=host.name,
+            hint=f"try: {by_hand(host)}",
+        )
+    if "protocol banner" in text:
+        return ServerBusy(
+            f"its SSH server, or a jump host's, hung up before the login: {text}",
+            host=host.name,
+            hint=f"is it up? one that is busy turns logins away (MaxStartups); try: {by_hand(host)}",
+        )
+    if isinstance(error, OSError) and error.filename and error.filename == host.identity:
+        return AuthenticationRefused(f"its key cannot be read: {text}", host=host.name, hint="identity = … names it")
+    return Unreachable(f"{host.destination}: {text}", host=host.name, hint=f"is it up? try: {by_hand(host)}")

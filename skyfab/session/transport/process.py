@@ -1,0 +1,136 @@
+"""A stream that is a process on this machine: ssh, or the command itself."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import select
+import signal
+import subprocess
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from skyfab.protocol.pipes import widen
+
+if TYPE_CHECKING:
+    from skyfab.protocol.frames import RecvInto
+    from skyfab.protocol.mux import Send
+
+_KEPT: Final = 64 * 1024
+"""Bytes of stderr that are kept: the last ones. A pipe holds no more, so that one read empties it."""
+
+
+class ProcessStream:
+    """The pipes of a child process, without blocking.
+
+    It runs in a session of its own: Ctrl-C is for us, and we tell the host in good order.
+    """
+
+    def __init__(self, argv: Sequence[str], explain: Callable[[int, str], Exception]) -> None:
+        self._explain = explain
+        self._process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        _STREAMS.add(self)
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._in = self._process.stdout.fileno()
+        self._out = self._process.stdin.fileno()
+        self._err: int | None = self._process.stderr.fileno()
+        self._said = b""
+        os.set_blocking(self._err, False)
+        for fd in (self._in, self._out):
+            os.set_blocking(fd, False)
+            widen(fd)
+        # No Python of ours stands between the caller and the system.
+        self.recv_into: RecvInto = io.FileIO(self._in, closefd=False).readinto
+        self.send: Send = functools.partial(os.writev, self._out)
+
+    def fileno(self) -> int:
+        return self._in
+
+    def sink(self) -> int | None:
+        return self._out
+
+    def stderr(self) -> int | None:
+        return self._err
+
+    def drain(self) -> None:
+        if self._err is None:
+            return
+        try:
+            data = os.read(self._err, _KEPT)
+        except BlockingIOError:
+            return
+        self._said = (self._said + data)[-_KEPT:]
+        if not data:
+            self._err = None
+
+    def explain(self) -> Exception:
+        until = time.monotonic() + 2
+        poll = select.poll()
+        if self._err is not None:
+            poll.register(self._err, select.POLLIN)
+        while (code := self._process.poll()) is None and time.monotonic() < until:
+            if self._err is None:
+                time.sleep(0.01)
+            else:  # it ends only after all that it has to say was read
+                poll.poll(50)
+                self.drain()
+        self.drain()
+        return self._explain(code or 0, self._said.decode(errors="replace"))
+
+    def close(self) -> None:
+        self._err = None
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            assert pipe
+            with contextlib.suppress(OSError):
+                pipe.close()
+        try:
+            self._process.wait(1)
+        except subprocess.TimeoutExpired:  # still connecting, or the host does not answer
+            self.end(signal.SIGTERM)
+            try:
+                self._process.wait(2)
+            except subprocess.TimeoutExpired:
+                self.end(signal.SIGKILL)
+                self._process.wait()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: lets go of the pipes, which would keep ssh alive without the parent."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe
+            pipe.close()
+        self._process.returncode = 0  # not ours to wait for, or to end
+
+    def end(self, number: int) -> None:
+        """Ends the process, with its group: to a host behind others, ssh has a child of its own."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+
+_STREAMS: Final[weakref.WeakSet[ProcessStream]] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for stream in list(_STREAMS):
+        stream.leave_to_parent()
+    _STREAMS.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def end_all() -> None:
+    """Ends every stream of this program, which ends too: none is left that waits for a host which does not answer."""
+    for stream in list(_STREAMS):
+        stream.end(signal.SIGTERM)

@@ -1,0 +1,231 @@
+"""What a person sees: rank output, host states, progress and tables; rich on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, Literal, TextIO
+
+from skyfab.ui.events import Events, HostState, Moved, Output, State
+from skyfab.ui.terminal import RESET, Live, clean, echoes, is_rich, put
+from skyfab.ui.view import PATIENCE, Line, View
+
+_SPARSE: Final = 5.0
+"""Seconds between two states of a bar where none can be overwritten."""
+_TICK: Final = 0.1
+"""Seconds between two states of what is live on a terminal."""
+_COLUMNS: Final = "▁▂▃▄▅▆▇█"
+_SPINNER: Final = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_COLOURS: Final = tuple(f"\x1b[{code}m" for code in (36, 32, 33, 35, 34, 96, 92, 93, 95, 94))
+_DIM, _RED, _GREEN = "\x1b[2m", "\x1b[31m", "\x1b[32m"
+
+
+def attach(
+    events: Events,
+    kind: Literal["auto", "rich", "plain"] = "auto",
+    *,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    patience: float = PATIENCE,
+) -> Callable[[], None]:
+    """Shows a pool's events from now on; returns a function that writes what is left and ends it.
+
+    `auto` is `rich` where stdout and stderr are both a terminal that can do it, else `plain`. An event's thread waits
+    up to `patience` seconds for a slow output.
+    """
+    files = stdout or sys.stdout, stderr or sys.stderr
+    rich = kind == "rich" or (kind == "auto" and is_rich(*files))
+    view: View = Screen(files[0], clock, patience) if rich else Plain(stdout, stderr, clock, patience)
+    unsubscribe = events.subscribe(view)
+
+    def detach() -> None:
+        unsubscribe()
+        view.close()
+
+    return detach
+
+
+class Plain(View):
+    """Lines for files, pipes and notebooks: ``node1[0] text``, each to the stream that it was written to.
+
+    The files are looked up at every write, as `print` does, unless they are given.
+    """
+
+    def __init__(
+        self,
+        stdout: TextIO | None,
+        stderr: TextIO | None,
+        clock: Callable[[], float],
+        patience: float = PATIENCE,
+    ) -> None:
+        super().__init__(clock, patience)
+        self._files = {"stdout": stdout, "stderr": stderr}
+        self._shown: dict[tuple[str, int | None], float] = {}
+        self._colour = not os.environ.get("NO_COLOR")
+
+    def _line(self, event: Output) -> str:
+        text = event.text if event.text.isprintable() else clean(event.text, colour=self._colour)
+        return f"{event.host} {text}\n" if event.rank is None else f"{event.host}[{event.rank}] {text}\n"
+
+    def _bar(self, event: Output) -> None:
+        """Now and then a sign of life; always the last state, with the line that follows or at the end."""
+        now = self._clock()
+        if now - self._shown.setdefault((event.host, event.rank), now) >= _SPARSE:
+            self._shown[event.host, event.rank] = now
+            self._say(event.stream, self._line(event))
+
+    def _state(self, event: HostState, before: State | None) -> None:
+        if event.state == "preparing" and event.detail:
+            self._say("stderr", clean(f"{event.host}: {event.detail}") + "\n")
+        told = event.state in ("failed", "lost", "reconnecting")
+        if told or (event.state, before) in (("ready", "reconnecting"), ("ready", "preparing")):
+            self._say("stderr", clean(str(event)) + "\n")
+
+    def _moved(self, event: Moved) -> None:
+        """Now and then a sign of life."""
+        now = self._clock()
+        if now - self._shown.setdefault((event.host, None), now) >= _SPARSE:
+            self._shown[event.host, None] = now
+            self._say("stderr", clean(str(event)) + "\n")
+
+    def _write(self, lines: list[Line]) -> None:
+        for stream, group in itertools.groupby(lines, key=lambda line: line[0]):
+            put(self._files[stream] or getattr(sys, stream), "".join(text for _, text in group))
+
+
+class Screen(View):
+    """A terminal: a coloured prefix for each host; below, what is under way, redrawn in place."""
+
+    def __init__(self, file: TextIO, clock: Callable[[], float], patience: float = PATIENCE) -> None:
+        super().__init__(clock, patience)
+        self._file = file
+        self._live = Live()
+        self._width = 0
+        self._colours: dict[str, str] = {}
+        self._details: dict[str, str] = {}
+        """Hosts that are on their way, and what they are doing."""
+        self._amounts: dict[str, tuple[int, int]] = {}
+        """How much each of them has got, of how much."""
+        self._ready: list[str] = []
+        self._since = 0.0
+
+    def _line(self, event: Output) -> str:
+        return f"{self._prefix(event)} {clean(event.text)}\n"
+
+    def _prefix(self, event: Output) -> str:
+        place = event.host if event.rank is None else f"{event.host}[{event.rank}]"
+        self._width = max(self._width, len(place))
+        mark = _DIM if event.stream == "stdout" else _RED
+        return f"{self._colour(event.host)}{place:<{self._width}}{RESET} {mark}│{RESET}"
+
+    def _colour(self, host: str) -> str:
+        return self._colours.setdefault(host, _COLOURS[len(self._colours) % len(_COLOURS)])
+
+    def _bar(self, event: Output) -> None:
+        self._waiting += 1
+
+    def _state(self, event: HostState, before: State | None) -> None:
+        self._colour(event.host)
+        if event.state in ("connecting", "preparing", "reconnecting"):
+            if event.host != "local":
+                if not self._details:
+                    self._since, self._ready = self._clock(), []
+                self._details[event.host] = clean(f"{event.host} {event.detail or event.state}", colour=False)
+        elif event.state in ("failed", "lost"):
+            self._details.pop(event.host, None)
+            self._say("stderr", f"{_RED}✗{RESET} {clean(str(event))}\n")
+        elif event.state == "ready" and self._details.pop(event.host, ""):
+            self._ready.append(event.host)
+        self._waiting += 1
+        if self._ready and not self._details:
+            self._summary()
+
+    def _moved(self, event: Moved) -> None:
+        if event.host in self._details:
+            self._details[event.host] = clean(str(event), colour=False).replace(": ", " ", 1)
+            self._amounts[event.host] = (event.done, event.total)
+            self._waiting += 1
+
+    def _total(self) -> list[str]:
+        """A line for all of them, where there is more than one."""
+        if len(self._amounts) < 2 or not self._details:
+            return []
+        done, total = (sum(amounts) for amounts in zip(*self._amounts.values(), strict=True))
+        ready, all_ = len(self._ready), len(self._ready) + len(self._details)
+        return [f"  {ready} of {all_} ready, {done / 1e6:.0f} of {total / 1e6:.0f} MB"]
+
+    def _summary(self) -> None:
+        """All that were on their way have arrived, or failed: then the error says more."""
+        ready, self._ready, self._amounts = self._ready, [], {}
+        if "failed" not in self._states.values():
+            who = ready[0] if len(ready) == 1 else f"{len(ready)} hosts"
+            self._say("stderr", f"{_GREEN}✓{RESET} {who} ready in {self._clock() - self._since:.1f} s\n")
+
+    def flush(self) -> None:
+        if not self._details or echoes():  # a host that is on its way may be asking for a password
+            super().flush()
+
+    def _write(self, lines: list[Line]) -> None:
+        with self._lock:
+            spinner = _SPINNER[int(self._clock() / _TICK) % len(_SPINNER)]
+            live = [f"{spinner} {detail}" for detail in self._details.values()] + self._total()
+            bars = sorted(self._bars.values(), key=lambda bar: bar.rank or 0)
+            live += [f"{self._prefix(bar)} {clean(bar.text, colour=False)}" for bar in bars]
+        put(self._file, self._live.frame("".join(text for _, text in lines), live))
+
+    def close(self) -> None:
+        with self._lock:
+            self._details.clear()
+        super().close()
+
+    def _pace(self) -> float:
+        return _TICK if self._details or self._bars else super()._pace()
+
+    def _restless(self) -> float | None:
+        return _TICK if self._details else None
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:
+    """Prints a table to stdout; the columns that `right` names are aligned to the right."""
+    cells = [[clean(cell, colour=False) for cell in row] for row in rows]
+    if not is_rich(sys.stdout):
+        put(sys.stdout, _aligned(head, cells, right))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in head:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in cells:
+        made.add_row(*map(Text, row))
+    Console(file=sys.stdout).print(made)
+
+
+def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]) -> str:
+    columns = []
+    for name, *cells in zip(head, *rows, strict=True):
+        width = max(map(len, (name, *cells)))
+        columns.append([cell.rjust(width) if name in right else cell.ljust(width) for cell in (name, *cells)])
+    return "".join("  ".join(row).rstrip() + "\n" for row in zip(*columns, strict=True))
+
+
+def columns(values: Sequence[float], *, most: int = 60) -> str:
+    """Numbers as a small plot in one line: the lowest is the lowest, the highest the highest.
+
+    >>> columns([0, 1, 2, 3, 4, 5, 6, 7])
+    '▁▂▃▄▅▆▇█'
+    """
+    if len(values) > most:  # each column the mean of its share
+        step = len(values) / most
+        shares = [values[int(at * step) : max(int(at * step) + 1, int((at + 1) * step))] for at in range(most)]
+        values = [sum(share) / len(share) for share in shares]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    span = high - low or 1.0
+    return "".join(_COLUMNS[round((value - low) / span * (len(_COLUMNS) - 1))] for value in values)

@@ -1,0 +1,222 @@
+"""A view: gathers text as events come, and writes it in batches.
+
+Nothing is rendered line by line. A view writes on a thread of its own. When a call ends or a host's state changes, the
+thread that emits the event waits until all text is written, so that what the program prints next comes after. That
+thread may be the one that reads a host's stream and sends heartbeats, so it waits for a limited time. An output that
+takes longer (a pipe that is not read, a terminal that is paused) is behind: until it has caught up no thread waits for
+it, text is kept up to `_MOST`, and beyond that the oldest lines are dropped and a line says how many.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from skyfab.ui.events import CallEnded, Event, FilesWritten, HostState, Moved, Notice, Output, Stalled, State
+from skyfab.ui.terminal import clean_lines
+
+Line = tuple[str, str]
+"""The stream it goes to, and its text with its end."""
+
+_PACE: Final = 0.025
+PATIENCE: Final = 2.0
+"""Seconds that the emitting thread waits for the output at most."""
+_MOST: Final = 16 * 1024 * 1024
+"""Characters that may wait for a slow output. Beyond that the emitting thread waits for it."""
+_PIECE: Final = 256 * 1024
+"""Characters that are written at a time."""
+_OVERHEAD: Final = 100
+"""What a line takes in memory besides its characters."""
+
+
+class View(ABC):
+    """What a person sees of a pool. A subscriber of its events; thread-safe."""
+
+    def __init__(self, clock: Callable[[], float], patience: float = PATIENCE) -> None:
+        self._clock = clock
+        self._patience = min(patience, PATIENCE)
+        self._states: dict[str, State] = {}
+        """The last state of each host, in the order of their first."""
+        self._bars: dict[tuple[str, int | None, str], Output] = {}
+        """Lines that asked to be overwritten, and were not yet: one for each rank and stream."""
+        self._lines: deque[Line] = deque()
+        self._waiting = 0
+        self._dropped = 0
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._urgent = threading.Event()
+        self._over = threading.Event()
+        self._deaf = False
+        self._progress = threading.Condition()
+        self._asked = self._written = 0
+        """How often a thread has asked for all text to be written, and up to which of these it is."""
+        self._behind = False
+
+    # ---- what comes in, all with the lock held
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            self._take(event)
+            waiting = self._waiting
+        if waiting and isinstance(event, (CallEnded, HostState)):
+            self._finish()
+        elif waiting > _MOST:
+            self._make_room()
+        elif waiting and not self._wake.is_set():
+            self._soon()
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Output):
+            if event.end == "\r":
+                self._bars[event.host, event.rank, event.stream] = event
+                self._bar(event)
+            else:
+                self._output(event)
+        elif isinstance(event, HostState):
+            before = self._states.get(event.host)
+            self._states[event.host] = event.state
+            self._state(event, before)
+        elif isinstance(event, Moved):
+            self._moved(event)
+        elif isinstance(event, CallEnded):
+            self._settle(event.host)
+        elif isinstance(event, (Notice, Stalled, FilesWritten)):
+            self._say("stderr", f"{clean_lines(str(event))}\n")
+
+    def _output(self, event: Output) -> None:
+        bar = self._bars.pop((event.host, event.rank, event.stream), None) if self._bars else None
+        # An empty line after a bar only ends it; any other line takes the bar's place.
+        self._say(event.stream, self._line(event if bar is None or event.text else bar))
+
+    def _settle(self, host: str | None = None) -> None:
+        """Nobody on this host, or anywhere, will finish their bars: they stay as they are."""
+        for key, bar in list(self._bars.items()):
+            if host in (None, bar.host):
+                del self._bars[key]
+                self._say(bar.stream, self._line(bar))
+
+    def _say(self, stream: str, line: str) -> None:
+        self._lines.append((stream, line))
+        self._waiting += len(line) + _OVERHEAD
+        while self._behind and self._waiting > _MOST and self._lines:
+            self._waiting -= len(self._lines.popleft()[1]) + _OVERHEAD
+            self._dropped += 1
+
+    @abstractmethod
+    def _line(self, event: Output) -> str:
+        """How a rank's line reads."""
+
+    @abstractmethod
+    def _bar(self, event: Output) -> None:
+        """A rank's bar moved."""
+
+    @abstractmethod
+    def _state(self, event: HostState, before: State | None) -> None:
+        """A host's state changed."""
+
+    @abstractmethod
+    def _moved(self, event: Moved) -> None:
+        """Bytes are on their way to a host."""
+
+    # ---- what goes out
+
+    def flush(self) -> None:
+        """Writes everything so far."""
+        with self._writing:
+            left = len(self._lines)
+            while True:
+                with self._lock:
+                    before = len(self._lines)
+                    lines = self._piece(left)
+                    left -= before - len(self._lines)
+                if not self._deaf:
+                    try:
+                        self._write(lines)
+                    except (OSError, ValueError):  # the other end is closed: `| head`, or a file that was closed
+                        self._deaf = True
+                with self._progress:
+                    self._behind = self._behind and left > 0
+                    self._progress.notify_all()
+                if left <= 0 or not before:
+                    return
+
+    def _piece(self, most: int) -> list[Line]:
+        """The next lines; the first says how many before them were dropped."""
+        lines: list[Line] = []
+        if self._dropped:
+            lines.append(("stderr", f"skyfab: {self._dropped} lines dropped: the output was not read\n"))
+            self._dropped = 0
+        size = 0
+        for _ in range(min(most, len(self._lines))):
+            lines.append(self._lines.popleft())
+            size += len(lines[-1][1])
+            self._waiting -= len(lines[-1][1]) + _OVERHEAD
+            if size >= _PIECE:
+                break
+        if not self._lines:
+            self._waiting = 0
+        return lines
+
+    def _finish(self) -> None:
+        """Waits until everything so far is written."""
+        with self._progress:
+            self._asked += 1
+            ticket = self._asked
+        self._wait(lambda: self._written >= ticket)
+
+    def _make_room(self) -> None:
+        """Waits until no more than `_MOST` is waiting."""
+        self._wait(lambda: self._waiting <= _MOST)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        self._urgent.set()
+        self._soon()
+        with self._progress:
+            if not self._behind:
+                self._behind = not self._progress.wait_for(lambda: done() or self._over.is_set(), self._patience)
+
+    @abstractmethod
+    def _write(self, lines: list[Line]) -> None: ...
+
+    def close(self) -> None:
+        """Writes what is left, and nothing afterwards."""
+        self._over.set()
+        self._wake.set()
+        self._urgent.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock:
+            self._settle()
+        self.flush()
+
+    def _soon(self) -> None:
+        self._wake.set()
+        with self._lock:
+            if self._thread is None and not self._over.is_set():
+                self._thread = threading.Thread(target=self._run, name="skyfab-ui", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._wake.wait(self._restless())
+            self._wake.clear()
+            self._urgent.wait(self._pace())
+            self._urgent.clear()
+            asked = self._asked
+            self.flush()
+            with self._progress:
+                self._written = asked
+                self._progress.notify_all()
+
+    def _pace(self) -> float:
+        """Seconds in which text gathers before it is written."""
+        return _PACE
+
+    def _restless(self) -> float | None:
+        """Seconds after which it changes by itself; None: it does not."""
+        return None

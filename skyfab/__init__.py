@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from skyfab.context import silent as silent
     from skyfab.context import stderr as stderr
     from skyfab.context import stdout as stdout
-    from skyfab.detached.run import runs as runs
     from skyfab.detached.run import Run as Run
     from skyfab.detached.run import attach as attach
+    from skyfab.detached.run import runs as runs
     from skyfab.errors import AuthenticationRefused as AuthenticationRefused
     from skyfab.errors import BroadcastError as BroadcastError
     from skyfab.errors import CallCancelled as CallCancelled
@@ -47,10 +47,9 @@ if TYPE_CHECKING:
     from skyfab.errors import HostUnfit as HostUnfit
     from skyfab.errors import InventoryError as InventoryError
     from skyfab.errors import NotPicklable as NotPicklable
-    from skyfab.errors import PeersApart as PeersApart
+    from skyfab.errors import PeersUnreachable as PeersUnreachable
     from skyfab.errors import PoolError as PoolError
     from skyfab.errors import ProtocolError as ProtocolError
-    from skyfab.errors import RankDied as RankDied
     from skyfab.errors import RemoteError as RemoteError
     from skyfab.errors import RemoteTraceback as RemoteTraceback
     from skyfab.errors import SkyfabError as SkyfabError
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from skyfab.errors import Unreachable as Unreachable
     from skyfab.errors import UntrustedResult as UntrustedResult
     from skyfab.errors import UsageError as UsageError
+    from skyfab.errors import WorkerDied as WorkerDied
     from skyfab.inventory.host import Host as Host
     from skyfab.inventory.inventory import Inventory as Inventory
     from skyfab.pool.compute import Compute as Compute
@@ -78,10 +78,10 @@ _HOMES = {
         "HostUnfit",
         "InventoryError",
         "NotPicklable",
-        "PeersApart",
+        "PeersUnreachable",
         "PoolError",
         "ProtocolError",
-        "RankDied",
+        "WorkerDied",
         "RemoteError",
         "RemoteTraceback",
         "SkyfabError",

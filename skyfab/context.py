@@ -107,16 +107,16 @@ STACKS = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 7) + 7
 """The signal on which a rank writes its stacks."""
 
 
-def offer_stacks(seat: str, rank: int) -> None:
+def offer_stacks(worker: str, rank: int) -> None:
     """Whoever may send us a signal finds out where we are, whatever we are stuck in: see `skyfab.pool.stacks`."""
     import faulthandler
 
     folder = os.path.join(_folder, "../stacks")  # noqa: PTH118  # no time for pathlib on a cold host
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)  # noqa: PTH103
-        file = os.open(f"{folder}/{seat}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        file = os.open(f"{folder}/{worker}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         faulthandler.register(STACKS, file, all_threads=True)
-        os.write(file, f"{os.getpid()} {STACKS} {rank} {seat}\n".encode())  # last: who finds it may send the signal
+        os.write(file, f"{os.getpid()} {STACKS} {rank} {worker}\n".encode())  # last: who finds it may send the signal
     except (OSError, ValueError):
         pass  # a full disk is no reason not to work
 

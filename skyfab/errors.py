@@ -11,13 +11,13 @@
     │   ├── AuthenticationRefused            every key, agent and password was turned down
     │   ├── HostKeyRefused                   the host's key is unknown, or not the one on record
     │   ├── HostUnfit                        reached, but it cannot run us: no Python, a full disk
-    │   ├── PeersApart                       reached from here, but not from another host of the pool
+    │   ├── PeersUnreachable                       reached from here, but not from another host of the pool
     │   └── HostLost (ConnectionError)       it was there and is no more
     ├── PoolError (ExceptionGroup)           several hosts failed: all of them, at once
     ├── ProtocolError                        bytes that are not what the two sides agreed on
     ├── NotPicklable (TypeError)             an argument or a result cannot travel
     ├── CallError                            a call that ended without result or exception of its own
-    │   ├── RankDied                         its process ended: exit code or signal
+    │   ├── WorkerDied                         its process ended: exit code or signal
     │   ├── RemoteError                      its exception could not travel; type and text did
     │   ├── UntrustedResult                  it returned more than the plain data that results="data" takes
     │   ├── CallTimeout (TimeoutError)
@@ -146,7 +146,7 @@ class HostUnfit(HostError):
     """The host was reached but cannot run skyfab: no Python, no room, another version."""
 
 
-class PeersApart(HostError):
+class PeersUnreachable(HostError):
     """Two hosts of a pool cannot talk to each other, as ranks must."""
 
 
@@ -168,7 +168,7 @@ class CallError(SkyfabError):
     """A call ended without a result and without an exception of its own."""
 
 
-class RankDied(CallError):
+class WorkerDied(CallError):
     """The process that ran the call is gone."""
 
     def __init__(self, message: str, *, exitcode: int | None = None, **place: Any) -> None:

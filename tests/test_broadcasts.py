@@ -16,9 +16,8 @@ from stage.spot import Spot, until
 from stage.threads import at_once
 
 import skyfab as sky
-from skyfab.calls.pack import FunctionParcel
-from skyfab.pool.gang import Broadcast, GangCall
-from skyfab.pool.gangs import BroadcastQueue
+from skyfab.calls.pack import PackedFunction
+from skyfab.pool.broadcast import Broadcast, BroadcastQueue, GangCall
 from skyfab.protocol import codec
 
 OpenPool = Callable[..., sky.Compute]
@@ -199,7 +198,7 @@ def test_a_broadcast_that_is_stopped_and_returns_leaves_the_next_one_alone(open_
 
 def test_a_broadcast_that_comes_while_the_pool_closes_does_not_hang_nor_hold_up_later_ones() -> None:
     queue, begun = BroadcastQueue(), list[GangCall]()
-    function = FunctionParcel("digest", codec.Payload(b""))
+    function = PackedFunction("digest", codec.Payload(b""))
     broadcast = Broadcast(function=function, arguments=codec.Payload(b""), label="f")
     running = queue.add(broadcast, begun.append)
     waiting = queue.add(broadcast, begun.append)

@@ -118,7 +118,7 @@ import json
 import skyfab.agent.link, skyfab.agent.agent, skyfab.agent.worker
 from skyfab.protocol import codec, messages
 import skyfab as sky
-call = messages.decode(messages.Call(seat="0", function="f", parts=[3]).encode())
+call = messages.decode(messages.Call(worker="0", function="f", parts=[3]).encode())
 three = codec.loads(codec.dumps(lambda n=3: n).data)()
 error = codec.loads(codec.dumps(sky.HostLost("gone", host="node1")).data)
 image = sky.Image(pip=["numpy"])
@@ -176,7 +176,7 @@ def make(n):
     return lambda x: x + n
 
 there = lambda value: codec.loads(codec.dumps(value).data)
-error = there(sky.RankDied("gone", exitcode=-9, host="node1", rank=2))
+error = there(sky.WorkerDied("gone", exitcode=-9, host="node1", rank=2))
 print(json.dumps([there(make(2))(40), str(error), error.exitcode]))
 """
     assert run(bare, unpacked, code) == [42, "node1[2]: gone", -9]

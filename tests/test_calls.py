@@ -429,7 +429,7 @@ def test_the_calls_behind_one_that_is_ended_run_all_the_same(
     elif end == "death":
         os.kill(int(pid), signal.SIGKILL)
     assert [future.result(30) for future in behind] == [n + 10 for n in range(50)]
-    expected = {"cancel": CancelledError, "timeout": sky.CallTimeout, "death": sky.RankDied}[end]
+    expected = {"cancel": CancelledError, "timeout": sky.CallTimeout, "death": sky.WorkerDied}[end]
     with pytest.raises(expected):
         running.result(30)
 
@@ -1020,7 +1020,7 @@ def test_defaults_keywords_and_stars_are_passed_on(pool: sky.Compute) -> None:
         return a, b, args, c, d, rest
 
     assert everything(1, c=3) >> pool == (1, 2, (), 3, (4,), {})
-    assert everything(1, 5, 6, 7, c=8, d=9, self=10, seat=11, timeout=12) >> pool == (
+    assert everything(1, 5, 6, 7, c=8, d=9, self=10, worker=11, timeout=12) >> pool == (
         1,
         5,
         (6, 7),

@@ -31,11 +31,11 @@ from skyfab.errors import (
     BroadcastError,
     HostLost,
     PoolError,
-    RankDied,
     RemoteTraceback,
     SkyfabError,
     Unreachable,
     UsageError,
+    WorkerDied,
 )
 from skyfab.inventory.host import Host
 from skyfab.lab import Lab
@@ -391,7 +391,7 @@ def test_ranks_that_failed_alike_are_folded() -> None:
 
 def test_a_broadcast_has_the_hint_and_code_of_its_first_failure() -> None:
     lost = HostLost("no word", host="node2", hint="is it up?")
-    error = BroadcastError("f failed on 2 of 2 ranks", [lost, RankDied("f: cancelled", host="node1", rank=0)])
+    error = BroadcastError("f failed on 2 of 2 ranks", [lost, WorkerDied("f: cancelled", host="node1", rank=0)])
     assert report.exit_code(error) == 3
     lines = report.text(error).splitlines()
     assert lines[1:] == ["  node2: no word", "  node1[0]: f: cancelled", "hint: is it up?"]
@@ -403,7 +403,7 @@ def test_a_broadcast_has_the_hint_and_code_of_its_first_failure() -> None:
         (UsageError("x"), 2),
         (Unreachable("x", host="a"), 3),
         (PoolError("2 of 2 hosts failed", [Unreachable("x", host="a"), Unreachable("y", host="b")]), 3),
-        (RankDied("x"), 1),
+        (WorkerDied("x"), 1),
     ],
 )
 def test_exit_codes(error: SkyfabError, code: int) -> None:

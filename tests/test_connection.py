@@ -15,10 +15,11 @@ import skyfab as sky
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.frames import BYE, HEADER, HELLO, PING, PONG, frame
 from skyfab.session import reconnect
-from skyfab.session.connection import Connection, State
+from skyfab.session.connection import Connection
 from skyfab.session.lines import Lines
 from skyfab.session.reader import SharedReader
 from skyfab.session.reconnect import Reconnector
+from skyfab.session.state import State
 from skyfab.session.timing import Timing
 
 HOST = sky.Host(name="node1", address="192.0.2.1")
@@ -143,19 +144,19 @@ class Listener:
         self.told: list[str] = []
         self.others = False
 
-    def wrote(self, seat: str, lines: Lines) -> None: ...
-    def exited(self, seat: str, generation: int) -> None: ...
+    def on_output(self, worker: str, lines: Lines) -> None: ...
+    def on_exit(self, worker: str, generation: int) -> None: ...
 
-    def lost(self, error: Exception) -> None:
+    def on_lost(self, error: Exception) -> None:
         self.told.append(f"lost: {error}")
 
-    def apart(self, reason: str) -> None:
+    def on_disconnect(self, reason: str) -> None:
         self.told.append(f"apart: {reason}")
 
-    def together(self, seconds: float) -> None:
+    def on_reconnect(self, seconds: float) -> None:
         self.told.append(f"together after {seconds:.0f}")
 
-    def others_answer(self) -> bool:
+    def others_respond(self) -> bool:
         return self.others
 
 

@@ -126,4 +126,4 @@ def test_a_rank_that_is_killed_ends_the_gang(lab: Lab, hosts_of: Hosts) -> None:
     with sky.Compute(hosts_of("openssh", 2), plugins=[sky.plugins.torch()], ui="none") as pool:
         with pytest.raises(sky.BroadcastError) as raised:
             sky.function(wait)() @ pool
-        assert any(isinstance(error, sky.RankDied) for error in raised.value.exceptions)
+        assert any(isinstance(error, sky.WorkerDied) for error in raised.value.exceptions)

@@ -175,7 +175,7 @@ def test_whoever_follows_survives_connections_that_break(
     assert {error.host for error in troubles} == {host.name for host in hosts}
 
 
-@pytest.mark.parametrize(("how", "kind"), [("raise", ValueError), ("die", sky.RankDied)])
+@pytest.mark.parametrize(("how", "kind"), [("raise", ValueError), ("die", sky.WorkerDied)])
 def test_a_rank_that_fails_ends_the_run(hosts: list[sky.Host], how: str, kind: type[Exception]) -> None:
     """With the others of its host, which would wait for it for ever; the first failure is what is raised."""
     with sky.Compute(hosts[:1], ranks=3, ui="none") as pool:

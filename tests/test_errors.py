@@ -368,7 +368,7 @@ def test_a_result_too_deep_to_pickle_is_an_error(pool: sky.Compute) -> None:
             found = [found]
         return found
 
-    with pytest.raises((sky.NotPicklable, sky.RankDied)):  # undoing it may overflow the stack
+    with pytest.raises((sky.NotPicklable, sky.WorkerDied)):  # undoing it may overflow the stack
         deep() >> pool
 
 
@@ -401,7 +401,7 @@ def test_the_end_of_the_process_is_a_typed_error_with_its_exit_code(pool: sky.Co
     def ends() -> None:
         die()
 
-    with pytest.raises(sky.RankDied) as caught:
+    with pytest.raises(sky.WorkerDied) as caught:
         ends() >> pool
     assert caught.value.exitcode == code
     assert said in str(caught.value)
@@ -410,7 +410,7 @@ def test_the_end_of_the_process_is_a_typed_error_with_its_exit_code(pool: sky.Co
 
 
 def test_where_a_segfault_happened_is_shown(pool: sky.Compute, events: list[Event]) -> None:
-    with pytest.raises(sky.RankDied) as caught:
+    with pytest.raises(sky.WorkerDied) as caught:
         sky.function(segfault)() >> pool
     assert "faulthandler" in caught.value.hint
     shown = [event.text for event in events if isinstance(event, Output)]
@@ -425,7 +425,7 @@ def test_the_last_words_of_a_process_are_not_lost(pool: sky.Compute, events: lis
         os.write(2, b"unfinished")
         os._exit(1)
 
-    with pytest.raises(sky.RankDied):
+    with pytest.raises(sky.WorkerDied):
         last_words() >> pool
     shown = {event.text for event in events if isinstance(event, Output)}
     assert shown == {"first line", "unfinished"}
@@ -443,7 +443,7 @@ def test_what_a_dead_process_has_started_goes_with_it(
         os._exit(1)
 
     note = spot / "pid"
-    with pytest.raises(sky.RankDied):
+    with pytest.raises(sky.WorkerDied):
         orphan() >> pool
     ((machine, pid),) = spot.wait("pid").items()
     until(lambda: not runs_on(machine, int(pid)), "the end of the orphan")
@@ -481,7 +481,7 @@ def test_a_kill_for_lack_of_memory_says_so(open_pool: Callable[..., sky.Compute]
         ((_, pid),) = spot.wait("pid").items()
         (group / "cgroup.procs").write_text(pid)
         spot.leave("go")
-        with pytest.raises(sky.RankDied) as caught:
+        with pytest.raises(sky.WorkerDied) as caught:
             future.result(60)
         assert caught.value.exitcode == -signal.SIGKILL
         assert "out of memory" in str(caught.value)
@@ -541,7 +541,7 @@ def test_the_first_failure_comes_first(pool: sky.Compute, spot: Spot) -> None:
     future = pool.submit(both(), on="all")
     spot.wait("ready")
     assert failed.wait(30)
-    until(lambda: not pool.hosts[1].session.connection.inbox.exchanges, "its failure to arrive")
+    until(lambda: not pool.hosts[1].session.connection.replies.pending, "its failure to arrive")
     spot.leave("go")
     error = future.exception(30)
     unsubscribe()
@@ -569,7 +569,7 @@ def test_ranks_that_wait_for_a_failed_one_are_stopped(
     with pytest.raises(sky.BroadcastError) as caught:
         wait_in_vain() @ pool
     first, second = caught.value.exceptions
-    assert isinstance(first, sky.RankDied if how == "die" else ValueError)
+    assert isinstance(first, sky.WorkerDied if how == "die" else ValueError)
     assert isinstance(second, sky.CallCancelled)
     assert (second.rank, second.host) == (0, pool.hosts[0].name)
     ((machine, pid),) = spot.notes("rank0").items()
@@ -587,7 +587,7 @@ def test_a_rank_that_dies_is_named(pool: sky.Compute) -> None:
     with pytest.raises(sky.BroadcastError) as caught:
         die_on_one() @ pool
     (error,) = caught.value.exceptions
-    assert isinstance(error, sky.RankDied)
+    assert isinstance(error, sky.WorkerDied)
     assert (error.exitcode, error.rank, error.host) == (3, 1, pool.hosts[1].name)
     assert f"{pool.hosts[1].name}[1]" in str(error)
 
@@ -618,13 +618,13 @@ def test_a_broadcast_error_is_picked_apart_by_except_star(pool: sky.Compute) -> 
 
 def test_errors_survive_being_pickled() -> None:
     """They cross process boundaries: test runners, multiprocessing, a call within a call."""
-    died = sky.RankDied("gone", exitcode=-9, host="node1", rank=3, hint="try less")
+    died = sky.WorkerDied("gone", exitcode=-9, host="node1", rank=3, hint="try less")
     found = pickle.loads(pickle.dumps(died))
-    assert (type(found), str(found), found.exitcode) == (sky.RankDied, str(died), -9)
+    assert (type(found), str(found), found.exitcode) == (sky.WorkerDied, str(died), -9)
     assert str(died) == "node1[3]: gone\nhint: try less"
     group = sky.BroadcastError("2 of 2", [ValueError(1), died], [ValueError(1), died])
     found = pickle.loads(pickle.dumps(group))
-    assert [type(e) for e in found.exceptions] == [ValueError, sky.RankDied]
+    assert [type(e) for e in found.exceptions] == [ValueError, sky.WorkerDied]
     assert len(found.results) == 2
     pool = pickle.loads(pickle.dumps(sky.PoolError("all", [sky.Unreachable("x", host="a")])))
     assert pool.exceptions[0].host == "a"
@@ -636,4 +636,4 @@ def test_exit_codes_are_those_of_the_command_line() -> None:
     assert sky.Unreachable("x").exit_code == 3
     assert sky.HostLost("x").exit_code == 3
     assert sky.PoolError("x", [sky.Unreachable("x")]).exit_code == 3
-    assert sky.RankDied("x").exit_code == 1
+    assert sky.WorkerDied("x").exit_code == 1

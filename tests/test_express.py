@@ -123,7 +123,7 @@ def test_a_host_that_is_cut_off_is_lost_and_the_others_go_on(
     """First in this file: it shortens the patience of every pool, and no other is open yet."""
     monkeypatch.setattr(timing, "HEARTBEAT", 0.2)
     monkeypatch.setattr(timing, "SUSPECT_AFTER", 0.7)
-    pool = open_pool("openssh", count=2, lease=20, silence=1.5)
+    pool = open_pool("openssh", count=2, lease=20, heartbeat_timeout=1.5)
     first = namespaces.hosts[0]
     waiting = begin(lambda: stay(spot / "pid") >> pool)
     assert set(spot.wait("pid")) == {first.name}
@@ -217,8 +217,8 @@ def test_nothing_is_kept_of_thousands_of_calls(one: sky.Compute) -> None:
         assert identity(n) >> one == n
         assert len(talk.connection._mux._unacked) <= 2 * ACK_FRAMES
     assert talk.connection._mux._owed_frames < ACK_FRAMES
-    assert talk.connection.inbox.exchanges == {}
-    assert talk.connection._mux._bulk._streams == {}
+    assert talk.connection.replies.pending == {}
+    assert talk.connection._mux._send_queue._streams == {}
 
 
 def test_more_functions_than_a_host_remembers(one: sky.Compute) -> None:
@@ -251,7 +251,7 @@ def test_a_call_given_ahead_moves_to_the_slot_that_an_express_call_has_left(
 
     short_ones()
     first = wait_at(spot / "one") > pool
-    express = begin(lambda: wait_at(spot / "two") >> pool)
+    fastpath = begin(lambda: wait_at(spot / "two") >> pool)
     until(lambda: all(slot.tasks for slot in pool._queue._slots), "both slots taken")
     spot.leave("one")
     first.result(60)
@@ -259,7 +259,7 @@ def test_a_call_given_ahead_moves_to_the_slot_that_an_express_call_has_left(
     long = wait_at(spot / "three") > pool
     behind = identity(7) > pool
     spot.leave("two")
-    express.result(60)
+    fastpath.result(60)
     try:
         assert behind.result(3) == 7
     finally:
@@ -361,7 +361,7 @@ def test_ctrl_c_in_the_middle_of_a_read_leaves_nobody_waiting(
     pool = open_pool("openssh", host={"slots": 2}, lease=2)
     assert identity(1) >> pool == 1
     other = wait_at(spot / "never") > pool
-    stream = pool.hosts[0].session.connection._stream
+    stream = pool.hosts[0].session.connection.stream
     assert stream is not None
     receive: Callable[[memoryview], int | None] = stream.recv_into
     main = threading.get_ident()
@@ -423,7 +423,7 @@ def test_a_process_that_ends_between_two_calls_is_replaced(
         pid = end_later(how) >> one
         spot.leave(how.name)
         node = one.hosts[0]
-        until(lambda: "solo.0" not in node._seats, "the news of its end")  # noqa: B023
+        until(lambda: "solo.0" not in node._workers, "the news of its end")  # noqa: B023
         assert not runs_on(node.name, pid)
         found = [process() >> one for _ in range(3)]
         assert pid not in found
@@ -439,7 +439,7 @@ def test_a_process_that_dies_again_and_again_during_calls(one: sky.Compute) -> N
 
     for n in range(30):
         if n % 3 == 2:
-            with pytest.raises(sky.RankDied) as caught:
+            with pytest.raises(sky.WorkerDied) as caught:
                 die(n) >> one
             assert caught.value.exitcode == n
         else:
@@ -562,7 +562,7 @@ def test_failures_of_every_kind_each_time_anew(one: sky.Compute) -> None:
         with pytest.raises(KeyError, match="mine") as raised:
             fail("raise") >> one
         assert "in fail" in str(raised.value.__cause__)
-        with pytest.raises(sky.RankDied) as exited:
+        with pytest.raises(sky.WorkerDied) as exited:
             fail("exit") >> one
         assert exited.value.exitcode == 3
         with pytest.raises(sky.NotPicklable, match="lock"):

@@ -17,9 +17,10 @@ from stage.projects import inventory, skyfab
 import skyfab as sky
 from skyfab.agent import files
 from skyfab.detached.run import attach
+from skyfab.detached.written import Written, parse, to_fetch
 from skyfab.errors import ProtocolError
 from skyfab.lab import Lab
-from skyfab.pool.workdir import Workdir, Workdirs, Written, parse, project, to_fetch
+from skyfab.pool.workdir import Workdir, Workdirs, project
 from skyfab.ui.events import Event, FilesWritten
 
 SAVES = """

@@ -1,4 +1,4 @@
-"""Gangs: all ranks of all hosts, ready to meet before a function's first line; and what happens when one fails."""
+"""GangCache: all ranks of all hosts, ready to meet before a function's first line; and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_hosts_that_cannot_reach_each_other_are_told_before_a_plugin_waits(
     pool = open_pool("openssh", count=2, plugins=[Connected()])
     second.block(first)
     try:
-        with pytest.raises(sky.PeersApart, match=f"it cannot connect to node1 at {first.address}") as raised:
+        with pytest.raises(sky.PeersUnreachable, match=f"it cannot connect to node1 at {first.address}") as raised:
             environment() @ pool
     finally:
         second.unblock(first)

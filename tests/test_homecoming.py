@@ -11,7 +11,7 @@ from stage.spot import until
 
 import skyfab as sky
 from skyfab.pool import recovery
-from skyfab.pool.recovery import Homecoming
+from skyfab.pool.recovery import Recovery
 from skyfab.ui.events import Events
 
 GONE = sky.HostLost("gone", host="node1")
@@ -38,7 +38,7 @@ class FakeNode:
         self.session = FakeSession()
         self.made: list[FakeSession] = []
 
-    def begin_anew(self, session: FakeSession) -> None:
+    def reset(self, session: FakeSession) -> None:
         self.session = session
 
 
@@ -53,19 +53,19 @@ def node() -> FakeNode:
     return FakeNode()
 
 
-Begin = Callable[[Any], Homecoming]
+Begin = Callable[[Any], Recovery]
 
 
 @pytest.fixture
 def begin(node: FakeNode) -> Iterator[Begin]:
-    made: list[Homecoming] = []
+    made: list[Recovery] = []
 
     def session_for(_: Any) -> Any:
         node.made.append(FakeSession())
         return node.made[-1]
 
-    def start(welcome: Any) -> Homecoming:
-        made.append(Homecoming(session_for, welcome, Events()))
+    def start(on_recovered: Any) -> Recovery:
+        made.append(Recovery(session_for, on_recovered, Events()))
         return made[-1]
 
     yield start
@@ -77,14 +77,14 @@ def test_a_host_that_is_lost_again_while_it_is_taken_back_is_waited_for_once(nod
     """A second thread used to close the session of the first, and with it the calls of a healthy host."""
     welcomes: list[int] = []
 
-    def welcome(_: Any, accept: Callable[[], None]) -> None:
+    def on_recovered(_: Any, accept: Callable[[], None]) -> None:
         welcomes.append(1)
         if len(welcomes) == 1:
             node.session.has_ended = True
             home.expect(node, sky.HostLost("again", host="node1"))  # type: ignore[arg-type]
         accept()
 
-    home = begin(welcome)
+    home = begin(on_recovered)
     home.expect(node, GONE)  # type: ignore[arg-type]
     until(lambda: node.lost is None)
     assert len(welcomes) == 2
@@ -94,13 +94,13 @@ def test_a_host_that_is_lost_again_while_it_is_taken_back_is_waited_for_once(nod
 def test_a_loss_in_the_moment_of_the_return_is_not_forgotten(node: FakeNode, begin: Begin) -> None:
     accepted = threading.Event()
 
-    def welcome(_: Any, accept: Callable[[], None]) -> None:
+    def on_recovered(_: Any, accept: Callable[[], None]) -> None:
         if not accepted.is_set():
             accepted.set()
             node.session.has_ended = True  # and its listener has not been told yet
         accept()
 
-    home = begin(welcome)
+    home = begin(on_recovered)
     home.expect(node, GONE)  # type: ignore[arg-type]
     until(lambda: node.lost is None)
     assert len(node.made) == 2, "the session that ended was not taken for one that works"

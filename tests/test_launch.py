@@ -22,7 +22,7 @@ import skyfab as sky
 from skyfab.inventory.host import Host
 from skyfab.protocol import messages
 from skyfab.session import bootstrap as launch_module
-from skyfab.session.bootstrap import Launch, local_python, spelled
+from skyfab.session.bootstrap import Bootstrap, local_python, spelled
 from skyfab.session.bundle import bundle
 from skyfab.session.reader import SharedReader
 from skyfab.session.session import Session
@@ -179,7 +179,7 @@ def fake_interpreter(folder: Path) -> Path:
     return path
 
 
-def run(shell: Sequence[str], made: Launch, home: Path, **env: str) -> tuple[list[str], list[Any]]:
+def run(shell: Sequence[str], made: Bootstrap, home: Path, **env: str) -> tuple[list[str], list[Any]]:
     """What the shell prints before the interpreter speaks, and what that was given."""
     # fish takes names that are not ASCII apart where there is no locale at all.
     environ = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **env}
@@ -194,7 +194,7 @@ def test_the_command_runs_the_right_interpreter_with_the_right_words(shell: list
     """A home, a cache and an interpreter whose paths hold everything a shell could trip over."""
     python = fake_interpreter(hostile_home / "bin")
     host = Host(name="node", cache="~/my 'cache' $(x) ü")
-    made = Launch(host=host, session=SESSION, bundle=bundle(), python=str(python))
+    made = Bootstrap(host=host, session=SESSION, bundle=bundle(), python=str(python))
     before, (argv, umask, _) = run(shell, made, hostile_home)
     assert before == [f"=skyfab={SESSION}=bundle"]
     assert argv[:2] == ["-S", "-c"]
@@ -216,7 +216,7 @@ def test_a_bundle_that_is_there_is_started_at_once(shell: list[str], hostile_hom
     folder = hostile_home / "c a c h e" / "bundles" / bundle().digest
     folder.mkdir(parents=True)
     (folder / "__main__.py").touch()
-    made = Launch(host=host, session=SESSION, bundle=bundle(), python=str(python))
+    made = Bootstrap(host=host, session=SESSION, bundle=bundle(), python=str(python))
     before, (argv, _, _) = run(shell, made, hostile_home)
     assert before == [f"=skyfab={SESSION}=link"]
     assert argv == ["-S", str(folder), f"{hostile_home}/c a c h e", SESSION, "start"]
@@ -230,7 +230,7 @@ def test_a_bundle_of_another_user_is_not_started(tmp_path: Path) -> None:
     (folder / "__main__.py").touch()
     host = Host(name="node", cache=str(tmp_path / "cache"))
     python = fake_interpreter(tmp_path / "bin")
-    made = Launch(host=host, session=SESSION, bundle=bundle(), python=str(python))
+    made = Bootstrap(host=host, session=SESSION, bundle=bundle(), python=str(python))
     assert run(["/bin/sh"], made, tmp_path)[0] == [f"=skyfab={SESSION}=link"]
     os.chown(folder / "__main__.py", 65534, 65534)
     assert run(["/bin/sh"], made, tmp_path)[0] == [f"=skyfab={SESSION}=bundle"]
@@ -243,7 +243,7 @@ def test_the_cache_is_there_and_closed_to_others_before_it_is_looked_at(tmp_path
     look = tmp_path / "bin" / "ls"
     look.write_text(f'#!/bin/sh\nstat -c %a "{cache}" "{cache.parent}" >"{tmp_path}/modes"\nexec /bin/ls "$@"\n')
     look.chmod(0o700)
-    made = Launch(host=Host(name="node", cache=str(cache)), session=SESSION, bundle=bundle(), python="none")
+    made = Bootstrap(host=Host(name="node", cache=str(cache)), session=SESSION, bundle=bundle(), python="none")
     answer(made, PATH=f"{tmp_path}/bin:{os.environ['PATH']}", HOME=str(tmp_path))
     assert (tmp_path / "modes").read_text().split() == ["700", "700"]
 
@@ -256,19 +256,19 @@ def test_the_cache_is_there_and_closed_to_others_before_it_is_looked_at(tmp_path
 def test_the_cache_is_where_the_inventory_says(cache: str, place: str, tmp_path: Path) -> None:
     python = fake_interpreter(tmp_path / "bin")
     host = Host(name="node", cache=cache.format(home=tmp_path))
-    made = Launch(host=host, session=SESSION, bundle=bundle(), python=str(python))
+    made = Bootstrap(host=host, session=SESSION, bundle=bundle(), python=str(python))
     _, (argv, _, _) = run(["/bin/sh"], made, tmp_path)
     assert argv[3].rstrip("/") == place.format(home=tmp_path)
 
 
-def answer(made: Launch, **env: str) -> str:
+def answer(made: Bootstrap, **env: str) -> str:
     done = subprocess.run(["/bin/sh", "-c", made.command()], capture_output=True, env=env, stdin=subprocess.DEVNULL)
     return done.stdout.decode().strip().rpartition("=")[2]
 
 
 def test_an_interpreter_is_found_by_its_version(tmp_path: Path) -> None:
     """python3.11 first, then python3 and python if that is what they are."""
-    made = Launch(host=Host(name="node", cache=str(tmp_path)), session=SESSION, bundle=bundle(), python="3.11")
+    made = Bootstrap(host=Host(name="node", cache=str(tmp_path)), session=SESSION, bundle=bundle(), python="3.11")
     bin_ = tmp_path / "bin"
     bin_.mkdir()
     for name in ("python", "python3", "python3.11"):
@@ -280,7 +280,7 @@ def test_an_interpreter_is_found_by_its_version(tmp_path: Path) -> None:
 @pytest.mark.parametrize("python", ["3.11", "/no/such/python", "/etc/passwd", "/usr"])
 def test_a_host_without_that_python_says_so(python: str, tmp_path: Path) -> None:
     """None on the PATH, none at that path, a file that is no program, or the folder of a virtual environment."""
-    made = Launch(host=Host(name="node", cache=str(tmp_path)), session=SESSION, bundle=bundle(), python=python)
+    made = Bootstrap(host=Host(name="node", cache=str(tmp_path)), session=SESSION, bundle=bundle(), python=python)
     (tmp_path / "empty").mkdir()
     assert answer(made, PATH=str(tmp_path / "empty"), HOME=str(tmp_path)) == "nopython"
 
@@ -289,7 +289,7 @@ def test_a_version_is_one_word(tmp_path: Path) -> None:
     """What stands in `Image(python=…)` names an interpreter; it is not a list of programs to try."""
     (tmp_path / "evil").write_text("#!/bin/sh\necho =evil\n")
     (tmp_path / "evil").chmod(0o700)
-    made = Launch(
+    made = Bootstrap(
         host=Host(name="node", cache=str(tmp_path)), session=SESSION, bundle=bundle(), python=f"9.9 {tmp_path}/evil"
     )
     (tmp_path / "empty").mkdir()
@@ -351,7 +351,7 @@ class Script:
 
 
 def join(said: bytes, *, end: bool = True, seconds: float = 20) -> Script:
-    made = Launch(host=Host(name="node"), session=SESSION, bundle=bundle(), python=local_python())
+    made = Bootstrap(host=Host(name="node"), session=SESSION, bundle=bundle(), python=local_python())
     stream = Script(said, end=end)
     try:
         made.join(stream, deadline=time.monotonic() + seconds)
@@ -386,7 +386,7 @@ def test_the_answer_is_found_behind_whatever_is_printed_first(noise: bytes) -> N
 
 
 def test_what_follows_the_answer_is_left_for_the_frames() -> None:
-    made = Launch(host=Host(name="node"), session=SESSION, bundle=bundle(), python=local_python())
+    made = Bootstrap(host=Host(name="node"), session=SESSION, bundle=bundle(), python=local_python())
     stream = Script(b"hello\n" + MARK + b"link\nFRAMES")
     made.join(stream, deadline=time.monotonic() + 20)
     rest = bytearray(100)
@@ -434,12 +434,12 @@ def test_a_host_that_says_nothing_is_given_up_in_time() -> None:
 class Quiet:
     """Nobody listens."""
 
-    def wrote(self, seat: str, lines: object) -> None: ...
-    def exited(self, seat: str, text: str) -> None: ...
-    def lost(self, error: Exception) -> None: ...
-    def apart(self, reason: str) -> None: ...
-    def together(self, seconds: float) -> None: ...
-    def others_answer(self) -> bool:
+    def on_output(self, worker: str, lines: object) -> None: ...
+    def on_exit(self, worker: str, text: str) -> None: ...
+    def on_lost(self, error: Exception) -> None: ...
+    def on_disconnect(self, reason: str) -> None: ...
+    def on_reconnect(self, seconds: float) -> None: ...
+    def others_respond(self) -> bool:
         return False
 
 
@@ -448,7 +448,7 @@ def test_a_whole_session_below_a_hostile_home(hostile_home: Path, monkeypatch: p
     monkeypatch.setenv("HOME", str(hostile_home))
     host = Host(name="local", cache="~/my 'cache'; $(touch pwned)")
     for _ in range(2):  # with an empty cache, and with one that has the bundle
-        made = Launch(host=host, session=os.urandom(8).hex(), bundle=bundle(), python=sys.executable)
+        made = Bootstrap(host=host, session=os.urandom(8).hex(), bundle=bundle(), python=sys.executable)
         session = Session(made, lambda: Local(host), Quiet(), SharedReader(), Timing(lease=5))
         agent = session.open()
         try:
@@ -480,7 +480,9 @@ def gone(pid: int) -> None:
 def test_a_damaged_bundle_is_not_installed(tmp_path: Path) -> None:
     """The archive is checked before anything is unpacked."""
     archive = bundle().archive
-    made = Launch(host=Host(name="local", cache=str(tmp_path)), session=SESSION, bundle=bundle(), python=sys.executable)
+    made = Bootstrap(
+        host=Host(name="local", cache=str(tmp_path)), session=SESSION, bundle=bundle(), python=sys.executable
+    )
     stream = Local(made.host).open(made.command())
 
     class Damaging:
@@ -507,7 +509,7 @@ def test_a_damaged_bundle_is_not_installed(tmp_path: Path) -> None:
 def test_two_programs_unpack_one_bundle_at_once(tmp_path: Path) -> None:
     """Both get a link, and one bundle is there afterwards."""
     launches = [
-        Launch(
+        Bootstrap(
             host=Host(name="local", cache=str(tmp_path)),
             session=os.urandom(8).hex(),
             bundle=bundle(),

@@ -390,7 +390,7 @@ def test_a_rank_that_is_killed_takes_its_children_along_and_the_pool_goes_on(
     number = int(spot.wait("rank")["node1"])
     rank, _, _ = chain(hosts[0], number)
     os.kill(rank.outside, signal.SIGKILL)
-    with pytest.raises(sky.RankDied) as caught:
+    with pytest.raises(sky.WorkerDied) as caught:
         future.result(30)
     assert caught.value.exitcode == -signal.SIGKILL
     until(lambda: not runs_on("node1", int(spot.notes("rank.child")["node1"])), "the end of the child", 10)
@@ -406,7 +406,7 @@ def test_a_zygote_that_is_killed_is_replaced_and_the_pool_goes_on(
     number = int(spot.wait("rank")["node1"])
     _, zygote, _ = chain(hosts[0], number)
     os.kill(zygote.outside, signal.SIGKILL)
-    with pytest.raises(sky.RankDied):
+    with pytest.raises(sky.WorkerDied):
         future.result(30)
     until(lambda: not runs_on("node1", number), "the end of the rank")
     assert ok(1) >> pool == 1

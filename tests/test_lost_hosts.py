@@ -44,7 +44,9 @@ def pool(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., s
 
     def open_it(**options: Any) -> sky.Compute:
         inventory = sky.Inventory.load(pair.inventory)
-        opened.append(sky.Compute("node1,node2", inventory=inventory, silence=2, lease=20, ui="none", **options))
+        opened.append(
+            sky.Compute("node1,node2", inventory=inventory, heartbeat_timeout=2, lease=20, ui="none", **options)
+        )
         opened[-1].open()
         return opened[-1]
 

@@ -17,8 +17,8 @@ from stage.labs import start, until
 import skyfab as sky
 from skyfab.errors import HostLost, UsageError
 from skyfab.lab import Lab
-from skyfab.pool import muster
-from skyfab.session.fanout import abreast
+from skyfab.pool import nodes
+from skyfab.session.fanout import for_each_host
 from skyfab.session.transport.logins import Logins, ServerBusy, Turn, retry
 from skyfab.session.transport.openssh import explain, servers_of
 from skyfab.ui.events import Event, Output
@@ -150,12 +150,12 @@ def test_more_hosts_than_files_that_a_program_has_open_make_room() -> None:
     used = len(list(Path("/dev/fd").iterdir()))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))
-        muster.make_room(1)
+        nodes.make_room(1)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= used + 8 + 100
-        muster.make_room(200)
+        nodes.make_room(200)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, 200 * 8)
         raised = resource.getrlimit(resource.RLIMIT_NOFILE)
-        muster.make_room(1)
+        nodes.make_room(1)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == raised, "it is never lowered"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -164,7 +164,7 @@ def test_more_hosts_than_files_that_a_program_has_open_make_room() -> None:
 def test_more_hosts_than_the_system_has_files_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1024))
     with pytest.raises(UsageError, match=r"200 hosts need about .* and this program may have 1024") as raised:
-        muster.make_room(200)
+        nodes.make_room(200)
     assert "ulimit" in str(raised.value.hint)
 
 
@@ -183,7 +183,7 @@ def test_more_hosts_than_threads_take_turns() -> None:
             running -= 1
         return item
 
-    assert abreast(work, range(700)) == list(range(700))
+    assert for_each_host(work, range(700)) == list(range(700))
     assert max(at_once) <= 256
 
 
@@ -241,7 +241,7 @@ def test_a_pool_of_many_hosts_opens_calls_maps_prints_and_closes(many: Lab) -> N
             lines.append(event.text)
 
     # All hosts share the cores of this machine: one may have to wait for its turn longer than a real one would.
-    with sky.Compute(inventory=many.inventory, plugins=[Connected()], silence=60, ui="none") as compute:
+    with sky.Compute(inventory=many.inventory, plugins=[Connected()], heartbeat_timeout=60, ui="none") as compute:
         assert meet() @ compute == [1] * count
         assert compute.map(abs, range(-10_000, 0)) == list(range(10_000, 0, -1))
         compute.events.subscribe(note)

@@ -1,4 +1,4 @@
-"""Meetings: at which address hosts find each other, and what is said when they cannot.
+"""Rendezvouses: at which address hosts find each other, and what is said when they cannot.
 
 A network is a table here: who is connected to by whom, at which address. Real ones are in test_networks.
 """
@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab.agent.poller import READ, Watch
+from skyfab.agent.poller import READ, Poller
 from skyfab.agent.ports import Ports
-from skyfab.agent.reach import Reaching
-from skyfab.errors import PeersApart, PoolError, ProtocolError
+from skyfab.agent.reach import PeerProbe
+from skyfab.errors import PeersUnreachable, PoolError, ProtocolError
 from skyfab.pool.addresses import Candidates
-from skyfab.pool.rendezvous import Meetings, ask_all
+from skyfab.pool.rendezvous import Rendezvouses, ask_all
 from skyfab.protocol import messages
 
 
@@ -59,9 +59,9 @@ class FakeSession:
         return self._answer(message)
 
     def _answer(self, message: Any) -> Any:
-        if isinstance(message, messages.Port):
+        if isinstance(message, messages.Listen):
             return messages.Done(text="4000")
-        assert isinstance(message, messages.Reach)
+        assert isinstance(message, messages.ProbePeers)
         late = self.name in self.wires.late
         self.wires.late.discard(self.name)
         found = []
@@ -71,7 +71,7 @@ class FakeSession:
             cut = late or (self.name, address) in self.wires.cut or address not in self.wires.at
             own = self.wires.own.get((self.name, address), f"10.0.0.{self.name.removeprefix('node')}")
             found.append(["no answer", ""] if cut else ["", own])
-        return messages.Reached(found=found)
+        return messages.PeersProbed(found=found)
 
 
 Make = Callable[..., Any]
@@ -187,22 +187,22 @@ def test_what_is_no_address_is_refused(host: Make, interface: str, address: str)
 
 def test_the_work_grows_with_the_number_of_hosts(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/16") for n in range(1, 65)]
-    meeting = Meetings("needed").arrange(nodes)
-    assert [place.address for place in meeting.places] == [f"10.0.0.{n}" for n in range(1, 65)]
+    rendezvous = Rendezvouses("needed").arrange(nodes)
+    assert [place.address for place in rendezvous.places] == [f"10.0.0.{n}" for n in range(1, 65)]
     assert wires.probes <= 3 * len(nodes)
 
 
 def test_nothing_is_tried_where_no_plugin_needs_it(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2)]
     wires.cut = {("node1", "10.0.0.2"), ("node2", "10.0.0.1")}
-    assert Meetings().arrange(nodes).port == 4000
+    assert Rendezvouses().arrange(nodes).port == 4000
     assert not wires.probes
 
 
 def test_one_that_is_late_gets_more_time(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2, 3)]
     wires.late = {"node3"}
-    assert len(Meetings("needed").arrange(nodes).places) == 3
+    assert len(Rendezvouses("needed").arrange(nodes).places) == 3
 
 
 def test_the_network_that_all_reach_is_found(host: Make, wires: Wires) -> None:
@@ -210,7 +210,7 @@ def test_the_network_that_all_reach_is_found(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24", f"fast0 10.1.0.{n}/24") for n in (1, 2, 3)]
     wires.cut = {(f"node{one}", f"10.0.0.{two}") for one in (1, 2, 3) for two in (1, 2, 3) if one != two}
     wires.own = {(f"node{n}", "10.1.0.1"): f"10.1.0.{n}" for n in (2, 3)}
-    assert [str(place) for place in Meetings("needed").arrange(nodes).places] == [
+    assert [str(place) for place in Rendezvouses("needed").arrange(nodes).places] == [
         f"10.1.0.{n} (fast0)" for n in (1, 2, 3)
     ]
 
@@ -218,13 +218,13 @@ def test_the_network_that_all_reach_is_found(host: Make, wires: Wires) -> None:
 def test_who_cannot_reach_whom_is_said(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2, 3, 4)]
     wires.cut = {("node3", "10.0.0.4")}  # neighbours; neither is the head
-    with pytest.raises(PeersApart, match=r"cannot connect to node4 at 10\.0\.0\.4 \(eth0\): no answer") as raised:
-        Meetings("needed").arrange(nodes)
+    with pytest.raises(PeersUnreachable, match=r"cannot connect to node4 at 10\.0\.0\.4 \(eth0\): no answer") as raised:
+        Rendezvouses("needed").arrange(nodes)
     assert raised.value.host == "node3"
     assert "from 10.0.0.3" in str(raised.value.hint)
     wires.cut = {("node3", "10.0.0.1"), ("node4", "10.0.0.1")}
     with pytest.raises(PoolError) as several:
-        Meetings("needed").arrange(nodes)
+        Rendezvouses("needed").arrange(nodes)
     assert [error.host for error in several.value.exceptions] == ["node3", "node4"]  # type: ignore[attr-defined]
 
 
@@ -240,9 +240,9 @@ def test_hosts_without_an_address_of_their_own_are_told_at_once(
 ) -> None:
     nodes = [host(n, told, interface=interface) for n in (1, 2)]
     with pytest.raises(PoolError) as raised:
-        Meetings("needed").arrange(nodes)
-    assert all(isinstance(error, PeersApart) and error.hint for error in raised.value.exceptions)
-    with pytest.raises(PeersApart, match=message):
+        Rendezvouses("needed").arrange(nodes)
+    assert all(isinstance(error, PeersUnreachable) and error.hint for error in raised.value.exceptions)
+    with pytest.raises(PeersUnreachable, match=message):
         raise raised.value.exceptions[0]
     assert not wires.questions, "nobody had to be asked for that"
 
@@ -251,21 +251,21 @@ def test_a_network_that_is_wanted_may_be_missing(host: Make, wires: Wires) -> No
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2)]
     wires.cut = {("node2", "10.0.0.1")}
     said: list[str] = []
-    meetings = Meetings("wanted", lambda host, text: said.append(f"{host}: {text}"))
-    assert [place.address for place in meetings.arrange(nodes).places] == ["10.0.0.1", "10.0.0.2"]
+    rendezvouses = Rendezvouses("wanted", lambda host, text: said.append(f"{host}: {text}"))
+    assert [place.address for place in rendezvouses.arrange(nodes).places] == ["10.0.0.1", "10.0.0.2"]
     assert len(said) == 1 and "node2: it cannot connect to node1 at 10.0.0.1" in said[0]
 
 
 def test_what_is_known_is_not_tried_again_until_a_host_is_another(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2, 3)]
-    meetings = Meetings("needed")
-    first = meetings.arrange(nodes)
+    rendezvouses = Rendezvouses("needed")
+    first = rendezvouses.arrange(nodes)
     tried = wires.probes
-    assert meetings.arrange(nodes).places == first.places
-    assert meetings.arrange(nodes[1:]).places == first.places[1:]
+    assert rendezvouses.arrange(nodes).places == first.places
+    assert rendezvouses.arrange(nodes[1:]).places == first.places[1:]
     assert wires.probes == tried
     nodes[2].session = FakeSession("node3", wires)
-    meetings.arrange(nodes)
+    rendezvouses.arrange(nodes)
     assert wires.probes > tried
 
 
@@ -274,7 +274,7 @@ def test_an_answer_that_names_no_port_is_refused(host: Make, text: str) -> None:
     node = host(1, "eth0 10.0.0.1/24")
     node.session._answer = lambda message: messages.Done(text=text)
     with pytest.raises(ProtocolError):
-        Meetings().arrange([node])
+        Rendezvouses().arrange([node])
 
 
 @pytest.mark.parametrize("found", [[], [["", ""]], [["", "10.0.0.1; x"]], [[""]], [["", "10.0.0.2"]] * 2])
@@ -283,11 +283,11 @@ def test_an_answer_that_was_not_asked_for_is_refused(host: Make, found: list[lis
     before = nodes[1].session._answer
 
     def answer(message: Any) -> Any:
-        return messages.Reached(found=found) if isinstance(message, messages.Reach) else before(message)
+        return messages.PeersProbed(found=found) if isinstance(message, messages.ProbePeers) else before(message)
 
     nodes[1].session._answer = answer
     with pytest.raises(ProtocolError):
-        Meetings("needed").arrange(nodes)
+        Rendezvouses("needed").arrange(nodes)
 
 
 def test_what_a_host_says_of_another_cannot_steer_the_terminal(host: Make) -> None:
@@ -296,11 +296,11 @@ def test_what_a_host_says_of_another_cannot_steer_the_terminal(host: Make) -> No
 
     def answer(message: Any) -> Any:
         found = [["\x1b[2Jno answer\n", ""]]
-        return messages.Reached(found=found) if isinstance(message, messages.Reach) else before(message)
+        return messages.PeersProbed(found=found) if isinstance(message, messages.ProbePeers) else before(message)
 
     nodes[1].session._answer = answer
-    with pytest.raises(PeersApart) as raised:
-        Meetings("needed").arrange(nodes)
+    with pytest.raises(PeersUnreachable) as raised:
+        Rendezvouses("needed").arrange(nodes)
     assert raised.value.message.isprintable() and raised.value.message.endswith("no answer")
 
 
@@ -308,46 +308,46 @@ def test_what_a_host_cannot_do_is_raised_when_all_have_answered(host: Make) -> N
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2)]
     nodes[0].session._answer = lambda message: messages.Failed(text="too many open files")
     with pytest.raises(sky.HostUnfit, match="too many open files"):
-        ask_all({node: messages.Port() for node in nodes})
+        ask_all({node: messages.Listen() for node in nodes})
 
 
 # ---- on a host
 
 
 @pytest.fixture
-def watch() -> Iterator[Watch]:
-    made = Watch()
+def watch() -> Iterator[Poller]:
+    made = Poller()
     yield made
     made._poll.close()
 
 
 @pytest.fixture
-def ports(watch: Watch) -> Iterator[Ports]:
+def ports(watch: Poller) -> Iterator[Ports]:
     made = Ports(watch)
     yield made
     made.close_all()
 
 
-def tried(watch: Watch, peers: list[list[str]], patience: float = 30.0) -> list[list[str]]:
+def tried(watch: Poller, peers: list[list[str]], patience: float = 30.0) -> list[list[str]]:
     found: list[list[list[str]]] = []
-    Reaching(peers, patience, watch, found.append)
+    PeerProbe(peers, patience, watch, found.append)
     while not found:
         watch.wait(1.0)
     return found[0]
 
 
-def test_a_host_that_answers_has_been_reached(watch: Watch, ports: Ports) -> None:
+def test_a_host_that_answers_has_been_reached(watch: Poller, ports: Ports) -> None:
     port = str(ports.open(word="here"))
     addresses = ["127.0.0.1", *(["::1"] if socket.has_ipv6 and _has_ipv6_loopback() else [])]
     assert tried(watch, [[address, port, "here"] for address in addresses]) == [["", one] for one in addresses]
 
 
-def test_at_an_address_there_may_be_another_machine(watch: Watch, ports: Ports) -> None:
+def test_at_an_address_there_may_be_another_machine(watch: Poller, ports: Ports) -> None:
     port = str(ports.open(word="somebody else"))
     assert tried(watch, [["127.0.0.1", port, "here"]]) == [["another machine answers there", ""]]
 
 
-def test_a_port_that_is_closed_is_said_and_so_is_what_is_no_address(watch: Watch, ports: Ports) -> None:
+def test_a_port_that_is_closed_is_said_and_so_is_what_is_no_address(watch: Poller, ports: Ports) -> None:
     port = ports.open(word="here")
     ports.close(port)
     (closed, _), (nothing, _) = tried(watch, [["127.0.0.1", str(port), "here"], ["nowhere.invalid", "1", "here"]])
@@ -355,7 +355,7 @@ def test_a_port_that_is_closed_is_said_and_so_is_what_is_no_address(watch: Watch
     assert nothing
 
 
-def test_the_agent_goes_on_while_a_host_does_not_answer(watch: Watch, ports: Ports) -> None:
+def test_the_agent_goes_on_while_a_host_does_not_answer(watch: Poller, ports: Ports) -> None:
     """Its loop turns, and other conversations with it."""
     silent = str(ports.open())  # it is connected to, and that is all
     bell, rope = os.pipe()
@@ -363,7 +363,7 @@ def test_the_agent_goes_on_while_a_host_does_not_answer(watch: Watch, ports: Por
     watch.add(bell, READ, lambda: rung.append(len(os.read(bell, 1))))
     try:
         found: list[list[list[str]]] = []
-        Reaching([["127.0.0.1", silent, "here"]], 1.0, watch, found.append)
+        PeerProbe([["127.0.0.1", silent, "here"]], 1.0, watch, found.append)
         for number in range(1, 4):
             os.write(rope, b"!")
             watch.wait(10)
@@ -377,7 +377,7 @@ def test_the_agent_goes_on_while_a_host_does_not_answer(watch: Watch, ports: Por
         os.close(rope)
 
 
-def test_other_addresses_of_a_host_that_was_reached_are_not_waited_for(watch: Watch, ports: Ports) -> None:
+def test_other_addresses_of_a_host_that_was_reached_are_not_waited_for(watch: Poller, ports: Ports) -> None:
     silent, port = str(ports.open()), str(ports.open(word="here"))
     began = time.monotonic()
     found = tried(watch, [["127.0.0.1", silent, "here"], ["127.0.0.1", port, "here"]], patience=60.0)
@@ -385,7 +385,7 @@ def test_other_addresses_of_a_host_that_was_reached_are_not_waited_for(watch: Wa
     assert time.monotonic() - began < 30
 
 
-def test_more_hosts_than_a_process_has_descriptors_are_tried_in_turns(watch: Watch, ports: Ports) -> None:
+def test_more_hosts_than_a_process_has_descriptors_are_tried_in_turns(watch: Poller, ports: Ports) -> None:
     port = str(ports.open(word="here"))
     assert tried(watch, [["127.0.0.1", port, "here"]] * 300) == [["", "127.0.0.1"]] * 300
 

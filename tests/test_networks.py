@@ -69,7 +69,7 @@ def test_an_interface_that_no_host_has_is_told_at_once(fast: Lab) -> None:
     with pool_of(fast, interface="ib0", plugins=[plugins.torch()]) as compute:
         with pytest.raises(sky.PoolError) as raised:
             summed() @ compute
-        assert {type(error) for error in raised.value.exceptions} == {sky.PeersApart}
+        assert {type(error) for error in raised.value.exceptions} == {sky.PeersUnreachable}
         assert "fast0" in str(raised.value.exceptions[0])
 
 
@@ -122,7 +122,7 @@ def test_a_plugin_that_needs_a_network_says_so_at_once(apart: Lab) -> None:
             summed() @ compute
         assert time.monotonic() - began < 30, "torch's own patience is 60 s"
     for error in raised.value.exceptions:
-        assert isinstance(error, sky.PeersApart)
+        assert isinstance(error, sky.PeersUnreachable)
         assert "10.0.2.15" in error.message and "node1 and node2" in error.message
         assert error.hint
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab.calls.pack import FunctionParcel
+from skyfab.calls.pack import PackedFunction
 from skyfab.inventory.inventory import Inventory
-from skyfab.pool.node import Node, SeatPlan
+from skyfab.pool.node import Node, WorkerSpec
+from skyfab.pool.nodes import _NoOwner
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import LARGE
 
-PLAN = SeatPlan(tree="", env={}, info={})
+PLAN = WorkerSpec(tree="", env={}, info={})
 
 
 class FakeSession:
@@ -49,14 +50,14 @@ class FakeCaller:
 
 @pytest.fixture
 def node() -> Node:
-    node = Node(0, sky.Host(name="node1"), Inventory.of(None))
+    node = Node(0, sky.Host(name="node1"), Inventory.of(None), _NoOwner())
     node.session = FakeSession()  # type: ignore[assignment]
     return node
 
 
 def call(node: Node, content: bytes) -> FakeCaller:
     caller = FakeCaller()
-    function = FunctionParcel("digest", codec.Payload(b"f"))
+    function = PackedFunction("digest", codec.Payload(b"f"))
     arguments = codec.Payload(b"a", [memoryview(content)])
     node.call("solo.0", PLAN, function, arguments, timeout=None, caller=caller, shared=True)
     return caller
@@ -65,14 +66,14 @@ def call(node: Node, content: bytes) -> FakeCaller:
 def test_a_call_whose_argument_was_on_its_way_to_an_agent_that_is_replaced_fails(node: Node) -> None:
     """Nothing else would ever end it."""
     caller = call(node, bytes(LARGE))
-    node.begin_anew(FakeSession())  # type: ignore[arg-type]
+    node.reset(FakeSession())  # type: ignore[arg-type]
     assert [type(error) for error in caller.errors] == [sky.HostLost]
 
 
 def test_what_an_agent_says_late_does_not_fail_an_upload_to_its_successor(node: Node) -> None:
     before: Any = node.session
     call(node, bytes(LARGE))
-    node.begin_anew(FakeSession())  # type: ignore[arg-type]
+    node.reset(FakeSession())  # type: ignore[arg-type]
     after: Any = node.session
     caller = call(node, bytes(LARGE))
     before.failures[0](sky.HostLost("late", host="node1"))

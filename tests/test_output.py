@@ -575,6 +575,6 @@ def test_a_function_that_takes_its_output_apart_still_returns(pool: sky.Compute,
 
 def test_a_function_that_closes_every_descriptor_is_an_error_and_not_a_hang(pool: sky.Compute) -> None:
     node = pool.hosts[0].name
-    with pytest.raises(sky.RankDied):
+    with pytest.raises(sky.WorkerDied):
         pool.submit(sky.function(lambda: os.closerange(3, 1000))(), on=node).result(30)
     assert pool.submit(sky.function(abs)(-3), on=node).result(30) == 3

@@ -40,7 +40,7 @@ class FakeNode:
     def knows(self, tree: FakeTree) -> bool:
         return tree.digest in self.known
 
-    def learn_tree(self, tree: FakeTree) -> bool:
+    def sync_project(self, tree: FakeTree) -> bool:
         if self.learning is not None:
             self.learning()
         self.known.add(tree.digest)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab.calls.pack import FunctionParcel
+from skyfab.calls.pack import PackedFunction
 from skyfab.pool.futures import CallFuture
-from skyfab.pool.node import SeatPlan
-from skyfab.pool.scheduler import Queue, Slot, Task
+from skyfab.pool.node import WorkerSpec
+from skyfab.pool.scheduler import Scheduler, Slot, Task
 from skyfab.protocol import codec, messages
 
-PLAN = SeatPlan(tree="", env={}, info={})
+PLAN = WorkerSpec(tree="", env={}, info={})
 
 
 class FakeSession:
@@ -44,7 +44,7 @@ class FakeNode:
         self.cancelled: list[int] = []
         self.is_gone = False
 
-    def call(self, seat: str, plan: SeatPlan, function: Any, arguments: Any, *, caller: Any, **_: Any) -> None:
+    def call(self, worker: str, plan: WorkerSpec, function: Any, arguments: Any, *, caller: Any, **_: Any) -> None:
         if self.is_gone:
             raise sky.HostLost("gone", host=self.name)
         self.callers.append(caller)
@@ -64,14 +64,14 @@ def started(label: str, host: str) -> Callable[[BaseException | None], None]:
     return lambda error: None
 
 
-def queue_over(*nodes: FakeNode) -> Queue:
-    queue = Queue(started)
+def queue_over(*nodes: FakeNode) -> Scheduler:
+    queue = Scheduler(started)
     queue.open(Slot(node, "solo.0", PLAN) for node in nodes)  # type: ignore[arg-type]
     return queue
 
 
 def task(**options: Any) -> Task:
-    function = FunctionParcel("digest", codec.Payload(b""))
+    function = PackedFunction("digest", codec.Payload(b""))
     return Task(function, codec.Payload(bytes(100_000)), label="f", timeout=None, **options)
 
 
@@ -228,13 +228,13 @@ def test_the_time_that_reading_took_is_not_waited_for_again(monkeypatch: pytest.
 
 
 def test_two_groups_of_a_map_may_fail(capfd: pytest.CaptureFixture[str]) -> None:
-    from skyfab.pool.map import Spread
+    from skyfab.pool.map import MapCall
 
     nodes = [FakeNode("node1"), FakeNode("node2")]
     queue = queue_over(*nodes)
-    function = FunctionParcel("digest", codec.Payload(b""))
+    function = PackedFunction("digest", codec.Payload(b""))
     calls = [sky.function(len)("four") for _ in range(10)]
-    spread = Spread(queue, function, calls, slots=2, timeout=None)
+    spread = MapCall(queue, function, calls, slots=2, timeout=None)
     future = spread.start()
     spread._fail(ValueError("first"))
     spread._fail(ValueError("second"))

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyfab as sky
-from skyfab.detached.folder import Tail, look, new_lines
+from skyfab.detached.folder import LogCursor, look, new_lines
 from skyfab.session.bootstrap import open_shell
-from skyfab.session.transport import transport_for
 from skyfab.session.shell import Shell
+from skyfab.session.transport import transport_for
 
 RUN = "abc123"
 ABOUT = {
@@ -55,7 +55,7 @@ class Follower:
     def __init__(self, shell: Shell, folder: Path) -> None:
         self._shell = shell
         self._logs = folder / "logs"
-        self._tails: dict[tuple[str, str], Tail] = {}
+        self._tails: dict[tuple[str, str], LogCursor] = {}
 
     def write(self, text: str) -> None:
         with (self._logs / "0.out").open("a") as file:

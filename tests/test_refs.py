@@ -127,7 +127,7 @@ def test_a_new_process_in_a_seat_uses_what_the_host_has(open_pool: Callable[...,
     array = random(2 * MB)
     ref = pool.put(array)
     assert total(ref) >> pool == int(array.sum())
-    with pytest.raises(sky.RankDied):
+    with pytest.raises(sky.WorkerDied):
         sky.function(lambda _: os.kill(os.getpid(), signal.SIGKILL))(ref) >> pool
     before = moved(pool)[0]
     assert total(ref) >> pool == int(array.sum())
@@ -377,7 +377,7 @@ def test_a_host_that_is_lost_fails_the_calls_that_wait_for_content(open_pool: Ca
     ref = pool.put(random(64 * MB))
     assert identity(1) >> pool == 1
     futures = [pool.submit(total(ref)) for _ in range(4)]
-    os.kill(pool.hosts[0].session.connection._stream._process.pid, signal.SIGKILL)
+    os.kill(pool.hosts[0].session.connection.stream._process.pid, signal.SIGKILL)
     for future in futures:
         with suppress(sky.HostError):
             future.result(60)

@@ -316,7 +316,7 @@ def test_a_hostile_result_is_refused(title: str, tmp_path: Path) -> None:
     refused(data)
     refused(data, safe_pickle.loads_exception) if title != "an exception" else None
     with pytest.raises(sky.UntrustedResult) as caught:
-        resolve(messages.Result(parts=[len(data)]), [memoryview(data)], host="node1", rank=2, label="f", wary=True)
+        resolve(messages.Result(parts=[len(data)]), [memoryview(data)], host="node1", rank=2, label="f", untrusted=True)
     assert (caught.value.host, caught.value.rank) == ("node1", 2)
     assert len(str(caught.value)) < 600
     assert str(caught.value).replace("\n", "").isprintable()
@@ -576,49 +576,49 @@ def fails(kind: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def wary(hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
+def untrusted(hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
     with sky.Compute(hosts_of("local", 1), ranks=2, results="data", ui="none") as compute:
         yield compute
 
 
-def test_a_wary_pool_takes_data_on_every_way(wary: sky.Compute) -> None:
+def test_a_wary_pool_takes_data_on_every_way(untrusted: sky.Compute) -> None:
     np = pytest.importorskip("numpy")
     for value in ({"a": [1, (2.5, None)]}, b"x" * 100_000):
-        assert returns(value) >> wary == value
-        assert returns(value) @ wary == [value] * 2
-        assert (returns(value) > wary).result() == value
-    assert wary.map(returns, [1, "two", (3,)]) == [1, "two", (3,)]
-    assert (returns(np.arange(9000)) >> wary).sum() == np.arange(9000).sum()
+        assert returns(value) >> untrusted == value
+        assert returns(value) @ untrusted == [value] * 2
+        assert (returns(value) > untrusted).result() == value
+    assert untrusted.map(returns, [1, "two", (3,)]) == [1, "two", (3,)]
+    assert (returns(np.arange(9000)) >> untrusted).sum() == np.arange(9000).sum()
 
 
-def test_a_wary_pool_refuses_everything_else_and_names_it(wary: sky.Compute, tmp_path: Path) -> None:
+def test_a_wary_pool_refuses_everything_else_and_names_it(untrusted: sky.Compute, tmp_path: Path) -> None:
     for run in (
-        lambda: returns(Thing()) >> wary,
-        lambda: (returns(Thing()) > wary).result(),
-        lambda: wary.map(returns, [Thing()]),
-        lambda: returns([Thing(), bytes(100_000)]) >> wary,
+        lambda: returns(Thing()) >> untrusted,
+        lambda: (returns(Thing()) > untrusted).result(),
+        lambda: untrusted.map(returns, [Thing()]),
+        lambda: returns([Thing(), bytes(100_000)]) >> untrusted,
     ):
         with pytest.raises(sky.UntrustedResult, match="Thing") as caught:
             run()
         assert caught.value.host == "here1"
         assert 'results="any"' in str(caught.value.hint)
     with pytest.raises(sky.BroadcastError) as many:
-        returns(Thing()) @ wary
+        returns(Thing()) @ untrusted
     assert [type(error) for error in many.value.exceptions] == [sky.UntrustedResult] * 2
     with pytest.raises(sky.UntrustedResult, match=r"posix\.system"):
-        evil_return(str(tmp_path / "mark")) >> wary
+        evil_return(str(tmp_path / "mark")) >> untrusted
     assert list(tmp_path.iterdir()) == []
-    assert returns(1) >> wary == 1, "the pool goes on"
+    assert returns(1) >> untrusted == 1, "the pool goes on"
 
 
-def test_a_wary_pool_rebuilds_pythons_own_exceptions_alone(wary: sky.Compute) -> None:
+def test_a_wary_pool_rebuilds_pythons_own_exceptions_alone(untrusted: sky.Compute) -> None:
     with pytest.raises(KeyError) as own:
-        fails("builtin") >> wary
+        fails("builtin") >> untrusted
     assert own.value.args == ("k", 5)
     assert isinstance(own.value.__cause__, sky.RemoteTraceback)
     for kind, says in (("own", "Broken: mine"), ("hostile", "ValueError")):
         with pytest.raises(sky.RemoteError, match=says) as caught:
-            fails(kind) >> wary
+            fails(kind) >> untrusted
         assert caught.value.kind.endswith(says.partition(":")[0])
         assert isinstance(caught.value.__cause__, sky.RemoteTraceback)
     assert not Path("/tmp/skyfab-pwned").exists()
@@ -640,20 +640,20 @@ def steering() -> list[Exception]:
     return [*map(ValueError, values), OSError(5, STEERING), ImportError(STEERING, name=STEERING), noted, missing]
 
 
-@pytest.mark.parametrize("wary", [True, False])
+@pytest.mark.parametrize("untrusted", [True, False])
 @pytest.mark.parametrize("number", range(8))
-def test_no_failure_on_a_host_steers_the_terminal_when_python_prints_it(number: int, wary: bool) -> None:
+def test_no_failure_on_a_host_steers_the_terminal_when_python_prints_it(number: int, untrusted: bool) -> None:
     """With ``results="data"`` the exception either; without it a host may do here what it likes anyhow."""
     error = steering()[number]
     raised = messages.Raised(kind="X" + STEERING, text=STEERING, traceback=STEERING, parts=[1])
     payload = codec.dumps(error)
     buffers = [memoryview(payload.data), *payload.buffers]
     try:
-        resolve(raised, buffers, host="h", rank=0, label=STEERING, wary=wary)
+        resolve(raised, buffers, host="h", rank=0, label=STEERING, untrusted=untrusted)
     except Exception as found:
         shown = "".join(traceback.format_exception(found))
         cause = str(found.__cause__)
-    for text in (shown, cause) if wary else (cause,):
+    for text in (shown, cause) if untrusted else (cause,):
         assert not set(re.findall(r"[\x00-\x1f\x7f-\x9f]", text)) - {"\n"}
 
 

@@ -93,7 +93,7 @@ def hosts(pair: Lab) -> Callable[..., list[sky.Host]]:
 
 
 @pytest.fixture
-def meeting(pair: Lab) -> Iterator[Spot]:
+def rendezvous(pair: Lab) -> Iterator[Spot]:
     place = Spot(pair.hosts)
     yield place
     place.close()
@@ -134,7 +134,7 @@ def half_made(folder: Path) -> list[str]:
 
 
 def test_two_users_with_two_pools_each_work_at_once_and_end_when_they_like(
-    pair: Lab, hosts: Callable[..., list[sky.Host]], meeting: Spot
+    pair: Lab, hosts: Callable[..., list[sky.Host]], rendezvous: Spot
 ) -> None:
     """On a host that has seen none of them. Each is itself, and has a run folder of its own in a cache of its own."""
     users = {"root": "/root/.cache/skyfab", "ada": "/home/ada/.cache/skyfab"}
@@ -153,13 +153,13 @@ def test_two_users_with_two_pools_each_work_at_once_and_end_when_they_like(
         for cache in users.values():
             assert len(list(pair.hosts[0].path(cache).glob("run/node1/*"))) == 2
         last = pools[3][1]
-        future = leave_and_wait(meeting / "begun", meeting / "go") > last
-        meeting.wait("begun")
+        future = leave_and_wait(rendezvous / "begun", rendezvous / "go") > last
+        rendezvous.wait("begun")
         for _, one in pools[:3]:
             one.close()
         until(lambda: not list(pair.hosts[0].path(users["root"]).glob("run/node1/*")), "the end of root's pools")
         assert who(5) @ last == [(uids["ada"], "node1", 5)]
-        meeting.leave("go")
+        rendezvous.leave("go")
         assert future.result(30) == "done"
     finally:
         for _, one in pools:

@@ -248,7 +248,7 @@ def test_a_flood_of_stderr_takes_no_disk_and_its_end_is_kept(opened: Open) -> No
 def test_a_flood_of_stderr_stops_nothing_in_an_open_pool(open_pool: Callable[..., sky.Compute]) -> None:
     """The link on the host has the connection's stderr; the thread that reads the connection drains it."""
     compute = open_pool("openssh", user="root")
-    assert sky.function(flood_link)(compute.hosts[0].session._launch.session) >> compute == 70_000_000
+    assert sky.function(flood_link)(compute.hosts[0].session._bootstrap.session) >> compute == 70_000_000
     assert temporary_bytes() < MB
 
 

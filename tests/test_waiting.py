@@ -236,7 +236,7 @@ def test_a_child_that_outlives_the_program_does_not_keep_its_connections(open_po
 
 
 def _pipes_of(pool: sky.Compute) -> list[int]:
-    stream = pool.hosts[0].session.connection._stream
+    stream = pool.hosts[0].session.connection.stream
     assert stream is not None
     return [fd for fd in (stream.fileno(), stream.sink()) if fd is not None]
 
@@ -260,8 +260,8 @@ def test_message_numbers_begin_again_after_the_last_one(open_pool: OpenPool) -> 
     identity(0) >> pool
     connection = pool.hosts[0].session.connection
     nap = sky.function(time.sleep)(3) > pool
-    until(lambda: bool(connection.inbox.exchanges))
-    (in_use,) = connection.inbox.exchanges
+    until(lambda: bool(connection.replies.pending))
+    (in_use,) = connection.replies.pending
     connection._next_stream = 2**32 - 5
     futures = [identity(n) > pool for n in range(200)]
     assert [future.result(60) for future in futures] == list(range(200))

@@ -14,12 +14,12 @@ import time
 
 from skyfab.agent.cleanup import sweep
 from skyfab.agent.connection import Connection
-from skyfab.agent.handlers import Orders
-from skyfab.agent.host_info import Machine
+from skyfab.agent.handlers import Handlers
+from skyfab.agent.host_info import HostInfo
 from skyfab.agent.lease import Lease
-from skyfab.agent.poller import READ, WRITE, Watch
-from skyfab.agent.uploads import Routes
-from skyfab.agent.workers import Seats
+from skyfab.agent.poller import READ, WRITE, Poller
+from skyfab.agent.uploads import Uploads
+from skyfab.agent.workers import Workers
 from skyfab.errors import ProtocolError
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.frames import HEADER
@@ -42,7 +42,7 @@ class Agent:
     def __init__(self, listener: socket.socket, zygote: Zygote, *, cache: str, session: str) -> None:
         self._listener = listener
         self._run = os.getcwd()
-        self._machine = Machine()
+        self._host_info = HostInfo()
         self._connection: Connection | None = None
         self._arriving: set[socket.socket] = set()
         """Links that have not handed over a connection yet."""
@@ -60,20 +60,12 @@ class Agent:
         self._done = False
         self._greeted = False
         """A client has said hello: it may come back."""
-        self._mux = Mux(self, express=self._express)
-        self._watch = Watch()
-        self._routes = Routes(self._mux)
-        self._seats = Seats(
-            self._mux,
-            self._watch,
-            zygote,
-            logs=os.path.join(cache, "logs", session),
-            describe_end=self._machine.describe_end,
-            flush=self._write,
-            relay=self._relay,
-            abandon=self._routes.abandon,
-        )
-        self._orders = Orders(self._mux, self._seats, self._routes, self._watch, run=self._run, cache=cache)
+        self.mux = Mux(self, fastpath=self._fastpath)
+        self._poller = Poller()
+        self._uploads = Uploads(self.mux)
+        logs = os.path.join(cache, "logs", session)
+        self._workers = Workers(self, self._poller, zygote, self._uploads, self._host_info, logs=logs)
+        self._handlers = Handlers(self.mux, self._workers, self._uploads, self._poller, run=self._run, cache=cache)
 
     # ---- the loop
 
@@ -83,25 +75,25 @@ class Agent:
         os.set_blocking(bell, False)
         signal.set_wakeup_fd(bell)
         signal.signal(signal.SIGTERM, self._terminated)
-        self._watch.add(alarm, READ, lambda: self._woken(alarm))
+        self._poller.add(alarm, READ, lambda: self._woken(alarm))
         self._listener.setblocking(False)
-        self._watch.add(self._listener.fileno(), READ, self._accept)
+        self._poller.add(self._listener.fileno(), READ, self._accept)
         try:
             while not self._done:
-                idle = not self._watch.wait(self._patience())
-                self._seats.pass_on()
-                if self._mux.has_output:
-                    self._write()
+                idle = not self._poller.wait(self._patience())
+                self._workers.pass_on()
+                if self.mux.has_output:
+                    self.flush()
                 self._rounds += 1
                 if idle or self._connection is None or not self._rounds & 63:  # a busy loop has no time to look
                     self._look_at_the_clock()
         finally:
             self._clean_up()
 
-    def _express(self, stream: int, frame: memoryview, head: int) -> bool:
+    def _fastpath(self, stream: int, frame: memoryview, head: int) -> bool:
         """Passes a small call on as it lies, to a seat that is idle and has had one like it."""
-        seat = self._seats.familiar.get(bytes(frame[HEADER.size : HEADER.size + head]))
-        return seat is not None and seat.take(stream, frame)
+        worker = self._workers.known_heads.get(bytes(frame[HEADER.size : HEADER.size + head]))
+        return worker is not None and worker.take(stream, frame)
 
     def _woken(self, alarm: int) -> None:
         os.read(alarm, 64)
@@ -111,12 +103,12 @@ class Agent:
 
     def _patience(self) -> float:
         """Seconds until something must be done without being asked."""
-        if self._seats.busy:
+        if self._workers.busy:
             return 0.0
-        if self._connection and not self._seats.timed:
+        if self._connection and not self._workers.timed:
             return self._pace
         until = self._until() if self._ended is None else self._judge_at
-        return max(0.0, (self._seats.next_deadline(until) if self._seats.timed else until) - time.monotonic())
+        return max(0.0, (self._workers.next_deadline(until) if self._workers.timed else until) - time.monotonic())
 
     def _look_at_the_clock(self) -> None:
         if self._ended is not None:
@@ -127,29 +119,29 @@ class Agent:
 
     def _until(self) -> float:
         """When the lease runs out, unless the client is heard before."""
-        record = self._orders.record
+        record = self._handlers.record
         if record is not None and record.running:
             return time.monotonic() + 3600
-        return self._lease.until(self._mux.heard if self._connection else None)
+        return self._lease.until(self.mux.heard if self._connection else None)
 
     def _is_fulfilled(self) -> bool:
         """A run's calls are answered, and nobody is there who could make more."""
-        record = self._orders.record
+        record = self._handlers.record
         return self._connection is None and record is not None and not record.running
 
     def _clean_up(self) -> None:
         """Nothing is left: ranks, socket, folder."""
         import shutil
 
-        self._orders.look_at_files()
-        self._seats.close()
-        self._routes.close()
-        self._orders.close()
+        self._handlers.look_at_files()
+        self._workers.close()
+        self._uploads.close()
+        self._handlers.close()
         self._listener.close()
         os.chdir("/")
         shutil.rmtree(self._run, ignore_errors=True)
-        self._mux.bye("done")
-        self._write()
+        self.mux.bye("done")
+        self.flush()
         self._drop()
         if self._ended is not None:
             self._close_ended()
@@ -167,22 +159,22 @@ class Agent:
             return  # it is gone again
         link.setblocking(False)
         self._arriving.add(link)
-        self._watch.add(link.fileno(), READ, lambda: self._arrived(link))
+        self._poller.add(link.fileno(), READ, lambda: self._arrived(link))
 
     def _arrived(self, link: socket.socket) -> None:
         """A link hands over its ends of a connection, or is gone."""
-        self._watch.drop(link.fileno())
+        self._poller.drop(link.fileno())
         self._arriving.discard(link)
         fds: list[int] = []
         try:
             data, fds, _, _ = socket.recv_fds(link, 65536, 2)
             source, sink = fds
-            self._machine.reached_through(str(json.loads(data)["connection"]))
+            self._host_info.reached_through(str(json.loads(data)["connection"]))
             connection = Connection(link, source, sink)
             if self._connection is None:
                 self._join(connection)
             else:  # it may be dead, and may be alive: a client that tries several times says hello once
-                self._watch.add(connection.source, READ, lambda: self._consider(connection))
+                self._poller.add(connection.source, READ, lambda: self._consider(connection))
                 self._waiting.add(connection)
         except (OSError, ValueError, TypeError, KeyError) as error:
             print(f"a link that is none: {error!r}", file=sys.stderr)
@@ -192,7 +184,7 @@ class Agent:
 
     def _consider(self, connection: Connection) -> None:
         """A client on another connection says hello, or has given it up."""
-        self._watch.drop(connection.source)
+        self._poller.drop(connection.source)
         self._waiting.discard(connection)
         if connection.has_data():
             self._drop()
@@ -201,26 +193,26 @@ class Agent:
             connection.close()
 
     def _join(self, connection: Connection) -> None:
-        self._watch.add(connection.source, READ, self._read)
+        self._poller.add(connection.source, READ, self._read)
         if self._ended is not None:  # the client is there, however that one ended
             self._close_ended()
         self._connection = connection
-        self._mux.attach(self._hello())
-        self._write()
+        self.mux.attach(self._hello())
+        self.flush()
 
     def _hello(self) -> bytes:
         return AgentHello(
             protocol=VERSION,
-            received=self._mux.received,
+            received=self.mux.received,
             python=f"{sys.version_info[0]}.{sys.version_info[1]}",
-            cloudpickle=self._machine.cloudpickle,
-            hostname=self._machine.name,
-            address=self._machine.address,
-            addresses=self._machine.addresses(),
-            network=self._machine.network,
-            gpus=self._machine.gpus,
-            cpus=self._machine.cpus,
-            platform=self._machine.platform,
+            cloudpickle=self._host_info.cloudpickle,
+            hostname=self._host_info.name,
+            address=self._host_info.address,
+            addresses=self._host_info.addresses(),
+            network=self._host_info.network,
+            gpus=self._host_info.gpus,
+            cpus=self._host_info.cpus,
+            platform=self._host_info.platform,
             pid=os.getpid(),
             executable=sys.executable,
         ).encode()
@@ -228,7 +220,7 @@ class Agent:
     def _read(self) -> None:
         assert self._connection is not None
         try:
-            alive = self._mux.read(self._connection.recv_into)
+            alive = self.mux.read(self._connection.recv_into)
         except BlockingIOError:
             return
         except (OSError, ProtocolError) as error:
@@ -238,26 +230,26 @@ class Agent:
         if not alive:
             self._drop(looking=True)
 
-    def _write(self) -> None:
+    def flush(self) -> None:
         connection = self._connection
         if connection is None:
             return
         try:
-            drained = self._mux.flush(connection.send)
+            drained = self.mux.flush(connection.send)
         except OSError:
             self._drop(looking=True)
             return
         if not drained:
-            self._watch.add(connection.sink, WRITE, self._write)
-        elif connection.sink in self._watch:
-            self._watch.drop(connection.sink)
+            self._poller.add(connection.sink, WRITE, self.flush)
+        elif connection.sink in self._poller:
+            self._poller.drop(connection.sink)
 
-    def _relay(self, frame: memoryview) -> bool:
+    def relay(self, frame: memoryview) -> bool:
         connection = self._connection
         try:
-            if connection is None or self._orders.record is not None:
+            if connection is None or self._handlers.record is not None:
                 return False
-            return self._mux.relay(bytes(frame), connection.send)
+            return self.mux.relay(bytes(frame), connection.send)
         except OSError:
             self._drop(looking=True)
             return True  # it is kept, for the next connection
@@ -267,8 +259,8 @@ class Agent:
         connection = self._connection
         if connection is None:
             return
-        self._watch.drop(connection.source)
-        self._watch.drop(connection.sink)
+        self._poller.drop(connection.source)
+        self._poller.drop(connection.sink)
         self._connection = None
         self._lease.disconnected()
         if not self._greeted:  # it gave up before it had begun
@@ -310,16 +302,16 @@ class Agent:
             self._connection.greeted = True
         self._lease.agree(hello.lease)
         self._pace = min(2.0, hello.lease / 4)
-        self._mux.resume(hello.received)
+        self.mux.resume(hello.received)
 
     def bye(self, reason: str) -> None:
         self._done = True
 
     def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
-        self._orders.take(stream, head, data)
+        self._handlers.take(stream, head, data)
 
     def place(self, stream: int, length: int) -> memoryview:
-        return self._routes.place(stream, length)
+        return self._uploads.place(stream, length)
 
     def data(self, stream: int, view: memoryview) -> None:
-        self._routes.data(stream, view)
+        self._uploads.data(stream, view)

@@ -7,10 +7,10 @@ import os
 
 from skyfab.agent.files import Written, place
 from skyfab.agent.ports import Ports
-from skyfab.agent.reach import Reaching
-from skyfab.agent.run_folder import Record
+from skyfab.agent.reach import PeerProbe
+from skyfab.agent.run_folder import RunFolder
 from skyfab.agent.store import Store
-from skyfab.agent.worker_handle import Running, Seat
+from skyfab.agent.worker_handle import Running, WorkerHandle
 from skyfab.errors import ProtocolError
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import Assembly, inline_size
@@ -21,29 +21,29 @@ TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
     from typing import Any, Final
 
-    from skyfab.agent.poller import Watch
-    from skyfab.agent.uploads import Routes
-    from skyfab.agent.workers import Seats
+    from skyfab.agent.poller import Poller
+    from skyfab.agent.uploads import Uploads
+    from skyfab.agent.workers import Workers
     from skyfab.protocol.mux import Mux
 
     Data = memoryview | None
     """What a small message has with it; a large one's data follows."""
 
 
-class Orders:
+class Handlers:
     """Takes a client's messages one by one."""
 
-    def __init__(self, mux: Mux, seats: Seats, routes: Routes, watch: Watch, *, run: str, cache: str) -> None:
+    def __init__(self, mux: Mux, workers: Workers, uploads: Uploads, watch: Poller, *, run: str, cache: str) -> None:
         self._mux = mux
-        self._seats = seats
-        self._routes = routes
+        self._workers = workers
+        self._uploads = uploads
         self._cache = cache
-        self._watch = watch
+        self._poller = watch
         self._store = Store(run=run, cache=cache)
         self._ports = Ports(watch)
         self._written = Written()
         self._functions: dict[str, tuple[bytes, bytes | Assembly]] = {}
-        self.record: Record | None = None
+        self.record: RunFolder | None = None
         """Of a run that goes on without a client."""
 
     def take(self, stream: int, head: bytes, data: Data) -> None:
@@ -51,7 +51,7 @@ class Orders:
         try:
             _OPERATIONS[type(message)](self, stream, message, head, data)
         except Exception as error:
-            self._routes.fail(stream, error)
+            self._uploads.fail(stream, error)
 
     def look_at_files(self) -> None:
         """A run's record says what was written. This takes a while, and comes before the run folder goes."""
@@ -80,51 +80,51 @@ class Orders:
                 "stores": self._store.folders,
                 "workdir": [folder, self._cache, included],
             }
-            self._seats.spawn(message.seat, message.generation, request, listener)
+            self._workers.spawn(message.worker, message.generation, request, listener)
         except Exception as error:
             rank = message.info.get("rank")
-            self._seats.fail(message.seat, message.generation, rank if isinstance(rank, int) else 0, error)
+            self._workers.fail(message.worker, message.generation, rank if isinstance(rank, int) else 0, error)
         finally:
             if listener >= 0:
                 os.close(listener)
 
     def _call(self, stream: int, message: messages.Call, head: bytes, data: Data) -> None:
-        seat = self._seats.get(message.seat)
-        if seat is None:
-            self._refuse(stream, message.seat)
+        worker = self._workers.get(message.worker)
+        if worker is None:
+            self._refuse(stream, message.worker)
         else:
-            if message.function not in seat.functions and not seat.condemned:
-                self._teach(seat, message.function)
+            if message.function not in worker.functions and not worker.stopping:
+                self._send_function(worker, message.function)
             if self.record is not None:
-                self.record.expect(stream, seat.rank)
+                self.record.expect(stream, worker.rank)
                 self.record.keep_call(message)
-            seat.give(Running(stream, message.timeout), head, data)
+            worker.give(Running(stream, message.timeout), head, data)
             if data is None:
-                self._routes.expect(stream, message.parts, seat)
+                self._uploads.expect(stream, message.parts, worker)
             elif message.timeout is None:
-                self._seats.recognise(head, seat)
+                self._workers.recognise(head, worker)
 
     def _refuse(self, stream: int, name: str) -> None:
         """Answers a call to a seat without a process: "died" if that could not be started, else "unstarted"."""
-        if name not in self._seats.not_started:
+        if name not in self._workers.not_started:
             self._mux.send(stream, messages.Ended(why="unstarted").encode())
             return
-        rank, why = self._seats.not_started[name]
+        rank, why = self._workers.not_started[name]
         if self.record is not None:
             self.record.expect(stream, rank)
-        self._seats.mux.send(stream, messages.Ended(why="died", text=why).encode())
+        self._workers.mux.send(stream, messages.Ended(why="died", text=why).encode())
 
-    def _teach(self, seat: Seat, digest: str) -> None:
+    def _send_function(self, worker: WorkerHandle, digest: str) -> None:
         """Passes a function on to a rank that has not seen it."""
         head, content = self._functions[digest]
-        seat.functions.add(digest)
+        worker.functions.add(digest)
         if isinstance(content, bytes):
-            seat.tell(0, head, content)
+            worker.tell(0, head, content)
             return
-        seat.tell(0, head, None)
+        worker.tell(0, head, None)
         for part in content.inline:
             for at in range(0, len(part), CHUNK):
-                seat.tell_data(0, part[at : at + CHUNK])
+                worker.tell_data(0, part[at : at + CHUNK])
 
     def _function(self, stream: int, message: messages.Function, head: bytes, data: Data) -> None:
         if data is not None:
@@ -132,40 +132,40 @@ class Orders:
         else:
             content = Assembly(message.parts)
             self._functions[message.digest] = (head, content)
-            self._routes.expect(stream, message.parts, content)
+            self._uploads.expect(stream, message.parts, content)
 
     def _forget(self, stream: int, message: messages.Forget, head: bytes, data: Data) -> None:
         for digest in message.digests:
             self._functions.pop(digest, None)
-        self._seats.forget()
-        for seat in self._seats:
-            seat.functions.difference_update(message.digests)
-            if not seat.calls:  # one that waits may be for such a function
-                seat.tell(0, head, b"")
+        self._workers.forget()
+        for worker in self._workers:
+            worker.functions.difference_update(message.digests)
+            if not worker.calls:  # one that waits may be for such a function
+                worker.tell(0, head, b"")
 
     def _cancel(self, stream: int, message: messages.Cancel, head: bytes, data: Data) -> None:
-        for seat in self._seats:
-            seat.cancel(message.stream)
+        for worker in self._workers:
+            worker.cancel(message.stream)
 
-    def _recall(self, stream: int, message: messages.Recall, head: bytes, data: Data) -> None:
-        for seat in self._seats:
+    def _unassign(self, stream: int, message: messages.Unassign, head: bytes, data: Data) -> None:
+        for worker in self._workers:
             for call in message.streams:
-                seat.take_back(call, "recalled")
+                worker.take_back(call, "unassigned")
 
-    def _release(self, stream: int, message: messages.Release, head: bytes, data: Data) -> None:
-        self._seats.release(message.seat)
+    def _release(self, stream: int, message: messages.StopWorker, head: bytes, data: Data) -> None:
+        self._workers.release(message.worker)
 
     def _detach(self, stream: int, message: messages.Detach, head: bytes, data: Data) -> None:
         if not message.run.isalnum():  # it names a folder
             raise ProtocolError(f"not the name of a run: {message.run!r:.80}")
         if self.record is not None:
             raise ProtocolError("this agent has a run already")
-        self.record = Record(os.path.join(self._cache, "runs", message.run), message.about, self._mux)
-        self._seats.keep_in(self.record)
+        self.record = RunFolder(os.path.join(self._cache, "runs", message.run), message.about, self._mux)
+        self._workers.keep_in(self.record)
         self._mux.send(stream, Done().encode())
 
-    def _look(self, stream: int, message: messages.Look, head: bytes, data: Data) -> None:
-        self._mux.send(stream, Done(text=self._seats.look(message.seat)).encode())
+    def _look(self, stream: int, message: messages.DumpStacks, head: bytes, data: Data) -> None:
+        self._mux.send(stream, Done(text=self._workers.look(message.worker)).encode())
 
     def _report(self, stream: int, message: messages.Written, head: bytes, data: Data) -> None:
         self._mux.send(stream, Done(text=json.dumps(self._written.report())).encode())
@@ -179,42 +179,42 @@ class Orders:
         inline_size(message.parts)
         writer = self._store.writer(message.name, keep=message.keep)
         if data is None:
-            self._routes.expect(stream, message.parts, writer)
+            self._uploads.expect(stream, message.parts, writer)
         else:
-            self._routes.keep(stream, writer, data)
+            self._uploads.keep(stream, writer, data)
 
     def _tree(self, stream: int, message: messages.Tree, head: bytes, data: Data) -> None:
         self._store.lay_out(message.digest, message.files)
         self._mux.send(stream, Done().encode())
 
-    def _port(self, stream: int, message: messages.Port, head: bytes, data: Data) -> None:
+    def _port(self, stream: int, message: messages.Listen, head: bytes, data: Data) -> None:
         self._mux.send(stream, Done(text=str(self._ports.open(message.address, message.word))).encode())
 
-    def _unport(self, stream: int, message: messages.Unport, head: bytes, data: Data) -> None:
+    def _unport(self, stream: int, message: messages.Unlisten, head: bytes, data: Data) -> None:
         self._ports.close(message.port)
 
-    def _reach(self, stream: int, message: messages.Reach, head: bytes, data: Data) -> None:
+    def _reach(self, stream: int, message: messages.ProbePeers, head: bytes, data: Data) -> None:
         def done(found: list[list[str]]) -> None:
-            self._mux.send(stream, messages.Reached(found=found).encode())
+            self._mux.send(stream, messages.PeersProbed(found=found).encode())
 
-        Reaching(message.peers, message.patience, self._watch, done)
+        PeerProbe(message.peers, message.patience, self._poller, done)
 
 
 _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
-    messages.Spawn: Orders._spawn,
-    messages.Call: Orders._call,
-    messages.Function: Orders._function,
-    messages.Forget: Orders._forget,
-    messages.Cancel: Orders._cancel,
-    messages.Recall: Orders._recall,
-    messages.Release: Orders._release,
-    messages.Look: Orders._look,
-    messages.Detach: Orders._detach,
-    messages.Written: Orders._report,
-    messages.Has: Orders._has,
-    messages.Blob: Orders._blob,
-    messages.Tree: Orders._tree,
-    messages.Port: Orders._port,
-    messages.Unport: Orders._unport,
-    messages.Reach: Orders._reach,
+    messages.Spawn: Handlers._spawn,
+    messages.Call: Handlers._call,
+    messages.Function: Handlers._function,
+    messages.Forget: Handlers._forget,
+    messages.Cancel: Handlers._cancel,
+    messages.Unassign: Handlers._unassign,
+    messages.StopWorker: Handlers._release,
+    messages.DumpStacks: Handlers._look,
+    messages.Detach: Handlers._detach,
+    messages.Written: Handlers._report,
+    messages.Has: Handlers._has,
+    messages.Blob: Handlers._blob,
+    messages.Tree: Handlers._tree,
+    messages.Listen: Handlers._port,
+    messages.Unlisten: Handlers._unport,
+    messages.ProbePeers: Handlers._reach,
 }

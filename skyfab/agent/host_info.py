@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 
 
-class Machine:
+class HostInfo:
     """Facts about this machine, read once and cheaply."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
     from typing import Final
 
-    from skyfab.agent.run_folder import Record
+    from skyfab.agent.run_folder import RunFolder
     from skyfab.protocol.mux import Mux
 
 _ROOM: Final = 1024 * 1024
@@ -30,7 +30,7 @@ _MOST: Final = 1024 * 1024 * 1024
 class LogPipe:
     """The agent's end of one rank's stdout or stderr."""
 
-    def __init__(self, mux: Mux | Record, stream: int, path: str, *, seat: str, fd: int) -> None:
+    def __init__(self, mux: Mux | RunFolder, stream: int, path: str, *, worker: str, fd: int) -> None:
         self.source, self.sink = os.pipe()
         os.set_blocking(self.source, False)
         widen(self.source)  # a burst of lines does not stop the rank
@@ -48,7 +48,7 @@ class LogPipe:
         self.hung_up = False
         self._unkept = b""
         """What neither the file nor the connection had room for."""
-        self._announce: bytes | None = Log(seat=seat, fd=fd).encode()
+        self._announce: bytes | None = Log(worker=worker, fd=fd).encode()
 
     def fileno(self) -> int:
         return self.source
@@ -139,7 +139,7 @@ class LogPipe:
             self._announce = None
         self._mux.send_data(self._stream, data)
 
-    def move(self, path: str, record: Record) -> None:
+    def move(self, path: str, record: RunFolder) -> None:
         """Goes on elsewhere, for nobody who listens."""
         with contextlib.suppress(OSError):
             os.rename(self._path, path)

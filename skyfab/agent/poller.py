@@ -17,7 +17,7 @@ _LONGEST = 3600.0
 """Seconds; the system cannot count much further."""
 
 
-class Watch:
+class Poller:
     """One `epoll`, or `poll` where there is none, with a callback for each descriptor."""
 
     def __init__(self) -> None:

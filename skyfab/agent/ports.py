@@ -9,14 +9,14 @@ from skyfab.agent.poller import READ
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
-    from skyfab.agent.poller import Watch
+    from skyfab.agent.poller import Poller
 
 
 class Ports:
     """Sockets that listen, until a process takes one over."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, watch: Poller) -> None:
+        self._poller = watch
         self._sockets: dict[int, socket.socket] = {}
 
     def open(self, address: str = "", word: str = "") -> int:
@@ -30,7 +30,7 @@ class Ports:
         self._sockets[port] = listener
         if word:
             listener.setblocking(False)
-            self._watch.add(listener.fileno(), READ, lambda: _tell(listener, word))
+            self._poller.add(listener.fileno(), READ, lambda: _tell(listener, word))
         return port
 
     def hand_over(self, port: int) -> int:
@@ -38,7 +38,7 @@ class Ports:
         listener = self._sockets.pop(port, None)
         if listener is None:
             return -1
-        self._watch.drop(listener.fileno())
+        self._poller.drop(listener.fileno())
         return listener.detach()
 
     def close(self, port: int) -> None:

@@ -17,7 +17,7 @@ TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from skyfab.agent.poller import Watch
+    from skyfab.agent.poller import Poller
 
 _ABREAST = 128
 """Connections at a time: a process may have few descriptors."""
@@ -30,7 +30,7 @@ _MORE = 1.0
 _LONGEST = 60.0
 
 
-class Reaching:
+class PeerProbe:
     """Tries to reach peers (address, port, word), on a thread.
 
     `done` is called in the agent's loop. It is told of each peer what went wrong, or nothing; and the address of this
@@ -38,13 +38,13 @@ class Reaching:
     """
 
     def __init__(
-        self, peers: list[list[str]], patience: float, watch: Watch, done: Callable[[list[list[str]]], None]
+        self, peers: list[list[str]], patience: float, watch: Poller, done: Callable[[list[list[str]]], None]
     ) -> None:
         from threading import Thread  # for the few agents that need one
 
         self._peers = [_Peer(*peer) for peer in peers]
         self._patience = patience
-        self._watch = watch
+        self._poller = watch
         self._done = done
         self._bell, self._rope = os.pipe()
         watch.add(self._bell, READ, self._finish)
@@ -57,7 +57,7 @@ class Reaching:
             os.close(self._rope)
 
     def _finish(self) -> None:
-        self._watch.drop(self._bell)
+        self._poller.drop(self._bell)
         os.close(self._bell)
         self._done([[peer.reason, peer.own] for peer in self._peers])
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from skyfab.protocol.mux import Mux
 
 
-class Record:
+class RunFolder:
     """Takes the place of the connection for the seats of a run: what they send is kept."""
 
     def __init__(self, folder: str, about: Mapping[str, Any], mux: Mux) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skyfab.agent.store import Writer
-from skyfab.agent.worker_handle import Seat
+from skyfab.agent.worker_handle import WorkerHandle
 from skyfab.errors import ProtocolError
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import Assembly, inline_size
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
 
     from skyfab.protocol.mux import Mux
 
-    Route = Seat | Writer | Assembly | None
+    Route = WorkerHandle | Writer | Assembly | None
     """None drops it."""
 
 _FULL: Final = (28, 122)  # ENOSPC, EDQUOT
 
 
-class Routes:
+class Uploads:
     """One for each stream on which data is expected."""
 
     def __init__(self, mux: Mux) -> None:
         self._mux = mux
-        self._routes: dict[int, Route] = {}
+        self._uploads: dict[int, Route] = {}
         self._missing: dict[int, int] = {}
 
     def close(self) -> None:
         """Half a blob is nobody's."""
-        for stream in list(self._routes):
+        for stream in list(self._uploads):
             self.abandon(stream)
 
     def place(self, stream: int, length: int) -> memoryview:
-        route = self._routes.get(stream)
+        route = self._uploads.get(stream)
         return route.place(length) if isinstance(route, Assembly) else memoryview(bytearray(length))
 
     def data(self, stream: int, view: memoryview) -> None:
-        route = self._routes.get(stream)
-        if isinstance(route, Seat):
+        route = self._uploads.get(stream)
+        if isinstance(route, WorkerHandle):
             route.give_data(stream, view)
         else:
             self._mux.used(stream, len(view))
@@ -56,7 +56,7 @@ class Routes:
 
     def expect(self, stream: int, parts: Sequence[messages.Part], route: Route) -> None:
         """The data of a large message will follow."""
-        self._routes[stream] = route
+        self._uploads[stream] = route
         self._missing[stream] = inline_size(parts)
         if not self._missing[stream]:
             self._complete(stream)
@@ -64,8 +64,8 @@ class Routes:
     def _complete(self, stream: int) -> None:
         """All data of a large message is here."""
         self._missing.pop(stream, None)
-        route = self._routes.pop(stream, None)
-        if not isinstance(route, Seat):  # else some of it is still to be used
+        route = self._uploads.pop(stream, None)
+        if not isinstance(route, WorkerHandle):  # else some of it is still to be used
             self._mux.finish(stream)
         if isinstance(route, Writer):
             self._commit(stream, route)
@@ -73,7 +73,7 @@ class Routes:
     def abandon(self, stream: int) -> None:
         """Data still under way on this stream goes nowhere. It may also never come."""
         self._missing.pop(stream, None)
-        route = self._routes.pop(stream, None)
+        route = self._uploads.pop(stream, None)
         if isinstance(route, Writer):
             route.abort()
 

@@ -43,7 +43,7 @@ _COROUTINE = types.CoroutineType
 def main(source: int, sink: int, request: dict[str, Any]) -> None:
     """Serves calls until the agent closes its end."""
     _settle(request)
-    rank = Rank(source, sink, request["stores"])
+    rank = Worker(source, sink, request["stores"])
     try:
         files.enter(*request["workdir"])
     except OSError as error:  # the first call is told, and the next one gets another process
@@ -69,7 +69,7 @@ def _settle(request: dict[str, Any]) -> None:
     faulthandler.enable(sys.stderr)
     info = request["info"]
     context.hold_folder(os.getcwd())
-    context.offer_stacks(request["seat"], info.get("rank", 0))
+    context.offer_stacks(request["worker"], info.get("rank", 0))
     context.hold_listener(request["listener"])
     context.enter(context.InstanceInfo(**{**info, "peers": tuple(info["peers"])}))
 
@@ -94,18 +94,18 @@ def _no_workdir(folder: str, error: OSError) -> Exception:
     )
 
 
-class Rank:
+class Worker:
     """Receives functions and calls, answers with results."""
 
     def __init__(self, source: int, sink: int, stores: list[str]) -> None:
         self._recv_into = io.FileIO(source, closefd=False).readinto
         self._sink = sink
         self._stores = stores
-        self._reader = Reader(self, express=self._express)
+        self._reader = Reader(self, fastpath=self._fastpath)
         self._opening: dict[int, tuple[messages.Message, Assembly]] = {}
         self._ready: deque[tuple[int, messages.Message, list[memoryview]]] = deque()
         self._functions: dict[str, Any] = {}
-        self._familiar: dict[bytes, Any] = {}
+        self._known_heads: dict[bytes, Any] = {}
         """Heads of small calls that have been made before, and the functions that they name."""
         self._hooks = contextlib.ExitStack()
         """What plugins want done when this process ends in good order."""
@@ -137,7 +137,7 @@ class Rank:
                 elif isinstance(message, messages.Function):
                     self._functions[message.digest] = buffers
                 elif isinstance(message, messages.Forget):
-                    self._familiar.clear()
+                    self._known_heads.clear()
                     for digest in message.digests:
                         self._functions.pop(digest, None)
             if self._spoiled or not self._reader.pump(self._recv_into):
@@ -171,11 +171,11 @@ class Rank:
 
     # ---- calling
 
-    def _express(self, stream: int, frame: memoryview, head: int) -> bool:
+    def _fastpath(self, stream: int, frame: memoryview, head: int) -> bool:
         """A small call that came alone. Where one like it has been made before, its head need not be read again."""
         end = HEADER.size + head
         text = bytes(frame[HEADER.size : end])
-        function = self._familiar.get(text)
+        function = self._known_heads.get(text)
         if function is None:
             call = messages.decode(text)
             if not isinstance(call, messages.Call) or call.each or list(map(type, call.parts)) != [int]:
@@ -183,9 +183,9 @@ class Rank:
             function = self._functions.get(call.function)
             if function is None or isinstance(function, list):
                 return False
-            if len(self._familiar) >= _FAMILIAR:
-                self._familiar.clear()
-            self._familiar[text] = function
+            if len(self._known_heads) >= _FAMILIAR:
+                self._known_heads.clear()
+            self._known_heads[text] = function
         self._perform(stream, function, [frame[end:]])
         return True
 
@@ -264,9 +264,13 @@ class Rank:
 
     def _surround(self, function: Any, plugins: tuple[Any, ...]) -> Any:
         """Enters the pool's plugins for the rest of this process, once, and around each call of the function."""
-        conductor = next((plugin for plugin in plugins if plugin.elastic), None)
-        if conductor is not None and "RANK" in os.environ:  # the function is for other processes, and so are plugins
-            return lambda *args, **kwargs: conductor.conduct(context.instance_info(), (function, plugins, args, kwargs))
+        elastic_plugin = next((plugin for plugin in plugins if plugin.elastic), None)
+        if (
+            elastic_plugin is not None and "RANK" in os.environ
+        ):  # the function is for other processes, and so are plugins
+            return lambda *args, **kwargs: elastic_plugin.run_elastic_agent(
+                context.instance_info(), (function, plugins, args, kwargs)
+            )
         if not self._entered:
             try:
                 for plugin in plugins:

@@ -11,7 +11,7 @@ import os
 import signal
 from collections import deque
 
-from skyfab.agent.voice import Voice
+from skyfab.agent.worker_output import WorkerOutput
 from skyfab.protocol import messages
 from skyfab.protocol.frames import HEAD, HEADER, data_header
 from skyfab.protocol.pipes import widen
@@ -19,17 +19,14 @@ from skyfab.protocol.pipes import widen
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Final, Protocol
+    from typing import Final
 
     from skyfab.agent.logs import LogPipe
-    from skyfab.agent.run_folder import Record
+    from skyfab.agent.worker_output import Owner
     from skyfab.protocol.frames import Buffer
-    from skyfab.protocol.mux import Mux
 
     Piece = tuple[Buffer, int, int]
     """Bytes for the rank; the stream and length whose credit goes back once they are taken."""
-else:
-    Protocol = object
 
 _LAST_WORDS: Final = 2.0
 """Seconds from SIGTERM to SIGKILL."""
@@ -52,31 +49,7 @@ class Running:
         """Why the process was ended on purpose: timeout or cancelled."""
 
 
-class Owner(Protocol):
-    """What a seat needs of its agent."""
-
-    mux: Mux | Record
-    dirty: set[Seat]
-    """Seats with something to flush."""
-    stuck: set[Seat]
-    """Seats that wait for the connection."""
-
-    behind: set[LogPipe]
-    """Logs that have not been passed on to the end."""
-    timed: set[Seat]
-    """Seats whose call may take only so long."""
-
-    def now(self) -> float: ...
-    def flush(self) -> None: ...
-    def relay(self, frame: memoryview) -> bool: ...
-    def kill(self, seat: Seat, number: int = ...) -> None: ...
-    def abandon(self, stream: int) -> None: ...
-    def drain(self, log: LogPipe) -> None: ...
-    def writable(self, seat: Seat, wanted: bool) -> None: ...
-    def readable(self, seat: Seat, wanted: bool) -> None: ...
-
-
-class Seat:
+class WorkerHandle:
     """One rank process: its socket, its logs, its calls."""
 
     def __init__(
@@ -102,11 +75,11 @@ class Seat:
             widen(fd)
         self.waits_to_write = False
         """The rank's pipe is full: somebody watches for room in it."""
-        self.condemned = False
-        self._doom: float | None = None
+        self.stopping = False
+        self._kill_at: float | None = None
         """When it is ended by force, if it has not ended by itself."""
         self._out: deque[Piece] = deque()
-        self.voice = Voice(self, owner)
+        self.output = WorkerOutput(self, owner)
 
     # ---- towards the rank
 
@@ -125,7 +98,7 @@ class Seat:
         """
         call.large = data is None
         self.calls.append(call)
-        if len(self.calls) > 1 or self.condemned:
+        if len(self.calls) > 1 or self.stopping:
             call.held.append(_opening(call.stream, head, data))
             return
         if call.timeout is not None:
@@ -138,7 +111,7 @@ class Seat:
 
     def take(self, stream: int, frame: memoryview) -> bool:
         """Takes a small call as it came, if nothing is in its way."""
-        if self.calls or self._out or self.condemned:
+        if self.calls or self._out or self.stopping:
             return False
         self.calls.append(Running(stream, None))
         self._write(frame)
@@ -196,19 +169,19 @@ class Seat:
         if self.calls and self.calls[0].stream == stream:
             if self.calls.popleft().large:
                 self._owner.mux.finish(stream)
-            if not self.condemned:
+            if not self.stopping:
                 self._owner.timed.discard(self)
-        if self.condemned:
+        if self.stopping:
             self._end_after_answer()
         elif self.calls:
             self._begin()
 
     def _end_after_answer(self) -> None:
         """Ends a process that is to end and has answered: at once if SIGTERM was sent, else it may exit by itself."""
-        if self._doom is not None:
+        if self._kill_at is not None:
             self.kill()
         else:
-            self._doom = self._owner.now() + _LAST_WORDS
+            self._kill_at = self._owner.now() + _LAST_WORDS
             self._owner.timed.add(self)
 
     def _begin(self) -> None:
@@ -224,22 +197,22 @@ class Seat:
 
     def check_time(self, now: float) -> float | None:
         """Ends a call that is past its time, or a process past its last words; else says when to look again."""
-        if self._doom is not None:
-            if self._doom > now:
-                return self._doom
-            self._doom = None
+        if self._kill_at is not None:
+            if self._kill_at > now:
+                return self._kill_at
+            self._kill_at = None
             self.kill()
             return None
         deadline = self.calls[0].deadline if self.calls else None
         if deadline is not None and deadline <= now:
-            self.condemn("timeout")
-            return self._doom
+            self.stop("timeout")
+            return self._kill_at
         return deadline
 
     def cancel(self, stream: int) -> None:
         """Stops a call: by ending the process if it runs."""
         if self.calls and self.calls[0].stream == stream and not self.calls[0].held:
-            self.condemn("cancelled")
+            self.stop("cancelled")
         else:
             self.take_back(stream, "cancelled")
 
@@ -258,23 +231,23 @@ class Seat:
                 self._owner.abandon(stream)
                 self._owner.mux.send(stream, messages.Ended(why=why).encode())
 
-    def condemn(self, verdict: str) -> None:
+    def stop(self, verdict: str) -> None:
         """Ends the process for the sake of the call that runs."""
         if self.calls:
             self.calls[0].deadline = None
             self.calls[0].verdict = self.calls[0].verdict or verdict
-        if not self.condemned:
-            self.condemned = True
-            self._doom = self._owner.now() + _LAST_WORDS
+        if not self.stopping:
+            self.stopping = True
+            self._kill_at = self._owner.now() + _LAST_WORDS
             self._owner.timed.add(self)
             self._owner.kill(self, signal.SIGTERM)
 
-    def dismiss(self) -> bool:
+    def shut_down(self) -> bool:
         """Lets a process that has nothing to do end by itself, as it likes. False: it must be killed."""
-        if self.calls or self._out or self.condemned:
+        if self.calls or self._out or self.stopping:
             return False
-        self.condemned = True
-        self._doom = self._owner.now() + _LAST_WORDS
+        self.stopping = True
+        self._kill_at = self._owner.now() + _LAST_WORDS
         self._owner.timed.add(self)
         nowhere = os.open(os.devnull, os.O_WRONLY)  # the number stays ours: others may look at it
         os.dup2(nowhere, self.sink)
@@ -283,13 +256,13 @@ class Seat:
 
     def announce_end(self) -> None:
         """Before the end of an answer: a client that has that one sends no other call to a process that ends."""
-        if self.condemned:
-            exited = messages.Exited(seat=self.name, generation=self.generation, text="it is ending", exitcode=0)
+        if self.stopping:
+            exited = messages.Exited(worker=self.name, generation=self.generation, text="it is ending", exitcode=0)
             self._owner.mux.send(0, exited.encode())
 
     def kill(self) -> None:
         """Ends the process and its group."""
-        self.condemned = True
+        self.stopping = True
         self._owner.kill(self)
 
     def ended(self, exitcode: int | None, text: str) -> None:
@@ -297,11 +270,11 @@ class Seat:
 
         The exit code is None where it has never been there.
         """
-        self.condemned = True  # an answer that is read only now must not begin the next call
-        self._doom = None
-        broken = self.voice.finish()
+        self.stopping = True  # an answer that is read only now must not begin the next call
+        self._kill_at = None
+        broken = self.output.finish()
         mux = self._owner.mux
-        exited = messages.Exited(seat=self.name, generation=self.generation, text=text, exitcode=exitcode)
+        exited = messages.Exited(worker=self.name, generation=self.generation, text=text, exitcode=exitcode)
         mux.send(0, exited.encode())  # first: those who hear the answers want to know that the seat is free
         for call in self.calls:
             if call.stream == broken:

@@ -126,7 +126,7 @@ def _prepare() -> None:
 
     from skyfab.agent import worker
 
-    worker.Rank  # noqa: B018  # loaded, for every rank to share
+    worker.Worker  # noqa: B018  # loaded, for every worker to share
     site.main()
     gc.collect()
     gc.freeze()  # shared pages stay shared: the collector does not write to them

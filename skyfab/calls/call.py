@@ -11,16 +11,29 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeVar, overload
-
-if TYPE_CHECKING:
-    from skyfab.pool.compute import Compute
+from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, overload
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 MAIN: Final = ("__main__", "__mp_main__")
 """The program's own module; the second name is multiprocessing's, in children that it has spawned."""
+
+
+class Pool(Protocol):
+    """What runs calls: a `Compute`."""
+
+    def run(self, call: Call[R]) -> R:
+        """On one rank."""
+
+    def broadcast(self, call: Call[R]) -> list[R]:
+        """On every rank."""
+
+    def submit(self, call: Call[R], *, on: str = "one") -> Future[R]:
+        """Starts it."""
+
+    def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
+        """Side by side."""
 
 
 class Function(Generic[P, R]):
@@ -37,7 +50,7 @@ class Function(Generic[P, R]):
         self.timeout = timeout
         """Seconds after which a call is stopped on its host."""
         self.packed: Any = None
-        """Its parcel, and what that was made from: see `parcel`."""
+        """Its parcel, and what that was made from: see `packed`."""
         functools.update_wrapper(self, fn)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
@@ -111,13 +124,13 @@ class Call(Generic[R]):
         self.args = args
         self.kwargs = kwargs
 
-    def __rshift__(self, compute: Compute) -> R:
+    def __rshift__(self, compute: Pool) -> R:
         return compute.run(self)
 
-    def __matmul__(self, compute: Compute) -> list[R]:
+    def __matmul__(self, compute: Pool) -> list[R]:
         return compute.broadcast(self)
 
-    def __gt__(self, compute: Compute) -> Future[R]:
+    def __gt__(self, compute: Pool) -> Future[R]:
         return compute.submit(self)
 
     def __and__(self, other: Call[Any] | Group) -> Group:
@@ -138,7 +151,7 @@ class Group:
     stream: bool = False
     ordered: bool = True
 
-    def __rshift__(self, compute: Compute) -> Any:
+    def __rshift__(self, compute: Pool) -> Any:
         return compute.gather(self)
 
     def __and__(self, other: Call[Any] | Group) -> Group:

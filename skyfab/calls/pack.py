@@ -27,14 +27,14 @@ _NOTHING: Final = codec.dumps((None,))
 
 
 @dataclass(frozen=True, slots=True)
-class FunctionParcel:
+class PackedFunction:
     """A pickled function under the digest that calls name it by."""
 
     digest: str
     payload: codec.Payload
 
 
-def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = ()) -> FunctionParcel:
+def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = ()) -> PackedFunction:
     """The function's parcel, with the plugins that must be at work around it. Raises NotPicklable."""
     fn = function.fn
     state = _state(fn)
@@ -49,10 +49,10 @@ def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = ()) -
         payload = codec.dumps((function if by_name else fn, by_name, {} if by_name else _sources(fn), plugins))
     except Exception as error:
         raise NotPicklable(f"{function.label} cannot be pickled: {error}", hint=_culprit(fn)) from error
-    parcel = FunctionParcel(_digest(payload), payload)
+    packed = PackedFunction(_digest(payload), payload)
     if state is not None:
-        function.packed = (state, parcel, plugins)
-    return parcel
+        function.packed = (state, packed, plugins)
+    return packed
 
 
 def pack_arguments(call: Call[Any]) -> codec.Payload:

@@ -16,10 +16,10 @@ from skyfab.errors import (
     CallTimeout,
     NotPicklable,
     ProtocolError,
-    RankDied,
     RemoteError,
     RemoteTraceback,
     UntrustedResult,
+    WorkerDied,
     printable,
 )
 from skyfab.protocol import codec, messages
@@ -33,32 +33,32 @@ _BESIDE: Final = re.compile(r"/trees/[0-9a-f]{64}/[0-9]{3}/(.+)")
 
 
 def resolve(
-    message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str, wary: bool = False
+    message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str, untrusted: bool = False
 ) -> Any:
     """The value that a call returned. Raises the exception that it raised, with the host's traceback as cause.
 
-    With `wary`, a host is not trusted: nothing but plain data is unpickled.
+    With `untrusted`, a host is not trusted: nothing but plain data is unpickled.
     """
     if isinstance(message, messages.Result):
         if not buffers:
             raise ProtocolError("a result without content", host=host)
-        return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label, wary=wary)
+        return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label, untrusted=untrusted)
     if isinstance(message, messages.Raised):
-        found = _exception(message, buffers, host, rank, wary)
+        found = _exception(message, buffers, host, rank, untrusted)
         raise found from RemoteTraceback(message.traceback + _noted(found, host), host, rank)
     if isinstance(message, messages.Ended):
         cause = RemoteTraceback(message.traceback, host, rank) if message.traceback else None
         raise _ending(message, host, rank, label) from cause
     if isinstance(message, messages.Failed):
-        raise RankDied(message.text, host=host, rank=rank, hint=message.hint)
+        raise WorkerDied(message.text, host=host, rank=rank, hint=message.hint)
     raise ProtocolError(f"{message.op} where a result was expected", host=host)
 
 
 def unpickle(
-    data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str, wary: bool = False
+    data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str, untrusted: bool = False
 ) -> Any:
-    """A result's value. Raises NotPicklable or, with `wary`, UntrustedResult."""
-    if wary:
+    """A result's value. Raises NotPicklable or, with `untrusted`, UntrustedResult."""
+    if untrusted:
         return _plain(data, buffers, host=host, rank=rank, label=label)
     try:
         return codec.loads(data, buffers)
@@ -94,12 +94,12 @@ def _plain(data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int 
 
 
 def _exception(
-    message: messages.Raised, buffers: list[memoryview], host: str, rank: int | None, wary: bool
+    message: messages.Raised, buffers: list[memoryview], host: str, rank: int | None, untrusted: bool
 ) -> BaseException:
     """The exception itself; a RemoteError in its place where it cannot travel, or is not to be trusted."""
     if buffers:
         try:
-            found = _plain_exception(buffers) if wary else codec.loads(buffers[0], buffers[1:])
+            found = _plain_exception(buffers) if untrusted else codec.loads(buffers[0], buffers[1:])
         except Exception:
             found = None
         if isinstance(found, Exception):
@@ -166,11 +166,16 @@ def _ending(message: messages.Ended, host: str, rank: int | None, label: str) ->
             hint = "give it less at a time, or run fewer ranks on this host (ranks=…)"
         elif message.exitcode == -11:
             hint = "the lines above from faulthandler show where"
-        return RankDied(f"{label}: {text}", exitcode=message.exitcode, host=host, rank=rank, hint=hint)
+        return WorkerDied(f"{label}: {text}", exitcode=message.exitcode, host=host, rank=rank, hint=hint)
     if why == "timeout":
         return CallTimeout(f"{label} took longer than its timeout and was stopped", host=host, rank=rank)
     if why == "cancelled":
         return CallCancelled(f"{label} was cancelled", host=host, rank=rank)
     if why == "unpicklable":
         return NotPicklable(f"{label}: {text}", host=host, rank=rank, hint="return plain data, arrays or tensors")
-    return RankDied(f"{label} ended: {why} {text}".rstrip(), exitcode=message.exitcode, host=host, rank=rank)
+    return WorkerDied(f"{label} ended: {why} {text}".rstrip(), exitcode=message.exitcode, host=host, rank=rank)
+
+
+def in_order(found: Sequence[list[tuple[int, Any]] | None]) -> list[Any]:
+    """The results of all ranks in the order of their last attempt; hosts that were left out have none."""
+    return [value for _, value in sorted((pair for part in found if part for pair in part), key=lambda pair: pair[0])]

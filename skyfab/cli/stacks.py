@@ -12,8 +12,8 @@ from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.stacks import Stack, describe, groups, parse, script
 from skyfab.session.bootstrap import open_shell
-from skyfab.session.transport import transport_for
 from skyfab.session.shell import ScriptFailed
+from skyfab.session.transport import transport_for
 from skyfab.ui.terminal import clean_lines
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
-from skyfab.pool.workdir import Written, parse
+from skyfab.detached.written import Written, parse
 from skyfab.session.shell import Shell
 
 T = TypeVar("T")
@@ -176,7 +176,7 @@ def stop(shell: Shell, run: str) -> None:
 # ---- logs
 
 
-class Tail:
+class LogCursor:
     """How far a log has been read: in which of its files, as the system numbers them, and how many bytes of it."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class Tail:
 
 
 def new_lines(
-    shell: Shell, run: str, only: int | None, tails: dict[tuple[str, str], Tail], *, rest: bool
+    shell: Shell, run: str, only: int | None, tails: dict[tuple[str, str], LogCursor], *, rest: bool
 ) -> Iterator[tuple[int, str, str]]:
     """The lines that have come to the logs on a host since the last time; with `rest` half ones too."""
     folder = f'"$c"/runs/{run}/logs'
@@ -202,7 +202,7 @@ def new_lines(
         rank, stream = name.split(".")
         if only is not None and int(rank) != only:
             continue
-        tail = tails.setdefault((shell.host.name, name), Tail())
+        tail = tails.setdefault((shell.host.name, name), LogCursor())
         unread = [file for file in (f"{name}.1", name) if file in files]
         if tail.file == files[name][0]:
             unread = [name]

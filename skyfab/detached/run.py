@@ -14,13 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from skyfab.calls.results import resolve
-from skyfab.detached.folder import About, Part, State, Tail, look, new_lines, stop
+from skyfab.calls.results import in_order, resolve
+from skyfab.detached.folder import About, LogCursor, Part, State, look, new_lines, stop
+from skyfab.detached.written import event
 from skyfab.errors import BroadcastError, HostLost, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.pool.elastic import in_order
-from skyfab.pool.workdir import event
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import split
 from skyfab.session.shell import ScriptFailed, Shell
@@ -44,7 +43,7 @@ class Run:
         self, parts: Sequence[Part], inventory: Inventory, hosts: Sequence[Host], results: Results = "any"
     ) -> None:
         """`hosts` are those that were asked; others of the run are looked up in the inventory, and nowhere else."""
-        self._wary = results == "data"
+        self._untrusted = results == "data"
         self._asked = {host.name: host for host in hosts}
         self._parts = list(parts)
         self._inventory = inventory
@@ -140,7 +139,7 @@ class Run:
 
         With `follow` until the run is over, whatever happens to connections; `trouble` is told of each that breaks.
         """
-        tails: dict[tuple[str, str], Tail] = {}
+        tails: dict[tuple[str, str], LogCursor] = {}
         with self._all_shells(trouble=trouble if follow else None) as shells:
             if not follow:
                 shells.ask(lambda shell: shell.run("true"))  # all log in at once
@@ -218,7 +217,7 @@ class Run:
                 size = int.from_bytes(content[:4], "big")
                 message = messages.decode(bytes(content[4 : 4 + size]))
                 buffers = split(getattr(message, "parts", ()), content[4 + size :])
-                value = resolve(message, buffers, host=host, rank=place, label=self.function, wary=self._wary)
+                value = resolve(message, buffers, host=host, rank=place, label=self.function, untrusted=self._untrusted)
             except Exception as error:
                 value = _Failed(error)
             found.append((rank, value))

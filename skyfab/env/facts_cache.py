@@ -15,7 +15,7 @@ from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
 
 
-def recall(host: Host) -> Facts | None:
+def unassign(host: Host) -> Facts | None:
     """What it said the last time; None for one that was never asked."""
     try:
         return _facts(json.loads(_file(host).read_text()))

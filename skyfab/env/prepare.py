@@ -67,7 +67,7 @@ class Preparation:
             return self.python
         from skyfab.env import facts_cache  # what most pools do not need is not imported for them
 
-        facts = facts_cache.recall(host)
+        facts = facts_cache.unassign(host)
         if facts is None or not facts.boot:
             return "none"
         target = Target.of(facts, self.python)

@@ -110,7 +110,7 @@ class Lab:
             )
             lab = cls(folder=place, record=_start(plan, chosen, limits))
             if persistent:
-                reaper.dismiss(place)
+                reaper.shut_down(place)
                 (place / OWNER).unlink()
         except BaseException:
             take_down(place)
@@ -275,7 +275,7 @@ def take_down(folder: Path | str) -> None:
             return
         if (place / STATE).exists():
             _end(Record.load(place).hosts)
-        reaper.dismiss(place)
+        reaper.shut_down(place)
         boot.give_back(place / "hosts")
         shutil.rmtree(place)
 

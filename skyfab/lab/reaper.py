@@ -33,7 +33,7 @@ def watch(folder: Path) -> None:
     _leashes[folder] = ours
 
 
-def dismiss(folder: Path) -> None:
+def shut_down(folder: Path) -> None:
     """Ends the keeper, if there is one and it is not this process."""
     try:
         Process.parse((folder / "keeper.pid").read_text()).end()

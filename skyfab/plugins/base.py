@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 from skyfab.errors import UsageError
 
 if TYPE_CHECKING:
+    from skyfab.calls.call import Pool
     from skyfab.calls.image import Image
     from skyfab.context import InstanceInfo
     from skyfab.inventory.host import Host
-    from skyfab.pool.compute import Compute
 
 RENDEZVOUS: Final = "the port at which the ranks meet"
 """What frameworks with a process group of their own take."""
@@ -40,8 +40,8 @@ Network = Literal["unused", "wanted", "needed"]
 class Elastic:
     """A gang that goes on without the hosts that it loses."""
 
-    least: int
-    most: int
+    min_hosts: int
+    max_hosts: int
     """Hosts."""
     max_restarts: int
     """How often its ranks are started again after a failure."""
@@ -55,7 +55,7 @@ class Plugin:
     exclusive: ClassVar[str] = ""
     """What it takes for itself, in words: of the plugins of a pool, one may have it."""
     elastic: Elastic | None = None
-    """Where it is set, each host has one process that starts the host's ranks: see `conduct`."""
+    """Where it is set, each host has one process that starts the host's ranks: see `run_elastic_agent`."""
     network: Network = "unused"
     """Whether the ranks of ``@`` connect to each other. Where it is "needed", hosts that cannot are an error at once.
 
@@ -76,12 +76,12 @@ class Plugin:
         """In the process, around each call."""
         yield
 
-    def conduct(self, info: InstanceInfo, work: tuple[Any, ...]) -> list[tuple[int, Any]]:
+    def run_elastic_agent(self, info: InstanceInfo, work: tuple[Any, ...]) -> list[tuple[int, Any]]:
         """In an elastic gang's process on a host: runs the work in ranks of its own; returns ranks and results."""
         raise NotImplementedError
 
     @contextmanager
-    def around_client(self, compute: Compute) -> Iterator[None]:
+    def around_client(self, compute: Pool) -> Iterator[None]:
         """Here, while the pool is open."""
         yield
 

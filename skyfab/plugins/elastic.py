@@ -38,7 +38,7 @@ FAREWELL: Final = 30.0
 """Seconds that hosts wait for each other when they are done."""
 
 
-def conduct(
+def run_elastic_agent(
     elastic: Elastic, open_store: Callable[[InstanceInfo], Any], info: InstanceInfo, work: tuple[Any, ...]
 ) -> list[tuple[int, Any]]:
     """Runs `work` (function, plugins, arguments, keywords) in this host's ranks, as often as need be.
@@ -99,7 +99,7 @@ def _rendezvous(elastic: Elastic, store: Any, info: InstanceInfo, peers: _Peers)
         run_id=info.job_id,
         store=store,
         backend=_Signed(C10dRendezvousBackend(store, info.job_id), elastic.secret, info),
-        min_nodes=min(elastic.least, len(info.peers)),
+        min_nodes=min(elastic.min_hosts, len(info.peers)),
         max_nodes=len(info.peers),
         local_addr=info.peers[info.rank],
         timeout=RendezvousTimeout(last_call=timedelta(seconds=LAST_CALL)),
@@ -191,7 +191,7 @@ class _Peers:
 # ---- in the ranks
 
 
-def perform(parcel: bytes, place: dict[str, Any], folder: str) -> bytes:
+def perform(packed: bytes, place: dict[str, Any], folder: str) -> bytes:
     """What torch starts in each rank: its place, the plugins, the function."""
     context.hold_folder(folder)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["SKYFAB_ATTEMPT"]  # torch's own differs between hosts
@@ -207,7 +207,7 @@ def perform(parcel: bytes, place: dict[str, Any], folder: str) -> bytes:
     context.enter(info)
     context.offer_stacks(f"{info.job_id}.rank{info.local_rank}", info.rank)
     try:
-        function, plugins, args, kwargs = codec.loads(*pickle.loads(parcel))
+        function, plugins, args, kwargs = codec.loads(*pickle.loads(packed))
         return _flat(_inside(plugins, info, lambda: context.awaited(function(*args, **kwargs))))
     except Exception as error:
         print(f"rank {info.rank} failed, attempt {info.attempt}: {type(error).__name__}: {error}", file=sys.stderr)

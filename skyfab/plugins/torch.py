@@ -97,11 +97,11 @@ class Torch(Plugin):
                 dist.destroy_process_group()
             del store  # the head's is where the others have met: it stays until here
 
-    def conduct(self, info: InstanceInfo, work: tuple[Any, ...]) -> list[tuple[int, Any]]:
-        from skyfab.plugins.elastic import conduct
+    def run_elastic_agent(self, info: InstanceInfo, work: tuple[Any, ...]) -> list[tuple[int, Any]]:
+        from skyfab.plugins.elastic import run_elastic_agent
 
         assert self.elastic is not None
-        return conduct(self.elastic, _open_store, info, work)
+        return run_elastic_agent(self.elastic, _open_store, info, work)
 
     def _join(self, info: InstanceInfo) -> Any:
         """Makes the process group; returns what must live as long as that does."""
@@ -148,13 +148,13 @@ def torch(
 
 
 def _elastic(hosts: tuple[int, int], max_restarts: int) -> Elastic:
-    least, most = hosts
-    if not 1 <= least <= most or max_restarts < 0:
+    min_hosts, max_hosts = hosts
+    if not 1 <= min_hosts <= max_hosts or max_restarts < 0:
         raise UsageError(
-            f"torch(elastic=({least}, {most}), max_restarts={max_restarts}) cannot be",
+            f"torch(elastic=({min_hosts}, {max_hosts}), max_restarts={max_restarts}) cannot be",
             hint="the least and the most hosts, from 1 on, and how often to start again after a failure",
         )
-    return Elastic(least, most, max_restarts)
+    return Elastic(min_hosts, max_hosts, max_restarts)
 
 
 # ---- the process group

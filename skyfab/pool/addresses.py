@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from skyfab.errors import PeersApart, ProtocolError
+from skyfab.errors import PeersUnreachable, ProtocolError
 from skyfab.pool.node import Node
 from skyfab.protocol.messages import AgentHello
 
@@ -45,7 +45,7 @@ class Candidates:
         """Raises ProtocolError for what is no address."""
         self._nodes = nodes
         self._told = {node: _told(node) for node in nodes}
-        self._machines = {node: _machine(node) for node in nodes}
+        self._machines = {node: _host_info(node) for node in nodes}
         """Two names may be one machine: at its addresses it finds itself."""
         self._owners: dict[str, set[object]] = {}
         for node in nodes:
@@ -102,7 +102,7 @@ class Candidates:
         alike = [one for one in options if (":" in one.address) == (":" in head.address)]
         return next((one for one in options if one.address == own), (alike or options)[0])
 
-    def none_of(self, node: Node) -> PeersApart | None:
+    def none_of(self, node: Node) -> PeersUnreachable | None:
         """What to say of a node that no other host can find."""
         if self.of(node):
             return None
@@ -117,7 +117,7 @@ class Candidates:
                 "a network of their own between the hosts, a VPN for instance, gives each an address; "
                 "without plugins that need one, @ needs none"
             )
-        return PeersApart(message, host=node.name, hint=hint)
+        return PeersUnreachable(message, host=node.name, hint=hint)
 
     def _why_not(self, one: Address) -> str:
         twins = [node.name for node in self._nodes if any(each.address == one.address for each in self._told[node])]
@@ -126,7 +126,7 @@ class Candidates:
         return f", which {' and '.join(twins[:3])} have" if len(self._owners[one.address]) > 1 else ""
 
 
-def _machine(node: Node) -> object:
+def _host_info(node: Node) -> object:
     """What two agents on one machine say alike. A clone of a machine may say the same but for its addresses."""
     return node.agent.network or node.name, frozenset(map(tuple, node.agent.addresses))
 

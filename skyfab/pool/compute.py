@@ -14,34 +14,33 @@ from typing import Any, Literal, TypeVar, overload
 from skyfab.calls import nesting
 from skyfab.calls.call import Call, Function, Group, as_function
 from skyfab.calls.image import Image
-from skyfab.calls.pack import FunctionParcel, pack_arguments, pack_function
+from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function
 from skyfab.calls.project import Project
 from skyfab.calls.refs import Ref, put
+from skyfab.calls.results import in_order
 from skyfab.detached.run import Results, Run, attach
 from skyfab.errors import UsageError
 from skyfab.inventory.host import Host, variables
 from skyfab.inventory.inventory import Inventory
 from skyfab.plugins.base import Plugin, check_together
 from skyfab.pool import open_pools
+from skyfab.pool.broadcast import Broadcast, BroadcastQueue, GangCall, may_go_on, retry
 from skyfab.pool.cloud import refuses_rent
-from skyfab.pool.detach import Launcher
-from skyfab.pool.elastic import in_order, may_go_on, remaining
-from skyfab.pool.fastpath import UNFIT, express
+from skyfab.pool.detach import Detacher
+from skyfab.pool.fastpath import NOT_TAKEN, fastpath
 from skyfab.pool.futures import CallFuture, refuse_to_block
-from skyfab.pool.gang import Broadcast, GangCall
-from skyfab.pool.gangs import BroadcastQueue, Gangs, retry
-from skyfab.pool.images import Outfit
-from skyfab.pool.map import Spread
-from skyfab.pool.muster import close_all, open_all
-from skyfab.pool.node import Node, SeatPlan
-from skyfab.pool.nodes import Roster
+from skyfab.pool.gang import GangCache, GangSpec, remaining
+from skyfab.pool.images import HostImages
+from skyfab.pool.map import MapCall
+from skyfab.pool.node import Node, WorkerSpec
+from skyfab.pool.nodes import Nodes, PoolOwner, close_all, open_all
 from skyfab.pool.project_sync import ProjectSync
-from skyfab.pool.rendezvous import Meetings
-from skyfab.pool.scheduler import Queue, Slot, Task, solo_plan
+from skyfab.pool.rendezvous import Rendezvouses
+from skyfab.pool.scheduler import Scheduler, Slot, Task, solo_spec
 from skyfab.pool.stall import Place, watch
 from skyfab.pool.workdir import Workdirs, tell_files
 from skyfab.protocol import codec
-from skyfab.session.sigint import INTERRUPTS
+from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.session.timing import Timing
 from skyfab.ui.events import Events, HostState, emitting
 
@@ -70,7 +69,7 @@ class Compute:
         env: Mapping[str, str] | None = None,
         workdir: str | os.PathLike[str] = "auto",
         lease: float = 60,
-        silence: float = 10,
+        heartbeat_timeout: float = 10,
         timeout: float | None = None,
         results: Literal["any", "data"] = "any",
         ui: Literal["auto", "rich", "plain", "none"] = "auto",
@@ -88,8 +87,10 @@ class Compute:
         """
         if ranks != "auto" and ranks < 1:
             raise UsageError(f"ranks={ranks!r}: a number from 1 on, or 'auto'")
-        if not lease >= 1 or not silence > 0:
-            raise UsageError(f"lease={lease!r}, silence={silence!r}: a second at least, and more than nothing")
+        if not lease >= 1 or not heartbeat_timeout > 0:
+            raise UsageError(
+                f"lease={lease!r}, heartbeat_timeout={heartbeat_timeout!r}: a second at least, more than 0"
+            )
         if results not in ("any", "data"):
             raise UsageError(f"results={results!r}: 'any', or 'data' where hosts are not trusted")
         self.inventory = Inventory.of(inventory)
@@ -99,7 +100,7 @@ class Compute:
         self._plugins = tuple(plugins)
         check_together(self._plugins)
         self._elastic = next((plugin.elastic for plugin in self._plugins if plugin.elastic), None)
-        self._outfit = Outfit(self.selected, self._image, self._plugins)
+        self._images = HostImages(self.selected, self._image, self._plugins)
         self._ranks = ranks
         self._env = variables(env or {}, "env")
         self._lease = lease
@@ -108,23 +109,21 @@ class Compute:
         self.events = Events()
         self._sync = ProjectSync(Project(self._image))
         self._around = contextlib.ExitStack()
-        self._wary = results == "data"
-        self._queue = Queue(self.events.call, wary=self._wary)
+        self._untrusted = results == "data"
+        self._scheduler = Scheduler(self.events.call, untrusted=self._untrusted)
         # A function without the pool: threads hold it, and must not keep a pool that was dropped.
-        self._env_of = functools.partial(_env_of, self._outfit, self._env)
+        self._env_of = functools.partial(_env_of, self._images, self._env)
         self._pool = secrets.token_hex(8)
         """The jobs of its gangs are named after it."""
-        self._gangs = Gangs(self._env_of, self._pool, Meetings.of(self._plugins, self.events))
+        self._gang_cache = GangCache(self._env_of, self._pool, Rendezvouses.of(self._plugins, self.events))
         self._broadcasts = BroadcastQueue()
-        self._roster = Roster(
+        self._nodes = Nodes(
             self.inventory,
-            self._outfit,
-            self.events,
-            self._gangs,
-            self._queue,
-            timing=Timing(lease=lease, heartbeat_timeout=silence),
-            welcome=self._sync.take_back,
-            workdirs=Workdirs(workdir),
+            self._images,
+            Workdirs(workdir),
+            Timing(lease=lease, heartbeat_timeout=heartbeat_timeout),
+            PoolOwner(self.events, self._gang_cache, self._scheduler),
+            self._sync.take_back,
         )
         self._open = False
         self._is_parents = False
@@ -152,18 +151,18 @@ class Compute:
         if self._is_parents:
             raise open_pools.parents_pool()
         nesting.check()
-        INTERRUPTS.watch()
+        SIGINT_GUARD.watch()
         self._show()
         try:
             nodes = self._connect()
         except BaseException:
             self._sync.close()
             self._hide()
-            INTERRUPTS.leave()
+            SIGINT_GUARD.leave()
             raise
         self.hosts = tuple(nodes)
-        self._queue.open(
-            Slot(node, f"solo.{number}", self._solo_plan(node, ""))
+        self._scheduler.open(
+            Slot(node, f"solo.{number}", self._solo_spec(node, ""))
             for number in range(max(host.slots for host in self.selected))
             for node in nodes
             if number < node.host.slots
@@ -180,11 +179,11 @@ class Compute:
             raise
 
     def _connect(self) -> Sequence[Node]:
-        nodes = self._roster.call_up(self.selected)
+        nodes = self._nodes.make_nodes(self.selected)
         ahead = threading.Thread(target=self._sync.read_ahead, daemon=True)
         ahead.start()
         try:
-            open_all(nodes, self.events, failed=lambda node: self._outfit.failed(node.host))
+            open_all(nodes, self.events, failed=lambda node: self._images.failed(node.host))
         finally:
             ahead.join()
         return nodes
@@ -198,7 +197,7 @@ class Compute:
             if self._open:
                 self._leave()
             else:
-                close_all(self._roster.nodes)  # another thread may be connecting: it stops
+                close_all(self._nodes.all)  # another thread may be connecting: it stops
         finally:
             self._sync.close()
             self._hide()
@@ -207,16 +206,16 @@ class Compute:
         try:
             self._around.close()
             tell_files(self.hosts, self.inventory, self.events)
-            self._roster.homecoming.close()
+            self._nodes.recovery.close()
         finally:
             self._open = False
             open_pools.discard(self)
-            self._queue.fail_all()
+            self._scheduler.fail_all()
             self._broadcasts.close()
             try:
                 close_all(self.hosts)
             finally:
-                INTERRUPTS.leave()
+                SIGINT_GUARD.leave()
         for node in self.hosts:
             self.events.emit(HostState(host=node.name, state="closed"))
 
@@ -249,10 +248,10 @@ class Compute:
         label = call.function.label
         if emitting:
             refuse_to_block()
-        result: R = express(self._queue, function, arguments, label=label, timeout=timeout)
-        if result is UNFIT:
+        result: R = fastpath(self._scheduler, function, arguments, label=label, timeout=timeout)
+        if result is NOT_TAKEN:
             task = Task(function, arguments, label=label, timeout=timeout)
-            self._queue.add(task)
+            self._scheduler.add(task)
             result = self._wait(task.future)
         return result
 
@@ -276,16 +275,14 @@ class Compute:
         label = call.function.label
         if on == "all":
             elastic = self._elastic
-
             broadcast = Broadcast(
                 function=function,
                 arguments=arguments,
                 label=label,
                 timeout=timeout,
-                min_hosts=None if elastic is None else elastic.least,
-                wary=self._wary,
+                min_hosts=None if elastic is None else elastic.min_hosts,
+                untrusted=self._untrusted,
             )
-
             jobs: list[str] = []
 
             def start(attempt: int) -> CallFuture:
@@ -301,7 +298,7 @@ class Compute:
         node = None if on == "one" else self.hosts[0] if on == "head" else self._named(on)
         task = Task(function, arguments, label=label, timeout=timeout, on=node, retries=call.function.retries)
         task.future.pool = self
-        self._queue.add(task)
+        self._scheduler.add(task)
         self._watch(call.function, task.future, task.places)
         return task.future
 
@@ -311,12 +308,15 @@ class Compute:
         `jobs` keeps the name of its job: what is tried again finds what it has saved under that.
         """
         nodes = self.hosts if self._elastic is None else remaining(self.hosts, self._elastic)
-        ranks = [self._ranks_on(node) for node in nodes]
-        job, conducted = (jobs[0] if jobs else None), self._elastic is not None
-        gang = self._gangs.current(nodes, ranks, tree, attempt=attempt, job=job, conducted=conducted)
+        gang = self._gang_cache.current(self._gang_spec(nodes, tree, attempt), job=jobs[0] if jobs else None)
         jobs.append(gang.job)
-        with INTERRUPTS:
+        with SIGINT_GUARD:
             call.begin(gang, self.events.call(call.broadcast.label, *(node.name for node in nodes)))
+
+    def _gang_spec(self, nodes: Sequence[Node], tree: str, attempt: int = 0) -> GangSpec:
+        ranks = tuple(map(self._ranks_on, nodes))
+        elastic = self._elastic is not None
+        return GangSpec(nodes=tuple(nodes), ranks=ranks, tree=tree, attempt=attempt, elastic_agents=elastic)
 
     def _watch(self, function: Function[..., Any], future: CallFuture, places: Callable[[], Sequence[Place]]) -> None:
         if function.stall is not None:
@@ -331,25 +331,21 @@ class Compute:
         chosen = list(self.hosts) if on == "all" else [self._named(on) if on not in ("one", "head") else self.hosts[0]]
         if on == "all" and self._elastic is not None:
             chosen = remaining(chosen, self._elastic)
-        nodes = self._roster.apart(chosen, self._env_of)
+        nodes = self._nodes.copies(chosen)
         ranks = [self._ranks_on(node) if on == "all" else 1 for node in chosen]
         label, timeout = call.function.label, self._timeout_of(call.function)
-        launcher = Launcher(nodes, ranks, label=label, name=name or label)
+        detacher = Detacher(nodes, ranks, label=label, name=name or label)
         if on == "all":
-            gangs = Gangs(self._env_of, launcher.id, Meetings.of(self._plugins, self.events))
-            conducted = self._elastic is not None
-            launcher.start_gang(
-                lambda: gangs.current(nodes, ranks, tree, conducted=conducted),
-                self._sync.tree,
-                Broadcast(function=function, arguments=arguments, label=label, timeout=timeout),
-                conducted=conducted,
-            )
+            gang_cache = GangCache(self._env_of, detacher.id, Rendezvouses.of(self._plugins, self.events))
+            spec = self._gang_spec(nodes, tree)
+            broadcast = Broadcast(function=function, arguments=arguments, label=label, timeout=timeout)
+            detacher.start_gang(lambda: gang_cache.current(spec), self._sync.tree, broadcast)
         else:
-            launcher.start_one(
-                lambda node: self._solo_plan(node, tree), self._sync.tree, function, arguments, timeout=timeout
+            detacher.start_one(
+                lambda node: self._solo_spec(node, tree), self._sync.tree, function, arguments, timeout=timeout
             )
-        results: Results = "data" if self._wary else "any"
-        return attach(launcher.id, [node.host for node in chosen], inventory=self.inventory, results=results)
+        results: Results = "data" if self._untrusted else "any"
+        return attach(detacher.id, [node.host for node in chosen], inventory=self.inventory, results=results)
 
     def detach(self, *, name: str | None = None) -> Run:
         """Hands the broadcast that is under way to the hosts: it goes on when this program ends. The pool is closed."""
@@ -357,14 +353,14 @@ class Compute:
         call = self._broadcasts.at_work
         if call is None or call.gang is None:
             raise UsageError("no broadcast is under way", hint="submit(call, on='all') starts one; launch(call), a run")
-        self._queue.fail_all()  # only this broadcast goes on: what waits would be taken for a part of the run
+        self._scheduler.fail_all()  # only this broadcast goes on: what waits would be taken for a part of the run
         self._broadcasts.close()
         nodes, label = call.gang.nodes, call.broadcast.label
-        launcher = Launcher(nodes, [self._ranks_on(node) for node in nodes], label=label, name=name or label)
-        launcher.take_over(call, conducted=self._elastic is not None)
+        detacher = Detacher(nodes, [self._ranks_on(node) for node in nodes], label=label, name=name or label)
+        detacher.take_over(call)
         self.close()
-        results: Results = "data" if self._wary else "any"
-        return attach(launcher.id, [node.host for node in nodes], inventory=self.inventory, results=results)
+        results: Results = "data" if self._untrusted else "any"
+        return attach(detacher.id, [node.host for node in nodes], inventory=self.inventory, results=results)
 
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
         """Runs calls side by side: ``(f(1) & g(2)) >> compute``."""
@@ -382,10 +378,10 @@ class Compute:
         self._check_open()
         fn = as_function(function)
         calls = [fn(*arguments) for arguments in zip(*items, strict=False)]
-        parcel = pack_function(fn, self._plugins)
+        packed = pack_function(fn, self._plugins)
         self._sync_tree()
         slots = sum(node.host.slots for node in self.hosts)
-        future = Spread(self._queue, parcel, calls, slots=slots, timeout=self._timeout_of(fn)).start()
+        future = MapCall(self._scheduler, packed, calls, slots=slots, timeout=self._timeout_of(fn)).start()
         return self._wait(future)
 
     def put(self, obj: T) -> Ref[T]:
@@ -396,7 +392,7 @@ class Compute:
         """
         return put(obj)
 
-    def _pack(self, call: Call[Any]) -> tuple[FunctionParcel, codec.Payload, str]:
+    def _pack(self, call: Call[Any]) -> tuple[PackedFunction, codec.Payload, str]:
         """What travels: the function, its arguments, and the digest of the project, which every host has by now."""
         if not isinstance(call, Call):
             raise UsageError(f"{call!r:.80} is not a call", hint="decorate the function with @sky.function and call it")
@@ -439,16 +435,16 @@ class Compute:
 
     def _replan(self, tree: str) -> None:
         """Later calls want processes that import the new code."""
-        self._queue.replan(lambda slot: self._solo_plan(slot.node, tree))
+        self._scheduler.replan(lambda slot: self._solo_spec(slot.node, tree))
 
-    def _solo_plan(self, node: Node, tree: str) -> SeatPlan:
-        return solo_plan(node, tree, self._env_of(node), job=self._pool, total_nodes=len(self.selected))
+    def _solo_spec(self, node: Node, tree: str) -> WorkerSpec:
+        return solo_spec(node, tree, self._env_of(node), job=self._pool, total_nodes=len(self.selected))
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):
             open_pools.close_dropped(self, [node.name for node in self.hosts])
 
 
-def _env_of(outfit: Outfit, env: Mapping[str, str], node: Node) -> dict[str, str]:
+def _env_of(images: HostImages, env: Mapping[str, str], node: Node) -> dict[str, str]:
     """What a node's processes find in their environment."""
-    return {**node.host.env, **outfit.image_of(node.host).env, **env, **nesting.variables()}
+    return {**node.host.env, **images.image_of(node.host).env, **env, **nesting.variables()}

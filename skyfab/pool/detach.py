@@ -6,17 +6,18 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from skyfab.calls.pack import FunctionParcel
+from skyfab.calls.pack import PackedFunction
 from skyfab.calls.project import Tree
 from skyfab.errors import CallCancelled, SkyfabError
-from skyfab.pool.gang import Broadcast, Gang, GangCall
-from skyfab.pool.muster import close_all, open_all
-from skyfab.pool.node import Node, SeatPlan
+from skyfab.pool.broadcast import Broadcast, GangCall
+from skyfab.pool.gang import Gang
+from skyfab.pool.node import Node, WorkerSpec
+from skyfab.pool.nodes import close_all, open_all
 from skyfab.protocol import codec, messages
 from skyfab.ui.events import Events
 
 
-class Launcher:
+class Detacher:
     """One run on its way to its hosts."""
 
     def __init__(
@@ -40,15 +41,13 @@ class Launcher:
         gather: Callable[[], Gang],
         tree: Tree | None,
         broadcast: Broadcast,
-        *,
-        conducted: bool,
     ) -> None:
         """A call on every rank. Raises what keeps it from starting, and then nothing of it is left."""
 
         def go() -> None:
             gang = gather()
             held = [[m.rank for m in gang.members if m.node is node] for node in self._nodes]
-            self._tell(held, world=sum(self._ranks), on="all", elastic=conducted)
+            self._tell(held, world=sum(self._ranks), on="all", elastic=gang.spec.elastic_agents)
             call = GangCall(broadcast)
             call.begin(gang, self._note)
             for node in self._nodes:
@@ -58,9 +57,9 @@ class Launcher:
 
     def start_one(
         self,
-        plan: Callable[[Node], SeatPlan],
+        plan: Callable[[Node], WorkerSpec],
         tree: Tree | None,
-        function: FunctionParcel,
+        function: PackedFunction,
         arguments: codec.Payload,
         *,
         timeout: float | None,
@@ -80,7 +79,7 @@ class Launcher:
         open_all(self._nodes, Events(), failed=lambda node: None)
         try:
             for node in self._nodes:
-                if tree is not None and not node.learn_tree(tree):
+                if tree is not None and not node.sync_project(tree):
                     raise SkyfabError("a file of the project changed in this moment", hint="try again")
             go()
             if self._failures:
@@ -95,12 +94,12 @@ class Launcher:
         if isinstance(error, Exception):
             self._failures.append(error)
 
-    def take_over(self, call: GangCall, *, conducted: bool) -> None:
+    def take_over(self, call: GangCall) -> None:
         """A broadcast that is under way becomes the run's. Raises HostLost."""
         gang = call.gang
         assert gang is not None
         held = [[m.rank for m in gang.members if m.node is node] for node in self._nodes]
-        self._tell(held, world=sum(self._ranks), on="all", elastic=conducted)
+        self._tell(held, world=sum(self._ranks), on="all", elastic=gang.spec.elastic_agents)
         call.abandon(CallCancelled(f"{self._label} goes on as run {self.id[:8]}"))
         for node in self._nodes:
             node.session.abandon()

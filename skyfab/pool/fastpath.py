@@ -10,46 +10,46 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
-from skyfab.calls.pack import FunctionParcel
+from skyfab.calls.pack import PackedFunction
 from skyfab.calls.results import resolve, unpickle
 from skyfab.errors import CallCancelled, SkyfabError
-from skyfab.pool.scheduler import Queue, Slot
+from skyfab.pool.scheduler import Scheduler, Slot
 from skyfab.protocol import codec, messages
 from skyfab.protocol.mux import SMALL
 from skyfab.session.replies import Reply
-from skyfab.session.sigint import INTERRUPTS
+from skyfab.session.sigint import SIGINT_GUARD
 
-UNFIT: Final = object()
+NOT_TAKEN: Final = object()
 """The call was not made: it must go the usual way."""
 
 
-def express(
-    queue: Queue, function: FunctionParcel, arguments: codec.Payload, *, label: str, timeout: float | None
+def fastpath(
+    scheduler: Scheduler, function: PackedFunction, arguments: codec.Payload, *, label: str, timeout: float | None
 ) -> Any:
-    """The call's result, or UNFIT. Raises what the call raises."""
+    """The call's result, or NOT_TAKEN. Raises what the call raises."""
     if arguments.buffers or len(arguments.data) > SMALL or function.payload.buffers:
-        return UNFIT
-    with INTERRUPTS:  # only the wait for the reply is interrupted: a slot that was reserved is released
-        slot = queue.reserve()
+        return NOT_TAKEN
+    with SIGINT_GUARD:  # only the wait for the reply is interrupted: a slot that was reserved is released
+        slot = scheduler.reserve()
         if slot is None:
-            return UNFIT
+            return NOT_TAKEN
         host = slot.node.name
         reply: Reply | None = None
         ended: Callable[[BaseException | None], None] = _unheard
         try:
-            ended = queue.started(label, host)
-            reply = slot.node.begin(slot.seat, slot.plan, function, arguments.data, timeout=timeout)
+            ended = scheduler.started(label, host)
+            reply = slot.node.begin(slot.worker, slot.plan, function, arguments.data, timeout=timeout)
             slot.node.session.await_reply(reply)
         except BaseException as error:
-            _give_up(queue, slot, reply)
+            _give_up(scheduler, slot, reply)
             ended(CallCancelled("interrupted") if isinstance(error, KeyboardInterrupt) else error)
             raise
-        queue.release(slot)
+        scheduler.release(slot)
     try:
         if reply.value is not None:
-            result = unpickle(reply.value, (), host=host, rank=None, label=label, wary=queue.wary)
+            result = unpickle(reply.value, (), host=host, rank=None, label=label, untrusted=scheduler.untrusted)
         else:
-            result = _result(reply, host, label, queue.wary)
+            result = _result(reply, host, label, scheduler.untrusted)
     except BaseException as error:
         ended(error)
         raise
@@ -57,20 +57,20 @@ def express(
     return result
 
 
-def _result(reply: Reply, host: str, label: str, wary: bool) -> Any:
+def _result(reply: Reply, host: str, label: str, untrusted: bool) -> Any:
     assert reply.found is not None
     message, buffers = reply.found
     if isinstance(message, messages.Ended) and message.why == "unstarted":
-        return UNFIT  # its process ended before: another one takes it
-    return resolve(message, buffers, host=host, rank=None, label=label, wary=wary)
+        return NOT_TAKEN  # its process ended before: another one takes it
+    return resolve(message, buffers, host=host, rank=None, label=label, untrusted=untrusted)
 
 
-def _give_up(queue: Queue, slot: Slot, reply: Reply | None) -> None:
+def _give_up(scheduler: Scheduler, slot: Slot, reply: Reply | None) -> None:
     """An interrupt, or a lost host: stops the call where it still runs, and frees the slot when it has ended."""
     if reply is None or reply.is_there():
-        queue.release(slot)
+        scheduler.release(slot)
         return
-    reply.leave(lambda: queue.release(slot))
+    reply.leave(lambda: scheduler.release(slot))
     with contextlib.suppress(SkyfabError):  # a host that is gone has stopped it already
         slot.node.cancel(reply.stream)
 

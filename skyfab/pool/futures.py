@@ -13,7 +13,7 @@ from typing import Any
 from skyfab.errors import UsageError
 from skyfab.pool.node import Node
 from skyfab.session.reader import refuse_nested_wait
-from skyfab.session.sigint import INTERRUPTS
+from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.ui.events import emitting
 
 
@@ -66,7 +66,7 @@ class CallFuture(Future[Any]):
 
     def cancel(self) -> bool:
         """Works while the call is queued and while it runs; twice is the same as once."""
-        with INTERRUPTS:
+        with SIGINT_GUARD:
             if not super().cancel():
                 return False
             with self._condition:

@@ -12,9 +12,10 @@ from skyfab.inventory.host import Host
 from skyfab.plugins.base import Plugin
 from skyfab.session.bootstrap import local_python
 from skyfab.session.shell import Shell
+from skyfab.ui.events import Events, HostState, Moved
 
 
-class Outfit:
+class HostImages:
     """One image for each host; hosts with the same one are prepared together."""
 
     def __init__(self, hosts: Sequence[Host], image: Image, plugins: Sequence[Plugin]) -> None:
@@ -42,7 +43,7 @@ class Outfit:
                 self._preparations.update({other.name: preparation for other in others})
 
     def interpreter(self, host: Host, session: str, report: Report) -> tuple[str, Callable[[Shell], str | None] | None]:
-        """What a host is asked for first, and how it gets that where it is not there: see `Launch`."""
+        """What a host is asked for first, and how it gets that where it is not there: see `Bootstrap`."""
         image, preparation = self._images[host.name], self._preparations[host.name]
         named = image.python if image.python != "auto" else host.python
         own = preparation.is_empty
@@ -56,3 +57,17 @@ class Outfit:
     def failed(self, host: Host) -> None:
         """A host will not come: nobody need wait for it."""
         self._preparations[host.name].meet(host, None)
+
+
+class Progress:
+    """Tells how far a host's preparation is."""
+
+    def __init__(self, events: Events, host: str) -> None:
+        self._events = events
+        self._host = host
+
+    def step(self, text: str) -> None:
+        self._events.emit(HostState(host=self._host, state="preparing", detail=text))
+
+    def moved(self, what: str, done: int, total: int) -> None:
+        self._events.emit(Moved(host=self._host, what=what, done=done, total=total))

@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from skyfab.calls.call import Call
-from skyfab.calls.pack import FunctionParcel, pack_arguments
+from skyfab.calls.pack import PackedFunction, pack_arguments
 from skyfab.errors import ProtocolError
 from skyfab.pool.futures import CallFuture
-from skyfab.pool.scheduler import Queue, Task
+from skyfab.pool.scheduler import Scheduler, Task
 from skyfab.protocol import codec
 
 _WORTH: Final = 0.010
@@ -26,13 +26,13 @@ _BYTES: Final = 1024 * 1024
 """Groups stay below this size."""
 
 
-class Spread:
+class MapCall:
     """One `map` under way."""
 
     def __init__(
         self,
-        queue: Queue,
-        function: FunctionParcel,
+        scheduler: Scheduler,
+        function: PackedFunction,
         calls: Sequence[Call[Any]],
         *,
         slots: int,
@@ -40,7 +40,7 @@ class Spread:
     ) -> None:
         self.future = CallFuture()
         self.future.on_cancel = self._stop
-        self._queue = queue
+        self._scheduler = scheduler
         self._function = function
         self._calls = calls
         self._slots = slots
@@ -80,13 +80,13 @@ class Spread:
             arguments,
             label=group[0].function.label,
             timeout=self._timeout,
-            each=True,
             retries=group[0].function.retries,
         )
+        task.each = True
         with self._lock:
             self._running.add(task)
         Future.add_done_callback(task.future, lambda future: self._came(task, first, count, future))
-        self._queue.add(task)
+        self._scheduler.add(task)
         self.future.node = self.future.node or task.future.node
 
     def _came(self, task: Task, first: int, count: int, future: Future[Any]) -> None:

@@ -1,7 +1,7 @@
 """A node: one host of a pool, and what it has been told so far.
 
 It sends a function, a tree or a blob when the host lacks it, and starts a process in a seat before the first
-call there. Nothing here waits except `learn_tree`.
+call there. Nothing here waits except `sync_project`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from skyfab.calls.pack import FunctionParcel
+from skyfab.calls.pack import PackedFunction
 from skyfab.calls.project import Tree
-from skyfab.errors import CallCancelled, HostLost, HostUnfit, SkyfabError
+from skyfab.errors import CallCancelled, HostError, HostLost, HostUnfit, SkyfabError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.workdir import Workdir
@@ -23,6 +23,7 @@ from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import LARGE, name_of
 from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import AgentHello
+from skyfab.session.lines import Lines
 from skyfab.session.replies import Failure, Reply
 from skyfab.session.session import Session
 
@@ -36,7 +37,7 @@ _SAMPLES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeatPlan:
+class WorkerSpec:
     """What the process in a seat must be; another plan means another process."""
 
     tree: str
@@ -62,13 +63,38 @@ class Caller(Protocol):
         """There will be no answer."""
 
 
+class Owner(Protocol):
+    """The pool, as its nodes see it: it is told what they hear."""
+
+    def on_output(self, node: Node, worker: str, lines: Lines) -> None:
+        """A worker wrote these lines."""
+
+    def on_exit(self, node: Node, worker: str) -> None:
+        """A worker's process ended."""
+
+    def on_lost(self, node: Node, error: HostError) -> None:
+        """The host is gone."""
+
+    def on_disconnect(self, node: Node, reason: str) -> None:
+        """The connection is suspect, and others are attempted."""
+
+    def on_reconnect(self, node: Node, seconds: float) -> None:
+        """It is open again, after so long."""
+
+    def others_respond(self, node: Node) -> bool:
+        """Some other host has responded in the last seconds."""
+
+
 class Node:
-    """One host of the pool: `name`, `host`, `agent` (what it said of itself), `connection`."""
+    """One host of the pool: `name`, `host`, `agent` (what it said of itself), `connection`.
+
+    It is its session's listener.
+    """
 
     session: Session
     """The conversation with its agent; another one, when the host was lost and is there again."""
 
-    def __init__(self, index: int, host: Host, inventory: Inventory) -> None:
+    def __init__(self, index: int, host: Host, inventory: Inventory, owner: Owner) -> None:
         self.index = index
         self.name = host.name
         self.host = host
@@ -76,8 +102,9 @@ class Node:
         """Where relative paths of its functions lead."""
         self.lost: Exception | None = None
         self._inventory = inventory
+        self._owner = owner
         self._lock = threading.RLock()
-        self._seats: dict[str, tuple[SeatPlan, int]] = {}
+        self._workers: dict[str, tuple[WorkerSpec, int]] = {}
         self._generation = 0
         self._functions: OrderedDict[str, None] = OrderedDict()
         self._trees = {""}
@@ -118,12 +145,12 @@ class Node:
             hang_up(self._connection)
         self.session.close()
 
-    def begin_anew(self, session: Session) -> None:
+    def reset(self, session: Session) -> None:
         """The host has a new agent, which has been told nothing yet."""
         with self._lock:
             coming, self._coming = self._coming, {}
             self.session = session
-            self._seats.clear()
+            self._workers.clear()
             self._functions.clear()
             self._trees = {""}
             self._blobs.clear()
@@ -131,13 +158,36 @@ class Node:
         for listener in [listener for listeners in coming.values() for listener in listeners]:
             listener(HostLost("its agent was replaced", host=self.name))
 
+    # ---- what its session hears
+
+    def on_output(self, worker: str, lines: Lines) -> None:
+        self._owner.on_output(self, worker, lines)
+
+    def on_exit(self, worker: str, generation: int) -> None:
+        with self._lock:
+            if worker in self._workers and self._workers[worker][1] == generation:
+                del self._workers[worker]
+        self._owner.on_exit(self, worker)
+
+    def on_lost(self, error: HostError) -> None:
+        self._owner.on_lost(self, error)
+
+    def on_disconnect(self, reason: str) -> None:
+        self._owner.on_disconnect(self, reason)
+
+    def on_reconnect(self, seconds: float) -> None:
+        self._owner.on_reconnect(self, seconds)
+
+    def others_respond(self) -> bool:
+        return self._owner.others_respond(self)
+
     # ---- calls
 
     def call(
         self,
-        seat: str,
-        plan: SeatPlan,
-        function: FunctionParcel,
+        worker: str,
+        plan: WorkerSpec,
+        function: PackedFunction,
         arguments: codec.Payload,
         *,
         timeout: float | None,
@@ -164,14 +214,14 @@ class Node:
             with self._lock:
                 wanted = caller.is_wanted()
                 if wanted:
-                    self._seat(seat, plan)
-                    self._teach(function, names)
+                    self._worker(worker, plan)
+                    self._send_function(function, names)
                     parts, inline = _parts(arguments, names)
                     head = messages.Call.head(
-                        seat=seat, function=function.digest, parts=parts, timeout=timeout, each=each
+                        worker=worker, function=function.digest, parts=parts, timeout=timeout, each=each
                     )
                     caller.sent(
-                        self.session.send(head, inline, answer=caller.answered, failure=caller.failed, seat=seat)
+                        self.session.send(head, inline, answer=caller.answered, failure=caller.failed, worker=worker)
                     )
             if not wanted:  # told without the lock: what follows may be a call to another node
                 caller.failed(CallCancelled("cancelled before it was sent", host=self.name))
@@ -182,45 +232,39 @@ class Node:
             go()
 
     def begin(
-        self, seat: str, plan: SeatPlan, function: FunctionParcel, data: bytes, *, timeout: float | None
+        self, worker: str, plan: WorkerSpec, function: PackedFunction, data: bytes, *, timeout: float | None
     ) -> Reply:
         """Starts a small call, whose answer this thread will read. Raises HostLost when the host is gone."""
         with self._lock:
-            sitting = self._seats.get(seat)
+            sitting = self._workers.get(worker)
             if sitting is None or sitting[0] is not plan:
-                self._seat(seat, plan)
-            self._teach(function, {})
-            head = messages.Call.head(seat=seat, function=function.digest, parts=(len(data),), timeout=timeout)
-            return self.session.request(head, data, seat)
+                self._worker(worker, plan)
+            self._send_function(function, {})
+            head = messages.Call.head(worker=worker, function=function.digest, parts=(len(data),), timeout=timeout)
+            return self.session.request(head, data, worker)
 
     def cancel(self, stream: int) -> None:
         self.session.send(messages.Cancel(stream=stream))
 
-    def recall(self, streams: list[int]) -> None:
+    def unassign(self, streams: list[int]) -> None:
         """Asks for calls back that have not begun."""
-        self.session.send(messages.Recall(streams=streams))
+        self.session.send(messages.Unassign(streams=streams))
 
-    def release(self, seat: str) -> None:
+    def release(self, worker: str) -> None:
         """Ends the process in a seat."""
         with self._lock:
-            if self._seats.pop(seat, None) is not None:
-                self.session.send(messages.Release(seat=seat))
+            if self._workers.pop(worker, None) is not None:
+                self.session.send(messages.StopWorker(worker=worker))
 
-    def vacated(self, seat: str, generation: int) -> None:
-        """The process in a seat has ended, if it is still that one."""
-        with self._lock:
-            if seat in self._seats and self._seats[seat][1] == generation:
-                del self._seats[seat]
-
-    def _seat(self, seat: str, plan: SeatPlan) -> None:
+    def _worker(self, worker: str, plan: WorkerSpec) -> None:
         """Starts a process for the plan, unless the seat has one."""
-        sitting = self._seats.get(seat)
+        sitting = self._workers.get(worker)
         if sitting is not None and (sitting[0] is plan or sitting[0] == plan):
             return
         self._generation += 1
         self.session.send(
             messages.Spawn(
-                seat=seat,
+                worker=worker,
                 generation=self._generation,
                 tree=plan.tree,
                 env=dict(plan.env),
@@ -230,9 +274,9 @@ class Node:
                 include=not self.workdir.callers,
             )
         )
-        self._seats[seat] = (plan, self._generation)
+        self._workers[worker] = (plan, self._generation)
 
-    def _teach(self, function: FunctionParcel, names: Mapping[int, str]) -> None:
+    def _send_function(self, function: PackedFunction, names: Mapping[int, str]) -> None:
         if function.digest in self._functions:
             self._functions.move_to_end(function.digest)
             return
@@ -293,7 +337,7 @@ class Node:
 
         def done(error: Exception | None) -> None:
             with self._lock:
-                if self.session is not session:  # `begin_anew` has told those who waited
+                if self.session is not session:  # `reset` has told those who waited
                     return
                 if error is None:
                     self._blobs.add(name)
@@ -314,7 +358,7 @@ class Node:
     def knows(self, tree: Tree) -> bool:
         return tree.digest in self._trees
 
-    def learn_tree(self, tree: Tree) -> bool:
+    def sync_project(self, tree: Tree) -> bool:
         """Sends the project's files that the host lacks, and waits until they are laid out.
 
         False: a file has changed since the tree was read.

@@ -1,96 +1,228 @@
-"""The roster: the nodes of a pool, how each is talked to, and those that come back."""
+"""The nodes of a pool: made, opened and closed together; and what the pool does with what they hear."""
 
 from __future__ import annotations
 
+import atexit
+import resource
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
 
+from skyfab.errors import HostError, PoolError, ProtocolError, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.pool.gangs import Gangs
-from skyfab.pool.hearing import Hearing, Progress
-from skyfab.pool.images import Outfit
-from skyfab.pool.node import Node
-from skyfab.pool.recovery import Homecoming, Welcome
-from skyfab.pool.rendezvous import Meetings
-from skyfab.pool.scheduler import Queue
+from skyfab.pool.gang import GangCache
+from skyfab.pool.images import HostImages, Progress
+from skyfab.pool.node import Node, Owner
+from skyfab.pool.recovery import OnRecovered, Recovery
+from skyfab.pool.scheduler import Scheduler
 from skyfab.pool.workdir import Workdirs
-from skyfab.session.bootstrap import Launch
+from skyfab.session.bootstrap import Bootstrap
 from skyfab.session.bundle import bundle
+from skyfab.session.fanout import Raised, for_each_host
+from skyfab.session.lines import Lines
 from skyfab.session.reader import SharedReader
 from skyfab.session.session import Session
-from skyfab.session.transport import transport_for
 from skyfab.session.timing import Timing
-from skyfab.ui.events import Events
+from skyfab.session.transport import transport_for
+from skyfab.session.transport.process import end_all
+from skyfab.ui.events import Events, HostState, Output
+
+_PER_HOST: Final = 8
+"""Descriptors: a stream has five. Where a connection breaks, others are tried beside it."""
+_SPARE: Final = 128
+"""For whatever else the program opens."""
 
 
-class Roster:
-    """Makes nodes. They are not open yet, and `nodes` are those of the pool itself."""
+class PoolOwner:
+    """What nodes hear, as events for those who look and as facts for gangs, scheduler and recovery."""
+
+    def __init__(self, events: Events, gang_cache: GangCache, scheduler: Scheduler) -> None:
+        self.events = events
+        self._gang_cache = gang_cache
+        self._scheduler = scheduler
+        self.nodes: Sequence[Node] = ()
+        self.recovery: Recovery | None = None
+
+    def on_output(self, node: Node, worker: str, lines: Lines) -> None:
+        if self.events.active:
+            rank = self._gang_cache.rank_of(node, worker)
+            for text, end in lines:
+                self.events.emit(Output(host=node.name, rank=rank, stream=lines.stream, text=text, end=end))
+
+    def on_exit(self, node: Node, worker: str) -> None:
+        self._gang_cache.worker_exited(node, worker)
+
+    def on_lost(self, node: Node, error: HostError) -> None:
+        stranger = isinstance(error.__cause__, ProtocolError)  # whatever speaks there, it is not one of ours
+        if self.recovery is not None and not stranger:
+            self.recovery.expect(node, error)
+        else:
+            node.lost = error
+        self.events.emit(HostState(host=node.name, state="lost", detail=error.message))
+        self._scheduler.advance()
+
+    def on_disconnect(self, node: Node, reason: str) -> None:
+        others = [other for other in self.nodes if other is not node and other.lost is None]
+        if others and not self.others_respond(node):
+            reason += "; no host answers: is this machine's network up?"
+        self.events.emit(HostState(host=node.name, state="reconnecting", detail=reason))
+
+    def on_reconnect(self, node: Node, seconds: float) -> None:
+        self.events.emit(HostState(host=node.name, state="ready", detail=f"back after {seconds:.1f} s"))
+
+    def others_respond(self, node: Node) -> bool:
+        return any(other.session.responds for other in self.nodes if other is not node)
+
+
+class _NoOwner:
+    """For nodes of a detached run: nobody listens, and one that is lost stays so."""
+
+    def on_output(self, node: Node, worker: str, lines: Lines) -> None: ...
+    def on_exit(self, node: Node, worker: str) -> None: ...
+    def on_disconnect(self, node: Node, reason: str) -> None: ...
+    def on_reconnect(self, node: Node, seconds: float) -> None: ...
+
+    def on_lost(self, node: Node, error: HostError) -> None:
+        node.lost = error
+
+    def others_respond(self, node: Node) -> bool:
+        return False
+
+
+class Nodes:
+    """Makes nodes. They are not open yet; `all` are those of the pool itself."""
 
     def __init__(
         self,
         inventory: Inventory,
-        outfit: Outfit,
-        events: Events,
-        gangs: Gangs,
-        queue: Queue,
-        *,
-        timing: Timing,
-        welcome: Welcome,
+        images: HostImages,
         workdirs: Workdirs,
+        timing: Timing,
+        owner: PoolOwner,
+        on_recovered: OnRecovered,
     ) -> None:
-        """`welcome` is called with a lost node that is there again, and with what lets calls go to it."""
-        self._workdirs = workdirs
+        """`on_recovered` is called with a lost node that is there again, and with what lets calls go to it."""
         self._inventory = inventory
-        self._outfit = outfit
-        self._events = events
-        self._gangs = gangs
-        self._queue = queue
+        self._images = images
+        self._workdirs = workdirs
         self._timing = timing
+        self._owner = owner
         self._reader = SharedReader()
-        self.pool = ""
-        """The pool's name on its hosts."""
-        self._listeners: dict[int, Hearing] = {}
-        self.homecoming = Homecoming(lambda node: self._talk(node, self._listeners[node.index]), welcome, events)
-        self.nodes: Sequence[Node] = ()
+        self.recovery = owner.recovery = Recovery(self._new_session, on_recovered, owner.events)
+        self.all: Sequence[Node] = ()
 
-    def call_up(self, hosts: Sequence[Host]) -> Sequence[Node]:
+    def make_nodes(self, hosts: Sequence[Host]) -> Sequence[Node]:
         """The nodes of the pool, one for each host."""
-        self._outfit.begin()
-        self.pool = secrets.token_hex(8)  # a new name: agents of the last opening may still be about to end
-        self.nodes = [self._recruit(index, host) for index, host in enumerate(hosts)]
-        self.homecoming.begin()
-        return self.nodes
+        self._images.begin()
+        pool = _pool_name()
+        self.all = self._owner.nodes = [self._make(index, host, self._owner, pool) for index, host in enumerate(hosts)]
+        self.recovery.begin()
+        return self.all
 
-    def _recruit(self, index: int, host: Host) -> Node:
-        listener = Hearing(self._events, self._gangs, self._queue, self.homecoming, lambda: self.nodes)
-        node = listener.node = Node(index, host, self._inventory)
-        node.workdir = self._workdirs.of(host)
-        node.session = self._talk(node, listener, pool=self.pool)
-        self._listeners[index] = listener
-        return node
-
-    def apart(self, nodes: Sequence[Node], env: Callable[[Node], Mapping[str, str]]) -> list[Node]:
+    def copies(self, nodes: Sequence[Node]) -> list[Node]:
         """The same hosts once more, with agents of their own. These have one name on all hosts, as a pool's have."""
-        pool = secrets.token_hex(8)
-        return [self._apart(node, env, pool) for node in nodes]
-
-    def _apart(self, node: Node, env: Callable[[Node], Mapping[str, str]], pool: str) -> Node:
-        listener = Hearing(Events(), Gangs(env, pool, Meetings()), self._queue, None, lambda: ())
-        made = listener.node = Node(node.index, node.host, self._inventory)
-        made.workdir = node.workdir
-        made.session = self._talk(made, listener, pool=pool)
+        pool = _pool_name()
+        made = [self._make(node.index, node.host, _NoOwner(), pool) for node in nodes]
+        for copy, node in zip(made, nodes, strict=True):
+            copy.workdir = node.workdir
         return made
 
-    def _talk(self, node: Node, listener: Hearing, *, pool: str | None = None) -> Session:
+    def _make(self, index: int, host: Host, owner: Owner, pool: str) -> Node:
+        node = Node(index, host, self._inventory, owner)
+        node.workdir = self._workdirs.of(host)
+        node.session = self._new_session(node, pool)
+        return node
+
+    def _new_session(self, node: Node, pool: str | None = None) -> Session:
         """A session with an agent that nobody has talked to before."""
         host = node.host
-        name = f"{pool or secrets.token_hex(8)}-{node.index}"  # two names may be one machine
-        python, prepare = self._outfit.interpreter(host, name, Progress(self._events, host.name))
+        name = f"{pool or _pool_name()}-{node.index}"  # two names may be one machine
+        python, prepare = self._images.interpreter(host, name, Progress(self._owner.events, host.name))
         return Session(
-            Launch(host=host, session=name, bundle=bundle(), python=python, prepare=prepare),
+            Bootstrap(host=host, session=name, bundle=bundle(), python=python, prepare=prepare),
             lambda: transport_for(host, self._inventory),
-            listener,
+            node,
             self._reader,
             self._timing,
         )
+
+
+def _pool_name() -> str:
+    """A new one at each opening: agents of the last one may still be about to end."""
+    return secrets.token_hex(8)
+
+
+def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], None]) -> None:
+    """Opens every node's session. Raises the one failure, or a PoolError with all of them, and leaves none open.
+
+    `failed` is told of each that did, as it does.
+    """
+    make_room(len(nodes))
+    errors: dict[int, Exception] = {}
+
+    def enter(node: Node) -> None:
+        try:
+            agent = node.session.open()
+        except Exception as error:
+            errors[node.index] = error
+            failed(node)
+            events.emit(HostState(host=node.name, state="failed", detail=type(error).__name__))
+        else:
+            events.emit(HostState(host=node.name, state="ready", detail=f"Python {agent.python}"))
+
+    for node in nodes:
+        events.emit(HostState(host=node.name, state="connecting"))
+    try:
+        _with_each(enter, nodes)
+    except BaseException:  # Ctrl-C: those that are still connecting stop too
+        close_all(nodes)
+        raise
+    if errors:
+        close_all([node for node in nodes if node.index not in errors])
+        raise _all_of([errors[index] for index in sorted(errors)], len(nodes))
+
+
+def make_room(hosts: int) -> None:
+    """Lets this program have as many files open as its hosts need, where it may. Raises UsageError where it may not."""
+    soft, hard = (
+        sys.maxsize if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    used = len(list(Path("/dev/fd").iterdir()))
+    if used + _PER_HOST * hosts > hard:
+        raise UsageError(
+            f"{hosts} hosts need about {used + _PER_HOST * hosts} open files, and this program may have {hard}",
+            hint="a larger limit (ulimit -n, LimitNOFILE= of a service), or fewer hosts at a time",
+        )
+    wanted = used + 2 * _PER_HOST * hosts + _SPARE
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+
+
+def close_all(nodes: Sequence[Node]) -> None:
+    """Ends every process of the pool on every host. Interrupted, it leaves that to the hosts."""
+    try:
+        _with_each(Node.close, nodes)
+    except KeyboardInterrupt:
+        atexit.register(end_all)
+        raise
+
+
+def _with_each(action: Callable[[Node], None], nodes: Sequence[Node]) -> None:
+    for outcome in for_each_host(action, nodes):
+        if isinstance(outcome, Raised):
+            raise outcome.error
+
+
+def _all_of(errors: Sequence[Exception], total: int) -> Exception:
+    """One failure as it is, and so a mistake in what was asked of all of them; several as one."""
+    for error in errors:
+        if not isinstance(error, SkyfabError):
+            return error
+    if len(errors) > 1 and all(isinstance(error, UsageError) and error.args == errors[0].args for error in errors):
+        errors[0].host = None  # type: ignore[attr-defined]
+        return errors[0]
+    return errors[0] if len(errors) == 1 else PoolError(f"{len(errors)} of {total} hosts failed", errors)

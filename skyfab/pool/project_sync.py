@@ -58,7 +58,7 @@ class ProjectSync:
                 if tree is None or node.knows(tree):
                     accept()
                     return
-            if not node.learn_tree(tree):  # a file has changed: the next call looks again
+            if not node.sync_project(tree):  # a file has changed: the next call looks again
                 with self._lock:
                     self.tree = None
 
@@ -66,7 +66,7 @@ class ProjectSync:
 def _learns(tree: Tree, node: Node) -> bool:
     """False: a file has changed since the tree was read. A host that is lost meanwhile learns nothing, and need not."""
     try:
-        return node.learn_tree(tree)
+        return node.sync_project(tree)
     except HostLost as error:
         node.note_lost(error)
         return True

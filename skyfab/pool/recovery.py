@@ -1,4 +1,4 @@
-"""Homecoming: a host that was lost is tried again now and then, and taken back when it answers."""
+"""Recovery: a host that was lost is tried again now and then, and taken back when it answers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ LONGEST: Final = 15.0
 """Seconds between attempts: the first, and what they grow to."""
 
 
-Welcome = Callable[[Node, Callable[[], None]], None]
+OnRecovered = Callable[[Node, Callable[[], None]], None]
 
 
-class Homecoming:
+class Recovery:
     """Waits for lost hosts while their pool is open."""
 
-    def __init__(self, session_for: Callable[[Node], Session], welcome: Welcome, events: Events) -> None:
-        """`welcome` is called with a node that has a new session and knows nothing, and with what accepts it."""
+    def __init__(self, session_for: Callable[[Node], Session], on_recovered: OnRecovered, events: Events) -> None:
+        """`on_recovered` is called with a node that has a new session and knows nothing, and with what accepts it."""
         self._session_for = session_for
-        self._welcome = welcome
+        self._on_recovered = on_recovered
         self._events = events
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -90,8 +90,8 @@ class Homecoming:
                 self._expected.discard(node.index)
 
         before = node.session
-        node.begin_anew(session)
-        self._welcome(node, accept)
+        node.reset(session)
+        self._on_recovered(node, accept)
         self._events.emit(HostState(host=node.name, state="ready", detail="taken back"))
         before.close()
         with contextlib.suppress(SkyfabError):  # it may be gone, and if not it ends by itself after its lease

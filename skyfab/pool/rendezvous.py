@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from skyfab.errors import HostUnfit, PeersApart, PoolError, ProtocolError, SkyfabError
+from skyfab.errors import HostUnfit, PeersUnreachable, PoolError, ProtocolError, SkyfabError
 from skyfab.plugins.base import Network, Plugin
 from skyfab.pool.addresses import Address, Candidates, ip
 from skyfab.pool.node import Node
-from skyfab.protocol.messages import Done, Failed, Message, Port, Reach, Reached, Unport
+from skyfab.protocol.messages import Done, Failed, Listen, Message, PeersProbed, ProbePeers, Unlisten
 from skyfab.session.session import Session
 from skyfab.ui.events import Events, Notice
 
@@ -27,7 +27,7 @@ PATIENCE: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """How ranks meet."""
 
     port: int
@@ -36,7 +36,7 @@ class Meeting:
     """For each node where the others find it."""
 
 
-class Meetings:
+class Rendezvouses:
     """The meetings of a pool. What was found out once is used again, while a node has the same agent."""
 
     def __init__(
@@ -48,21 +48,21 @@ class Meetings:
         self._known: dict[int, tuple[Session, Address]] = {}
 
     @classmethod
-    def of(cls, plugins: Iterable[Plugin], events: Events) -> Meetings:
+    def of(cls, plugins: Iterable[Plugin], events: Events) -> Rendezvouses:
         """As much of a network as the plugins need; what is missing of it is told as an event."""
         asked = {plugin.network for plugin in plugins}
         network: Network = "needed" if "needed" in asked else "wanted" if "wanted" in asked else "unused"
         return cls(network, lambda host, text: events.emit(Notice(host=host, text=text)))
 
-    def arrange(self, nodes: Sequence[Node]) -> Meeting:
-        """A place to meet. Raises PeersApart, or a PoolError with several, where a network is needed and not there."""
+    def arrange(self, nodes: Sequence[Node]) -> Rendezvous:
+        """A place to meet. Raises PeersUnreachable, or a PoolError with several, where a network is needed."""
         places = self._again(nodes)
         if places is None:
             places = self._choose(nodes)
             for node, place in zip(nodes, places, strict=True):
                 self._known[node.index] = (node.session, place)
         head = nodes[0]
-        return Meeting(_port(head, head.session.ask(Port(address=places[0].address))), tuple(places))
+        return Rendezvous(_port(head, head.session.ask(Listen(address=places[0].address))), tuple(places))
 
     def _again(self, nodes: Sequence[Node]) -> list[Address] | None:
         known = [self._known.get(node.index) for node in nodes]
@@ -75,10 +75,10 @@ class Meetings:
             return candidates.likely()
         try:
             return _Search(nodes, candidates).run()
-        except (PeersApart, PoolError) as error:
+        except (PeersUnreachable, PoolError) as error:
             if self._network == "needed":
                 raise
-            first = error if isinstance(error, PeersApart) else error.exceptions[0]
+            first = error if isinstance(error, PeersUnreachable) else error.exceptions[0]
             self._notice(nodes[0].name, f"ranks may not find each other: {first}")
             return candidates.likely()
 
@@ -95,9 +95,9 @@ class _Search:
         self._ports: dict[Node, int] = {}
 
     def run(self) -> list[Address]:
-        """An address for each node. Raises PeersApart, or a PoolError with several."""
+        """An address for each node. Raises PeersUnreachable, or a PoolError with several."""
         _raise(apart for node in self._nodes if (apart := self._candidates.none_of(node)) is not None)
-        answers = ask_all({node: Port(word=word) for node, word in self._words.items()})
+        answers = ask_all({node: Listen(word=word) for node, word in self._words.items()})
         self._ports = {node: _port(node, answer) for node, answer in answers.items()}
         try:
             places = self._places()
@@ -105,7 +105,7 @@ class _Search:
         finally:
             for node, port in self._ports.items():
                 try:
-                    node.session.send(Unport(port=port))
+                    node.session.send(Unlisten(port=port))
                 except SkyfabError:
                     pass  # it is lost, and its port with it
         return [places[node] for node in self._nodes]
@@ -145,7 +145,7 @@ class _Search:
         """For each node and each address that it was asked to try: what went wrong, and its own address there."""
         answers = ask_all(
             {
-                node: Reach(
+                node: ProbePeers(
                     peers=[[place.address, str(self._ports[other]), self._words[other]] for other, place in wanted],
                     patience=PATIENCE,
                 )
@@ -154,14 +154,14 @@ class _Search:
         )
         return {node: _found(node, answers[node], len(wanted)) for node, wanted in asked.items()}
 
-    def _apart(self, node: Node, other: Node, tried: Sequence[tuple[Address, str]]) -> PeersApart:
+    def _apart(self, node: Node, other: Node, tried: Sequence[tuple[Address, str]]) -> PeersUnreachable:
         if len(tried) == 1:
             ((place, reason),) = tried
             message = f"it cannot connect to {other.name} at {place}: {reason}"
         else:
             message = f"it cannot connect to {other.name}: " + "; ".join(f"{place} {reason}" for place, reason in tried)
         here = self._candidates.of(node)[0].address
-        return PeersApart(
+        return PeersUnreachable(
             message,
             host=node.name,
             hint=f"ranks on different hosts talk over TCP; let them, on {other.name}: "
@@ -211,7 +211,7 @@ def _port(node: Node, answer: Message) -> int:
 
 
 def _found(node: Node, answer: Message, count: int) -> list[tuple[str, str]]:
-    found = answer.found if isinstance(answer, Reached) else []
+    found = answer.found if isinstance(answer, PeersProbed) else []
     if len(found) != count or not all(len(pair) == 2 for pair in found):
         raise ProtocolError("its answer is not about those that were asked for", host=node.name)
     for reason, own in found:
@@ -224,7 +224,7 @@ def _clean(reason: str) -> str:
     return "".join(filter(str.isprintable, reason[:200])) or "for no reason"
 
 
-def _raise(errors: Iterable[PeersApart]) -> None:
+def _raise(errors: Iterable[PeersUnreachable]) -> None:
     found = list(errors)
     if found:
         raise found[0] if len(found) == 1 else PoolError("some hosts cannot reach each other", found)

@@ -13,15 +13,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from skyfab.calls.pack import FunctionParcel
+from skyfab.calls.pack import PackedFunction
 from skyfab.calls.results import not_unpickled, resolve
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
 from skyfab.pool.futures import CallFuture
-from skyfab.pool.node import Node, SeatPlan
+from skyfab.pool.node import Node, WorkerSpec
 from skyfab.protocol import codec, messages
-from skyfab.session.sigint import INTERRUPTS
+from skyfab.session.sigint import SIGINT_GUARD
 
-_AHEAD: Final = 0.010
+_PREFETCH: Final = 0.010
 """Seconds of work that a slot may hold ahead."""
 _MOST: Final = 32
 _PATIENCE: Final = 100
@@ -34,7 +34,7 @@ class Task:
     """One solo call: what to run, and who waits for it. It is the `Caller` of its node."""
 
     __slots__ = (
-        "_queue",
+        "_scheduler",
         "arguments",
         "each",
         "ended",
@@ -52,16 +52,15 @@ class Task:
 
     def __init__(
         self,
-        function: FunctionParcel,
+        function: PackedFunction,
         arguments: codec.Payload,
         *,
         label: str,
         timeout: float | None,
         on: Node | None = None,
-        each: bool = False,
         retries: int = 0,
     ) -> None:
-        self._queue: Queue | None = None
+        self._scheduler: Scheduler | None = None
         self.retries = retries
         """How often it may still be moved from a host that is lost to another one."""
         self.function = function
@@ -70,7 +69,7 @@ class Task:
         self.timeout = timeout
         self.on = on
         """The only node where it may run; None for any."""
-        self.each = each
+        self.each = False
         """The one argument is a list of argument tuples; the result is the time it took and a list of results."""
         self.future = CallFuture()
         self.ended: Callable[[BaseException | None], None] | None = None
@@ -82,40 +81,40 @@ class Task:
 
     def places(self) -> list[tuple[Node, str, int | None]]:
         """Where it runs: at one place, once it has begun."""
-        return [] if self.slot is None else [(self.slot.node, self.slot.seat, None)]
+        return [] if self.slot is None else [(self.slot.node, self.slot.worker, None)]
 
-    def enter(self, queue: Queue) -> None:
-        self._queue = queue
-        self.future.on_cancel = lambda: queue.cancel(self)
+    def enter(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.future.on_cancel = lambda: scheduler.cancel(self)
 
     def is_wanted(self) -> bool:
         return not self.future.cancelled()
 
     def sent(self, stream: int) -> None:
-        assert self._queue is not None
-        self._queue.sent(self, stream)
+        assert self._scheduler is not None
+        self._scheduler.sent(self, stream)
 
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        assert self._queue is not None
-        self._queue.answered(self, message, buffers)
+        assert self._scheduler is not None
+        self._scheduler.answered(self, message, buffers)
 
     def failed(self, error: Exception) -> None:
-        assert self._queue is not None
-        self._queue.failed(self, error)
+        assert self._scheduler is not None
+        self._scheduler.failed(self, error)
 
 
-_RESERVED: Final = Task(FunctionParcel("", codec.Payload(b"")), codec.Payload(b""), label="", timeout=None)
+_RESERVED: Final = Task(PackedFunction("", codec.Payload(b"")), codec.Payload(b""), label="", timeout=None)
 """Stands in a slot for a call that is not the queue's. It seems to run for ever: nothing is placed behind it."""
 
 
 class Slot:
     """One process for solo calls on one node."""
 
-    __slots__ = ("answered", "given", "node", "plan", "seat", "tasks")
+    __slots__ = ("answered", "given", "node", "plan", "tasks", "worker")
 
-    def __init__(self, node: Node, seat: str, plan: SeatPlan) -> None:
+    def __init__(self, node: Node, worker: str, plan: WorkerSpec) -> None:
         self.node = node
-        self.seat = seat
+        self.worker = worker
         self.plan = plan
         """What its process must be for the next call."""
         self.given = plan
@@ -133,9 +132,9 @@ class Slot:
         """Its first call takes long: nothing should wait behind it."""
         if not self.tasks:
             return False
-        return self.tasks[0] is _RESERVED or now - max(self.answered, self.tasks[0].started) > _AHEAD
+        return self.tasks[0] is _RESERVED or now - max(self.answered, self.tasks[0].started) > _PREFETCH
 
-    def takes_ahead(self, task: Task, now: float) -> bool:
+    def may_prefetch(self, task: Task, now: float) -> bool:
         """A small call may wait behind the running one, in the same process."""
         return task.arguments.size < _SMALL and self.given is self.plan and not self.is_stuck(now)
 
@@ -143,11 +142,11 @@ class Slot:
 _load = operator.attrgetter("load")
 
 
-class Queue:
+class Scheduler:
     """Places solo calls on slots, the least loaded first."""
 
     def __init__(
-        self, started: Callable[[str, str], Callable[[BaseException | None], None]], *, wary: bool = False
+        self, started: Callable[[str, str], Callable[[BaseException | None], None]], *, untrusted: bool = False
     ) -> None:
         """`started` is told of each call (its label) and its host, and returns what is to be told of its end."""
         self._slots: list[Slot] = []
@@ -158,13 +157,13 @@ class Queue:
         self._mean = 1.0
         self._looking = False
         self.started = started
-        self.wary = wary
+        self.untrusted = untrusted
         """Hosts are not trusted: only plain data is taken from them."""
 
     def open(self, slots: Iterable[Slot]) -> None:
         self._slots = list(slots)
 
-    def replan(self, plan: Callable[[Slot], SeatPlan]) -> None:
+    def replan(self, plan: Callable[[Slot], WorkerSpec]) -> None:
         """The project changed: later calls want processes that import the new code."""
         for slot in self._slots:
             slot.plan = plan(slot)
@@ -190,7 +189,7 @@ class Queue:
     def add(self, task: Task) -> None:
         """Runs the task as soon as a slot is free."""
         task.enter(self)
-        with INTERRUPTS:
+        with SIGINT_GUARD:
             with self._lock:
                 self._waiting.append(task)
             self.advance()
@@ -232,7 +231,7 @@ class Queue:
             self._waiting.clear()
             return None
         now = time.monotonic()
-        ahead = max(1, min(_MOST, int(_AHEAD / max(self._mean, 1e-6))))
+        prefetch = max(1, min(_MOST, int(_PREFETCH / max(self._mean, 1e-6))))
         for position, task in enumerate(self._waiting):
             fitting = alive if task.on is None else [slot for slot in alive if slot.node is task.on]
             slot = min(fitting, key=_load, default=None)
@@ -240,7 +239,7 @@ class Queue:
                 del self._waiting[position]
                 stranded.append(task)
                 return None
-            if not slot.tasks or (len(slot.tasks) < ahead and slot.takes_ahead(task, now)):
+            if not slot.tasks or (len(slot.tasks) < prefetch and slot.may_prefetch(task, now)):
                 del self._waiting[position]
                 slot.tasks.append(task)
                 slot.given = slot.plan
@@ -256,7 +255,7 @@ class Queue:
         task.ended = self.started(task.label, slot.node.name)
         try:
             slot.node.call(
-                slot.seat,
+                slot.worker,
                 slot.plan,
                 task.function,
                 task.arguments,
@@ -281,14 +280,14 @@ class Queue:
         why = message.why if isinstance(message, messages.Ended) else ""
         with self._lock:
             slot.tasks.remove(task)
-            again = why in ("unstarted", "recalled") and not task.future.done()
+            again = why in ("unstarted", "unassigned") and not task.future.done()
             if again:
                 task.returned += 1
                 again = task.returned < _PATIENCE
             if again:
                 task.slot, task.stream = None, 0
                 self._waiting.appendleft(task)
-            elif why != "recalled":
+            elif why != "unassigned":
                 self._measure(task, slot)
         if self._waiting:
             self.advance()
@@ -297,7 +296,9 @@ class Queue:
         if again:
             return
         try:
-            result = resolve(message, buffers, host=slot.node.name, rank=None, label=task.label, wary=self.wary)
+            result = resolve(
+                message, buffers, host=slot.node.name, rank=None, label=task.label, untrusted=self.untrusted
+            )
         except Exception as error:
             self._finish(task, None, error)
         except BaseException as error:  # of the result itself, or of a signal handler of the program's
@@ -318,7 +319,7 @@ class Queue:
             return
         if any(not slot.tasks for slot in self._slots) and any(len(slot.tasks) > 1 for slot in self._slots):
             self._looking = True
-            timer = threading.Timer(2 * _AHEAD, self._take_back)
+            timer = threading.Timer(2 * _PREFETCH, self._take_back)
             timer.daemon = True
             timer.start()
 
@@ -326,10 +327,10 @@ class Queue:
         self._looking = False
         now = time.monotonic()
         with self._lock:
-            ahead = [(slot, slot.tasks[1:]) for slot in self._slots if slot.is_stuck(now) and len(slot.tasks) > 1]
-        for slot, tasks in ahead:
+            prefetch = [(slot, slot.tasks[1:]) for slot in self._slots if slot.is_stuck(now) and len(slot.tasks) > 1]
+        for slot, tasks in prefetch:
             try:
-                slot.node.recall([task.stream for task in tasks if task.stream])
+                slot.node.unassign([task.stream for task in tasks if task.stream])
             except SkyfabError:
                 pass  # lost: its failure is on its way
         self._help()
@@ -379,7 +380,7 @@ class Queue:
             self._finish(task, None, CallCancelled(f"{task.label} had not begun when the pool was closed"))
 
 
-def solo_plan(node: Node, tree: str, env: Mapping[str, str], *, job: str, total_nodes: int) -> SeatPlan:
+def solo_spec(node: Node, tree: str, env: Mapping[str, str], *, job: str, total_nodes: int) -> WorkerSpec:
     """What a process for solo calls on a node must be: a world of its own."""
     info = {
         "node": node.index,
@@ -394,4 +395,4 @@ def solo_plan(node: Node, tree: str, env: Mapping[str, str], *, job: str, total_
     env = dict(env)
     if node.host.gpus != "auto":
         env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, node.host.gpus)))
-    return SeatPlan(tree=tree, env=env, info=info)
+    return WorkerSpec(tree=tree, env=env, info=info)

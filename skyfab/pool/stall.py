@@ -44,21 +44,21 @@ class _Autopsy:
 
     def run(self, over: threading.Event) -> None:
         while not over.wait(self._stall / LOOKS):
-            for node, seat, rank in self._places():
+            for node, worker, rank in self._places():
                 try:
-                    node.session.send(messages.Look(seat=seat), answer=self._hear(node, seat, rank))
+                    node.session.send(messages.DumpStacks(worker=worker), answer=self._hear(node, worker, rank))
                 except SkyfabError:
                     pass  # lost: the call's own end says so
             self._judge()
 
-    def _hear(self, node: Node, seat: str, rank: int | None) -> Callable[[messages.Message, list[memoryview]], None]:
+    def _hear(self, node: Node, worker: str, rank: int | None) -> Callable[[messages.Message, list[memoryview]], None]:
         def answer(message: messages.Message, _: list[memoryview]) -> None:
             frames = frames_of(message.text) if isinstance(message, messages.Done) else ()
             if frames:
                 stack = Stack(host=node.name, rank=rank, pid=0, pool="", frames=frames)
-                before = self._stacks.get((node.name, seat))
+                before = self._stacks.get((node.name, worker))
                 still = before is not None and likeness(before[0]) == likeness(stack)
-                self._stacks[node.name, seat] = (stack, before[1] if still and before else time.monotonic())
+                self._stacks[node.name, worker] = (stack, before[1] if still and before else time.monotonic())
 
         return answer
 

@@ -10,7 +10,6 @@ import getpass
 import json
 import os
 import re
-import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,18 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from skyfab.detached.written import Written, event, parse
 from skyfab.errors import SkyfabError, UsageError
 from skyfab.inventory.host import CHECKS, Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import name_of
-from skyfab.ui.events import Events, FilesWritten
+from skyfab.ui.events import Events
 
 _PATIENCE: Final = 2.0
 """Seconds that hosts have to say what was written, when a pool closes."""
-_HEARD: Final = 3.0
-"""Seconds since a host was heard, after which it is not asked."""
-_LARGEST: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,61 +76,7 @@ def project(folder: str) -> str:
     return f"{readable}-{name_of(os.fsencode(f'{user}@{os.uname().nodename}:{folder}'))[:8]}"
 
 
-# ---- what was written
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What processes have written in one working folder."""
-
-    workdir: str
-    """As its agent was told."""
-    count: int
-    size: int
-    names: tuple[str, ...]
-    complete: bool
-
-    def __str__(self) -> str:
-        """
-        >>> str(Written("mnist-1a2b3c4d", 2, 5_000_000, ("model.pt", "log.csv"), True))
-        '2 files (5.0 MB): model.pt, log.csv'
-        """
-        count = f"{'' if self.complete else 'at least '}{self.count} file{'' if self.count == 1 else 's'}"
-        names = ", ".join(self.names) + (", …" if self.count > len(self.names) else "")
-        return f"{count} ({_size(self.size)}): {names}"
-
-
-def _size(count: int) -> str:
-    """
-    >>> _size(12), _size(3456), _size(123_456_789)
-    ('12 bytes', '3 kB', '123 MB')
-    """
-    if count < 1000:
-        return f"{count} byte{'' if count == 1 else 's'}"
-    if count < 1_000_000:
-        return f"{count / 1e3:.0f} kB"
-    return f"{count / 1e6:.{0 if count >= 10_000_000 else 1}f} MB"
-
-
-def parse(document: object) -> list[Written]:
-    """What a host said; it may say anything."""
-    found = []
-    for said in document if isinstance(document, list) else ():
-        if not isinstance(said, dict):
-            continue
-        workdir, names = said.get("workdir"), said.get("names")
-        count, size = _number(said.get("count")), _number(said.get("size"))
-        if isinstance(workdir, str) and isinstance(names, list) and count and size is not None:
-            shown = tuple(name[:80] for name in names[:3] if isinstance(name, str))
-            found.append(Written(workdir, count, size, shown, said.get("complete") is True))
-    return found
-
-
-def _number(value: object) -> int | None:
-    return value if type(value) is int and 0 <= value < _LARGEST else None
-
-
-class Reached(Protocol):
+class _Node(Protocol):
     """A node of a pool, as far as it is asked here."""
 
     name: str
@@ -145,14 +88,14 @@ class Reached(Protocol):
     def session(self) -> Any: ...
 
 
-def tell_files(nodes: Sequence[Reached], inventory: Inventory, events: Events) -> None:
+def tell_files(nodes: Sequence[_Node], inventory: Inventory, events: Events) -> None:
     """Emits what was written on hosts other than this one. Those that do not answer soon are left out."""
     if not events.active:
         return
     answers: dict[str, list[Written]] = {}
-    waiting: list[Reached] = []
+    waiting: list[_Node] = []
     for node in nodes:
-        if node.lost is None and is_kept(node) and time.monotonic() - node.session.heard < _HEARD:
+        if node.lost is None and is_kept(node) and node.session.responds:
             with suppress(SkyfabError):
                 node.session.send(messages.Written(), answer=_answer(answers, node), failure=_failure(answers, node))
                 waiting.append(node)
@@ -164,13 +107,7 @@ def tell_files(nodes: Sequence[Reached], inventory: Inventory, events: Events) -
                 events.emit(event(node.host, inventory, written))
 
 
-def event(host: Host, inventory: Inventory, written: Written) -> FilesWritten:
-    """What lies where, and how to get it."""
-    path, fetch = path_of(host, written.workdir), to_fetch(host, inventory, written.workdir)
-    return FilesWritten(host=host.name, path=path, what=str(written), fetch=fetch)
-
-
-def _answer(answers: dict[str, list[Written]], node: Reached) -> Callable[[messages.Message, Any], None]:
+def _answer(answers: dict[str, list[Written]], node: _Node) -> Callable[[messages.Message, Any], None]:
     def take(message: messages.Message, _: Any) -> None:
         answers[node.name] = []
         with suppress(ValueError, RecursionError):
@@ -180,31 +117,13 @@ def _answer(answers: dict[str, list[Written]], node: Reached) -> Callable[[messa
     return take
 
 
-def _failure(answers: dict[str, list[Written]], node: Reached) -> Callable[[Exception], None]:
+def _failure(answers: dict[str, list[Written]], node: _Node) -> Callable[[Exception], None]:
     def take(_: Exception) -> None:
         answers[node.name] = []
 
     return take
 
 
-def is_kept(node: Reached) -> bool:
+def is_kept(node: _Node) -> bool:
     """Its working folder is on another machine, and stays there."""
     return bool(node.workdir.told) and node.host.transport != "local"
-
-
-def path_of(host: Host, workdir: str) -> str:
-    """The folder's path on the host, as a person would type it there."""
-    return workdir if workdir.startswith(("/", "~")) else f"{host.cache.rstrip('/')}/files/{workdir}"
-
-
-def to_fetch(host: Host, inventory: Inventory, workdir: str) -> str:
-    """The command that copies the folder to this machine, to a folder named after the host: hosts have equal names."""
-    words = ["scp", "-r", *(["-P", str(host.port)] if host.port not in (None, 22) else [])]
-    words += ["-i", host.identity] if host.identity else []
-    if host.jump and host.jump != "none":
-        known = inventory.hosts
-        words += ["-J", ",".join(known[hop].login if hop in known else hop for hop in host.jump.split(","))]
-    place = f"[{host.destination}]" if ":" in host.destination else host.destination
-    login = place if host.user is None else f"{host.user}@{place}"
-    path = path_of(host, workdir)
-    return shlex.join([*words, f"{login}:{path.removeprefix('~/')}", f"./{host.name}"])

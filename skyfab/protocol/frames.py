@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     RecvInto = Callable[[memoryview], int | None]
     """How many bytes it has put there: 0 at the end, None (or BlockingIOError) when there is nothing now."""
-    Express = Callable[[int, memoryview, int], bool]
+    FastPath = Callable[[int, memoryview, int], bool]
     """Stream, frame and length of its head. True: it took the frame."""
 else:
     Protocol = object
@@ -74,10 +74,10 @@ class Reader:
     It never blocks by itself and can be left in the middle of a frame.
     """
 
-    def __init__(self, receiver: Receiver, *, express: Express | None = None, size: int = 64 * 1024) -> None:
-        """`express` is offered each small message that comes alone, as it lies; what it takes is not told."""
+    def __init__(self, receiver: Receiver, *, fastpath: FastPath | None = None, size: int = 64 * 1024) -> None:
+        """`fastpath` is offered each small message that comes alone, as it lies; what it takes is not told."""
         self._receiver = receiver
-        self._express = express
+        self._fastpath = fastpath
         self._scratch = memoryview(bytearray(size))
         self._start = 0
         self._end = 0
@@ -118,7 +118,7 @@ class Reader:
             # Mostly it is one whole frame, and nothing else.
             kind, head, stream, length = HEADER.unpack_from(scratch)
             if got == HEADER.size + length and head <= length:
-                if kind == HEAD and head and self._express and self._express(stream, scratch[:got], head):
+                if kind == HEAD and head and self._fastpath and self._fastpath(stream, scratch[:got], head):
                     self._end = 0
                     return True
                 if kind in KINDS and kind != DATA:

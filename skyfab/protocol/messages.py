@@ -110,7 +110,7 @@ class Spawn(Message):
     """Start a process in a seat. Calls to the seat may follow at once."""
 
     op: ClassVar[str] = "spawn"
-    seat: str
+    worker: str
     generation: int
     """Tells this process from those that had the seat before."""
     tree: str = ""
@@ -130,7 +130,7 @@ class Call(Message):
     """Run a function in a seat; answered by Result, Raised or Ended."""
 
     op: ClassVar[str] = "call"
-    seat: str
+    worker: str
     function: str
     parts: Sequence[Part]
     timeout: float | None = None
@@ -160,25 +160,25 @@ class Cancel(Message):
     stream: int
 
 
-class Recall(Message):
+class Unassign(Message):
     """Give these calls back, as far as they have not begun: each is answered by Ended. Not answered itself."""
 
-    op: ClassVar[str] = "recall"
+    op: ClassVar[str] = "unassign"
     streams: list[int]
 
 
-class Release(Message):
+class StopWorker(Message):
     """End the process in a seat. Not answered."""
 
-    op: ClassVar[str] = "release"
-    seat: str
+    op: ClassVar[str] = "stop_worker"
+    worker: str
 
 
-class Look(Message):
+class DumpStacks(Message):
     """Where is the process in a seat? It is asked, and Done has what it said when it was asked the last time."""
 
-    op: ClassVar[str] = "look"
-    seat: str
+    op: ClassVar[str] = "dump_stacks"
+    worker: str
 
 
 class Detach(Message):
@@ -224,27 +224,27 @@ class Tree(Message):
     """Pairs of relative path and blob name."""
 
 
-class Port(Message):
+class Listen(Message):
     """Listen at a free TCP port, until it is handed to a process or given up; answered by Done with its number."""
 
-    op: ClassVar[str] = "port"
+    op: ClassVar[str] = "listen"
     address: str = ""
     """The one that will be connected to; it says whether that is IPv6."""
     word: str = ""
     """What whoever connects is told, at any address of the host. Without it nobody is answered."""
 
 
-class Unport(Message):
+class Unlisten(Message):
     """Stop listening at a port. Not answered."""
 
-    op: ClassVar[str] = "unport"
+    op: ClassVar[str] = "unlisten"
     port: int
 
 
-class Reach(Message):
+class ProbePeers(Message):
     """Which of these can be connected to, and does the right host answer? Answered by Reached."""
 
-    op: ClassVar[str] = "reach"
+    op: ClassVar[str] = "probe_peers"
     peers: list[list[str]]
     """Address, port, and the word that is said there (see Port). Several with one word are one host's addresses."""
     patience: float
@@ -276,7 +276,7 @@ class Ended(Message):
 
     op: ClassVar[str] = "ended"
     why: str
-    """exit, died, timeout, cancelled, unstarted, recalled or unpicklable."""
+    """exit, died, timeout, cancelled, unstarted, unassigned or unpicklable."""
     text: str = ""
     exitcode: int | None = None
     traceback: str = ""
@@ -289,10 +289,10 @@ class Missing(Message):
     names: list[str]
 
 
-class Reached(Message):
+class PeersProbed(Message):
     """The answer to Reach."""
 
-    op: ClassVar[str] = "reached"
+    op: ClassVar[str] = "peers_probed"
     found: list[list[str]]
     """For each of them, in order: what went wrong, or nothing; and the address of this host that leads there."""
 
@@ -316,7 +316,7 @@ class Log(Message):
     """What a seat's process writes follows on this stream, until the pool ends."""
 
     op: ClassVar[str] = "log"
-    seat: str
+    worker: str
     fd: int
 
 
@@ -324,7 +324,7 @@ class Exited(Message):
     """A seat's process ended. The answers to its calls follow: those that it had not begun are `unstarted`."""
 
     op: ClassVar[str] = "exited"
-    seat: str
+    worker: str
     generation: int
     text: str
     exitcode: int | None = None

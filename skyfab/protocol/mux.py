@@ -14,7 +14,7 @@ from collections import deque
 from skyfab.errors import ProtocolError
 from skyfab.protocol import frames
 from skyfab.protocol.frames import ACK, BYE, COUNT, CREDIT, DATA, HEAD, HEADER, HELLO, PING, PONG, Buffer, frame
-from skyfab.protocol.send_queue import CREDIT_WINDOW, Bulk
+from skyfab.protocol.send_queue import CREDIT_WINDOW, SendQueue
 from skyfab.protocol.window import Window
 
 TYPE_CHECKING = False  # see frames
@@ -71,16 +71,16 @@ class Mux:
     """One side of a conversation of many streams. Not thread-safe: its owner holds a lock."""
 
     def __init__(
-        self, handler: Handler, *, express: frames.Express | None = None, clock: Callable[[], float] = time.monotonic
+        self, handler: Handler, *, fastpath: frames.FastPath | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`express` is offered small messages that come alone; what it takes is not `opened`."""
+        """`fastpath` is offered small messages that come alone; what it takes is not `opened`."""
         self._handler = handler
-        self._express = express
+        self._fastpath = fastpath
         self._clock = clock
         self._reader = self._new_reader()
         self._control: deque[bytes] = deque()
         self._urgent: deque[bytes] = deque()
-        self._bulk = Bulk()
+        self._send_queue = SendQueue()
         self._unacked: deque[bytes | _Sent] = deque()
         self._replay: deque[bytes | _Sent] = deque()
         self._batch: deque[Buffer] = deque()
@@ -124,7 +124,7 @@ class Mux:
         self.heard = self._clock()
 
     def _new_reader(self) -> frames.Reader:
-        return frames.Reader(self, express=self._passed if self._express else None)
+        return frames.Reader(self, fastpath=self._passed if self._fastpath else None)
 
     def resume(self, received: int) -> None:
         """The other side has heard `received` frames: what comes after is sent again."""
@@ -177,7 +177,7 @@ class Mux:
 
     def relay(self, whole: bytes, send: Send) -> bool:
         """Sends a small message's frame as it is, as far as there is room. False: others are before it."""
-        if self._batch or self._urgent or self._bulk.turns or self._control or self._replay:
+        if self._batch or self._urgent or self._send_queue.turns or self._control or self._replay:
             return False
         if self._ack_due or self._pong_due or not self._joined:
             return False
@@ -194,20 +194,20 @@ class Mux:
 
     def send_data(self, stream: int, data: Buffer) -> None:
         """Queues more data of a message that `send` has opened."""
-        self._bulk.add(stream, data)
+        self._send_queue.add(stream, data)
 
     def queued(self, stream: int) -> int:
         """Bytes of this stream that wait to be sent."""
-        return self._bulk.queued(stream)
+        return self._send_queue.queued(stream)
 
     def forget(self, stream: int) -> None:
         """The conversation on this stream is over; what it still had to send is dropped."""
-        self._bulk.forget(stream)
+        self._send_queue.forget(stream)
         self._used.pop(stream, None)
 
     def finish(self, stream: int) -> None:
         """Nothing more will be sent on this stream; what is queued still goes."""
-        self._bulk.finish(stream)
+        self._send_queue.finish(stream)
         self._used.pop(stream, None)
 
     def ping(self) -> int:
@@ -248,7 +248,7 @@ class Mux:
     @property
     def is_heard(self) -> bool:
         """The other side has all that was said."""
-        return not (self._urgent or self._bulk.turns or self._replay or self._unacked)
+        return not (self._urgent or self._send_queue.turns or self._replay or self._unacked)
 
     @property
     def has_output(self) -> bool:
@@ -259,11 +259,11 @@ class Mux:
             return False
         if self._replay or self._urgent:
             return True
-        if not self._bulk.turns:
+        if not self._send_queue.turns:
             return False
         if self._flight >= self.window.size:
             return not self._asked
-        return self._bulk.is_ready
+        return self._send_queue.is_ready
 
     def _fill(self) -> bool:
         batch = self._batch
@@ -276,7 +276,7 @@ class Mux:
         if self._ack_due:
             batch.append(frame(ACK, 0, COUNT.pack(self.received)))
         self._pong_due = self._ack_due = False
-        now = self._clock() if self._bulk.turns or self._replay else 0.0
+        now = self._clock() if self._send_queue.turns or self._replay else 0.0
         if self._replay:
             while self._replay and len(batch) < 64:
                 sent = self._replay.popleft()
@@ -291,9 +291,9 @@ class Mux:
             self._unacked.append(whole)
             self._unheard += len(whole)
             batch.append(whole)
-        if not batch and self._bulk.turns:
+        if not batch and self._send_queue.turns:
             if self._flight < self.window.size:
-                piece = self._bulk.next(self.window.chunk)
+                piece = self._send_queue.next(self.window.chunk)
                 if piece is not None:
                     self._unacked.append(_Sent(*piece, now))
                     self._flight += len(piece[1])
@@ -319,7 +319,7 @@ class Mux:
         return self._handler.place(stream, length)
 
     def _passed(self, stream: int, whole: memoryview, head: int) -> bool:
-        if not self._joined or self._express is None or not self._express(stream, whole, head):
+        if not self._joined or self._fastpath is None or not self._fastpath(stream, whole, head):
             return False
         self.heard = self._clock()
         self.bytes_in += len(whole)
@@ -344,7 +344,7 @@ class Mux:
             self._owed_bytes += len(payload)
             self._handler.data(stream, payload)
         elif kind == CREDIT:
-            self._bulk.grant(stream, _count(payload))
+            self._send_queue.grant(stream, _count(payload))
         elif kind == ACK:
             self._acknowledge(_count(payload))
         elif kind == PING:

@@ -26,7 +26,7 @@ class _Outgoing:
         self.credit = CREDIT_WINDOW
 
 
-class Bulk:
+class SendQueue:
     """The queues of all streams."""
 
     def __init__(self) -> None:

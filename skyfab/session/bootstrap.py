@@ -22,7 +22,7 @@ from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
 from skyfab.protocol.messages import AgentHello
 from skyfab.session.bundle import Bundle
-from skyfab.session.shell import LOOP, START, Patience, Shell
+from skyfab.session.shell import LOOP, START, Deadline, Shell
 from skyfab.session.transport.base import Stream, Transport
 from skyfab.session.transport.logins import LOGINS
 from skyfab.session.transport.openssh import by_hand
@@ -103,7 +103,7 @@ _OTHER: Final = 'name one that is there: Image(python="/usr/bin/python3"), or py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class Bootstrap:
     """How one pool's agent is started on one host, or found again."""
 
     host: Host
@@ -137,7 +137,7 @@ class Launch:
         `arrived` is called when the host has said something.
         Raises HostUnfit where the host cannot run us, or what the transport says of a lost connection.
         """
-        shell = Shell(stream, self.marker, Patience(self.host, deadline, stopped, arrived))
+        shell = Shell(stream, self.marker, Deadline(self.host, deadline, stopped, arrived))
         asked = False
         ahead: str | None = None
         if self.python == "none" and self.prepare is not None:
@@ -262,7 +262,7 @@ def open_shell(
 
     A script that says nothing for `quiet` seconds is given up.
     """
-    launch = Launch(host=host, session=secrets.token_hex(8), bundle=Bundle("none", ()), python="none")
+    launch = Bootstrap(host=host, session=secrets.token_hex(8), bundle=Bundle("none", ()), python="none")
     with LOGINS.turn(transport.servers, stopped) as turn:
         try:
             stream = transport.open(launch.command())
@@ -270,7 +270,7 @@ def open_shell(
             transport.close()
             raise
         try:
-            patience = Patience(host, time.monotonic() + START, stopped, turn.over)
+            patience = Deadline(host, time.monotonic() + START, stopped, turn.over)
             shell = Shell(stream, launch.marker, patience, quiet)
             shell.greeting = lambda: _greet(stream, shell)
             yield shell

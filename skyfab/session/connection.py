@@ -2,15 +2,10 @@
 
 Any thread that waits for a reply may do the reading (reader.py). When the stream breaks, or heartbeats are missed,
 another stream to the same agent takes its place (reconnect.py), and both sides go on where they were.
-
-    NEW → CONNECTING → OPEN ⇄ SUSPECT → LOST      a host that is lost stays so: its session ends
-                       OPEN → CLOSING → CLOSED    this side wants it to end
-                       OPEN → DETACHED → CLOSED   the agent is left to itself
 """
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -21,40 +16,13 @@ from skyfab.protocol import VERSION
 from skyfab.protocol.frames import HEAD, HEADER, Buffer
 from skyfab.protocol.messages import AgentHello, ClientHello, Message
 from skyfab.session.reader import Action, SharedReader
-from skyfab.session.reconnect import Joiner, Link, Reconnector, close, close_later
-from skyfab.session.replies import Answer, Exchange, Failure, Inbox, Listener, Reply
+from skyfab.session.reconnect import Joiner, Link, Reconnector, as_lost, close, close_later
+from skyfab.session.replies import Answer, Failure, Listener, PendingRequest, Replies, Reply
+from skyfab.session.state import LEAVING, NEXT, State
 from skyfab.session.timing import Timing
 from skyfab.session.transport.base import Stream
 
 _LAST_STREAM: Final = 2**32 - 1
-
-
-class State(enum.Enum):
-    """Where a connection stands."""
-
-    NEW = "new"
-    CONNECTING = "connecting"
-    """There is a stream; the agent has not said hello."""
-    OPEN = "open"
-    SUSPECT = "suspect"
-    """The stream is broken, or heartbeats are missed: others are attempted."""
-    CLOSING = "closing"
-    DETACHED = "detached"
-    CLOSED = "closed"
-    LOST = "lost"
-
-
-_NEXT: Final[dict[State, frozenset[State]]] = {
-    State.NEW: frozenset({State.CONNECTING, State.CLOSING}),
-    State.CONNECTING: frozenset({State.OPEN, State.CLOSING, State.LOST}),
-    State.OPEN: frozenset({State.SUSPECT, State.CLOSING, State.DETACHED, State.LOST}),
-    State.SUSPECT: frozenset({State.OPEN, State.CLOSING, State.DETACHED, State.LOST}),
-    State.CLOSING: frozenset({State.CLOSED}),
-    State.DETACHED: frozenset({State.CLOSED}),
-    State.CLOSED: frozenset(),
-    State.LOST: frozenset(),
-}
-_LEAVING: Final = frozenset({State.CLOSING, State.DETACHED, State.CLOSED})
 
 
 class Connection:
@@ -74,16 +42,16 @@ class Connection:
         self.timing = timing
         self.interval = timing.interval
         self.lock = threading.Lock()
-        self.inbox = Inbox(host.name, listener, timing.clock)
+        self.replies = Replies(host.name, listener, timing.clock)
         self.ended: Exception | None = None
         """Why nothing more will come."""
         self.state = State.NEW
         self._is_local = host.transport == "local"
-        self._mux = self.inbox.mux
+        self._mux = self.replies.mux
         self._reader = reader
         self._reconnector: Reconnector | None = None
         self._link: Link | None = None
-        self._stream: Stream | None = None
+        self.stream: Stream | None = None
         self._source = self._stderr = self._sink = -1
         """The descriptors that are watched."""
         self._unexplained: Stream | None = None
@@ -96,7 +64,7 @@ class Connection:
     @property
     def agent(self) -> AgentHello | None:
         """What the host said of itself, once it has."""
-        return self.inbox.agent
+        return self.replies.agent
 
     @property
     def last_received(self) -> float:
@@ -117,19 +85,15 @@ class Connection:
     @property
     def is_leaving(self) -> bool:
         """This side wants it to end."""
-        return self.state in _LEAVING
+        return self.state in LEAVING
 
     @property
     def is_suspect(self) -> bool:
         return self.state is State.SUSPECT
 
-    @property
-    def has_stream(self) -> bool:
-        return self._stream is not None
-
     def _enter(self, state: State) -> None:
         """The one place where the state changes."""
-        if state not in _NEXT[self.state]:
+        if state not in NEXT[self.state]:
             raise AssertionError(f"{self.host}: {self.state.value} → {state.value}")
         self.state = state
 
@@ -151,7 +115,7 @@ class Connection:
     def leave(self) -> None:
         """It is to end: whoever opens it stops."""
         with self.lock:
-            if State.CLOSING in _NEXT[self.state]:
+            if State.CLOSING in NEXT[self.state]:
                 self._enter(State.CLOSING)
         self._reader.poke()
 
@@ -160,17 +124,17 @@ class Connection:
         self.leave()
         with self.lock:
             self._close_by = self.timing.clock() + timeout
-            if self._stream is not None and self.ended is None:
+            if self.stream is not None and self.ended is None:
                 self._mux.bye()
                 self._flush()
             elif self.ended is None:
                 self._end(None)
             actions = self._actions()
         self._reader.run(actions)
-        self._reader.wait(self._has_told, timeout + 1)
+        self._reader.wait(lambda: self._told, timeout + 1)
         with self.lock:
             self._unwatch()
-            link, self._link, self._stream = self._link, None, None
+            link, self._link, self.stream = self._link, None, None
         self._reader.discard(self)
         if link is not None:
             close(link)
@@ -184,7 +148,7 @@ class Connection:
         if not self.wait(self._is_received) and self.ended is not None:
             raise self.ended
         with self.lock:
-            if State.DETACHED not in _NEXT[self.state]:
+            if State.DETACHED not in NEXT[self.state]:
                 raise self.ended or HostLost("the pool was closed", host=self.host)
             self._enter(State.DETACHED)
             self._let_go()
@@ -200,9 +164,6 @@ class Connection:
         return ClientHello(
             protocol=VERSION, received=self._mux.received, lease=self.timing.lease, name=self.host, local=self._is_local
         ).encode()
-
-    def _has_told(self) -> bool:
-        return self._told
 
     def _is_received(self) -> bool:
         with self.lock:
@@ -221,13 +182,13 @@ class Connection:
         *,
         answer: Answer | None = None,
         failure: Failure | None = None,
-        seat: str | None = None,
+        worker: str | None = None,
         urgent: bool = False,
     ) -> int:
         """Sends a message. `answer` or `failure` is called once, on whatever thread reads.
 
-        With `seat`, what the process in it has written so far is shown before the answer. Returns the stream's number.
-        Raises HostLost when the host is gone.
+        With `worker`, what that one has written so far is shown before the answer. Returns the stream's number. Raises
+        HostLost when the host is gone.
         """
         head = message if isinstance(message, bytes) else message.encode()
         with self.lock:
@@ -235,8 +196,8 @@ class Connection:
                 raise self.ended
             number = self._new_number()
             if answer is not None:
-                self.inbox.exchanges[number] = Exchange(answer, failure or _ignore, seat)
-            stream = self._stream
+                self.replies.pending[number] = PendingRequest(answer, failure or _ignore, worker)
+            stream = self.stream
             if urgent or stream is None:
                 self._mux.send(number, head, parts, urgent=urgent)
                 self._flush()
@@ -249,14 +210,14 @@ class Connection:
                     self._watch_sink()
         return number
 
-    def request(self, head: bytes, data: bytes, seat: str) -> Reply:
+    def request(self, head: bytes, data: bytes, worker: str) -> Reply:
         """Sends a small message whose reply this thread will `await_reply`. Raises HostLost."""
         with self.lock:
             if self.ended is not None:
                 raise self.ended
             number = self._new_number()
-            reply = self.inbox.exchanges[number] = Reply(number, seat)
-            stream = self._stream
+            reply = self.replies.pending[number] = Reply(number, worker)
+            stream = self.stream
             if stream is None:
                 self._mux.send(number, head, (data,))
                 return reply
@@ -286,7 +247,7 @@ class Connection:
     def _new_number(self) -> int:
         """A number for the next message: odd, and after the last one of 32 bits again those that are not in use."""
         number = self._next_stream
-        while number in self.inbox.exchanges:
+        while number in self.replies.pending:
             number = number + 2 if number < _LAST_STREAM else 1
         self._next_stream = number + 2 if number < _LAST_STREAM else 1
         return number
@@ -301,7 +262,8 @@ class Connection:
                 if self._mux.has_output and self.ended is None:
                     self._flush()
             elif fd == self._sink:
-                self._unwatch_sink()
+                self._reader.unwatch(fd)
+                self._sink = -1
                 self._flush()
             elif fd == self._stderr:
                 self._drain()
@@ -346,12 +308,12 @@ class Connection:
             return self._actions()
 
     def _is_to_end(self, now: float) -> bool:
-        return self.state in _LEAVING and (now > self._close_by or self._stream is None)
+        return self.state in LEAVING and (now > self._close_by or self.stream is None)
 
     def _actions(self) -> Sequence[Action]:
-        if self.state is State.CONNECTING and self.inbox.agent is not None:
+        if self.state is State.CONNECTING and self.replies.agent is not None:
             self._enter(State.OPEN)
-        return self.inbox.take() if self.inbox.after else ()
+        return self.replies.take() if self.replies.after else ()
 
     def on_error(self, error: BaseException) -> Sequence[Action]:
         """One of the others has raised: nobody knows how much was read."""
@@ -365,10 +327,10 @@ class Connection:
 
     def _take(self, link: Link) -> None:
         """From now on this is the stream."""
-        self._link, self._stream = link, link[0]
-        self._source = self._stream.fileno()
+        self._link, self.stream = link, link[0]
+        self._source = self.stream.fileno()
         self._reader.watch(self._source, self)
-        stderr = self._stream.stderr()
+        stderr = self.stream.stderr()
         if stderr is not None:
             self._stderr = stderr
             self._reader.watch(stderr, self)
@@ -376,7 +338,7 @@ class Connection:
     def _let_go(self) -> None:
         """There is no stream now. What is left of it is closed elsewhere: that may take a while."""
         self._unwatch()
-        link, self._link, self._stream = self._link, None, None
+        link, self._link, self.stream = self._link, None, None
         if link is not None:
             close_later(link)
 
@@ -388,27 +350,23 @@ class Connection:
 
     def _watch_sink(self) -> None:
         """There is more to write: the reader tells when there is room."""
-        if self._sink < 0 and self._stream is not None:
-            sink = self._stream.sink()
+        if self._sink < 0 and self.stream is not None:
+            sink = self.stream.sink()
             if sink is None:
                 self._reader.retry_soon(self)
             else:
                 self._sink = sink
                 self._reader.watch(sink, self, writing=True)
 
-    def _unwatch_sink(self) -> None:
-        self._reader.unwatch(self._sink)
-        self._sink = -1
-
     def _drain(self) -> None:
-        assert self._stream is not None
-        self._stream.drain()
-        if self._stream.stderr() is None:
+        assert self.stream is not None
+        self.stream.drain()
+        if self.stream.stderr() is None:
             self._reader.unwatch(self._stderr)
             self._stderr = -1
 
     def _read(self) -> None:
-        stream = self._stream
+        stream = self.stream
         assert stream is not None
         try:
             if not self._mux.read(stream.recv_into):
@@ -422,10 +380,10 @@ class Connection:
             self._end(error)
 
     def _flush(self) -> None:
-        if self._stream is None:
+        if self.stream is None:
             return
         try:
-            drained = self._mux.flush(self._stream.send)
+            drained = self._mux.flush(self.stream.send)
         except OSError:
             return  # the reading side finds out why
         if not drained:
@@ -437,13 +395,13 @@ class Connection:
         """The stream has ended."""
         if self.ended is not None:
             return
-        if self.state in _LEAVING:
+        if self.state in LEAVING:
             self._end(None)
-        elif self.inbox.agent is None:
-            self._unexplained = None if reason else self._stream
+        elif self.replies.agent is None:
+            self._unexplained = None if reason else self.stream
             self._end(HostLost(reason or "the connection broke", host=self.host))
         else:
-            link, self._link, self._stream = self._link, None, None
+            link, self._link, self.stream = self._link, None, None
             self._unwatch()
             assert link is not None
             self._suspect(reason).broke(link)
@@ -455,7 +413,7 @@ class Connection:
                 self._enter(State.OPEN)  # it said hello in the moment in which it broke
             self._enter(State.SUSPECT)
             self._reconnector = Reconnector(self, reason)
-            self.inbox.after.append(self._reconnector.start)
+            self.replies.after.append(self._reconnector.start)
         return self._reconnector
 
     def resume(self) -> None:
@@ -469,33 +427,22 @@ class Connection:
             return
         self._unwatch()
         lost: HostLost | None = None
-        if self.state in _LEAVING:
+        if self.state in LEAVING:
             self._enter(State.CLOSED)
             error = error or HostLost("the pool is closed", host=self.host)
         else:
             self._enter(State.LOST)
-            if self.inbox.agent is not None:
-                error = lost = _as_lost(error, self.host)
+            if self.replies.agent is not None:
+                error = lost = as_lost(error, self.host)
         assert error is not None
         self.ended = error
-        self.inbox.end(error, lost=lost)
-        self.inbox.after.append(self._tell_end)
+        self.replies.end(error, lost=lost)
+        self.replies.after.append(self._tell_end)
         self._reader.discard(self)
 
     def _tell_end(self) -> None:
         """The last action."""
         self._told = True
-
-
-def _as_lost(error: Exception | None, host: str) -> HostLost:
-    """It was there: whatever its connection says of its end, that is over."""
-    if isinstance(error, HostLost):
-        return error
-    lost = HostLost(str(error), host=host)
-    if isinstance(error, SkyfabError):
-        lost = HostLost(error.message, host=host, hint=error.hint)
-    lost.__cause__ = error
-    return lost
 
 
 def _ignore(error: Exception) -> None:

@@ -21,7 +21,7 @@ _MOST: Final = 256
 """Threads at a time. Those for hosts mostly wait."""
 
 
-def abreast(action: Callable[[S], T], items: Sequence[S]) -> list[T | Raised]:
+def for_each_host(action: Callable[[S], T], items: Sequence[S]) -> list[T | Raised]:
     """What became of each, in their order. On threads that nobody has to wait for, should there be a Ctrl-C."""
     outcomes: dict[int, T | Raised] = {}
     places = iter(range(len(items)))

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from skyfab.errors import UsageError
-from skyfab.session.sigint import INTERRUPTS, MAIN
+from skyfab.session.sigint import MAIN, SIGINT_GUARD
 
 Action = Callable[[], None]
 
@@ -174,7 +174,7 @@ class SharedReader:
         refuse_nested_wait()
         me = threading.get_ident()
         deadline = None if timeout is None else time.monotonic() + timeout
-        with INTERRUPTS:  # else an interrupt between these lines leaves a caller behind that never reads
+        with SIGINT_GUARD:  # else an interrupt between these lines leaves a caller behind that never reads
             _waiting.add(me)
             self._callers.append(None)
             try:
@@ -217,11 +217,11 @@ class SharedReader:
             self._followers.append(event)
         try:
             if threading.get_ident() == MAIN:
-                depth = INTERRUPTS.pause()
+                depth = SIGINT_GUARD.pause()
                 try:
                     event.wait(timeout)
                 finally:
-                    INTERRUPTS.resume(depth)
+                    SIGINT_GUARD.resume(depth)
             else:
                 event.wait(timeout)
         finally:
@@ -248,13 +248,13 @@ class SharedReader:
             seconds = min(seconds, _RETRY)
         if seconds < 0 or self._woken:
             seconds = 0
-        with INTERRUPTS:
+        with SIGINT_GUARD:
             if threading.get_ident() == MAIN:
-                depth = INTERRUPTS.pause()  # here alone may it be interrupted: nothing has been read yet
+                depth = SIGINT_GUARD.pause()  # here alone may it be interrupted: nothing has been read yet
                 try:
                     ready = selector.select(seconds)
                 finally:
-                    INTERRUPTS.resume(depth)
+                    SIGINT_GUARD.resume(depth)
             else:
                 ready = selector.select(seconds)
             self._reader = threading.get_ident()

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from skyfab.errors import HostLost, HostUnfit, SkyfabError
 from skyfab.session.backoff import Backoff
-from skyfab.session.replies import Inbox, Listener
+from skyfab.session.replies import Listener, Replies
 from skyfab.session.timing import Timing
 from skyfab.session.transport.base import Stream, Transport
 
@@ -48,14 +48,12 @@ class Suspect(Protocol):
     """A connection whose agent may be gone."""
 
     lock: threading.Lock
-    inbox: Inbox
+    replies: Replies
     listener: Listener
     joiner: Joiner
     host: str
     timing: Timing
-
-    @property
-    def has_stream(self) -> bool: ...
+    stream: Stream | None
 
     @property
     def is_suspect(self) -> bool: ...
@@ -79,10 +77,10 @@ class Reconnector:
         """A stream that the connection is to switch to."""
         self.lost_error: Exception | None = None
         """Why the host is lost."""
-        self.since = connection.inbox.mux.heard
+        self.since = connection.replies.mux.heard
         self._others_since = self.since
         """Since when other hosts respond while this one does not."""
-        self._ping_seq = connection.inbox.mux.ping()
+        self._ping_seq = connection.replies.mux.ping()
         """Its reply shows that the host receives what is sent."""
         self._announced = False
         self._waits = backoff()
@@ -109,7 +107,7 @@ class Reconnector:
         candidate, self.candidate = self.candidate, None
         if candidate is not None:
             self._switched_at = self._timing.clock()
-            self._hellos = self._connection.inbox.greetings
+            self._hellos = self._connection.replies.hellos
         return candidate
 
     # ---- the thread
@@ -127,7 +125,7 @@ class Reconnector:
         error = self._explain()
         if error is None and not self._announced:
             self._announced = True
-            self._connection.listener.apart(self._reason)
+            self._connection.listener.on_disconnect(self._reason)
         if error is None and self._is_over():
             return False
         error = error or self._hopeless(now) or self._collect()
@@ -167,30 +165,34 @@ class Reconnector:
         with connection.lock:
             if not connection.is_suspect:
                 return True
-            well = connection.has_stream and self.candidate is None and not self._is_new
-            if not well or (self._hellos is None and connection.inbox.mux.echoed < self._ping_seq):
+            well = connection.stream is not None and self.candidate is None and not self._is_new
+            if not well or (self._hellos is None and connection.replies.mux.echoed < self._ping_seq):
                 return False
             connection.resume()
-        connection.listener.together(self._timing.clock() - self.since)
+        connection.listener.on_reconnect(self._timing.clock() - self.since)
         return True
 
     @property
     def _is_new(self) -> bool:
         """The stream that is there has not brought the agent's hello yet."""
-        return self._connection.inbox.greetings == self._hellos
+        return self._connection.replies.hellos == self._hellos
 
     def _is_hopeful(self, now: float) -> bool:
         """A new stream is there, and may bring the agent's hello soon."""
         if self.candidate is not None:
             return True
-        return self._connection.has_stream and self._is_new and now - self._switched_at < self._timing.suspect_after
+        return (
+            self._connection.stream is not None
+            and self._is_new
+            and now - self._switched_at < self._timing.suspect_after
+        )
 
     def _hopeless(self, now: float) -> Exception | None:
         connection = self._connection
         if now - self.since > connection.timing.lease:
             text = f"gone for more than its lease of {connection.timing.lease:g} s"
             return HostLost(text, host=connection.host, hint="is it up?")
-        if not connection.listener.others_answer():  # when they do again, this one gets its time too
+        if not connection.listener.others_respond():  # when they do again, this one gets its time too
             self._others_since = float("inf")
         elif self._others_since > now:
             self._others_since = now
@@ -265,6 +267,17 @@ class _Attempt:
             link, self.link = self.link, None
         if link is not None:
             close(link)
+
+
+def as_lost(error: Exception | None, host: str) -> HostLost:
+    """It was there: whatever its connection says of its end, that is over."""
+    if isinstance(error, HostLost):
+        return error
+    lost = HostLost(str(error), host=host)
+    if isinstance(error, SkyfabError):
+        lost = HostLost(error.message, host=host, hint=error.hint)
+    lost.__cause__ = error
+    return lost
 
 
 def close(link: Link) -> None:

@@ -41,32 +41,32 @@ Failure = Callable[[Exception], None]
 class Listener(Protocol):
     """Who hears what a host says without being asked."""
 
-    def wrote(self, seat: str, lines: Lines) -> None:
+    def on_output(self, worker: str, lines: Lines) -> None:
         """A seat's process wrote these lines."""
 
-    def exited(self, seat: str, generation: int) -> None:
+    def on_exit(self, worker: str, generation: int) -> None:
         """A seat's process ended."""
 
-    def lost(self, error: HostError) -> None:
+    def on_lost(self, error: HostError) -> None:
         """The host is gone."""
 
-    def apart(self, reason: str) -> None:
+    def on_disconnect(self, reason: str) -> None:
         """The connection is gone, and another one is tried."""
 
-    def together(self, seconds: float) -> None:
+    def on_reconnect(self, seconds: float) -> None:
         """It is there again, after so long."""
 
-    def others_answer(self) -> bool:
+    def others_respond(self) -> bool:
         """Whether the network of this machine works: other hosts are heard."""
 
 
 @dataclass(slots=True)
-class Exchange:
+class PendingRequest:
     """A request whose answer is awaited."""
 
     answer: Answer
     failure: Failure
-    seat: str | None = None
+    worker: str | None = None
     message: Message | None = None
     assembly: Assembly | None = None
 
@@ -74,11 +74,11 @@ class Exchange:
 class Reply:
     """The answer to a small request, read by the thread that waits for it."""
 
-    __slots__ = ("_left", "assembly", "error", "found", "message", "reader", "seat", "stream", "value")
+    __slots__ = ("_left", "assembly", "error", "found", "message", "reader", "stream", "value", "worker")
 
-    def __init__(self, stream: int, seat: str) -> None:
+    def __init__(self, stream: int, worker: str) -> None:
         self.stream = stream
-        self.seat = seat
+        self.worker = worker
         self.message: Message | None = None
         self.assembly: Assembly | None = None
         self.reader = threading.get_ident()
@@ -113,16 +113,16 @@ class Reply:
         return self.value is not None or self.found is not None or self.error is not None
 
 
-class Inbox:
+class Replies:
     """The receiving half of a session."""
 
     def __init__(self, host: str, listener: Listener, clock: Callable[[], float]) -> None:
-        self.mux = Mux(self, express=self._express, clock=clock)
+        self.mux = Mux(self, fastpath=self._fastpath, clock=clock)
         self.agent: AgentHello | None = None
         """What the host said of itself."""
-        self.greetings = 0
+        self.hellos = 0
         """How often it said hello: once on each connection."""
-        self.exchanges: dict[int, Exchange | Reply] = {}
+        self.pending: dict[int, PendingRequest | Reply] = {}
         self._host = host
         self._listener = listener
         self._output: dict[int, tuple[str, Lines]] = {}
@@ -142,9 +142,9 @@ class Inbox:
     def end(self, error: Exception, *, lost: HostError | None) -> None:
         """Nothing more comes: everybody who waits is told."""
         if lost is not None:  # first: who hears of a failure finds the host marked
-            self.after.append(functools.partial(self._listener.lost, lost))
-        exchanges, self.exchanges = self.exchanges, {}
-        for exchange in exchanges.values():
+            self.after.append(functools.partial(self._listener.on_lost, lost))
+        pending, self.pending = self.pending, {}
+        for exchange in pending.values():
             self.after.append(functools.partial(exchange.failure, error))
 
     # ---- what the mux tells
@@ -156,7 +156,7 @@ class Inbox:
         if not (0 <= hello.gpus <= _MOST_GPUS and 0 <= hello.cpus <= _MOST_CPUS and _is_address(hello.address)):
             raise ProtocolError("its agent says of itself what cannot be")
         self.agent = hello
-        self.greetings += 1
+        self.hellos += 1
         self.mux.resume(hello.received)
 
     def bye(self, reason: str) -> None:
@@ -164,7 +164,7 @@ class Inbox:
 
     def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
         message = messages.decode(head)
-        exchange = self.exchanges.get(stream)
+        exchange = self.pending.get(stream)
         if exchange is not None:
             parts = getattr(message, "parts", ())
             if data is not None:
@@ -177,16 +177,16 @@ class Inbox:
         elif isinstance(message, messages.Log):
             self._hear(stream, message)
         elif isinstance(message, messages.Exited):
-            self._flush_lines(message.seat)
-            self._end_output(message.seat)
-            self.after.append(lambda: self._listener.exited(message.seat, message.generation))
+            self._flush_lines(message.worker)
+            self._end_output(message.worker)
+            self.after.append(lambda: self._listener.on_exit(message.worker, message.generation))
 
-    def _express(self, stream: int, frame: memoryview, head: int) -> bool:
+    def _fastpath(self, stream: int, frame: memoryview, head: int) -> bool:
         """A small answer that came alone, to the thread that reads: it need not be told of it."""
-        reply = self.exchanges.get(stream)
+        reply = self.pending.get(stream)
         if not isinstance(reply, Reply) or reply.reader != threading.get_ident():
             return False
-        if self._partial and self._partial_of(reply.seat):
+        if self._partial and self._partial_of(reply.worker):
             return False
         start = HEADER.size + head
         if frame[HEADER.size : start] == messages.result_head(len(frame) - start):
@@ -194,17 +194,17 @@ class Inbox:
         else:
             message = messages.decode(bytes(frame[HEADER.size : start]))
             reply.found = (message, split(getattr(message, "parts", ()), frame[start:]))
-        del self.exchanges[stream]
+        del self.pending[stream]
         return True
 
     def place(self, stream: int, length: int) -> memoryview:
-        exchange = self.exchanges.get(stream)
+        exchange = self.pending.get(stream)
         if exchange is not None and exchange.assembly is not None:
             return exchange.assembly.place(length)
         return memoryview(bytearray(length))
 
     def data(self, stream: int, view: memoryview) -> None:
-        exchange = self.exchanges.get(stream)
+        exchange = self.pending.get(stream)
         if exchange is not None:
             if exchange.assembly is None or exchange.message is None:
                 raise ProtocolError("data before its message")
@@ -213,9 +213,9 @@ class Inbox:
                 self._complete(stream, exchange, exchange.message, exchange.assembly.buffers())
         elif stream in self._output:
             self.mux.used(stream, len(view))
-            seat, lines = self._output[stream]
+            worker, lines = self._output[stream]
             if complete := lines.feed(bytes(view)):
-                self.after.append(lambda: self._listener.wrote(seat, complete))
+                self.after.append(lambda: self._listener.on_output(worker, complete))
             if lines.partial:
                 self._partial.add(stream)
             else:
@@ -224,47 +224,49 @@ class Inbox:
     def _hear(self, stream: int, log: messages.Log) -> None:
         """What a process writes will come on this stream; the one that had its seat before writes no more."""
         kind: Kind = "stdout" if log.fd == 1 else "stderr"
-        for old in {self._streams.get((log.seat, kind)), stream}:
+        for old in {self._streams.get((log.worker, kind)), stream}:
             if old in self._output:
                 self._drop(old)
         if len(self._output) - len(self._ended) >= _MOST_OUTPUTS:
             raise ProtocolError("more processes than any pool has")
-        self._streams[log.seat, kind] = stream
-        self._output[stream] = (log.seat, Lines(kind))
+        self._streams[log.worker, kind] = stream
+        self._output[stream] = (log.worker, Lines(kind))
 
-    def _end_output(self, seat: str) -> None:
+    def _end_output(self, worker: str) -> None:
         """A process has ended: its streams are kept for a while, and then not."""
         for kind in KINDS:
-            stream = self._streams.get((seat, kind))
+            stream = self._streams.get((worker, kind))
             if stream is not None:
                 self._ended[stream] = None
         while len(self._ended) > _MOST_ENDED:
             self._drop(next(iter(self._ended)))
 
     def _drop(self, stream: int) -> None:
-        seat, lines = self._output.pop(stream)
-        self._streams.pop((seat, lines.stream), None)
+        worker, lines = self._output.pop(stream)
+        self._streams.pop((worker, lines.stream), None)
         self._ended.pop(stream, None)
         self._partial.discard(stream)
         self.mux.forget(stream)
 
-    def _complete(self, stream: int, exchange: Exchange | Reply, message: Message, buffers: list[memoryview]) -> None:
-        del self.exchanges[stream]
+    def _complete(
+        self, stream: int, exchange: PendingRequest | Reply, message: Message, buffers: list[memoryview]
+    ) -> None:
+        del self.pending[stream]
         self.mux.forget(stream)
-        if exchange.seat is not None:
-            self._flush_lines(exchange.seat)
+        if exchange.worker is not None:
+            self._flush_lines(exchange.worker)
         self.after.append(functools.partial(exchange.answer, message, buffers))
 
-    def _flush_lines(self, seat: str) -> None:
+    def _flush_lines(self, worker: str) -> None:
         """A call is over: what it wrote without an end of line is shown too."""
-        for stream in self._partial_of(seat):
+        for stream in self._partial_of(worker):
             self._partial.discard(stream)
             rest = self._output[stream][1].rest()
-            self.after.append(functools.partial(self._listener.wrote, seat, rest))
+            self.after.append(functools.partial(self._listener.on_output, worker, rest))
 
-    def _partial_of(self, seat: str) -> list[int]:
+    def _partial_of(self, worker: str) -> list[int]:
         """The seat's streams whose last line has no end yet."""
-        return [stream for kind in KINDS if (stream := self._streams.get((seat, kind))) in self._partial]
+        return [stream for kind in KINDS if (stream := self._streams.get((worker, kind))) in self._partial]
 
 
 def _is_address(text: str) -> bool:

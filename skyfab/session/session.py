@@ -16,7 +16,7 @@ from skyfab.errors import HostLost, HostUnfit, ProtocolError
 from skyfab.protocol import messages
 from skyfab.protocol.frames import BYE, Buffer, frame
 from skyfab.protocol.messages import AgentHello, Message
-from skyfab.session.bootstrap import Launch, cannot_run, check_agent
+from skyfab.session.bootstrap import Bootstrap, cannot_run, check_agent
 from skyfab.session.connection import Connection
 from skyfab.session.reader import SharedReader
 from skyfab.session.replies import Listener
@@ -38,7 +38,7 @@ class Session:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: Bootstrap,
         reach: Callable[[], Transport],
         listener: Listener,
         reader: SharedReader,
@@ -46,7 +46,7 @@ class Session:
     ) -> None:
         self.host = launch.host
         self.transport = reach
-        self._launch = launch
+        self._bootstrap = launch
         self.connection = Connection(self.host, listener, reader, self, timing)
         self._gate = threading.Lock()
         # The connection's own: a call has no time for another step.
@@ -95,8 +95,8 @@ class Session:
         try:
             with LOGINS.turn(transport.servers, self._is_leaving) as turn:
                 deadline = time.monotonic() + CONNECT
-                stream = transport.open(self._launch.command())
-                self._launch.join(stream, deadline=deadline, stopped=self._is_leaving, arrived=turn.over)
+                stream = transport.open(self._bootstrap.command())
+                self._bootstrap.join(stream, deadline=deadline, stopped=self._is_leaving, arrived=turn.over)
             transport.joined()
         except BaseException as error:
             if isinstance(error, ServerBusy):
@@ -114,7 +114,7 @@ class Session:
     def rejoin(self, transport: Transport, deadline: float, stopped: Callable[[], bool]) -> Stream:
         """Another stream to the same agent. Raises a HostError."""
         assert self.agent is not None
-        launch = replace(self._launch, python=self.agent.executable, prepare=None)
+        launch = replace(self._bootstrap, python=self.agent.executable, prepare=None)
         stream = transport.open(launch.command("resume"))
         try:
             launch.join(stream, deadline=deadline, stopped=stopped)

@@ -48,7 +48,7 @@ class ScriptFailed(Exception):
 
 
 @dataclass(slots=True)
-class Patience:
+class Deadline:
     """How long a host may take, and whether anybody still wants it."""
 
     host: Host
@@ -81,7 +81,7 @@ class Patience:
 class Shell:
     """Reads marked answers from a stream, and has scripts run at its other end."""
 
-    def __init__(self, stream: Stream, marker: str, patience: Patience, quiet: float = float("inf")) -> None:
+    def __init__(self, stream: Stream, marker: str, patience: Deadline, quiet: float = float("inf")) -> None:
         """A script may say nothing for `quiet` seconds. A connection that dies is noticed by the transport."""
         self._stream = stream
         self._marker = marker.encode()

@@ -16,9 +16,9 @@ from skyfab.errors import HostLost, HostUnfit, SkyfabError, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.session.bootstrap import open_shell
-from skyfab.session.fanout import Raised, abreast
-from skyfab.session.transport import transport_for
+from skyfab.session.fanout import Raised, for_each_host
 from skyfab.session.shell import ScriptFailed, Shell
+from skyfab.session.transport import transport_for
 
 PassingError = HostLost | Unreachable
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Shells:
 
     def __exit__(self, *_: object) -> None:
         self._closed = True  # threads that still ask stop by themselves
-        abreast(_Entry.end, [entry for entry in self._entries.values() if entry.shell is not None])
+        for_each_host(_Entry.end, [entry for entry in self._entries.values() if entry.shell is not None])
 
     def _is_over(self) -> bool:
         return self._closed or time.monotonic() > self._until
@@ -70,7 +70,7 @@ class Shells:
                 return question(shell)
 
         found = []
-        for outcome in abreast(one, self.hosts):
+        for outcome in for_each_host(one, self.hosts):
             if not isinstance(outcome, Raised):
                 found.append(outcome)
             elif errors is not None and isinstance(outcome.error, SkyfabError):

@@ -1,8 +1,8 @@
 """Interrupts: defers Ctrl-C while the main thread changes state that a KeyboardInterrupt would leave half changed.
 
 Python raises KeyboardInterrupt between any two steps of the main thread: between reading an answer and noting that it
-was read, too. While pools are open, their handler stands before the one that was there. Inside ``with INTERRUPTS:`` it
-notes the signal; the handler before it runs at the end of the block, or in `pause`, where the thread waits.
+was read, too. While pools are open, their handler stands before the one that was there. Inside ``with SIGINT_GUARD:``
+it notes the signal; the handler before it runs at the end of the block, or in `pause`, where the thread waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 MAIN: Final = threading.main_thread().ident
 
 
-class Interrupts:
+class SigintGuard:
     """Stands before the program's own handler of SIGINT while a pool is open. Blocks may be nested."""
 
     def __init__(self) -> None:
@@ -78,4 +78,4 @@ class Interrupts:
             self._before(*missed)
 
 
-INTERRUPTS: Final = Interrupts()
+SIGINT_GUARD: Final = SigintGuard()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from stand_in import Agent, Process
 
-from skyfab.agent.worker_handle import Seat
+from skyfab.agent.worker_handle import WorkerHandle
 
 
 @pytest.fixture
@@ -16,14 +16,14 @@ def agent() -> Agent:
 
 
 @pytest.fixture
-def seat(agent: Agent) -> Iterator[Seat]:
-    made = Seat(agent, 1, "seat", 1, logs=())
+def worker(agent: Agent) -> Iterator[WorkerHandle]:
+    made = WorkerHandle(agent, 1, "seat", 1, logs=())
     yield made
     made.close()
 
 
 @pytest.fixture
-def process(seat: Seat) -> Iterator[Process]:
-    made = Process(seat)
+def process(worker: WorkerHandle) -> Iterator[Process]:
+    made = Process(worker)
     yield made
     made.close()

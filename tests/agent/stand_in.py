@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from skyfab.agent.worker_handle import Seat
+from skyfab.agent.worker_handle import WorkerHandle
 from skyfab.protocol import messages
 from skyfab.protocol.frames import HEAD, frame
 
@@ -16,10 +16,10 @@ class Agent:
 
     def __init__(self) -> None:
         self.mux: Any = self
-        self.dirty: set[Seat] = set()
-        self.stuck: set[Seat] = set()
+        self.dirty: set[WorkerHandle] = set()
+        self.stuck: set[WorkerHandle] = set()
         self.behind: set[Any] = set()
-        self.timed: set[Seat] = set()
+        self.timed: set[WorkerHandle] = set()
         self.time = 0.0
         self.signals: list[int] = []
         self.said: list[tuple[int, messages.Message]] = []
@@ -33,15 +33,15 @@ class Agent:
     def relay(self, frame: memoryview) -> bool:
         return False
 
-    def kill(self, seat: Seat, number: int = signal.SIGKILL) -> None:
+    def kill(self, worker: WorkerHandle, number: int = signal.SIGKILL) -> None:
         self.signals.append(number)
 
     def abandon(self, stream: int) -> None:
         self.abandoned.append(stream)
 
     def drain(self, log: Any) -> None: ...
-    def writable(self, seat: Seat, wanted: bool) -> None: ...
-    def readable(self, seat: Seat, wanted: bool) -> None: ...
+    def writable(self, worker: WorkerHandle, wanted: bool) -> None: ...
+    def readable(self, worker: WorkerHandle, wanted: bool) -> None: ...
 
     # ---- the mux
 
@@ -61,8 +61,8 @@ class Agent:
 
     def look(self) -> None:
         """As the agent does every round."""
-        for seat in list(self.timed):
-            seat.check_time(self.time)
+        for worker in list(self.timed):
+            worker.check_time(self.time)
 
     def answers(self) -> dict[int, str]:
         """How each call was answered: result, or why it ended."""
@@ -72,8 +72,8 @@ class Agent:
 class Process:
     """The rank's end of a seat's pipes."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._source, self._sink = seat.rank_ends
+    def __init__(self, worker: WorkerHandle) -> None:
+        self._source, self._sink = worker.rank_ends
         os.set_blocking(self._source, False)
 
     def heard(self) -> bytes:

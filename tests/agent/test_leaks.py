@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from stand_in import Agent, Process
 
-from skyfab.agent.uploads import Routes
-from skyfab.agent.worker_handle import Running, Seat
+from skyfab.agent.uploads import Uploads
+from skyfab.agent.worker_handle import Running, WorkerHandle
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import Assembly
 from skyfab.protocol.frames import DATA, HEAD, Buffer, frame
@@ -31,8 +31,8 @@ def mux(agent: Agent) -> Mux:
 
 
 @pytest.fixture
-def routes(agent: Agent, mux: Mux) -> Routes:
-    made = Routes(mux)
+def uploads(agent: Agent, mux: Mux) -> Uploads:
+    made = Uploads(mux)
     agent.abandon = made.abandon  # type: ignore[method-assign]
     return made
 
@@ -41,65 +41,65 @@ def send_all(buffers: Sequence[Buffer]) -> int:
     return sum(map(len, buffers))
 
 
-def kept(mux: Mux, routes: Routes) -> list[object]:
+def kept(mux: Mux, uploads: Uploads) -> list[object]:
     mux.flush(send_all)
-    return [mux._used, mux._bulk._streams, routes._routes, routes._missing]
+    return [mux._used, mux._send_queue._streams, uploads._uploads, uploads._missing]
 
 
 NOTHING: list[object] = [{}, {}, {}, {}]
 
 
-def call(seat: Seat, routes: Routes, stream: int, *pieces: int) -> None:
+def call(worker: WorkerHandle, uploads: Uploads, stream: int, *pieces: int) -> None:
     """A large call, of whose data so much is there."""
-    seat.give(Running(stream, None), messages.Call.head(seat="seat", function="f", parts=(SIZE,)), None)
-    routes.expect(stream, (SIZE,), seat)
+    worker.give(Running(stream, None), messages.Call.head(worker="seat", function="f", parts=(SIZE,)), None)
+    uploads.expect(stream, (SIZE,), worker)
     for size in pieces:
-        routes.data(stream, memoryview(bytearray(size)))
-    seat.flush()
+        uploads.data(stream, memoryview(bytearray(size)))
+    worker.flush()
 
 
 def test_nothing_is_kept_of_a_large_argument(
-    agent: Agent, seat: Seat, process: Process, mux: Mux, routes: Routes
+    agent: Agent, worker: WorkerHandle, process: Process, mux: Mux, uploads: Uploads
 ) -> None:
-    call(seat, routes, 1, SIZE // 2, SIZE // 2)
+    call(worker, uploads, 1, SIZE // 2, SIZE // 2)
     process.answer(1)
-    seat.voice.read()
-    assert not seat.calls
-    assert kept(mux, routes) == NOTHING
+    worker.output.read()
+    assert not worker.calls
+    assert kept(mux, uploads) == NOTHING
 
 
 def test_nothing_is_kept_of_a_large_result(
-    agent: Agent, seat: Seat, process: Process, mux: Mux, routes: Routes
+    agent: Agent, worker: WorkerHandle, process: Process, mux: Mux, uploads: Uploads
 ) -> None:
-    seat.give(Running(1, None), b"{}", b"")
+    worker.give(Running(1, None), b"{}", b"")
     process.say(frame(HEAD, 1, messages.result_head(60_000)))
     process.say(frame(DATA, 1, bytes(30_000)))
     for _ in range(4):
-        seat.voice.read()
+        worker.output.read()
     process.say(frame(DATA, 1, bytes(30_000)))
     for _ in range(4):
-        seat.voice.read()
-    assert not seat.calls
-    assert kept(mux, routes) == NOTHING
+        worker.output.read()
+    assert not worker.calls
+    assert kept(mux, uploads) == NOTHING
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["the call that ran", "one behind it"])
 def test_nothing_is_kept_of_a_call_whose_process_ended_while_its_data_came(
-    agent: Agent, seat: Seat, process: Process, mux: Mux, routes: Routes, behind: bool
+    agent: Agent, worker: WorkerHandle, process: Process, mux: Mux, uploads: Uploads, behind: bool
 ) -> None:
     """Its client hears of that and sends no more."""
     if behind:
-        seat.give(Running(3, None), b"{}", b"")
-    call(seat, routes, 1, SIZE // 2)
-    seat.ended(-9, "killed")
-    assert kept(mux, routes) == NOTHING
-    routes.data(1, memoryview(bytearray(1000)))  # this was under way
-    assert kept(mux, routes) == NOTHING
+        worker.give(Running(3, None), b"{}", b"")
+    call(worker, uploads, 1, SIZE // 2)
+    worker.ended(-9, "killed")
+    assert kept(mux, uploads) == NOTHING
+    uploads.data(1, memoryview(bytearray(1000)))  # this was under way
+    assert kept(mux, uploads) == NOTHING
 
 
-def test_nothing_is_kept_of_a_large_function(mux: Mux, routes: Routes) -> None:
+def test_nothing_is_kept_of_a_large_function(mux: Mux, uploads: Uploads) -> None:
     content = Assembly((SIZE,))
-    routes.expect(1, (SIZE,), content)
-    routes.place(1, SIZE)
-    routes.data(1, memoryview(bytearray(SIZE)))
-    assert kept(mux, routes) == NOTHING
+    uploads.expect(1, (SIZE,), content)
+    uploads.place(1, SIZE)
+    uploads.data(1, memoryview(bytearray(SIZE)))
+    assert kept(mux, uploads) == NOTHING

@@ -7,30 +7,30 @@ import signal
 import pytest
 from stand_in import Agent, Process
 
-from skyfab.agent.worker_handle import Running, Seat
+from skyfab.agent.worker_handle import Running, WorkerHandle
 from skyfab.protocol.frames import BYE, frame
 
 
-def give(seat: Seat, *streams: int, timeout: float | None = None) -> None:
+def give(worker: WorkerHandle, *streams: int, timeout: float | None = None) -> None:
     for stream in streams:
-        seat.give(Running(stream, timeout), b"{}", b"")
-        seat.flush()
+        worker.give(Running(stream, timeout), b"{}", b"")
+        worker.flush()
 
 
 @pytest.mark.parametrize("why", ["cancel", "timeout"])
 def test_a_call_that_heeds_sigterm_and_returns_does_not_keep_its_process(
-    agent: Agent, seat: Seat, process: Process, why: str
+    agent: Agent, worker: WorkerHandle, process: Process, why: str
 ) -> None:
     """Else it would take no more calls and never end."""
-    give(seat, 1, timeout=5.0 if why == "timeout" else None)
+    give(worker, 1, timeout=5.0 if why == "timeout" else None)
     if why == "cancel":
-        seat.cancel(1)
+        worker.cancel(1)
     else:
         agent.time = 6.0
         agent.look()
     assert agent.signals == [signal.SIGTERM]
     process.answer(1)
-    seat.voice.read()
+    worker.output.read()
     assert agent.answers() == {1: "result"}
     agent.time += 10.0
     agent.look()
@@ -38,51 +38,55 @@ def test_a_call_that_heeds_sigterm_and_returns_does_not_keep_its_process(
 
 
 def test_a_call_behind_one_that_is_cancelled_is_not_begun_in_its_process(
-    agent: Agent, seat: Seat, process: Process
+    agent: Agent, worker: WorkerHandle, process: Process
 ) -> None:
     """The answer may come while the signal is on its way, and be found only when the process is gone."""
-    give(seat, 1, 3, 5)
+    give(worker, 1, 3, 5)
     process.heard()
-    seat.cancel(1)
+    worker.cancel(1)
     process.answer(1)
-    seat.voice.read()
+    worker.output.read()
     assert process.heard() == b"", "the next call was begun"
-    seat.ended(-signal.SIGTERM, "its process was killed by SIGTERM")
+    worker.ended(-signal.SIGTERM, "its process was killed by SIGTERM")
     assert agent.answers() == {1: "result", 3: "unstarted", 5: "unstarted"}
 
 
 def test_an_answer_that_is_found_when_the_process_is_gone_leaves_those_behind_it_unstarted(
-    agent: Agent, seat: Seat, process: Process
+    agent: Agent, worker: WorkerHandle, process: Process
 ) -> None:
-    give(seat, 1, 3)
+    give(worker, 1, 3)
     process.answer(1)
-    seat.ended(-signal.SIGTERM, "its process was killed by SIGTERM")
+    worker.ended(-signal.SIGTERM, "its process was killed by SIGTERM")
     assert agent.answers() == {1: "result", 3: "unstarted"}
 
 
-def test_a_call_that_comes_while_the_process_ends_waits_for_that(agent: Agent, seat: Seat, process: Process) -> None:
+def test_a_call_that_comes_while_the_process_ends_waits_for_that(
+    agent: Agent, worker: WorkerHandle, process: Process
+) -> None:
     """Else it goes back and forth between client and agent until the client gives up."""
-    give(seat, 1)
+    give(worker, 1)
     process.heard()
-    seat.cancel(1)
+    worker.cancel(1)
     process.answer(1)
-    seat.voice.read()
-    give(seat, 3, 5, 7)
+    worker.output.read()
+    give(worker, 3, 5, 7)
     assert process.heard() == b""
     assert agent.answers() == {1: "result"}
-    seat.cancel(3)
-    seat.take_back(5, "recalled")
-    seat.ended(-signal.SIGTERM, "its process was killed by SIGTERM")
-    assert agent.answers() == {1: "result", 3: "cancelled", 5: "recalled", 7: "unstarted"}
+    worker.cancel(3)
+    worker.take_back(5, "unassigned")
+    worker.ended(-signal.SIGTERM, "its process was killed by SIGTERM")
+    assert agent.answers() == {1: "result", 3: "cancelled", 5: "unassigned", 7: "unstarted"}
 
 
-def test_a_process_that_wants_no_more_calls_and_stays_is_ended(agent: Agent, seat: Seat, process: Process) -> None:
-    give(seat, 1, 3)
+def test_a_process_that_wants_no_more_calls_and_stays_is_ended(
+    agent: Agent, worker: WorkerHandle, process: Process
+) -> None:
+    give(worker, 1, 3)
     process.heard()
     process.say(frame(BYE))
     process.answer(1)
-    seat.voice.read()
-    seat.voice.read()
+    worker.output.read()
+    worker.output.read()
     assert agent.answers() == {1: "result"}
     assert process.heard() == b"", "the next call was begun"
     agent.look()

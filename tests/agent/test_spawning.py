@@ -18,8 +18,8 @@ import pytest
 
 import skyfab as sky
 from skyfab.agent import zygote
-from skyfab.agent.handlers import Orders
-from skyfab.agent.run_folder import Record
+from skyfab.agent.handlers import Handlers
+from skyfab.agent.run_folder import RunFolder
 from skyfab.agent.zygote import Zygote
 from skyfab.lab import Lab
 from skyfab.protocol import messages
@@ -115,9 +115,9 @@ def test_a_call_whose_process_cannot_be_started_says_why(open_pool: Callable[...
     shutil.rmtree(folder)
     folder.touch()  # nothing can be made below it
     try:
-        with pytest.raises(sky.RankDied, match="exit code 3"):
+        with pytest.raises(sky.WorkerDied, match="exit code 3"):
             sky.function(os._exit)(3) >> pool
-        with pytest.raises(sky.RankDied, match=r"could not be started: .*(File exists|Not a directory)"):
+        with pytest.raises(sky.WorkerDied, match=r"could not be started: .*(File exists|Not a directory)"):
             add(1) >> pool
         with pytest.raises(sky.BroadcastError) as caught:
             add(1) @ pool
@@ -152,14 +152,14 @@ def test_at_a_limit_of_processes_a_call_says_so_and_others_go_on(
 
 def test_a_detached_run_whose_process_cannot_be_started_has_failed_and_says_why(tmp_path: Path) -> None:
     """The reason is in the record of the run."""
-    seats: Any = SimpleNamespace(
+    workers: Any = SimpleNamespace(
         get=lambda name: None, not_started={"gang1.0": (3, "it could not be started: no room")}
     )
     nothing: Any = None
-    orders = Orders(nothing, seats, nothing, nothing, run=str(tmp_path), cache=str(tmp_path))
-    orders.record = seats.mux = Record(str(tmp_path / "runs" / "a"), {}, nothing)
-    orders.take(5, messages.Call(seat="gang1.0", function="f", parts=[]).encode(), memoryview(b""))
-    assert not orders.record.running
+    handlers = Handlers(nothing, workers, nothing, nothing, run=str(tmp_path), cache=str(tmp_path))
+    handlers.record = workers.mux = RunFolder(str(tmp_path / "runs" / "a"), {}, nothing)
+    handlers.take(5, messages.Call(worker="gang1.0", function="f", parts=[]).encode(), memoryview(b""))
+    assert not handlers.record.running
     assert b"no room" in (tmp_path / "runs" / "a" / "result.3").read_bytes()
-    orders.close()
+    handlers.close()
     assert json.loads((tmp_path / "runs" / "a" / "status").read_text())["state"] == "failed"

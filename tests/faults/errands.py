@@ -132,7 +132,7 @@ def small_calls(pool: sky.Compute, spot: Spot, over: threading.Event) -> None:
     assert set(ran) == set(sent)
 
 
-def gangs(pool: sky.Compute, spot: Spot, over: threading.Event) -> None:
+def gang_cache(pool: sky.Compute, spot: Spot, over: threading.Event) -> None:
     """Broadcasts one after another: each runs once on each rank."""
     size = pool.world_size
     rounds = 0
@@ -169,4 +169,4 @@ def sent(pool: sky.Compute) -> int:
     return sum(node.session.moved[0] for node in pool.hosts)
 
 
-ERRANDS = (talking, small_calls, gangs, uploads, downloads)
+ERRANDS = (talking, small_calls, gang_cache, uploads, downloads)

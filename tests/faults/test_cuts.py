@@ -53,7 +53,7 @@ def slow(lab: Lab, errand: Errand) -> None:
 
 def connections(pool: sky.Compute) -> int:
     """How many have brought a hello, over all hosts."""
-    return sum(node.session.connection.inbox.greetings for node in pool.hosts)
+    return sum(node.session.connection.replies.hellos for node in pool.hosts)
 
 
 def is_whole(pool: sky.Compute) -> None:
@@ -72,7 +72,7 @@ def test_short_cuts(
     lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, errand: Errand, transport: str, seed: int
 ) -> None:
     """Of this side's network, and of one host's."""
-    pool = open_pool(transport, count=2, lease=60, silence=60)
+    pool = open_pool(transport, count=2, lease=60, heartbeat_timeout=60)
     errands.digest(b"") @ pool
     seen = states(pool)
     slow(lab, errand)
@@ -99,7 +99,7 @@ def everything(
     seed: int,
     lengths: list[float],
 ) -> None:
-    pool = open_pool(transport, count=2, lease=90, silence=90, host={"slots": 4})
+    pool = open_pool(transport, count=2, lease=90, heartbeat_timeout=90, host={"slots": 4})
     errands.digest(b"") @ pool
     seen = states(pool)
     for host in lab.hosts:

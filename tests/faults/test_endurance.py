@@ -149,7 +149,7 @@ def is_no_larger(after: dict[str, Size], before: dict[str, Size]) -> bool:
 def settle(pool: sky.Compute) -> None:
     """Until nothing is under way any more, and every process is there."""
     sessions = [node.session for node in pool.hosts]
-    until(lambda: not any(session.connection.inbox.exchanges for session in sessions), "every call answered")
+    until(lambda: not any(session.connection.replies.pending for session in sessions), "every call answered")
     for future in [echo(n) > pool for n in range(100)]:
         future.result(60)
     assert pool.world_size == len(echo(0) @ pool)

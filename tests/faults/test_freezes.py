@@ -119,7 +119,7 @@ def test_a_pool_opens_again_although_an_agent_of_its_last_opening_is_still_there
 def test_an_agent_that_freezes_while_another_host_answers_is_a_host_lost(
     lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze, goes_on: bool
 ) -> None:
-    pool = open_pool("openssh", count=2, lease=4, silence=2)
+    pool = open_pool("openssh", count=2, lease=4, heartbeat_timeout=2)
     future = pool.submit(stay(spot / "pid"), on="node1")
     spot.wait("pid")
     victim = agent(pool, lab["node1"])
@@ -150,13 +150,13 @@ def test_an_agent_that_freezes_for_a_while_loses_nothing(
     lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze, count: int
 ) -> None:
     """For longer than it takes to be doubted, and less than it takes to be lost."""
-    pool = open_pool("openssh", count=count, lease=30, silence=20, host={"slots": 3})
+    pool = open_pool("openssh", count=count, lease=30, heartbeat_timeout=20, host={"slots": 3})
     errands.digest(b"") @ pool
     stop = threading.Event()
     working = [
         begin(lambda: errands.talking(pool, spot, stop)),
         begin(lambda: errands.small_calls(pool, spot, stop)),
-        begin(lambda: errands.gangs(pool, spot, stop)),
+        begin(lambda: errands.gang_cache(pool, spot, stop)),
     ]
     for length in (0.4, 2.5):
         time.sleep(0.3)
@@ -313,11 +313,11 @@ def test_a_program_that_stands_still_doubts_nobody(open_pool: Callable[..., sky.
     """It holds Python's lock for longer than any host may be silent: nothing is read, and nothing was asked."""
     pool = open_pool("openssh", count=2, lease=60)
     assert errands.digest(b"") @ pool
-    before = [node.session.connection.inbox.greetings for node in pool.hosts]
+    before = [node.session.connection.replies.hellos for node in pool.hosts]
     seen: list[Event] = []
     pool.events.subscribe(seen.append)
     ctypes.PyDLL(None).sleep(3)
     time.sleep(1)
-    assert [node.session.connection.inbox.greetings for node in pool.hosts] == before
+    assert [node.session.connection.replies.hellos for node in pool.hosts] == before
     assert not [event for event in seen if isinstance(event, HostState)]
     assert errands.digest(b"") @ pool

@@ -142,7 +142,7 @@ def test_a_disk_that_fills_up_while_everything_is_under_way(small: LabHost, pool
     over = threading.Event()
     working = [
         begin(lambda: errands.talking(pool, spot, over)),
-        begin(lambda: errands.gangs(pool, spot, over)),
+        begin(lambda: errands.gang_cache(pool, spot, over)),
         begin(lambda: errands.uploads(pool, spot, over, megabytes=4)),
         begin(lambda: errands.downloads(pool, spot, over, megabytes=4)),
     ]
@@ -182,7 +182,7 @@ def test_whatever_is_asked_of_a_host_with_a_full_disk_ends(small: LabHost, pool:
             found = error
         print(f"{name}: {found!r:.300}")
         if isinstance(found, Exception):
-            assert "No space left" in str(found) or isinstance(found, sky.RankDied), name
+            assert "No space left" in str(found) or isinstance(found, sky.WorkerDied), name
     make_room(small)
     assert pool.hosts[0].lost is None
     assert anew() >> pool == "anew"

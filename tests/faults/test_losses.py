@@ -106,7 +106,7 @@ def two_slots(open_pool: Callable[..., sky.Compute]) -> Callable[..., sky.Comput
 @pytest.mark.usefixtures("hurry")
 def test_one_of_three_is_away(lab: Lab, two_slots: Callable[..., sky.Compute], spot: Spot) -> None:
     """It is lost after `silence`, long before its lease is over."""
-    pool = two_slots(lease=12, silence=4)
+    pool = two_slots(lease=12, heartbeat_timeout=4)
     cut = time.monotonic()
     one_of_three_is_away(lab, pool, spot, 4)
     left = remains.after([lab["node1"]], seconds=cut + 12 + 10 - time.monotonic())
@@ -127,7 +127,7 @@ def test_the_only_host_of_a_pool_is_waited_for_until_its_lease_is_over(
     lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot
 ) -> None:
     """`silence` is for pools whose other hosts answer."""
-    pool = open_pool("openssh", lease=60, silence=1)
+    pool = open_pool("openssh", lease=60, heartbeat_timeout=1)
     assert errands.note(spot / "calls", "before") >> pool
     silence(lab.hosts)
     future = errands.note(spot / "calls", "meanwhile") > pool
@@ -162,7 +162,7 @@ def test_a_host_that_is_started_again_is_lost_at_once(
     lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, transport: str
 ) -> None:
     """Its processes are gone for good: nobody waits for the lease, and the others go on."""
-    pool = open_pool(transport, count=2, lease=600, silence=600)
+    pool = open_pool(transport, count=2, lease=600, heartbeat_timeout=600)
     gone, other = stay_everywhere(pool, spot)
     before = time.monotonic()
     lab["node1"].reboot()
@@ -182,7 +182,7 @@ def test_a_host_that_is_started_again_is_lost_at_once(
 def test_a_host_whose_power_fails_is_lost_and_the_others_go_on(
     lab: Lab, two_slots: Callable[..., sky.Compute], spot: Spot
 ) -> None:
-    pool = two_slots(lease=600, silence=2)
+    pool = two_slots(lease=600, heartbeat_timeout=2)
     gone, *others = stay_everywhere(pool, spot)
     lab["node1"].kill()
     try:

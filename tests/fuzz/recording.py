@@ -23,7 +23,7 @@ from skyfab.protocol.blobs import name_of
 from skyfab.protocol.frames import ACK, DATA, HEAD, HEADER, HELLO, PING, PONG
 from skyfab.protocol.messages import Message
 from skyfab.protocol.mux import SMALL
-from skyfab.session.bootstrap import Launch
+from skyfab.session.bootstrap import Bootstrap
 from skyfab.session.bundle import bundle
 from skyfab.session.lines import Lines
 from skyfab.session.reader import SharedReader
@@ -131,14 +131,14 @@ class Ear:
     def __init__(self) -> None:
         self.exits: list[str] = []
 
-    def wrote(self, seat: str, lines: Lines) -> None: ...
-    def exited(self, seat: str, generation: int) -> None:
-        self.exits.append(seat)
+    def on_output(self, worker: str, lines: Lines) -> None: ...
+    def on_exit(self, worker: str, generation: int) -> None:
+        self.exits.append(worker)
 
-    def lost(self, error: HostError) -> None: ...
-    def apart(self, reason: str) -> None: ...
-    def together(self, seconds: float) -> None: ...
-    def others_answer(self) -> bool:
+    def on_lost(self, error: HostError) -> None: ...
+    def on_disconnect(self, reason: str) -> None: ...
+    def on_reconnect(self, seconds: float) -> None: ...
+    def others_respond(self) -> bool:
         return False
 
 
@@ -160,13 +160,13 @@ class Talk:
 
     def call(self, digest: str, *arguments: object) -> Message:
         content = bytes(codec.dumps((*arguments, None)).data)
-        return self.ask(messages.Call(seat="0", function=digest, parts=[len(content)]), [content])
+        return self.ask(messages.Call(worker="0", function=digest, parts=[len(content)]), [content])
 
     def spawn(self) -> None:
-        self.send(messages.Spawn(seat="0", generation=1, env={}, info={"rank": 0, "world_size": 1, "peers": []}))
+        self.send(messages.Spawn(worker="0", generation=1, env={}, info={"rank": 0, "world_size": 1, "peers": []}))
 
     def release(self) -> None:
-        self.send(messages.Release(seat="0"))
+        self.send(messages.StopWorker(worker="0"))
         assert self._session.wait(lambda: bool(self._ear.exits), 20)
 
 
@@ -183,10 +183,10 @@ def calls(talk: Talk) -> None:
     talk.call(length, 3)
     talk.call(talk.function(print), "a line")
     talk.send(messages.Cancel(stream=99))
-    talk.send(messages.Recall(streams=[97, 99]))
+    talk.send(messages.Unassign(streams=[97, 99]))
     talk.send(messages.Forget(digests=[length]))
     talk.call(talk.function(abs), -1)  # after that nothing waits for the seat, and it may end by itself
-    talk.ask(messages.Look(seat="nobody"))
+    talk.ask(messages.DumpStacks(worker="nobody"))
     talk.release()
 
 
@@ -207,7 +207,7 @@ def record(conversation: Callable[[Talk], None], cache: Path) -> dict[str, bytes
     """Holds a conversation with an agent whose cache is an empty folder; what each side said, cleaned."""
     host = Host(name="node1", cache=str(cache))
     tap, ear = Tap(host), Ear()
-    launch = Launch(host=host, session=secrets.token_hex(8), bundle=bundle(), python=sys.executable)
+    launch = Bootstrap(host=host, session=secrets.token_hex(8), bundle=bundle(), python=sys.executable)
     session = Session(launch, lambda: tap, ear, SharedReader(), Timing(lease=30))
     try:
         session.open()

@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from skyfab.agent.store import Writer
 from skyfab.errors import ProtocolError, SkyfabError
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.frames import HEAD, HELLO
-from skyfab.session.replies import Exchange, Inbox, Reply
+from skyfab.session.replies import PendingRequest, Replies, Reply
 
 QUICK, LONG = 250, 20_000
 """Examples of each kind: always, and with ``--soak``."""
@@ -76,17 +77,17 @@ class Client:
     """The receiving half of a session that waits for answers on the first streams, read by this thread."""
 
     def __init__(self) -> None:
-        self.inbox = Inbox("node1", Ear())
-        self.inbox.mux.attach(b"{}")
+        self.replies = Replies("node1", Ear(), time.monotonic)
+        self.replies.mux.attach(b"{}")
         self.answers: list[messages.Message] = []
-        self.replies: list[Reply] = []
+        self.small: list[Reply] = []
         for stream in range(1, 41, 2):
-            self.inbox.mux.send(stream, b"{}", [bytes(40_000)] if stream == 5 else [])
+            self.replies.mux.send(stream, b"{}", [bytes(40_000)] if stream == 5 else [])
             if stream % 4 == 1:
-                self.inbox.exchanges[stream] = Exchange(self._answer, self._failure, "0")
+                self.replies.pending[stream] = PendingRequest(self._answer, self._failure, "0")
             else:
-                self.replies.append(Reply(stream, "0"))
-                self.inbox.exchanges[stream] = self.replies[-1]
+                self.small.append(Reply(stream, "0"))
+                self.replies.pending[stream] = self.small[-1]
 
     def _answer(self, message: messages.Message, buffers: list[memoryview]) -> None:
         assert isinstance(message, messages.Message)
@@ -96,10 +97,10 @@ class Client:
         raise AssertionError("nobody has told it of a failure")
 
     def hear(self, data: bytes, pieces: Sequence[int] = (1 << 20,)) -> None:
-        source, mux = Source(data, pieces), self.inbox.mux
+        source, mux = Source(data, pieces), self.replies.mux
         while mux.read(source):
             mux.flush(discard)
-            for tell in self.inbox.take():
+            for tell in self.replies.take():
                 tell()
 
 
@@ -110,7 +111,7 @@ def test_a_recorded_host_is_understood(name: str, piece: int) -> None:
     client = Client()
     client.hear(whole(name, "host"), [piece])
     asked = sum(frame.kind == HEAD and frame.stream % 2 for frame in RECORDED[name]["host"])
-    assert len(client.answers) + sum(reply.is_there() for reply in client.replies) == asked > 2
+    assert len(client.answers) + sum(reply.is_there() for reply in client.small) == asked > 2
 
 
 def check_host(data: bytes, pieces: Sequence[int]) -> None:
@@ -195,36 +196,36 @@ class Host:
         os.chdir(run)
         self.nursery = Nursery()
         self.agent = Agent(socket.socket(socket.AF_UNIX), self.nursery, cache=str(folder / "cache"), session="0")  # type: ignore[arg-type]
-        self.agent._mux.attach(self.agent._hello())
+        self.agent.mux.attach(self.agent._hello())
 
     def hear(self, data: bytes, pieces: Sequence[int] = (1 << 20,)) -> None:
         """As `Agent._read` does, and the rounds of its loop."""
         source, alive = Source(data, pieces), True
         while alive:
             try:
-                alive = self.agent._mux.read(source)
+                alive = self.agent.mux.read(source)
             except (OSError, ProtocolError):
                 alive = False
             self.turn()
 
     def turn(self) -> None:
         agent = self.agent
-        agent._watch.wait(0)
-        agent._seats.pass_on()
-        agent._mux.flush(discard)
+        agent._poller.wait(0)
+        agent._workers.pass_on()
+        agent.mux.flush(discard)
         assert agent._patience() >= 0
 
     def close(self) -> None:
         """An agent ends with its process, and what it had open with it: here somebody has to."""
         agent = self.agent
-        for seat in agent._seats:
-            agent._seats._bury(seat, 0)
+        for worker in agent._workers:
+            agent._workers._bury(worker, 0)
         agent._clean_up()
-        for log in agent._seats.behind:
+        for log in agent._workers.behind:
             log.close()
         for writer in self.writers:
             writer.abort()
-        agent._watch._poll.close()
+        agent._poller._poll.close()
         shutil.rmtree(self._folder)
 
 
@@ -234,7 +235,7 @@ Make = Callable[[], contextlib.AbstractContextManager[Host]]
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """``with host() as one:`` an agent in a folder of its own; nothing it does leaves this process."""
-    monkeypatch.setattr(handlers, "Reaching", lambda peers, patience, watch, done: done([]))
+    monkeypatch.setattr(handlers, "PeerProbe", lambda peers, patience, watch, done: done([]))
     monkeypatch.setattr(seats_module, "_FAREWELL", 0.0)
     before, number = Path.cwd(), 0
 
@@ -263,9 +264,9 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_client_is_understood(host: Make, name: str) -> None:
     with host() as one:
-        before = one.agent._mux.received
+        before = one.agent.mux.received
         one.hear(whole(name, "client"))
-        assert one.agent._mux.received - before == sum(frame.kind >= HEAD for frame in RECORDED[name]["client"])
+        assert one.agent.mux.received - before == sum(frame.kind >= HEAD for frame in RECORDED[name]["client"])
         assert len(one.nursery.sinks) == 1
 
 
@@ -301,7 +302,7 @@ def test_a_lease_of_any_length_can_be_waited_for(host: Make, lease: float) -> No
         one.hear(Frame(HELLO, 0, 0, hello).encode())
         assert one.agent._until() >= 0, "it never ends"
         one.nursery.cry()
-        one.agent._watch.wait(one.agent._patience())
+        one.agent._poller.wait(one.agent._patience())
 
 
 # ---- at length

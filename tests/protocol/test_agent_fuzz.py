@@ -26,7 +26,7 @@ from skyfab.protocol import VERSION, messages
 from skyfab.protocol.blobs import name_of
 from skyfab.protocol.frames import ACK, BYE, COUNT, CREDIT, DATA, HEAD, HEADER, HELLO, KINDS, LIMIT, PING, Reader, frame
 from skyfab.protocol.messages import AgentHello, Message
-from skyfab.session.bootstrap import Launch
+from skyfab.session.bootstrap import Bootstrap
 from skyfab.session.bundle import bundle
 from skyfab.session.transport.local import Local
 
@@ -39,7 +39,7 @@ class Client:
 
     def __init__(self, cache: Path) -> None:
         self.host = Host(name="local", cache=str(cache))
-        self.launch = Launch(host=self.host, session=os.urandom(8).hex(), bundle=bundle(), python=sys.executable)
+        self.launch = Bootstrap(host=self.host, session=os.urandom(8).hex(), bundle=bundle(), python=sys.executable)
         self.cache = cache
         self.received = 0
         self.sent = 0
@@ -149,12 +149,12 @@ def running(pid: int) -> bool:
         return False
 
 
-def spawn(seat: str, **changes: Any) -> bytes:
-    return filled(messages.Spawn, seat=seat, **changes).encode()
+def spawn(worker: str, **changes: Any) -> bytes:
+    return filled(messages.Spawn, worker=worker, **changes).encode()
 
 
 def call(**changes: Any) -> bytes:
-    return messages.Call(**{"seat": "no such seat", "function": NAME, "parts": [], **changes}).encode()
+    return messages.Call(**{"worker": "no such seat", "function": NAME, "parts": [], **changes}).encode()
 
 
 BAD_MESSAGES = {
@@ -163,7 +163,7 @@ BAD_MESSAGES = {
     "a part that is none": call(parts=[-1]),
     "a blob that is not there": call(parts=[[NAME, 5]]),
     "cancel of nothing": messages.Cancel(stream=12345).encode(),
-    "release of nothing": messages.Release(seat="nobody").encode(),
+    "release of nothing": messages.StopWorker(worker="nobody").encode(),
     "forget of nothing": messages.Forget(digests=["x"]).encode(),
     "names that are none": messages.Has(names=["../../etc/passwd"]).encode(),
     "a blob with a bad name": messages.Blob(name="../x", parts=[]).encode(),
@@ -201,8 +201,8 @@ def test_the_other_processes_of_the_agent_survive_bad_seats(client: Client) -> N
     """After all that, a proper seat still starts."""
     with client.connected():
         client.say(spawn("good", env={"A": "1"}, info={"rank": 0, "world_size": 1}))
-        client.say(messages.Release(seat="good"))
-        client.read(lambda: any(isinstance(m, messages.Exited) and m.seat == "good" for _, m in client.heads))
+        client.say(messages.StopWorker(worker="good"))
+        client.read(lambda: any(isinstance(m, messages.Exited) and m.worker == "good" for _, m in client.heads))
 
 
 BAD_BYTES = {

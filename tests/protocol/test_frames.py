@@ -263,7 +263,7 @@ def test_a_flipped_byte_in_a_header_never_breaks_the_reader(sent: list[Frame], d
 # ---- the express way
 
 
-class Express:
+class FastPath:
     """Takes or refuses what it is offered, and writes it down."""
 
     def __init__(self, *, takes: bool) -> None:
@@ -275,10 +275,10 @@ class Express:
         return self.takes
 
 
-def read_express(express: Express, pieces: list[bytes]) -> list[Frame]:
+def read_express(fastpath: FastPath, pieces: list[bytes]) -> list[Frame]:
     """What the receiver is told when each piece comes with one read."""
     collector = Collector()
-    reader = Reader(collector, express=express)
+    reader = Reader(collector, fastpath=fastpath)
     recv = Trickle(b"".join(pieces), list(map(len, pieces)))
     while reader.pump(recv):
         pass
@@ -287,48 +287,48 @@ def read_express(express: Express, pieces: list[bytes]) -> list[Frame]:
 
 
 def test_a_small_message_that_comes_alone_is_offered_as_it_lies() -> None:
-    express = Express(takes=True)
+    fastpath = FastPath(takes=True)
     sent = [frame(HEAD, stream, b"headdata", 4) for stream in (1, 3, 5)]
-    assert read_express(express, sent) == []
-    assert express.offered == [(stream, one, 4) for stream, one in zip((1, 3, 5), sent, strict=True)]
+    assert read_express(fastpath, sent) == []
+    assert fastpath.offered == [(stream, one, 4) for stream, one in zip((1, 3, 5), sent, strict=True)]
 
 
 def test_a_message_of_a_head_alone_is_offered_when_it_says_so() -> None:
     """`head` is the whole length: a small message without data. With 0 its data follows, and it is not offered."""
-    express = Express(takes=True)
-    assert read_express(express, [frame(HEAD, 1, b"head", 4), frame(HEAD, 3, b"head")]) == [(HEAD, 3, b"head", 0)]
-    assert [stream for stream, _, _ in express.offered] == [1]
+    fastpath = FastPath(takes=True)
+    assert read_express(fastpath, [frame(HEAD, 1, b"head", 4), frame(HEAD, 3, b"head")]) == [(HEAD, 3, b"head", 0)]
+    assert [stream for stream, _, _ in fastpath.offered] == [1]
 
 
 def test_what_is_refused_goes_the_usual_way() -> None:
-    express = Express(takes=False)
+    fastpath = FastPath(takes=False)
     sent = [(HEAD, 1, b"headdata", 4), (HEAD, 3, b"head", 4)]
-    assert read_express(express, [frame(*one) for one in sent]) == sent
-    assert len(express.offered) == 2
+    assert read_express(fastpath, [frame(*one) for one in sent]) == sent
+    assert len(fastpath.offered) == 2
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS - {HEAD}))
 @pytest.mark.parametrize("head", [0, 4])
 def test_frames_of_other_kinds_are_not_offered(kind: int, head: int) -> None:
-    express = Express(takes=True)
-    found = read_express(express, [frame(kind, 1, b"headdata", head)])
+    fastpath = FastPath(takes=True)
+    found = read_express(fastpath, [frame(kind, 1, b"headdata", head)])
     assert [one[:3] for one in found] == [(kind, 1, b"headdata")]
-    assert express.offered == []
+    assert fastpath.offered == []
 
 
 def test_frames_that_come_together_are_not_offered() -> None:
-    express = Express(takes=True)
+    fastpath = FastPath(takes=True)
     sent = [(HEAD, 1, b"headdata", 4), (HEAD, 3, b"headdata", 4), (PING, 0, b"", 0)]
-    assert read_express(express, [b"".join(frame(*one) for one in sent)]) == sent
-    assert express.offered == []
+    assert read_express(fastpath, [b"".join(frame(*one) for one in sent)]) == sent
+    assert fastpath.offered == []
 
 
 def test_a_frame_in_pieces_is_not_offered_wherever_it_is_cut() -> None:
     one = frame(HEAD, 1, b"headdata", 4)
     for cut in range(1, len(one)):
-        express = Express(takes=True)
-        assert read_express(express, [one[:cut], one[cut:]]) == [(HEAD, 1, b"headdata", 4)]
-        assert express.offered == []
+        fastpath = FastPath(takes=True)
+        assert read_express(fastpath, [one[:cut], one[cut:]]) == [(HEAD, 1, b"headdata", 4)]
+        assert fastpath.offered == []
 
 
 def test_a_whole_frame_behind_a_part_of_one_is_not_offered() -> None:
@@ -337,20 +337,20 @@ def test_a_whole_frame_behind_a_part_of_one_is_not_offered() -> None:
     for kind in (HEAD, DATA, HELLO):
         outer = frame(kind, 1, inner)
         for scratch in (20, 64 * 1024):
-            express, collector = Express(takes=True), Collector()
-            reader = Reader(collector, express=express, size=scratch)
+            fastpath, collector = FastPath(takes=True), Collector()
+            reader = Reader(collector, fastpath=fastpath, size=scratch)
             recv = Trickle(outer, [HEADER.size])
             while reader.pump(recv):
                 pass
             assert collector.frames == [(kind, 1, inner, 0)]
-            assert express.offered == []
+            assert fastpath.offered == []
 
 
 def test_a_head_longer_than_its_frame_is_refused_and_not_offered() -> None:
-    express = Express(takes=True)
+    fastpath = FastPath(takes=True)
     with pytest.raises(ProtocolError):
-        read_express(express, [HEADER.pack(HEAD, 5, 1, 4) + b"abcd"])
-    assert express.offered == []
+        read_express(fastpath, [HEADER.pack(HEAD, 5, 1, 4) + b"abcd"])
+    assert fastpath.offered == []
 
 
 @quick
@@ -364,12 +364,12 @@ def test_with_express_no_frame_is_lost_doubled_or_out_of_order(
         def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
             told.append((kind, stream, bytes(payload), head))
 
-    def express(stream: int, whole: memoryview, head: int) -> bool:
+    def fastpath(stream: int, whole: memoryview, head: int) -> bool:
         if takes:
             told.append((HEAD, stream, bytes(whole[HEADER.size :]), head))
         return takes
 
-    reader = Reader(Both(), express=express)
+    reader = Reader(Both(), fastpath=fastpath)
     wire = b"".join(frame(*one) for one in sent)
     ends = [HEADER.size + len(payload) for _, _, payload, _ in sent]
     recv = Trickle(wire, sizes or ends)

@@ -39,7 +39,7 @@ from skyfab.protocol.frames import (
     PONG,
     frame,
 )
-from skyfab.session.bootstrap import Launch, local_python
+from skyfab.session.bootstrap import Bootstrap, local_python
 from skyfab.session.bundle import bundle
 from skyfab.session.lines import Lines
 from skyfab.session.reader import SharedReader
@@ -116,18 +116,18 @@ class Listener:
         self.lost_with: list[Exception] = []
         self.exits: list[str] = []
 
-    def wrote(self, seat: str, lines: Lines) -> None:
+    def on_output(self, worker: str, lines: Lines) -> None:
         self.lines += lines
 
-    def exited(self, seat: str, text: str) -> None:
-        self.exits.append(seat)
+    def on_exit(self, worker: str, text: str) -> None:
+        self.exits.append(worker)
 
-    def lost(self, error: Exception) -> None:
+    def on_lost(self, error: Exception) -> None:
         self.lost_with.append(error)
 
-    def apart(self, reason: str) -> None: ...
-    def together(self, seconds: float) -> None: ...
-    def others_answer(self) -> bool:
+    def on_disconnect(self, reason: str) -> None: ...
+    def on_reconnect(self, seconds: float) -> None: ...
+    def others_respond(self) -> bool:
         return False
 
 
@@ -140,7 +140,7 @@ def hello(**changes: Any) -> bytes:
 def prepared() -> Iterator[tuple[Session, Puppet, Listener]]:
     host = Host(name="node")
     puppet, listener = Puppet(), Listener()
-    made = Launch(host=host, session=SESSION, bundle=bundle(), python=local_python())
+    made = Bootstrap(host=host, session=SESSION, bundle=bundle(), python=local_python())
     session = Session(made, lambda: puppet, listener, SharedReader(), Timing(lease=5))
     try:
         yield session, puppet, listener
@@ -172,7 +172,7 @@ def outcome(session: Session, puppet: Puppet, answer: bytes, message: messages.M
 
     caller = threading.Thread(target=ask)
     caller.start()
-    while not session.connection.inbox.exchanges and caller.is_alive():
+    while not session.connection.replies.pending and caller.is_alive():
         time.sleep(0.001)
     puppet.say(answer)
     with contextlib.suppress(OSError):
@@ -254,11 +254,11 @@ def test_an_address_may_be_of_any_kind(address: str) -> None:
 
 def test_every_hello_is_looked_at_and_not_the_first_alone() -> None:
     with opened() as (session, _, _):
-        inbox = session.connection.inbox
+        replies = session.connection.replies
         with session.connection.lock:
-            inbox.mux.attach(b"")  # the connection broke, and there is another one
+            replies.mux.attach(b"")  # the connection broke, and there is another one
             with pytest.raises(sky.ProtocolError):
-                inbox.hello(hello(gpus=2_000_000_000)[HEADER.size :])
+                replies.hello(hello(gpus=2_000_000_000)[HEADER.size :])
 
 
 def test_hello_twice_is_refused() -> None:
@@ -375,8 +375,8 @@ FLOODS = {
     "credits": b"".join(frame(CREDIT, n, COUNT.pack(2**63)) for n in range(4000)),
     "goodbyes": frame(BYE, 0, b"x" * 100) * 1000,
     "answers nobody asked for": b"".join(head(2 * n + 1001, messages.Done()) for n in range(2000)),
-    "exits of nobody": head(0, filled(messages.Exited, seat="x", text="y")) * 1000,
-    "lines without end": head(2, filled(messages.Log, seat="0", fd=1), large=True)
+    "exits of nobody": head(0, filled(messages.Exited, worker="x", text="y")) * 1000,
+    "lines without end": head(2, filled(messages.Log, worker="0", fd=1), large=True)
     + frame(DATA, 2, b"x" * 100_000) * 10,
 }
 
@@ -385,8 +385,8 @@ FLOODS = {
 def test_a_flood_costs_no_memory(flood: bytes) -> None:
     """However much comes, what is kept does not grow with it."""
     with opened() as (session, puppet, listener):
-        listener.wrote = lambda *_: None  # type: ignore[method-assign]
-        listener.exited = lambda *_: None  # type: ignore[method-assign]
+        listener.on_output = lambda *_: None  # type: ignore[method-assign]
+        listener.on_exit = lambda *_: None  # type: ignore[method-assign]
         assert growth(session, puppet, flood, 5) < 1_000_000
 
 
@@ -395,7 +395,7 @@ def test_endless_new_streams_cost_no_memory(what: str, monkeypatch: pytest.Monke
     """A host that opens stream after stream is refused at some point, or its streams are not remembered."""
     monkeypatch.setattr("skyfab.session.replies._MOST_OUTPUTS", 1000)
     with opened() as (session, puppet, _):
-        log = filled(messages.Log, seat="0", fd=1)
+        log = filled(messages.Log, worker="0", fd=1)
         sent = b"".join(
             frame(DATA, n, b"x") if what == "data" else head(n, log, large=True) for n in range(2, 40_002, 2)
         )
@@ -410,18 +410,20 @@ def test_a_seat_that_is_filled_again_and_again_is_not_a_flood(monkeypatch: pytes
         for n in range(2, 1002, 4):
             for fd in (1, 2):
                 stream = n + 2 * (fd - 1)
-                sent += head(stream, filled(messages.Log, seat="0", fd=fd), large=True) + frame(DATA, stream, b"line\n")
-            sent += head(0, filled(messages.Exited, seat="0", generation=n))
+                sent += head(stream, filled(messages.Log, worker="0", fd=fd), large=True) + frame(
+                    DATA, stream, b"line\n"
+                )
+            sent += head(0, filled(messages.Exited, worker="0", generation=n))
         assert outcome(session, puppet, sent + head(1, messages.Done())) == messages.Done()
         assert len(listener.lines) == 500
-        assert len(session.connection.inbox._output) <= 100
+        assert len(session.connection.replies._output) <= 100
 
 
 def logs(count: int, *, ended: bool) -> bytes:
     """So many processes announce what they will write, and perhaps end."""
     one = [
-        head(2 * n, filled(messages.Log, seat=str(n), fd=1), large=True)
-        + (head(0, filled(messages.Exited, seat=str(n))) if ended else b"")
+        head(2 * n, filled(messages.Log, worker=str(n), fd=1), large=True)
+        + (head(0, filled(messages.Exited, worker=str(n))) if ended else b"")
         for n in range(1, count + 1)
     ]
     return b"".join(one)
@@ -446,14 +448,14 @@ def test_processes_that_have_ended_are_not_remembered_for_ever() -> None:
     """A pool that has many gangs, one after the other, goes on."""
     with opened() as (session, puppet, _):
         assert outcome(session, puppet, logs(20_000, ended=True) + head(1, messages.Done())) == messages.Done()
-        inbox = session.connection.inbox
-        assert len(inbox._output) == len(inbox._streams) == len(inbox._ended) <= 1024
+        replies = session.connection.replies
+        assert len(replies._output) == len(replies._streams) == len(replies._ended) <= 1024
 
 
 def test_what_a_process_wrote_is_heard_after_its_end() -> None:
     """Its ending overtakes what it had written: a crash is told by its last lines."""
     with opened() as (session, puppet, listener):
-        said = logs(1, ended=True) + frame(DATA, 2, b"last\nwords") + head(0, filled(messages.Exited, seat="1"))
+        said = logs(1, ended=True) + frame(DATA, 2, b"last\nwords") + head(0, filled(messages.Exited, worker="1"))
         assert outcome(session, puppet, said + head(1, messages.Done())) == messages.Done()
         assert listener.lines == [("last", "\n"), ("words", "\n")]
 
@@ -514,8 +516,8 @@ wire = st.lists(
                         messages.Done().encode(),
                         messages.Result(parts=[3]).encode(),
                         messages.Result(parts=[70_000]).encode(),
-                        filled(messages.Log, seat="0", fd=1).encode(),
-                        filled(messages.Exited, seat="0").encode(),
+                        filled(messages.Log, worker="0", fd=1).encode(),
+                        filled(messages.Exited, worker="0").encode(),
                         COUNT.pack(0),
                         COUNT.pack(1),
                         COUNT.pack(2**64 - 1),

@@ -46,7 +46,7 @@ def pair() -> Pair:
 
 @contextlib.contextmanager
 def opened(pair: Pair, path: Path | str) -> Iterator[LogPipe]:
-    log = LogPipe(pair.a.mux, STREAM, str(path), seat="0", fd=1)
+    log = LogPipe(pair.a.mux, STREAM, str(path), worker="0", fd=1)
     try:
         yield log
     finally:
@@ -78,7 +78,7 @@ def test_output_reaches_the_file_and_the_client(pair: Pair, tmp_path: Path) -> N
         assert heard(pair) == b"".join(b"line %d\n" % n for n in range(5))
         assert (tmp_path / "out").read_bytes() == heard(pair)
         assert not log.waiting
-    assert [messages.decode(head) for _, head in pair.b.heads] == [messages.Log(seat="0", fd=1)]
+    assert [messages.decode(head) for _, head in pair.b.heads] == [messages.Log(worker="0", fd=1)]
 
 
 def test_a_rank_that_writes_nothing_is_not_announced(pair: Pair, tmp_path: Path) -> None:

@@ -212,9 +212,9 @@ def test_callables_that_are_no_functions_travel() -> None:
 def test_a_large_constant_travels_beside_the_pickle() -> None:
     np = pytest.importorskip("numpy")
     space = script("def f(): return float(x.sum())", x=np.ones(100_000))
-    parcel = pack_function(Function(space["f"]))
-    assert [view.nbytes for view in parcel.payload.buffers] == [800_000]
-    assert len(parcel.payload.data) < 20_000
+    packed = pack_function(Function(space["f"]))
+    assert [view.nbytes for view in packed.payload.buffers] == [800_000]
+    assert len(packed.payload.data) < 20_000
     space["x"][0] = 5
     assert there(Function(space["f"])) == 100_004
 

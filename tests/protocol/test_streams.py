@@ -479,11 +479,11 @@ class Passing:
         self.pair = Pair()
         self.taken: list[tuple[int, bytes]] = []
         self.takes = takes
-        self.pair.b.mux = Mux(self.pair.b, express=self._express, clock=lambda: self.pair.now)
+        self.pair.b.mux = Mux(self.pair.b, fastpath=self._fastpath, clock=lambda: self.pair.now)
         self.pair.attach(self.pair.b)
         self.pair.settle()
 
-    def _express(self, stream: int, whole: memoryview, head: int) -> bool:
+    def _fastpath(self, stream: int, whole: memoryview, head: int) -> bool:
         if self.takes:
             self.taken.append((stream, bytes(whole)))
         return self.takes
@@ -597,7 +597,7 @@ def test_express_is_not_asked_before_hello() -> None:
     """The message is refused, as it is without express."""
     asked: list[int] = []
     pair = Pair()
-    pair.a.mux = Mux(pair.a, express=lambda stream, whole, head: asked.append(stream) or True)
+    pair.a.mux = Mux(pair.a, fastpath=lambda stream, whole, head: asked.append(stream) or True)
     with pytest.raises(ProtocolError):
         feed(pair, small(1))
     assert asked == []

@@ -1,4 +1,4 @@
-"""The voice of a rank: what it says, passed on in order, and never before what it had written until then."""
+"""A worker's answers and output, passed on in order: an answer never before what was written until then."""
 
 from __future__ import annotations
 
@@ -14,27 +14,69 @@ from skyfab.protocol.frames import BYE, DATA, HEAD, Reader
 
 TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
-    from typing import Final
+    from collections.abc import Sequence
+    from typing import Any, Final, Protocol
 
-    from skyfab.agent.worker_handle import Owner, Seat
+    from skyfab.agent.logs import LogPipe
+    from skyfab.agent.run_folder import RunFolder
     from skyfab.protocol.frames import Buffer
+    from skyfab.protocol.mux import Mux
+else:
+    Protocol = object
 
 _BACKLOG: Final = 2 * 1024 * 1024
 """Bytes of an answer that may wait for the connection before the rank is left waiting."""
 
 
-class Voice:
-    """The way from one rank to the client."""
+class Handle(Protocol):
+    """A worker's handle, as far as its output needs it."""
 
-    def __init__(self, seat: Seat, owner: Owner) -> None:
-        self._seat = seat
+    source: int
+    logs: Sequence[LogPipe]
+    calls: Any
+    stopping: bool
+
+    def answered(self, stream: int) -> None: ...
+    def announce_end(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class Owner(Protocol):
+    """What a seat needs of its agent."""
+
+    mux: Mux | RunFolder
+    dirty: set[Any]
+    """Seats with something to flush."""
+    stuck: set[Any]
+    """Seats that wait for the connection."""
+
+    behind: set[LogPipe]
+    """Logs that have not been passed on to the end."""
+    timed: set[Any]
+    """Seats whose call may take only so long."""
+
+    def now(self) -> float: ...
+    def flush(self) -> None: ...
+    def relay(self, frame: memoryview) -> bool: ...
+    def kill(self, worker: Any, number: int = ...) -> None: ...
+    def abandon(self, stream: int) -> None: ...
+    def drain(self, log: LogPipe) -> None: ...
+    def writable(self, worker: Any, wanted: bool) -> None: ...
+    def readable(self, worker: Any, wanted: bool) -> None: ...
+
+
+class WorkerOutput:
+    """The way from one worker to the client."""
+
+    def __init__(self, worker: Handle, owner: Owner) -> None:
+        self._worker = worker
         self._owner = owner
-        self._logs = seat.logs
-        self._recv_into = io.FileIO(seat.source, closefd=False).readinto
+        self._logs = worker.logs
+        self._recv_into = io.FileIO(worker.source, closefd=False).readinto
         self._poll = select.poll()
-        for log in seat.logs:
+        for log in worker.logs:
             self._poll.register(log, select.POLLIN)
-        self._reader = Reader(self, express=self._return)
+        self._reader = Reader(self, fastpath=self._return)
         self._stalled: deque[tuple[tuple[int, ...] | None, int, int, bytes, int]] = deque()
         """Frames of answers, each with how far the logs must be told before it."""
         self._answer: tuple[int, int] | None = None
@@ -50,26 +92,32 @@ class Voice:
         except OSError:
             pass
         except ProtocolError:  # it wrote to our pipe: that is its end, not ours
-            self._seat.kill()
-        self._owner.readable(self._seat, False)  # it has hung up
+            self._worker.kill()
+        self._owner.readable(self._worker, False)  # it has hung up
 
     def place(self, stream: int, length: int) -> memoryview:
         return memoryview(bytearray(length))
 
     def _return(self, stream: int, frame: memoryview, head: int) -> bool:
         """Passes a small answer on as it lies, if nothing is in its way."""
-        seat = self._seat
-        if self._stalled or seat.condemned or not seat.calls or seat.calls[0].stream != stream or self._poll.poll(0):
+        worker = self._worker
+        if (
+            self._stalled
+            or worker.stopping
+            or not worker.calls
+            or worker.calls[0].stream != stream
+            or self._poll.poll(0)
+        ):
             return False
         if self._owner.behind or not self._owner.relay(frame):
             return False
-        seat.answered(stream)
+        worker.answered(stream)
         return True
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         marks: tuple[int, ...] | None = ()
         if kind == BYE:  # it ends after the answer that follows
-            self._seat.condemned = True
+            self._worker.stopping = True
             return
         if kind == HEAD:
             if self._poll.poll(0):
@@ -101,23 +149,23 @@ class Voice:
         if kind == DATA:
             self._relay(stream, payload)
         elif head:
-            self._seat.announce_end()
+            self._worker.announce_end()
             mux.send(stream, bytes(payload[:head]), (payload[head:],))
-            self._seat.answered(stream)
+            self._worker.answered(stream)
         elif kind == HEAD:
             content = bytes(payload)
             missing = inline_size(getattr(messages.decode(content), "parts", ()))
             if not missing:
-                self._seat.announce_end()
+                self._worker.announce_end()
             mux.send(stream, content, large=True)
             if missing:
                 self._answer = (stream, missing)
             else:
-                self._seat.answered(stream)
+                self._worker.answered(stream)
 
     def _pause(self) -> None:
-        self._owner.stuck.add(self._seat)
-        self._owner.readable(self._seat, False)
+        self._owner.stuck.add(self._worker)
+        self._owner.readable(self._worker, False)
 
     def _relay(self, stream: int, payload: Buffer) -> None:
         if self._answer is None:
@@ -125,12 +173,12 @@ class Voice:
         missing = self._answer[1] - len(payload)
         self._answer = (stream, missing)
         if missing <= 0:
-            self._seat.announce_end()
+            self._worker.announce_end()
         self._owner.mux.send_data(stream, payload)
         if missing <= 0:
             self._answer = None
             self._owner.mux.finish(stream)
-            self._seat.answered(stream)
+            self._worker.answered(stream)
         elif self._owner.mux.queued(stream) > _BACKLOG:
             self._pause()
 
@@ -144,8 +192,8 @@ class Voice:
             self._pass_on(*self._stalled.popleft()[1:])
         if self._stalled or (self._answer is not None and self._owner.mux.queued(self._answer[0]) >= _BACKLOG // 2):
             return len(self._stalled) < before
-        self._owner.stuck.discard(self._seat)
-        self._owner.readable(self._seat, True)
+        self._owner.stuck.discard(self._worker)
+        self._owner.readable(self._worker, True)
         return True
 
     def _is_next(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import sys
 import threading
@@ -48,6 +49,29 @@ def refuse_nested_wait() -> None:
         )
 
 
+class Selector:
+    """The same as `select.epoll`, on systems that have none."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self.close = self._selector.close
+
+    def register(self, fd: int, events: int) -> None:
+        self._selector.register(fd, selectors.EVENT_WRITE if events == WRITE else selectors.EVENT_READ)
+
+    def unregister(self, fd: int) -> None:
+        self._selector.unregister(fd)
+
+    def poll(self, seconds: float) -> list[tuple[int, int]]:
+        return [(key.fd, events) for key, events in self._selector.select(seconds)]
+
+
+if sys.platform == "linux":  # without the steps that `selectors` takes for each event: calls wait for this
+    new_selector, READ, WRITE = select.epoll, select.EPOLLIN, select.EPOLLOUT
+else:
+    new_selector, READ, WRITE = Selector, 1, 4
+
+
 class Readable(Protocol):
     """A connection, as its reader sees it. Each method returns actions to run without any lock."""
 
@@ -77,7 +101,9 @@ class SharedReader:
         self._lock = threading.RLock()  # a signal handler may cancel a call, which pokes
         """For what follows, but for lists and sets that change in one step."""
         self._connections: set[Readable] = set()
-        self._selector: selectors.BaseSelector | None = None
+        self._selector: select.epoll | Selector | None = None
+        self._owners: dict[int, Readable] = {}
+        """Who watches a descriptor."""
         self._waker = self._poker = -1
         self._woken: deque[Readable] = deque()
         self._retrying: deque[Readable] = deque()
@@ -100,11 +126,11 @@ class SharedReader:
         """From now on somebody always reads it."""
         with self._lock:
             if self._selector is None:
-                self._selector = selectors.DefaultSelector()
+                self._selector = new_selector()
                 self._waker, self._poker = os.pipe()
                 for fd in (self._waker, self._poker):
                     os.set_blocking(fd, False)
-                self._selector.register(self._waker, selectors.EVENT_READ, None)
+                self._selector.register(self._waker, READ)
             self._connections.add(connection)
             self._tick_at = 0.0
             if self._thread is None:
@@ -129,12 +155,14 @@ class SharedReader:
     def watch(self, fd: int, connection: Readable, *, writing: bool = False) -> None:
         """Calls `on_ready` when there is something to read, or room to write."""
         assert self._selector is not None
-        self._selector.register(fd, selectors.EVENT_WRITE if writing else selectors.EVENT_READ, connection)
+        self._owners[fd] = connection
+        self._selector.register(fd, WRITE if writing else READ)
 
     def unwatch(self, fd: int) -> None:
         """Before it is closed, and at its end: there it would be ready for ever."""
+        self._owners.pop(fd, None)
         if self._selector is not None:
-            with contextlib.suppress(KeyError, ValueError):
+            with contextlib.suppress(KeyError, ValueError, OSError):
                 self._selector.unregister(fd)
 
     def retry_soon(self, connection: Readable) -> None:
@@ -234,7 +262,7 @@ class SharedReader:
             for event in self._followers[:1]:
                 event.set()
 
-    # ---- reading, with `reading` held
+    # ---- reading, with `reading` held, and SIGINT held back on the main thread
 
     def _read_once(self, timeout: float | None) -> None:
         """Waits for the connections once, and handles what has come."""
@@ -248,30 +276,30 @@ class SharedReader:
             seconds = min(seconds, _RETRY)
         if seconds < 0 or self._woken:
             seconds = 0
-        with SIGINT_GUARD:
-            if threading.get_ident() == MAIN:
-                depth = SIGINT_GUARD.pause()  # here alone may it be interrupted: nothing has been read yet
-                try:
-                    ready = selector.select(seconds)
-                finally:
-                    SIGINT_GUARD.resume(depth)
-            else:
-                ready = selector.select(seconds)
-            self._reader = threading.get_ident()
+        me = threading.get_ident()
+        if me == MAIN:
+            depth = SIGINT_GUARD.pause()  # here alone may it be interrupted: nothing has been read yet
             try:
-                self._handle(ready)
+                ready = selector.poll(seconds)
             finally:
-                self._reader = 0
+                SIGINT_GUARD.resume(depth)
+        else:
+            ready = selector.poll(seconds)
+        self._reader = me
+        try:
+            self._handle(ready)
+        finally:
+            self._reader = 0
 
-    def _handle(self, ready: list[tuple[selectors.SelectorKey, int]]) -> None:
+    def _handle(self, ready: list[tuple[int, int]]) -> None:
         acted = False
-        for key, _ in ready:
-            connection: Readable | None = key.data
-            if connection is None:
+        for fd, _ in ready:
+            connection = self._owners.get(fd)
+            if connection is not None:
+                acted = self._serve(connection, connection.on_ready, fd) or acted
+            elif fd == self._waker:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(self._waker, 4096)
-            else:
-                acted = self._serve(connection, connection.on_ready, key.fd) or acted
+                    os.read(fd, 4096)
         if self._woken or self._retrying:
             acted = self._wake_up() or acted
         now = time.monotonic()

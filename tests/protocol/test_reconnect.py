@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_pair import Pair, content
+from stage.wire_pair import Pair, content
 
 from skyfab.protocol.mux import SMALL
 

@@ -26,7 +26,7 @@ from skyfab.inventory.selection import MOST, expand, split
 T = TypeVar("T")
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGifrC2TEtlDqvu01rFE2MKRF/J8lbSByLau0+8Ie1SJ"
-EXAMPLE = Path(__file__).parent.parent / "inventory.example.toml"
+EXAMPLE = Path(__file__).parents[2] / "inventory.example.toml"
 
 CLUSTER = """
 [defaults]

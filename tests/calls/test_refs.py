@@ -37,7 +37,7 @@ def lab(lent_lab: Lab) -> Lab:
 
 
 MB = 1 << 20
-EXAMPLES = Path(__file__).parents[1] / "examples" / "models"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 
 
 @sky.function

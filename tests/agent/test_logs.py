@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from wire_pair import Pair, content
+from stage.wire_pair import Pair, content
 
 from skyfab.agent.logs import LogPipe
 from skyfab.protocol import messages

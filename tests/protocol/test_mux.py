@@ -9,7 +9,7 @@ from collections import deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_pair import Pair, Wire, content
+from stage.wire_pair import Pair, Wire, content
 
 from skyfab.errors import ProtocolError
 from skyfab.protocol import frames

@@ -101,7 +101,7 @@ def test_a_program_opens_pools_at_its_top(tmp_path: Path) -> None:
     assert ran.stdout == "[1.5, 1.5]\n", ran.stderr
 
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").rglob("*.py"))
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.py"))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -55,7 +55,7 @@ PLAIN = [
     *(None, True, 0, -1, 2**200, 1.5, 1j, "ü", "\ud800", b"x", bytearray(b"y"), bytes(10_000), bytearray(10_000)),
     *([], [1, [2]], (), (1, (2, 3)), {"a": {1, 2}}, {(1, ("x", None)): 1.5}, frozenset([1, (2,)]), set()),
     *(range(2, 10, 3), slice(1, None, 2), decimal.Decimal("-1.50"), decimal.Decimal("NaN").copy_sign(1).is_nan()),
-    *(fractions.Fraction(-1, 3), uuid.uuid4(), uuid.uuid1(), datetime.date(2024, 2, 29), datetime.time(1, 2, 3, 4)),
+    *(fractions.Fraction(-1, 3), uuid.UUID(int=2**127 + 4), uuid.UUID(int=2**126 + 1), datetime.date(2024, 2, 29), datetime.time(1, 2, 3, 4)),
     *(datetime.datetime(2024, 1, 1, 5, fold=1), datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone.utc)),
     *(datetime.timedelta(-1, 5, 7), datetime.timezone(datetime.timedelta(hours=2), "CEST")),
     *(pathlib.PurePosixPath("a/../b"), pathlib.PureWindowsPath("c:/x"), pathlib.Path("/etc")),

@@ -1,6 +1,7 @@
 """The development environment: ./inv runs this when .venv is missing or not made from today's files.
 
     python -I tools/bootstrap.py STAMP
+    python -I tools/bootstrap.py --python 3.12     an environment for the fast tests with that Python; prints its path
 
 Gets uv where the machine has none, resolves everything together with a torch that fits the machine, installs it
 into .venv and writes STAMP there as the last step: a set-up that was interrupted has no stamp and is done again.
@@ -63,6 +64,25 @@ def build(stamp: str) -> None:
     # Compiled once here: ranks import torch in half the time.
     uv("pip", "sync", "--compile-bytecode", "--python", str(VENV), *options, "-", text=pins, show=True)
     STAMP.write_bytes(os.fsencode(stamp))
+
+
+def other(version: str) -> Path:
+    """An environment with another Python, for the tests that need no torch and no framework. Returns its Python."""
+    folder = PRIVATE / f"python{version}"
+    with exclusive(PRIVATE / "lock"):
+        uv = Uv(find_uv() or get_uv(), uv_environ(os.environ))
+        try:
+            uv("python", "find", "--no-project", version)
+        except SetupError:
+            hint = f"hint: uv python install {version}, where this machine may download one"
+            raise SetupError(f"Python {version} is not on this machine\n{hint}") from None
+        uv("venv", "--quiet", "--no-project", "--clear", "--python", version, str(folder))
+        options = ("--quiet", "--no-header", "--no-annotate", "--python", str(folder))
+        groups = ("--group", "testing", "--constraints", "constraints.txt")
+        pins = uv("pip", "compile", *options, *groups, "-", text="-e .\n")
+        say(f"installing into {folder.relative_to(ROOT)}")
+        uv("pip", "sync", "--python", str(folder), "-", text=pins, show=True)
+    return folder / "bin" / "python"
 
 
 # Versions: everything in one resolution, so that what was looked at is what is installed.
@@ -309,7 +329,10 @@ def say(text: str) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1])
+        if sys.argv[1] == "--python":
+            print(other(sys.argv[2]))
+        else:
+            main(sys.argv[1])
     except SetupError as error:
         say(str(error))
         sys.exit(1)

@@ -1,7 +1,7 @@
 """Inventories under mutation: a real file with something wrong in it, and selections of its hosts.
 
 An inventory is read or is an InventoryError, a selection is hosts or a UsageError; nothing else is raised, and nothing
-takes long, however large the numbers in it are. (Text and tables out of nothing are in tests/inventory/test_inventory.py.)
+takes long, however large the numbers in it are. (tests/inventory has text and tables out of nothing.)
 """
 
 from __future__ import annotations

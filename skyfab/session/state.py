@@ -3,6 +3,8 @@
 NEW → CONNECTING → OPEN ⇄ SUSPECT → LOST      a lost host stays lost: its session ends
                    OPEN → CLOSING → CLOSED    this side closes the connection
                    OPEN → DETACHED → CLOSED   the agent continues on its own
+
+`NEXT` has all of them: for example, a connection can be closed before it is open.
 """
 
 from __future__ import annotations

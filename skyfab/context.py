@@ -1,4 +1,4 @@
-"""What a function sees wherever it runs: its place in the pool, its share of the data, its voice."""
+"""What a user's function can query and use while it runs: its rank in the pool, its share of the data, its output."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class InstanceInfo(NamedTuple):
-    """The place of one rank. Outside a call: the only rank of the only node."""
+    """The rank of a process and its position in the pool. Outside a call: the only rank of the only node."""
 
     node: int = 0
-    """The host's number in the pool."""
+    """The host's index in the pool."""
     total_nodes: int = 1
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     head_addr: str = "127.0.0.1"
-    """Where the other hosts reach the head."""
+    """The address at which the other hosts reach the head."""
     head_port: int = 0
     hostname: str = ""
     accelerators: int = 0
-    """GPUs of this host."""
+    """The number of GPUs of this host."""
     total_accelerators: int = 0
     peers: tuple[str, ...] = ()
     """The addresses of all nodes, in order."""
     job_id: str = ""
     attempt: int = 0
-    """How often this call has been started before: see ``@sky.function(retries=…)``."""
+    """How many times this call has been started before: see ``@sky.function(retries=…)``."""
 
     @property
     def is_head(self) -> bool:
-        """The first rank of the gang; a solo call is its own head."""
+        """True for the first rank of the gang; a solo call is its own head."""
         return self.rank == 0
 
 
@@ -47,18 +47,18 @@ _current: InstanceInfo | None = None
 
 
 def enter(info: InstanceInfo) -> None:
-    """This process is that rank, from now on. Called once, by the rank itself."""
+    """Sets the rank of this process. Called once, by the worker itself."""
     global _current
     _current = info
 
 
 def in_a_rank() -> bool:
-    """This process is one that a pool has started for its calls."""
+    """Whether this process is a worker, started by a pool to run calls."""
     return _current is not None
 
 
 def awaited(result: Any) -> Any:
-    """What a function returns; what an ``async def`` returns is run to its end, in an event loop of its own."""
+    """Returns the result of a function; the coroutine of an ``async def`` is first run, in its own event loop."""
     if type(result) is not CoroutineType:
         return result
     import asyncio
@@ -70,13 +70,13 @@ _folder = ""
 
 
 def hold_folder(path: str) -> None:
-    """The pool's own folder for its processes, which goes with it. Called once, by the rank itself."""
+    """Sets the pool's folder for its processes; it is deleted with the pool. Called once, by the worker itself."""
     global _folder
     _folder = path
 
 
 def own_folder() -> str:
-    """Where this process may keep what must go with its pool; functions start elsewhere, in a working folder."""
+    """A folder for files that must be deleted with the pool. Functions start in another one, the working folder."""
     return _folder
 
 
@@ -84,41 +84,41 @@ _listener = -1
 
 
 def hold_listener(fd: int) -> None:
-    """The head's process has this socket, which listens at `head_port` already."""
+    """Stores the socket of the head's process, which already listens at `head_port`."""
     global _listener
     _listener = fd
 
 
 def take_listener() -> int:
-    """The socket for the rendezvous, now the caller's; -1 where there is none."""
+    """Returns the socket for the rendezvous and passes its ownership to the caller; -1 if there is none."""
     global _listener
     fd, _listener = _listener, -1
     return fd
 
 
 def close_listener() -> None:
-    """Nobody has taken it: its port is free for the function itself."""
+    """Closes the socket if it was not taken, so that the function itself can use the port."""
     fd = take_listener()
     if fd >= 0:
         os.close(fd)
 
 
 STACKS = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 7) + 7
-"""The signal on which a rank writes its stacks."""
+"""The signal on which a worker writes its stacks."""
 
 
 def offer_stacks(worker: str, rank: int) -> None:
-    """Whoever may send us a signal finds out where we are, whatever we are stuck in: see `skyfab.pool.stacks`."""
+    """Registers a signal that dumps this process's stacks, even when it hangs in C code: see `skyfab.pool.stacks`."""
     import faulthandler
 
-    folder = os.path.join(_folder, "../stacks")  # noqa: PTH118  # no time for pathlib on a cold host
+    folder = os.path.join(_folder, "../stacks")  # noqa: PTH118  # importing pathlib is slow on a cold host
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)  # noqa: PTH103
         file = os.open(f"{folder}/{worker}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         faulthandler.register(STACKS, file, all_threads=True)
-        os.write(file, f"{os.getpid()} {STACKS} {rank} {worker}\n".encode())  # last: who finds it may send the signal
+        os.write(file, f"{os.getpid()} {STACKS} {rank} {worker}\n".encode())  # last: its readers may send the signal
     except (OSError, ValueError):
-        pass  # a full disk is no reason not to work
+        pass  # not essential: a full disk must not keep the worker from starting
 
 
 def instance_info() -> InstanceInfo:
@@ -134,11 +134,11 @@ def instance_info() -> InstanceInfo:
 
 
 def shard(*data: Any, shuffle: bool = False, seed: int = 0, drop_last: bool = False) -> Any:
-    """This rank's share of each argument, in the type it came in.
+    """This rank's share of each argument, in the argument's own type.
 
-    Every `world_size`-th element from `rank` on; with `drop_last` a contiguous block, equally long on all ranks.
-    Several arguments stay aligned and must be equally long. With `shuffle` all ranks use the same
-    order, drawn from `seed`. Outside a call the input is returned as it is.
+    Takes every `world_size`-th element, starting at `rank`; with `drop_last` a contiguous block, equally long on all
+    ranks. Several arguments stay aligned and must be equally long. With `shuffle` all ranks use the same order,
+    generated from `seed`. Outside a call the input is returned unchanged.
 
     Returns one value for one argument, else a tuple.
     """
@@ -189,9 +189,9 @@ Only = Literal["head"] | Callable[[InstanceInfo], bool]
 
 
 def stdout(*, only: Only) -> Callable[[F], F]:
-    """What the function writes to stdout is shown only for the head, or where the predicate holds.
+    """Shows the function's stdout only for the head, or where the predicate is true.
 
-    Goes above or below ``@sky.function``. Text from C code and child processes is covered too.
+    Goes above or below ``@sky.function``. Output of C code and of child processes is covered too.
     """
     return _limited((1,), only)
 
@@ -202,7 +202,7 @@ def stderr(*, only: Only) -> Callable[[F], F]:
 
 
 def silent(function: F) -> F:
-    """Nothing that the function writes is shown, on any rank."""
+    """Hides all output of the function, on every rank."""
     return _limited((1, 2), lambda info: False)(function)
 
 
@@ -210,11 +210,11 @@ def _limited(fds: tuple[int, ...], only: Only) -> Callable[[F], F]:
     if only != "head" and not callable(only):
         raise ValueError(f'only={only!r}: "head", or a function of InstanceInfo that says where to speak')
 
-    import inspect  # slow to load, and most ranks have no use for it
+    import inspect  # slow to import, and most workers do not need it
 
     def decorate(function: F) -> F:
         rewrap: Callable[[Any], F] | None = getattr(function, "rewrap", None)
-        if rewrap is not None:  # a @sky.function: the limit goes inside
+        if rewrap is not None:  # a @sky.function: the limit is applied to the function inside it
             return rewrap(decorate)
 
         if inspect.iscoroutinefunction(function):
@@ -241,7 +241,10 @@ def _limited(fds: tuple[int, ...], only: Only) -> Callable[[F], F]:
 
 
 def may_speak(only: Only) -> bool:
-    """Whether this rank is shown. Found by name on a host, where a function sent by value has copies of all else."""
+    """Whether this rank's output is shown.
+
+    Must be looked up by name on the host: a function that is pickled by value has copies of its other globals.
+    """
     if _current is None:
         return True
     return only(_current) if callable(only) else _current.is_head
@@ -249,7 +252,7 @@ def may_speak(only: Only) -> bool:
 
 @contextmanager
 def muted(fds: tuple[int, ...]) -> Iterator[None]:
-    """Sends these file descriptors nowhere for a while."""
+    """Redirects these file descriptors to /dev/null for the duration of the block."""
     _flush()
     saved = [(fd, os.dup(fd)) for fd in fds]
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -266,7 +269,7 @@ def muted(fds: tuple[int, ...]) -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Python's buffers, and those of C code."""
+    """Flushes Python's buffers and those of C code."""
     import ctypes
 
     for stream in (sys.stdout, sys.stderr):

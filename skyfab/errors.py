@@ -1,32 +1,32 @@
-"""The errors skyfab raises: one tree, each error with its host, rank and a hint.
+"""The exceptions that skyfab raises: one class hierarchy; each error has an optional host, rank and hint.
 
 ::
 
     SkyfabError
-    ├── UsageError (ValueError)              the caller asked for something that cannot be
+    ├── UsageError (ValueError)              the caller asked for something that cannot be done
     │   └── InventoryError                   a mistake in an inventory file: file, table, key
-    │       └── UnknownHost (KeyError)       a name that no host, group or pattern has
-    ├── HostError                            one host could not do its part
-    │   ├── Unreachable (ConnectionError)    no answer, refused, or no such name
-    │   ├── AuthenticationRefused            every key, agent and password was turned down
-    │   ├── HostKeyRefused                   the host's key is unknown, or not the one on record
-    │   ├── HostUnfit                        reached, but it cannot run us: no Python, a full disk
-    │   ├── PeersUnreachable                       reached from here, but not from another host of the pool
-    │   └── HostLost (ConnectionError)       it was there and is no more
-    ├── PoolError (ExceptionGroup)           several hosts failed: all of them, at once
-    ├── ProtocolError                        bytes that are not what the two sides agreed on
-    ├── NotPicklable (TypeError)             an argument or a result cannot travel
-    ├── CallError                            a call that ended without result or exception of its own
-    │   ├── WorkerDied                         its process ended: exit code or signal
-    │   ├── RemoteError                      its exception could not travel; type and text did
-    │   ├── UntrustedResult                  it returned more than the plain data that results="data" takes
+    │       └── UnknownHost (KeyError)       a name that matches no host, group or pattern
+    ├── HostError                            something failed on one host
+    │   ├── Unreachable (ConnectionError)    no response, connection refused, or unknown host name
+    │   ├── AuthenticationRefused            every key, agent and password was rejected
+    │   ├── HostKeyRefused                   the host's key is unknown, or differs from the known one
+    │   ├── HostUnfit                        reached, but it cannot run skyfab: no Python, a full disk
+    │   ├── PeersUnreachable                 reached from here, but not from another host of the pool
+    │   └── HostLost (ConnectionError)       it was connected and is now lost
+    ├── PoolError (ExceptionGroup)           several hosts failed; all failures are collected
+    ├── ProtocolError                        received bytes that violate the protocol
+    ├── NotPicklable (TypeError)             an argument, a function or a result cannot be pickled
+    ├── CallError                            a call ended with neither a result nor its own exception
+    │   ├── WorkerDied                       its process ended: exit code or signal
+    │   ├── RemoteError                      its exception could not be pickled; has its type and text
+    │   ├── UntrustedResult                  it returned more than the plain data that results="data" allows
     │   ├── CallTimeout (TimeoutError)
     │   └── CallCancelled
     └── BroadcastError (ExceptionGroup)      some ranks of a gang failed; `.results` has the others
 
     RemoteTraceback                          the cause of every exception that comes from a host
 
-The user's own exceptions are raised as their own type and are not in this tree.
+The user's own exceptions are raised with their own type and are not in this hierarchy.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ if sys.version_info >= (3, 11):
 else:
     try:
         from exceptiongroup import ExceptionGroup
-    except ImportError:  # on a host, where nothing but the standard library is promised
+    except ImportError:  # on a host, where only the standard library is guaranteed
         E = TypeVar("E")
 
         class ExceptionGroup(Exception, Generic[E]):
-            """Stands in for the builtin, so that this module loads; hosts never raise it."""
+            """Replaces the builtin so that this module can be imported; hosts never raise it."""
 
             def __init__(self, message: str, exceptions: Sequence[Exception]) -> None:
                 super().__init__(message, exceptions)
@@ -56,9 +56,9 @@ else:
 
 
 def printable(text: str) -> str:
-    """The text without colours, and with control characters spelled out.
+    """Returns the text without colour sequences and with control characters escaped.
 
-    Part of it may be a host's, and Python prints it as it is: nothing in it may steer a terminal.
+    Parts of it may come from a host, and Python prints it unchanged: it must not be able to control the terminal.
     """
     if text.isprintable():
         return text
@@ -69,7 +69,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;:]{0,64}m|([\x00-\x08\x0b-\x1f\x7f-\x9f])")
 
 
 class SkyfabError(Exception):
-    """What went wrong, where, and what to type next."""
+    """Base class: what went wrong, where, and what to do next."""
 
     exit_code = 1
 
@@ -88,7 +88,7 @@ class SkyfabError(Exception):
 
     @property
     def message(self) -> str:
-        """What failed, without place and hint."""
+        """What failed, without location and hint."""
         return str(self.args[0])
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class SkyfabError(Exception):
 
 
 def _rebuild(kind: type[SkyfabError], args: tuple[Any, ...], state: dict[str, Any]) -> SkyfabError:
-    """Unpickles an error without running its constructor, whose arguments are keyword-only."""
+    """Unpickles an error without calling its constructor, whose arguments are keyword-only."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(state)
@@ -111,7 +111,7 @@ def _rebuild(kind: type[SkyfabError], args: tuple[Any, ...], state: dict[str, An
 
 
 class UsageError(SkyfabError, ValueError):
-    """The caller asked for something that cannot be done as asked."""
+    """The caller asked for something that cannot be done as requested."""
 
     exit_code = 2
 
@@ -125,37 +125,37 @@ class UnknownHost(InventoryError, KeyError):
 
 
 class HostError(SkyfabError):
-    """One host could not do its part."""
+    """Something failed on one host."""
 
     exit_code = 3
 
 
 class Unreachable(HostError, ConnectionError):
-    """The host does not answer, refuses the connection, or has no such name."""
+    """The host does not respond, refuses the connection, or its name cannot be resolved."""
 
 
 class AuthenticationRefused(HostError):
-    """The host turned down every key, agent and password offered."""
+    """The host rejected every key, agent and password offered."""
 
 
 class HostKeyRefused(HostError):
-    """The host's key is not on record, or differs from the one on record."""
+    """The host's key is unknown, or differs from the known one."""
 
 
 class HostUnfit(HostError):
-    """The host was reached but cannot run skyfab: no Python, no room, another version."""
+    """The host was reached but cannot run skyfab: no Python, no disk space, a version mismatch."""
 
 
 class PeersUnreachable(HostError):
-    """Two hosts of a pool cannot talk to each other, as ranks must."""
+    """Two hosts of a pool cannot connect to each other, as the ranks of a gang must."""
 
 
 class HostLost(HostError, ConnectionError):
-    """The host was there and no longer answers."""
+    """The host was connected and no longer responds."""
 
 
 class ProtocolError(SkyfabError):
-    """The other side sent bytes that are not what was agreed."""
+    """The other side sent bytes that violate the protocol."""
 
     exit_code = 3
 
@@ -165,16 +165,16 @@ class NotPicklable(SkyfabError, TypeError):
 
 
 class CallError(SkyfabError):
-    """A call ended without a result and without an exception of its own."""
+    """A call ended with neither a result nor an exception of its own."""
 
 
 class WorkerDied(CallError):
-    """The process that ran the call is gone."""
+    """The process that ran the call has ended."""
 
     def __init__(self, message: str, *, exitcode: int | None = None, **place: Any) -> None:
         super().__init__(message, **place)
         self.exitcode = exitcode
-        """As in `subprocess`: negative is the number of the signal."""
+        """As in `subprocess`: a negative value is the signal number."""
 
 
 class RemoteError(CallError):
@@ -187,7 +187,7 @@ class RemoteError(CallError):
 
 
 class UntrustedResult(CallError):
-    """A host sent more than plain data to a pool that takes nothing else: it was not unpickled."""
+    """A host sent more than plain data to a pool that accepts only that; it was not unpickled."""
 
 
 class CallTimeout(CallError, TimeoutError):
@@ -199,7 +199,7 @@ class CallCancelled(CallError):
 
 
 class RemoteTraceback(Exception):
-    """The traceback as it was on the host: the cause of the exception it belongs to."""
+    """The traceback as text, as it was on the host; set as the cause of the exception that it belongs to."""
 
     def __init__(self, text: str, host: str = "", rank: int | None = None) -> None:
         super().__init__(text, host, rank)
@@ -213,7 +213,7 @@ class RemoteTraceback(Exception):
 
 
 class _Group(ExceptionGroup[Exception], SkyfabError):
-    """Several failures as one error; ExceptionGroup brings `message` and `exceptions`."""
+    """Several failures as one error; ExceptionGroup provides `message` and `exceptions`."""
 
     def __new__(cls, message: str, errors: Sequence[Exception], *rest: Any) -> Self:
         return super().__new__(cls, message, list(errors))
@@ -238,7 +238,7 @@ class PoolError(_Group):
 
 
 class BroadcastError(_Group):
-    """Some ranks of a gang failed; the first failure comes first."""
+    """Some ranks of a gang failed; `.exceptions` begins with the first failure."""
 
     def __init__(self, message: str, errors: Sequence[Exception], results: Sequence[Any] = ()) -> None:
         super().__init__(message, errors)

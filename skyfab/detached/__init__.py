@@ -1,1 +1,1 @@
-"""Detached runs, read back."""
+"""Detached runs: finding them on their hosts, and reading their state, logs and results."""

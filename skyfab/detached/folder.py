@@ -1,4 +1,4 @@
-"""Records: what hosts have kept of detached runs, read through a plain shell. `agent.record` writes them."""
+"""Reads the folder of a detached run on a host, over a plain shell. `skyfab.agent.run_folder` writes it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from skyfab.session.shell import Shell
 T = TypeVar("T")
 State = Literal["running", "done", "failed", "stopped", "lost", "unreachable"]
 _TOLD: Final[tuple[State, ...]] = ("running", "done", "failed", "stopped")
-"""What a host says; the rest is for others to say."""
+"""States that a host reports itself; the others are determined on this side."""
 _CHUNK: Final = 1024 * 1024
 _LATEST: Final = 1e11
-"""A time that no clock shows."""
+"""An upper limit for plausible timestamps."""
 _LOG: Final = re.compile(r"([0-9]{1,9}\.(?:out|err)(?:\.1)?) ([0-9]{1,20}) ([0-9]{1,15})")
-"""A log's name (its rank, its stream, ``.1`` for the file before the last), the number of its file, and its size."""
+"""A log's name (rank, stream, ``.1`` for the previous, rotated file), its inode number, and its size."""
 
 ALIVE: Final = """
 # the agent of the run in this folder lives
@@ -70,23 +70,23 @@ exit 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What a run is, as each of its hosts has written it down."""
+    """The description of a run, as stored on each of its hosts."""
 
     id: str
     name: str
     function: str
     hosts: tuple[str, ...]
     place: int
-    """Of the host among them."""
+    """The index of this host in `hosts`."""
     ranks: tuple[int, ...]
-    """Those of this host."""
+    """The ranks on this host."""
     world: int
     on: str
     elastic: bool
 
     @classmethod
     def read(cls, text: str) -> About:
-        """Raises ValueError: a host may say anything."""
+        """Parses the description. Raises ValueError: a host may send anything."""
         said = _object(text)
         wrong = [name for name, kind in _FIELDS.items() if type(said.get(name)) is not kind]
         if wrong:
@@ -102,7 +102,7 @@ class About:
 
 
 _FIELDS: Final = {"id": str, "name": str, "function": str, "place": int, "world": int, "on": str, "elastic": bool}
-"""Those that have one value each."""
+"""The fields with a single value."""
 
 
 def _several(found: Any, kind: type[T]) -> tuple[T, ...]:
@@ -115,22 +115,22 @@ def _several(found: Any, kind: type[T]) -> tuple[T, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one host has of a run."""
+    """The state of a run on one host."""
 
     host: str
     about: About
     state: State
     started: float
     last: str = ""
-    """The last line that a rank wrote there."""
+    """The last line that a rank wrote on this host."""
     gpus: tuple[str, ...] = ()
-    """For each GPU of the host how busy it is, in percent, and the megabytes in use."""
+    """For each GPU of the host its utilization in percent and the megabytes in use."""
     files: tuple[Written, ...] = ()
-    """What it has written in working folders that stay, once it is over."""
+    """Files that it has written to persistent working folders; known once it has ended."""
 
 
 def look(shell: Shell, run: str | None = None) -> list[Part]:
-    """What a host has of all runs; or of one, and then nothing of its GPUs: that may take a second."""
+    """Reads the state of all runs on a host, or of one run; then without the GPUs, whose query may take a second."""
     lines = shell.run(f"r='*'\n{_LOOK}{_GPUS}" if run is None else f"r={run}\n{_LOOK}").splitlines()
     gpus = tuple(line.removeprefix("=gpu ") for line in lines if line.startswith("=gpu "))
     found = []
@@ -139,7 +139,7 @@ def look(shell: Shell, run: str | None = None) -> list[Part]:
             try:
                 found.append(_part(shell.host.name, lines[number : number + 4], gpus))
             except (ValueError, IndexError):
-                continue  # half-written, or not ours
+                continue  # incomplete, or not written by skyfab
     return found
 
 
@@ -169,7 +169,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def stop(shell: Shell, run: str) -> None:
-    """Ends its agent there, and waits for that. Raises ScriptFailed."""
+    """Terminates the run's agent on this host and waits until it has ended. Raises ScriptFailed."""
     shell.run(f'd="$c"/runs/{run}\n{_STOP}')
 
 
@@ -177,7 +177,7 @@ def stop(shell: Shell, run: str) -> None:
 
 
 class LogCursor:
-    """How far a log has been read: in which of its files, as the system numbers them, and how many bytes of it."""
+    """How far a log has been read: the inode number of the current file, and the offset in it."""
 
     def __init__(self) -> None:
         self.file = ""
@@ -185,7 +185,7 @@ class LogCursor:
         self.rest = b""
 
     def begin(self, file: str) -> None:
-        """Goes on in this file, from its beginning unless it is the one that was being read."""
+        """Continues in this file; at its beginning, unless it is already the current one."""
         if self.file != file:
             self.file, self.offset = file, 0
 
@@ -193,7 +193,7 @@ class LogCursor:
 def new_lines(
     shell: Shell, run: str, only: int | None, tails: dict[tuple[str, str], LogCursor], *, rest: bool
 ) -> Iterator[tuple[int, str, str]]:
-    """The lines that have come to the logs on a host since the last time; with `rest` half ones too."""
+    """Lines that were added to the logs on a host since the last call; with `rest` also an incomplete last line."""
     folder = f'"$c"/runs/{run}/logs'
     listing = 'for f in *; do set -- $(ls -i "$f"); echo "$f $1 $(wc -c <"$f")"; done'
     listed = shell.run(f"cd {folder} 2>/dev/null || exit 0; {listing}").splitlines()
@@ -216,7 +216,7 @@ def new_lines(
                 same = f'test "$(set -- $(ls -i {folder}/{file}); echo $1)" = {number}'
                 try:
                     data = shell.read(f"{folder}/{file}", tail.offset, count, provided=same)
-                except FileNotFoundError:  # another file was begun just now: the next look finds it
+                except FileNotFoundError:  # the log was rotated just now: the next call continues with the new file
                     return
                 tail.offset += len(data)
                 *lines, tail.rest = (tail.rest + data).split(b"\n")

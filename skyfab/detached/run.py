@@ -1,7 +1,7 @@
-"""Detached runs: calls that outlive the program that made them. Their hosts keep what they write and return.
+"""Detached runs: calls that outlive the program that started them; their hosts keep their output and results.
 
-All that is known of a run lies in its folder on its hosts, and a plain shell there reads it: any machine with the
-inventory finds it again. What is started is in `Compute.launch`.
+The whole state of a run is in a folder on its hosts and is read over a plain shell: any machine with the inventory
+finds the run again. `Compute.launch` starts runs.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from skyfab.session.shell_pool import PASSING, Shells
 from skyfab.ui.events import FilesWritten
 
 Results = Literal["any", "data"]
-"""What is taken from hosts; ``"data"`` from those that are not trusted: see `Compute`."""
+"""What is accepted from hosts; ``"data"`` for hosts that are not trusted: see `Compute`."""
 Trouble = Callable[[SkyfabError], None]
-"""Told when a host stops answering while somebody waits for it; it is asked again until it answers."""
+"""Called when a host stops responding while the caller waits for it; the host is retried until it responds."""
 PACE: Final = 0.5
-"""Seconds between looks."""
+"""Seconds between polls."""
 _MOMENT: Final = 10.0
-"""Seconds that a look may take when time is up."""
+"""Extra seconds for a query that is in progress when the timeout expires."""
 
 
 class Run:
-    """A run that its hosts have: its `id` and `name`, the names of its `hosts`, its `status`."""
+    """A run on its hosts: its `id` and `name`, the names of its `hosts`, its `status`."""
 
     def __init__(
         self, parts: Sequence[Part], inventory: Inventory, hosts: Sequence[Host], results: Results = "any"
     ) -> None:
-        """`hosts` are those that were asked; others of the run are looked up in the inventory, and nowhere else."""
+        """`hosts` are those that were queried; other hosts of the run are looked up in the inventory only."""
         self._untrusted = results == "data"
         self._asked = {host.name: host for host in hosts}
         self._parts = list(parts)
@@ -58,25 +58,25 @@ class Run:
         self.unasked = [
             name for place, name in enumerate(about.hosts) if place not in found and name not in self._asked
         ]
-        """Its hosts that were not asked when it was last looked at: its state is that of the others."""
+        """Hosts of the run that were not part of the last query: `state` does not include them."""
 
     def __repr__(self) -> str:
         return f"<run {self.id[:8]} {self.name}: {self.state}>"
 
     @property
     def parts(self) -> list[Part]:
-        """As they were when it was last looked at."""
+        """The state on each host, as of the last query."""
         return list(self._parts)
 
     @property
     def status(self) -> State:
-        """How it stands now."""
+        """The current state; queries the hosts."""
         self.look()
         return self.state
 
     @property
     def state(self) -> State:
-        """How it stood when it was last looked at."""
+        """The state as of the last query."""
         return self._state_of(self._parts)
 
     def _state_of(self, parts: Sequence[Part]) -> State:
@@ -87,7 +87,7 @@ class Run:
         return next((state for state in order if state in states), "done")
 
     def look(self) -> None:
-        """Looks at all its hosts again; those that cannot be asked now may be later."""
+        """Queries all its hosts again; those that are unreachable now may respond later."""
         with self._shells() as shells:
             self._look(shells, [])
 
@@ -100,14 +100,14 @@ class Run:
         found = look(shell, self.id)
         if found and found[0].about.id == self.id:
             return found[0]
-        # It was there, so somebody has removed it: to wait for it would be to wait for ever.
+        # It was there before, so it has been deleted: waiting for it would never end.
         return Part(host=shell.host.name, about=self._about, state="lost", started=self.started)
 
     def _shells(self, **options: Any) -> Shells:
         return Shells([host for name in self.hosts if (host := self._host(name))], self._inventory, **options)
 
     def _all_shells(self, **options: Any) -> Shells:
-        """Raises UsageError where a host of the run is neither one that was asked nor of the inventory."""
+        """Raises UsageError if a host of the run was neither queried nor is in the inventory."""
         unknown = [name for name in self.hosts if self._host(name) is None]
         if unknown:
             raise UsageError(
@@ -117,11 +117,11 @@ class Run:
         return self._shells(**options)
 
     def _host(self, name: str) -> Host | None:
-        """One that was asked, or that the inventory has. A record is a host's word, which chooses no other logins."""
+        """Only a queried host or one of the inventory: a host's report must not make this program log in elsewhere."""
         return self._asked.get(name) or self._inventory.hosts.get(name)
 
     def files(self) -> list[FilesWritten]:
-        """What it has written in working folders on other machines, as of the last look; empty until it is over."""
+        """Files written to working folders on other machines, as of the last query; empty until the run has ended."""
         found = []
         for part in self._parts:
             host = self._host(part.host)
@@ -135,14 +135,14 @@ class Run:
     def logs(
         self, *, follow: bool = False, rank: int | None = None, trouble: Trouble | None = None
     ) -> Iterator[tuple[int, str, str]]:
-        """What its ranks have written, line by line: the rank, ``out`` or ``err``, the line.
+        """The output of its ranks, line by line: the rank, ``out`` or ``err``, the line.
 
-        With `follow` until the run is over, whatever happens to connections; `trouble` is told of each that breaks.
+        With `follow`, continues until the run has ended, across lost connections; `trouble` is called for each of them.
         """
         tails: dict[tuple[str, str], LogCursor] = {}
         with self._all_shells(trouble=trouble if follow else None) as shells:
             if not follow:
-                shells.ask(lambda shell: shell.run("true"))  # all log in at once
+                shells.ask(lambda shell: shell.run("true"))  # connects to all hosts in parallel
             while True:
                 over = not follow or self._is_over(shells)
                 for host in shells.hosts:
@@ -152,7 +152,7 @@ class Run:
                     except PASSING:
                         if not follow:
                             raise
-                        over = False  # it may have more to say
+                        over = False  # its output may be incomplete
                 if over:
                     return
                 time.sleep(PACE)
@@ -163,13 +163,13 @@ class Run:
         _check(errors)
         return state not in ("running", "unreachable")
 
-    # ---- its end
+    # ---- result and stop
 
     def result(self, timeout: float | None = None, *, trouble: Trouble | None = None) -> Any:
-        """Waits for its end, and returns what ``@`` or ``>>`` would have returned; raises what it has raised.
+        """Waits for the end, and returns what ``@`` or ``>>`` would have returned; raises what the run has raised.
 
-        Connections may break meanwhile; `trouble` is told. Raises TimeoutError, and HostLost where a host was started
-        again.
+        Connections may be lost meanwhile; `trouble` is called then. Raises TimeoutError, and HostLost if a host was
+        rebooted, or its agent or its folder of the run no longer exists.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         answers: dict[str, list[tuple[int, Any]]] = {}
@@ -199,7 +199,7 @@ class Run:
                 )
 
     def _fetch(self, shell: Shell, parts: Sequence[Part], answers: dict[str, list[tuple[int, Any]]]) -> None:
-        """Adds what the ranks of a host have answered, unless it is there already."""
+        """Adds the results of a host's ranks, unless they were fetched before."""
         host = shell.host.name
         if host in answers:
             return
@@ -222,7 +222,7 @@ class Run:
                 value = _Failed(error)
             found.append((rank, value))
         answers[host] = found
-        with suppress(ScriptFailed):  # a disk that is full does not keep it from us
+        with suppress(ScriptFailed):  # a full disk must not make the fetch fail
             shell.run(f'true >"$c"/runs/{self.id}/fetched')
 
     def _conclude(self, about: About, answers: list[tuple[int, Any]]) -> Any:
@@ -239,13 +239,13 @@ class Run:
         return in_order(values) if about.elastic else values
 
     def stop(self) -> None:
-        """Ends its ranks on all hosts, and waits for that. What it wrote stays."""
+        """Terminates its ranks on all hosts and waits until they have ended. Its output is kept."""
         with self._all_shells() as shells:
             shells.ask(lambda shell: stop(shell, self.id))
 
 
 def _is_safe(workdir: str) -> bool:
-    """A host says what it likes, and this becomes a part of a command that people copy."""
+    """A host may send anything, and this becomes part of a command that users copy."""
     return re.fullmatch(r"[\w./~+-]+", workdir, re.ASCII) is not None
 
 
@@ -255,13 +255,13 @@ class _Failed:
 
 
 def _check(errors: Sequence[SkyfabError]) -> None:
-    """Raises one that will not be over the next time."""
+    """Raises the first error that a retry cannot resolve."""
     for error in errors:
         if not isinstance(error, PASSING):
             raise error
 
 
-# ---- finding them
+# ---- finding runs
 
 
 def runs(
@@ -270,7 +270,7 @@ def runs(
     inventory: str | os.PathLike[str] | Inventory | None = None,
     results: Results = "any",
 ) -> list[Run]:
-    """The runs that the hosts of an inventory have, the latest first. Raises a HostError where one cannot be asked."""
+    """The runs on the hosts of an inventory, the latest first. Raises a HostError if a host cannot be queried."""
     found, _ = survey(Inventory.of(inventory), hosts, patient=False, results=results)
     return found
 
@@ -282,7 +282,7 @@ def survey(
     patient: bool = True,
     results: Results = "any",
 ) -> tuple[list[Run], list[SkyfabError]]:
-    """The runs of all hosts that could be asked, and what is wrong with the others: raised unless `patient`."""
+    """The runs on all hosts that could be queried, and the errors of the others, which are raised unless `patient`."""
     errors: list[SkyfabError] = []
     parts: dict[str, list[Part]] = {}
     selected = inventory.select(hosts)
@@ -303,7 +303,7 @@ def attach(
     inventory: str | os.PathLike[str] | Inventory | None = None,
     results: Results = "any",
 ) -> Run:
-    """The run with this id, the beginning of one, or a name. Raises UsageError where there is none, or several."""
+    """The run with this id, id prefix, or name. Raises UsageError if there is none, or several."""
     found, errors = survey(Inventory.of(inventory), hosts, results=results)
     fitting = [run for run in found if run.id.startswith(id)] or [run for run in found if run.name == id]
     if len(fitting) == 1:

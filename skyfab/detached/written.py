@@ -1,4 +1,4 @@
-"""What was written in the working folder on a host, as far as the host tells, and how to fetch it."""
+"""Which files were written to a working folder on a host, as reported by the host, and the command that copies them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LARGEST: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What processes have written in one working folder."""
+    """The files that processes have written to one working folder."""
 
     workdir: str
-    """As its agent was told."""
+    """As it was sent to the agent."""
     count: int
     size: int
     names: tuple[str, ...]
@@ -47,7 +47,7 @@ def _size(count: int) -> str:
 
 
 def parse(document: object) -> list[Written]:
-    """What a host said; it may say anything."""
+    """Parses a host's report, which may contain anything; invalid entries are skipped."""
     found = []
     for said in document if isinstance(document, list) else ():
         if not isinstance(said, dict):
@@ -65,18 +65,21 @@ def _number(value: object) -> int | None:
 
 
 def event(host: Host, inventory: Inventory, written: Written) -> FilesWritten:
-    """What lies where, and how to get it."""
+    """The event that shows the path of the files and the command that copies them."""
     path, fetch = path_of(host, written.workdir), to_fetch(host, inventory, written.workdir)
     return FilesWritten(host=host.name, path=path, what=str(written), fetch=fetch)
 
 
 def path_of(host: Host, workdir: str) -> str:
-    """The folder's path on the host, as a person would type it there."""
+    """The folder's path on the host, as a user would type it there."""
     return workdir if workdir.startswith(("/", "~")) else f"{host.cache.rstrip('/')}/files/{workdir}"
 
 
 def to_fetch(host: Host, inventory: Inventory, workdir: str) -> str:
-    """The command that copies the folder to this machine, to a folder named after the host: hosts have equal names."""
+    """The command that copies the folder to this machine, into a folder named after the host.
+
+    Working folders have the same name on all hosts.
+    """
     words = ["scp", "-r", *(["-P", str(host.port)] if host.port not in (None, 22) else [])]
     words += ["-i", host.identity] if host.identity else []
     if host.jump and host.jump != "none":

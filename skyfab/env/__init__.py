@@ -1,1 +1,1 @@
-"""Environments on hosts: what a host is, what an image needs there, and how it gets it."""
+"""Python environments on hosts: probe a host, lock an image's packages for it, upload and install them."""

@@ -1,7 +1,7 @@
-"""Builds: whether the torchvision and torchaudio of a lock were built for the same devices as its torch.
+"""Checks whether the torchvision and torchaudio of a lock were built for the same devices as its torch.
 
-Their versions alone do not tell: torchvision 0.28.0 of the default index requires torch 2.13.0, and uv takes
-2.13.0+cpu for that. It loads CUDA's libraries when it is imported, and fails.
+Their versions alone do not show it: torchvision 0.28.0 of the default index requires torch 2.13.0, and uv accepts
+2.13.0+cpu for that. That torchvision loads CUDA's libraries when it is imported, and fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Build:
     package: str
     version: str
     source: str
-    """The index or the folder that it comes from."""
+    """The index or folder that it comes from."""
 
     def __str__(self) -> str:
         return f"{self.package} {self.version}"
@@ -44,7 +44,7 @@ def _value(key: str, part: str) -> str:
 
 
 def family(version: str) -> str | None:
-    """What a version is built for: ``cpu``, ``cuda12``, ``rocm6.4``; empty where it does not say, None for other words.
+    """What a version is built for: ``cpu``, ``cuda12``, ``rocm6.4``; empty without a label, None for an unknown one.
 
     >>> [family(version) for version in ("2.9.1+cu128", "2.9.1+cpu", "2.9.1", "2.9.1+ours")]
     ['cuda12', 'cpu', '', None]
@@ -56,7 +56,7 @@ def family(version: str) -> str | None:
 
 
 def fit(one: str, other: str, arch: str) -> bool:
-    """Whether two versions are built for the same. One that does not say is CUDA's on x86_64, elsewhere any."""
+    """Whether two versions are built for the same devices. Without a label it is CUDA on x86_64, elsewhere any."""
     families = {family(one), family(other)}
     if len(families) == 1 or None in families:
         return True
@@ -66,7 +66,7 @@ def fit(one: str, other: str, arch: str) -> bool:
 
 
 def strangers(text: str, arch: str, trusted: Set[str] = frozenset()) -> list[Build]:
-    """The companions of a lock that do not fit its torch. What comes from the same place is taken to fit."""
+    """The companions of a lock that do not fit its torch. Packages from the same source are assumed to fit."""
     builds = of_lock(text)
     torch = builds.pop("torch", None)
     if torch is None:

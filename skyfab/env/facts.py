@@ -1,4 +1,4 @@
-"""Facts: what a host is, as far as an environment depends on it. Data only."""
+"""Facts about a host that an environment depends on: system, interpreters, GPUs, disk. Data classes only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Gpu:
 
     name: str
     memory: int
-    """MiB; 0 where nobody says."""
+    """MiB; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,51 +20,51 @@ class Program:
 
     path: str
     version: str
-    """As it says itself: ``3.11.7``."""
+    """As the program reports it: ``3.11.7``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a host said of itself when it was probed."""
+    """The result of probing a host."""
 
     boot: str = ""
-    """Changes when the machine starts again; empty where nobody says."""
+    """Identifies the current boot of the machine; empty if unknown."""
     system: str = ""
-    """As `uname -s` says: Linux, Darwin."""
+    """As reported by `uname -s`: Linux, Darwin."""
     arch: str = ""
-    """As `uname -m` says: x86_64, aarch64, arm64."""
+    """As reported by `uname -m`: x86_64, aarch64, arm64."""
     libc: str = ""
-    """``glibc 2.36``, ``musl 1.2.4``; empty where there is none to name."""
+    """``glibc 2.36``, ``musl 1.2.4``; empty if there is none or it is unknown."""
     release: str = ""
-    """The system's own name: ``Debian GNU/Linux 12 (bookworm)``."""
+    """The name of the operating system: ``Debian GNU/Linux 12 (bookworm)``."""
     shell: str = ""
     user: str = ""
     pythons: tuple[Program, ...] = ()
-    """The interpreters on its PATH and in its usual places, each once."""
+    """The interpreters on its PATH and in the usual folders, each once."""
     uv: Program | None = None
     gpus: tuple[Gpu, ...] = ()
     driver: str = ""
-    """The NVIDIA driver's version."""
+    """The version of the NVIDIA driver."""
     rocm: str = ""
     cache: str = ""
     """The cache folder's full path."""
     free: int = 0
-    """Bytes that the cache folder's disk has left."""
+    """Free bytes on the cache folder's disk."""
     filesystem: str = ""
-    """The kind of the cache folder's disk: ext4, nfs4."""
+    """The file system of the cache folder: ext4, nfs4."""
     noexec: bool = False
-    """Programs cannot be run from the cache folder."""
+    """Whether programs cannot be executed from the cache folder."""
     files: int = 0
-    """Files that a process may open; 0 for any number."""
+    """The maximum number of open files of a process; 0 if unlimited."""
     processes: int = 0
-    """Processes that the user may have; 0 for any number."""
+    """The maximum number of processes of the user; 0 if unlimited."""
     reachable: tuple[str, ...] = ()
-    """Those of the indexes asked about that answered."""
+    """The queried indexes that responded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a lock is made for."""
+    """The platform that a lock is made for."""
 
     system: str
     arch: str

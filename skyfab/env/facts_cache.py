@@ -1,4 +1,4 @@
-"""Known hosts: what each said of itself the last time, kept on this machine. A guess, checked before it counts."""
+"""Caches the facts about each host on this machine. They may be outdated and are verified before they are relied on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
 
 
-def unassign(host: Host) -> Facts | None:
-    """What it said the last time; None for one that was never asked."""
+def load(host: Host) -> Facts | None:
+    """Returns the facts of the last probe; None if there are none."""
     try:
         return _facts(json.loads(_file(host).read_text()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -24,7 +24,7 @@ def unassign(host: Host) -> Facts | None:
 
 
 def remember(host: Host, facts: Facts) -> None:
-    """For the next time. Where this cannot be written, the next time takes longer."""
+    """Stores the facts. If that fails, the next start only takes longer."""
     try:
         path = _file(host)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""gc: what nobody has used for a while goes from a host's cache folder, and from this machine's own.
+"""Garbage collection: deletes what was not used for a while from a host's cache folder, and from this machine's cache.
 
-On a host one shell script does it, without Python. It knows what it may remove by its name, and touches nothing
-else; links are removed and never followed. What is old is first moved aside, in one step, and comes back where
-somebody has used it in that moment: a pool that is just starting finds all of a thing, or makes it again.
+On a host it is one shell script, without Python. It recognizes by their names what it may delete, and touches nothing
+else; links are deleted and never followed. Old entries are first moved aside, atomically, and moved back if they were
+used at that moment: a pool that is just starting finds an entry complete, or recreates it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from skyfab.session.shell import ScriptFailed, Shell
 
 _HOUR: Final = 60
 _DAY: Final = 24 * _HOUR
-"""Minutes."""
+"""In minutes."""
 _AGES: Final = 36500
-"""Days that are as good as any larger number, and that every `find` can count."""
+"""Days: older than anything, and small enough for every `find`."""
 
 _HEX: Final = "[0-9a-f]" * 16
 _WORDS: Final = {
@@ -47,10 +47,10 @@ _WORDS: Final = {
     "tools": "tool",
     "hosts": "known host",
 }
-"""What a person calls the things of each folder."""
+"""The user's word for the entries of each folder."""
 
-# Names: c cache, m marker, t where things are moved aside, l what is to go, one name in a line. Every name that is
-# dealt with is made of letters, digits, dots and dashes, and can stand without quotes.
+# Variables: c cache folder, m marker, t where entries are moved aside, l what is to be deleted, one name per line. All
+# names that are handled consist of letters, digits, dots and dashes, and need no quotes.
 _BODY: Final = r"""
 LC_ALL=C; export LC_ALL; umask 077
 # a folder that cannot be written to cannot be moved
@@ -237,21 +237,21 @@ _CONNECT: Final = (
     "import errno,os,socket,sys;os.chdir(sys.argv[1]);s=socket.socket(socket.AF_UNIX);s.settimeout(5);"
     "sys.exit(8 if s.connect_ex('agent.sock') in (errno.ECONNREFUSED,errno.ENOENT) else 9)"
 )
-"""8: nobody answers at the socket."""
+"""Exit status 8: no process listens on the socket."""
 _SCRIPT: Final = re.sub(r"^ +|^ *#.*\n", "", (ALIVE + _BODY).strip(), flags=re.MULTILINE)
 
 
 @dataclass(slots=True)
 class Swept:
-    """What was removed: how many of each kind, and their size."""
+    """What was deleted: how many entries of each kind, and their size."""
 
     counts: dict[str, int] = field(default_factory=dict)
     size: int = 0
     """Bytes."""
     folders: list[tuple[str, int]] = field(default_factory=list)
-    """Working folders that went: their names, and bytes."""
+    """The deleted working folders: names and bytes."""
     kept_uv: bool = False
-    """uv's cache still has what the environments were made from."""
+    """Whether uv's cache still has the files of deleted environments."""
 
     def add(self, kind: str, count: int, size: int) -> None:
         self.counts[kind] = self.counts.get(kind, 0) + count
@@ -285,18 +285,18 @@ def _counted(count: int, word: str) -> str:
 
 
 def _minutes(days: int) -> int:
-    """What was used in the last hour stays, whatever is asked for."""
+    """Converts days to minutes; at least an hour, so that what was used in the last hour is always kept."""
     return max(min(days, _AGES) * _DAY, _HOUR)
 
 
 def script(days: int) -> str:
-    """The script for a shell that has the cache folder's full path in ``c`` and its marker in ``m``."""
+    """The script, for a shell that has the cache folder's full path in ``c`` and the marker in ``m``."""
     names = f"age={_minutes(days)} day={_DAY} hour={_HOUR} H={quote(_HEX)} P={quote(_CONNECT)} e='\n'"
     return f"{names}\n{_SCRIPT}"
 
 
 def sweep(shell: Shell, days: int) -> Swept:
-    """Removes from a host's cache what has not been used for so many days. Raises HostUnfit where that cannot be."""
+    """Deletes from a host's cache what was not used for so many days. Raises HostUnfit if some cannot be deleted."""
     try:
         said = shell.run(script(days))
     except ScriptFailed as failed:
@@ -319,13 +319,13 @@ def sweep(shell: Shell, days: int) -> Swept:
     return swept
 
 
-# ---- this machine's own
+# ---- the cache of this machine
 
 
 def sweep_here(days: int) -> Swept:
-    """Removes the wheels, locks and tools that this machine keeps for hosts, as far as nobody has read them lately.
+    """Deletes wheels, locks and tools that this machine stores for hosts and that were not read for so many days.
 
-    Raises UsageError where that cannot be.
+    Raises UsageError if some cannot be deleted.
     """
     swept = Swept()
     now = time.time()
@@ -333,7 +333,7 @@ def sweep_here(days: int) -> Swept:
         for path in _entries(home() / kind):
             half = path.name.startswith(".")
             if kind == "pythons" and not path.name.startswith(("cpython-", ".new-")):
-                continue  # of this machine as a host
+                continue  # belongs to this machine's role as a host
             if now - _last_used(path) > 60 * (_DAY if half else _minutes(days)):
                 size = _size(path)
                 _remove(path)
@@ -343,7 +343,7 @@ def sweep_here(days: int) -> Swept:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What lies in a folder, unless that is a link."""
+    """The entries of a folder, unless it is a link."""
     try:
         return [] if folder.is_symlink() else sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -351,7 +351,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _all(path: Path) -> Iterator[os.stat_result]:
-    """The path and everything below it, links as links."""
+    """The path and everything below it, without following links."""
     try:
         found = path.lstat()
         yield found
@@ -362,7 +362,7 @@ def _all(path: Path) -> Iterator[os.stat_result]:
 
 
 def _last_used(path: Path) -> float:
-    """When it was last written or read; folders are read by looking at them, as here."""
+    """When it was last written or read. For folders only writes count: scanning them, as here, counts as a read."""
     times = (max(s.st_mtime, 0 if stat.S_ISDIR(s.st_mode) else s.st_atime) for s in _all(path))
     return max(times, default=0.0)
 
@@ -378,6 +378,6 @@ def _remove(path: Path) -> None:
         else:
             path.unlink()
     except FileNotFoundError:
-        pass  # another one was faster
+        pass  # another process has deleted it
     except OSError as error:
         raise UsageError(f"{error.filename or path} cannot be removed: {error.strerror}") from None

@@ -1,8 +1,8 @@
-"""Install: what a shell on a host is told to do, so that an environment is there. Scripts, and how they are fed.
+"""Shell scripts that build an environment on a host, and the upload of the files that they need.
 
 Below the host's cache folder: ``packages/SHA256/FILE`` (wheels, uv, interpreters and locks, named by content),
-``envs/DIGEST`` (environments), ``pythons/SHA256`` (interpreters, unpacked), ``uv`` (uv's own cache, from which
-environments are hard links). Whatever is made is made under another name first, and is there when it has its own.
+``envs/DIGEST`` (environments), ``pythons/SHA256`` (interpreters, unpacked), ``uv`` (uv's own cache, to which
+environments have hard links). Everything is created under a temporary name, and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Package:
     size: int
     content: Path | bytes
     program: bool = False
-    """It can be run."""
+    """Whether it is executable."""
 
     @property
     def place(self) -> str:
-        """Where it lies, below ``packages``."""
+        """Its path below ``packages``."""
         return f"{self.sha256}/{self.filename}"
 
     @property
     def path(self) -> str:
-        """Where a script finds it."""
+        """Its path on the host, as a shell word."""
         return f'"$c"/packages/{quote(self.place)}'
 
     @classmethod
@@ -51,7 +51,7 @@ class Package:
 
     @classmethod
     def of_wheel(cls, wheel: Wheel) -> Package:
-        """As far as the lock tells: enough to ask whether it is there."""
+        """From the lock alone, without content: enough to check whether the host has it."""
         return cls(sha256=wheel.sha256, filename=wheel.filename, size=wheel.size or 0, content=b"")
 
     @classmethod
@@ -68,17 +68,17 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-# ---- what is there
+# ---- what the host has
 
 
 def enter(shell: Shell, digest: str) -> str | None:
-    """Starts the environment's interpreter; ``absent`` where there is none."""
+    """Starts the environment's interpreter; ``absent`` if there is none."""
     home = f'"$c"/envs/{digest}'
     return shell.go(f"{home}/bin/python", provided=f"test -x {home}/bin/python && true >{home}/.used")
 
 
 def missing(shell: Shell, packages: Sequence[Package]) -> list[Package]:
-    """Which of the packages the host lacks."""
+    """Returns the packages that the host does not have."""
     script = f"""
 while IFS= read -r f; do test -f "$c/packages/$f" && touch -c "$c/packages/${{f%%/*}}" || echo "$f"; done <<'END'
 {"".join(f"{package.place}{chr(10)}" for package in packages)}END"""
@@ -87,7 +87,7 @@ while IFS= read -r f; do test -f "$c/packages/$f" && touch -c "$c/packages/${{f%
 
 
 def discard(shell: Shell, packages: Sequence[Package]) -> None:
-    """Removes packages that are not what their names say."""
+    """Deletes packages whose content may not match their digest."""
     shell.run(f'cd "$c/packages" && rm -rf {" ".join(package.sha256 for package in packages)}')
 
 
@@ -95,9 +95,9 @@ def discard(shell: Shell, packages: Sequence[Package]) -> None:
 
 
 def push(shell: Shell, packages: Sequence[Package], *, session: str, progress: Callable[[int, int], None]) -> None:
-    """Sends packages as one archive. Raises ScriptFailed with tar's own words.
+    """Uploads packages as one tar archive. Raises ScriptFailed with tar's output.
 
-    SSH lets nothing be changed on the way, and uv compares each wheel with the lock: it is not read again here.
+    SSH protects the data in transit, and uv verifies each wheel against the lock: no hash is checked here.
     """
     total = sum(package.size for package in packages)
     script = f"""
@@ -109,7 +109,7 @@ for p in *; do test -d "../$p" || mv "$p" .. || test -d "../$p" || exit 1; done"
 
 
 def _archive(packages: Sequence[Package], total: int, progress: Callable[[int, int], None]) -> Iterator[bytes]:
-    """A tar archive of the packages, piece by piece."""
+    """A tar archive of the packages, in pieces."""
     done = size = 0
     for package in packages:
         entry = tarfile.TarInfo(package.place)
@@ -124,7 +124,7 @@ def _archive(packages: Sequence[Package], total: int, progress: Callable[[int, i
         padding = -package.size % tarfile.BLOCKSIZE
         yield bytes(padding)
         size += len(header) + package.size + padding
-    # tar reads whole records: what is missing from the last one it would wait for.
+    # tar reads whole records, and would wait for the rest of an incomplete last one.
     yield bytes(-(size + 2 * tarfile.BLOCKSIZE) % tarfile.RECORDSIZE + 2 * tarfile.BLOCKSIZE)
 
 
@@ -146,7 +146,7 @@ def _pieces(package: Package) -> Iterator[bytes]:
 
 
 def unpack_python(shell: Shell, archive: Package) -> str:
-    """An interpreter from its archive; returns its path on the host."""
+    """Unpacks an interpreter from its archive; returns its path on the host."""
     said = shell.run(f"""
 h=$c/pythons/{archive.sha256} t=$c/pythons/.in-{archive.sha256}-$$
 touch -c "$h"  # for `gc`: it is in use
@@ -160,7 +160,7 @@ for p in "$h"/*/bin/python3; do echo "$p"; done""")
 
 
 def install_apt(shell: Shell, packages: Sequence[str]) -> None:
-    """Debian packages, where the user may install them. Raises ScriptFailed."""
+    """Installs missing Debian packages, if the user may do so. Raises ScriptFailed."""
     words = " ".join(map(quote, packages))
     shell.run(f"""
 n=
@@ -189,10 +189,10 @@ def build(
     offline: bool,
     refresh: Sequence[str] = (),
 ) -> None:
-    """Makes the environment, unless somebody else is faster. Raises ScriptFailed with uv's own words.
+    """Builds the environment, unless another process was faster. Raises ScriptFailed with uv's output.
 
-    `uv` is a word of a script; `python` a path, or a version that uv finds or downloads. What uv's cache has of the
-    packages in `refresh` is removed: uv's own options for that leave alone what an index has called immutable.
+    `uv` is a shell word; `python` a path, or a version that uv finds or downloads. The packages in `refresh` are
+    deleted from uv's cache: uv's own refresh options skip what an index has declared immutable.
     """
     forget = f"{uv} cache clean -q {' '.join(map(quote, refresh))} || exit 1" if refresh else ""
     shell.run(f"""

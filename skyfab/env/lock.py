@@ -1,4 +1,4 @@
-"""Locks: which version of which wheel an image means on a host. uv resolves; what it says is kept."""
+"""Locks: the exact wheels that an image needs on a host. uv resolves them; the result is stored and reused."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ __all__ = ["Lock", "LockError", "Wheel", "indexes", "make_lock", "needs_push", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
-    """The wheels that an image means on a host."""
+    """The wheels that an image needs on a host."""
 
     text: str
     """The pylock.toml (PEP 751), without credentials."""
     wheels: tuple[Wheel, ...]
-    """The one wheel of each package that this target takes, sorted by package."""
+    """The one wheel of each package that this target uses, sorted by package."""
     digest: str
-    """Of the interpreter's minor version, the platform and the wheels, wherever they come from."""
+    """Hash of the interpreter's minor version, the platform and the wheels, independent of where they come from."""
 
     def placed(self, place: Callable[[Wheel], str]) -> str:
-        """A pylock.toml that takes each wheel from the path that `place` says, for ``uv pip sync --offline``."""
+        """A pylock.toml in which each wheel has the path returned by `place`, for ``uv pip sync --offline``."""
         parts = ['lock-version = "1.0"\ncreated-by = "skyfab"\n', "" if self.wheels else "packages = []\n"]
         for wheel in self.wheels:
             entry = f"name = {toml(wheel.filename)}, path = {toml(place(wheel))}"
@@ -72,10 +72,10 @@ def make_lock(
     upgrade: bool = False,
     only_known: bool = False,
 ) -> Lock | None:
-    """The lock of an image for a target, as it was made before, or made now; `upgrade` makes it anew.
+    """Returns the lock of an image for a target: the stored one, or a new one; `upgrade` always makes a new one.
 
-    `together` are all targets of a pool: torch has one version on all of them. With `only_known`, None is returned
-    where uv would have to be asked. Raises LockError.
+    `together` are all targets of a pool: torch has the same version on all of them. With `only_known`, returns None
+    if uv would have to resolve. Raises LockError.
     """
     if image.lock is not None:
         return read_lock(image.lock, target)
@@ -94,12 +94,12 @@ def make_lock(
 
 
 def _made(question: Question, *, upgrade: bool, only_known: bool) -> Lock | None:
-    """The answer to a question: one that is kept, or uv's."""
+    """The lock for a question: the stored one, or a new one from uv."""
     path = uv.home() / "locks" / f"{question.key()}.toml"
     known = None if upgrade else _stored(path, question.target)
     if known is None and not only_known:
         with uv.alone(str(path)):
-            known = None if upgrade else _stored(path, question.target)  # another may have made it meanwhile
+            known = None if upgrade else _stored(path, question.target)  # another process may have made it meanwhile
             if known is None:
                 text = clean(Resolver(question, refresh=upgrade).run())
                 known = _lock(text, question.target)
@@ -108,12 +108,12 @@ def _made(question: Question, *, upgrade: bool, only_known: bool) -> Lock | None
 
 
 def _torch(lock: Lock) -> str:
-    """torch's version, whatever it is built for."""
+    """torch's version without its build label."""
     return next((wheel.version.partition("+")[0] for wheel in lock.wheels if wheel.package == "torch"), "")
 
 
 def read_lock(path: str | Path, target: Target) -> Lock:
-    """A lock that somebody else made, used as it is. Raises LockError."""
+    """Reads a lock that the user provides; it is used unchanged. Raises LockError."""
     file = Path(path).expanduser()
     try:
         return _lock(file.read_text(encoding="utf-8"), target, base=file.absolute().parent)
@@ -124,7 +124,7 @@ def read_lock(path: str | Path, target: Target) -> Lock:
 
 
 def indexes(image: Image) -> tuple[str, ...]:
-    """What a host has to reach to install the image by itself: http(s) URLs without credentials."""
+    """The URLs that a host must reach to install the image by itself: http(s), without credentials."""
     if not (image.pip or image.lock):
         return ()
     if image.lock is not None:
@@ -135,7 +135,7 @@ def indexes(image: Image) -> tuple[str, ...]:
 
 
 def needs_push(image: Image, wheels: Sequence[Wheel] = ()) -> bool:
-    """Whether a host cannot install the image by itself: a place is a folder here, or wants a password."""
+    """Whether a host cannot install the image by itself: a source is a folder of this machine, or needs a password."""
     environ = uv.environment()
     known = uv.logins(environ)
     places = [wheel.url for wheel in wheels]
@@ -166,13 +166,13 @@ def _lock(text: str, target: Target, *, base: Path | None = None) -> Lock:
 def _choose(package: Mapping[str, Any], target: Target, order: Mapping[Any, int], base: Path | None) -> Wheel:
     """The package's wheel whose tag comes first in the target's order."""
     name, offered = package["name"], [*package.get("wheels", ())]
-    if "archive" in package:  # by URL
+    if "archive" in package:  # a direct URL
         offered.append(package["archive"])
     best: tuple[tuple[Any, ...], Wheel] | None = None
     for one in offered:
         url = one.get("url") or (Path(base or ".") / one["path"]).absolute().as_uri()
         filename = one.get("name") or unquote(urlsplit(url).path).rpartition("/")[2]
-        if "/" in filename:  # it becomes a path on the host, and not every release of packaging minds
+        if "/" in filename:  # it becomes a path on the host, and not every version of packaging rejects it
             raise LockError(f"{name}: {filename!r} is not the name of a file")
         try:
             _, version, build, labels = parse_wheel_filename(filename)
@@ -214,7 +214,7 @@ def _markers(target: Target) -> dict[str, str]:
 
 
 def _applies(marker: str, environment: Mapping[str, str]) -> bool:
-    """Extras and groups are nobody's in an image."""
+    """Evaluates a marker; an image has no extras or dependency groups."""
     if not marker:
         return True
     try:
@@ -226,7 +226,7 @@ def _applies(marker: str, environment: Mapping[str, str]) -> bool:
 
 
 def _stored(path: Path, target: Target) -> Lock | None:
-    """A lock made before; None where there is none, or where something has happened to it."""
+    """Reads a stored lock; None if there is none, or it was changed."""
     try:
         first, _, text = path.read_text(encoding="utf-8").partition("\n")
     except (OSError, UnicodeDecodeError):
@@ -235,7 +235,7 @@ def _stored(path: Path, target: Target) -> Lock | None:
 
 
 def _with_logins(lock: Lock, image: Image) -> Lock:
-    """The wheels' URLs with the credentials that only the image has; these are never written down."""
+    """Adds the credentials that only the image has to the wheels' URLs; they are never stored."""
     urls = [index.url for index in image.pip_indexes] + [one.url for one in map(requirement, image.pip) if one.url]
     own = {uv.origin(url): urlsplit(url).netloc.rpartition("@")[0] for url in urls if uv.userinfo(url)}
 

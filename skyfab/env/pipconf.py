@@ -1,8 +1,8 @@
-"""What pip has been told (pip.conf, PIP_*), said again in uv's words.
+"""Translates pip's configuration (pip.conf, PIP_*) to environment variables for uv.
 
-uv reads neither, and in a lab with a mirror they are the only places where the one reachable index is
-written down. Standard library only and nothing of skyfab: `./inv` uses this file by its path before anything
-is installed. For uv typed by hand: `eval "$(python3 -I skyfab/env/pipconf.py)"`.
+uv reads neither, and in a lab with a mirror they are the only places that name the one reachable index. This file uses
+only the standard library and nothing of skyfab: `./inv` runs it by its path before anything is installed. To use uv by
+hand: `eval "$(python3 -I skyfab/env/pipconf.py)"`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 NO_INDEX = "file:///nonexistent"
-"""An index without packages: uv has no variable for --no-index, and takes a missing folder for an empty index."""
+"""An index without packages: uv has no variable for --no-index, and treats a missing folder as an empty index."""
 
 _SPOKEN_FOR = {
     "UV_DEFAULT_INDEX": ("UV_INDEX_URL",),
@@ -25,13 +25,13 @@ _SPOKEN_FOR = {
     "HTTPS_PROXY": ("https_proxy", "ALL_PROXY", "all_proxy"),
     "HTTP_PROXY": ("http_proxy", "ALL_PROXY", "all_proxy"),
 }
-"""Other spellings of a variable: where one of them is set, its owner has already decided."""
+"""Other names of a variable: if one of them is set, the user has already made the choice."""
 
 
 def uv_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables to add to `environ` so that uv looks where pip would look.
+    """The variables to add to `environ` so that uv uses the same indexes as pip.
 
-    Whatever `environ` already tells uv itself stays as it is. Raises ValueError for a pip.conf that cannot be parsed.
+    Variables of uv that `environ` already has are not changed. Raises ValueError for a pip.conf that cannot be parsed.
 
     >>> uv_environment({"PIP_CONFIG_FILE": "/dev/null", "PIP_INDEX_URL": "https://mirror.example/simple"})
     {'UV_DEFAULT_INDEX': 'https://mirror.example/simple'}
@@ -43,7 +43,7 @@ def uv_environment(environ: Mapping[str, str]) -> dict[str, str]:
     spoken = {
         "UV_DEFAULT_INDEX": _location(pip.get("index-url", "")),
         "UV_INDEX": " ".join(extra),
-        # pip weighs all its indexes; uv stops at the first that knows a name, which in a partial mirror is often
+        # pip compares all its indexes; uv stops at the first one that has a package, which in a partial mirror is often
         # one without a wheel for this Python.
         "UV_INDEX_STRATEGY": "unsafe-best-match" if extra else "",
         "UV_FIND_LINKS": ",".join(link.replace(",", "%2C") for link in links if _readable(link)),
@@ -64,9 +64,9 @@ def uv_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def pip_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """What `pip install` would go by, keyed as in pip.conf: [global], then [install], then PIP_* variables.
+    """The settings that `pip install` would use, keyed as in pip.conf: [global], then [install], then PIP_* variables.
 
-    Like pip, an empty value counts as not said.
+    As in pip, an empty value counts as not set.
     """
     parser = configparser.RawConfigParser(strict=False)
     parser.optionxform = _key  # type: ignore[assignment, method-assign]  # typeshed has it as a plain method
@@ -84,11 +84,11 @@ def pip_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def config_files(environ: Mapping[str, str]) -> Iterator[Path]:
-    """The files that pip would read, whether they exist or not; a later one wins."""
+    """The files that pip would read, whether they exist or not; later files override earlier ones."""
     chosen = environ.get("PIP_CONFIG_FILE", "")
     if chosen == os.devnull:
         return
-    home = Path(environ.get("HOME") or os.path.expanduser("~"))  # noqa: PTH111 - Path.home() raises without a home
+    home = Path(environ.get("HOME") or os.path.expanduser("~"))  # noqa: PTH111 - Path.home() raises without a home folder
     yield from _machine_files(environ)
     if not (chosen and Path(chosen).exists()):
         yield home / ".pip" / "pip.conf"
@@ -110,25 +110,25 @@ def _machine_files(environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _key(name: str) -> str:
-    """`INDEX_URL`, `index_url` and `--index-url` are one key to pip."""
+    """Normalizes a key: `INDEX_URL`, `index_url` and `--index-url` are the same to pip."""
     return name.lower().replace("_", "-").removeprefix("--")
 
 
 def _location(entry: str) -> str:
-    """A URL as it is; a folder as a file URL, which stays one word whatever is in its name."""
+    """A URL unchanged; a folder as a file URL, which contains no spaces whatever the folder's name."""
     if not entry or "://" in entry:
         return entry
     return Path(os.path.abspath(os.path.expanduser(entry))).as_uri()  # noqa: PTH100, PTH111 - keeps symlinks, never raises
 
 
 def _readable(link: str) -> bool:
-    """False for a local folder that is not there: pip warns about it, uv refuses to start."""
+    """False for a local folder that does not exist: pip warns about it, uv refuses to start."""
     url = urlsplit(link)
     return url.scheme != "file" or Path(url2pathname(url.path)).is_dir()
 
 
 def _seconds(text: str) -> str:
-    """pip takes fractions of a second, uv does not."""
+    """Rounds a timeout: pip accepts fractions of a second, uv does not."""
     try:
         return str(max(1, round(float(text))))
     except (ValueError, OverflowError):
@@ -136,7 +136,7 @@ def _seconds(text: str) -> str:
 
 
 def main() -> None:
-    """Print the translation of this process's environment as lines for a POSIX shell."""
+    """Prints the translation of this process's environment as lines for a POSIX shell."""
     for name, value in uv_environment(os.environ).items():
         print(f"export {name}={shlex.quote(value)}")
 

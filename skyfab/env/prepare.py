@@ -1,7 +1,7 @@
-"""Preparation: from an image to an interpreter on each host of a pool. Probe, lock, push, build.
+"""Prepares an image's environment on each host of a pool: probe, lock, upload, install, start the interpreter.
 
-The first thing that a host is asked for is a guess: the environment that it must have, going by what it said of itself
-the last time. Only where that is not there does a preparation begin.
+A host is first asked to start the environment that it should already have, according to its cached facts. Only if that
+does not exist, it is prepared.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ if TYPE_CHECKING:
     from skyfab.env.lock import Lock
 
 _OLDEST_UV: Final = (0, 8)
-"""Older ones do not read a pylock.toml."""
+"""Older versions cannot read a pylock.toml."""
 _OTHERS: Final = 10.0
-"""Seconds to wait for what the other hosts are, where torch must be the same on all of them."""
+"""Seconds to wait for the other hosts' targets: torch must have the same version on all of them."""
 _PYTHONS: Final = "https://github.com/astral-sh/python-build-standalone"
-"""Where uv gets interpreters from: a host that reaches it may do so itself."""
+"""Where uv downloads interpreters: a host that can reach it may do so itself."""
 _LAYOUT: Final = "1"
-"""Changes when environments are made in another way."""
+"""Changes when environments are built differently."""
 
 
 class Report(Protocol):
-    """Who tells a person how far it is."""
+    """Shows the progress to the user."""
 
     def step(self, text: str) -> None:
-        """Something new begins: ``probing``."""
+        """A new step begins: ``probing``."""
 
     def moved(self, what: str, done: int, total: int) -> None:
-        """So many bytes have been moved: ``pushing`` 61 of 155 MB."""
+        """So many bytes have been transferred: ``pushing`` 61 of 155 MB."""
 
 
 class Preparation:
-    """Makes one image's environment on the hosts of a pool, side by side."""
+    """Prepares one image's environment on the hosts of a pool, in parallel."""
 
     def __init__(self, image: Image, hosts: Sequence[Host], python: str) -> None:
-        """`python` is this program's major.minor: functions travel as byte code."""
+        """`python` is this program's major.minor: functions are sent as bytecode."""
         self.image = image
         self.python = python
         self._targets: dict[str, Target] = {}
@@ -58,16 +58,16 @@ class Preparation:
 
     @property
     def is_empty(self) -> bool:
-        """Any interpreter of the right version will do."""
+        """Whether any interpreter of the right version can be used."""
         return not (self.image.pip or self.image.lock or self.image.apt)
 
     def guess(self, host: Host) -> str:
-        """What the host is asked for first: see `Launch.python`. Raises UsageError for an image that cannot be."""
+        """The interpreter to request first: see `Bootstrap.python`. Raises UsageError for an invalid image."""
         if self.is_empty:
             return self.python
-        from skyfab.env import facts_cache  # what most pools do not need is not imported for them
+        from skyfab.env import facts_cache  # imported late: most pools do not need it
 
-        facts = facts_cache.unassign(host)
+        facts = facts_cache.load(host)
         if facts is None or not facts.boot:
             return "none"
         target = Target.of(facts, self.python)
@@ -76,9 +76,9 @@ class Preparation:
         return "none" if lock is None else f"env/{self.digest(lock)}/{facts.boot}"
 
     def prepare(self, host: Host, shell: Shell, *, session: str, report: Report) -> str | None:
-        """Makes the environment and starts its interpreter: see `Launch.prepare`.
+        """Builds the environment and starts its interpreter: see `Bootstrap.prepare`.
 
-        Raises HostUnfit, or UsageError with the host.
+        Raises HostUnfit, or UsageError with the host set.
         """
         try:
             return _Steps(self, host, shell, session, report).run()
@@ -89,7 +89,7 @@ class Preparation:
             raise
 
     def lock(self, target: Target, *, only_known: bool = False) -> Lock | None:
-        """The image's lock for a target; None if it would have to be made and `only_known` forbids that."""
+        """The image's lock for a target; None if `only_known` and there is none yet."""
         from skyfab.env.lock import make_lock, read_lock
 
         if self.image.lock:
@@ -98,11 +98,11 @@ class Preparation:
         return make_lock(self.image, target, together=together, only_known=only_known)
 
     def digest(self, lock: Lock) -> str:
-        """The environment's name: of all that it is made from."""
+        """The environment's name: a hash of everything that it is built from."""
         return name_of("\0".join((_LAYOUT, lock.digest, *sorted(self.image.apt))).encode())[:40]
 
     def meet(self, host: Host, target: Target | None) -> None:
-        """Tells what a host is; None: it will not come."""
+        """Records a host's target; None: the host does not take part."""
         with self._met:
             self._absent.discard(host.name)
             if target is not None:
@@ -110,14 +110,14 @@ class Preparation:
             self._met.notify_all()
 
     def wait_for_all(self) -> None:
-        """Until every host has been met, or long enough."""
+        """Waits until the targets of all hosts are known, at most `_OTHERS` seconds."""
         with self._met:
             self._met.wait_for(lambda: not self._absent, _OTHERS)
 
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """One host's way to its environment."""
+    """The preparation of one host."""
 
     plan: Preparation
     host: Host
@@ -160,14 +160,14 @@ class _Steps:
         return facts
 
     def _own_python(self, facts: Facts) -> str | None:
-        """An interpreter of the host's own that fits."""
+        """An interpreter that is installed on the host and has the right version."""
         if self.host.python.startswith("/"):
             return self.host.python
         minor = tuple(self.plan.python.split("."))
         return next((p.path for p in facts.pythons if tuple(p.version.split(".")[:2]) == minor), None)
 
     def _reachable(self, lock: Lock) -> tuple[bool, bool]:
-        """Whether the host can get the packages, and an interpreter, by itself."""
+        """Whether the host can download the packages, and an interpreter, by itself."""
         from skyfab.env.lock import indexes, needs_push
         from skyfab.env.uv import origin
 
@@ -212,12 +212,12 @@ class _Steps:
             if not changed:
                 raise
             if wheels:
-                discard(self.shell, wheels)  # something has happened to one of them on the host
+                discard(self.shell, wheels)  # one of them was damaged on the host
                 self._provide(facts, lock, packages)
-            make(refresh=changed)  # uv's cache may have a wheel that was replaced under its name and version
+            make(refresh=changed)  # uv's cache may have a wheel that was replaced under the same name and version
 
     def _provide(self, facts: Facts, lock: Lock, packages: Sequence[Package]) -> None:
-        """Sends what the host lacks."""
+        """Uploads the packages that the host does not have."""
         from skyfab.env.install import missing
 
         lacking = missing(self.shell, packages)
@@ -225,7 +225,7 @@ class _Steps:
             self._push(facts, lock, lacking)
 
     def _uv(self, facts: Facts, target: Target) -> tuple[str, list[Package]]:
-        """uv as a word of a script, and what must be there for it."""
+        """uv as a shell word, and the packages that must be uploaded for it."""
         from skyfab.env.install import Package
         from skyfab.env.tools import uv_for
 
@@ -255,7 +255,7 @@ _ROOM: Final = "free some space there (skyfab gc), or put the cache on another d
 
 
 def _mismatched(failed: ScriptFailed) -> list[str]:
-    """The packages whose wheels uv found to be others than the lock says."""
+    """The packages whose wheels, according to uv, do not match the lock."""
     return re.findall(r"hash mismatch for `?([\w.-]+)", failed.output, re.IGNORECASE)
 
 
@@ -264,7 +264,7 @@ def _numbers(program: Program) -> tuple[int, ...]:
 
 
 def _unfit(failed: ScriptFailed, host: Host) -> Exception:
-    """What a script said last, as an error of its host."""
+    """Converts the output of a failed script to an error of its host."""
     from skyfab.env.uv import reason, redact
 
     text = redact(reason(failed.output)) or f"a script ended with {failed.status}"
@@ -281,7 +281,7 @@ def _unfit(failed: ScriptFailed, host: Host) -> Exception:
 
 
 def check(image: Image, python: str) -> None:
-    """What cannot be is said before anything is reached. Raises UsageError."""
+    """Checks an image before any host is contacted. Raises UsageError."""
     if image.python.startswith("/") and (image.pip or image.lock or image.apt):
         raise UsageError(
             f"Image(python={image.python!r}) is used as it is: nothing is installed into it",

@@ -1,8 +1,8 @@
-"""The probe: a shell script that says what a host is, and how its answer is read.
+"""The probe: a shell script that collects facts about a host (system, Python, uv, GPUs, disk), and its parser.
 
-It is plain POSIX sh and needs no Python there. What takes long and seldom changes it remembers in the cache
-folder, until the machine starts again, the script or the NVIDIA driver is another one, or a folder that it looked
-into has changed. A host without Python, and a look that something kept waiting, are not remembered.
+It is plain POSIX sh and needs no Python on the host. Facts that take long to collect and rarely change are stored in
+the cache folder, until the machine reboots, the script or the NVIDIA driver changes, or a searched folder has changed.
+Nothing is stored for a host without Python, or if a command timed out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PYTHON: Final = (
     "v>=(3,10) and sys.implementation.name=='cpython' and q.isprintable() "
     "and print('python '+sys.argv[1],sys.version.split()[0],q)"
 )
-"""What each interpreter is asked: a link, a venv or a wrapper names the one behind it."""
+"""Run by each interpreter: one behind a link, a venv or a wrapper reports its real path."""
 
 _ASK: Final = """import sys,urllib.request as r,urllib.error as e
 try:r.urlopen(r.Request(sys.argv[1],method="HEAD"),timeout=2)
@@ -33,9 +33,9 @@ _TEXT: Final = 256 * 1024
 _VALUE: Final = 4096
 _MANY: Final = 64
 
-# Names: c cache, v digest of this text, k what an answer was remembered under, R the answer, T whether there is
-# `timeout`, d a folder, w what asks the indexes. Jobs write whole short lines into one pipe, and that is how they
-# can run side by side; `end` closes it even where a killed wrapper's child still holds it open.
+# Variables: c cache folder, v digest of this script, k key of the stored result, R the result, T set if there is
+# `timeout`, d a folder, w the program that queries the indexes. Jobs run in parallel: they write whole short lines into
+# one pipe; `end` ends the reading even if a killed wrapper's child still holds the pipe open.
 _BODY: Final = r"""
 LC_ALL=C; export LC_ALL; umask 077
 e='
@@ -189,10 +189,10 @@ _VERSION: Final = hashlib.sha256((_PYTHON + _SCRIPT).encode()).hexdigest()[:16]
 
 
 def script(indexes: Sequence[str]) -> str:
-    """The script for a shell that has the cache folder's full path in ``c``.
+    """The script, for a shell that has the cache folder's full path in ``c``.
 
-    It also asks each of `indexes` for an answer, whatever that is. Those without http do not lie on a network, and
-    one with a control character is no URL: they are left out.
+    It also sends a request to each of `indexes`; any response counts. Left out are those that do not begin with http,
+    which are not on a network, and those with a control character, which are not URLs.
     """
     urls = [url for url in indexes if re.fullmatch(r"(?i:https?)://[^\x00-\x1f\x7f]+", url)]
     words = f"v={_VERSION}; P={shlex.quote(_PYTHON)}; A={shlex.quote(_ASK)}; set -- {shlex.join(urls)}"
@@ -200,9 +200,9 @@ def script(indexes: Sequence[str]) -> str:
 
 
 def parse(text: str) -> Facts:
-    """What the script said. Never raises: what makes no sense is as if it had not been said.
+    """Parses the script's output. Never raises: invalid values count as missing.
 
-    The host is believed about itself; whether it was asked about an index that it names is for the caller to see.
+    The host is trusted about itself; the caller must check that a reported index is one of those queried.
     """
     said: dict[str, list[str]] = {}
     for line in re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", "", text[:_TEXT]).split("\n"):
@@ -243,7 +243,7 @@ def parse(text: str) -> Facts:
 
 
 def _pythons(lines: Sequence[str]) -> tuple[Program, ...]:
-    """In the order of PATH: they answered in any."""
+    """In the order of PATH: they responded in any order."""
     found: dict[str, tuple[int, str]] = {}
     for line in lines:
         match = re.fullmatch(r"(\d{1,3}) (3\.(\d{2,3})\.\d[\w.+]{0,20}) (/.+)", line)
@@ -254,7 +254,7 @@ def _pythons(lines: Sequence[str]) -> tuple[Program, ...]:
 
 
 def _gpus(said: dict[str, list[str]]) -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs, and the NVIDIA driver's version: as nvidia-smi says, or else the driver itself."""
+    """The GPUs, and the NVIDIA driver's version: from nvidia-smi, or else from the driver itself."""
     rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in said.get("nvidia", [])]
     rows = [row for row in rows if len(row) == 3 and row[0] and re.fullmatch(r"\d+(\.\d+)+", row[2])]
     gpus = [Gpu(name=name, memory=_number(memory)) for name, memory, _ in rows]
@@ -279,7 +279,7 @@ def _libc(said: str) -> str:
 
 
 def _mount(line: str) -> tuple[str, bool]:
-    """The filesystem, and whether it is noexec: from /proc/mounts, or from what macOS's `mount` prints."""
+    """The file system, and whether it is mounted noexec: from /proc/mounts, or from the output of macOS's `mount`."""
     match = re.search(r" \(([^()]+)\)$", line)
     words = line.split(" ")
     if match:
@@ -292,7 +292,7 @@ def _mount(line: str) -> tuple[str, bool]:
 
 
 def _unquoted(value: str) -> str:
-    """A value of os-release: a word of shell, often in quotes."""
+    """A value of os-release: a shell word, often quoted."""
     with suppress(ValueError):
         words = shlex.split(value)
         return words[0] if len(words) == 1 else value.strip()
@@ -300,7 +300,7 @@ def _unquoted(value: str) -> str:
 
 
 def _cache(digits: str, plain: str) -> str:
-    """Its bytes in hexadecimal digits, where they are not a line of text."""
+    """The path; `digits` has its bytes in hexadecimal if they are not a printable line."""
     with suppress(ValueError):
         plain = os.fsdecode(bytes.fromhex(digits)) or plain
     return plain if plain.startswith("/") and "\0" not in plain else ""

@@ -1,4 +1,4 @@
-"""Resolving: what uv is asked, so that an image's packages come from the right places in versions that fit a host."""
+"""Runs uv's resolver: finds versions of an image's packages that fit a host, each from the right index."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from skyfab.env.uv import UvFailed
 from skyfab.errors import UsageError
 
 _FORMAT = "2"
-"""Counts up when locks of before must not be used any more."""
+"""Incremented when stored locks must no longer be used."""
 
 
 class LockError(UsageError):
-    """The packages of an image cannot be had for a host: what was asked for, and why not."""
+    """The packages of an image cannot be resolved for a host: what was requested, and why it fails."""
 
 
 def sum_of(text: str) -> str:
@@ -38,50 +38,50 @@ def sum_of(text: str) -> str:
 
 
 def toml(value: object) -> str:
-    """A string or a list of strings: JSON's are TOML's."""
+    """A string or a list of strings in TOML, whose syntax for them is that of JSON."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def clean(text: str) -> str:
-    """TOML without user and password in the URLs of its strings."""
+    """TOML text without user and password in the URLs of its strings."""
     return _STRING.sub(lambda found: re.sub(r"(?<=://)[^/\s]*@", "", found[0]), text)
 
 
 _STRING = re.compile(r'"(?:\\.|[^"\\\n])*"' + r"|'[^'\n]*'")
-"""Of TOML: either quotation mark may stand inside the other."""
+"""A TOML string; each kind of quotation mark may occur inside the other."""
 
 
 def text_of(path: str) -> str:
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return ""  # whoever reads it as a lock says so
+        return ""  # reading it as a lock reports the error
 
 
 TORCH = frozenset({"torch", *builds.COMPANIONS})
 _ACCELERATED = re.compile(r'^name = "(nvidia-|cuda-|triton"|pytorch-triton)', re.MULTILINE)
 _DRIVERS = {13: Version("580"), 12: Version("525.60.13"), 11: Version("450.80.2")}
-"""CUDA's major version → the oldest driver that runs it (as in uv's own table)."""
+"""CUDA's major version → the oldest driver that supports it (as in uv's own table)."""
 _ROCM = ("7.2", "7.1", "7.0", "6.4", "6.3", "6.2.4", "6.2", "6.1", "6.0")
 _SAID = re.compile(
     "UV_(DEFAULT_INDEX|INDEX|INDEX_URL|EXTRA_INDEX_URL|FIND_LINKS|INDEX_STRATEGY|TORCH_BACKEND|CONSTRAINT|OVERRIDE"
     "|EXCLUDE|EXCLUDE_NEWER|PRERELEASE|RESOLUTION|FORK_STRATEGY|NO_BINARY|CONFIG_FILE|NO_CONFIG)"
 )
-"""Variables that change what uv resolves to."""
+"""Variables that change uv's result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """All that a resolution depends on."""
+    """Everything that a resolution depends on."""
 
     pip: tuple[str, ...]
     indexes: tuple[PipIndex, ...]
     target: Target
     platform: str
     torch: str = ""
-    """The version that torch must have, since it has it elsewhere in the pool."""
+    """The version that torch must have, because another host of the pool has it."""
     first: str = ""
-    """Where it has it."""
+    """The platform of that host."""
 
     @classmethod
     def of(cls, image: Image, target: Target) -> Question:
@@ -99,16 +99,16 @@ class Question:
 
     @property
     def names(self) -> set[str]:
-        """What is asked for by name."""
+        """The packages that are requested by name."""
         return {canonicalize_name(requirement(text).name) for text in self.pip}
 
     @property
     def scoped(self) -> set[str]:
-        """What has an index of its own."""
+        """The packages that have their own index."""
         return {canonicalize_name(name) for index in self.indexes for name in index.packages}
 
     def key(self) -> str:
-        """The same for the same question; passwords are no part of it."""
+        """A hash of the question; passwords are not part of it."""
         environ = uv.environment()
         said = {name: clean(value) for name, value in environ.items() if _SAID.fullmatch(name)}
         scopes = [[uv.bare(index.url), *index.packages] for index in self.indexes]
@@ -118,7 +118,7 @@ class Question:
 
 
 class Resolver:
-    """One question's way through uv."""
+    """Resolves one question with uv."""
 
     def __init__(self, question: Question, *, refresh: bool) -> None:
         self.question = question
@@ -127,7 +127,7 @@ class Resolver:
         self.refresh = refresh
 
     def run(self) -> str:
-        """The pylock.toml. Raises LockError with uv's reason."""
+        """Returns the pylock.toml. Raises LockError with uv's reason."""
         try:
             text = self._torch()
             self._check_builds(text)
@@ -140,10 +140,10 @@ class Resolver:
                 where += f", with torch {question.torch} as on {question.first}"
             raise LockError(f"cannot lock {wanted} for {where}\n{why}", hint=_hint(why)) from None
 
-    # torch: its builds for GPUs and without are different files, in different places
+    # torch: builds with and without GPU support are different files, from different indexes
 
     def _torch(self) -> str:
-        """With a torch that suits the target, where torch is asked for or comes along."""
+        """Resolves with a torch that fits the target, if torch is requested or required by another package."""
         chosen = self.environ.get("UV_TORCH_BACKEND", "")
         if "torch" in self.question.scoped or self.target.system == "Darwin" or chosen not in {"", "auto"}:
             return self._scoped()
@@ -166,11 +166,11 @@ class Resolver:
             return self._scoped(options=options, env=env)
         except UvFailed:
             if apart:
-                self._check_builds(apart)  # says more than that PyTorch's index cannot be reached
+                self._check_builds(apart)  # gives a better reason than that PyTorch's index is unreachable
             raise
 
     def _with_companions(self, torch: str) -> str:
-        """With that torch, and torchvision and torchaudio of the same build where pip was told to look."""
+        """Resolves with that torch, and with torchvision and torchaudio of the same build from pip's sources."""
         fixed = [f"torch=={torch}"]
         text = self._scoped(constraints=fixed)
         for stranger in self._strangers(text):
@@ -185,7 +185,7 @@ class Resolver:
         return text
 
     def _strangers(self, text: str) -> list[builds.Build]:
-        """Builds that do not fit torch's, but for those whose index the user has named."""
+        """Builds that do not fit torch's, except those whose index the user has named."""
         if self.target.system != "Linux":
             return []
         return builds.strangers(text, self.target.arch, self.question.scoped)
@@ -205,11 +205,11 @@ class Resolver:
 
     @property
     def _is_plain(self) -> bool:
-        """Without a GPU that torch could use."""
+        """Whether the target has no GPU that torch could use."""
         return not (re.match(r"\d", self.target.driver) or self.target.rocm)
 
     def _backend(self) -> tuple[tuple[str, str], dict[str, str]]:
-        """uv's option for the target's GPU, and the variables that make uv see that one and not this machine's."""
+        """uv's option for the target's GPU, and variables that make uv see that GPU instead of this machine's."""
         driver, rocm = self.target.driver, self.target.rocm
         if re.match(r"\d", driver):
             return ("--torch-backend", "auto"), {"UV_CUDA_DRIVER_VERSION": driver, "UV_AMD_GPU_ARCHITECTURE": ""}
@@ -220,13 +220,13 @@ class Resolver:
         return ("--torch-backend", f"rocm{fitting[0]}" if fitting else "cpu"), {}
 
     def _configured_builds(self) -> Iterator[str]:
-        """Versions of torch like 2.13.0+cpu that suit."""
+        """Versions of torch, such as 2.13.0+cpu, that fit the target."""
         return (version for version in self._offered("torch") if self._suits(version))
 
     def _offered(self, package: str) -> Iterator[str]:
-        """The newest versions in find-links and in each index of pip's configuration, each place asked alone.
+        """The newest versions in find-links and in each index of pip's configuration; each source is queried alone.
 
-        Asked together, a newer torch of the default index would hide the others, and that one brings CUDA along.
+        In a joint query, a newer torch of the default index, which requires CUDA, would hide the others.
         """
         asked = [text for text in self.question.pip if canonicalize_name(requirement(text).name) == package]
         asked += [f"torch=={self.question.torch}"] if self.question.torch and package == "torch" else []
@@ -260,12 +260,12 @@ class Resolver:
             )
         return build.startswith("rocm")
 
-    # scopes: uv goes by an index of a package's own only where the package is named
+    # scopes: uv uses a package's own index only if the package is requested by name
 
     def _scoped(self, **how: Any) -> str:
-        """With each package of a PipIndex from there, also where another package requires it.
+        """Resolves with each package of a PipIndex from that index, even if only another package requires it.
 
-        All of them are asked for first, to see which of them are needed; then only those are named.
+        First requests all of them, to see which are needed; then requests only those.
         """
         hidden = self.question.scoped - self.question.names
         needed: set[str] = set()
@@ -287,7 +287,7 @@ class Resolver:
             needed |= more
 
     def _reached(self, pins: str) -> set[str]:
-        """What the packages asked for lead to, by uv's ``# via`` notes."""
+        """The packages that the requested ones lead to, from uv's ``# via`` comments."""
         parents: dict[str, set[str]] = {}
         current = ""
         for line in pins.splitlines():
@@ -328,7 +328,7 @@ class Resolver:
             lines += [f'{name} = {{ index = "skyfab-{number}" }}' for name in names]
         with tempfile.TemporaryDirectory(prefix="skyfab-lock-") as folder:
             Path(folder, "pyproject.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
-            if constraints:  # the option takes the variable's place
+            if constraints:  # the option overrides UV_CONSTRAINT
                 Path(folder, "constraints.txt").write_text("\n".join(constraints) + "\n", encoding="utf-8")
                 files = ["constraints.txt", *self.environ.get("UV_CONSTRAINT", "").split()]
                 options = [*options, *(word for file in files for word in ("--constraints", file))]
@@ -342,7 +342,7 @@ class Resolver:
         never = {"UV_PYTHON_DOWNLOADS": "never", "MACOSX_DEPLOYMENT_TARGET": ""}
         if cwd is not None:
             return uv.run_uv("pip", "compile", *fixed, *arguments, env={**never, **env}, stdin=stdin, cwd=cwd)
-        with tempfile.TemporaryDirectory(prefix="skyfab-lock-") as folder:  # no pyproject.toml of the caller's
+        with tempfile.TemporaryDirectory(prefix="skyfab-lock-") as folder:  # without the caller's pyproject.toml
             return uv.run_uv("pip", "compile", *fixed, *arguments, env={**never, **env}, stdin=stdin, cwd=folder)
 
 
@@ -365,7 +365,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _place(url: str) -> str:
-    """A PipIndex's URL; a folder as a file URL. Raises LockError for one that is not there."""
+    """A PipIndex's URL; a folder as a file URL. Raises LockError if the folder does not exist."""
     if urlsplit(url).scheme in {"http", "https"}:
         return url
     folder = Path(unquote(urlsplit(url).path) if url.startswith("file:") else os.path.expanduser(url))  # noqa: PTH111 - never raises
@@ -377,7 +377,7 @@ def _place(url: str) -> str:
 
 
 def _is_flat(url: str) -> bool:
-    """A page or a folder with links to wheels, not one per package."""
+    """Whether it is a single page or folder with links to wheels, instead of one page for each package."""
     if not uv.is_local(url):
         return urlsplit(url).path.endswith(".html")
     return not any(Path(unquote(urlsplit(url).path)).glob("*/index.html"))

@@ -1,4 +1,4 @@
-"""Tools: the programs that a host needs before it has an environment, as files of this machine: uv, and Python."""
+"""The programs that a host needs before it has an environment, uv and Python, as files on this machine for upload."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from skyfab.env.lock import LockError, make_lock
 from skyfab.env.wheels import fetch
 
 _MACHINES = {62: "x86_64", 183: "aarch64"}
-"""As ELF numbers them."""
+"""Machine numbers in ELF headers."""
 
 
 def uv_for(target: Target) -> Path:
-    """A uv that runs on the target: this machine's own where that one does, else the same version's for its platform.
+    """A uv that runs on the target: this machine's own if it does, else the same version for the target's platform.
 
-    Raises LockError where no index has it.
+    Raises LockError if no index has it.
     """
     here = Path(uv.program())
     if _runs_on(here, target):
@@ -49,7 +49,7 @@ def _unpack(wheel: Path, path: Path) -> None:
 
 
 def _runs_on(program: Path, target: Target) -> bool:
-    """Whether a program of this machine runs on the target, as far as its file tells."""
+    """Whether a program of this machine runs on the target, judged by its file."""
     if platform.system() != target.system:
         return False
     if target.system != "Linux":
@@ -65,9 +65,9 @@ def _runs_on(program: Path, target: Target) -> bool:
 
 @cache
 def _needs(program: Path, _changed: int) -> tuple[str, str, int]:
-    """A Linux program's machine, the C library that loads it ("" for none), and which minor version of glibc 2."""
+    """A Linux program's architecture, the C library that loads it ("" for none), and the minor version of glibc 2."""
     content = program.read_bytes()
-    if content[:5] != b"\x7fELF\x02":  # a script, which may start anything
+    if content[:5] != b"\x7fELF\x02":  # a script, which may start any program
         return "", "", 0
     machine = _MACHINES.get(int.from_bytes(content[18:20], "little"), "")
     found = re.search(rb"/ld-(linux|musl)-", content[:8192])
@@ -79,7 +79,7 @@ def _needs(program: Path, _changed: int) -> tuple[str, str, int]:
 def python_for(target: Target) -> Path:
     """The archive with the interpreter that uv would download for the target.
 
-    uv itself gets it, by its own list of hashes, mirrors (UV_PYTHON_INSTALL_MIRROR, UV_PYTHON_DOWNLOADS_JSON_URL),
+    uv itself downloads it, with its own hashes, mirrors (UV_PYTHON_INSTALL_MIRROR, UV_PYTHON_DOWNLOADS_JSON_URL),
     certificates and proxies. Raises LockError.
     """
     key = _download(target)
@@ -92,7 +92,7 @@ def python_for(target: Target) -> Path:
 
 
 _ALLOWED = {"UV_PYTHON_PREFERENCE": "", "UV_NO_MANAGED_PYTHON": "", "UV_MANAGED_PYTHON": "", "UV_PYTHON_DOWNLOADS": ""}
-"""What a person may have forbidden uv to do to this machine is no matter of the host's."""
+"""Clears settings of the user that restrict uv on this machine: they do not apply to hosts."""
 
 
 def _download(target: Target) -> str:
@@ -123,15 +123,15 @@ def _download(target: Target) -> str:
 
 def _get(key: str, folder: Path, target: Target) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f".new-{key}-*"):  # of one that was killed; held alone
+    for left in folder.parent.glob(f".new-{key}-*"):  # left by a killed process: the lock is held
         shutil.rmtree(left, ignore_errors=True)
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".new-{key}-"))
     try:
-        # uv keeps the archives that it downloads in this folder. It can only check one by unpacking it.
+        # uv keeps the archives that it downloads in this folder. It can verify one only by unpacking it.
         kept = work / "kept"
         env = {**_ALLOWED, "UV_PYTHON_CACHE_DIR": str(kept)}
         uv.run_uv("python", "install", "--no-bin", "--install-dir", str(work / "tried"), key, env=env, cwd=work)
-        os.rename(kept, folder)  # noqa: PTH104 - a folder onto no folder
+        os.rename(kept, folder)  # noqa: PTH104 - the target does not exist
     except uv.UvFailed as failed:
         raise LockError(
             f"cannot get Python {target.python} for {uv.described(target)}\n{failed}",

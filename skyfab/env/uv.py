@@ -1,4 +1,4 @@
-"""uv, the program that resolves and installs: how it is run here, what it is told, and where its results are kept."""
+"""Runs uv, the program that resolves and installs packages: its environment variables, credentials and platforms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from skyfab.env.pipconf import uv_environment
 from skyfab.errors import UsageError
 
 _GLIBC = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
-"""The minor versions of glibc that uv has a platform for, newest first."""
+"""The minor versions of glibc for which uv has a platform, newest first."""
 
 _NOISE = (
     "UV_NO_SOURCES",
@@ -33,20 +33,20 @@ _NOISE = (
     "VIRTUAL_ENV",
     "CONDA_PREFIX",
 )
-"""What a person sets for projects of their own, and what would turn our calls into something else."""
+"""Variables that users set for their own projects, and that would change the meaning of our calls."""
 
 
 class UvFailed(Exception):
-    """uv ended with an error; the text is its reason, without colour, progress and credentials."""
+    """uv failed; the text is its reason, without colours, progress and credentials."""
 
 
 def home() -> Path:
-    """The folder on this machine where locks, wheels and tools are kept: $XDG_CACHE_HOME/skyfab."""
+    """The folder on this machine where locks, wheels and tools are stored: $XDG_CACHE_HOME/skyfab."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "skyfab"
 
 
-# ---- running it
+# ---- running uv
 
 
 def program() -> str:
@@ -66,13 +66,13 @@ def version() -> str:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, with what pip has been told in uv's words."""
+    """This process's environment, with pip's configuration translated for uv."""
     try:
         both = {**os.environ, **uv_environment(os.environ)}
     except ValueError as error:
         raise UsageError(redact(str(error)), hint="pip config debug") from error
     for name, between in (("UV_CONSTRAINT", " "), ("UV_OVERRIDE", " "), ("UV_EXCLUDE", " "), ("UV_FIND_LINKS", ",")):
-        if both.get(name):  # uv is run in other folders than this one
+        if both.get(name):  # uv is run in other folders than the current one
             both[name] = between.join(_absolute(entry) for entry in both[name].split(between) if entry)
     return {name: value for name, value in both.items() if name not in _NOISE}
 
@@ -84,7 +84,7 @@ def _absolute(entry: str) -> str:
 def run_uv(
     *arguments: str, stdin: str = "", env: Mapping[str, str] | None = None, cwd: str | Path | None = None
 ) -> str:
-    """Runs uv and returns what it prints; `env` is added to `environment()`, where empty values take away.
+    """Runs uv and returns its output; `env` is added to `environment()`, empty values remove a variable.
 
     Raises UvFailed with uv's reason.
     """
@@ -109,7 +109,7 @@ def run_uv(
 
 
 def reason(said: str) -> str:
-    """What matters of uv's error output, in at most 15 lines.
+    """The relevant part of uv's error output, at most 15 lines.
 
     >>> reason("Using CPython 3.11\\nerror: Failed to fetch\\n  cause: refused\\n\\nhint: ask somebody")
     'Failed to fetch\\ncause: refused'
@@ -129,11 +129,11 @@ def reason(said: str) -> str:
     return "\n".join(kept[:15])
 
 
-# ---- what it is told about indexes
+# ---- indexes and credentials
 
 
 def redact(text: str, hidden: tuple[str, ...] = ()) -> str:
-    """The text without user and password in URLs, and without the secrets given.
+    """The text without user and password in URLs, and without the given secrets.
 
     >>> redact("Failed to fetch https://me:pass@mirror.example/simple")
     'Failed to fetch https://***@mirror.example/simple'
@@ -150,19 +150,19 @@ def bare(url: str) -> str:
 
 
 def origin(url: str) -> str:
-    """Scheme, host and port: what credentials belong to."""
+    """Scheme, host and port: credentials are valid for these."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2].lower()}"
 
 
 def userinfo(url: str) -> tuple[str, str] | None:
-    """The user and password that a URL has in it."""
+    """The user and password in a URL."""
     parts = urlsplit(url)
     return (unquote(parts.username or ""), unquote(parts.password or "")) if "@" in parts.netloc else None
 
 
 def configured(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Every index and find-links place that uv has been told of, as it is written, the default index last."""
+    """Every index and find-links location that uv is configured with, as written, the default index last."""
     named = [*environ.get("UV_INDEX", "").split(), *environ.get("UV_EXTRA_INDEX_URL", "").split()]
     places = [re.sub(r"^[\w.-]+=", "", entry) for entry in named]
     places += [link for link in environ.get("UV_FIND_LINKS", "").split(",") if link]
@@ -182,7 +182,7 @@ def logins(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def netrc_login(url: str, environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """What ~/.netrc ($NETRC) has for a URL's host."""
+    """The login that ~/.netrc ($NETRC) has for a URL's host."""
     try:
         found = netrc.netrc(environ.get("NETRC") or None).authenticators(urlsplit(url).hostname or "")
     except (OSError, netrc.NetrcParseError):
@@ -198,7 +198,7 @@ def secrets(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def is_local(url: str) -> bool:
-    """Whether only this machine has it: a folder, or a file URL."""
+    """Whether only this machine can read it: a folder, or a file URL."""
     return urlsplit(url).scheme not in {"http", "https"}
 
 
@@ -206,7 +206,7 @@ def is_local(url: str) -> bool:
 
 
 def platform_of(target: Target) -> str:
-    """uv's name for a target: the newest platform that uv knows and that is not newer than the host.
+    """uv's name for a target: the newest platform that uv has and that is not newer than the host.
 
     >>> platform_of(Target(system="Linux", arch="x86_64", libc="glibc 2.36", python="3.11"))
     'x86_64-manylinux_2_36'
@@ -229,18 +229,18 @@ def platform_of(target: Target) -> str:
 
 
 def described(target: Target) -> str:
-    """For people: ``Linux x86_64 (glibc 2.36)``."""
+    """For users: ``Linux x86_64 (glibc 2.36)``."""
     return f"{target.system or 'an unknown system'} {target.arch}{f' ({target.libc})' if target.libc else ''}".strip()
 
 
-# ---- one at a time, and all or nothing
+# ---- locking and atomic writes
 
 _threads: dict[str, threading.Lock] = defaultdict(threading.Lock)
 
 
 @contextmanager
 def alone(key: str) -> Iterator[None]:
-    """Holds a key among all threads and processes of this user; the kernel lets go when a holder dies."""
+    """Holds a lock for `key` among all threads and processes of this user; the kernel releases it on exit."""
     with _threads[key]:
         folder = home() / "busy"
         folder.mkdir(parents=True, exist_ok=True)
@@ -248,12 +248,12 @@ def alone(key: str) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError:
-                pass  # a file system without locks: two may do the same work, and both rename whole files
+                pass  # a file system without locks: two processes may do the same work, and both rename complete files
             yield
 
 
 def write_whole(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Writes a file so that others see all of it or nothing."""
+    """Writes a file atomically: other processes see all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as file:
         try:

@@ -1,4 +1,4 @@
-"""Wheels: which one suits a host, and the folder of this machine that they are fetched into."""
+"""Selects the wheels that a host can install, and downloads them to a cache on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PAUSE = 0.5
 
 
 class FetchError(SkyfabError):
-    """A file of a lock could not be had, or is not the one that the lock means."""
+    """A file of a lock could not be downloaded, or is not the one that was locked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +41,16 @@ class Wheel:
     version: str
     filename: str
     url: str = field(repr=False)
-    """http, https or file; may have a user and password in it, and so is not shown."""
+    """http, https or file. It may contain a user and password, and is therefore not shown."""
     sha256: str
     size: int | None = None
 
 
-# ---- which one suits
+# ---- compatible tags
 
 
 def tags(target: Target) -> tuple[Tag, ...]:
-    """What a target can install, best first, as pip and uv order it."""
+    """The tags that a target can install, best first, as pip and uv order them."""
     major, minor = (int(part) for part in target.python.split(".")[:2])
     platforms = list(_platforms(target))
     interpreter = f"cp{major}{minor}"
@@ -65,7 +65,7 @@ def _platforms(target: Target) -> Iterator[str]:
     libc, _, number = target.libc.partition(" ")
     numbers = [int(part) for part in re.findall(r"\d+", number)[:2]]
     if target.system == "Darwin":
-        # Of which version nobody says: uv resolves for 13 too.
+        # The macOS version is not known: uv resolves for 13, too.
         yield from mac_platforms((13, 0), "arm64" if arch == "aarch64" else arch)
         return
     if libc == "glibc" and len(numbers) == 2:
@@ -80,14 +80,14 @@ def _platforms(target: Target) -> Iterator[str]:
     yield f"linux_{arch}"
 
 
-# ---- getting them
+# ---- downloading
 
 
 def fetch(wheels: Sequence[Wheel], *, progress: Callable[[int, int], None] | None = None) -> dict[str, Path]:
-    """Brings wheels into the cache folder of this machine, four at a time; sha256 → file.
+    """Downloads wheels to the cache folder of this machine, four at a time; returns sha256 → file.
 
-    What is there already is not fetched again. `progress` is told the bytes that have come and the bytes there will
-    be, as far as sizes are known, from several threads but one at a time. Raises FetchError.
+    Files that are there already are not downloaded again. `progress` is called with the bytes received and the expected
+    total, as far as sizes are known, from several threads but one at a time. Raises FetchError.
     """
     once = {wheel.sha256: wheel for wheel in wheels}
     count = _Progress(progress, sum(wheel.size or 0 for wheel in once.values()))
@@ -103,7 +103,7 @@ def fetch(wheels: Sequence[Wheel], *, progress: Callable[[int, int], None] | Non
 
 
 def place(wheel: Wheel) -> Path:
-    """Where a wheel is, once it has been fetched."""
+    """The path of a wheel, once it has been downloaded."""
     return uv.home() / "wheels" / wheel.sha256 / Path(wheel.filename).name
 
 
@@ -111,7 +111,7 @@ def _one(wheel: Wheel, source: _Source, count: _Progress) -> Path:
     path = place(wheel)
     if not _is_there(path, wheel):
         with uv.alone(str(path)):
-            if not _is_there(path, wheel):  # another process may have brought it meanwhile
+            if not _is_there(path, wheel):  # another process may have downloaded it meanwhile
                 _bring(wheel, path, source, count)
                 return path
     count.add(path.stat().st_size)
@@ -127,7 +127,7 @@ def _is_there(path: Path, wheel: Wheel) -> bool:
 
 def _bring(wheel: Wheel, path: Path, source: _Source, count: _Progress) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")  # held alone: what an interrupted one left is written over
+    part = path.with_name(f".{path.name}.part")  # the lock is held: overwrites what an interrupted download left
     try:
         for left in reversed(range(_TRIES)):
             before = count.done
@@ -137,7 +137,7 @@ def _bring(wheel: Wheel, path: Path, source: _Source, count: _Progress) -> None:
             except (OSError, http.client.HTTPException) as error:
                 count.add(before - count.done)
                 if isinstance(error, urllib.error.HTTPError):
-                    error.close()  # it is the answer too
+                    error.close()  # the error is also the open response
                 if not left or not _passing(error) or count.stopped:
                     raise FetchError(_why(wheel, error), hint=_hint(error)) from None
                 threading.Event().wait(_PAUSE * (_TRIES - left))
@@ -153,7 +153,7 @@ def _bring(wheel: Wheel, path: Path, source: _Source, count: _Progress) -> None:
 
 
 def _copy(source: IO[bytes], part: Path, count: _Progress) -> str:
-    """Writes what comes to a file; returns its sha256."""
+    """Writes the data to a file; returns its sha256."""
     digest = hashlib.sha256()
     with source, part.open("wb") as file:
         while piece := source.read(_PIECE):
@@ -162,13 +162,13 @@ def _copy(source: IO[bytes], part: Path, count: _Progress) -> str:
             file.write(piece)
             digest.update(piece)
             count.add(len(piece))
-        if missing := getattr(source, "length", 0):  # reading in pieces does not mind when HTTP's answer ends early
+        if missing := getattr(source, "length", 0):  # read(size) does not raise when an HTTP response ends early
             raise http.client.IncompleteRead(b"", missing)
     return digest.hexdigest()
 
 
 def _passing(error: Exception) -> bool:
-    """Whether the same request may go well a moment later."""
+    """Whether the same request may succeed a moment later."""
     if isinstance(error, urllib.error.HTTPError):
         return error.code >= 500 or error.code in {408, 429}
     if isinstance(error, urllib.error.URLError):
@@ -192,7 +192,7 @@ def _hint(error: Exception) -> str | None:
 
 
 class _Progress:
-    """Bytes so far, told one at a time."""
+    """Counts bytes and reports them, one call at a time."""
 
     def __init__(self, tell: Callable[[int, int], None] | None, total: int) -> None:
         self.done = 0
@@ -232,7 +232,7 @@ class _Source:
         return answer
 
     def sign(self, request: urllib.request.Request) -> urllib.request.Request:
-        """With the credentials of the request's own host, which do not go along to another."""
+        """Adds the credentials of the request's own host; they are not forwarded to another."""
         url = request.full_url
         if pair := self._logins.get(uv.origin(url)) or uv.netrc_login(url, self._environ):
             basic = base64.b64encode(":".join(pair).encode()).decode()
@@ -241,7 +241,7 @@ class _Source:
 
 
 class _Redirect(urllib.request.HTTPRedirectHandler):
-    """Follows a redirect with the credentials of where it leads."""
+    """Follows a redirect with the credentials of its target."""
 
     def __init__(self, source: _Source) -> None:
         self._source = source
@@ -252,7 +252,7 @@ class _Redirect(urllib.request.HTTPRedirectHandler):
 
 
 class _Https(urllib.request.HTTPSHandler):
-    """Believes whom uv would believe: SSL_CERT_FILE, SSL_CERT_DIR, and anybody at a trusted host."""
+    """Trusts what uv would trust: SSL_CERT_FILE, SSL_CERT_DIR, and any certificate of a trusted host."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         super().__init__()

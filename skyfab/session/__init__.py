@@ -1,1 +1,1 @@
-"""One agent on one host: transport, shell, bootstrap, connection, session."""
+"""A session with one host's agent: SSH transport, shell, bootstrap, connection with heartbeats and reconnect."""

@@ -1,4 +1,4 @@
-"""Backoff: how long to wait between attempts."""
+"""Exponential backoff with jitter: how long to wait between attempts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Backoff:
-    """Waits that grow from `first` to `longest`, each one varied by the share `jitter`."""
+    """Waits that grow from `first` to `longest`; each is randomly varied by the fraction `jitter`."""
 
     first: float
     longest: float
@@ -16,6 +16,6 @@ class Backoff:
     jitter: float = 0.0
 
     def next(self) -> float:
-        """Seconds to wait now; the next wait is longer."""
+        """Returns the seconds to wait now; the next wait is longer."""
         seconds, self.first = self.first, min(self.longest, self.first * self.factor)
         return seconds * random.uniform(1 - self.jitter, 1 + self.jitter) if self.jitter else seconds

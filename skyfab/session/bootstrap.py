@@ -1,8 +1,8 @@
-"""The launch: the first command that a host's shell is given, and how it answers.
+"""The first command that a host's login shell runs: it starts skyfab there, and uploads skyfab's code if needed.
 
-It is optimistic: it starts the link of this bundle at once, and asks for the bundle only where that is
-missing. It is plain POSIX sh, in words that every login shell passes on unchanged (no quotes, ``!``, backslashes
-or newlines inside), and finds its answer in whatever a .bashrc prints first.
+It tries at once to start the link, the process that connects this stream with the agent, and requests the bundle only
+if that is missing. It is plain POSIX sh in characters that every login shell passes on unchanged (no quotes, ``!``,
+backslashes or newlines inside). Its reply is recognized after any other output, such as that of a .bashrc.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SCRIPT: Final = "; ".join(
         "SKYFAB_UMASK=$(umask)",
         "export SKYFAB_UMASK",
         "umask 077",
-        "SKYFAB_FORKED=0000000000",  # room for a number, see zygote
+        "SKYFAB_FORKED=0000000000",  # space for a number, see zygote
         "export SKYFAB_FORKED",
         "d() { printf %bx $1; }",
         "c=$(d $1)",
@@ -42,14 +42,14 @@ _SCRIPT: Final = "; ".join(
         "d=$3 i=$4 k=$5",
         'm="=sky""fab=$i="',
         'case $c in /*) ;; "~") c=$HOME;; "~/"*) c=$HOME/${c#"~/"};; *) c=$HOME/$c;; esac',
-        # Who can write there could have put a bundle of their own in it. It is made first:
-        # another user could make it between the check and its use.
+        # A user who can write there could have put a bundle of their own into it. Create it before the check:
+        # otherwise another user could create it between the check and its use.
         'test -d "$c" || mkdir -p "$c" 2>/dev/null',
         'if test -e "$c"; then case $(ls -ldL "$c") in ?????w*|????????w*) r="is open to others";;'
         ' *) test -O "$c" && r= || r="belongs to somebody else";; esac;'
         ' test -z "$r" || { echo "${m}failed its cache folder $r: $c"; exit; }; fi',
-        # What is asked for: an interpreter's path, an environment (as long as the machine has not been started again
-        # since it was chosen), or a version.
+        # The requested interpreter: a path, an environment (only if the machine has not rebooted since it was chosen),
+        # or a version.
         "case $p in /*) ;; none) p=;; env/*) p=${p#env/}; r=${p#*/}; e=$c/envs/${p%%/*}; p=;"
         ' read o </proc/sys/kernel/random/boot_id && test "$o" = "$r" && p=$e/bin/python && true >"$e/.used" ;;'
         ' *) v=$p; p=$(command -v "python$v") || for q in python3 python; do p=$(command -v $q) &&'
@@ -104,23 +104,23 @@ _OTHER: Final = 'name one that is there: Image(python="/usr/bin/python3"), or py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bootstrap:
-    """How one pool's agent is started on one host, or found again."""
+    """Starts a pool's agent on one host, or connects to it again."""
 
     host: Host
     session: str
-    """A random name: it also marks the answer, so that no banner can be taken for it."""
+    """A random name. It also marks replies, so that no banner can be mistaken for one."""
     bundle: Bundle
     python: str
     """A path on the host, or major.minor, or ``env/DIGEST/BOOT``, or ``none``."""
     prepare: Callable[[Shell], str | None] | None = None
-    """Makes an interpreter where that is not there, has the shell start it (`Shell.go`), and returns its answer."""
+    """Installs a missing interpreter, has the shell start it (`Shell.go`), and returns the shell's reply."""
 
     @property
     def marker(self) -> str:
         return f"=skyfab={self.session}="
 
     def command(self, mode: Literal["start", "resume"] = "start") -> str:
-        """The line for the host's login shell."""
+        """The command line for the host's login shell."""
         words = (self.host.cache, self.python, self.bundle.digest, self.session, mode)
         return f"exec /bin/sh -c '{_SCRIPT}' skyfab " + " ".join(f"'{spelled(word)}'" for word in words)
 
@@ -132,10 +132,10 @@ class Bootstrap:
         stopped: Callable[[], bool] = lambda: False,
         arrived: Callable[[], None] = lambda: None,
     ) -> None:
-        """Reads the answer and sends what is asked for; afterwards the stream speaks frames.
+        """Reads the shell's reply and sends what it requests; afterwards the stream carries frames.
 
-        `arrived` is called when the host has said something.
-        Raises HostUnfit where the host cannot run us, or what the transport says of a lost connection.
+        `arrived` is called when the host has sent anything.
+        Raises HostUnfit if the host cannot run skyfab, or the transport's error for a lost connection.
         """
         shell = Shell(stream, self.marker, Deadline(self.host, deadline, stopped, arrived))
         asked = False
@@ -184,7 +184,7 @@ def _room(detail: str) -> str | None:
 
 
 def spelled(word: str) -> str:
-    """`word` in characters that no shell touches; ``printf %b`` reads it back."""
+    """Encodes `word` in characters that no shell interprets; ``printf %b`` decodes it."""
     return re.sub(r"[^A-Za-z0-9/._~-]", lambda m: "".join(f"\\0{byte:03o}" for byte in os.fsencode(m[0])), word)
 
 
@@ -210,10 +210,10 @@ def _silence(stream: Stream, shell: Shell) -> Exception:
 
 
 def cannot_run(error: Exception, host: Host) -> Exception:
-    """Our shell script ran, and the interpreter that it started ended: that is the interpreter's doing."""
+    """Our script ran, but the interpreter that it started exited: the error is about the interpreter."""
     if isinstance(error, HostLost):
         said = error.message.partition(": ")[2]
-        if said.startswith("skyfab: "):  # the link itself
+        if said.startswith("skyfab: "):  # written by the link itself
             text = said.removeprefix("skyfab: ")
             return HostUnfit(f"skyfab could not be set up there: {text}", host=host.name, hint=_room(text))
         old = re.match(r"\d+\.\d+\.\d+", said)
@@ -224,7 +224,7 @@ def cannot_run(error: Exception, host: Host) -> Exception:
 
 
 def other_python(version: str, host: Host) -> HostUnfit:
-    """Functions travel as byte code: the interpreters must agree."""
+    """Functions are sent as bytecode: both sides must run the same Python version."""
     return HostUnfit(
         f"it runs Python {version}, this program {local_python()}: functions cannot travel between them",
         host=host.name,
@@ -233,7 +233,7 @@ def other_python(version: str, host: Host) -> HostUnfit:
 
 
 def check_agent(agent: AgentHello, host: Host) -> None:
-    """Functions travel as byte code: the interpreters must agree before anything is unpickled."""
+    """Checks the versions before anything is unpickled: functions are sent as bytecode."""
     import cloudpickle
 
     if agent.python != local_python():
@@ -258,9 +258,9 @@ def open_shell(
     stopped: Callable[[], bool] = lambda: False,
     quiet: float = float("inf"),
 ) -> Iterator[Shell]:
-    """A shell on a host that needs nothing but a shell; `$c` is the cache folder's path in its scripts.
+    """Opens a shell on a host, which needs no Python; in scripts `$c` is the path of the cache folder.
 
-    A script that says nothing for `quiet` seconds is given up.
+    A script without output for `quiet` seconds is aborted.
     """
     launch = Bootstrap(host=host, session=secrets.token_hex(8), bundle=Bundle("none", ()), python="none")
     with LOGINS.turn(transport.servers, stopped) as turn:

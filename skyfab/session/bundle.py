@@ -1,7 +1,7 @@
-"""The bundle: skyfab itself, as content that hosts import.
+"""The bundle: skyfab's own source code, packed for upload to hosts.
 
-It holds this package and cloudpickle, so that a host needs nothing but an interpreter, and both
-sides always run the same code.
+It contains this package and cloudpickle, so that a host needs only a Python interpreter, and both sides always run
+the same code.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import cloudpickle
 from skyfab.protocol.blobs import name_of
 
 _LEFT_OUT: Final = ("examples", "cli")
-"""What a person types is of no use on a host."""
+"""The command line is not needed on hosts."""
 _LAB: Final = "lab"
-"""Only for programs that use it: modules of theirs that import it may have functions for hosts too."""
+"""Included only if the program imports it: modules of the program that import it may contain functions for hosts."""
 _MAIN: Final = """import sys
 if sys.version_info < (3, 10):
     sys.exit(sys.version.split()[0])
@@ -34,14 +34,14 @@ sys.exit(main(sys.argv[1:]))
 
 @dataclass(frozen=True)
 class Bundle:
-    """The files under a digest; packed only when a host asks for them."""
+    """The files, identified by a digest; packed only when a host requests them."""
 
     digest: str
     files: tuple[tuple[str, bytes], ...]
 
     @functools.cached_property
     def archive(self) -> bytes:
-        """A .tar.gz, the same bytes for the same files."""
+        """A reproducible .tar.gz: the same files give the same bytes."""
         archive = io.BytesIO()
         with (
             gzip.GzipFile(fileobj=archive, mode="wb", mtime=0) as packed,
@@ -57,7 +57,7 @@ class Bundle:
 
 @functools.cache
 def bundle() -> Bundle:
-    """This program's bundle, read once."""
+    """The bundle of this program; its files are read once."""
     files = tuple(_files())
     pieces = (piece for path, content in files for piece in (path.encode(), b"\0", name_of(content).encode()))
     return Bundle(name_of(*pieces), files)

@@ -1,7 +1,7 @@
-"""One connection to a host's agent: its state, the stream that carries it now, and what is sent and received.
+"""One connection to a host's agent: its state, its current stream, and what is sent and received over it.
 
 Any thread that waits for a reply may do the reading (reader.py). When the stream breaks, or heartbeats are missed,
-another stream to the same agent takes its place (reconnect.py), and both sides go on where they were.
+it is replaced by another stream to the same agent (reconnect.py), and both sides continue where they were.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LAST_STREAM: Final = 2**32 - 1
 
 
 class Connection:
-    """Sends to one agent and receives from it. Thread-safe; what is received is handled by the reader's thread."""
+    """Sends to one agent and receives from it. Thread-safe; received messages are handled on the reading thread."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Connection:
         self.lock = threading.Lock()
         self.replies = Replies(host.name, listener, timing.clock)
         self.ended: Exception | None = None
-        """Why nothing more will come."""
+        """Why nothing more will be received; None while the connection is in use."""
         self.state = State.NEW
         self._is_local = host.transport == "local"
         self._mux = self.replies.mux
@@ -53,28 +53,28 @@ class Connection:
         self._link: Link | None = None
         self.stream: Stream | None = None
         self._source = self._stderr = self._sink = -1
-        """The descriptors that are watched."""
+        """The file descriptors that the reader watches; -1 for none."""
         self._unexplained: Stream | None = None
         self._told = False
-        """It has ended, and everybody who waited was told."""
+        """The connection has ended, and all pending requests have failed."""
         self._close_by = float("inf")
         self._pinged = self._ticked = self._woke = 0.0
         self._next_stream = 1
 
     @property
     def agent(self) -> AgentHello | None:
-        """What the host said of itself, once it has."""
+        """The agent's description of itself; None before its hello."""
         return self.replies.agent
 
     @property
     def last_received(self) -> float:
-        """When something last came from the host; something does every few seconds."""
+        """When data was last received from the host; normally every few seconds."""
         reconnector = self._reconnector
         return self._mux.heard if reconnector is None else reconnector.since
 
     @property
     def responds(self) -> bool:
-        """Something came lately; it may take as long to notice that nothing does."""
+        """Whether data was received recently; a host that stopped sending is noticed only after `suspect_after`."""
         return self.timing.clock() - self.last_received < self.timing.suspect_after
 
     @property
@@ -84,7 +84,7 @@ class Connection:
 
     @property
     def is_leaving(self) -> bool:
-        """This side wants it to end."""
+        """Whether this side is closing the connection."""
         return self.state in LEAVING
 
     @property
@@ -92,35 +92,35 @@ class Connection:
         return self.state is State.SUSPECT
 
     def _enter(self, state: State) -> None:
-        """The one place where the state changes."""
+        """The only place where the state changes."""
         if state not in NEXT[self.state]:
             raise AssertionError(f"{self.host}: {self.state.value} → {state.value}")
         self.state = state
 
-    # ---- the beginning and the end
+    # ---- opening and closing
 
     def begin(self, link: Link) -> None:
-        """The first stream, on which the agent is about to say hello."""
+        """Takes the first stream, over which the agent will send its hello."""
         with self.lock:
             if self.state is State.NEW:  # else it was closed meanwhile
                 self._enter(State.CONNECTING)
             self._reader.add(self)
             self._mux.attach(self._hello())
             self._take(link)
-            self._read()  # some of it may have come together with the link's answer
+            self._read()  # the link's reply and the first frames may have arrived together
             self._flush()
             actions = self._actions()
         self._reader.run(actions)
 
     def leave(self) -> None:
-        """It is to end: whoever opens it stops."""
+        """Starts closing: a thread that opens the connection stops."""
         with self.lock:
             if State.CLOSING in NEXT[self.state]:
                 self._enter(State.CLOSING)
         self._reader.poke()
 
     def close(self, timeout: float) -> None:
-        """Says goodbye, and waits for the answer for so long."""
+        """Sends a goodbye and waits up to `timeout` seconds for the agent to end."""
         self.leave()
         with self.lock:
             self._close_by = self.timing.clock() + timeout
@@ -141,7 +141,7 @@ class Connection:
         self._reader.join(timeout)
 
     def detach(self) -> None:
-        """Waits until the agent has received everything, and lets go of it without a goodbye. Raises HostLost."""
+        """Waits until the agent has received everything, then disconnects without a goodbye. Raises HostLost."""
         with self.lock:
             self._mux.ping()
             self._flush()
@@ -154,13 +154,13 @@ class Connection:
             self._let_go()
 
     def explain(self) -> None:
-        """Says in `ended` why the first stream ended before the agent said hello. It may take a while."""
+        """Sets `ended` to why the first stream ended before the agent's hello. May block for seconds."""
         stream, self._unexplained = self._unexplained, None
         if stream is not None:
             self.ended = stream.explain()
 
     def _hello(self) -> bytes:
-        """How far this side has heard; it opens every stream."""
+        """How much this side has received; the first message on every stream."""
         return ClientHello(
             protocol=VERSION, received=self._mux.received, lease=self.timing.lease, name=self.host, local=self._is_local
         ).encode()
@@ -185,10 +185,10 @@ class Connection:
         worker: str | None = None,
         urgent: bool = False,
     ) -> int:
-        """Sends a message. `answer` or `failure` is called once, on whatever thread reads.
+        """Sends a message. `answer` or `failure` is called once, on the reading thread.
 
-        With `worker`, what that one has written so far is shown before the answer. Returns the stream's number. Raises
-        HostLost when the host is gone.
+        With `worker`, that worker's output so far is shown before the reply. Returns the stream number. Raises HostLost
+        if the host is lost.
         """
         head = message if isinstance(message, bytes) else message.encode()
         with self.lock:
@@ -205,13 +205,13 @@ class Connection:
                 try:
                     drained = self._mux.send_now(number, head, parts, stream.send)
                 except OSError:
-                    drained = True  # the reading side finds out why
+                    drained = True  # reading from the stream gives the reason
                 if not drained:
                     self._watch_sink()
         return number
 
     def request(self, head: bytes, data: bytes, worker: str) -> Reply:
-        """Sends a small message whose reply this thread will `await_reply`. Raises HostLost."""
+        """Sends a small message; this thread then receives the reply with `await_reply`. Raises HostLost."""
         with self.lock:
             if self.ended is not None:
                 raise self.ended
@@ -225,37 +225,37 @@ class Connection:
             try:
                 drained = self._mux.send_frame(whole, stream.send)
             except OSError:
-                drained = True  # the reading side finds out why
+                drained = True  # reading from the stream gives the reason
             if not drained:
                 self._watch_sink()
         return reply
 
     def await_reply(self, reply: Reply) -> None:
-        """Raises HostLost when the host is gone first."""
+        """Waits for the reply. Raises HostLost if the host is lost before."""
         if not self._reader.wait(reply.is_there) or reply.error is not None:
             raise reply.error or self.ended or HostLost("the pool was closed", host=self.host)
 
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Reads until `done()`, or lets another thread do so. False: time is up, or the connection has ended."""
+        """Reads until `done()`, or lets another thread read. False: a timeout, or the connection has ended."""
         self._reader.wait(lambda: done() or self._told, timeout)
         return done()
 
     def wake(self) -> None:
-        """Has the reader call `on_wake`."""
+        """Makes the reader call `on_wake`."""
         self._reader.wake(self)
 
     def _new_number(self) -> int:
-        """A number for the next message: odd, and after the last one of 32 bits again those that are not in use."""
+        """The next unused odd stream number; wraps around after 32 bits."""
         number = self._next_stream
         while number in self.replies.pending:
             number = number + 2 if number < _LAST_STREAM else 1
         self._next_stream = number + 2 if number < _LAST_STREAM else 1
         return number
 
-    # ---- what the reader calls
+    # ---- callbacks of the reader
 
     def on_ready(self, fd: int) -> Sequence[Action]:
-        """Reads and writes what it can."""
+        """Reads or writes as much as possible."""
         with self.lock:
             if fd == self._source:
                 self._read()
@@ -270,7 +270,7 @@ class Connection:
             return self._actions()
 
     def on_wake(self) -> Sequence[Action]:
-        """Switches to a new stream, ends, or writes what is left to write."""
+        """Switches to a new stream, ends, or writes pending data."""
         with self.lock:
             reconnector = self._reconnector
             if self.ended is not None:
@@ -283,18 +283,18 @@ class Connection:
                 self._mux.attach(self._hello())
                 self._let_go()
                 self._take(candidate)
-                self._read()  # some of it may have come together with the link's answer
+                self._read()  # the link's reply and the first frames may have arrived together
             if self.ended is None:
                 self._flush()
             return self._actions()
 
     def on_tick(self, now: float) -> Sequence[Action]:
-        """Sends a heartbeat, and looks whether the other side's are missed."""
+        """Sends a heartbeat, and checks whether the host's heartbeats are missed."""
         with self.lock:
             if self.ended is not None:
                 return ()
             if now - max(self._ticked, self._mux.heard) > max(2 * self.interval, 1.0):
-                self._woke = now  # this program itself stood still, and has asked for nothing
+                self._woke = now  # this program was suspended and sent no pings, so that no replies are to be expected
             self._ticked = now
             if self._is_to_end(now):
                 self._end(None)
@@ -316,7 +316,7 @@ class Connection:
         return self.replies.take() if self.replies.after else ()
 
     def on_error(self, error: BaseException) -> Sequence[Action]:
-        """One of the others has raised: nobody knows how much was read."""
+        """A callback has raised: it is unknown how much was read."""
         broken = HostLost(f"what it sent could not be handled: {error!r:.200}", host=self.host)
         broken.__cause__ = error
         with self.lock:
@@ -326,7 +326,7 @@ class Connection:
     # ---- the stream, with the lock held
 
     def _take(self, link: Link) -> None:
-        """From now on this is the stream."""
+        """Makes this link's stream the current one."""
         self._link, self.stream = link, link[0]
         self._source = self.stream.fileno()
         self._reader.watch(self._source, self)
@@ -336,7 +336,7 @@ class Connection:
             self._reader.watch(stderr, self)
 
     def _let_go(self) -> None:
-        """There is no stream now. What is left of it is closed elsewhere: that may take a while."""
+        """Removes the current stream. It is closed on another thread, since that may block."""
         self._unwatch()
         link, self._link, self.stream = self._link, None, None
         if link is not None:
@@ -349,7 +349,7 @@ class Connection:
         self._source = self._stderr = self._sink = -1
 
     def _watch_sink(self) -> None:
-        """There is more to write: the reader tells when there is room."""
+        """Has the reader call `on_ready` when more data can be written."""
         if self._sink < 0 and self.stream is not None:
             sink = self.stream.sink()
             if sink is None:
@@ -385,14 +385,14 @@ class Connection:
         try:
             drained = self._mux.flush(self.stream.send)
         except OSError:
-            return  # the reading side finds out why
+            return  # reading from the stream gives the reason
         if not drained:
             self._watch_sink()
 
-    # ---- when it breaks, with the lock held
+    # ---- failures, with the lock held
 
     def _broke(self, reason: str = "") -> None:
-        """The stream has ended."""
+        """Handles the end of the stream."""
         if self.ended is not None:
             return
         if self.state in LEAVING:
@@ -407,22 +407,22 @@ class Connection:
             self._suspect(reason).broke(link)
 
     def _suspect(self, reason: str) -> Reconnector:
-        """Something is wrong with the stream, or there is none: others are attempted."""
+        """The stream is broken or seems to be: starts to attempt new ones."""
         if self._reconnector is None:
             if self.state is State.CONNECTING:
-                self._enter(State.OPEN)  # it said hello in the moment in which it broke
+                self._enter(State.OPEN)  # the hello was received just before the stream broke
             self._enter(State.SUSPECT)
             self._reconnector = Reconnector(self, reason)
             self.replies.after.append(self._reconnector.start)
         return self._reconnector
 
     def resume(self) -> None:
-        """The agent responds again."""
+        """Reopens the connection: the agent responds again."""
         self._enter(State.OPEN)
         self._reconnector = None
 
     def _end(self, error: Exception | None) -> None:
-        """Nothing more will come: everybody who waits is told."""
+        """Ends the connection: fails all pending requests."""
         if self.ended is not None:
             return
         self._unwatch()
@@ -441,9 +441,9 @@ class Connection:
         self._reader.discard(self)
 
     def _tell_end(self) -> None:
-        """The last action."""
+        """Runs after all other callbacks."""
         self._told = True
 
 
 def _ignore(error: Exception) -> None:
-    """For requests whose failure nobody waits for."""
+    """For requests without a failure callback."""

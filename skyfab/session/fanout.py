@@ -1,4 +1,4 @@
-"""Abreast: the same thing done for several hosts at once."""
+"""Runs the same action for several hosts in parallel, on threads."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ T = TypeVar("T")
 
 
 class Raised:
-    """An exception in place of an answer."""
+    """Holds an exception in place of a result."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 _MOST: Final = 256
-"""Threads at a time. Those for hosts mostly wait."""
+"""The maximum number of parallel threads. They mostly wait for hosts."""
 
 
 def for_each_host(action: Callable[[S], T], items: Sequence[S]) -> list[T | Raised]:
-    """What became of each, in their order. On threads that nobody has to wait for, should there be a Ctrl-C."""
+    """Runs the action for each item and returns the results in order.
+
+    Uses daemon threads: after a Ctrl-C the program does not wait for them.
+    """
     outcomes: dict[int, T | Raised] = {}
     places = iter(range(len(items)))
 

@@ -1,4 +1,4 @@
-"""Output: what a rank wrote, cut into lines."""
+"""Splits the output of a worker into lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 _ENDS: Final = re.compile(rb"\r\n|\n|\r")
 _LONGEST: Final = 256 * 1024
-"""A line without end is shown in pieces, so that it cannot fill the memory."""
+"""A longer line is split, so that a line without end cannot fill the memory."""
 
 
 class Lines:
@@ -22,7 +22,7 @@ class Lines:
         self._pieces = pieces or []
 
     def feed(self, data: bytes) -> Lines | None:
-        """The lines that `data` completes, if any."""
+        """Returns the lines that `data` completes, if any."""
         data = self._rest + data
         if b"\r" not in data:
             *whole, self._rest = data.split(b"\n")
@@ -31,7 +31,7 @@ class Lines:
             pieces, at = [], 0
             for end in _ENDS.finditer(data):
                 if end[0] == b"\r" and end.end() == len(data):
-                    break  # its line feed may still come
+                    break  # a line feed may follow
                 text = data[at : end.start()]
                 at = end.end()
                 if text or end[0] != b"\r":
@@ -40,7 +40,7 @@ class Lines:
         if len(self._rest) > _LONGEST:
             cut = len(self._rest)
             while cut > len(self._rest) - 4 and self._rest[cut - 1] & 0xC0 == 0x80:
-                cut -= 1  # not in the middle of a character
+                cut -= 1  # do not split a UTF-8 character
             cut -= self._rest[cut - 1] >= 0xC0
             pieces.append((self._rest[:cut].decode(errors="replace"), "\n"))
             self._rest = self._rest[cut:]
@@ -51,10 +51,10 @@ class Lines:
         return bool(self._rest)
 
     def rest(self) -> Lines:
-        """What has been written without an end of line."""
+        """Returns and clears the incomplete last line."""
         text, self._rest = self._rest, b""
         return Lines(self.stream, [(text.rstrip(b"\r").decode(errors="replace"), "\n")])
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Each line's text and end."""
+        """The text and the line ending of each line."""
         return iter(self._pieces)

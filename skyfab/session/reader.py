@@ -1,11 +1,11 @@
-"""SharedReader: one thread, or any thread that waits for a reply, reads all connections of a pool.
+"""SharedReader: reads all connections of a pool, on its own thread or on any thread that waits for a reply.
 
-A caller that reads for itself needs nobody to wake it: that halves the way of a reply. The reader's own thread steps
-back while callers come one after another, and takes over when they stop.
+A caller that reads its reply itself needs no wake-up by another thread: that halves the latency of a reply. The
+reader's own thread pauses while callers follow each other closely, and takes over when they stop.
 
 Invariants: at most one thread reads at a time (it holds `reading`). While there are connections, the thread or a
-caller reads. An action that raises keeps no other from running. A thread that waits or runs actions never waits again
-inside of that. Descriptors are watched and unwatched from any thread, always before they are closed.
+caller reads. An action that raises does not keep others from running. A thread that waits or runs actions never
+starts another wait inside. Descriptors are watched and unwatched from any thread, and unwatched before they are closed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from skyfab.session.sigint import MAIN, SIGINT_GUARD
 Action = Callable[[], None]
 
 _LINGER: Final = 0.008
-"""Seconds that the thread leaves reading to callers after the last of them."""
+"""Seconds after the last caller before the thread resumes reading."""
 _LONG: Final = 0.2
-"""Seconds after which a caller is one that waits for long: the thread sleeps until it is done."""
+"""After so many seconds a caller counts as a long wait: the thread then sleeps until it has finished."""
 _NAP: Final = 0.05
 _RETRY: Final = 0.002
-"""Seconds between attempts to write where no descriptor tells when there is room."""
+"""Seconds between write attempts on a stream that has no descriptor to poll for writability."""
 
 _waiting: Final[set[int]] = set()
-"""Threads, by their numbers, that wait for a host or run what follows from what was read."""
+"""The ids of threads that wait for a host or run actions."""
 
 
 def refuse_nested_wait() -> None:
-    """Raises UsageError where this thread already waits for a host: what it would wait for may need that to end."""
+    """Raises UsageError if this thread already waits for a host: the inner wait might depend on the outer one."""
     if threading.get_ident() in _waiting:
         raise UsageError(
             "a signal handler or a subscriber of events cannot wait for a call: its thread is the one that reads",
@@ -73,33 +73,33 @@ else:
 
 
 class Readable(Protocol):
-    """A connection, as its reader sees it. Each method returns actions to run without any lock."""
+    """The reader's view of a connection. Each method returns actions to run without any lock."""
 
     @property
     def interval(self) -> float:
         """Seconds between calls of `on_tick`."""
 
     def on_ready(self, fd: int) -> Sequence[Action]:
-        """A descriptor that it watches is ready."""
+        """A watched descriptor is ready."""
 
     def on_wake(self) -> Sequence[Action]:
-        """It has asked for this with `wake`."""
+        """Called after `wake`."""
 
     def on_tick(self, now: float) -> Sequence[Action]:
-        """Time has passed."""
+        """Called periodically."""
 
     def on_error(self, error: BaseException) -> Sequence[Action]:
-        """One of the others has raised. The other connections go on."""
+        """One of the other methods has raised. Other connections are not affected."""
 
 
 class SharedReader:
-    """Reads any number of connections. It has a thread and descriptors only while there are some."""
+    """Reads any number of connections. It has a thread and descriptors only while there are connections."""
 
     def __init__(self) -> None:
         self.reading = threading.Lock()
-        """Held by the one who reads."""
-        self._lock = threading.RLock()  # a signal handler may cancel a call, which pokes
-        """For what follows, but for lists and sets that change in one step."""
+        """Held by the thread that reads."""
+        self._lock = threading.RLock()  # reentrant: a signal handler may cancel a call, which calls `poke`
+        """Protects the attributes below, except lists and sets that change in one atomic operation."""
         self._connections: set[Readable] = set()
         self._selector: select.epoll | Selector | None = None
         self._owners: dict[int, Readable] = {}
@@ -109,13 +109,13 @@ class SharedReader:
         self._retrying: deque[Readable] = deque()
         self._tick_at = 0.0
         self._callers: list[None] = []
-        """As many as wait. A list, because it grows and shrinks without a lock."""
+        """One entry for each waiting thread. A list, because it can be changed atomically without a lock."""
         self._last_call = 0.0
         self._thread_reads = False
         self._resting = False
         self._rested = threading.Event()
         self._reader = 0
-        """The number of the thread that reads."""
+        """The id of the thread that handles what was read; 0 for none."""
         self._followers: list[threading.Event] = []
         self._thread: threading.Thread | None = None
         _READERS.add(self)
@@ -123,7 +123,7 @@ class SharedReader:
     # ---- connections
 
     def add(self, connection: Readable) -> None:
-        """From now on somebody always reads it."""
+        """Adds a connection; from now on some thread always reads it."""
         with self._lock:
             if self._selector is None:
                 self._selector = new_selector()
@@ -137,7 +137,7 @@ class SharedReader:
                 self._thread = self._start()
 
     def discard(self, connection: Readable) -> None:
-        """It has ended: nothing of it is watched any more."""
+        """Removes a connection that has ended; none of its descriptors is watched."""
         with self._lock:
             self._connections.discard(connection)
             last = not self._connections
@@ -146,44 +146,44 @@ class SharedReader:
             self.poke()
 
     def join(self, timeout: float) -> None:
-        """Waits for the thread to end, where no connection is left."""
+        """Waits for the reader's thread to end, if no connection is left."""
         with self._lock:
             thread = None if self._connections else self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
 
     def watch(self, fd: int, connection: Readable, *, writing: bool = False) -> None:
-        """Calls `on_ready` when there is something to read, or room to write."""
+        """Calls `on_ready` when the descriptor is readable, or writable."""
         assert self._selector is not None
         self._owners[fd] = connection
         self._selector.register(fd, WRITE if writing else READ)
 
     def unwatch(self, fd: int) -> None:
-        """Before it is closed, and at its end: there it would be ready for ever."""
+        """Stops watching: before the descriptor is closed, and at end of file, where it would always be ready."""
         self._owners.pop(fd, None)
         if self._selector is not None:
             with contextlib.suppress(KeyError, ValueError, OSError):
                 self._selector.unregister(fd)
 
     def retry_soon(self, connection: Readable) -> None:
-        """Calls `on_wake` in a moment: it has something to write, and no descriptor tells when there is room."""
+        """Calls `on_wake` after a short time: data is pending, and no descriptor can be polled for writability."""
         self._retrying.append(connection)
         self.poke()
 
     def wake(self, connection: Readable) -> None:
-        """Calls `on_wake`, soon, on the thread that reads."""
+        """Makes the reading thread call `on_wake` soon."""
         self._woken.append(connection)
         self.poke()
 
     def poke(self) -> None:
-        """Makes the one who reads look again."""
+        """Interrupts the reading thread's `select`."""
         if self._reader != threading.get_ident():
-            with self._lock, contextlib.suppress(BlockingIOError):  # then it will look anyway
+            with self._lock, contextlib.suppress(BlockingIOError):  # the pipe is full: it wakes up anyway
                 if self._poker >= 0:
                     os.write(self._poker, b"!")
 
     def leave_to_parent(self) -> None:
-        """In a forked child: lets go of what it shares with the parent, and changes nothing of it."""
+        """In a forked child: closes what is shared with the parent, without changing its state."""
         selector, self._selector = self._selector, None
         self._connections.clear()
         if selector is not None:
@@ -195,14 +195,14 @@ class SharedReader:
     # ---- waiting
 
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Reads until `done()`; lets another thread read where one already does.
+        """Reads until `done()`; if another thread already reads, waits for it.
 
-        False: time is up, or no connection is left. Raises UsageError inside another wait of the same thread.
+        False: the timeout expired, or no connection is left. Raises UsageError inside another wait of the same thread.
         """
         refuse_nested_wait()
         me = threading.get_ident()
         deadline = None if timeout is None else time.monotonic() + timeout
-        with SIGINT_GUARD:  # else an interrupt between these lines leaves a caller behind that never reads
+        with SIGINT_GUARD:  # else an interrupt between these lines leaves an entry in _callers without a reader
             _waiting.add(me)
             self._callers.append(None)
             try:
@@ -226,11 +226,11 @@ class SharedReader:
                 if rest <= 0:
                     return False
             if not self._connections:
-                with self.reading:  # the thread that saw the end may still be telling those who waited
+                with self.reading:  # the thread that saw the end may still be running callbacks
                     return done()
             if self.reading.acquire(blocking=False):
                 try:
-                    if not done():  # while this thread took its turn, another may have read just that
+                    if not done():  # another thread may have read it before this one got the lock
                         self._read_once(rest)
                 finally:
                     self.reading.release()
@@ -239,7 +239,7 @@ class SharedReader:
         return True
 
     def _follow(self, timeout: float) -> None:
-        """Waits for the thread that reads to finish something or to leave."""
+        """Waits until the reading thread has run actions, or has stopped reading."""
         event = threading.Event()
         with self._lock:
             self._followers.append(event)
@@ -257,7 +257,7 @@ class SharedReader:
                 self._followers.remove(event)
 
     def _wake_next(self) -> None:
-        """Nobody reads now: one of those that wait may."""
+        """No thread reads now: wakes one of the waiting threads to take over."""
         with self._lock:
             for event in self._followers[:1]:
                 event.set()
@@ -265,7 +265,7 @@ class SharedReader:
     # ---- reading, with `reading` held, and SIGINT held back on the main thread
 
     def _read_once(self, timeout: float | None) -> None:
-        """Waits for the connections once, and handles what has come."""
+        """Waits once for any connection to become ready, and handles what was received."""
         selector = self._selector
         if selector is None:
             return
@@ -278,7 +278,7 @@ class SharedReader:
             seconds = 0
         me = threading.get_ident()
         if me == MAIN:
-            depth = SIGINT_GUARD.pause()  # here alone may it be interrupted: nothing has been read yet
+            depth = SIGINT_GUARD.pause()  # interrupts are allowed only here, where nothing has been read yet
             try:
                 ready = selector.poll(seconds)
             finally:
@@ -327,7 +327,7 @@ class SharedReader:
         return acted
 
     def _serve(self, connection: Readable, handler: Callable[..., Sequence[Action]], *arguments: float) -> bool:
-        """Runs what follows from one handler of a connection; says whether anything did."""
+        """Calls one method of a connection and runs the actions that it returns. True: there were any."""
         try:
             actions = handler(*arguments)
         except BaseException as error:
@@ -340,21 +340,21 @@ class SharedReader:
         return bool(actions)
 
     def run(self, actions: Iterable[Action]) -> None:
-        """Runs what follows from what was read, on the thread that reads."""
+        """Runs actions on the reading thread."""
         raised: BaseException | None = None
         for action in actions:
             try:
                 action()
-            except BaseException as error:  # the other actions are about other calls: they must be told all the same
+            except BaseException as error:  # the other actions belong to other calls and must run all the same
                 if isinstance(error, Exception) or threading.get_ident() != MAIN:
                     print("skyfab: an answer could not be handled", file=sys.stderr)
                     traceback.print_exc()
                 else:
                     raised = raised or error
-        if raised is not None:  # the program's own: a signal handler of it has raised SystemExit, say
+        if raised is not None:  # raised by the program itself, for example SystemExit in a signal handler
             raise raised
 
-    # ---- the thread
+    # ---- the reader's own thread
 
     def _start(self) -> threading.Thread:
         thread = threading.Thread(target=self._run, name="skyfab-reader", daemon=True)
@@ -378,7 +378,7 @@ class SharedReader:
             _waiting.discard(threading.get_ident())
 
     def _step_back(self) -> None:
-        """Leaves the reading to callers for as long as they come one after another."""
+        """Leaves the reading to callers while they follow each other closely."""
         since = time.monotonic()
         while self._connections:
             now = time.monotonic()
@@ -386,7 +386,7 @@ class SharedReader:
                 return
             if self._callers and now - max(since, self._last_call) > _LONG:
                 self._resting = True
-                if self._callers and self._connections:  # else nobody sets it
+                if self._callers and self._connections:  # else nothing sets the event
                     self._rested.wait(1.0)
                 self._resting = False
                 self._rested.clear()
@@ -394,7 +394,7 @@ class SharedReader:
                 time.sleep(_LINGER)
 
     def _is_over(self) -> bool:
-        """No connection is left: closes what is the reader's own."""
+        """Whether no connection is left; then closes the reader's own resources."""
         if self._connections:
             return False
         with self.reading, self._lock:
@@ -407,6 +407,7 @@ class SharedReader:
             os.close(poker)
             os.close(waker)
             self._woken.clear()
+            self._retrying.clear()
             return True
 
 

@@ -1,7 +1,7 @@
 """Failure detection and reconnect: from the first missed heartbeat until the session resumes or the host is lost.
 
-Several attempts run at a time: a packet that is lost on a dead link is sent again only after seconds, so that an
-attempt from before the link's return may arrive later than a new one. The first that succeeds is taken.
+Several attempts run in parallel: a packet that was lost on a dead link is retransmitted only after seconds, so that an
+attempt from before the link's recovery may complete later than a new one. The first that succeeds is used.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from skyfab.session.transport.base import Stream, Transport
 ATTEMPT: Final = 10.0
 """Seconds that an attempt may take."""
 MOST_ATTEMPTS: Final = 6
-"""At a time; the oldest one is given up for a new one."""
+"""In parallel; the oldest is abandoned for a new one."""
 GONE: Final = "agent is gone"
-"""What the link says of an agent that it does not find."""
+"""What the link reports when it does not find the agent."""
 
 Link = tuple[Stream, Transport]
-"""A stream to the agent, and the transport that it came from."""
+"""A stream to the agent, and the transport that opened it."""
 
 
 def backoff() -> Backoff:
@@ -38,14 +38,14 @@ class Joiner(Protocol):
     """Opens streams to one agent."""
 
     def transport(self) -> Transport:
-        """A way to its host."""
+        """Returns a new transport to the agent's host."""
 
     def rejoin(self, transport: Transport, deadline: float, stopped: Callable[[], bool]) -> Stream:
-        """Another stream to the same agent, unless that is `stopped`. Raises a HostError."""
+        """Opens another stream to the same agent; `stopped` cancels that. Raises a HostError."""
 
 
 class Suspect(Protocol):
-    """A connection whose agent may be gone."""
+    """A connection whose agent may be lost."""
 
     lock: threading.Lock
     replies: Replies
@@ -59,35 +59,35 @@ class Suspect(Protocol):
     def is_suspect(self) -> bool: ...
 
     def resume(self) -> None:
-        """It is open again. With the lock held."""
+        """Marks the connection as open again. Called with the lock held."""
 
     def wake(self) -> None:
-        """Look at `candidate` and `lost_error`."""
+        """Makes the connection check `candidate` and `lost_error`."""
 
 
 class Reconnector:
-    """Works for one connection from when it becomes suspect until it is open, lost, or not wanted any more."""
+    """Serves one connection from when it becomes suspect until it is open, lost or closed."""
 
     def __init__(self, connection: Suspect, reason: str) -> None:
-        """With the connection's lock held. An empty `reason` is one that a broken stream explains."""
+        """Called with the connection's lock held. With an empty `reason`, the broken stream gives the reason."""
         self._connection = connection
         self._timing = connection.timing
         self._reason = reason
         self.candidate: Link | None = None
-        """A stream that the connection is to switch to."""
+        """A stream that the connection should switch to."""
         self.lost_error: Exception | None = None
         """Why the host is lost."""
         self.since = connection.replies.mux.heard
         self._others_since = self.since
-        """Since when other hosts respond while this one does not."""
+        """Since when other hosts have responded while this one has not."""
         self._ping_seq = connection.replies.mux.ping()
-        """Its reply shows that the host receives what is sent."""
+        """The reply to this ping shows that the host receives what is sent."""
         self._announced = False
         self._waits = backoff()
         self._attempt_at = 0.0
         self._switched_at = 0.0
         self._hellos: int | None = None
-        """How often the agent had said hello when the connection switched; None: it did not."""
+        """The number of hellos received when the connection switched streams; None: it has not switched."""
         self._broken: deque[Link] = deque()
         self._attempts: list[_Attempt] = []
         self._news = threading.Event()
@@ -95,22 +95,22 @@ class Reconnector:
     def start(self) -> None:
         spawn(self._run, "skyfab-reconnect")
 
-    # ---- what the connection tells, with its lock held
+    # ---- called by the connection, with its lock held
 
     def broke(self, link: Link) -> None:
-        """This stream has ended, and is the reconnector's to explain and to close."""
+        """Takes a stream that has ended, to find out why and to close it."""
         self._broken.append(link)
         self._news.set()
 
     def take_candidate(self) -> Link | None:
-        """The connection switches to it."""
+        """Returns the candidate, to which the connection switches now."""
         candidate, self.candidate = self.candidate, None
         if candidate is not None:
             self._switched_at = self._timing.clock()
             self._hellos = self._connection.replies.hellos
         return candidate
 
-    # ---- the thread
+    # ---- the reconnector's thread
 
     def _run(self) -> None:
         try:
@@ -121,7 +121,7 @@ class Reconnector:
             self._drop()
 
     def step(self, now: float) -> bool:
-        """Looks at what has come, and attempts again where it is time to. False: it is over."""
+        """Checks the progress, and starts an attempt when one is due. False: finished."""
         error = self._explain()
         if error is None and not self._announced:
             self._announced = True
@@ -139,7 +139,7 @@ class Reconnector:
         return True
 
     def _drop(self) -> None:
-        """What nobody has switched to is not wanted any more."""
+        """Closes attempts and the candidate, which are no longer needed."""
         for attempt in self._attempts:
             attempt.abandon()
         with self._connection.lock:
@@ -148,7 +148,7 @@ class Reconnector:
             close(candidate)
 
     def _explain(self) -> Exception | None:
-        """Why streams have ended; returns an error that no other stream will cure."""
+        """Finds out why streams have ended; returns an error that no new stream can resolve."""
         fatal = None
         while self._broken:
             link = self._broken.popleft()
@@ -160,7 +160,7 @@ class Reconnector:
         return fatal
 
     def _is_over(self) -> bool:
-        """The agent responds again; or nobody wants it to."""
+        """Whether the agent responds again, or the connection is being closed."""
         connection = self._connection
         with connection.lock:
             if not connection.is_suspect:
@@ -174,11 +174,11 @@ class Reconnector:
 
     @property
     def _is_new(self) -> bool:
-        """The stream that is there has not brought the agent's hello yet."""
+        """Whether the agent's hello has not been received yet on the current stream."""
         return self._connection.replies.hellos == self._hellos
 
     def _is_hopeful(self, now: float) -> bool:
-        """A new stream is there, and may bring the agent's hello soon."""
+        """Whether a new stream exists whose hello may arrive soon."""
         if self.candidate is not None:
             return True
         return (
@@ -192,7 +192,7 @@ class Reconnector:
         if now - self.since > connection.timing.lease:
             text = f"gone for more than its lease of {connection.timing.lease:g} s"
             return HostLost(text, host=connection.host, hint="is it up?")
-        if not connection.listener.others_respond():  # when they do again, this one gets its time too
+        if not connection.listener.others_respond():  # when they respond again, this host gets the full timeout
             self._others_since = float("inf")
         elif self._others_since > now:
             self._others_since = now
@@ -207,7 +207,7 @@ class Reconnector:
         self._attempts.append(_Attempt(self._connection.joiner, self._news))
 
     def _collect(self) -> Exception | None:
-        """Takes what has come of the attempts. Returns an error after which no other will do better."""
+        """Collects finished attempts. Returns an error after which further attempts are useless."""
         for attempt in [attempt for attempt in self._attempts if attempt.is_over]:
             self._attempts.remove(attempt)
             if attempt.link is not None:
@@ -229,7 +229,7 @@ class Reconnector:
 
 
 class _Attempt:
-    """One attempt, on a thread of its own."""
+    """One attempt, on its own thread."""
 
     def __init__(self, joiner: Joiner, news: threading.Event) -> None:
         self.link: Link | None = None
@@ -261,7 +261,7 @@ class _Attempt:
         self._news.set()
 
     def abandon(self) -> None:
-        """Nobody wants it any more."""
+        """Cancels the attempt, and closes its stream."""
         with self._lock:
             self._abandoned = True
             link, self.link = self.link, None
@@ -270,7 +270,7 @@ class _Attempt:
 
 
 def as_lost(error: Exception | None, host: str) -> HostLost:
-    """It was there: whatever its connection says of its end, that is over."""
+    """Converts the error of a connection that was open: the host is lost, whatever the error says."""
     if isinstance(error, HostLost):
         return error
     lost = HostLost(str(error), host=host)
@@ -281,17 +281,17 @@ def as_lost(error: Exception | None, host: str) -> HostLost:
 
 
 def close(link: Link) -> None:
-    """Ends both, and waits for what belongs to them on this machine."""
+    """Closes both, and waits for their processes and threads on this machine."""
     stream, transport = link
     stream.close()
     transport.close()
 
 
 def close_later(link: Link) -> None:
-    """The same on a thread of its own: it may take a while."""
+    """Closes both on another thread, since it may block."""
     spawn(lambda: close(link), "skyfab-close")
 
 
 def spawn(work: Callable[[], None], name: str) -> None:
-    """Does it on a thread of its own, which ends with the program."""
+    """Runs `work` on a daemon thread."""
     threading.Thread(target=work, name=name, daemon=True).start()

@@ -1,6 +1,6 @@
-"""The inbox: what arrives from a host, sorted. Answers go to those who asked, lines and endings to the listener.
+"""Handles what is received from a host: replies go to pending requests, output and process exits to the listener.
 
-Everything here runs with the session's lock held; what others must be told is collected, and told without it.
+Everything here runs with the connection's lock held; callbacks are collected and run later, without the lock.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from skyfab.protocol.mux import Mux
 from skyfab.session.lines import Lines
 
 _MEMORY: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-"""A host may not announce more than this machine could hold."""
+"""A host may not announce more data than this machine has memory."""
 _MOST_OUTPUTS: Final = 4096
-"""Streams on which processes write: two each."""
+"""The maximum number of output streams: two for each process."""
 _MOST_ENDED: Final = 1024
-"""Those of processes that have ended and may have more to tell: an ending overtakes what was written before it."""
+"""Output streams kept after their process has ended: the exit message can arrive before its last output."""
 _MOST_GPUS: Final = 1024
 _MOST_CPUS: Final = 65536
 
@@ -39,30 +39,30 @@ Failure = Callable[[Exception], None]
 
 
 class Listener(Protocol):
-    """Who hears what a host says without being asked."""
+    """Receives what a host sends without a request."""
 
     def on_output(self, worker: str, lines: Lines) -> None:
-        """A seat's process wrote these lines."""
+        """A worker's process wrote these lines."""
 
     def on_exit(self, worker: str, generation: int) -> None:
-        """A seat's process ended."""
+        """A worker's process ended."""
 
     def on_lost(self, error: HostError) -> None:
-        """The host is gone."""
+        """The host is lost."""
 
     def on_disconnect(self, reason: str) -> None:
-        """The connection is gone, and another one is tried."""
+        """The connection is lost; a reconnect is attempted."""
 
     def on_reconnect(self, seconds: float) -> None:
-        """It is there again, after so long."""
+        """The connection was restored after this many seconds."""
 
     def others_respond(self) -> bool:
-        """Whether the network of this machine works: other hosts are heard."""
+        """Whether other hosts respond, which means that the network of this machine works."""
 
 
 @dataclass(slots=True)
 class PendingRequest:
-    """A request whose answer is awaited."""
+    """A request whose reply has not been received."""
 
     answer: Answer
     failure: Failure
@@ -72,7 +72,7 @@ class PendingRequest:
 
 
 class Reply:
-    """The answer to a small request, read by the thread that waits for it."""
+    """The reply to a small request, read by the thread that waits for it."""
 
     __slots__ = ("_left", "assembly", "error", "found", "message", "reader", "stream", "value", "worker")
 
@@ -84,9 +84,9 @@ class Reply:
         self.reader = threading.get_ident()
         self._left: list[Callable[[], None]] | None = None
         self.value: bytes | None = None
-        """A small result's pickle, as most answers are."""
+        """The pickle of a small result; most replies are such results."""
         self.found: tuple[Message, list[memoryview]] | None = None
-        """Any other answer."""
+        """Any other reply."""
         self.error: Exception | None = None
 
     def answer(self, message: Message, buffers: list[memoryview]) -> None:
@@ -98,15 +98,15 @@ class Reply:
         self._tell()
 
     def leave(self, then: Callable[[], None]) -> None:
-        """Its thread waits no longer; `then` is called when it comes."""
+        """The thread stops waiting; `then` is called when the reply arrives."""
         self.reader = 0
         self._left = [then]
-        if self.is_there():  # in this very moment
+        if self.is_there():  # it arrived just now
             self._tell()
 
     def _tell(self) -> None:
         if self._left:
-            with contextlib.suppress(IndexError):  # another thread was faster
+            with contextlib.suppress(IndexError):  # another thread has called it
                 self._left.pop()()
 
     def is_there(self) -> bool:
@@ -114,40 +114,40 @@ class Reply:
 
 
 class Replies:
-    """The receiving half of a session."""
+    """The receiving half of a connection."""
 
     def __init__(self, host: str, listener: Listener, clock: Callable[[], float]) -> None:
         self.mux = Mux(self, fastpath=self._fastpath, clock=clock)
         self.agent: AgentHello | None = None
-        """What the host said of itself."""
+        """The agent's description of itself."""
         self.hellos = 0
-        """How often it said hello: once on each connection."""
+        """The number of hellos received: one for each stream."""
         self.pending: dict[int, PendingRequest | Reply] = {}
         self._host = host
         self._listener = listener
         self._output: dict[int, tuple[str, Lines]] = {}
         self._streams: dict[tuple[str, Kind], int] = {}
-        """The stream of each seat's stdout and stderr."""
+        """The stream number of each worker's stdout and stderr."""
         self._ended: dict[int, None] = {}
-        """Streams of processes that have ended, the first one first."""
+        """Streams of processes that have ended, oldest first."""
         self._partial: set[int] = set()
-        """Streams whose last line has no end yet."""
+        """Streams whose last line is incomplete."""
         self.after: list[Callable[[], None]] = []
 
     def take(self) -> list[Callable[[], None]]:
-        """What is to be told now, without the lock."""
+        """Returns and clears the callbacks to run without the lock."""
         after, self.after = self.after, []
         return after
 
     def end(self, error: Exception, *, lost: HostError | None) -> None:
-        """Nothing more comes: everybody who waits is told."""
-        if lost is not None:  # first: who hears of a failure finds the host marked
+        """Nothing more will be received: fails all pending requests."""
+        if lost is not None:  # first: callbacks of failed requests must find the host marked as lost
             self.after.append(functools.partial(self._listener.on_lost, lost))
         pending, self.pending = self.pending, {}
         for exchange in pending.values():
             self.after.append(functools.partial(exchange.failure, error))
 
-    # ---- what the mux tells
+    # ---- callbacks of the mux
 
     def hello(self, payload: bytes) -> None:
         hello = messages.expect(AgentHello, payload)
@@ -160,7 +160,7 @@ class Replies:
         self.mux.resume(hello.received)
 
     def bye(self, reason: str) -> None:
-        pass  # the end of the stream follows
+        pass  # end of file follows
 
     def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
         message = messages.decode(head)
@@ -172,7 +172,7 @@ class Replies:
             else:
                 exchange.message = message
                 exchange.assembly = Assembly(parts, limit=_MEMORY)
-                if not exchange.assembly.missing:  # a long head, and nothing else
+                if not exchange.assembly.missing:  # a long head without data
                     self._complete(stream, exchange, message, exchange.assembly.buffers())
         elif isinstance(message, messages.Log):
             self._hear(stream, message)
@@ -182,7 +182,7 @@ class Replies:
             self.after.append(lambda: self._listener.on_exit(message.worker, message.generation))
 
     def _fastpath(self, stream: int, frame: memoryview, head: int) -> bool:
-        """A small answer that came alone, to the thread that reads: it need not be told of it."""
+        """Stores a small single-frame reply whose caller is the reading thread itself: no callback is needed."""
         reply = self.pending.get(stream)
         if not isinstance(reply, Reply) or reply.reader != threading.get_ident():
             return False
@@ -222,7 +222,7 @@ class Replies:
                 self._partial.discard(stream)
 
     def _hear(self, stream: int, log: messages.Log) -> None:
-        """What a process writes will come on this stream; the one that had its seat before writes no more."""
+        """Opens an output stream; the worker's previous process, if any, writes nothing more."""
         kind: Kind = "stdout" if log.fd == 1 else "stderr"
         for old in {self._streams.get((log.worker, kind)), stream}:
             if old in self._output:
@@ -233,7 +233,7 @@ class Replies:
         self._output[stream] = (log.worker, Lines(kind))
 
     def _end_output(self, worker: str) -> None:
-        """A process has ended: its streams are kept for a while, and then not."""
+        """A process has ended: keeps its streams until more than `_MOST_ENDED` others have ended."""
         for kind in KINDS:
             stream = self._streams.get((worker, kind))
             if stream is not None:
@@ -258,19 +258,19 @@ class Replies:
         self.after.append(functools.partial(exchange.answer, message, buffers))
 
     def _flush_lines(self, worker: str) -> None:
-        """A call is over: what it wrote without an end of line is shown too."""
+        """A call has ended: shows its incomplete last line, too."""
         for stream in self._partial_of(worker):
             self._partial.discard(stream)
             rest = self._output[stream][1].rest()
             self.after.append(functools.partial(self._listener.on_output, worker, rest))
 
     def _partial_of(self, worker: str) -> list[int]:
-        """The seat's streams whose last line has no end yet."""
+        """The worker's streams whose last line is incomplete."""
         return [stream for kind in KINDS if (stream := self._streams.get((worker, kind))) in self._partial]
 
 
 def _is_address(text: str) -> bool:
-    """An IP address, which may be shown in a command for a shell."""
+    """Whether it is an IP address, which is safe to show in a shell command."""
     place, percent, interface = text.partition("%")
     try:
         ipaddress.ip_address(place)

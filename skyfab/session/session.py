@@ -1,7 +1,7 @@
-"""A session: one agent on one host, as this machine talks to it.
+"""A session: this program's connection to the agent on one host, from login to shutdown.
 
-One stream, many exchanges: requests and their answers, what processes write, and what happens to them. When the stream
-breaks or falls silent it is replaced by another, to the same agent, and nothing is lost or said twice.
+One stream carries many requests and replies, the output of processes, and notices of their exits. When the stream
+breaks or heartbeats are missed, it is replaced by another to the same agent; no message is lost or delivered twice.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from skyfab.session.transport.logins import LOGINS, ServerBusy, retry
 CONNECT: Final = 30.0
 """Seconds from the first byte to the agent's hello."""
 GOODBYE: Final = 5.0
-"""Seconds that a host has to end its processes when the pool closes."""
+"""Seconds that a host has to terminate its processes when the pool closes."""
 
 
 class Session:
-    """The conversation with one host's agent: `send`, `request`, `await_reply` and `wait` are its connection's.
+    """A session with one host's agent: `send`, `request`, `await_reply` and `wait` are its connection's.
 
-    `read_until` and `poke` are its reader's, which reads all connections of the pool. Thread-safe.
+    `read_until` and `poke` are those of the reader, which reads all connections of the pool. Thread-safe.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Session:
         self._bootstrap = launch
         self.connection = Connection(self.host, listener, reader, self, timing)
         self._gate = threading.Lock()
-        # The connection's own: a call has no time for another step.
+        # The connection's own methods: another call level would cost time in every call.
         self.send = self.connection.send
         self.request = self.connection.request
         self.await_reply = self.connection.await_reply
@@ -59,17 +59,17 @@ class Session:
 
     @property
     def agent(self) -> AgentHello | None:
-        """What the host said of itself, once it is open."""
+        """The agent's description of itself; None until the session is open."""
         return self.connection.agent
 
     @property
     def has_ended(self) -> bool:
-        """Nothing more will come of it."""
+        """Whether nothing more will be received."""
         return self.connection.ended is not None
 
     @property
     def responds(self) -> bool:
-        """Something came from the host lately."""
+        """Whether data was received from the host recently."""
         return self.connection.responds
 
     @property
@@ -89,7 +89,7 @@ class Session:
                 raise
 
     def _join(self) -> float:
-        """Starts the link on the host; from then on the stream speaks frames. Returns until when it may say hello."""
+        """Starts the link on the host; then the stream carries frames. Returns the deadline for the agent's hello."""
         transport = self.transport()
         stream: Stream | None = None
         try:
@@ -106,13 +106,13 @@ class Session:
             transport.close()
             raise
         self.connection.begin((stream, transport))
-        return max(deadline, time.monotonic() + CONNECT)  # an environment may have been made meanwhile
+        return max(deadline, time.monotonic() + CONNECT)  # creating an environment may have taken long
 
     def _is_leaving(self) -> bool:
         return self.connection.is_leaving
 
     def rejoin(self, transport: Transport, deadline: float, stopped: Callable[[], bool]) -> Stream:
-        """Another stream to the same agent. Raises a HostError."""
+        """Opens another stream to the same agent. Raises a HostError."""
         assert self.agent is not None
         launch = replace(self._bootstrap, python=self.agent.executable, prepare=None)
         stream = transport.open(launch.command("resume"))
@@ -130,7 +130,7 @@ class Session:
         if connection.ended is not None and self.agent is None:
             connection.explain()
             failed: Exception = connection.ended
-            if isinstance(failed, ProtocolError):  # whatever it is that speaks there
+            if isinstance(failed, ProtocolError):  # what responded there is not skyfab
                 failed = HostLost("", host=self.host.name)
             raise cannot_run(failed, self.host)
         if connection.ended is not None:
@@ -143,21 +143,21 @@ class Session:
         return self.agent
 
     def close(self) -> None:
-        """Says goodbye: the agent ends its ranks and itself. Waits for that, but not for long.
+        """Sends a goodbye: the agent terminates its workers and itself. Waits for that up to `GOODBYE` seconds.
 
-        While another thread opens the session, that fails first.
+        If another thread is opening the session, that fails first.
         """
         self.connection.leave()
         with self._gate:
             self.connection.close(GOODBYE)
 
     def abandon(self) -> None:
-        """Waits until the agent has heard everything, and leaves it to itself. Raises HostLost."""
+        """Waits until the agent has received everything, then disconnects and lets it run. Raises HostLost."""
         self.connection.detach()
         self.close()
 
     def end_agent(self, stopped: Callable[[], bool]) -> None:
-        """Ends an agent that was given up, if it is there, unless that is `stopped`. Raises a HostError."""
+        """Terminates an agent that was given up, if it still runs; `stopped` cancels that. Raises a HostError."""
         transport = self.transport()
         try:
             stream = self.rejoin(transport, time.monotonic() + CONNECT, stopped)
@@ -169,7 +169,7 @@ class Session:
             transport.close()
 
     def ask(self, message: Message, parts: Sequence[Buffer] = ()) -> Message:
-        """Sends a message and waits for its answer. Raises what the host says went wrong."""
+        """Sends a message and waits for its reply. Raises the error that the host reports."""
         found: list[Message] = []
         failed: list[Exception] = []
         self.send(message, parts, answer=lambda reply, _: found.append(reply), failure=failed.append)

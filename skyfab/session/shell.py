@@ -1,6 +1,6 @@
-"""A shell on a host, at the other end of a stream: all there is before there is a Python to talk to.
+"""Runs scripts in a POSIX shell on a host, over a stream: used before a Python interpreter is available there.
 
-Every answer of ours is marked with a random word, so that no banner can be taken for it.
+Every reply of ours is marked with a random word, so that no banner can be mistaken for one.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from skyfab.session.transport.base import Stream
 from skyfab.session.transport.openssh import by_hand
 
 _NOISE: Final = 256 * 1024
-"""What a shell may print before it runs our command."""
+"""Bytes that a shell may print before it runs our command."""
 START: Final = 30.0
-"""Seconds that an interpreter has to start."""
+"""Seconds that an interpreter may take to start."""
 _PIECE: Final = 1024 * 1024
 _KEPT: Final = 8 * 1024 * 1024
-"""What is kept of a script's output."""
+"""Bytes of a script's output that are kept."""
 _MOST: Final = 256 * 1024 * 1024
-"""What it may print at all."""
+"""Bytes that a script may print in total."""
 
 LOOP: Final = (
     "PATH=$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin; while read -r n r; do case $r in"
     ' fed) s=$(dd bs=1 count=$n 2>/dev/null);; *) s=$(head -c $n);; esac; eval "$s"; done'
 )
-"""What makes a shell do as `Shell.run` says; `$m` is the marker.
+"""The loop in the shell that executes what `Shell.run` sends; `$m` is the marker.
 
-A script that is fed is read byte by byte: whoever reads more than its length has taken from its input.
+A script with input is read byte by byte: reading more than its length would consume part of its input.
 """
 
 
 class ScriptFailed(Exception):
-    """A script on a host ended with an error; its last words say why."""
+    """A script on a host failed; its last output says why."""
 
     def __init__(self, status: int, output: str) -> None:
         super().__init__(output)
@@ -49,16 +49,16 @@ class ScriptFailed(Exception):
 
 @dataclass(slots=True)
 class Deadline:
-    """How long a host may take, and whether anybody still wants it."""
+    """The deadline for a host's response; `stopped` cancels the wait."""
 
     host: Host
     deadline: float
     stopped: Callable[[], bool]
     arrived: Callable[[], None] = lambda: None
-    """Called when the host has said something: the login is over."""
+    """Called when the host has sent anything: the login is complete."""
 
     def a_moment(self, stream: Stream, *, room: bool = False) -> None:
-        """Waits for the stream, or for `room` in it, a little while. Raises Unreachable or HostLost when it is over."""
+        """Waits briefly until the stream is readable, or writable with `room`. Raises as `check` does."""
         self.check()
         poll = select.poll()
         fd = stream.sink() if room else stream.fileno()
@@ -71,7 +71,7 @@ class Deadline:
         stream.drain()
 
     def check(self) -> None:
-        """Raises when it is over."""
+        """Raises Unreachable when the deadline has passed, HostLost when the wait was cancelled."""
         if self.stopped():
             raise HostLost("the pool was closed", host=self.host.name)
         if time.monotonic() > self.deadline:
@@ -79,22 +79,22 @@ class Deadline:
 
 
 class Shell:
-    """Reads marked answers from a stream, and has scripts run at its other end."""
+    """Reads marked replies from a stream, and runs scripts in the shell at its other end."""
 
     def __init__(self, stream: Stream, marker: str, patience: Deadline, quiet: float = float("inf")) -> None:
-        """A script may say nothing for `quiet` seconds. A connection that dies is noticed by the transport."""
+        """A script may be without output for `quiet` seconds. The transport detects a lost connection."""
         self._stream = stream
         self._marker = marker.encode()
         self._patience = patience
         self._quiet = quiet
         self.host = patience.host
         self.greeting: Callable[[], None] | None = None
-        """Reads what the shell says before the first script, once that is on its way: a round trip less."""
+        """Reads the shell's first reply, after the first script has been sent: saves a round trip."""
 
     def answer(self) -> str | None:
-        """The rest of the next marked line, byte by byte: what follows it may not be ours. None at the end.
+        """Returns the rest of the next marked line; None at end of file.
 
-        What came before it is noise; `noise` has it.
+        Reads byte by byte: what follows the line may be for another reader. The output before it is kept in `noise`.
         """
         seen = self.noise = bytearray()
         at = -1
@@ -115,7 +115,7 @@ class Shell:
         return None
 
     def send(self, content: Buffer) -> bool:
-        """Sends all of it. False: nobody reads any more, and the reason stands in the answer."""
+        """Sends all of it. False: the other side no longer reads; its reply says why."""
         rest = memoryview(content)
         while rest:
             try:
@@ -129,12 +129,12 @@ class Shell:
     # ---- while the shell runs LOOP
 
     def run(self, script: str, *, feed: Iterable[Buffer] = ()) -> str:
-        """Runs a script, which reads `feed` as its standard input, and returns what it prints on either stream.
+        """Runs a script with `feed` as its standard input; returns its stdout and stderr.
 
-        Raises ScriptFailed, and what the transport says of a lost connection.
+        Raises ScriptFailed, or the transport's error for a lost connection.
         """
         source = "" if feed else " </dev/null"
-        # A script that fails leaves some of its input unread: nothing can follow it.
+        # A failed script leaves part of its input unread: no other script can follow.
         end = "; test $s = 0 || exit" if feed else ""
         self._patience.deadline = max(self._patience.deadline, time.monotonic() + min(self._quiet, START))
         self.tell(f'( {script}\n) 2>&1{source}; s=$?; echo "${{m}}done $s"{end}', fed=bool(feed))
@@ -158,7 +158,7 @@ class Shell:
         return answer.text
 
     def read(self, path: str, start: int = 0, count: int | None = None, *, provided: str = "true") -> bytearray:
-        """The content of a file, named by a word of a script. Raises FileNotFoundError, and if `provided` fails."""
+        """Returns a file's content; `path` is a shell word. Raises FileNotFoundError, also if `provided` fails."""
         announced = f"$(wc -c <{path})" if count is None else str(count)
         take = f"cat {path}" if count is None else f"tail -c +{start + 1} {path} | head -c {count}"
         self._patience.deadline = max(self._patience.deadline, time.monotonic() + min(self._quiet, START))
@@ -180,7 +180,7 @@ class Shell:
             raise ProtocolError(f"{size} bytes where {count} were asked for", host=self.host.name)
         content = bytearray()
         scratch = memoryview(bytearray(min(size, _PIECE)))
-        while len(content) < size:  # memory for what has come, not for what was announced
+        while len(content) < size:  # allocate memory for what was received, not for what was announced
             got = self._recv(scratch[: size - len(content)])
             if not got:
                 raise self._stream.explain()
@@ -189,21 +189,21 @@ class Shell:
         return content
 
     def go(self, python: str, *, provided: str = "true") -> str | None:
-        """Has the shell become an interpreter, named by a word of a script; the answer is what `Launch.join` waits for.
+        """Replaces the shell by an interpreter, given as a shell word; returns the reply that `Bootstrap.join` expects.
 
-        ``absent``: what must be `provided` was not.
+        ``absent``: the condition `provided` was false.
         """
         self.tell(f'if {provided}; then p={python}; go; fi; echo "${{m}}absent"')
         self._patience.deadline = time.monotonic() + START
         return self.answer()
 
     def tell(self, script: str, *, fed: bool = False) -> None:
-        """Runs a script in the shell itself; whatever answer it gives is the caller's to read."""
+        """Runs a script in the shell itself; the caller reads its reply, if any."""
         text = script.encode()
         self.send(f"{len(text)}{' fed' if fed else ''}\n".encode() + text)
 
     def _send_while_silent(self, piece: Buffer, answer: _Answer) -> bool:
-        """Sends on while the script has not answered. False: it has, or is gone."""
+        """Sends `piece` unless the script has replied. False: it has, or it has ended."""
         scratch = memoryview(bytearray(4096))
         got = self._try(scratch)
         if got is None:
@@ -227,7 +227,7 @@ class Shell:
 
 
 class _Answer:
-    """What a script prints, up to the marked line with its status."""
+    """A script's output, up to the marked line with its exit status."""
 
     def __init__(self, marker: bytes) -> None:
         self._end = marker + b"done "

@@ -1,6 +1,6 @@
-"""Shells: one on each of some hosts, opened when it is asked something, kept, and opened anew when it broke.
+"""A pool of shells, one for each host: opened on first use, kept open, and reopened after a failure.
 
-Whoever looks at hosts again and again logs in once.
+A caller that polls hosts repeatedly logs in only once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PassingError = HostLost | Unreachable
 T = TypeVar("T")
 
 PASSING: Final = (HostLost, Unreachable)
-"""Errors that may be over the next time."""
+"""Errors that a retry may resolve."""
 _PAUSE: Final = 0.5
-"""Seconds for which a host that could not be asked is left alone, the first time."""
+"""Seconds before a host is retried after its first failure."""
 _LONGEST: Final = 15.0
-"""What they grow to."""
+"""The maximum that these seconds grow to."""
 _QUIET: Final = 60.0
-"""Seconds without a word after which a shell is given up."""
+"""Seconds without output after which a shell is given up."""
 
 
 class Shells:
@@ -44,7 +44,7 @@ class Shells:
         until: float = float("inf"),
         trouble: Callable[[SkyfabError], None] | None = None,
     ) -> None:
-        """Nobody is waited for past `until`. `trouble` is told when a host stops answering, once each time."""
+        """Waits end at `until`. `trouble` is called once whenever a host stops responding."""
         self.hosts = hosts
         self._inventory = inventory
         self._until = until
@@ -56,14 +56,14 @@ class Shells:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closed = True  # threads that still ask stop by themselves
+        self._closed = True  # threads that still wait for a host stop by themselves
         for_each_host(_Entry.end, [entry for entry in self._entries.values() if entry.shell is not None])
 
     def _is_over(self) -> bool:
         return self._closed or time.monotonic() > self._until
 
     def ask(self, question: Callable[[Shell], T], errors: list[SkyfabError] | None = None) -> list[T]:
-        """Asks all of them at once. Raises the first failure, unless they are to be collected."""
+        """Runs `question` on all hosts in parallel. Raises the first failure, unless `errors` collects them."""
 
         def one(host: Host) -> T:
             with self.on(host) as shell:
@@ -81,9 +81,9 @@ class Shells:
 
     @contextlib.contextmanager
     def on(self, host: Host) -> Iterator[Shell]:
-        """The host's shell, for one at a time. One that could not be had, or broke, is left alone for a while.
+        """The host's shell, for one thread at a time. After a failure, the host is not retried for a while.
 
-        Raises a HostError; the same again while it is left alone.
+        Raises a HostError; the same one again during that time.
         """
         entry = self._entries[host.name]
         with entry.lock:
@@ -98,7 +98,7 @@ class Shells:
                 if entry.fail(error) and self._trouble is not None:
                     self._trouble(error)
                 raise
-            except BaseException:  # what it has answered, and what not, nobody knows
+            except BaseException:  # it is unknown how much of the reply was read
                 entry.close()
                 raise
             entry.error = None
@@ -112,20 +112,20 @@ class Shells:
 
 
 class _Entry:
-    """One host's shell, if it has one, and how it went the last time."""
+    """One host's shell, if it is open, and the result of its last use."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.shell: Shell | None = None
         self.stack = contextlib.ExitStack()
-        """What closes it."""
+        """Closes the shell."""
         self.error: PassingError | None = None
         self.until = 0.0
-        """When it may be tried again."""
+        """When the host may be retried."""
         self._pause = _PAUSE
 
     def fail(self, error: PassingError) -> bool:
-        """Notes a failure. True: it is the first in a row."""
+        """Records a failure. True: it is the first in a row."""
         first = self.error is None
         self._pause = _PAUSE if first else min(_LONGEST, 1.5 * self._pause)
         self.error, self.until = error, time.monotonic() + self._pause * random.uniform(0.7, 1.3)
@@ -137,7 +137,7 @@ class _Entry:
         self.stack.close()
 
     def end(self) -> None:
-        """Whoever asks it just now stops in a moment; one that does not is left to its own end."""
+        """Closes the shell. A thread that uses it stops soon; if it does not, the shell is left to that thread."""
         if self.lock.acquire(timeout=1):
             try:
                 self.close()

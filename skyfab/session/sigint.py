@@ -1,8 +1,9 @@
-"""Interrupts: defers Ctrl-C while the main thread changes state that a KeyboardInterrupt would leave half changed.
+"""Defers Ctrl-C while the main thread changes state that a KeyboardInterrupt would leave inconsistent.
 
-Python raises KeyboardInterrupt between any two steps of the main thread: between reading an answer and noting that it
-was read, too. While pools are open, their handler stands before the one that was there. Inside ``with SIGINT_GUARD:``
-it notes the signal; the handler before it runs at the end of the block, or in `pause`, where the thread waits.
+Python raises KeyboardInterrupt between any two bytecodes of the main thread, also between reading a reply and recording
+that it was read. While pools are open, this module's SIGINT handler replaces the previous one. Inside
+``with SIGINT_GUARD:`` it only records the signal; the previous handler runs at the end of the block, or in `pause`,
+while the thread waits.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ MAIN: Final = threading.main_thread().ident
 
 
 class SigintGuard:
-    """Stands before the program's own handler of SIGINT while a pool is open. Blocks may be nested."""
+    """Wraps the program's own SIGINT handler while a pool is open. Blocks may be nested."""
 
     def __init__(self) -> None:
         self._depth = 0
-        """How many blocks the main thread is in. Only that thread changes it."""
+        """How many blocks the main thread is inside. Only that thread changes it."""
         self.missed: tuple[int, FrameType | None] | None = None
         self._users = 0
         self._before: Any = None
         self._lock = threading.Lock()
 
     def watch(self) -> None:
-        """From now on, where the program has a handler in Python. Only the main thread may set one."""
+        """Installs the handler, if the program's own is a Python function. Only the main thread can do so."""
         with self._lock:
             self._users += 1
             if self._before is None and threading.get_ident() == MAIN:
@@ -37,7 +38,7 @@ class SigintGuard:
                     signal.signal(signal.SIGINT, self._handle)
 
     def leave(self) -> None:
-        """The last one who needed it puts the old handler back, unless somebody else has set another since."""
+        """The last user restores the previous handler, unless another one has been installed since."""
         with self._lock:
             self._users -= 1
             if not self._users and self._before is not None and threading.get_ident() == MAIN:
@@ -51,19 +52,19 @@ class SigintGuard:
 
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() == MAIN:
-            self._depth = max(0, self._depth - 1)  # an interrupt that `pause` let through has left no block behind
+            self._depth = max(0, self._depth - 1)  # 0 already if an interrupt was raised during `pause`
             if self.missed is not None and not self._depth:
                 self._deliver()
 
     def pause(self) -> int:
-        """Main thread only, for a wait inside a block: until `resume`, a signal has its effect at once."""
+        """Main thread only, for a wait inside a block: until `resume`, signals are handled immediately."""
         depth, self._depth = self._depth, 0
         if self.missed is not None:
             self._deliver()
         return depth
 
     def resume(self, depth: int) -> None:
-        """The wait is over; `depth` is what `pause` returned."""
+        """Ends the pause; `depth` is what `pause` returned."""
         self._depth = depth
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,10 @@
-"""The states of a connection, and which one may follow which.
+"""The states of a connection, and the allowed transitions.
 
-NEW → CONNECTING → OPEN ⇄ SUSPECT → LOST      a host that is lost stays so: its session ends
-                   OPEN → CLOSING → CLOSED    this side wants it to end
-                   OPEN → DETACHED → CLOSED   the agent is left to itself
+NEW → CONNECTING → OPEN ⇄ SUSPECT → LOST      a lost host stays lost: its session ends
+                   OPEN → CLOSING → CLOSED    this side closes the connection
+                   OPEN → DETACHED → CLOSED   the agent continues on its own
+
+`NEXT` has all of them: for example, a connection can be closed before it is open.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ from typing import Final
 
 
 class State(enum.Enum):
-    """Where a connection stands."""
+    """The state of a connection."""
 
     NEW = "new"
     CONNECTING = "connecting"
-    """There is a stream; the agent has not said hello."""
+    """There is a stream; the agent's hello has not been received."""
     OPEN = "open"
     SUSPECT = "suspect"
-    """The stream is broken, or heartbeats are missed: others are attempted."""
+    """The stream is broken, or heartbeats are missed: new streams are attempted."""
     CLOSING = "closing"
     DETACHED = "detached"
     CLOSED = "closed"
@@ -37,4 +39,4 @@ NEXT: Final[dict[State, frozenset[State]]] = {
     State.LOST: frozenset(),
 }
 LEAVING: Final = frozenset({State.CLOSING, State.DETACHED, State.CLOSED})
-"""This side wants it to end."""
+"""This side closes the connection."""

@@ -1,4 +1,4 @@
-"""Timing: how long a connection waits for what."""
+"""The timeouts and intervals of a connection."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ SUSPECT_AFTER: Final = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds, and the clock that counts them."""
+    """All values in seconds, and the clock that they refer to."""
 
     lease: float
-    """How long a host keeps what runs there without hearing from this side."""
+    """How long a host keeps its processes without receiving anything from this side."""
     heartbeat_timeout: float = 10.0
-    """Without a heartbeat for so long a host is lost, when other hosts respond."""
+    """A host is lost after this time without a heartbeat, while other hosts respond."""
     heartbeat: float = field(default_factory=lambda: HEARTBEAT)
-    """Between two heartbeats."""
+    """Time between two heartbeats."""
     suspect_after: float = field(default_factory=lambda: SUSPECT_AFTER)
-    """Without a heartbeat for so long, other connections are attempted."""
+    """New streams are attempted after this time without a heartbeat."""
     clock: Callable[[], float] = time.monotonic
 
     @property
     def interval(self) -> float:
-        """Between two heartbeats, where the lease is short too."""
+        """Time between two heartbeats; at most a quarter of the lease."""
         return min(self.heartbeat, self.lease / 4) if self.lease else self.heartbeat

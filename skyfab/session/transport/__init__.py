@@ -1,4 +1,4 @@
-"""Transports: one byte stream to a process on a host, by `openssh`, `fabric` or `local`."""
+"""Transports: a byte stream to a process on a host, over the ssh program, Fabric, or a local process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyfab.session.transport.openssh import OpenSSH
 
 
 def transport_for(host: Host, inventory: Inventory) -> Transport:
-    """The transport that the host asks for; `auto` is the ssh program where there is one, else Fabric."""
+    """The transport that the host is configured with; `auto` is the ssh program if it is installed, else Fabric."""
     kind = host.transport
     if kind == "auto":
         kind = "openssh" if shutil.which("ssh") else "fabric"

@@ -1,4 +1,4 @@
-"""What a transport is: a way to run one command on a host and to hold both ends of its pipes."""
+"""The interface of transports: run one command on a host, and exchange bytes with its stdin and stdout."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from skyfab.protocol.frames import Buffer
 
 
 class Stream(Protocol):
-    """The stdin and stdout of a command on a host. Nothing here blocks but `close`."""
+    """The stdin and stdout of a command on a host. Only `close` blocks."""
 
     def fileno(self) -> int:
-        """Readable for `poll` when there is something to receive."""
+        """Readable for `poll` when there is data to receive."""
 
     def sink(self) -> int | None:
-        """Writable for `poll` when there is room to send; None where only trying tells."""
+        """Writable for `poll` when data can be sent; None if that can only be tried."""
 
     def stderr(self) -> int | None:
-        """Readable for `poll` when the command's stderr is to be drained, without which it stops at some point.
+        """Readable for `poll` when the command's stderr has data. Undrained, it would block the command eventually.
 
-        None at its end, and where `recv_into` drains it.
+        None at end of file, and where `recv_into` drains it.
         """
 
     def drain(self) -> None:
-        """Reads what has come on stderr. The last 64 kB are kept, for `explain`."""
+        """Reads what is available on stderr. The last 64 kB are kept, for `explain`."""
 
     def recv_into(self, view: memoryview) -> int | None:
-        """Receives some bytes; 0 at the end. None, or BlockingIOError, when there is nothing yet."""
+        """Receives some bytes; 0 at end of file. None, or BlockingIOError, if no data is available."""
 
     def send(self, buffers: Sequence[Buffer]) -> int:
-        """Sends some bytes and says how many. Raises BlockingIOError when there is no room."""
+        """Sends some bytes and returns how many. Raises BlockingIOError if none can be sent now."""
 
     def explain(self) -> Exception:
-        """Why the stream has ended, as the error to raise. Call it after the end only."""
+        """Why the stream has ended, as the error to raise. Call it only after the end."""
 
     def close(self) -> None:
-        """Ends the command's connection and waits for what belongs to it on this machine."""
+        """Closes the connection of the command and waits for its processes on this machine."""
 
 
 class Transport(Protocol):
@@ -44,17 +44,17 @@ class Transport(Protocol):
 
     @property
     def servers(self) -> Sequence[str]:
-        """The SSH servers on the way, each as address and port: they bear so many logins at a time."""
+        """The SSH servers on the path, each as address and port: the number of parallel logins at each is limited."""
 
     def open(self, command: str) -> Stream:
         """Runs `command` through the host's login shell.
 
-        Returns at once or after connecting; what goes wrong is raised here as a HostError, or
-        told by `Stream.explain` once the stream has ended.
+        Returns at once or after connecting; failures are raised here as a HostError, or returned by `Stream.explain`
+        once the stream has ended.
         """
 
     def joined(self) -> None:
-        """The command has answered: what was needed only to get in can go."""
+        """The command has replied: releases what was needed only for the login."""
 
     def close(self) -> None:
-        """Lets go of the host."""
+        """Closes the connection to the host."""

@@ -1,7 +1,7 @@
-"""Fabric as a transport: its connection, our channel.
+"""The transport over Fabric (paramiko): a Fabric connection with a channel of our own.
 
-Fabric gives ssh_config, jump hosts, passwords and forwarding. Bytes do not pass through `Connection.run`; host keys
-are checked, which Fabric leaves out.
+Fabric provides ssh_config, jump hosts, passwords and forwarding. Data does not pass through `Connection.run`. Host keys
+are checked here; Fabric does not check them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from skyfab.session.transport.openssh import (
 )
 
 _PACKET: Final = 1024 * 1024
-"""paramiko slows to a crawl when it is handed larger pieces."""
+"""paramiko becomes very slow with larger pieces."""
 
 
 def connection(host: Host, inventory: Inventory, *, password: str | None = None) -> fabric.Connection:
-    """A Fabric connection to the host, not yet open, that refuses unknown and changed host keys."""
-    gateway: Any = False if host.jump == "none" else None  # None: as ssh_config says
+    """Returns a Fabric connection to the host, not yet open, that refuses unknown and changed host keys."""
+    gateway: Any = False if host.jump == "none" else None  # None: use ssh_config's setting
     for jump in inventory.jump_chain(host):
         gateway = _connection(jump, gateway=gateway)
     return _connection(host, gateway=gateway, password=password)
@@ -70,7 +70,7 @@ def _connection(host: Host, *, gateway: Any = None, password: str | None = None)
 
 
 def hang_up(connection: Any) -> None:
-    """Closes a connection and its gateways, opened or not: a login that failed leaves a thread and a socket."""
+    """Closes a connection and its gateways, even if never opened: a failed login leaves a thread and a socket."""
     while isinstance(connection, fabric.Connection):
         connection.close()
         connection.client.close()
@@ -78,16 +78,16 @@ def hang_up(connection: Any) -> None:
 
 
 def _tune(connection: Any) -> None:
-    """Small packets leave at once; a host that is gone without a word is noticed, as ssh is told to (ServerAlive…).
+    """Sends small packets at once, and detects a lost host with the same timeouts as ssh's ServerAlive options.
 
-    Of those behind a jump host only that one: paramiko waits for no answers.
+    Behind jump hosts only the loss of the first one is detected: paramiko does not wait for keepalive replies.
     """
     while isinstance(connection, fabric.Connection):
         transport = connection.client.get_transport()
         transport.set_keepalive(ALIVE_INTERVAL)
-        if isinstance(transport.sock, socket.socket):  # beyond a jump host a channel stands in for it
+        if isinstance(transport.sock, socket.socket):  # behind a jump host it is a channel
             transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # paramiko does not look for answers, but the kernel does
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # unlike paramiko, the kernel checks acknowledgements
                 patience = 1000 * ALIVE_INTERVAL * ALIVE_COUNT
                 transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
         connection = connection.gateway
@@ -96,7 +96,7 @@ def _tune(connection: Any) -> None:
 def _check_keys(made: fabric.Connection, host: Host) -> None:
     client = made.client
     hop = made.gateway
-    while isinstance(hop, fabric.Connection):  # ssh_config's ProxyJump: Fabric would take any key there
+    while isinstance(hop, fabric.Connection):  # ssh_config's ProxyJump: Fabric would accept any key there
         _go_by_known_hosts(hop.client)
         hop = hop.gateway
     if host.host_key is None:
@@ -107,13 +107,13 @@ def _check_keys(made: fabric.Connection, host: Host) -> None:
     entry = paramiko.hostkeys.HostKeyEntry.from_line(f"{made.host} {kind} {content}")
     place = made.host if made.port == 22 else f"[{made.host}]:{made.port}"
     client.get_host_keys().add(place, kind, entry.key)
-    # Only the kind of key on record can be compared.
+    # Only a key of the known type can be compared.
     keys = [name for name in paramiko.Transport._preferred_keys if not _same_kind(name, kind)]
     made.connect_kwargs["disabled_algorithms"] = {"keys": keys}
 
 
 def _go_by_known_hosts(client: paramiko.SSHClient) -> None:
-    """Takes the keys in the user's known_hosts, but for those that some line of it revokes, and no others.
+    """Accepts only the keys in the user's known_hosts, without those that any line of it revokes.
 
     paramiko does not understand lines with a marker (`@revoked`, `@cert-authority`), and stops at them.
     """
@@ -134,15 +134,15 @@ def _go_by_known_hosts(client: paramiko.SSHClient) -> None:
 
 
 def _entry(line: str) -> Any:
-    """A line of known_hosts; None where paramiko cannot use it."""
+    """Parses a line of known_hosts; None if paramiko cannot use it."""
     try:
         return paramiko.hostkeys.HostKeyEntry.from_line(line.strip())
     except (paramiko.SSHException, paramiko.hostkeys.InvalidHostKey, ValueError):
         return None
 
 
-class _Refusal(paramiko.RejectPolicy):  # type: ignore[misc]  # paramiko has no types
-    """Refuses a key that is not on record, and says which ones are revoked."""
+class _Refusal(paramiko.RejectPolicy):  # type: ignore[misc]  # paramiko has no type hints
+    """Refuses an unknown key; reports a revoked one as such."""
 
     def __init__(self, revoked: set[bytes]) -> None:
         self._revoked = revoked
@@ -173,13 +173,13 @@ class Fabric:
             transport = self._connection.client.get_transport()
             channel = transport.open_session(window_size=64 * 1024 * 1024, max_packet_size=32768)
             channel.exec_command(command)
-        except Exception as error:  # the connection broke just now
+        except Exception as error:  # the connection was lost just now
             raise _explain(self._host, error) from error
         self._stream = ChannelStream(channel, self._host)
         return self._stream
 
     def _connect(self) -> fabric.Connection:
-        """With keys; with a password, asked once, where the host takes one and a person is there."""
+        """Logs in with keys; else with a password, prompted once, if the host accepts one and there is a terminal."""
         try:
             return self._try(None)
         except AuthenticationRefused:
@@ -215,7 +215,7 @@ _CONNECTIONS: Final[weakref.WeakSet[fabric.Connection]] = weakref.WeakSet()
 
 
 def _leave_all_to_parent() -> None:
-    """In a forked child: lets go of the sockets, which would keep connections open without the parent."""
+    """In a forked child: closes the sockets, which would otherwise keep connections open after the parent's end."""
     for made in list(_CONNECTIONS):
         hop: Any = made
         while isinstance(hop, fabric.Connection):
@@ -230,30 +230,30 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 class Passwords:
-    """Passwords that a person has typed, kept in memory for this program alone."""
+    """Passwords that the user has typed, kept only in the memory of this program."""
 
     _known: ClassVar[dict[str, str]] = {}
     _asking: ClassVar[threading.Lock] = threading.Lock()
 
     @staticmethod
     def _who(host: Host) -> str:
-        """The machine that it was typed for: an address means another one at another port, or behind another host."""
+        """Identifies the machine: with another port or jump host, the same address may be a different machine."""
         who = replace(host, user=host.user or getpass.getuser()).login
         return f"{who} (through {host.jump})" if host.jump else who
 
     @classmethod
     def known(cls, host: Host) -> str | None:
-        """The one that has been typed for this host."""
+        """The password that was typed for this host."""
         return cls._known.get(cls._who(host))
 
     @classmethod
     def forget(cls, host: Host) -> None:
-        """It was wrong."""
+        """Deletes a wrong password."""
         cls._known.pop(cls._who(host), None)
 
     @classmethod
     def ask(cls, host: Host) -> str | None:
-        """Asked once for a user and host, never echoed; None where nobody can be asked."""
+        """Prompts once for each user and host, without echo; None if there is no terminal."""
         who = cls._who(host)
         with cls._asking:  # one prompt at a time, however many hosts connect
             if who not in cls._known:
@@ -264,7 +264,7 @@ class Passwords:
 
 
 class ChannelStream:
-    """A paramiko channel that never blocks."""
+    """A non-blocking paramiko channel."""
 
     def __init__(self, channel: paramiko.Channel, host: Host) -> None:
         self._channel = channel
@@ -291,8 +291,8 @@ class ChannelStream:
     def recv_into(self, view: memoryview) -> int:
         self.drain()
         if not self._held:
-            # Byte by byte, as an answer is looked for in a shell's noise, paramiko would move all that it holds each
-            # time. Later nothing may be held here: nobody could tell that it can be read.
+            # While a marker is searched in a shell's output, reads are of one byte, and paramiko would move its whole
+            # buffer for each: read more, and keep it. Later nothing may be kept here: `poll` would not report it.
             size = len(view) if self.joined else max(len(view), 4096)
             self._held = self._recv(min(size, _PACKET))
         taken = min(len(view), len(self._held))
@@ -307,7 +307,7 @@ class ChannelStream:
             raise BlockingIOError from None
 
     def send(self, buffers: Sequence[Buffer]) -> int:
-        """Small pieces leave together: a frame in two packets costs a delayed acknowledgement."""
+        """Sends small buffers together: a frame in two packets costs a delayed acknowledgement."""
         data = buffers[0] if len(buffers) == 1 else b"".join(buffers[:64])
         view = memoryview(data)[:_PACKET]
         try:
@@ -331,7 +331,7 @@ class ChannelStream:
 
 
 def _explain(host: Host, error: Exception) -> HostError:
-    """What paramiko and Fabric raised, as ours."""
+    """Converts an exception of paramiko or Fabric to one of ours."""
     if isinstance(error, paramiko.BadHostKeyException):
         return HostKeyRefused(
             "its host key is not the one on record: the machine was set up anew, or somebody is in between",

@@ -1,4 +1,4 @@
-"""This machine as a host, without SSH."""
+"""The transport to this machine itself, without SSH."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from skyfab.session.transport.process import ProcessStream
 
 
 class Local:
-    """Runs the command here."""
+    """Runs the command on this machine."""
 
     servers = ()
 

@@ -1,7 +1,7 @@
-"""Logins: how many are under way at a time, and another try for one that a busy server turned away.
+"""Limits the number of parallel SSH logins, and retries those that a busy server rejected.
 
-An SSH server hangs up on some of those who come while ten others have not been let in yet (MaxStartups 10:30:100). It
-may be the way to many hosts, as a jump host is. And each login is work for this machine.
+An SSH server drops some new connections while ten others have not authenticated yet (MaxStartups 10:30:100). One server
+may be on the path to many hosts, as a jump host is. Each login also costs CPU time on this machine.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from skyfab.errors import HostLost, Unreachable
 T = TypeVar("T")
 
 _PER_SERVER: Final = 8
-"""Logins at one server. Others may log in there too."""
+"""Parallel logins at one server. Other users may log in there too."""
 _ALL: Final = max(32, min(256, 16 * (os.cpu_count() or 1)))
-"""Logins of this program."""
+"""Parallel logins of this program."""
 _PAUSES: Final = (0.25, 0.5, 1.0, 2.0)
-"""Seconds before another try, more or less."""
+"""Seconds before each retry, with jitter."""
 
 
 class ServerBusy(Unreachable):
-    """An SSH server hung up before it asked who we are."""
+    """An SSH server closed the connection before authentication."""
 
 
 class Turn:
-    """A login's place in the queue, and then among those that are under way."""
+    """A login's place in the queue, and later among the logins in progress."""
 
     def __init__(self, queue: Logins, servers: Sequence[str]) -> None:
         self._queue = queue
@@ -40,7 +40,7 @@ class Turn:
         self.ended = False
 
     def over(self) -> None:
-        """The login has succeeded or failed: the next one may begin. Twice is fine."""
+        """The login has succeeded or failed: the next one may begin. May be called twice."""
         if not self.ended:
             self._queue.leave(self)
 
@@ -52,7 +52,7 @@ class Turn:
 
 
 class Logins:
-    """Lets logins begin, in their order as far as their servers have room."""
+    """Starts logins in order, as far as their servers' limits allow."""
 
     def __init__(self, *, most: int = _ALL, per_server: int = _PER_SERVER) -> None:
         self._most = most
@@ -62,12 +62,12 @@ class Logins:
         self._count = 0
         self._at: Counter[str] = Counter()
         self._less: Counter[str] = Counter()
-        """How many logins less than others a server bears."""
+        """By how many logins a server's limit is reduced."""
 
     def turn(self, servers: Sequence[str], stopped: Callable[[], bool] = lambda: False) -> Turn:
-        """Waits for a login's turn; `servers` are all that it passes. Without any it need not wait.
+        """Waits until the login may begin; `servers` are all those on its path. Without any there is no wait.
 
-        Raises HostLost when it is `stopped` before.
+        Raises HostLost if `stopped` becomes true before.
         """
         turn = Turn(self, servers)
         if not servers:
@@ -86,7 +86,7 @@ class Logins:
         return turn
 
     def turned_away(self, servers: Sequence[str]) -> None:
-        """A server hung up on a login: it bears one less than there were. Which one it was is not known."""
+        """A server rejected a login: reduces the limit of each, since it is not known which one it was."""
         with self._lock:
             for server in servers:
                 self._less[server] = min(self._less[server] + 1, self._per_server - 1)
@@ -115,11 +115,11 @@ class Logins:
 
 
 LOGINS: Final = Logins()
-"""Those of this program."""
+"""The logins of this program."""
 
 
 def retry(log_in: Callable[[], T], stopped: Callable[[], bool], pauses: Sequence[float] = _PAUSES) -> T:
-    """Logs in, and again after a while where the server was busy. Raises Unreachable when it stays so."""
+    """Logs in, with retries while the server is busy. Raises Unreachable if it stays busy."""
     for pause in pauses:
         try:
             return log_in()

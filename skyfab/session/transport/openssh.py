@@ -1,4 +1,4 @@
-"""The ssh program as a transport: the fast lane, with everything ssh_config can say."""
+"""The transport over the ssh program: the fastest one, with full support of ssh_config."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from skyfab.session.transport.logins import ServerBusy
 from skyfab.session.transport.process import ProcessStream
 
 CONFIG = "SKYFAB_SSH_CONFIG"
-"""Names the file to read in place of the user's ssh_config."""
+"""The environment variable with the path of a file to use instead of the user's ssh_config."""
 
 ALIVE_INTERVAL, ALIVE_COUNT = 10, 3
-"""Seconds between questions, and how many may stay unanswered: while there is no agent yet, nobody else would ask."""
+"""Seconds between keepalives, and how many may be unanswered: before there is an agent, nothing else detects a loss."""
 
 REVOKED = "its host key is revoked in known_hosts"
 
@@ -33,7 +33,7 @@ _OPTIONS = {
     "ServerAliveInterval": str(ALIVE_INTERVAL),
     "ServerAliveCountMax": str(ALIVE_COUNT),
     "ControlMaster": "no",
-    "ControlPath": "none",  # a shared connection was checked by other rules, or not at all
+    "ControlPath": "none",  # a shared connection was verified by other rules, or not at all
     "ClearAllForwardings": "yes",
     "ForwardAgent": "no",
     "ForwardX11": "no",
@@ -46,7 +46,7 @@ _OPTIONS = {
 
 
 class OpenSSH:
-    """Runs commands through ``ssh``, one process a stream."""
+    """Runs commands through ``ssh``, one process for each stream."""
 
     def __init__(self, host: Host, inventory: Inventory) -> None:
         self._host = host
@@ -56,7 +56,7 @@ class OpenSSH:
             hop: f"skyfab-jump-{number}" if hop.name in inventory.hosts else hop.login
             for number, hop in enumerate(self._jumps)
         }
-        """How ssh is told of each hop: a host of the inventory by a block of its own, another one as it is."""
+        """The name of each hop for ssh: a host of the inventory by its own Host block, any other literally."""
         self._known: Path | None = None
         self._config: Path | None = None
         self._files: list[Path] = []
@@ -66,7 +66,7 @@ class OpenSSH:
         return ProcessStream(self.argv(command), self._explain)
 
     def argv(self, command: str) -> list[str]:
-        """The whole command line. Nothing secret is ever on it."""
+        """The whole command line. It never contains secrets."""
         words = ["ssh", "-T"]
         if config := self._config_file():
             words += ["-F", str(config)]
@@ -79,7 +79,7 @@ class OpenSSH:
         return [*words, "--", self._host.destination, command]
 
     def _own_options(self, host: Host) -> dict[str, str]:
-        """What is true of this host alone."""
+        """The options of this host alone."""
         options: dict[str, str] = {}
         if host.port is not None:
             options["Port"] = str(host.port)
@@ -96,7 +96,7 @@ class OpenSSH:
         return options
 
     def _known_hosts(self) -> Path:
-        """A known_hosts file with the keys that the inventory gives."""
+        """A known_hosts file with the keys from the inventory."""
         if self._known is None:
             self._known, file = self._new_file("skyfab-known-")
             with file:
@@ -106,9 +106,9 @@ class OpenSSH:
         return self._known
 
     def _config_file(self) -> Path | None:
-        """Jump hosts have keys, ports and users of their own: only a configuration file can say so.
+        """An ssh_config for jump hosts, whose keys, ports and users cannot be given on the command line.
 
-        What it says of all hosts comes before the user's settings, which may be laxer.
+        Its options for all hosts come before the user's settings, which may be less strict.
         """
         base = os.environ.get(CONFIG)
         if not self._jumps:
@@ -138,7 +138,7 @@ class OpenSSH:
         return explain(self._host, code, errors)
 
     def joined(self) -> None:
-        """ssh has read its files: a program that is killed later leaves none behind."""
+        """Deletes the files, which ssh has read by now: a program that is killed later leaves none behind."""
         _remove(self._files)
         self._known = self._config = None
 
@@ -147,7 +147,7 @@ class OpenSSH:
 
 
 def servers_of(host: Host, inventory: Inventory) -> tuple[str, ...]:
-    """The SSH servers on the way to a host, as far as the inventory tells."""
+    """The SSH servers on the path to a host, as far as the inventory knows them."""
     return tuple(f"{hop.destination} {hop.port or 22}" for hop in (*inventory.jump_chain(host), host))
 
 
@@ -158,19 +158,19 @@ def _remove(files: list[Path]) -> None:
 
 
 def _remove_here(files: list[Path], pid: int) -> None:
-    if os.getpid() == pid:  # in a child that was forked they are still the parent's
+    if os.getpid() == pid:  # in a forked child they still belong to the parent
         _remove(files)
 
 
 def by_hand(host: Host, command: str = "") -> str:
-    """What a person would type to reach the host."""
+    """The ssh command that a user would type to reach the host."""
     words = ["ssh", *(["-p", str(host.port)] if host.port else []), *(["-i", host.identity] if host.identity else [])]
     place = host.destination if host.user is None else f"{host.user}@{host.destination}"
     return shlex.join([*words, place, *command.split()])
 
 
 def changed_key(host: Host) -> str:
-    """What to do when a host's key is not the one on record."""
+    """What to do when a host's key differs from the known one."""
     if host.host_key is not None:
         return f"if that is right, change host_key under [hosts.{host.name}] in the inventory"
     return f"if that is right, skyfab trust --hosts={host.name} --replace"
@@ -182,7 +182,7 @@ def revoked_key(host: Host) -> HostKeyRefused:
 
 
 def explain(host: Host, code: int, errors: str) -> Exception:
-    """What ssh's last words mean, as the error to raise."""
+    """Converts ssh's error output to the error to raise."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     if "REMOTE HOST IDENTIFICATION HAS CHANGED" in errors:
@@ -204,7 +204,7 @@ def explain(host: Host, code: int, errors: str) -> Exception:
             host=host.name,
             hint=f"try: {by_hand(host)}",
         )
-    busy = re.search(r"exchange_identification: (.*)", errors)  # an inner ssh's, where there is a jump host
+    busy = re.search(r"exchange_identification: (.*)", errors)  # with a jump host, that of an inner ssh
     if code == 255 and busy:
         return ServerBusy(
             f"its SSH server, or a jump host's, hung up before the login: {busy[1].strip()}",
@@ -224,7 +224,7 @@ def _alias(host: Host) -> str:
 
 
 def _quoted(path: str) -> str:
-    """A path as ssh_config reads it."""
+    """Quotes a path for ssh_config."""
     return '"' + path.replace("%", "%%") + '"' if re.search(r"[\s%]", path) else path
 
 

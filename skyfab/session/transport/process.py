@@ -1,4 +1,4 @@
-"""A stream that is a process on this machine: ssh, or the command itself."""
+"""A stream to a child process on this machine: ssh, or the command itself."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from skyfab.protocol.mux import Send
 
 _KEPT: Final = 64 * 1024
-"""Bytes of stderr that are kept: the last ones. A pipe holds no more, so that one read empties it."""
+"""The last bytes of stderr that are kept. A pipe holds no more, so that one read empties it."""
 
 
 class ProcessStream:
-    """The pipes of a child process, without blocking.
+    """The non-blocking pipes of a child process.
 
-    It runs in a session of its own: Ctrl-C is for us, and we tell the host in good order.
+    The process has its own session: Ctrl-C reaches only this program, which shuts down the host in order.
     """
 
     def __init__(self, argv: Sequence[str], explain: Callable[[int, str], Exception]) -> None:
@@ -50,7 +50,7 @@ class ProcessStream:
         for fd in (self._in, self._out):
             os.set_blocking(fd, False)
             widen(fd)
-        # No Python of ours stands between the caller and the system.
+        # System calls without a Python function in between, for speed.
         self.recv_into: RecvInto = io.FileIO(self._in, closefd=False).readinto
         self.send: Send = functools.partial(os.writev, self._out)
 
@@ -82,7 +82,7 @@ class ProcessStream:
         while (code := self._process.poll()) is None and time.monotonic() < until:
             if self._err is None:
                 time.sleep(0.01)
-            else:  # it ends only after all that it has to say was read
+            else:  # it exits only after all of its output has been read
                 poll.poll(50)
                 self.drain()
         self.drain()
@@ -96,7 +96,7 @@ class ProcessStream:
                 pipe.close()
         try:
             self._process.wait(1)
-        except subprocess.TimeoutExpired:  # still connecting, or the host does not answer
+        except subprocess.TimeoutExpired:  # still connecting, or the host does not respond
             self.end(signal.SIGTERM)
             try:
                 self._process.wait(2)
@@ -105,14 +105,14 @@ class ProcessStream:
                 self._process.wait()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: lets go of the pipes, which would keep ssh alive without the parent."""
+        """In a forked child: closes the pipes, which would otherwise keep ssh running after the parent's end."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe
             pipe.close()
-        self._process.returncode = 0  # not ours to wait for, or to end
+        self._process.returncode = 0  # the parent waits for it and terminates it
 
     def end(self, number: int) -> None:
-        """Ends the process, with its group: to a host behind others, ssh has a child of its own."""
+        """Terminates the process group: with jump hosts, ssh has a child process of its own."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
@@ -131,6 +131,6 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def end_all() -> None:
-    """Ends every stream of this program, which ends too: none is left that waits for a host which does not answer."""
+    """Terminates all streams when this program exits: none must keep waiting for a host that does not respond."""
     for stream in list(_STREAMS):
         stream.end(signal.SIGTERM)

@@ -73,6 +73,35 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(name, None)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="unit tests, and calls over one transport")
+
+
+SLOW_FOLDERS = ("examples", "faults", "gpu", "lab", "plugins")
+"""Not in the fast tier: each needs a framework, or minutes."""
+SLOW_FIXTURES = {"lent_lab", "namespaces"}
+"""What only tests have that take long."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The fast tier: no framework, no test that is marked as slow, no SSH."""
+    if config.getoption("--fast"):
+        chosen = [item for item in items if _is_fast(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
+
+
+def _is_fast(item: pytest.Item) -> bool:
+    if item.get_closest_marker("slow") or item.get_closest_marker("soak") or item.get_closest_marker("torch"):
+        return False
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    fixtures = set(getattr(item, "fixturenames", ()))
+    if folder in SLOW_FOLDERS or SLOW_FIXTURES & fixtures:
+        return False
+    callspec = getattr(item, "callspec", None)
+    return "lab" not in fixtures or (callspec is not None and callspec.params.get("transport") == "local")
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_home], ignore_errors=True)
 

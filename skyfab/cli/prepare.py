@@ -93,7 +93,7 @@ class _Made:
 def _made(image: Image, hosts: Sequence[Host]) -> dict[str, _Made]:
     """As the pool saw it: what hosts said of themselves, and the locks made for them, have been kept."""
     plan = Preparation(image, hosts, local_python())
-    facts = [(host, facts_cache.unassign(host)) for host in hosts if not plan.is_empty]
+    facts = [(host, facts_cache.load(host)) for host in hosts if not plan.is_empty]
     targets = [(host, Target.of(said, plan.python)) for host, said in facts if said is not None]
     for host, target in targets:
         plan.meet(host, target)

@@ -1,6 +1,6 @@
-"""Everything that runs on a host: link → agent → ranks.
+"""The programs that run on a host: link → agent → workers.
 
-`link` is what sshd starts; it gives its ends of the connection to the `agent` and sleeps. The agent is one
-loop that outlives connections. It relays calls to `rank` processes, which a `zygote` forks. Standard library,
-cloudpickle and `skyfab.protocol` only: nothing here imports the client's side.
+sshd starts a `link`, which passes its stdin and stdout to the `agent` and sleeps. The agent is one event loop that
+survives the loss of connections. It relays calls to `worker` processes, which a `zygote` forks. Only the standard
+library, cloudpickle and `skyfab.protocol` are used: nothing here imports the client's side.
 """

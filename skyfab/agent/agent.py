@@ -1,6 +1,7 @@
-"""The agent: one loop on one host for one pool.
+"""The agent: the process on a host that serves one pool, as a single-threaded event loop.
 
-It outlives connections, on a lease: while no client is connected it waits so long and then ends its ranks and itself.
+It survives the loss of connections for the time of its lease. When no client reconnects in that time, it terminates
+its workers and exits.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from skyfab.protocol.frames import HEADER
 from skyfab.protocol.messages import AgentHello, ClientHello
 from skyfab.protocol.mux import Mux
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from typing import Final
 
     from skyfab.agent.zygote import Zygote
 
 _SETTLE: Final = 0.25
-"""Seconds in which the second direction of a connection that breaks follows the first."""
+"""Seconds in which the second direction of a broken connection closes after the first."""
 
 
 class Agent:
@@ -45,21 +46,21 @@ class Agent:
         self._host_info = HostInfo()
         self._connection: Connection | None = None
         self._arriving: set[socket.socket] = set()
-        """Links that have not handed over a connection yet."""
+        """Links that have not passed their descriptors yet."""
         self._waiting: set[Connection] = set()
-        """Others, on which nobody has said hello yet."""
+        """Further connections, on which no hello has been received yet."""
         self._ended: Connection | None = None
-        """The connection that has ended, until `_judge_at`: then it shows whether one direction is still open."""
+        """The connection that has ended, kept until `_judge_at`, when `_judge` checks if a direction is still open."""
         self._judge_at = 0.0
         self._local = False
-        """There is no network between the client and this host."""
+        """The client runs on this host: there is no network in between."""
         self._lease = Lease()
         self._pace = 1.0
-        """Seconds after which an idle loop looks at the clock."""
+        """Seconds between time checks of an idle loop."""
         self._rounds = 0
         self._done = False
         self._greeted = False
-        """A client has said hello: it may come back."""
+        """A client has sent hello, so it may reconnect."""
         self.mux = Mux(self, fastpath=self._fastpath)
         self._poller = Poller()
         self._uploads = Uploads(self.mux)
@@ -70,8 +71,8 @@ class Agent:
     # ---- the loop
 
     def run(self) -> None:
-        """Until the client says goodbye or its lease runs out."""
-        alarm, bell = os.pipe()  # a signal alone would not wake us from waiting
+        """Runs until the client sends BYE, the lease expires, a detached run is complete, or SIGTERM."""
+        alarm, bell = os.pipe()  # a signal alone would not interrupt the poll
         os.set_blocking(bell, False)
         signal.set_wakeup_fd(bell)
         signal.signal(signal.SIGTERM, self._terminated)
@@ -85,13 +86,13 @@ class Agent:
                 if self.mux.has_output:
                     self.flush()
                 self._rounds += 1
-                if idle or self._connection is None or not self._rounds & 63:  # a busy loop has no time to look
+                if idle or self._connection is None or not self._rounds & 63:  # rarely when busy, to save time
                     self._look_at_the_clock()
         finally:
             self._clean_up()
 
     def _fastpath(self, stream: int, frame: memoryview, head: int) -> bool:
-        """Passes a small call on as it lies, to a seat that is idle and has had one like it."""
+        """Relays a small call without decoding it, to an idle worker that has received a call with the same head."""
         worker = self._workers.known_heads.get(bytes(frame[HEADER.size : HEADER.size + head]))
         return worker is not None and worker.take(stream, frame)
 
@@ -102,7 +103,7 @@ class Agent:
         self._done = True
 
     def _patience(self) -> float:
-        """Seconds until something must be done without being asked."""
+        """Seconds until the next timer."""
         if self._workers.busy:
             return 0.0
         if self._connection and not self._workers.timed:
@@ -118,19 +119,19 @@ class Agent:
             self._done = True
 
     def _until(self) -> float:
-        """When the lease runs out, unless the client is heard before."""
+        """When the lease expires, unless something is received from the client before."""
         record = self._handlers.record
         if record is not None and record.running:
             return time.monotonic() + 3600
         return self._lease.until(self.mux.heard if self._connection else None)
 
     def _is_fulfilled(self) -> bool:
-        """A run's calls are answered, and nobody is there who could make more."""
+        """Whether all calls of a detached run have been answered, and no client is connected that could make more."""
         record = self._handlers.record
         return self._connection is None and record is not None and not record.running
 
     def _clean_up(self) -> None:
-        """Nothing is left: ranks, socket, folder."""
+        """Terminates the workers and removes the socket and the run folder."""
         import shutil
 
         self._handlers.look_at_files()
@@ -156,13 +157,13 @@ class Agent:
         try:
             link, _ = self._listener.accept()
         except OSError:
-            return  # it is gone again
+            return  # the link has already disconnected
         link.setblocking(False)
         self._arriving.add(link)
         self._poller.add(link.fileno(), READ, lambda: self._arrived(link))
 
     def _arrived(self, link: socket.socket) -> None:
-        """A link hands over its ends of a connection, or is gone."""
+        """A link passes its stdin and stdout, or has disconnected."""
         self._poller.drop(link.fileno())
         self._arriving.discard(link)
         fds: list[int] = []
@@ -173,7 +174,7 @@ class Agent:
             connection = Connection(link, source, sink)
             if self._connection is None:
                 self._join(connection)
-            else:  # it may be dead, and may be alive: a client that tries several times says hello once
+            else:  # keep the current one, which may still work: a client that connects several times sends one hello
                 self._poller.add(connection.source, READ, lambda: self._consider(connection))
                 self._waiting.add(connection)
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -183,7 +184,7 @@ class Agent:
             link.close()
 
     def _consider(self, connection: Connection) -> None:
-        """A client on another connection says hello, or has given it up."""
+        """A further connection has data, the client's hello, and replaces the current one; or it was closed."""
         self._poller.drop(connection.source)
         self._waiting.discard(connection)
         if connection.has_data():
@@ -194,7 +195,7 @@ class Agent:
 
     def _join(self, connection: Connection) -> None:
         self._poller.add(connection.source, READ, self._read)
-        if self._ended is not None:  # the client is there, however that one ended
+        if self._ended is not None:  # the client still runs, so why that one ended no longer matters
             self._close_ended()
         self._connection = connection
         self.mux.attach(self._hello())
@@ -252,10 +253,10 @@ class Agent:
             return self.mux.relay(bytes(frame), connection.send)
         except OSError:
             self._drop(looking=True)
-            return True  # it is kept, for the next connection
+            return True  # the mux keeps it for the next connection
 
     def _drop(self, *, looking: bool = False) -> None:
-        """The connection is gone; the client may come back. With `looking`, `_judge` decides how long to wait."""
+        """The connection is lost; the client may reconnect. With `looking`, `_judge` decides how long to wait."""
         connection = self._connection
         if connection is None:
             return
@@ -263,7 +264,7 @@ class Agent:
         self._poller.drop(connection.sink)
         self._connection = None
         self._lease.disconnected()
-        if not self._greeted:  # it gave up before it had begun
+        if not self._greeted:  # the client disconnected before its first hello
             self._done = True
         if not looking or not connection.greeted or self._done:
             connection.close()
@@ -273,7 +274,7 @@ class Agent:
             self._judge()
 
     def _judge(self) -> None:
-        """Decides whether the program or only a connection has ended. A client that tries others still runs."""
+        """Decides whether the program or only the connection has ended. A client that opens further ones still runs."""
         assert self._ended is not None
         if (self._local or self._ended.is_there()) and not self._waiting:
             self._lease.program_ended()
@@ -286,7 +287,7 @@ class Agent:
         self._ended.close()
         self._ended = None
 
-    # ---- what the mux tells
+    # ---- callbacks of the mux
 
     def hello(self, payload: bytes) -> None:
         hello = messages.expect(ClientHello, payload)

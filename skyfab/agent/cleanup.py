@@ -1,18 +1,18 @@
-"""The sweep: run folders whose agent is no more, because the host lost power, go when the next pool comes."""
+"""Removes run folders whose agent no longer runs, for example after a power failure; done when a new pool starts."""
 
 from __future__ import annotations
 
 import os
 
 _YOUNG = 60.0
-"""Seconds in which a folder may have no agent yet."""
+"""Seconds for which a new folder may have no agent yet."""
 
 
 def sweep(own: str) -> None:
-    """Removes what the dead have left beside our run folder, which is the current one."""
-    place, now = os.path.dirname(own), os.stat(own).st_mtime  # by the clock of whoever keeps the files
+    """Removes the run folders beside `own` whose agents no longer run. `own` must be the current directory."""
+    place, now = os.path.dirname(own), os.stat(own).st_mtime  # by the clock of the file system, which may be remote
     for name in os.listdir(place):
-        folder = os.path.join("..", name)  # relative: the path of a socket must be short
+        folder = os.path.join("..", name)  # relative, because the length of socket paths is limited
         try:
             old = os.stat(folder).st_mtime < now - _YOUNG
             if name != os.path.basename(own) and old and _is_dead(folder):
@@ -20,11 +20,14 @@ def sweep(own: str) -> None:
 
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            continue  # somebody else is at it
+            continue  # another process uses or removes it
 
 
 def _is_dead(folder: str) -> bool:
-    """Nobody is about to start there, and nobody listens."""
+    """Whether no agent listens in the folder and no link is about to start one.
+
+    Raises OSError if a link holds the folder's lock.
+    """
     import fcntl
     import socket
 

@@ -1,4 +1,4 @@
-"""A connection: the two ends that a link has handed over."""
+"""One SSH connection as the agent holds it: the stdin and stdout that a link process has passed on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from socket import SOL_SOCKET
 
 from skyfab.protocol.pipes import widen
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     import socket
     from typing import Final
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 SO_PEERCRED: Final = 17
-"""Linux's number: some builds of Python do not have the name."""
+"""Linux's value: some builds of Python do not define the name."""
 _ANCESTORS: Final = 8
-"""Shells and wrappers between sshd and the link, at the most."""
+"""Maximum number of shells and wrappers between sshd and the link."""
 
 
 class Connection:
-    """The stdin and stdout of a link, and the link, which sleeps until we let go."""
+    """The stdin and stdout of a link, and the socket to the link, which exits when the socket is closed."""
 
     def __init__(self, link: socket.socket, source: int, sink: int) -> None:
         self._link = link
@@ -42,25 +42,25 @@ class Connection:
             widen(fd)
         self._server = _server_of(link)
         self.greeted = False
-        """The client has said hello on it; else it is one of several attempts."""
+        """The client has sent hello on it; else it is one of several connection attempts."""
         self.recv_into: RecvInto = io.FileIO(source, closefd=False).readinto
         self.send: Send = functools.partial(os.writev, sink)
 
     def has_data(self) -> bool:
-        """Something can be read that is not the end."""
+        """Whether data can be read, and not just end of file."""
         count = array.array("i", [0])
         fcntl.ioctl(self.source, termios.FIONREAD, count)
         return count[0] > 0
 
     def is_there(self) -> bool:
-        """One direction at least is still open at the other end, or sshd still holds the connection.
+        """Whether at least one direction is still open at the other end, or the connection's sshd still runs.
 
-        When a program ends while its ranks print, ssh closes both directions in good order, and stays until the link
-        has ended. Where a connection breaks, both are gone, and its sshd with them.
+        When a program exits while its workers print, ssh closes both directions in order, and sshd stays until the link
+        has exited. When a connection breaks, both directions and the sshd are lost.
         """
         poll = select.poll()
         for fd in (self.source, self.sink):
-            poll.register(fd, 0)  # what is wrong with it is told unasked
+            poll.register(fd, 0)  # errors and hang-ups are always reported
         return len(poll.poll(0)) < 2 or (self._server is not None and _about(self._server[0])[2:] == self._server[1:])
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Connection:
 
 
 def _server_of(link: socket.socket) -> tuple[int, str] | None:
-    """The sshd that the link belongs to, and when it started; None where there is none, or nothing tells."""
+    """The pid of the sshd that the link belongs to, and its start time; None if there is none or it cannot be found."""
     try:
         peer = link.getsockopt(SOL_SOCKET, SO_PEERCRED, 12)
     except OSError:
@@ -78,14 +78,14 @@ def _server_of(link: socket.socket) -> tuple[int, str] | None:
     pid = int.from_bytes(peer[:4], sys.byteorder)
     for _ in range(_ANCESTORS):
         name, parent, started = _about(pid)
-        if name.startswith("sshd"):  # newer ones are called sshd-session
+        if name.startswith("sshd"):  # newer versions use sshd-session
             return pid, started
         pid = parent
     return None
 
 
 def _about(pid: int) -> tuple[str, int, str]:
-    """The name, the parent and the start of a process that lives; empty where it does not."""
+    """The name, parent and start time of a running process; empty values if it does not run."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             before, _, after = file.read().rpartition(")")

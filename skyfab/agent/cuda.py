@@ -1,10 +1,10 @@
-"""CUDA that no longer works in a process: after a device-side assert, say, every later call on the GPU fails too."""
+"""Detects that CUDA is unusable in this process: after a device-side assert, say, every later GPU call fails."""
 
 from __future__ import annotations
 
 import sys
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
@@ -13,10 +13,10 @@ _SIGNS = ("CUDA error", "CUDA driver error", "cuda error", "CUBLAS_STATUS", "cuD
 
 
 def is_unusable(error: BaseException) -> bool:
-    """Whether an error of a call has left CUDA unusable in this process.
+    """Whether the error of a call has left CUDA unusable in this process.
 
-    Only where the error is CUDA's, torch is loaded and has used CUDA, is a tiny operation tried. Running out of memory
-    is no such error: the next call may need less.
+    Tries a tiny operation, but only if the error is from CUDA, and torch is loaded and has used CUDA. Running out of
+    memory does not count: the next call may need less.
     """
     torch = sys.modules.get("torch")
     if torch is None or not any(map(_is_cudas, _chain(error))):
@@ -32,7 +32,7 @@ def is_unusable(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it came from: functions wrap errors in their own."""
+    """The error and its causes, because functions wrap errors in their own."""
     seen: list[BaseException] = []
     found: BaseException | None = error
     while found is not None and found not in seen:
@@ -59,13 +59,13 @@ def _text(error: BaseException) -> str:
 
 
 def _used(torch: Any) -> list[int]:
-    """The devices on which this process has something; asking another one would occupy memory there."""
+    """The devices on which this process has memory. Probing another one would allocate memory there."""
     cuda = torch.cuda
     current = cuda.current_device()
     return [number for number in range(cuda.device_count()) if number == current or cuda.memory_reserved(number)]
 
 
 def _probe(torch: Any, device: int) -> None:
-    """Raises where the device cannot be used. Never waits for what still runs there: that may be a collective."""
+    """Raises if the device cannot be used. Never waits for running kernels: one may be a collective that hangs."""
     if torch.cuda.current_stream(device).query():
         torch.zeros(1, device=f"cuda:{device}").item()

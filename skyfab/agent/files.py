@@ -1,7 +1,7 @@
-"""The working folder of a host's ranks: where relative paths of functions lead.
+"""The working directory of a host's workers: creates it, copies included files into it, reports new files.
 
-A project's folder in the cache, or a path that the user has named, stays when the pool goes. What the user included is
-laid out in it, and whatever else has been written there can be told.
+A project's folder in the cache, or a path that the user has given, persists when the pool closes. The files that the
+user included are copied into it, and other files that were written there can be listed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ import time
 
 from skyfab.errors import ProtocolError
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any, Final
 
 INCLUDED: Final = "files"
-"""The folder of a project's tree that holds what is laid out in the working folder."""
+"""The folder of a project's tree with the files that are copied into the working directory."""
 _MOST: Final = 20_000
 _SECONDS: Final = 0.5
-"""A look at a working folder ends after so many files and so long: there may be any number of them."""
+"""Limits for the scan of a working directory, files and seconds: it may contain any number of files."""
 _NAMES: Final = 3
 
 
 def place(workdir: str, cache: str) -> str:
-    """The path of a working folder: one that the user has named, or a project's in the cache. Empty: the pool's own."""
+    """The path of a working directory: given by the user, or a project's folder in the cache. Empty: the pool's own.
+
+    Raises FileNotFoundError for an unknown user, ProtocolError for an invalid name.
+    """
     if not workdir:
         return ""
     if workdir.startswith(("/", "~")):
@@ -41,13 +44,13 @@ def place(workdir: str, cache: str) -> str:
 
 
 def enter(folder: str, cache: str, included: str) -> None:
-    """Makes the folder, puts into it what was included, and goes there. Raises OSError."""
+    """Creates the folder, changes to it, and copies the included files into it. Raises OSError."""
     if folder:
         kept = os.path.join(cache, "files")
         if os.path.dirname(folder) == kept:
             for part in (kept, folder):
                 os.makedirs(part, mode=0o700, exist_ok=True)
-            os.utime(folder)  # it is in use: `skyfab gc` leaves it alone
+            os.utime(folder)  # marks it as in use, for `skyfab gc`
         else:
             os.makedirs(folder, exist_ok=True)
         os.chdir(folder)
@@ -56,7 +59,7 @@ def enter(folder: str, cache: str, included: str) -> None:
 
 
 def _lay_out(source: str, target: str) -> None:
-    """Copies a file, unless it is there already. Several processes may do so at once."""
+    """Copies a file, unless it is already there. Several processes may do so at once."""
     if _same(source, target):
         return
     folder = os.path.dirname(target)
@@ -77,7 +80,7 @@ def _lay_out(source: str, target: str) -> None:
 
 
 def _same(source: str, target: str) -> bool:
-    """It was laid out from there and not changed since, or is the same by chance."""
+    """Whether the target is a copy of the source: by size and modification time, or else by content."""
     try:
         ours, theirs = os.stat(source), os.stat(target)
         if ours.st_size != theirs.st_size or not stat.S_ISREG(theirs.st_mode):
@@ -103,25 +106,28 @@ def _inside(folder: str) -> Iterator[str]:
 
 
 class Written:
-    """What processes write in their working folders while a pool is open."""
+    """Tracks which files processes write in persistent working directories while a pool is open."""
 
     def __init__(self) -> None:
         self._folders: dict[str, tuple[str, float, set[str]]] = {}
-        """For each working folder, as the client calls it: its path, since when, and what was included."""
+        """For each working directory, by the client's name: its path, since when, and the folders of included files."""
 
     def begin(self, workdir: str, path: str, included: str) -> None:
-        """A process is about to start there. Called in the pool's run folder, where gc looks for what is in use."""
+        """A process is about to start in this working directory.
+
+        Notes it in the current directory, which is the pool's run folder: there gc looks for what is in use.
+        """
         if workdir not in self._folders:
             since = time.time()
             with contextlib.suppress(OSError):
                 with open("files", "a") as note:
                     note.write(f"{workdir}\n")
-                since = os.stat("files").st_mtime  # by the clock of the disk
+                since = os.stat("files").st_mtime  # by the clock of the file system
             self._folders[workdir] = (path, since, set())
         self._folders[workdir][2].add(included)
 
     def report(self) -> list[dict[str, Any]]:
-        """For each folder in which something was written: how many files, their size, and the names of some."""
+        """For each directory with new files: how many, their total size, and the names of the newest."""
         found = []
         for workdir, (path, since, included) in self._folders.items():
             files, complete = _changed(path, since, included)
@@ -140,7 +146,7 @@ class Written:
 
 
 def _changed(folder: str, since: float, included: set[str]) -> tuple[list[tuple[str, int, float]], bool]:
-    """Files below a folder that were written since then: name, size and time; and whether these are all."""
+    """Files below a folder that were written since then (name, size and time), and whether the list is complete."""
     found: list[tuple[str, int, float]] = []
     deadline = time.monotonic() + _SECONDS
     for seen, inner in enumerate(_inside(folder)):

@@ -1,4 +1,4 @@
-"""Orders: what the client asks for, carried out. Mechanisms only; which call goes where is the client's business."""
+"""Message handlers of the agent: one method per client message. Scheduling is done by the client, not here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyfab.protocol.blobs import Assembly, inline_size
 from skyfab.protocol.frames import CHUNK
 from skyfab.protocol.messages import Done
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from typing import Any, Final
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from skyfab.protocol.mux import Mux
 
     Data = memoryview | None
-    """What a small message has with it; a large one's data follows."""
+    """The data of a small message; None for a large one, whose data follows."""
 
 
 class Handlers:
-    """Takes a client's messages one by one."""
+    """Executes the client's messages one by one."""
 
     def __init__(self, mux: Mux, workers: Workers, uploads: Uploads, watch: Poller, *, run: str, cache: str) -> None:
         self._mux = mux
@@ -44,7 +44,7 @@ class Handlers:
         self._written = Written()
         self._functions: dict[str, tuple[bytes, bytes | Assembly]] = {}
         self.record: RunFolder | None = None
-        """Of a run that goes on without a client."""
+        """The folder of the detached run, if there is one."""
 
     def take(self, stream: int, head: bytes, data: Data) -> None:
         message = messages.decode(head)
@@ -54,12 +54,15 @@ class Handlers:
             self._uploads.fail(stream, error)
 
     def look_at_files(self) -> None:
-        """A run's record says what was written. This takes a while, and comes before the run folder goes."""
+        """Notes in the folder of a detached run which files were written.
+
+        This may take a while, and must be done before the agent's run folder is removed.
+        """
         if self.record is not None:
             self.record.files = self._written.report()
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Closes the detached run's folder and all ports."""
         if self.record is not None:
             self.record.close()
         self._ports.close_all()
@@ -105,7 +108,7 @@ class Handlers:
                 self._workers.recognise(head, worker)
 
     def _refuse(self, stream: int, name: str) -> None:
-        """Answers a call to a seat without a process: "died" if that could not be started, else "unstarted"."""
+        """Replies to a call for a worker that does not exist: "died" if it could not be started, else "unstarted"."""
         if name not in self._workers.not_started:
             self._mux.send(stream, messages.Ended(why="unstarted").encode())
             return
@@ -115,7 +118,7 @@ class Handlers:
         self._workers.mux.send(stream, messages.Ended(why="died", text=why).encode())
 
     def _send_function(self, worker: WorkerHandle, digest: str) -> None:
-        """Passes a function on to a rank that has not seen it."""
+        """Sends a function to a worker that does not have it."""
         head, content = self._functions[digest]
         worker.functions.add(digest)
         if isinstance(content, bytes):
@@ -140,7 +143,7 @@ class Handlers:
         self._workers.forget()
         for worker in self._workers:
             worker.functions.difference_update(message.digests)
-            if not worker.calls:  # one that waits may be for such a function
+            if not worker.calls:  # a queued call may use such a function
                 worker.tell(0, head, b"")
 
     def _cancel(self, stream: int, message: messages.Cancel, head: bytes, data: Data) -> None:
@@ -156,7 +159,7 @@ class Handlers:
         self._workers.release(message.worker)
 
     def _detach(self, stream: int, message: messages.Detach, head: bytes, data: Data) -> None:
-        if not message.run.isalnum():  # it names a folder
+        if not message.run.isalnum():  # it becomes the name of a folder
             raise ProtocolError(f"not the name of a run: {message.run!r:.80}")
         if self.record is not None:
             raise ProtocolError("this agent has a run already")

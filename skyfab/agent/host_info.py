@@ -1,4 +1,4 @@
-"""The machine as its agent finds it: name, addresses, GPUs, and how processes end on it."""
+"""Facts about the host that its agent reports: name, addresses, CPUs and GPUs; and why a process was killed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 
 class HostInfo:
-    """Facts about this machine, read once and cheaply."""
+    """Facts about this host that are cheap to read."""
 
     def __init__(self) -> None:
         self.name = socket.gethostname()
@@ -23,16 +23,16 @@ class HostInfo:
         self._kills = _out_of_memory_kills()
 
     def reached_through(self, connection: str) -> None:
-        """Learns its own address from sshd's ``SSH_CONNECTION``: the one that is known to work."""
+        """Takes the host's address from sshd's ``SSH_CONNECTION``, because that one is known to work."""
         words = connection.split()
         if len(words) == 4:
             self.address = words[2]
 
     def addresses(self) -> list[list[str]]:
-        """Where other hosts may find it: pairs of interface and address, with the length of its network's prefix.
+        """Addresses at which other hosts may reach it: pairs of interface, and address with prefix length.
 
-        Loopback and link-local addresses are left out, and so are interfaces that are down. Empty where the system is
-        not Linux.
+        Loopback and IPv6 link-local addresses are left out, and so are IPv4 interfaces that are down. Empty if the
+        system is not Linux.
         """
         if not sys.platform.startswith("linux"):
             return []
@@ -40,7 +40,7 @@ class HostInfo:
 
     @property
     def network(self) -> str:
-        """Names this network stack. Two agents that say the same reach each other at any address, loopback too."""
+        """Identifies the network stack. Agents with the same value reach each other at any address, even loopback."""
         try:
             with open("/proc/sys/kernel/random/boot_id") as file:
                 return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
@@ -48,7 +48,7 @@ class HostInfo:
             return self.name
 
     def describe_end(self, exitcode: int) -> str:
-        """In words, how a process with this exit code ended."""
+        """Describes how a process with this exit code ended."""
         if exitcode >= 0:
             return f"its process ended with exit code {exitcode}"
         try:
@@ -64,7 +64,7 @@ class HostInfo:
 
 _UP, _LOOPBACK = 0x1, 0x8
 _INTERFACES, _FLAGS, _NETMASK = 0x8912, 0x8913, 0x891B
-"""What Linux calls SIOCGIFCONF, SIOCGIFFLAGS, SIOCGIFNETMASK."""
+"""Linux's SIOCGIFCONF, SIOCGIFFLAGS, SIOCGIFNETMASK."""
 
 
 def _ipv4() -> list[list[str]]:
@@ -87,17 +87,17 @@ def _ipv4() -> list[list[str]]:
                     prefix = int.from_bytes(mask, "big").bit_count()
                     address = socket.inet_ntoa(bytes(room[at + 20 : at + 24]))
                     found.append([name.partition(b"\0")[0].decode(errors="replace"), f"{address}/{prefix}"])
-        except OSError:  # an interface went away
+        except OSError:  # an interface was removed meanwhile
             pass
     return found
 
 
 def _ipv6() -> list[list[str]]:
-    """Global addresses, and none that the system itself would not use (tentative, failed, deprecated)."""
+    """Global addresses, without those that the system itself would not use (tentative, failed, deprecated)."""
     try:
         with open("/proc/net/if_inet6") as lines:
             words = [line.split() for line in lines]
-    except OSError:  # it has none
+    except OSError:  # the system has no IPv6
         return []
     return [
         [name, f"{socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))}/{int(prefix, 16)}"]
@@ -107,7 +107,7 @@ def _ipv6() -> list[list[str]]:
 
 
 def _cloudpickle() -> str:
-    """The version of the one that ranks will import, without waiting for its import."""
+    """The version of the cloudpickle that workers will import, read from its source to avoid the import."""
     spec = find_spec("cloudpickle")
     if spec is None or spec.origin is None:
         return "none"
@@ -124,7 +124,7 @@ def _gpus() -> int:
 
 
 def _out_of_memory_kills() -> int:
-    """The kernel's count, which any user may read."""
+    """The kernel's count of out-of-memory kills, which any user may read."""
     try:
         with open("/proc/vmstat") as lines:
             return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

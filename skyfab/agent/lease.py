@@ -1,28 +1,28 @@
-"""The lease: how long an agent goes on without its client.
+"""The lease: how long an agent stays without its client before it exits.
 
-A program that has ended is not a network that went away. When a program ends, its ssh closes the link's input in good
-order while the output, or at least the sshd, stays, and the client does not come back: ten seconds are enough. When a
-connection breaks, all are gone at once, and when a network goes away, none is: then the client may come back, and has
-its whole lease.
+The time depends on whether the client program has ended or the network has failed. When a program ends, its ssh closes
+the link's input in order while the output, or at least the sshd, stays, and the client does not reconnect: ten seconds
+are enough. When a connection breaks, input, output and sshd are lost at once; when a network fails without notice,
+none is. In both cases the client may reconnect, and has its whole lease to do so.
 """
 
 from __future__ import annotations
 
 import time
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Final
 
 _FIRST: Final = 30.0
-"""Seconds to wait for the first hello, which says how long later silences may be."""
+"""Seconds to wait for the first hello, which sets the lease for later interruptions."""
 _ENDED: Final = 10.0
-"""Seconds to wait for a program that has ended: it may only have looked so, and then is back within moments."""
+"""Seconds to wait after a program seems to have ended. If it has not, it reconnects within moments."""
 
 
 class Lease:
-    """Seconds without a client, and why."""
+    """Tracks how long no client has been connected, and why."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -31,11 +31,11 @@ class Lease:
         self._ended = False
 
     def agree(self, seconds: float) -> None:
-        """The client has said how long its silences may be."""
+        """Sets the lease that the client has requested."""
         self._seconds = seconds
 
     def disconnected(self) -> None:
-        """There is no connection any more."""
+        """The connection was lost."""
         self._alone_since = self._clock()
         self._ended = False
 
@@ -45,14 +45,14 @@ class Lease:
 
     @property
     def is_program_ended(self) -> bool:
-        """The program has ended, as far as can be seen."""
+        """Whether the client program seems to have ended."""
         return self._ended
 
     @property
     def seconds(self) -> float:
-        """How long to wait, as things are."""
+        """How long to wait for the client in the current state."""
         return min(self._seconds, _ENDED) if self._ended else self._seconds
 
     def until(self, heard: float | None) -> float:
-        """When it runs out, unless the client is heard before; `heard` is when it last was, where it is connected."""
+        """When the lease expires. `heard` is when the last frame was received; None if no client is connected."""
         return self._alone_since + self.seconds if heard is None else heard + self._seconds

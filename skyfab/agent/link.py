@@ -1,7 +1,7 @@
-"""The link: joins the connection that sshd made to the pool's agent, starting that if need be.
+"""The link: the program that sshd runs for each connection; it attaches the connection to the pool's agent.
 
-It hands its stdin and stdout to the agent and sleeps until the agent lets go, so that no process
-stands between sshd and the agent.
+It starts the agent if necessary, passes it its stdin and stdout over a Unix socket, and sleeps until the agent closes
+the socket. So no process copies data between sshd and the agent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SOCKET = "agent.sock"
 
 
 def main(argv: list[str]) -> int:
-    """``link CACHE SESSION start|resume``; the marker line for success is already out."""
+    """``link CACHE SESSION start|resume``. The bootstrap has already written the marker line for success."""
     cache, session, mode = argv
     try:
         _enter_folder(cache, session, make=mode == "start")
@@ -30,14 +30,14 @@ def main(argv: list[str]) -> int:
     socket.send_fds(agent, [json.dumps(about).encode()], [0, 1])
     for fd in (0, 1):
         os.close(fd)
-    agent.recv(1)  # until the agent lets go, or is no more
+    agent.recv(1)  # until the agent closes the socket or terminates
     return 0
 
 
 def _enter_folder(cache: str, session: str, *, make: bool) -> None:
-    """Makes the pool's run folder and goes there: socket paths are short only when relative.
+    """Creates the pool's run folder and changes to it: the length of socket paths is limited, so they are relative.
 
-    Hosts that share a home folder keep apart by host name.
+    The path contains the host name, because hosts may share a home folder.
     """
     folder = os.path.join(cache, "run", socket.gethostname(), session)
     if make:
@@ -53,9 +53,9 @@ def _enter_folder(cache: str, session: str, *, make: bool) -> None:
 
 
 def _check(path: str) -> None:
-    """Refuses a path of which another user could replace a part.
+    """Raises PermissionError for a path of which another user could replace a component.
 
-    Parts above the home folder are not checked: a user who can replace that controls the account anyway.
+    Folders above the home folder are not checked: a user who can replace that controls the account anyway.
     """
     home = os.path.join(os.path.expanduser("~"), "")
     while not home.startswith(os.path.join(path, "")):
@@ -68,10 +68,10 @@ def _check(path: str) -> None:
 
 
 def _agent(cache: str, session: str, *, may_start: bool) -> socket.socket:
-    """A connection to the agent's socket."""
+    """Connects to the agent's socket, and starts the agent if it does not run."""
     with open("lock", "w") as lock:
         with contextlib.suppress(OSError):  # some file systems have no locks
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two links may come at once
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two links may start at once
         client = socket.socket(socket.AF_UNIX)
         try:
             client.connect(SOCKET)
@@ -91,9 +91,9 @@ def _agent(cache: str, session: str, *, may_start: bool) -> socket.socket:
 
 
 def _note_uses(cache: str) -> None:
-    """Writes down which environment and bundle of the cache this is, for ``skyfab gc`` to leave alone.
+    """Notes in the run folder which environment and bundle of the cache are in use, so that ``skyfab gc`` keeps them.
 
-    The bundle comes last: a run folder without that note, as on a full disk, may use anything.
+    The bundle is written last: if that note is missing, as on a full disk, gc must assume that anything may be in use.
     """
     bundle = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     env = os.path.dirname(os.path.dirname(sys.executable))  # without site, sys.prefix is not the environment's
@@ -108,7 +108,7 @@ def _note_uses(cache: str) -> None:
 
 
 def _start(listener: socket.socket, cache: str, session: str, *, inherited: tuple[int, ...]) -> None:
-    """Forks the agent as a daemon: no terminal, no parent that waits, none of our descriptors."""
+    """Forks the agent as a daemon: no terminal, no waiting parent, none of our descriptors."""
     first = os.fork()
     if first:
         os.waitpid(first, 0)
@@ -130,7 +130,7 @@ def _start(listener: socket.socket, cache: str, session: str, *, inherited: tupl
     try:
         from skyfab.agent.zygote import Zygote
 
-        zygote = Zygote()  # first: what it imports takes longest
+        zygote = Zygote()  # first, because its imports take longest
         from skyfab.agent.agent import Agent
 
         Agent(listener, zygote, cache=cache, session=session).run()

@@ -1,7 +1,7 @@
-"""Logs: what a rank writes, kept in a file on the host and forwarded as fast as the client takes it.
+"""Captures a worker's stdout and stderr: stores them in a file on the host and forwards them to the client.
 
-The file is the buffer: when the client is slow or away, the rank goes on, and forwarding
-catches up from the file.
+The file is the buffer: when the client is slow or disconnected, the worker continues, and forwarding catches up from
+the file later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from skyfab.protocol.messages import Log
 from skyfab.protocol.pipes import ROOM, widen
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from typing import Final
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from skyfab.protocol.mux import Mux
 
 _ROOM: Final = 1024 * 1024
-"""Bytes that may wait for the connection; the rest waits in the file."""
+"""Bytes that may be queued for the connection; the rest waits in the file."""
 _LARGE: Final = 64 * 1024 * 1024
-"""Bytes in a file, after which another one is begun; the last two are kept."""
+"""Bytes after which the log file is rotated; the last two files are kept."""
 _MOST: Final = 1024 * 1024 * 1024
-"""Bytes that may wait in the file; a process that writes more than its client takes has to wait."""
+"""Bytes that may wait in the file. A process that writes more than its client receives is blocked then."""
 
 
 class LogPipe:
-    """The agent's end of one rank's stdout or stderr."""
+    """The agent's end of one worker's stdout or stderr."""
 
     def __init__(self, mux: Mux | RunFolder, stream: int, path: str, *, worker: str, fd: int) -> None:
         self.source, self.sink = os.pipe()
         os.set_blocking(self.source, False)
-        widen(self.source)  # a burst of lines does not stop the rank
+        widen(self.source)  # so that a burst of lines does not block the worker
         self._mux = mux
         self._path = path
         self._stream = stream
@@ -41,22 +41,22 @@ class LogPipe:
         with contextlib.suppress(OSError):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self._base = 0
-        """Bytes that were in the files before this one."""
+        """Bytes that were written to earlier files."""
         self.end = self._sent = os.fstat(self._file).st_size if self._file >= 0 else 0
-        """Bytes that the process has written."""
+        """Bytes of output so far, in the file or forwarded."""
         self._full = False
         self.hung_up = False
         self._unkept = b""
-        """What neither the file nor the connection had room for."""
+        """Output that neither the file nor the connection could take."""
         self._announce: bytes | None = Log(worker=worker, fd=fd).encode()
 
     def fileno(self) -> int:
         return self.source
 
     def drain(self) -> bool:
-        """Takes what is in the pipe. False when nobody can write any more.
+        """Reads once from the pipe. Returns False at end of file: all writers have closed it.
 
-        A pipeful at a time: a process that never stops writing does not keep the agent from its other work.
+        It reads at most a pipe's capacity, so that a process that writes all the time does not block the agent.
         """
         if self.stopped:
             return True
@@ -73,7 +73,7 @@ class LogPipe:
         kept = self._write(data)
         if ahead:
             self._forward(data)
-        elif kept < len(data):  # a full disk, and a client that is behind: the process has to wait
+        elif kept < len(data):  # the disk is full and the client is behind: the process must wait
             self._unkept = data[kept:]
         self.end += len(data) if ahead else kept
         if ahead:
@@ -82,7 +82,7 @@ class LogPipe:
                 self._turn_over()
 
     def _turn_over(self) -> None:
-        """Begins a new file; the one before the last is gone."""
+        """Rotates the log file, and deletes the one before the last."""
         with contextlib.suppress(OSError):
             os.rename(self._path, f"{self._path}.1")
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
@@ -92,7 +92,7 @@ class LogPipe:
             self._base = self.end
 
     def _write(self, data: bytes) -> int:
-        """How much of it is in the file now. A file that has missed something is not written to again."""
+        """Returns how many bytes were written. After a failed write, the file is not written to again."""
         if self._file < 0 or self._full:
             return 0
         view = memoryview(data)
@@ -105,20 +105,20 @@ class LogPipe:
 
     @property
     def stopped(self) -> bool:
-        """Nothing more is read until the client has caught up."""
+        """Whether reading is suspended until the client has caught up."""
         return bool(self._unkept) or self.end - self._sent > _MOST
 
     def told(self, mark: int) -> bool:
-        """Everything up to `mark` has been handed to the connection."""
+        """Whether everything up to `mark` has been given to the connection."""
         return self._sent - self._mux.queued(self._stream) >= mark
 
     @property
     def waiting(self) -> bool:
-        """Something that was read has not been handed to the connection."""
+        """Whether something that was read has not been given to the connection."""
         return self._sent < self.end or bool(self._unkept) or self._mux.queued(self._stream) > 0
 
     def catch_up(self) -> bool:
-        """Forwards more of the file, as there is room. True: it did."""
+        """Forwards more of the file, as far as the connection takes it. Returns whether it forwarded anything."""
         before = self._sent
         while self._sent < self.end and self._mux.queued(self._stream) < _ROOM:
             data = os.pread(self._file, min(256 * 1024, self.end - self._sent), self._sent - self._base)
@@ -140,20 +140,20 @@ class LogPipe:
         self._mux.send_data(self._stream, data)
 
     def move(self, path: str, record: RunFolder) -> None:
-        """Goes on elsewhere, for nobody who listens."""
+        """Continues in the folder of a detached run, without forwarding."""
         with contextlib.suppress(OSError):
             os.rename(self._path, path)
         self._path = path
         self._mux = record
 
     def hang_up(self) -> None:
-        """Nobody writes any more; what was written is still passed on."""
+        """Closes the pipe; what was written is still forwarded."""
         if not self.hung_up:
             os.close(self.source)
             self.hung_up = True
 
     def close(self) -> None:
-        """All has been passed on."""
+        """Closes the log, after all of it has been forwarded."""
         self.hang_up()
         if self._file >= 0:
             os.close(self._file)

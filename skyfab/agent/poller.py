@@ -1,10 +1,10 @@
-"""The watch: which descriptors are waited for, and who is called when one is ready."""
+"""The agent's event loop primitive: waits for file descriptors and calls a callback for each that is ready."""
 
 from __future__ import annotations
 
 import select
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
@@ -14,11 +14,11 @@ WRITE = select.POLLOUT
 
 
 _LONGEST = 3600.0
-"""Seconds; the system cannot count much further."""
+"""Seconds. The system's timeouts have a limit."""
 
 
 class Poller:
-    """One `epoll`, or `poll` where there is none, with a callback for each descriptor."""
+    """An `epoll`, or `poll` where there is none, with a callback for each descriptor."""
 
     def __init__(self) -> None:
         self._calls: dict[int, Callable[[], None]] = {}
@@ -33,7 +33,7 @@ class Poller:
             self._calls[fd] = call
 
     def drop(self, fd: int) -> None:
-        """Before the descriptor is closed. Dropping it again does nothing."""
+        """Removes a descriptor; call it before closing that. Dropping it again does nothing."""
         if self._calls.pop(fd, None) is not None:
             self._poll.unregister(fd)
 
@@ -41,10 +41,10 @@ class Poller:
         return fd in self._calls
 
     def wait(self, timeout: float) -> bool:
-        """Waits for the first that is ready and calls all that are. False: none was."""
+        """Waits until some descriptor is ready, and runs the callbacks of all that are. Returns False on timeout."""
         ready = self._poll.poll(min(timeout, _LONGEST) * self._unit)
         for fd, _ in ready:
             call = self._calls.get(fd)
-            if call is not None:  # one before it may have dropped it
+            if call is not None:  # an earlier callback may have dropped it
                 call()
         return bool(ready)

@@ -1,4 +1,7 @@
-"""Ports: where ranks will meet, bound before the number is told; and where other hosts may try to reach this one."""
+"""Listening TCP sockets of the agent: for a gang's rendezvous, and for reachability probes by other hosts.
+
+A rendezvous port is bound before its number is sent, so that no other process can take it.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,22 @@ import socket
 
 from skyfab.agent.poller import READ
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from skyfab.agent.poller import Poller
 
 
 class Ports:
-    """Sockets that listen, until a process takes one over."""
+    """Listening sockets, until they are passed to a process or closed."""
 
     def __init__(self, watch: Poller) -> None:
         self._poller = watch
         self._sockets: dict[int, socket.socket] = {}
 
     def open(self, address: str = "", word: str = "") -> int:
-        """Listens at a free port of this address, or of all where it is not this machine's; returns its number.
+        """Listens on a free port of this address, or of all addresses if it is not this host's; returns the port.
 
-        With a `word`, whoever connects is told it, at any address of the machine.
+        With a `word`, listens on all addresses of the host and sends the word to each peer that connects.
         """
         listener = _everywhere() if word else _at(address)
         listener.listen(2048)
@@ -34,7 +37,7 @@ class Ports:
         return port
 
     def hand_over(self, port: int) -> int:
-        """The descriptor of a socket that listens there, now the caller's to close; -1 where there is none."""
+        """The descriptor of the socket that listens on the port, which the caller must close; -1 if there is none."""
         listener = self._sockets.pop(port, None)
         if listener is None:
             return -1
@@ -61,7 +64,7 @@ def _at(address: str) -> socket.socket:
 
 
 def _everywhere() -> socket.socket:
-    """By IPv4 and by IPv6, where there is such a thing."""
+    """A socket for all IPv4 and IPv6 addresses; IPv4 only if the system has no IPv6."""
     listener = None
     try:
         listener = socket.socket(socket.AF_INET6)
@@ -77,7 +80,7 @@ def _everywhere() -> socket.socket:
 def _tell(listener: socket.socket, word: str) -> None:
     try:
         connection, _ = listener.accept()
-    except OSError:  # it has hung up
+    except OSError:  # the peer has already disconnected
         return
     with connection:
         connection.setblocking(False)

@@ -1,6 +1,6 @@
-"""Reach: can other hosts be connected to from here, at which of their addresses, and is it they who answer?
+"""Peer probe: checks which other hosts this host can connect to, at which addresses, and that the right host replies.
 
-That takes seconds where a packet is lost or a machine is busy: a thread does it, and the agent's loop goes on.
+This takes seconds if a packet is lost or a machine is busy, so it runs on a thread and does not block the agent's loop.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from collections import deque
 
 from skyfab.agent.poller import READ
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from skyfab.agent.poller import Poller
 
 _ABREAST = 128
-"""Connections at a time: a process may have few descriptors."""
+"""Concurrent connections: the number of descriptors may be limited."""
 _TRIES = 3
-"""How often an address is tried that refuses at once: a busy machine may do better a moment later."""
+"""How often an address is tried if the connection fails: a busy machine may accept it a moment later."""
 _PAUSE = 0.25
 """Seconds between tries."""
 _MORE = 1.0
-"""Seconds that the other addresses of a host have, once one of them has answered."""
+"""Seconds to wait for the other addresses of a host, once one of them has replied."""
 _LONGEST = 60.0
 
 
 class PeerProbe:
-    """Tries to reach peers (address, port, word), on a thread.
+    """Tries to connect to peers (address, port, word) on a thread.
 
-    `done` is called in the agent's loop. It is told of each peer what went wrong, or nothing; and the address of this
-    host that leads to it.
+    `done` is called in the agent's loop, with a pair for each peer: the error or an empty string; and this host's own
+    address on the route to it.
     """
 
     def __init__(
         self, peers: list[list[str]], patience: float, watch: Poller, done: Callable[[list[list[str]]], None]
     ) -> None:
-        from threading import Thread  # for the few agents that need one
+        from threading import Thread  # imported late: few agents need it
 
         self._peers = [_Peer(*peer) for peer in peers]
         self._patience = patience
@@ -63,7 +63,7 @@ class PeerProbe:
 
 
 class _Peer:
-    """One address, and how far we have come with it."""
+    """One address, and the state of the attempt to connect to it."""
 
     def __init__(self, address: str, port: str, word: str) -> None:
         self.word = word
@@ -72,13 +72,13 @@ class _Peer:
         self.over = False
         self.socket: socket.socket | None = None
         self.due = 0.0
-        """When it may be tried again."""
+        """When the next attempt may start."""
         self._where = (address, int(port))
         self._heard = b""
         self._tries = 0
 
     def begin(self) -> bool:
-        """Starts to connect; False where that failed at once."""
+        """Starts to connect. Returns False if that failed at once."""
         self._heard = b""
         try:
             self.socket = socket.socket(socket.AF_INET6 if ":" in self._where[0] else socket.AF_INET)
@@ -91,7 +91,7 @@ class _Peer:
         return self.socket is not None
 
     def go_on(self) -> bool:
-        """It is connected, has said something, or failed. False: there is nothing more to wait for."""
+        """Handles the socket's next event. Returns False if the attempt is over: `reason` is empty on success."""
         assert self.socket is not None
         try:
             if not self.own:
@@ -140,7 +140,7 @@ def _try_all(peers: list[_Peer], patience: float) -> None:
     open_: dict[int, _Peer] = {}
     deadline = time.monotonic() + patience
     reached: dict[str, float] = {}
-    """When the other addresses of a host that has been reached are given up."""
+    """By word, when to stop trying the other addresses of a host that has been reached."""
     try:
         while (waiting or open_) and (now := time.monotonic()) < deadline:
             for _ in range(len(waiting)):

@@ -1,7 +1,7 @@
-"""The record of a detached run on one host: nobody is there to hear, so answers and states are written to files.
+"""The folder of a detached run on one host: without a client, results and states are written to files.
 
-``runs/ID`` in the cache holds `about` (what it is), `call` (what it runs), `status` (how it stands), `agent` (who runs
-it), a log for each rank and stream, and each rank's answer. Whatever has its final name is whole.
+``runs/ID`` in the cache contains `about` (the run's description), `call` (what it calls), `status` (its state), `agent`
+(the agent's process), a log for each rank and stream, and each rank's result. A file with its final name is complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import inline_size
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RunFolder:
-    """Takes the place of the connection for the seats of a run: what they send is kept."""
+    """Replaces the Mux for the workers of a detached run: stores what they send."""
 
     def __init__(self, folder: str, about: Mapping[str, Any], mux: Mux) -> None:
         os.makedirs(os.path.join(folder, "logs"), mode=0o700)
@@ -32,37 +32,37 @@ class RunFolder:
         self._folder = folder
         self._mux = mux
         self._ranks: dict[int, int] = {}
-        """Calls that have not been answered: their streams, and the ranks that run them."""
+        """Calls without a reply: their streams, and the ranks that run them."""
         self._drafts: dict[int, tuple[Any, str, int]] = {}
-        """Answers that are being written: the file, the state they mean, and how much is missing."""
+        """Replies that are being written: the file, the resulting state, and how many bytes are missing."""
         self._status: dict[str, Any] = {"state": "running", "started": time.time(), "ended": None, "ranks": {}}
         self.files: list[dict[str, Any]] = []
-        """What lies in working folders at the end."""
+        """Which files were written in working directories, noted at the end."""
         self.failed = False
         self.on_failure: Callable[[], None] = lambda: None
         self._write("agent", f"{os.getpid()} {_boot()} {os.getcwd()}\n".encode())
         self._write("status", json.dumps(self._status).encode())
-        self._write("about", json.dumps(dict(about)).encode())  # last: with it the run is there
+        self._write("about", json.dumps(dict(about)).encode())  # last: its presence makes the run valid
 
     @property
     def running(self) -> bool:
-        """Some call is still to be answered."""
+        """Whether some call has no reply yet."""
         return bool(self._ranks)
 
     def expect(self, stream: int, rank: int) -> None:
-        """A rank has been given the call of the run."""
+        """A rank has received the call of the run."""
         self._ranks[stream] = rank
         self._note(rank, "running")
 
     def keep_call(self, call: messages.Call) -> None:
-        """What is run, once: the function by its digest, and the sizes of its arguments. What they are stays unsaid."""
+        """Notes once what is called: the function's digest and the sizes of its arguments, but not their values."""
         if not os.path.exists(os.path.join(self._folder, "call")):
             sizes = [part if isinstance(part, int) else part[1] for part in call.parts]
             said = {"function": call.function, "arguments": sizes, "timeout": call.timeout}
             self._write("call", json.dumps(said).encode())
 
     def close(self) -> None:
-        """Nothing more comes: what has not been answered was stopped."""
+        """Writes the final status; calls without a reply count as stopped."""
         for stream in list(self._drafts):
             self.forget(stream)
         for rank in self._ranks.values():
@@ -78,7 +78,7 @@ class RunFolder:
         self._write("status", json.dumps(self._status).encode())
 
     def _write(self, name: str, content: bytes) -> None:
-        """Whole or not at all; a full disk must not end the run."""
+        """Writes a file atomically. Ignores errors, because a full disk must not end the run."""
         path = os.path.join(self._folder, name)
         with contextlib.suppress(OSError):
             with open(f"{path}.new", "wb") as file:
@@ -87,12 +87,12 @@ class RunFolder:
                 os.fsync(file.fileno())
             os.rename(f"{path}.new", path)
 
-    # ---- what seats and logs say
+    # ---- the interface of Mux, used by workers and logs
 
     def send(
         self, stream: int, head: bytes, parts: Sequence[Buffer] = (), *, urgent: bool = False, large: bool = False
     ) -> None:
-        """An answer, if it is one: a rank's output is in its log, and nobody wants to know that a seat is free."""
+        """Begins to store a reply. Ignores other messages: output is in the logs, and Exited has no reader."""
         if stream not in self._ranks:
             return
         message = messages.decode(head)
@@ -116,7 +116,7 @@ class RunFolder:
             if file is not None:
                 file.write(data)
         except OSError:
-            file, state = None, "failed"  # no room for it
+            file, state = None, "failed"  # the disk is full
         self._drafts[stream] = (file, state, missing)
         if missing <= 0 and len(data):
             self._complete(stream)
@@ -154,11 +154,11 @@ class RunFolder:
                 os.unlink(self._path(stream) + ".new")
 
     def finish(self, stream: int) -> None:
-        """A log is complete."""
+        """Nothing to do when a stream is complete."""
 
 
 def _boot() -> str:
-    """Names the time since the machine was started."""
+    """Identifies the current boot of the machine."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

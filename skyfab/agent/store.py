@@ -1,6 +1,6 @@
-"""The store: content by its sha256, in the pool's run folder or in the host's cache.
+"""Content-addressed store of a host: blobs and project trees by sha256, in the pool's run folder or the host's cache.
 
-A blob is written under a temporary name, checked, and renamed: a name that exists is whole.
+A blob is written under a temporary name, verified, and renamed: a file with its final name is complete.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from skyfab.agent.files import INCLUDED
 from skyfab.errors import ProtocolError
 from skyfab.protocol.blobs import check_name
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
 
-_FIXED = 0x10  # MAP_FIXED, the same on Linux, macOS and the BSDs: over what is mapped there
+_FIXED = 0x10  # MAP_FIXED, the same on Linux, macOS and the BSDs: replaces the mapping at that address
 
 
 def map_blob(stores: Sequence[str], name: str) -> memoryview:
-    """The blob as private memory: ranks share one copy until they write to it."""
+    """The blob as copy-on-write memory: workers share one copy until they write to it."""
     for store in stores:
         try:
             fd = os.open(os.path.join(store, name), os.O_RDONLY)
@@ -41,7 +41,7 @@ def map_blob(stores: Sequence[str], name: str) -> memoryview:
 
 
 def _mapped(fd: int, size: int) -> mmap.mmap:
-    """A private mapping of a file. One that `mmap` makes itself keeps a file descriptor, and a model has many blobs."""
+    """A private mapping of a file. Python's `mmap` would keep a descriptor open, and a model has many blobs."""
     import ctypes
 
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -63,14 +63,14 @@ def _libc_mmap() -> Any:
 
 
 class Store:
-    """One pool's view: its own blobs, then the cache's."""
+    """One pool's view of the store: its own blobs, then the cache's."""
 
     def __init__(self, *, run: str, cache: str) -> None:
         self.folders = [os.path.join(run, "blobs"), os.path.join(cache, "blobs")]
         self._trees = os.path.join(cache, "trees")
 
     def missing(self, names: Sequence[object]) -> list[str]:
-        """Those of these names that are in neither folder. What is asked for counts as used."""
+        """The names that are in neither folder. Marks the others as used."""
         return [name for name in map(check_name, names) if not self._find(name)]
 
     def _find(self, name: str) -> str | None:
@@ -82,11 +82,11 @@ class Store:
         return None
 
     def writer(self, name: str, *, keep: bool) -> Writer:
-        """Takes the content of a new blob."""
+        """Creates a writer for a new blob, in the cache if `keep`."""
         return Writer(self.folders[1 if keep else 0], check_name(name))
 
     def lay_out(self, digest: str, files: Sequence[Sequence[str]]) -> str:
-        """Makes the folder of a tree, all or nothing. Raises FileNotFoundError for a missing blob."""
+        """Creates the folder of a tree atomically and returns it. Raises FileNotFoundError for a missing blob."""
         target = self.tree(digest)
         if os.path.isdir(target):
             os.utime(target)
@@ -94,11 +94,11 @@ class Store:
         os.makedirs(self._trees, mode=0o700, exist_ok=True)
         import tempfile
 
-        draft = tempfile.mkdtemp(prefix=f".{digest[:16]}-", dir=self._trees)  # nobody else's, on any host
+        draft = tempfile.mkdtemp(prefix=f".{digest[:16]}-", dir=self._trees)  # unique, even if hosts share the cache
         try:
             for path, name in files:
                 _copy(self._find(check_name(name)), _inside(draft, path))
-            with contextlib.suppress(OSError):  # another one may have been faster
+            with contextlib.suppress(OSError):  # another process may have created it first
                 os.rename(draft, target)
             if not os.path.isdir(target):
                 raise OSError(f"{target} could not be made")
@@ -107,25 +107,25 @@ class Store:
         return target
 
     def tree(self, digest: str) -> str:
-        """The folder of a tree, whether it is there or not."""
+        """The path of a tree's folder, whether or not it exists."""
         return os.path.join(self._trees, check_name(digest))
 
     def roots(self, digest: str) -> list[str]:
-        """The folders of a tree that go onto `sys.path`, in order: they are numbered."""
+        """The folders of a tree for `sys.path`, in order of their numbered names."""
         folder = self.tree(digest)
         return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name != INCLUDED]
 
     def included(self, digest: str) -> str:
-        """The folder of a tree with what is laid out in working folders; empty where it has none."""
+        """The folder of a tree with the files for working directories; empty if it has none."""
         folder = os.path.join(self.tree(digest), INCLUDED) if digest else ""
         return folder if folder and os.path.isdir(folder) else ""
 
 
 class Writer:
-    """One blob on its way into the store."""
+    """Writes one blob into the store."""
 
     def __init__(self, folder: str, name: str) -> None:
-        import hashlib  # OpenSSL takes a while to load, and few pools have blobs
+        import hashlib  # imported late: OpenSSL is slow to load, and few pools have blobs
         import tempfile
 
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -140,7 +140,7 @@ class Writer:
             view = view[os.write(self._fd, view) :]
 
     def commit(self) -> None:
-        """The content is complete. Raises ProtocolError when it is not what its name says."""
+        """Completes the blob. Raises ProtocolError if its sha256 does not match its name."""
         os.close(self._fd)
         self._fd = -1
         if self._digest.hexdigest() != self._name:
@@ -157,7 +157,7 @@ class Writer:
 
 
 def _inside(root: str, path: str) -> str:
-    """The place of a relative path below `root`, and nowhere else."""
+    """The relative path below `root`. Raises ProtocolError for a path outside it."""
     clean = os.path.normpath(path)
     if os.path.isabs(clean) or clean == ".." or clean.startswith("../") or "\0" in clean:
         raise ProtocolError(f"a path outside its tree: {path!r}")

@@ -1,4 +1,4 @@
-"""Routes: where the data of large messages goes, piece by piece: to a rank, into a blob, into memory, or nowhere."""
+"""Routes the data of large messages, as it is received, to a worker, a blob file or memory, or drops it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skyfab.protocol import messages
 from skyfab.protocol.blobs import Assembly, inline_size
 from skyfab.protocol.messages import Done, Failed
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Final
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from skyfab.protocol.mux import Mux
 
     Route = WorkerHandle | Writer | Assembly | None
-    """None drops it."""
+    """The destination of a stream's data. None drops it."""
 
 _FULL: Final = (28, 122)  # ENOSPC, EDQUOT
 
 
 class Uploads:
-    """One for each stream on which data is expected."""
+    """The destination and the missing bytes of each stream on which data is expected."""
 
     def __init__(self, mux: Mux) -> None:
         self._mux = mux
@@ -31,7 +31,7 @@ class Uploads:
         self._missing: dict[int, int] = {}
 
     def close(self) -> None:
-        """Half a blob is nobody's."""
+        """Deletes partially received blobs."""
         for stream in list(self._uploads):
             self.abandon(stream)
 
@@ -55,37 +55,37 @@ class Uploads:
             self._complete(stream)
 
     def expect(self, stream: int, parts: Sequence[messages.Part], route: Route) -> None:
-        """The data of a large message will follow."""
+        """The data of a large message will follow on this stream, for this destination."""
         self._uploads[stream] = route
         self._missing[stream] = inline_size(parts)
         if not self._missing[stream]:
             self._complete(stream)
 
     def _complete(self, stream: int) -> None:
-        """All data of a large message is here."""
+        """All data of a large message has been received."""
         self._missing.pop(stream, None)
         route = self._uploads.pop(stream, None)
-        if not isinstance(route, WorkerHandle):  # else some of it is still to be used
+        if not isinstance(route, WorkerHandle):  # a worker may not have consumed all of it yet
             self._mux.finish(stream)
         if isinstance(route, Writer):
             self._commit(stream, route)
 
     def abandon(self, stream: int) -> None:
-        """Data still under way on this stream goes nowhere. It may also never come."""
+        """Drops data of this stream that is still to be received. The client may also have stopped sending it."""
         self._missing.pop(stream, None)
         route = self._uploads.pop(stream, None)
         if isinstance(route, Writer):
             route.abort()
 
     def fail(self, stream: int, error: Exception) -> None:
-        """Tells the client why this came to nothing."""
+        """Drops the stream's data and sends the client the error."""
         self.abandon(stream)
         full = isinstance(error, OSError) and error.errno in _FULL
         hint = "free some space there, or put the cache on another disk (cache = … in the inventory)" if full else None
         self._mux.send(stream, Failed(text=str(error), hint=hint).encode())
 
     def keep(self, stream: int, writer: Writer, data: memoryview) -> None:
-        """All of it is here already."""
+        """Stores a blob whose data came with its message."""
         if self._keep(stream, writer, data):
             self._commit(stream, writer)
 

@@ -1,7 +1,7 @@
-"""A rank: the clean process in which calls run, one after another.
+"""The worker process: runs the user's functions, one call after another.
 
-Its pipes to the agent carry the same frames as the connection. Everything it writes to its file
-descriptors 1 and 2 goes to pipes that the agent reads.
+Its two pipes to the agent carry the same frames as the connection to the client. Everything that it writes to file
+descriptors 1 and 2 goes to further pipes, which the agent reads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from skyfab.protocol.blobs import Assembly, split
 from skyfab.protocol.frames import BYE, CHUNK, DATA, HEAD, HEADER, Reader, data_header, frame
 from skyfab.protocol.mux import SMALL
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
@@ -41,12 +41,12 @@ _COROUTINE = types.CoroutineType
 
 
 def main(source: int, sink: int, request: dict[str, Any]) -> None:
-    """Serves calls until the agent closes its end."""
+    """Serves calls until the agent closes the pipe."""
     _settle(request)
     rank = Worker(source, sink, request["stores"])
     try:
         files.enter(*request["workdir"])
-    except OSError as error:  # the first call is told, and the next one gets another process
+    except OSError as error:  # the first call raises it, and the next one gets a new process
         rank.unfit = _no_workdir(request["workdir"][0], error)
     try:
         rank.serve()
@@ -55,10 +55,10 @@ def main(source: int, sink: int, request: dict[str, Any]) -> None:
 
 
 def _settle(request: dict[str, Any]) -> None:
-    """Makes this process look as if it had been started for the user's code alone."""
+    """Sets this process up as if it had been started only for the user's code."""
     os.umask(int(os.environ.pop("SKYFAB_UMASK", "022"), 8))
     os.environ.update(request["env"])
-    os.environ["SKYFAB_RANK"] = str(request["id"])  # by this the zygote knows whose child a process is
+    os.environ["SKYFAB_RANK"] = str(request["id"])  # inherited: tells the zygote which worker started a process
     sys.path[:0] = request["path"]
     sys.argv = [""]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -75,12 +75,12 @@ def _settle(request: dict[str, Any]) -> None:
 
 
 def _text(fd: int) -> Any:
-    """A text stream that writes line by line."""
+    """A line-buffered text stream."""
     return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _no_keyboard(*args: Any, **kwargs: Any) -> Any:
-    """What `breakpoint()` does in a rank, unless PYTHONBREAKPOINT names something else than pdb."""
+    """Replaces `breakpoint()` in a worker, unless PYTHONBREAKPOINT names something other than pdb."""
     if os.environ.get("PYTHONBREAKPOINT", "") not in ("", "pdb.set_trace"):
         return sys.__breakpointhook__(*args, **kwargs)  # noqa: T100
     raise RuntimeError("breakpoint() in a rank: no keyboard is connected to this process, so a debugger cannot be used")
@@ -95,7 +95,7 @@ def _no_workdir(folder: str, error: OSError) -> Exception:
 
 
 class Worker:
-    """Receives functions and calls, answers with results."""
+    """Receives functions and calls, and replies with results."""
 
     def __init__(self, source: int, sink: int, stores: list[str]) -> None:
         self._recv_into = io.FileIO(source, closefd=False).readinto
@@ -106,21 +106,21 @@ class Worker:
         self._ready: deque[tuple[int, messages.Message, list[memoryview]]] = deque()
         self._functions: dict[str, Any] = {}
         self._known_heads: dict[bytes, Any] = {}
-        """Heads of small calls that have been made before, and the functions that they name."""
+        """Heads of earlier small calls, and the functions that they refer to."""
         self._hooks = contextlib.ExitStack()
-        """What plugins want done when this process ends in good order."""
+        """Cleanup of the plugins, for a regular exit of this process."""
         self._entered = self._spoiled = False
-        """The plugins are at work in this process; something failed, and the process must not be used again."""
+        """`_entered`: the plugins are set up. `_spoiled`: something failed, and the process must not be used again."""
         self._poisoned = False
-        """CUDA is unusable: what plugins do at the end would fail, or wait for ever."""
+        """CUDA is unusable: the plugins' cleanup would fail or hang."""
         self.unfit: Exception | None = None
-        """Why no call can run here."""
+        """Why no call can run in this process."""
         self._pid = os.getpid()
         self._fflush = ctypes.CDLL(None).fflush
         self._fflush.argtypes = [ctypes.c_void_p]
 
     def close(self) -> None:
-        """The agent has closed its end."""
+        """Runs the plugins' cleanup, after the agent has closed the pipe."""
         if self._poisoned:
             return
         try:
@@ -155,7 +155,7 @@ class Worker:
                 assembly = Assembly(parts, resolve=self._blob)
                 if assembly.missing:
                     self._opening[stream] = (message, assembly)
-                else:  # a long head, and nothing else
+                else:  # a long head without data
                     self._ready.append((stream, message, assembly.buffers()))
         elif kind == DATA:
             message, assembly = self._opening[stream]
@@ -172,7 +172,7 @@ class Worker:
     # ---- calling
 
     def _fastpath(self, stream: int, frame: memoryview, head: int) -> bool:
-        """A small call that came alone. Where one like it has been made before, its head need not be read again."""
+        """Runs a small call that was read by itself. The head of an earlier call is not decoded again."""
         end = HEADER.size + head
         text = bytes(frame[HEADER.size : end])
         function = self._known_heads.get(text)
@@ -203,7 +203,7 @@ class Worker:
             self._perform(stream, function, buffers)
 
     def _again(self, parts: Sequence[messages.Part], buffers: Sequence[memoryview]) -> Any:
-        """The items of a call once more: what the store has comes fresh from there."""
+        """Unpickles the items of a call again, with unmodified blobs from the store."""
         data, *rest = [
             self._blob(part[0]) if isinstance(part, list) else buffer
             for part, buffer in zip(parts, buffers, strict=True)
@@ -213,7 +213,7 @@ class Worker:
     def _perform(self, stream: int, function: Any, buffers: list[memoryview]) -> None:
         try:
             *args, kwargs = codec.loads(buffers[0], buffers[1:])
-            buffers.clear()  # the arguments alone keep their memory
+            buffers.clear()  # so that only the arguments keep the memory alive
             result = function(*args, **kwargs) if kwargs else function(*args)
             if type(result) is _COROUTINE:
                 result = context.awaited(result)
@@ -246,7 +246,7 @@ class Worker:
 
     def _function(self, digest: str) -> Any:
         found = self._functions[digest]
-        if isinstance(found, list):  # called for the first time
+        if isinstance(found, list):  # still pickled: this is its first call
             if self.unfit is not None:
                 self._spoil()
                 raise self.unfit
@@ -254,7 +254,7 @@ class Worker:
             function = function.fn if wrapped else function
             if plugins:
                 function = self._surround(function, plugins)
-            context.close_listener()  # whoever wants to listen there may do so now
+            context.close_listener()  # from now on the function can listen on that port
             for filename, text in sources.items():  # so that tracebacks show the lines
                 import linecache
 
@@ -263,11 +263,11 @@ class Worker:
         return found
 
     def _surround(self, function: Any, plugins: tuple[Any, ...]) -> Any:
-        """Enters the pool's plugins for the rest of this process, once, and around each call of the function."""
+        """Enters the pool's plugins: once for the rest of this process, and around each call of the function."""
         elastic_plugin = next((plugin for plugin in plugins if plugin.elastic), None)
         if (
             elastic_plugin is not None and "RANK" in os.environ
-        ):  # the function is for other processes, and so are plugins
+        ):  # the function and the plugins run in the processes that the elastic agent starts
             return lambda *args, **kwargs: elastic_plugin.run_elastic_agent(
                 context.instance_info(), (function, plugins, args, kwargs)
             )
@@ -289,16 +289,16 @@ class Worker:
         return inside
 
     def _spoil(self) -> None:
-        """This process ends after its next answer; the agent is told so first."""
+        """Makes this process exit after its next reply, and announces that to the agent with BYE."""
         self._spoiled = True
         self._send(frame(BYE))
 
     def _examine(self, error: BaseException) -> None:
-        """Where an error has left CUDA unusable, later calls get another process."""
+        """If an error has left CUDA unusable, makes later calls run in a new process."""
         if not self._spoiled and cuda.is_unusable(error):
             self._poisoned = True
             text = "skyfab: CUDA no longer works in this process after that error: the next call gets a new one\n"
-            with contextlib.suppress(Exception):  # user code may have closed it
+            with contextlib.suppress(Exception):  # user code may have closed stderr
                 sys.stderr.write(text)
                 self._flush()
             self._spoil()
@@ -320,7 +320,7 @@ class Worker:
         self._answer(stream, message.encode(), payload)
 
     def _flush(self) -> None:
-        """What the call wrote must be out before its answer, C code's buffers included."""
+        """Flushes stdout and stderr, C buffers included: a call's output must be written before its reply."""
         try:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -328,10 +328,10 @@ class Worker:
             pass  # user code may have closed or replaced them
         self._fflush(None)
 
-    # ---- answering
+    # ---- replying
 
     def _end_child(self, code: int) -> None:
-        """A child that the function has forked, and that comes back from it too, ends here as a program would."""
+        """Exits if this is a child that the function forked and that returned from the function too."""
         if os.getpid() != self._pid:
             os._exit(code & 0xFF)
 
@@ -368,7 +368,8 @@ class Worker:
 
 
 def _each(function: Any, again: Callable[[], Any] | None, items: list[tuple[Any, ...]]) -> tuple[float, list[Any]]:
-    """Calls a function for every item. With `again`, what one item changes in place the next one does not see."""
+    """Calls a function for every item. With `again`, each item is unpickled anew, so that in-place changes by one call
+    are not visible to the next."""
     began = time.perf_counter()
     if again is None:
         results = [context.awaited(function(*item)) for item in items]
@@ -382,21 +383,21 @@ def _sizes(payload: codec.Payload) -> tuple[messages.Part, ...]:
 
 
 def _exited(error: SystemExit) -> messages.Ended:
-    """`sys.exit` ends the call, not the client's program."""
+    """The reply to a call that called `sys.exit`, which ends the call and not the client's program."""
     code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     said = "" if error.code is None or isinstance(error.code, int) else f": {error.code}"
     return messages.Ended(why="exit", text=_cut(f"the function called sys.exit({code}){said}"), exitcode=code)
 
 
 def _cut(text: str) -> str:
-    """What stands in a message's head is bounded: its beginning and its end are what people read."""
+    """Shortens a text to its beginning and end, because the head of a message is limited."""
     if len(text) <= 2 * _TEXT:
         return text
     return f"{text[:_TEXT]}\n[… {len(text) - 2 * _TEXT} characters …]\n{text[-_TEXT:]}"
 
 
 def _bare(error: Exception) -> Exception:
-    """The exception without its frames, which cannot travel."""
+    """Removes the traceback, which cannot be pickled."""
     error.__traceback__ = None
     return error
 

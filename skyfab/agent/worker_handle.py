@@ -1,7 +1,7 @@
-"""A seat: one rank process as the agent sees it, and the calls it has been given.
+"""The agent's handle of one worker process: its pipes, its queue of calls, and how it is stopped.
 
-The agent relays frames between the connection and the seat's pipes without looking into user data.
-Calls run in the order in which they came; the first one without an answer is the one that runs.
+The agent relays frames between the connection and the worker's pipes without decoding user data. Calls run in the
+order in which they were received; the first one without a reply is the one that runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from skyfab.protocol import messages
 from skyfab.protocol.frames import HEAD, HEADER, data_header
 from skyfab.protocol.pipes import widen
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Final
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from skyfab.protocol.frames import Buffer
 
     Piece = tuple[Buffer, int, int]
-    """Bytes for the rank; the stream and length whose credit goes back once they are taken."""
+    """Bytes for the worker; and the stream and length to credit to the client once the worker has taken them."""
 
 _LAST_WORDS: Final = 2.0
 """Seconds from SIGTERM to SIGKILL."""
 
 
 class Running:
-    """A call that has been handed to the seat and not answered."""
+    """A call that has been given to the worker and has no reply yet."""
 
     __slots__ = ("deadline", "held", "large", "stream", "timeout", "verdict")
 
@@ -42,29 +42,29 @@ class Running:
         self.timeout = timeout
         self.deadline: float | None = None
         self.held: list[Piece] = []
-        """Its frames, until it begins."""
+        """Its frames, held until it begins."""
         self.large = False
-        """Its data comes in pieces, whose use is counted."""
+        """Its data follows in DATA frames, under flow control."""
         self.verdict = ""
-        """Why the process was ended on purpose: timeout or cancelled."""
+        """Why the process was terminated on purpose: timeout or cancelled."""
 
 
 class WorkerHandle:
-    """One rank process: its socket, its logs, its calls."""
+    """One worker process: its pipes, its logs, its calls."""
 
     def __init__(
         self, owner: Owner, number: int, name: str, generation: int, logs: Sequence[LogPipe], rank: int = 0
     ) -> None:
         self._owner = owner
         self.number = number
-        """Names the process for the zygote; a seat's name can be taken again."""
+        """Identifies the process for the zygote; a worker's name can be used again."""
         self.group = 0
-        """The process group that the rank leads, once it is known."""
+        """The process group that the worker leads, once it is known."""
         self.name = name
         self.generation = generation
         self.rank = rank
         self.is_solo = name.startswith("solo.")
-        """It is for single calls, and not a rank of a gang."""
+        """It runs single calls, and is not a rank of a gang."""
         self.logs = logs
         rank_in, self.sink, self.source, rank_out = _pipes()
         self.functions: set[str] = set()
@@ -74,27 +74,28 @@ class WorkerHandle:
             os.set_blocking(fd, False)
             widen(fd)
         self.waits_to_write = False
-        """The rank's pipe is full: somebody watches for room in it."""
+        """The pipe to the worker is full, and the poller waits until it is writable."""
         self.stopping = False
         self._kill_at: float | None = None
-        """When it is ended by force, if it has not ended by itself."""
+        """When it is killed, if it has not exited by then."""
         self._out: deque[Piece] = deque()
         self.output = WorkerOutput(self, owner)
 
-    # ---- towards the rank
+    # ---- sending to the worker
 
     def tell(self, stream: int, head: bytes, data: Buffer | None) -> None:
-        """Passes the opening of a message on, with its data if that is small."""
+        """Queues the HEAD frame of a message, with its data if that is small."""
         self._queue(self._out, _opening(stream, head, data))
 
     def tell_data(self, stream: int, data: Buffer) -> None:
-        """Passes on data of a message that is not a call's."""
+        """Queues data of a message that is not a call."""
         self._queue(self._out, (data_header(stream, len(data)), 0, 0), (data, 0, 0))
 
     def give(self, call: Running, head: bytes, data: Buffer | None) -> None:
-        """Takes a call. It goes to the rank when those before it are answered; till then it can be taken back.
+        """Accepts a call. It is sent to the worker once those before it have replies; until then it can be taken back.
 
-        A call that comes while the process ends is held until then: answered earlier, it would come again at once.
+        A call that arrives while the process is stopping is held until the process has exited: if it were returned
+        earlier, the client would send it again at once.
         """
         call.large = data is None
         self.calls.append(call)
@@ -110,7 +111,7 @@ class WorkerHandle:
             self._write(piece[0])
 
     def take(self, stream: int, frame: memoryview) -> bool:
-        """Takes a small call as it came, if nothing is in its way."""
+        """Fast path: writes the frame of a small call to the worker. Returns False if the worker is not idle."""
         if self.calls or self._out or self.stopping:
             return False
         self.calls.append(Running(stream, None))
@@ -118,11 +119,11 @@ class WorkerHandle:
         return True
 
     def _write(self, frame: Buffer) -> None:
-        """Straight to the rank: nothing waits before it."""
+        """Writes directly to the worker; nothing may be queued before it."""
         try:
             sent = os.write(self.sink, frame)
         except OSError:
-            sent = 0  # full, or gone: the ordinary way finds out
+            sent = 0  # full or closed: `flush` handles both
         if sent < len(frame):
             self._queue(self._out, (bytes(frame[sent:]), 0, 0))
 
@@ -136,7 +137,7 @@ class WorkerHandle:
     def _queue(self, line: list[Piece] | deque[Piece], *pieces: Piece) -> None:
         line.extend(pieces)
         if line is self._out and not self.waits_to_write:
-            self._owner.dirty.add(self)  # frames that arrive together leave together
+            self._owner.dirty.add(self)  # frames that arrive together are written together
 
     def flush(self) -> None:
         try:
@@ -146,7 +147,7 @@ class WorkerHandle:
         except BlockingIOError:
             self._owner.writable(self, True)
             return
-        except OSError:  # the rank is gone; its end is told by the zygote
+        except OSError:  # the worker has exited; the zygote reports it
             self._out.clear()
         if self.waits_to_write:
             self._owner.writable(self, False)
@@ -165,7 +166,7 @@ class WorkerHandle:
     # ---- one call after another
 
     def answered(self, stream: int) -> None:
-        """An answer is complete: the next call, if any, begins, unless the process is to end."""
+        """A reply is complete: begins the next call, if any, unless the process is stopping."""
         if self.calls and self.calls[0].stream == stream:
             if self.calls.popleft().large:
                 self._owner.mux.finish(stream)
@@ -177,7 +178,7 @@ class WorkerHandle:
             self._begin()
 
     def _end_after_answer(self) -> None:
-        """Ends a process that is to end and has answered: at once if SIGTERM was sent, else it may exit by itself."""
+        """Ends a stopping process that has replied: at once if SIGTERM was sent, else after time to exit by itself."""
         if self._kill_at is not None:
             self.kill()
         else:
@@ -193,10 +194,10 @@ class WorkerHandle:
             self._queue(self._out, *call.held)
             call.held = []
 
-    # ---- endings
+    # ---- stopping
 
     def check_time(self, now: float) -> float | None:
-        """Ends a call that is past its time, or a process past its last words; else says when to look again."""
+        """Ends a call that has timed out, or kills a process whose grace period is over; else returns when to check."""
         if self._kill_at is not None:
             if self._kill_at > now:
                 return self._kill_at
@@ -210,21 +211,21 @@ class WorkerHandle:
         return deadline
 
     def cancel(self, stream: int) -> None:
-        """Stops a call: by ending the process if it runs."""
+        """Stops a call; if it already runs, by terminating the process."""
         if self.calls and self.calls[0].stream == stream and not self.calls[0].held:
             self.stop("cancelled")
         else:
             self.take_back(stream, "cancelled")
 
     def end_soon(self, seconds: float) -> None:
-        """The call that runs has so much time left: others have failed, and it may wait for them."""
+        """Gives the running call a deadline: another rank has failed, and it may wait for that one."""
         if self.calls:
             self.calls[0].verdict = "cancelled"
             self.calls[0].deadline = self._owner.now() + seconds
             self._owner.timed.add(self)
 
     def take_back(self, stream: int, why: str) -> None:
-        """A call that has not begun never will."""
+        """Removes a call that has not begun, and replies Ended."""
         for call in list(self.calls):
             if call.stream == stream and call.held:
                 self.calls.remove(call)
@@ -232,7 +233,7 @@ class WorkerHandle:
                 self._owner.mux.send(stream, messages.Ended(why=why).encode())
 
     def stop(self, verdict: str) -> None:
-        """Ends the process for the sake of the call that runs."""
+        """Terminates the process in order to end the running call."""
         if self.calls:
             self.calls[0].deadline = None
             self.calls[0].verdict = self.calls[0].verdict or verdict
@@ -243,39 +244,39 @@ class WorkerHandle:
             self._owner.kill(self, signal.SIGTERM)
 
     def shut_down(self) -> bool:
-        """Lets a process that has nothing to do end by itself, as it likes. False: it must be killed."""
+        """Closes the pipe to an idle process, so that it exits by itself. False: it is not idle and must be killed."""
         if self.calls or self._out or self.stopping:
             return False
         self.stopping = True
         self._kill_at = self._owner.now() + _LAST_WORDS
         self._owner.timed.add(self)
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # the number stays ours: others may look at it
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # keeps the descriptor number in use: the poller may refer to it
         os.dup2(nowhere, self.sink)
         os.close(nowhere)
         return True
 
     def announce_end(self) -> None:
-        """Before the end of an answer: a client that has that one sends no other call to a process that ends."""
+        """Sends Exited before the end of a reply, so that the client sends no further call to a stopping process."""
         if self.stopping:
             exited = messages.Exited(worker=self.name, generation=self.generation, text="it is ending", exitcode=0)
             self._owner.mux.send(0, exited.encode())
 
     def kill(self) -> None:
-        """Ends the process and its group."""
+        """Kills the process and its group."""
         self.stopping = True
         self._owner.kill(self)
 
     def ended(self, exitcode: int | None, text: str) -> None:
-        """The process is gone: answers the call that ran, and hands back those that had not begun.
+        """The process has exited: replies to the call that ran, and returns those that had not begun.
 
-        The exit code is None where it has never been there.
+        The exit code is None if the process could not be started.
         """
-        self.stopping = True  # an answer that is read only now must not begin the next call
+        self.stopping = True  # a reply that is read only now must not begin the next call
         self._kill_at = None
         broken = self.output.finish()
         mux = self._owner.mux
         exited = messages.Exited(worker=self.name, generation=self.generation, text=text, exitcode=exitcode)
-        mux.send(0, exited.encode())  # first: those who hear the answers want to know that the seat is free
+        mux.send(0, exited.encode())  # before the replies: when those arrive, the client must know the worker is free
         for call in self.calls:
             if call.stream == broken:
                 mux.forget(call.stream)
@@ -296,7 +297,7 @@ class WorkerHandle:
 
 
 def _pipes() -> tuple[int, int, int, int]:
-    """Two pipes or, where there is no room for both, none."""
+    """Creates two pipes; if there are descriptors for only one, closes that and raises OSError."""
     one = os.pipe()
     try:
         return (*one, *os.pipe())

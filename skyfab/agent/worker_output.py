@@ -1,4 +1,4 @@
-"""A worker's answers and output, passed on in order: an answer never before what was written until then."""
+"""Forwards a worker's replies and output in order: a reply is never sent before what was written earlier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyfab.protocol import messages
 from skyfab.protocol.blobs import inline_size
 from skyfab.protocol.frames import BYE, DATA, HEAD, Reader
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any, Final, Protocol
@@ -25,11 +25,11 @@ else:
     Protocol = object
 
 _BACKLOG: Final = 2 * 1024 * 1024
-"""Bytes of an answer that may wait for the connection before the rank is left waiting."""
+"""Bytes of a reply that may be queued for the connection before the agent stops reading from the worker."""
 
 
 class Handle(Protocol):
-    """A worker's handle, as far as its output needs it."""
+    """The part of a worker's handle that its output uses."""
 
     source: int
     logs: Sequence[LogPipe]
@@ -42,18 +42,18 @@ class Handle(Protocol):
 
 
 class Owner(Protocol):
-    """What a seat needs of its agent."""
+    """The part of the agent that a worker's handle uses."""
 
     mux: Mux | RunFolder
     dirty: set[Any]
-    """Seats with something to flush."""
+    """Workers with queued frames to flush."""
     stuck: set[Any]
-    """Seats that wait for the connection."""
+    """Workers whose replies wait for the connection."""
 
     behind: set[LogPipe]
-    """Logs that have not been passed on to the end."""
+    """Logs that have not been forwarded completely."""
     timed: set[Any]
-    """Seats whose call may take only so long."""
+    """Workers with a deadline."""
 
     def now(self) -> float: ...
     def flush(self) -> None: ...
@@ -66,7 +66,7 @@ class Owner(Protocol):
 
 
 class WorkerOutput:
-    """The way from one worker to the client."""
+    """Forwards from one worker to the client."""
 
     def __init__(self, worker: Handle, owner: Owner) -> None:
         self._worker = worker
@@ -78,12 +78,12 @@ class WorkerOutput:
             self._poll.register(log, select.POLLIN)
         self._reader = Reader(self, fastpath=self._return)
         self._stalled: deque[tuple[tuple[int, ...] | None, int, int, bytes, int]] = deque()
-        """Frames of answers, each with how far the logs must be told before it."""
+        """Frames of replies that wait, each with the log positions that must be forwarded before it."""
         self._answer: tuple[int, int] | None = None
-        """The large answer under way: its stream, and how many bytes are missing."""
+        """The large reply in progress: its stream, and how many bytes are missing."""
 
     def read(self) -> None:
-        """Takes what the rank has to say."""
+        """Reads frames from the worker."""
         try:
             if self._reader.pump(self._recv_into):
                 return
@@ -91,15 +91,15 @@ class WorkerOutput:
             return
         except OSError:
             pass
-        except ProtocolError:  # it wrote to our pipe: that is its end, not ours
+        except ProtocolError:  # user code wrote to our pipe: only this worker must be killed
             self._worker.kill()
-        self._owner.readable(self._worker, False)  # it has hung up
+        self._owner.readable(self._worker, False)  # the pipe is closed
 
     def place(self, stream: int, length: int) -> memoryview:
         return memoryview(bytearray(length))
 
     def _return(self, stream: int, frame: memoryview, head: int) -> bool:
-        """Passes a small answer on as it lies, if nothing is in its way."""
+        """Fast path: relays the frame of a small reply unchanged. Returns False if anything must be sent before it."""
         worker = self._worker
         if (
             self._stalled
@@ -116,7 +116,7 @@ class WorkerOutput:
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         marks: tuple[int, ...] | None = ()
-        if kind == BYE:  # it ends after the answer that follows
+        if kind == BYE:  # the worker exits after its next reply
             self._worker.stopping = True
             return
         if kind == HEAD:
@@ -132,13 +132,13 @@ class WorkerOutput:
             self._pause()
 
     def _marks(self) -> tuple[int, ...] | None:
-        """How far each log has come; None while there is no room for what the process has written."""
+        """The current position of each log; None while some output cannot be read because its log is stopped."""
         if any(log.stopped for log in self._logs) or self._poll.poll(0):
             return None
         return tuple(log.end for log in self._logs)
 
     def _told(self, marks: tuple[int, ...]) -> bool:
-        """What the process had written before its answer is on its way: only then may the answer follow."""
+        """Whether the logs are forwarded up to these positions, so that the reply may follow; flushes if not."""
         if not marks or all(log.told(mark) for log, mark in zip(self._logs, marks, strict=True)):
             return True
         self._owner.flush()
@@ -183,9 +183,9 @@ class WorkerOutput:
             self._pause()
 
     def resume(self) -> bool:
-        """Goes on where it paused: the logs are out, and the connection has taken enough of a large answer.
+        """Continues if the logs are forwarded and the connection has taken enough of a large reply.
 
-        True: it did.
+        Returns whether it forwarded anything or resumed reading.
         """
         before = len(self._stalled)
         while self._stalled and self._is_next():
@@ -197,7 +197,7 @@ class WorkerOutput:
         return True
 
     def _is_next(self) -> bool:
-        """The first of the frames that wait may be passed on."""
+        """Whether the first waiting frame may be forwarded."""
         marks, *frame = self._stalled[0]
         if marks is None:
             marks = self._marks()
@@ -207,7 +207,7 @@ class WorkerOutput:
         return self._told(marks)
 
     def finish(self) -> int | None:
-        """The process is gone: what it has said still counts. Returns the stream of an answer that it broke off."""
+        """The process has exited: forwards all it sent. Returns the stream of an incomplete reply, or None."""
         with contextlib.suppress(OSError, ProtocolError):
             while self._reader.pump(self._recv_into):
                 pass

@@ -1,4 +1,4 @@
-"""The seats of a host: which processes there are, and what waits to be passed on to or from them."""
+"""The worker processes of a host: starts and ends them, and tracks which have data to relay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyfab.context import STACKS
 from skyfab.errors import ProtocolError
 from skyfab.protocol import messages
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any, Final, Protocol
@@ -34,11 +34,11 @@ _FAMILIAR: Final = 1024
 _STACKS: Final = 64 * 1024
 _GRACE: Final = 2.0
 _FAREWELL: Final = 1.0
-"""Seconds that processes have to leave when the pool closes."""
+"""Seconds that idle processes have to exit when the pool closes."""
 
 
 class Sender(Protocol):
-    """The connection to the client, for what goes out."""
+    """The sending side of the connection to the client."""
 
     mux: Mux
 
@@ -47,7 +47,7 @@ class Sender(Protocol):
 
 
 class Workers:
-    """All rank processes of a pool on this host."""
+    """All worker processes of a pool on this host."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Workers:
         self.stuck: set[WorkerHandle] = set()
         self.timed: set[WorkerHandle] = set()
         self.busy = False
-        """There is more to pass on than one round could."""
+        """The last round of the event loop could not relay everything."""
         self.behind: set[LogPipe] = set()
         self._poller = poller
         self._zygote = zygote
@@ -76,9 +76,9 @@ class Workers:
         self._describe_end = host_info.describe_end
         self._workers: dict[str, WorkerHandle] = {}
         self.not_started: dict[str, tuple[int, str]] = {}
-        """Seats whose process could not be started: the rank that it would have been, and why."""
+        """Workers whose process could not be started: their rank, and the error."""
         self.known_heads: dict[bytes, WorkerHandle] = {}
-        """Heads of small calls that have been made before, and the seats that know what they ask for."""
+        """Heads of earlier small calls, and the workers that have received such a head and its function."""
         self._started = 0
         self._next_stream = 2
         poller.add(zygote.fileno(), READ, self._heed_zygote)
@@ -90,8 +90,8 @@ class Workers:
         return iter(list(self._workers.values()))
 
     def spawn(self, name: str, generation: int, request: dict[str, Any], listener: int = -1) -> None:
-        """Starts a process in a seat, in place of the one that is there; it inherits `listener`, if that is one."""
-        if not name.replace(".", "").replace("-", "").isalnum():  # it names files
+        """Starts a worker process, and replaces one of the same name. It inherits the descriptor `listener`, if any."""
+        if not name.replace(".", "").replace("-", "").isalnum():  # it becomes part of file names
             raise ProtocolError(f"not the name of a seat: {name!r:.80}")
         old = self._workers.get(name)
         if old is not None:
@@ -100,10 +100,10 @@ class Workers:
         self.not_started.pop(name, None)
         os.makedirs(self._logs, mode=0o700, exist_ok=True)
         with contextlib.suppress(OSError):
-            os.unlink(f"stacks/{name}")  # it says that signals are understood
+            os.unlink(f"stacks/{name}")  # it marks that the process handles the signal, which the new one does not yet
         rank = int(request["info"].get("rank", 0))
         self._started += 1
-        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:  # what is the process's, and what stays
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:  # the process's descriptors, and ours
             logs = [self._log(name, rank, fd, theirs, ours) for fd in (1, 2)]
             worker = WorkerHandle(self, self._started, name, generation, logs, rank)
             ours.callback(worker.close)
@@ -118,7 +118,7 @@ class Workers:
         self.readable(worker, True)
 
     def fail(self, name: str, generation: int, rank: int, error: Exception) -> None:
-        """A process could not be started: its calls, which are on their way, are told why."""
+        """A process could not be started. Calls to it may already be in flight; their replies will give the error."""
         text = _not_started(error)
         self.not_started[name] = (rank, text)
         self.mux.send(0, messages.Exited(worker=name, generation=generation, text=text).encode())
@@ -136,13 +136,13 @@ class Workers:
         return log
 
     def keep_in(self, record: RunFolder) -> None:
-        """From now on everything goes to a run's record, what is under way included."""
+        """From now on, logs and replies go to the folder of a detached run, those of running calls included."""
         self.mux = self._record = record
         self._logs = record.logs
         record.on_failure = self._end_soon
         self.forget()
         for worker in self:
-            if worker.is_solo:  # it runs something else, whose answer nobody will ever want
+            if worker.is_solo:  # it runs an unrelated call, whose reply will not be read
                 worker.kill()
                 continue
             for call in worker.calls:
@@ -151,30 +151,30 @@ class Workers:
                 log.move(os.path.join(self._logs, f"{worker.rank}.{end}"), record)
 
     def _end_soon(self) -> None:
-        """A rank of the run has failed: the others here do not wait for it for ever."""
+        """A rank of the run has failed: ends the others on this host soon, as they may wait for it forever."""
         for worker in self:
             worker.end_soon(_GRACE)
 
     def recognise(self, head: bytes, worker: WorkerHandle) -> None:
-        """Calls like this one may take the short way from now on."""
+        """Calls with this head may use the fast path from now on."""
         if len(self.known_heads) >= _FAMILIAR:
             self.known_heads.clear()
         self.known_heads[head] = worker
 
     def forget(self) -> None:
-        """Seats have changed, or what they know."""
+        """Disables the fast path for all known heads: workers or their functions have changed."""
         self.known_heads.clear()
 
-    # ---- what a seat asks for
+    # ---- requests of handlers and of worker handles
 
     def release(self, name: str) -> None:
-        """Ends the process in a seat."""
+        """Terminates a worker."""
         worker = self._workers.get(name)
         if worker is not None and not worker.shut_down():
             worker.kill()
 
     def look(self, name: str) -> str:
-        """What a process has said of its stacks; then it is asked again: see `rank`."""
+        """Returns the stack traces that a worker wrote after the last request, and requests new ones (context.py)."""
         worker = self._workers.get(name)
         if worker is None:
             return ""
@@ -185,7 +185,7 @@ class Workers:
                 file.truncate(len(about))
         except OSError:
             return ""
-        if about:  # else it would not understand the signal yet
+        if about:  # else the signal handler is not installed yet
             self._zygote.kill(worker.number, STACKS, alone=True)
         return text.decode(errors="replace")
 
@@ -209,7 +209,7 @@ class Workers:
             self._poller.drop(worker.source)
 
     def drain(self, log: LogPipe) -> None:
-        """Takes what a process has written."""
+        """Reads what a process has written to its stdout or stderr."""
         if not log.drain() or log.stopped:
             self._poller.drop(log.source)
         if log.waiting:
@@ -218,10 +218,10 @@ class Workers:
     def _hear(self, log: LogPipe) -> None:
         self._poller.add(log.source, READ, lambda: self.drain(log))
 
-    # ---- every round
+    # ---- every round of the event loop
 
     def pass_on(self) -> None:
-        """Passes on what this round of events has brought, and what had to wait for room."""
+        """Relays what was received in this round, and what had to wait for the connection."""
         while self.dirty:
             self.dirty.pop().flush()
         self.busy = False
@@ -240,12 +240,12 @@ class Workers:
             self.busy |= worker.output.resume()
 
     def next_deadline(self, until: float) -> float:
-        """Ends calls that are past their time; says when to look again, `until` at the latest."""
+        """Ends calls that have timed out; returns when to check again, `until` at the latest."""
         for worker in list(self.timed):
             until = min(until, worker.check_time(self.now()) or until)
         return until
 
-    # ---- endings
+    # ---- the end of workers
 
     def _heed_zygote(self) -> None:
         try:
@@ -253,7 +253,7 @@ class Workers:
         except EOFError:
             print("the zygote died: starting another", file=sys.stderr)
             self._poller.drop(self._zygote.fileno())
-            for worker in self:  # Linux has ended the ranks; what they had started is still there
+            for worker in self:  # Linux has killed the workers, but not the processes that they started
                 if worker.group:
                     with contextlib.suppress(OSError):
                         os.killpg(worker.group, signal.SIGKILL)
@@ -274,7 +274,7 @@ class Workers:
                     self._bury(worker, value)
 
     def _bury(self, worker: WorkerHandle, exitcode: int | None, text: str = "") -> None:
-        """The seat's process is gone, or has never been there."""
+        """The worker process has exited, or could not be started."""
         worker.ended(exitcode, text if exitcode is None else self._describe_end(exitcode))
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
@@ -287,14 +287,14 @@ class Workers:
             log.drain()
             self._poller.drop(log.source)
             log.hang_up()
-            self.behind.add(log)  # what it has written is passed on to the end
+            self.behind.add(log)  # what it has written is still forwarded
         self.forget()
         for group in (self.dirty, self.stuck, self.timed):
             group.discard(worker)
         worker.close()
 
     def close(self) -> None:
-        """Ends every process; those that have nothing to do may do so by themselves."""
+        """Ends every process. Idle ones may exit by themselves first, and have a limited time to do so."""
         leaving = {worker.number for worker in self if worker.shut_down()}
         deadline = self.now() + _FAREWELL
         with contextlib.suppress(EOFError):

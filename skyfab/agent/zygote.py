@@ -1,7 +1,7 @@
-"""The zygote: a small process that forks ranks, so that each begins warm and clean.
+"""The zygote: a small process that forks workers, so that they start fast and in a clean state.
 
-It has imported what every rank needs, has one thread and never touches a GPU. It is the ranks' parent: it
-tells the agent how each ended, and if the agent dies it ends them all.
+It has imported what every worker needs, has one thread and never uses a GPU. It is the parent of the workers: it
+reports to the agent how each one exited, and kills them all if the agent terminates.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import signal
 import socket
 import sys
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
 _PIECE = 64 * 1024
-"""Bytes in a packet: what is longer comes in several. The system refuses packets of more than about 200 kB."""
+"""Bytes in a packet; longer data is split. The system refuses packets of more than about 200 kB."""
 _MARK, _DIGITS = "SKYFAB_FORKED", 10
 _LAST, _MORE = b".", b"+"
-"""How a packet begins."""
+"""The first byte of a packet: the last one of a request, or more follow."""
 
 
 class Zygote:
-    """The agent's handle on its zygote."""
+    """The agent's handle of its zygote process."""
 
     def __init__(self) -> None:
-        """Forks it, in the pool's run folder."""
+        """Forks the zygote, in the pool's run folder."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if not self.pid:
@@ -44,13 +44,16 @@ class Zygote:
         return self._socket.fileno()
 
     def spawn(self, request: dict[str, Any], fds: list[int]) -> None:
-        """Asks for a rank with these descriptors as its source, sink, stdout and stderr; ``request["id"]`` names it."""
+        """Requests a worker with these descriptors: source, sink, stdout, stderr and optionally a listening socket.
+
+        ``request["id"]`` identifies it.
+        """
         self._tell(request, fds)
 
     def kill(self, rank: int, number: int = signal.SIGKILL, *, alone: bool = False) -> None:
-        """Sends a signal to a rank and, unless `alone`, its process group.
+        """Sends a signal to a worker and, unless `alone`, to its process group.
 
-        Only its parent can do so without ever hitting a stranger.
+        The zygote does it, because only the parent can be certain that the pid has not been reused.
         """
         self._tell({"kill": rank, "signal": number, "alone": alone}, [])
 
@@ -63,14 +66,14 @@ class Zygote:
                 data = data[_PIECE:]
             socket.send_fds(self._socket, [_LAST + data], fds)
         except ConnectionError:
-            pass  # it is gone, and `notices` says so
+            pass  # the zygote has terminated; `notices` reports it
         finally:
             self._socket.setblocking(False)
 
     def notices(self) -> list[tuple[str, int, Any]]:
-        """What has happened to ranks: ("started", rank, process id), ("ended", rank, exit code), ("failed", rank, why).
+        """Events of workers: ("started", id, pid), ("ended", id, exit code), ("failed", id, error).
 
-        A rank that failed has never begun. Raises EOFError when the zygote is gone.
+        A worker that failed could not be forked. Raises EOFError when the zygote has terminated.
         """
         found: list[tuple[str, int, Any]] = []
         while True:
@@ -87,7 +90,7 @@ class Zygote:
             found.append(tuple(json.loads(data)))
 
     def close(self) -> None:
-        """Ends the zygote and, through it, every rank."""
+        """Terminates the zygote and, through it, every worker."""
         self._socket.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
@@ -109,7 +112,7 @@ def _run(control: socket.socket) -> NoReturn:
 
 
 def _close_all_but(keep: set[int]) -> None:
-    """Closes every descriptor that a fork inherited, but these."""
+    """Closes every inherited descriptor except these."""
     try:
         fds = [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:  # not Linux
@@ -121,15 +124,15 @@ def _close_all_but(keep: set[int]) -> None:
 
 
 def _prepare() -> None:
-    """Imports what every rank needs. The interpreter was started without site: catch up on it."""
+    """Imports what every worker needs, and runs `site`, without which the interpreter was started."""
     import site
 
     from skyfab.agent import worker
 
-    worker.Worker  # noqa: B018  # loaded, for every worker to share
+    worker.Worker  # noqa: B018  # imported before the fork, so that workers share its memory
     site.main()
     gc.collect()
-    gc.freeze()  # shared pages stay shared: the collector does not write to them
+    gc.freeze()  # the garbage collector then does not write to shared pages
 
 
 def _serve(control: socket.socket, cwd: str) -> None:
@@ -146,10 +149,10 @@ def _serve(control: socket.socket, cwd: str) -> None:
         _attend(control, alarm_in, children, lambda request, fds: _become_rank(request, fds, cwd, own, parent))
     finally:
         _kill(list(children))
-        _end_all()  # one that still lives could write to the folder
+        _end_all()  # a process that still runs could write to the folder
         import shutil
 
-        shutil.rmtree(os.path.dirname(cwd), ignore_errors=True)  # the agent may have been killed
+        shutil.rmtree(os.path.dirname(cwd), ignore_errors=True)  # a killed agent has not done it
 
 
 def _attend(
@@ -158,7 +161,7 @@ def _attend(
     children: dict[int, int],
     become: Callable[[dict[str, Any], list[int]], NoReturn],
 ) -> None:
-    """Forks and kills as the agent says, until it says no more."""
+    """Forks and kills as the agent requests, until it closes the socket."""
     sources = [control.fileno(), alarm]
     while True:
         ready, _, _ = select.select(sources, [], [])
@@ -179,7 +182,7 @@ def _attend(
                 continue
             try:
                 pid = os.fork()
-            except OSError as error:  # a limit of processes or of memory: that one rank is not to be
+            except OSError as error:  # a process or memory limit: only this worker fails
                 _say(control, "failed", request["id"], str(error))
             else:
                 if not pid:
@@ -191,7 +194,7 @@ def _attend(
 
 
 def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """The next thing that the agent asks for, with what belongs to it; None at the end."""
+    """The agent's next request and its descriptors; None at end of file."""
     data = b""
     while True:
         packet, fds, _, _ = socket.recv_fds(control, len(_LAST) + _PIECE, 8)
@@ -203,7 +206,7 @@ def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def _say(control: socket.socket, *notice: object) -> None:
-    with contextlib.suppress(ConnectionError):  # the agent has gone: the end of the stream follows
+    with contextlib.suppress(ConnectionError):  # the agent has terminated: end of file follows
         control.send(json.dumps(notice).encode())
 
 
@@ -216,7 +219,7 @@ def _reap(children: dict[int, int], control: socket.socket) -> None:
         if not pid:
             return
         if pid in children:
-            with contextlib.suppress(OSError):  # what the rank started and left behind goes with it
+            with contextlib.suppress(OSError):  # also end what the worker has started and left running
                 os.killpg(pid, signal.SIGKILL)
             _kill([stray for stray in _offspring() if stray not in children and _belongs(stray, children[pid])])
             _say(control, "ended", children.pop(pid), os.waitstatus_to_exitcode(status))
@@ -226,7 +229,7 @@ def _kill(pids: list[int], number: int = signal.SIGKILL) -> None:
     for pid in pids:
         try:
             os.killpg(pid, number)
-        except OSError:  # one so young that it leads no group yet
+        except OSError:  # it has just been forked and leads no process group yet
             _signal([pid], number)
 
 
@@ -237,7 +240,7 @@ def _signal(pids: list[int], number: int) -> None:
 
 
 def _adopt_orphans() -> None:
-    """On Linux, what a rank's children leave behind becomes ours, whatever session or group it made for itself."""
+    """On Linux, makes orphaned descendants of workers our children, whatever session or group they are in."""
     if sys.platform == "linux":
         import ctypes
 
@@ -245,7 +248,7 @@ def _adopt_orphans() -> None:
 
 
 def _offspring() -> list[int]:
-    """Our children, dead or alive. Nobody else can have their numbers until we have reaped them."""
+    """The pids of our children, zombies included. They cannot be reused before we reap them."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return [int(word) for word in file.read().split()]
@@ -254,7 +257,7 @@ def _offspring() -> list[int]:
 
 
 def _belongs(pid: int, rank: int) -> bool:
-    """Whether a process was started by that rank, as its environment says; or forked by it, as its mark says."""
+    """Whether that worker started the process (seen by its environment) or forked it (seen by its mark)."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             found = file.read().split(b"\0")
@@ -264,21 +267,21 @@ def _belongs(pid: int, rank: int) -> bool:
 
 
 def _mark(rank: int) -> None:
-    """Writes the rank's number where the kernel keeps what this process was started with.
+    """Writes the worker's number into this process's initial environment, which /proc/PID/environ shows.
 
-    A process that is forked and becomes no other program shows that, and not the variables which were set since.
+    A process that is forked without exec shows the initial environment, and not variables that were set later.
     """
     import ctypes
 
-    if len(os.environ.get(_MARK, "")) == _DIGITS:  # the launch has made room for it
+    if len(os.environ.get(_MARK, "")) == _DIGITS:  # the bootstrap has reserved the space
         getenv = ctypes.CDLL(None).getenv
         getenv.restype = ctypes.c_void_p
         ctypes.memmove(getenv(_MARK.encode()), f"{rank:0{_DIGITS}}".encode(), _DIGITS)
-        del os.environ[_MARK]  # what is started has SKYFAB_RANK
+        del os.environ[_MARK]  # programs that are started with exec have SKYFAB_RANK
 
 
 def _end_all() -> None:
-    """Kills and reaps until there is nobody left: who loses its parent comes to us."""
+    """Kills and reaps until no child is left. Orphaned descendants become our children (`_adopt_orphans`)."""
     while True:
         _signal(_offspring(), signal.SIGKILL)
         try:
@@ -320,10 +323,10 @@ def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: s
 
 
 def _die_with(parent: int) -> None:
-    """Linux ends this process when the zygote is killed; elsewhere the closed pipe has to do."""
+    """Makes Linux kill this process when the zygote terminates. On other systems, it exits when its pipe is closed."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:  # too late
+        if os.getppid() != parent:  # it terminated before the prctl
             os._exit(1)

@@ -1,4 +1,4 @@
-"""Throw-away hosts for tests and trials: node1, node2 …, each with its own files, address, users and host key.
+"""Temporary SSH hosts for tests and trials: node1, node2 …, each with its own files, address, users and host key.
 
 ::
 
@@ -7,11 +7,11 @@
     with Lab.start(count=2) as lab:
         lab.inventory                      # the path of an inventory.toml
         lab.hosts[0].run(["hostname"])     # without SSH
-        lab.hosts[1].cut()                 # pull its cable
+        lab.hosts[1].cut()                 # disconnect its network
 
-As root on Linux the hosts are namespaces; elsewhere sshd on high ports of 127.0.0.1, and `lab.limits` says what
-that cannot show. `Lab.start` has an argument for each kind of host: without Python, with two networks, behind
-forwarded ports … (docs/lab.md).
+As root on Linux, the hosts are namespaces. Elsewhere they are sshd processes on high ports of 127.0.0.1, and
+`lab.limits` lists what cannot be tested with these. `Lab.start` has an argument for each kind of host: without Python,
+with two networks, behind forwarded ports … (docs/lab.md).
 """
 
 from __future__ import annotations

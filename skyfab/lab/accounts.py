@@ -1,4 +1,4 @@
-"""The users of a host's root folder: lines of passwd, shadow and group, and a home for each."""
+"""User accounts of a namespace host: edits passwd, shadow and group below its root folder, and creates homes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyfab.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """One user as passwd has it."""
+    """One entry of passwd."""
 
     name: str
     uid: int
@@ -24,7 +24,7 @@ class Account:
 
 
 def find(root: Path, name: str) -> Account:
-    """The user of that name in the root folder's passwd. Raises UsageError when there is none."""
+    """The user of that name in the host's passwd. Raises UsageError if there is none."""
     for line in (root / "etc/passwd").read_text().splitlines():
         fields = line.split(":")
         if fields[0] == name:
@@ -35,7 +35,7 @@ def find(root: Path, name: str) -> Account:
 def add(
     root: Path, name: str, *, shell: str = "/bin/sh", home: str | None = None, password: str | None = None
 ) -> Account:
-    """Adds a user to the root folder, with an empty home that is theirs alone."""
+    """Adds a user, with an empty home folder that only this user can access. Raises UsageError for an invalid name."""
     home = home or f"/home/{name}"
     if ":" in name + home + shell or "\n" in name + home + shell:
         raise UsageError("a user's name, home and shell hold no colon and no line break")
@@ -52,7 +52,7 @@ def add(
 
 
 def set_shell(root: Path, name: str, shell: str) -> None:
-    """Gives a user another login shell. Raises UsageError where there is no such user."""
+    """Changes a user's login shell. Raises UsageError if there is no such user."""
     find(root, name)
     passwd = root / "etc/passwd"
     lines = [line.split(":") for line in passwd.read_text().splitlines()]
@@ -60,14 +60,14 @@ def set_shell(root: Path, name: str, shell: str) -> None:
 
 
 def unlock(root: Path, name: str) -> None:
-    """Lets a user in by key: without PAM, sshd turns down one whose password field begins with `!`."""
+    """Allows login by key: without PAM, sshd refuses a user whose password field begins with `!`."""
     shadow = root / "etc/shadow"
     lines = [line.split(":") for line in shadow.read_text().splitlines()]
     shadow.write_text("".join(":".join([f[0], "*", *f[2:]] if f[0] == name else f) + "\n" for f in lines))
 
 
 def hashed(password: str) -> str:
-    """The password as shadow keeps it, made by the library that sshd itself checks it with."""
+    """The password hash for shadow, made by the library that sshd itself uses to check it."""
     crypt = ctypes.CDLL(ctypes.util.find_library("crypt")).crypt
     crypt.restype = ctypes.c_char_p
     crypt.argtypes = [ctypes.c_char_p, ctypes.c_char_p]

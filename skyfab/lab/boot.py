@@ -1,4 +1,4 @@
-"""How a namespace host comes up: the script that makes its world, and the talk with it while it starts."""
+"""Starts a namespace host: the shell script that sets up its namespaces and root, and the handshake with it."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ exec chroot . "$sshd" -D -e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One host on its way up. It waits for `go`; when this is closed before, it ends by itself."""
+    """One host that is starting. Its script waits for `go`, and exits if this is closed before."""
 
     process: Process
-    """The program that holds the host's namespaces, the parent of its first process."""
+    """`unshare`, the parent of the host's first process."""
     answer: int
     word: int
 
@@ -112,18 +112,18 @@ class Start:
         return cls(process=process, answer=answer, word=word)
 
     def first(self) -> int:
-        """Waits for the number of the host's first process. Raises EOFError when it died before it could tell."""
+        """Waits for the pid of the host's first process. Raises EOFError if that exits before it has sent the pid."""
         told = os.read(self.answer, 32)
         if not told:
             raise EOFError
         return int(told)
 
     def go(self) -> None:
-        """Its cable is in: it may go on."""
+        """Its network interfaces exist: the script may continue."""
         os.write(self.word, b"go\n")
 
     def up(self) -> bool:
-        """Waits until its world is made and sshd next; False when it died over it."""
+        """Waits until the setup is complete and sshd is about to start. Returns False if the script has failed."""
         return os.read(self.answer, 32) != b""
 
     def __enter__(self) -> Start:
@@ -135,9 +135,9 @@ class Start:
 
 
 def make_room(folder: Path) -> str | None:
-    """Readies `folder` for the files of namespace hosts; returns why that cannot be, or None.
+    """Prepares `folder` for the files of namespace hosts; returns why that is impossible, or None.
 
-    The upper layer of a root cannot lie on every file system (in a container, say): then memory holds it.
+    Not every file system supports the upper layer of an overlay (in a container, for example); then a tmpfs is mounted.
     """
     if sys.platform != "linux":
         return f"network namespaces are Linux's, and this is {sys.platform}"
@@ -156,7 +156,7 @@ def make_room(folder: Path) -> str | None:
 
 
 def give_back(folder: Path) -> None:
-    """Undoes `make_room` where it took memory; the files there are gone."""
+    """Undoes `make_room`: unmounts the tmpfs, if there is one, and so deletes its files."""
     if folder.is_mount():
         subprocess.run(["umount", str(folder)], check=True)
 

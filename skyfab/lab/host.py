@@ -1,4 +1,4 @@
-"""One host of a lab, whatever it is made of: where it is, what can be seen of it, what can befall it."""
+"""Base class of lab hosts: address and credentials, inspection, and fault injection (kill, cut, slow, block)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from .process import LabProcess, Process
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the hosts of a lab have in common before there are any."""
+    """The settings for the hosts of a new lab."""
 
     folder: Path
-    """Each host has a folder of its name in it."""
+    """Contains a folder for each host, by name."""
     count: int
     user: str
     python: str
-    """The interpreter that hosts have; empty where they are to have none."""
+    """The interpreter that hosts have; empty for none."""
     lends_python: bool
-    """Whether it is lent to them, and the inventory names it; else it is the system's own."""
+    """Whether it is mounted into the hosts and named in the inventory; else it is the system's own."""
     identity: Path
     client_key: str
     password: str
     lend: tuple[str, ...]
-    """Folders that namespace hosts see besides the system's, read-only."""
+    """Folders that are mounted read-only into namespace hosts, besides the system's."""
     second_network: bool
     isolated: bool
     forwarded: bool
     reverse_dns: bool
     shells: Mapping[str, str]
-    """Login shells by user, where they are not to have the usual one."""
+    """Login shells by user, other than the default."""
 
     @property
     def names(self) -> list[str]:
@@ -44,7 +44,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class LabHost:
-    """One host: data only. What runs is written in its folder, so any process sees the same."""
+    """One host. It has no mutable state: pids are stored in its folder, so every process sees the same."""
 
     kind: ClassVar[str]
 
@@ -53,26 +53,26 @@ class LabHost:
     address: str
     port: int
     user: str
-    """Who the inventory logs in as."""
+    """The login user in the inventory."""
     identity: Path
-    """The private key that lets every user in."""
+    """The private key that every user accepts."""
     host_key: str
     python: str
-    """An interpreter there; empty where there is none."""
+    """The interpreter on the host; empty for none."""
     lent_python: bool
-    """Whether it is lent from this machine: then the inventory names it."""
+    """Whether it is mounted from this machine; then the inventory names it."""
     cache: str | None
-    """Where skyfab keeps its files there; None is skyfab's own default."""
+    """The folder of skyfab's cache there; None for skyfab's default."""
     folder: Path
 
     @property
     def log(self) -> Path:
-        """What its sshd wrote, and what went wrong at boot."""
+        """The log of its sshd and of errors at boot."""
         return self.folder / "log"
 
     @property
     def init(self) -> Process:
-        """Its first process. Raises Unreachable when it was never started or is gone."""
+        """Its first process. Raises Unreachable if that was never started or has exited."""
         process = self.recorded("init")
         if process is None or not process.alive:
             raise Unreachable("the lab host is down", host=self.name, hint="host.reboot()")
@@ -84,7 +84,7 @@ class LabHost:
         return process is not None and process.alive
 
     def record(self, role: str, process: Process) -> None:
-        """Writes down a process of this host, to be ended later by whoever stops the lab."""
+        """Stores the pid of a process of this host, so that any program can stop it later."""
         (self.folder / f"{role}.pid").write_text(str(process))
 
     def recorded(self, role: str) -> Process | None:
@@ -95,13 +95,13 @@ class LabHost:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Its own addresses, by interface. Behind a forwarded port `address` is none of them."""
+        """Its own addresses, by interface. Behind a forwarded port, `address` is not among them."""
         self._cannot("say its addresses")
 
     def __str__(self) -> str:
         return f"{self.name} {self.user}@{self.address}:{self.port}"
 
-    # What follows is real on namespace hosts; a host that cannot do it says so.
+    # Namespace hosts implement all of the following; other hosts raise UsageError for what they cannot do.
 
     def run(
         self,
@@ -112,18 +112,18 @@ class LabHost:
         check: bool = True,
         timeout: float | None = 60,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command on the host without SSH, as root where nobody is named, and returns its output as text."""
+        """Runs a command on the host without SSH, as root unless `user` is given, and returns its output as text."""
         self._cannot("run commands without SSH")
 
     def path(self, path: str) -> Path:
-        """Where a file of the host, named by its absolute path there, is found from here.
+        """The path on this machine of a host's file, which is given by its absolute path on the host.
 
-        Do not follow a link to an absolute path: from here it leads to this machine's file.
+        Do not follow a symlink to an absolute path: it would resolve to this machine's file.
         """
         self._cannot("show its files")
 
     def processes(self) -> list[LabProcess]:
-        """Everything that runs on the host."""
+        """All processes of the host."""
         self._cannot("list its processes")
 
     def add_user(
@@ -135,39 +135,39 @@ class LabHost:
         password: str | None = None,
         bashrc: str | None = None,
     ) -> None:
-        """Adds a user who can log in with the lab's key, and with the password if one is given."""
+        """Adds a user who can log in with the lab's key, and with the password if given."""
         self._cannot("have more users")
 
     def kill(self) -> None:
-        """The host is gone at once, as when its power fails; its files stay for `reboot`."""
+        """Stops the host at once, like a power failure; its files stay for `reboot`."""
         self._cannot("be killed")
 
     def reboot(self) -> None:
-        """Kills the host if it is up and starts it again: same files, keys and address."""
+        """Kills the host if it is up, and starts it again with the same files, keys and address."""
         self._cannot("reboot")
 
     def cut(self, interface: str | None = None) -> None:
-        """Pulls a cable, or all: packets are lost both ways, nothing is told to anyone."""
+        """Disconnects an interface, or all: packets are lost in both directions, without an error to either side."""
         self._cannot("be cut off")
 
     def restore(self, interface: str | None = None) -> None:
-        """Puts it back."""
+        """Undoes `cut`."""
         self._cannot("be cut off")
 
     def slow(self, mbit: float | None) -> None:
-        """Limits its cables, each way, to so many megabits a second; None ends it."""
+        """Limits its interfaces, in each direction, to so many megabits per second; None removes the limit."""
         self._cannot("be slowed")
 
     def block(self, other: LabHost) -> None:
-        """Hides another host from this one: nothing it sends there goes out, on any network."""
+        """Drops everything that this host sends to another one, on any network."""
         self._cannot("be kept from its peers")
 
     def unblock(self, other: LabHost) -> None:
-        """Ends `block`."""
+        """Undoes `block`."""
         self._cannot("be kept from its peers")
 
     def small_disk(self, path: str, megabytes: float) -> None:
-        """Puts an empty disk of that size at a folder of the host, owned as the folder was."""
+        """Mounts an empty disk of that size over a folder of the host, with the folder's owner and mode."""
         self._cannot("have a small disk")
 
     def _cannot(self, what: str) -> NoReturn:

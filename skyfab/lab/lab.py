@@ -1,4 +1,4 @@
-"""A lab: throw-away hosts that are up together, the folder they live in, and the end of them."""
+"""A lab: a set of temporary hosts, started and stopped together, and the folder that contains their files."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ OWNER = "owner.pid"
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """Hosts that are up. `with` takes them down; so does the end of the program, however it ends.
+    """A running set of hosts. Leaving `with` stops them; so does the end of the program, even if it is killed.
 
     ::
 
         with Lab.start(count=2) as lab:
             compute = sky.Compute(hosts="lab", inventory=lab.inventory)
 
-    A persistent lab stays until `stop`, and is found again by `Lab.load`.
+    A persistent lab stays up until `stop`; other programs open it with `Lab.load`.
     """
 
     folder: Path
@@ -58,25 +58,25 @@ class Lab:
         shells: Mapping[str, str] | None = None,
         persistent: bool = False,
     ) -> Lab:
-        """Starts hosts node1, node2 … and returns when all of them greet.
+        """Starts hosts node1, node2 … and returns when the sshd of each one accepts connections.
 
-        `user` is who the inventory logs in as (on loopback: always the current one). A namespace host sees this
-        machine's system folders, copied when it writes, and read-only the folders that `lend` names; nothing else.
-        It has the system's own Python, with the standard library only, and the inventory names no interpreter.
+        `user` is the login user in the inventory (on loopback: always the current one). A namespace host sees this
+        machine's system folders, copy-on-write, and the folders that `lend` names, read-only; nothing else. It has the
+        system's own Python, with the standard library only, and the inventory names no interpreter.
 
         Kinds of hosts, which can be combined; all but a lent interpreter need namespace hosts:
 
-        - `python`: the path of an interpreter of this machine that hosts are lent, and that the inventory names
+        - `python`: the path of an interpreter of this machine that is mounted into the hosts and named in the inventory
           (`sys.executable`: with all that this program can import). ``"none"``: hosts have no Python at all.
         - `second_network`: each host has a second interface, ``fast0``, on a network without this machine.
-        - `isolated`: on ``eth0`` hosts see this machine and not each other. With `second_network` they see each
-          other there only.
+        - `isolated`: on ``eth0`` hosts reach this machine and not each other. With `second_network` they reach each
+          other only there.
         - `forwarded`: this machine reaches each host through a port of 127.0.0.1. Every host has the address
-          10.0.2.15 on ``eth0``, behind a NAT of its own, as Vagrant's have in VirtualBox.
-        - `reverse_dns=False`: addresses have no names, and a host's own name is 127.0.1.1, as Debian installs it.
+          10.0.2.15 on ``eth0``, behind its own NAT, like Vagrant hosts in VirtualBox.
+        - `reverse_dns=False`: addresses have no names, and a host's own name resolves to 127.0.1.1, Debian's default.
         - `shells`: login shells by user, for instance ``{"root": "/usr/bin/zsh", "ada": "/usr/bin/fish"}``.
 
-        Raises UsageError where the machine cannot do it.
+        Raises UsageError if this machine does not support it.
         """
         if not 1 <= count <= MOST:
             raise UsageError(f"a lab has 1 to {MOST} hosts, not {count}")
@@ -119,7 +119,7 @@ class Lab:
 
     @classmethod
     def load(cls, folder: Path | str) -> Lab:
-        """The lab in that folder, whoever started it. Raises UsageError when there is none."""
+        """Opens the lab in that folder, also one that another program started. Raises UsageError if there is none."""
         place = Path(folder).absolute()
         return cls(folder=place, record=Record.load(place))
 
@@ -133,12 +133,12 @@ class Lab:
 
     @property
     def password(self) -> str:
-        """What the user `pat` of a namespace host logs in with."""
+        """The password of the user `pat` on namespace hosts."""
         return self.record.password
 
     @property
     def limits(self) -> list[str]:
-        """What cannot be tested here, a sentence each."""
+        """What cannot be tested with these hosts, one sentence each."""
         return list(self.record.limits)
 
     @property
@@ -146,23 +146,23 @@ class Lab:
         return self.folder / INVENTORY
 
     def inventory_as(self, user: str) -> Path:
-        """An inventory of the same hosts that logs in as another user."""
+        """Writes an inventory of the same hosts with another login user, and returns its path."""
         path = self.folder / f"inventory-{user}.toml"
         write(path, inventory([replace(host, user=user) for host in self.record.hosts]))
         return path
 
     def cut(self) -> None:
-        """Pulls every host's cable, as when this machine loses its network."""
+        """Disconnects the network of every host, as if this machine lost its network."""
         for host in self.hosts:
             host.cut()
 
     def restore(self) -> None:
-        """Puts every cable back."""
+        """Reconnects the network of every host."""
         for host in self.hosts:
             host.restore()
 
     def stop(self) -> None:
-        """Ends the hosts and everything on them, and removes the network and the folder. Twice is fine."""
+        """Stops the hosts and all their processes, and removes the network and the folder. Idempotent."""
         take_down(self.folder)
 
     def __getitem__(self, name: str) -> LabHost:
@@ -179,7 +179,7 @@ class Lab:
 
 
 def sweep() -> None:
-    """Takes down the labs of this user whose owners are gone, and whose keepers are too."""
+    """Takes down this user's labs whose owner has exited and whose reaper did not do it."""
     for place in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
         with suppress(SkyfabError, OSError):
             if _abandoned(place):
@@ -187,7 +187,7 @@ def sweep() -> None:
 
 
 def _interpreter(python: str | None) -> str:
-    """The path that hosts have it by; empty for none."""
+    """The path of the interpreter on the hosts; empty for none."""
     if python is None or python == "none":
         return root.system_python() or "" if python is None else ""
     path = str(Path(python).absolute())
@@ -197,7 +197,7 @@ def _interpreter(python: str | None) -> str:
 
 
 def _start(plan: Plan, kind: Kind, limits: tuple[str, ...]) -> Record:
-    """Writes the record as soon as there is something to take down, then starts the hosts."""
+    """Writes the lab's record as soon as there is something to take down, then starts the hosts."""
     if kind == "loopback":
         servers = loopback.build(plan)
         record = _recorded(plan, kind, servers, limits)
@@ -217,7 +217,7 @@ def _recorded(plan: Plan, kind: Kind, hosts: Sequence[LabHost], limits: tuple[st
 
 
 def _choose(kind: str, folder: Path, *, special: bool) -> tuple[Kind, tuple[str, ...]]:
-    """What the hosts will be, and what that leaves untested. `special` ones are no loopback hosts."""
+    """Chooses the kind of hosts, and lists what cannot be tested with it. `special` hosts cannot be loopback hosts."""
     folder.mkdir()
     if kind == "loopback" and special:
         raise UsageError("loopback hosts are all alike", hint='Lab.start(kind="namespace"), as root on Linux')
@@ -233,7 +233,7 @@ def _choose(kind: str, folder: Path, *, special: bool) -> tuple[Kind, tuple[str,
 
 
 def _fresh(folder: Path | str | None) -> Path:
-    """A folder that is empty and ours alone."""
+    """Creates or claims an empty folder for this lab. Raises UsageError if it is in use or not empty."""
     if folder is None:
         return Path(tempfile.mkdtemp(prefix=_prefix()))
     place = Path(folder).absolute()
@@ -243,7 +243,7 @@ def _fresh(folder: Path | str | None) -> Path:
     if (place / STATE).exists():
         raise UsageError(f"a lab is already in {place}", hint="skyfab lab.down")
     try:
-        (place / OWNER).touch(exist_ok=False)  # of two who start at once, one is told
+        (place / OWNER).touch(exist_ok=False)  # if two programs start at once, one gets an error
         only = len(list(place.iterdir())) == 1
     except FileExistsError:
         raise UsageError(f"another program is just starting a lab in {place}", hint="wait for it") from None
@@ -255,7 +255,7 @@ def _fresh(folder: Path | str | None) -> Path:
 
 
 def _abandoned(place: Path) -> bool:
-    """Whether a lab was started there by a program of this user that is no more."""
+    """Whether a lab was started there by a program of this user that no longer runs."""
     owner = place / OWNER
     try:
         return owner.stat().st_uid == os.getuid() and not Process.parse(owner.read_text()).alive
@@ -268,7 +268,7 @@ def _prefix() -> str:
 
 
 def take_down(folder: Path | str) -> None:
-    """Ends whatever the folder's record names, then the folder. Several at once wait for one another."""
+    """Stops the hosts in the folder's record, then removes the folder. Concurrent callers wait for each other."""
     place = Path(folder)
     with _alone(place) as there:
         if not there:
@@ -290,7 +290,7 @@ def _end(hosts: Sequence[LabHost]) -> None:
 
 @contextmanager
 def _alone(place: Path) -> Iterator[bool]:
-    """Holds the folder against others who would take it down; yields whether it is still there."""
+    """Locks the folder against other programs that would take it down; yields whether it still exists."""
     try:
         handle = os.open(place, os.O_RDONLY)
     except FileNotFoundError:

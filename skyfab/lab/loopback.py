@@ -1,4 +1,4 @@
-"""A lab host without root: an sshd of the current user on a high port of 127.0.0.1."""
+"""Lab hosts that need no root: an sshd of the current user on a high port of 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MARK = "SKYFAB_LAB_HOST"
 
 @dataclass(frozen=True, kw_only=True)
 class LoopbackHost(LabHost):
-    """A host that is this machine under another port. What it runs is known by a mark in its environment."""
+    """A host that is this machine on another port. Its processes are recognized by a variable in their environment."""
 
     kind: ClassVar[str] = "loopback"
 
@@ -87,21 +87,21 @@ class LoopbackHost(LabHost):
             process = Process.of(left.outside)
         except ProcessLookupError:
             return
-        if self._ours(process.pid):  # asked again: the number may have changed hands since
+        if self._ours(process.pid):  # checked again, because the pid may have been reused
             process.end()
 
 
 def build(plan: Plan) -> list[LoopbackHost]:
-    """Makes the hosts' keys and settings, and finds them ports. Nothing runs yet."""
+    """Creates the hosts' keys and settings, and finds free ports. Nothing runs yet."""
     keys_file = plan.folder / "authorized_keys"
     keys_file.write_text(f"{plan.client_key}\n")
     return [_build(plan, number, port, keys_file) for number, port in enumerate(free_ports(plan.count), 1)]
 
 
 def boot(hosts: Sequence[LoopbackHost]) -> None:
-    """Starts the servers, and returns when all of them greet."""
+    """Starts the servers, and returns when all of them accept connections."""
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd insists on it; it stays, for other servers
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd requires it; not removed: other servers may use it
     for host in hosts:
         argv = [sshd.program(), "-D", "-e", "-f", str(host.folder / "sshd_config")]
         host.record("init", spawn(argv, env=os.environ, log=host.log))

@@ -1,4 +1,4 @@
-"""A lab host made of Linux namespaces: its own network, processes, names, mounts and root folder."""
+"""Lab hosts made of Linux namespaces, each with its own network, pids, hostname, mounts and root folder."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .root import PATH
 
 @dataclass(frozen=True, kw_only=True)
 class NamespaceHost(LabHost):
-    """A host in namespaces of this machine's kernel. Its first process is its sshd."""
+    """A host in namespaces of this machine. Its first process is its sshd."""
 
     kind: ClassVar[str] = "namespace"
 
     network: Network
     lent: tuple[str, ...]
-    """Folders of this machine, mounted read-only so that its interpreter runs there."""
+    """Folders of this machine that are mounted read-only: those of its interpreter, and those requested."""
 
     def run(
         self,
@@ -120,7 +120,7 @@ class NamespaceHost(LabHost):
             ip(f"link set {cable} {state}", inside=self._beyond(cable))
 
     def _sees(self, other: LabHost) -> list[str]:
-        """The addresses of another host; behind forwarded ports some are this one's too."""
+        """The addresses of another host, without those that this host has too, as behind forwarded ports."""
         return [address for address in other.addresses.values() if address not in self.addresses.values()]
 
     def small_disk(self, path: str, megabytes: float) -> None:
@@ -133,13 +133,13 @@ class NamespaceHost(LabHost):
         return ["nsenter", f"--target={self.init.pid}", *(f"--{space}" for space in spaces)]
 
     def _beyond(self, cable: str) -> list[str]:
-        """What runs a command where the other end of a cable is."""
+        """The command prefix that runs a command in the network namespace of the cable's other end."""
         nat = self.recorded("nat") if cable == NAT_CABLE else None
         return ["nsenter", f"--target={nat.pid}", "--net"] if nat is not None else []
 
 
 def build(plan: Plan) -> list[NamespaceHost]:
-    """Makes the hosts' keys and their network. Nothing runs yet."""
+    """Creates the hosts' keys and their network. Nothing runs yet."""
     lent = tuple(root.lent(plan.python if plan.lends_python else None, plan.lend))
     with ThreadPoolExecutor(8) as pool:
         keys = list(pool.map(lambda name: _key(plan.folder / name, name), plan.names))
@@ -181,7 +181,7 @@ def prepare(hosts: Sequence[NamespaceHost], plan: Plan) -> None:
 
 
 def boot(hosts: Sequence[NamespaceHost]) -> None:
-    """Starts hosts side by side, and returns when all of them greet."""
+    """Starts hosts in parallel, and returns when all of them accept connections."""
     with ExitStack() as stack:
         starting = [(host, stack.enter_context(_start(host))) for host in hosts]
         nats = {host.number: _nat(host) for host in hosts if host.network.forwarded}
@@ -202,7 +202,7 @@ def boot(hosts: Sequence[NamespaceHost]) -> None:
 def _pid_space(pid: int) -> int | None:
     try:
         return Path(f"/proc/{pid}/ns/pid").stat().st_ino
-    except OSError:  # it ended while we looked
+    except OSError:  # it has exited meanwhile
         return None
 
 
@@ -218,9 +218,9 @@ def _start(host: NamespaceHost) -> Start:
 
 
 def _nat(host: NamespaceHost) -> int:
-    """Starts the NAT in front of a host, which relays the port that it is reached by; returns its pid.
+    """Starts the NAT in front of a host, which forwards the host's port; returns its pid.
 
-    The port is taken here, and the namespace is the NAT's own: in it the host's address is unlike any other.
+    The port is bound in this machine's namespace. The NAT has its own namespace, in which the host's address is unique.
     """
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", host.port), backlog=128))
@@ -238,7 +238,7 @@ def _nat(host: NamespaceHost) -> int:
 
 
 def _first(host: NamespaceHost, start: Start) -> int:
-    """The number, on this machine, of the host's first process."""
+    """The pid, on this machine, of the host's first process."""
     try:
         pid = start.first()
         host.record("init", Process.of(pid))

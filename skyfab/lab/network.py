@@ -1,4 +1,4 @@
-"""The lab's own wires: one bridge or two, cables to each host, addresses that exist nowhere else."""
+"""The network of a lab: one bridge or two, a veth pair ("cable") to each host, addresses reserved for tests."""
 
 from __future__ import annotations
 
@@ -13,40 +13,43 @@ from pathlib import Path
 from skyfab.errors import UsageError
 
 LABS = 256
-"""A /24 of 198.18.0.0/16 for each lab, and the same of 198.19.0.0/16 for its second network: both are set aside for
-tests of networks (RFC 2544)."""
+"""Maximum number of labs. Each has a /24 of 198.18.0.0/16, and one of 198.19.0.0/16 for its second network: both are
+reserved for network tests (RFC 2544)."""
 INTERFACE = "eth0"
-"""What a host calls its end of the cable that SSH comes through."""
+"""The host's interface on the first network, which SSH uses."""
 SECOND = "fast0"
-"""What it calls its end of the second network's."""
+"""The host's interface on the second network."""
 GUEST, GATEWAY = "10.0.2.15", "10.0.2.2"
-"""The addresses of every host behind forwarded ports, and of the NAT in front of it: VirtualBox's."""
+"""The address of every host behind forwarded ports, and of its NAT: the same as in VirtualBox."""
 NAT_CABLE = "nat0"
-"""What that NAT calls its end of the cable."""
+"""The NAT's interface to its host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """One /24 on one bridge of this machine, which has its first address; and a second one where asked for."""
+    """One /24 on a bridge of this machine, which has the first address; and optionally a second network."""
 
     number: int
     tag: str
-    """Written on the bridge: a number that is used again is another network."""
+    """Stored as the bridge's alias, to recognize it: another lab may use the same number later."""
     second: bool = False
-    """Whether hosts have a second cable, to a bridge on which this machine has no address."""
+    """Whether hosts have a second interface, on a bridge on which this machine has no address."""
     isolated: bool = False
-    """Whether hosts see this machine only, and not each other, on the first bridge."""
+    """Whether hosts reach only this machine, and not each other, on the first bridge."""
     forwarded: bool = False
-    """Whether each host is behind a NAT of its own instead of on the first bridge: all have the same address."""
+    """Whether each host is behind its own NAT instead of on the first bridge; all have the same address then."""
 
     @classmethod
     def open(cls, *, second: bool = False, isolated: bool = False, forwarded: bool = False) -> Network:
-        """Takes the first free /24: the kernel makes a bridge of a name once, so two labs never meet."""
+        """Takes the first free /24. The kernel creates a bridge of a given name only once, so labs never share one.
+
+        Raises UsageError if a bridge cannot be created or no network is free.
+        """
         used = _ip("address show", "route show").stdout.split()
         for number in range(LABS):
             network = cls(number, secrets.token_hex(8), second, isolated, forwarded)
             prefix = network.address(0).removesuffix("0")
-            if any(word.startswith(prefix) for word in used):  # on a lab's own host, say
+            if any(word.startswith(prefix) for word in used):  # for example, when this machine is a lab's host
                 continue
             made = _ip(*network._bridges())
             if made.returncode == 0:
@@ -69,7 +72,7 @@ class Network:
         return lines
 
     def close(self) -> None:
-        """Removes the bridges, if they are there. The cables go with their hosts."""
+        """Removes the bridges, if they exist. The cables disappear with their hosts."""
         if self.ours:
             if self.second:
                 _ip(f"link delete {self._bridge_of(SECOND)}")
@@ -77,7 +80,7 @@ class Network:
 
     @property
     def ours(self) -> bool:
-        """Whether the bridge is there, and is not another lab's of a later day."""
+        """Whether the bridge exists, and does not belong to a later lab."""
         try:
             return Path(f"/sys/class/net/{self.bridge}/ifalias").read_text().strip() == self.tag
         except OSError:
@@ -89,7 +92,7 @@ class Network:
 
     @property
     def interfaces(self) -> tuple[str, ...]:
-        """What each host has."""
+        """The interfaces of each host."""
         return (INTERFACE, SECOND) if self.second else (INTERFACE,)
 
     def addresses(self, host: int) -> dict[str, str]:
@@ -98,18 +101,21 @@ class Network:
         return {INTERFACE: first} | ({SECOND: self.address(10 + host, SECOND)} if self.second else {})
 
     def cable(self, host: int, interface: str = INTERFACE) -> str:
-        """The other end of a host's cable: this machine's, or the one of the NAT in front of the host."""
+        """The name of the other end of a host's cable, on this machine or on the host's NAT."""
         if self.forwarded and interface == INTERFACE:
             return NAT_CABLE
         return f"{self._bridge_of(interface)}n{host}"
 
     def hardware(self, host: int, interface: str = INTERFACE) -> str:
-        """The hardware address of a host, or of the bridge (0): said, since one that changes, at a reboot
-        or with the bridge's first cable, is looked for at the old place for seconds."""
+        """The MAC address of a host, or of the bridge (0).
+
+        It is fixed, because neighbours would use an old one for seconds after it changes: at a reboot, or when the
+        bridge gets its first cable.
+        """
         return f"02:53:4b:{self.interfaces.index(interface):02x}:{self.number:02x}:{host:02x}"
 
     def plug(self, pids: dict[int, int], nats: dict[int, int]) -> None:
-        """Lays the cables to each host.
+        """Creates the cables to each host.
 
         Hosts, and the NATs in front of them, are given as number: pid of a process in their network namespace.
         """
@@ -128,7 +134,7 @@ class Network:
         ip(*lines)
 
     def unplug(self, host: int) -> None:
-        """Removes the cables at once, if they are there; the kernel would do so later by itself."""
+        """Removes a host's cables at once, if they exist; the kernel would do so later."""
         if self.ours:
             for interface in self.interfaces:
                 if self.cable(host, interface) != NAT_CABLE:
@@ -138,12 +144,12 @@ class Network:
         return f"sky{self.number}" if interface == INTERFACE else f"sky{self.number}f"
 
     def address(self, last: int, interface: str = INTERFACE) -> str:
-        """An address of the first network, or of the second; this machine is the first of the first."""
+        """An address of the first or the second network; this machine has address 1 of the first."""
         return f"198.{18 + (interface == SECOND)}.{self.number}.{last}"
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that were free a moment ago; all are held until the last is found, so they differ."""
+    """Free ports of 127.0.0.1. All are held until the last is found, so they differ; later, others may take them."""
     with ExitStack() as stack:
         held = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in held:
@@ -152,10 +158,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def make_room_for_neighbours(count: int) -> None:
-    """Raises the kernel's limits on neighbours where root may.
+    """Raises the kernel's limits for the neighbour (ARP) table, if permitted.
 
-    All namespaces share one table of 1,024 entries; when every one of 32 hosts talks to every other one it overflows,
-    and connections fail as if a firewall were there. The limits stay raised: other labs may need them by then.
+    All namespaces share one table of 1,024 entries. When each of 32 hosts connects to every other one, it overflows,
+    and connections fail as if a firewall blocked them. The limits stay raised: by then, other labs may need them.
     """
     entries = 2 * count * (count + 1)
     for number in (1, 2, 3):
@@ -166,10 +172,10 @@ def make_room_for_neighbours(count: int) -> None:
 
 
 def shape(device: str, mbit: float | None, *, inside: Sequence[str] = ()) -> None:
-    """Limits what a device sends to that many megabits a second; None takes the limit away."""
+    """Limits what a device sends to that many megabits per second; None removes the limit. Raises UsageError."""
     change = ["del", "dev", device, "root"]
     if mbit is not None:
-        burst = max(16_384, int(mbit * 1e6 / 8 / 100))  # ten milliseconds' worth
+        burst = max(16_384, int(mbit * 1e6 / 8 / 100))  # what is sent in 10 ms
         change = ["replace", "dev", device, "root", "tbf"]
         change += ["rate", f"{int(mbit * 1e6)}bit", "burst", str(burst), "latency", "200ms"]
     done = subprocess.run([*inside, "tc", "qdisc", *change], capture_output=True, text=True)
@@ -178,7 +184,7 @@ def shape(device: str, mbit: float | None, *, inside: Sequence[str] = ()) -> Non
 
 
 def ip(*lines: str, inside: Sequence[str] = ()) -> None:
-    """Runs `ip` commands in one process. Raises UsageError with its words when one fails."""
+    """Runs `ip` commands in one process. Raises UsageError with its error output if one fails."""
     done = _ip(*lines, inside=inside)
     if done.returncode:
         raise UsageError(f"ip: {done.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""The lab that stays up between programs: what `lab.up`, `lab.down` and `lab.status` do."""
+"""The persistent lab, which stays up between programs: implements `lab.up`, `lab.down` and `lab.status`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .lab import Lab
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostStatus:
-    """One host of the standing lab."""
+    """One host of the persistent lab."""
 
     name: str
     kind: str
@@ -29,10 +29,10 @@ class HostStatus:
 
 
 def up(count: int = 4, folder: Path | str | None = None, *, python: str | None = None) -> Path:
-    """Starts the lab if it is not up, and what is down of it if it is; returns its inventory's path.
+    """Starts the lab, or those of its hosts that are down; returns the path of its inventory.
 
-    Installs the programs that it needs, where it may. `python` is as for `Lab.start`.
-    Raises UsageError when it is up with another number of hosts, or when programs are missing.
+    Installs the programs that it needs, if permitted. `python` is as for `Lab.start`.
+    Raises UsageError if it is up with another number of hosts, or if programs are missing.
     """
     place = home(folder)
     lab = find(place)
@@ -54,7 +54,7 @@ def up(count: int = 4, folder: Path | str | None = None, *, python: str | None =
 
 
 def down(folder: Path | str | None = None) -> bool:
-    """Takes the lab down and leaves nothing of it; returns whether there was one."""
+    """Stops the lab and removes all of it; returns whether there was one."""
     lab = find(folder)
     if lab is not None:
         lab.stop()
@@ -62,7 +62,7 @@ def down(folder: Path | str | None = None) -> bool:
 
 
 def status(folder: Path | str | None = None) -> list[HostStatus]:
-    """The hosts of the lab, up or not; none when there is no lab."""
+    """The hosts of the lab, up or not; empty if there is no lab."""
     lab = find(folder)
     return [
         HostStatus(name=h.name, kind=h.kind, user=h.user, address=h.address, port=h.port, up=h.up)
@@ -71,13 +71,13 @@ def status(folder: Path | str | None = None) -> list[HostStatus]:
 
 
 def find(folder: Path | str | None = None) -> Lab | None:
-    """The standing lab, or None."""
+    """The persistent lab, or None."""
     place = home(folder)
     return Lab.load(place) if (place / "state.json").exists() else None
 
 
 def home(folder: Path | str | None = None) -> Path:
-    """Where the standing lab lives: as told, or `$SKYFAB_LAB`, or the user's state folder."""
+    """The folder of the persistent lab: the given one, or `$SKYFAB_LAB`, or in the user's state folder."""
     told = folder or os.environ.get("SKYFAB_LAB")
     if told:
         return Path(told).expanduser().absolute()

@@ -1,4 +1,4 @@
-"""Processes of this machine: started, ended by pid and start time, and looked at."""
+"""Local processes: start them, identify them by pid and start time, kill them, list them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from functools import cache
 from pathlib import Path
 
 USUAL = (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGQUIT, signal.SIGTERM, signal.SIGXFSZ)
-"""Signals that a host's processes must not inherit as ignored: Python ignores some, nohup others."""
+"""Signals that a host's processes must not inherit as ignored: Python ignores some, and nohup others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of this machine, and never a later one that has its number."""
+    """One process of this machine, never confused with a later one that has the same pid."""
 
     pid: int
     started: str
-    """When it began, in whatever way the system says so: only compared for equality."""
+    """Its start time, in a system-specific format: only compared for equality."""
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """The process that has this number now. Raises ProcessLookupError when none has."""
+        """The process that has this pid now. Raises ProcessLookupError if there is none."""
         return cls(pid, _stat(pid)[1])
 
     @classmethod
@@ -39,7 +39,7 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs; one that only waits to be collected does not."""
+        """Whether it still runs; a zombie does not."""
         try:
             state, started = _stat(self.pid)
         except ProcessLookupError:
@@ -47,7 +47,7 @@ class Process:
         return started == self.started and state not in "ZX"
 
     def end(self, timeout: float = 10.0) -> None:
-        """Kills it if it runs, and returns when it is gone. Raises TimeoutError when it stays."""
+        """Kills it if it runs, and returns when it has exited. Raises TimeoutError if it does not exit."""
         deadline = time.monotonic() + timeout
         if self.alive and self.pid != os.getpid():
             os.kill(self.pid, signal.SIGKILL)
@@ -57,7 +57,7 @@ class Process:
             time.sleep(0.002)
 
     def _collected(self) -> bool:
-        """Whether it is gone; collects it where it is our child."""
+        """Whether it has exited; reaps it if it is our child."""
         if self.pid == os.getpid():
             return True
         try:
@@ -71,13 +71,13 @@ class LabProcess:
     """A process that runs on a lab host."""
 
     pid: int
-    """Its number on the host."""
+    """Its pid on the host."""
     ppid: int
-    """Its parent's number on the host; 0 when the parent is not of the host."""
+    """Its parent's pid on the host; 0 if the parent does not belong to the host."""
     uid: int
     cmdline: tuple[str, ...]
     outside: int
-    """Its number on this machine: what `os.kill` takes."""
+    """Its pid on this machine, for `os.kill`."""
 
     def __str__(self) -> str:
         return f"{self.pid} {' '.join(self.cmdline)}"
@@ -91,9 +91,9 @@ def spawn(
     stdin: int | None = None,
     stdout: int | None = None,
 ) -> Process:
-    """Starts a program that outlives this one: in a session of its own, holding nothing of ours.
+    """Starts a program that may outlive this one: in its own session, without our descriptors.
 
-    What it writes goes to the end of `log`, or nowhere. `subprocess` would want an object kept for it.
+    Its output is appended to `log`, or discarded. `subprocess` is not used, because it needs an object that is kept.
     """
     output = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -115,7 +115,7 @@ def spawn(
 
 
 def listed(wanted: Callable[[int], bool]) -> list[LabProcess]:
-    """The running processes of this machine whose numbers are wanted, in the order of their own numbers."""
+    """The running processes of this machine whose pids are wanted, sorted by their pids on the host."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     found = [process for pid in pids if wanted(pid) and (process := _look(pid))]
     inside = {process.outside: process.pid for process in found}
@@ -124,7 +124,7 @@ def listed(wanted: Callable[[int], bool]) -> list[LabProcess]:
 
 
 def _look(pid: int) -> LabProcess | None:
-    """A process as /proc shows it, its parent by the number on this machine; None when it is gone."""
+    """A process as in /proc, with its parent's pid on this machine; None if it has exited."""
     try:
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         cmdline = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode(errors="replace")
@@ -140,7 +140,7 @@ def _look(pid: int) -> LabProcess | None:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """The process's state, a letter, and when it began. Raises ProcessLookupError when it is gone."""
+    """The process's state (a letter) and start time. Raises ProcessLookupError if it does not exist."""
     if not Path("/proc/self/stat").exists():
         shown = subprocess.run(["ps", "-o", "state=,lstart=", "-p", str(pid)], capture_output=True, text=True).stdout
         if not shown.strip():
@@ -150,11 +150,11 @@ def _stat(pid: int) -> tuple[str, str]:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         raise ProcessLookupError(pid) from None
-    fields = text.rpartition(")")[2].split()  # the name, in brackets, may hold anything
+    fields = text.rpartition(")")[2].split()  # the name, in brackets, may contain anything
     return fields[0], f"{fields[19]}@{_boot()}"
 
 
 @cache
 def _boot() -> str:
-    """Which run of the machine this is: it counts process times from its start."""
+    """Identifies the current boot of the machine: process start times are relative to it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

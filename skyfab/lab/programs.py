@@ -1,4 +1,4 @@
-"""The programs that a lab is made with: which of them are missing, and their installation (root on Debian)."""
+"""The system programs that a lab needs: finds the missing ones, and installs them (as root on Debian)."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from pathlib import Path
 from skyfab.errors import UsageError
 
 SERVER = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
-"""Without these no lab starts. Each program with the Debian package that has it."""
+"""Required by every lab: each program, and the Debian package that contains it."""
 NETWORK = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
-"""What namespace hosts need besides."""
+"""Also required by namespace hosts."""
 SYSTEMD = Path("/run/systemd/system")
 
 
 def require() -> None:
-    """Installs what a lab on this machine needs. Raises UsageError with the command to type where it may not."""
+    """Installs what a lab on this machine needs. Raises UsageError, with the command to type, if it may not."""
     root = os.geteuid() == 0
     left = install(SERVER | NETWORK if root and sys.platform == "linux" else SERVER)
-    if any(package in SERVER.values() for package in left):  # without the network's, a lab falls back to loopback
+    if any(package in SERVER.values() for package in left):  # without those of NETWORK, a lab falls back to loopback
         raise UsageError(f"a lab needs programs that this machine lacks: {', '.join(left)}", hint=command(left))
 
 
 def install(programs: Mapping[str, str]) -> list[str]:
-    """Installs the packages of programs that are missing, where that is possible; returns those still missing."""
+    """Installs the packages of missing programs, if possible; returns those that are still missing."""
     packages = missing(programs)
     if not packages or os.geteuid() != 0 or not shutil.which("apt-get"):
         return packages
     print(f"installing for the lab: {' '.join(packages)}", file=sys.stderr)
     _apt_get("update")
-    for package in [packages, *([package] for package in packages)]:  # one that apt does not have stops all
+    for package in [packages, *([package] for package in packages)]:  # one that apt does not have makes all fail
         if missing(programs):
             _apt_get("install", "-y", "--no-install-recommends", *package)
     if "openssh-server" in packages and SYSTEMD.exists():
-        # Only the program is wanted: a lab must not leave a port 22 open.
+        # Only the program is needed: a lab must not leave port 22 open.
         _run("systemctl", "disable", "--now", "ssh.service", "ssh.socket")
     return missing(programs)
 
 
 def missing(programs: Mapping[str, str]) -> list[str]:
-    """The packages of those that are not there, each once."""
+    """The packages of missing programs, each once."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     return list(dict.fromkeys(package for program, package in programs.items() if not shutil.which(program, path=path)))
 
 
 def command(packages: list[str]) -> str:
-    """What a person types to install them."""
+    """The command for the user to install them."""
     if shutil.which("apt-get") is None:
         return f"install with your package manager: {' '.join(packages)}"
     return f"{'' if os.geteuid() == 0 else 'sudo '}apt-get install {' '.join(packages)}"
@@ -60,7 +60,7 @@ def _apt_get(*words: str) -> None:
 
 
 def _run(*words: str) -> None:
-    """Runs a program; what it says goes to stderr, since stdout is the caller's. What it did shows afterwards."""
+    """Runs a program; its output goes to stderr, since stdout is the caller's. The caller checks the effect later."""
     subprocess.run(
         words,
         env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},

@@ -1,4 +1,4 @@
-"""The keeper of a lab: a small process that takes it down when its owner is gone, however it went."""
+"""The reaper of a lab: a small process that takes the lab down when its owner exits, even if that was killed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ exec "$0" -c 'import sys; from skyfab.lab.lab import take_down; take_down(sys.ar
 """
 
 _leashes: dict[Path, int] = {}
-"""By lab folder, the end of the pipe that tells the keeper we live: the kernel closes it with us."""
+"""By lab folder, our end of a pipe to the reaper. When this process exits, the kernel closes it: the signal to reap."""
 
 
 def watch(folder: Path) -> None:
-    """Starts the keeper of the lab in that folder, owned by this process."""
+    """Starts the reaper of the lab in that folder, whose owner is this process."""
     its_end, ours = os.pipe()
     package = str(Path(__file__).resolve().parents[2])
     env = {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": package}
@@ -34,7 +34,7 @@ def watch(folder: Path) -> None:
 
 
 def shut_down(folder: Path) -> None:
-    """Ends the keeper, if there is one and it is not this process."""
+    """Ends the reaper, if there is one and it is not this process."""
     try:
         Process.parse((folder / "keeper.pid").read_text()).end()
     except FileNotFoundError:

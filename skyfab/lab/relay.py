@@ -1,6 +1,6 @@
-"""The port forwarding of a lab host: a program that relays connections, with a listening socket as its input.
+"""Port forwarding for a lab host: a program that relays TCP connections; its stdin is a listening socket.
 
-It is run by its path, in the network namespace of the host's NAT; the socket is of this machine's.
+It is run by its path, in the network namespace of the host's NAT; the socket belongs to this machine's namespace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(address: str, port: str) -> None:
 
 
 def _relay(client: socket.socket, target: tuple[str, int]) -> None:
-    """Serves one connection; a host that is down is a connection that ends at once."""
+    """Relays one connection; closes it at once if the host is down."""
     with client, suppress(OSError), socket.create_connection(target, timeout=10) as host:
         host.settimeout(None)
         for end in (client, host):
@@ -33,7 +33,7 @@ def _relay(client: socket.socket, target: tuple[str, int]) -> None:
 
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:
-    """Until one side ends: in good order for that direction only, else for both."""
+    """Copies until end of file, which closes this direction only; after an error, closes both."""
     try:
         while data := source.recv(65_536):
             sink.sendall(data)

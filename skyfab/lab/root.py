@@ -1,4 +1,4 @@
-"""The root folder of a namespace host: this machine's system below, its own files above, nothing private in sight."""
+"""The root file system of a namespace host: an overlay over this machine's system, with private folders hidden."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from . import accounts, sshd
 from .host import Plan
 
 SHARED = {"bin", "boot", "etc", "lib", "lib32", "lib64", "libx32", "opt", "sbin", "srv", "usr", "var"}
-"""What hosts see of this machine's root, copied when they write. All else they have empty."""
+"""The folders of this machine's root that hosts see, copy-on-write. All others are empty there."""
 PRIVATE = {"/var/tmp": 0o1777, "/etc/ssh": 0o755}
-"""Folders in the shared ones that are empty too."""
+"""Folders within the shared ones that are empty there too."""
 MODES = {"/root": 0o711, "/tmp": 0o1777}
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""Where hosts have their programs."""
+"""The search path of hosts."""
 PACKAGES = ("/usr/lib/python3/dist-packages", "/usr/local/lib/python3*/dist-packages")
-"""What this machine has added to its system Python: hosts have the standard library only."""
+"""Packages that this machine has added to its system Python. Hidden: hosts have the standard library only."""
 
 
 def prepare_common(layer: Path, plan: Plan) -> None:
-    """Makes what the upper layers of all hosts of a lab have in common, once: each begins as a copy of it.
+    """Creates the common part of the hosts' upper layers, once per lab: each host's layer starts as a copy of it.
 
     `ada` is an ordinary user, `pat` one with a password.
     """
@@ -44,14 +44,14 @@ def prepare_common(layer: Path, plan: Plan) -> None:
     accounts.add(layer, "pat", password=plan.password)
     for user, shell in plan.shells.items():
         accounts.set_shell(layer, user, shell)
-    _write(etc / "resolv.conf", "")  # no resolver to wait for
+    _write(etc / "resolv.conf", "")  # no resolver, so that lookups do not wait for one
     _server(etc / "ssh", plan.client_key)
     if not plan.python:
         _remove_pythons(layer)
 
 
 def prepare(layer: Path, common: Path, name: str, *, names: Mapping[str, str], key: Path) -> None:
-    """Makes the upper layer of one host before its first boot. `names` are the addresses that its /etc/hosts knows."""
+    """Creates the upper layer of one host before its first boot. `names` (name: address) are for its /etc/hosts."""
     subprocess.run(["cp", "-a", str(common), str(layer)], check=True)
     _write(layer / "etc/hostname", f"{name}\n")
     lines = "".join(f"{address} {name}\n" for name, address in names.items())
@@ -60,7 +60,7 @@ def prepare(layer: Path, common: Path, name: str, *, names: Mapping[str, str], k
 
 
 def system_python() -> str | None:
-    """The interpreter that hosts have of this machine's system: of this program's version where there is one."""
+    """The system's interpreter that hosts see: of this program's version if there is one; None if there is none."""
     for name in (f"python3.{sys.version_info.minor}", "python3"):
         found = shutil.which(name, path=PATH)
         if found is not None and Path(found).resolve().parts[1] in SHARED:
@@ -69,9 +69,9 @@ def system_python() -> str | None:
 
 
 def lent(python: str | None, folders: Sequence[str]) -> list[str]:
-    """The folders a host must be lent, read-only, for an interpreter to run there, and those asked for.
+    """The folders to mount read-only into a host: those that an interpreter needs to run there, and those requested.
 
-    That is the interpreter's installation, and each one that its links pass through, where it is out of sight.
+    An interpreter needs its installation, and those that its symlinks lead through, as far as they are hidden.
     """
     hidden = [Path(folder) for folder in _hidden()]
     disk = Path("/").stat().st_dev
@@ -95,14 +95,14 @@ def _installations(python: Path) -> Iterator[Path]:
 
 
 def _hidden() -> dict[str, int]:
-    """The folders of this machine that hosts have empty, and their modes there."""
+    """The folders of this machine that are empty on hosts, and their modes there."""
     top = (entry for entry in Path("/").iterdir() if entry.is_dir() and not entry.is_symlink())
     added = {str(folder): 0o755 for pattern in PACKAGES for folder in Path("/").glob(pattern[1:])}
     return {str(entry): MODES.get(str(entry), 0o755) for entry in top if entry.name not in SHARED} | PRIVATE | added
 
 
 def _empty(layer: Path, folder: str, mode: int) -> None:
-    """Puts a folder in a layer that hides the one below it."""
+    """Creates a folder in a layer that hides the one in the lower layer."""
     place = _above(layer, folder)
     place.mkdir()
     place.chmod(mode)
@@ -110,7 +110,7 @@ def _empty(layer: Path, folder: str, mode: int) -> None:
 
 
 def _above(layer: Path, path: str) -> Path:
-    """The place of a path in a layer, in folders like those below."""
+    """The location of a path in a layer; creates its parent folders with the attributes of those in the lower layer."""
     place = layer
     for part in Path(path).parts[1:-1]:
         place /= part
@@ -121,7 +121,7 @@ def _above(layer: Path, path: str) -> Path:
 
 
 def _remove_pythons(layer: Path) -> None:
-    """Removes every interpreter that a login shell would find: an overlay's mark for that is a device 0, 0."""
+    """Hides every interpreter that a login shell would find, with overlay whiteouts: character devices 0, 0."""
     folders = {Path(folder).resolve() for folder in PATH.split(":")}
     for program in sorted({found for folder in folders for found in folder.glob("py*") if _is_python(found.name)}):
         os.mknod(_above(layer, str(program)), stat.S_IFCHR, os.makedev(0, 0))

@@ -1,4 +1,4 @@
-"""The SSH server of a lab host: its program, keys and settings, and when it is ready."""
+"""The SSH server of a lab host: finds sshd, writes its keys and settings, waits until it is ready."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .host import LabHost
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What differs between the servers of a lab."""
+    """The settings that differ between the servers of a lab."""
 
     host_key: Path
     authorized_keys: Path
@@ -27,12 +27,12 @@ class Settings:
     listen: str = "0.0.0.0"
     passwords: bool = False
     strict: bool = True
-    """Whether sshd checks who owns the key files: not where the folder's parents are not ours."""
+    """Whether sshd checks the owners of the key files. Off if the parent folders may belong to others."""
     mark: str = ""
-    """`NAME=value`, set for everything that a session runs."""
+    """`NAME=value`, set in the environment of everything that an SSH session runs."""
 
     def text(self) -> str:
-        """The sshd_config: logins are fast, nothing is printed, limits stay at their defaults."""
+        """The sshd_config: fast logins, no messages, default limits."""
         lines = [
             f"Port {self.port}",
             f"ListenAddress {self.listen}",
@@ -51,13 +51,13 @@ class Settings:
         ]
         if self.mark:
             lines.append(f'SetEnv "{self.mark}"')
-        if _knows("PerSourcePenalties no"):  # tests fail to log in on purpose, and often
+        if _knows("PerSourcePenalties no"):  # tests make many logins fail on purpose
             lines.append("PerSourcePenalties no")
         return "\n".join(lines) + "\n"
 
 
 def program() -> str:
-    """The absolute path of sshd, which must be started by it. Raises UsageError when missing."""
+    """The absolute path of sshd, which refuses to start by a relative one. Raises UsageError if it is missing."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/sbin"])
     found = shutil.which("sshd", path=path)
     if found is None or shutil.which("ssh-keygen") is None:
@@ -67,7 +67,7 @@ def program() -> str:
 
 
 def make_key(path: Path, comment: str) -> str:
-    """Makes an ed25519 key pair at `path` and returns the public half without its comment."""
+    """Creates an ed25519 key pair at `path` and returns the public key without its comment."""
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)],
         check=True,
@@ -77,7 +77,7 @@ def make_key(path: Path, comment: str) -> str:
 
 
 def wait(host: LabHost, timeout: float = 60.0) -> None:
-    """Returns when the host's server greets. Raises Unreachable, with its last words, when it does not."""
+    """Waits for the banner of the host's server. Raises Unreachable, with the end of its log, on failure or timeout."""
     deadline = time.monotonic() + timeout
     while not (host.up and _greets(host.address, host.port)):
         if not host.up or time.monotonic() > deadline:
@@ -101,7 +101,7 @@ def _greets(address: str, port: int) -> bool:
 
 @cache
 def _knows(line: str) -> bool:
-    """Whether this sshd has the option; older ones refuse to start over it."""
+    """Whether this sshd supports the option; older ones refuse to start with it."""
     tried = subprocess.run(
         [program(), "-G", "-f", os.devnull, "-o", line], capture_output=True, text=True, stdin=subprocess.DEVNULL
     )

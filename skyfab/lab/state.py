@@ -1,4 +1,4 @@
-"""What a lab writes down: state.json for whoever comes back to it, inventory.toml for its users."""
+"""The files that describe a lab: state.json, from which other programs load it, and inventory.toml for skyfab."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INVENTORY = "inventory.toml"
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A lab as it was started. What of it runs, each host's folder tells."""
+    """A lab as it was started. Which processes run is stored in each host's folder."""
 
     kind: Kind
     hosts: tuple[LabHost, ...]
@@ -30,13 +30,13 @@ class Record:
     limits: tuple[str, ...]
 
     def save(self, folder: Path) -> None:
-        """Writes both files, for this user's eyes only."""
+        """Writes both files, readable only by this user."""
         write(folder / INVENTORY, inventory(self.hosts))
         write(folder / STATE, json.dumps(asdict(self), default=str, indent=1))
 
     @classmethod
     def load(cls, folder: Path) -> Record:
-        """Raises UsageError when no lab is in the folder."""
+        """Raises UsageError if there is no lab in the folder."""
         try:
             state = json.loads((folder / STATE).read_text())
             hosts = tuple(_host(state["kind"], fields) for fields in state["hosts"])
@@ -48,7 +48,7 @@ class Record:
 
 
 def inventory(hosts: Sequence[LabHost]) -> str:
-    """The hosts as an inventory file; its group `lab` is all of them."""
+    """The text of an inventory file; its group `lab` contains all hosts."""
     first = hosts[0]
     lines = ["[defaults]", f"user = {_quoted(first.user)}", f"identity = {_quoted(str(first.identity))}", ""]
     for host in hosts:
@@ -67,7 +67,7 @@ def inventory(hosts: Sequence[LabHost]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file that only this user can read, whole or not at all."""
+    """Writes a file atomically, readable only by this user."""
     fresh = path.with_name(f"{path.name}.new")
     fresh.touch(0o600)
     fresh.write_text(text)
@@ -82,5 +82,5 @@ def _host(kind: Kind, fields: dict[str, Any]) -> LabHost:
 
 
 def _quoted(text: str) -> str:
-    """A TOML string: JSON's rules are a part of TOML's, but for one character that JSON leaves bare."""
+    """A TOML string: a JSON string, except for one character that JSON does not escape and TOML must."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

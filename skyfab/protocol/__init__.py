@@ -1,9 +1,9 @@
-"""What this machine and a host share, and all they share.
+"""The wire protocol between client and agent: framing, multiplexing, messages, serialization.
 
-`frames` cuts the byte stream, `streams` runs many streams over one connection and survives
-its loss, `messages` names what is said, `codec` pickles user data, `blobs` names content.
-Standard library and cloudpickle only: hosts import it.
+`frames` splits the byte stream, `mux` runs many streams over one connection and resumes after a reconnect, `messages`
+defines the messages, `codec` pickles user data, `blobs` names content by its sha256. Hosts import this package, so it
+depends only on the standard library and cloudpickle.
 """
 
 VERSION = 1
-"""Raised when an older side could not understand a newer one."""
+"""Protocol version. Increase it when an older peer could not understand a newer one."""

@@ -1,4 +1,4 @@
-"""Blobs: content named by its sha256, and the memory in which parts of a message land."""
+"""Blobs (content named by its sha256), and the buffers into which the parts of a message are received."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import mmap
 
 from skyfab.errors import ProtocolError
 
-TYPE_CHECKING = False  # see frames
+TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Final
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     Resolve = Callable[[str], memoryview]
 
 LARGE: Final = 1024 * 1024
-"""Buffers of this size and more may be stored under their name instead of being sent again."""
+"""Buffers of at least this size may be stored as blobs instead of being sent again."""
 MOST_PARTS: Final = 8192
-"""Parts of one message: each costs memory of its own, however small."""
+"""Maximum number of parts of one message: each, however small, has a separate allocation."""
 _HEX: Final = frozenset("0123456789abcdef")
 
 
 def name_of(*pieces: Buffer) -> str:
-    """The name of the content that these pieces make up together."""
-    import hashlib  # OpenSSL takes a while to load, and many pools have no blobs
+    """The blob name of the concatenated pieces: their sha256 in hex."""
+    import hashlib  # imported late: OpenSSL is slow to load, and many pools have no blobs
 
     digest = hashlib.sha256()
     for piece in pieces:
@@ -34,24 +34,24 @@ def name_of(*pieces: Buffer) -> str:
 
 
 def check_name(name: object) -> str:
-    """Names become file names: anything but a sha256 is refused."""
+    """Returns the name. Raises ProtocolError unless it is a sha256 in hex, because names become file names."""
     if not isinstance(name, str) or len(name) != 64 or not _HEX.issuperset(name):
         raise ProtocolError(f"not the name of a blob: {name if isinstance(name, str) else type(name)!s:.80}")
     return name
 
 
 def allocate(size: int) -> memoryview:
-    """Writable memory of that size. Large memory is mapped, so that only what arrives is ever touched."""
+    """Writable memory of that size. Large blocks are mapped, so that pages are used only when data arrives."""
     if size < LARGE:
         return memoryview(bytearray(size))
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # a fault per 2 MiB instead of one per page
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # one page fault per 2 MiB instead of one per page
         area.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(area)
 
 
 def inline_size(parts: Sequence[Part]) -> int:
-    """How many bytes follow a message with these parts. Raises ProtocolError for nonsense."""
+    """How many bytes follow a message with these parts. Raises ProtocolError for invalid parts."""
     total = 0
     if len(parts) > MOST_PARTS:
         raise ProtocolError(f"a message of {len(parts)} parts")
@@ -66,7 +66,7 @@ def inline_size(parts: Sequence[Part]) -> int:
 
 
 def split(parts: Sequence[Part], data: memoryview, resolve: Resolve | None = None) -> list[memoryview]:
-    """The parts of a small message, each in memory of its own: arrays want to start at an aligned address."""
+    """The parts of a small message, each in its own allocation, because arrays should start at an aligned address."""
     if inline_size(parts) != len(data):
         raise ProtocolError(f"{len(data)} bytes of data where {inline_size(parts)} were announced")
     found: list[memoryview] = []
@@ -87,7 +87,7 @@ def _named(part: Part, resolve: Resolve | None) -> memoryview:
 
 
 class Assembly:
-    """The parts of a large message, filled as its data arrives."""
+    """The parts of a large message, filled as its data is received."""
 
     def __init__(self, parts: Sequence[Part], *, resolve: Resolve | None = None, limit: int | None = None) -> None:
         self.missing = inline_size(parts)
@@ -97,11 +97,11 @@ class Assembly:
         self._resolve = resolve
         self._sizes = [part for part in parts if isinstance(part, int)]
         self.inline: list[memoryview] = []
-        """The parts that came with the message, as far as they have: nothing is held for what was only announced."""
+        """The inline parts received so far. No memory is allocated for parts that are only announced."""
         self._offset = 0
 
     def place(self, length: int) -> memoryview:
-        """The memory for the next `length` bytes, which never span two parts."""
+        """The memory for the next `length` bytes, which never span two parts. Raises ProtocolError if too many."""
         if length > self.missing:
             raise ProtocolError(f"{length} bytes of data where {self.missing} were announced")
         if not length:
@@ -111,7 +111,7 @@ class Assembly:
         return self.inline[-1][self._offset : self._offset + length]
 
     def _begin(self) -> None:
-        """Makes room for the next part."""
+        """Allocates the next part."""
         size = self._sizes[len(self.inline)]
         try:
             self.inline.append(allocate(size))
@@ -120,14 +120,14 @@ class Assembly:
         self._offset = 0
 
     def advance(self, length: int) -> bool:
-        """Those bytes have arrived. True when the message is complete."""
+        """`length` bytes were received. Returns whether the message is complete."""
         self._offset += length
         self.missing -= length
         return self.missing == 0
 
     def buffers(self) -> list[memoryview]:
-        """All parts in order; blobs come from `resolve`."""
-        while len(self.inline) < len(self._sizes):  # empty ones
+        """All parts in order; blobs are looked up with `resolve`."""
+        while len(self.inline) < len(self._sizes):  # remaining parts are empty
             self._begin()
         inline = iter(self.inline)
         return [next(inline) if isinstance(part, int) else _named(part, self._resolve) for part in self._parts]

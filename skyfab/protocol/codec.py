@@ -1,8 +1,8 @@
-"""The codec: user data to bytes and back, without copying what is large.
+"""Serialization of user data: cloudpickle with out-of-band buffers, without copying large data.
 
-Pickle protocol 5 hands out large buffers as views of the caller's memory. Torch tensors leave by
-storage, so that views and tied weights stay tied; what was on a GPU arrives on a GPU where there is one.
-What is `Packed` was pickled before: its content is only referred to, and its object is what arrives.
+Pickle protocol 5 exposes large buffers as views of the caller's memory. Torch tensors are pickled by storage, so that
+views and tied weights keep sharing memory; tensors from a GPU are restored on a GPU where there is one. A `Packed`
+object was pickled earlier: the pickle only refers to its content, and the receiver gets the object itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import cloudpickle
 
 from skyfab.protocol.blobs import allocate
 
-TYPE_CHECKING = False  # see frames
+TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import Any, Final
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from skyfab.protocol.frames import Buffer
 
 IN_BAND: Final = 4096
-"""Buffers below this size are cheaper inside the pickle than beside it."""
+"""Buffers smaller than this are cheaper inside the pickle than out-of-band."""
 
 
 _BESIDE: Final = 4096
-"""Buffers beside one pickle; past that they go inside: a message has only so many parts."""
+"""Out-of-band buffers of one pickle. Further ones go into the pickle: the parts of a message are limited."""
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 _MOST_PACKED: Final = 1000
-"""Packed objects that one pickle refers to: each is a part of its message, and a mapping where it arrives."""
+"""Packed objects that one pickle may refer to: each is a part of the message, and a memory mapping on the receiver."""
 _ALIGNED: Final = 64
 _NO_REFS: Final[Mapping[int, str]] = types.MappingProxyType({})
 
 
 class Payload:
-    """A pickled object: the pickle, and the buffers that it refers to in order."""
+    """A pickled object: the pickle, and its out-of-band buffers in the order in which it refers to them."""
 
     __slots__ = ("buffers", "data", "refs")
 
@@ -46,42 +46,42 @@ class Payload:
         self.data = data
         self.buffers = tuple(buffers)
         self.refs = refs
-        """Which of the buffers are packed objects: the `id` of the buffer, and the name of its content."""
+        """The buffers that are packed objects: `id` of the buffer to name of its content."""
 
     @property
     def size(self) -> int:
-        """In bytes, without packed objects: those are sent to a host once."""
+        """Size in bytes without packed objects, which are sent to a host only once."""
         if self.refs:
             return len(self.data) + sum(len(buffer) for buffer in self.buffers if id(buffer) not in self.refs)
         return len(self.data) + sum(map(len, self.buffers))
 
 
 class Packed:
-    """Stands for an object that is pickled already, in one piece, and named by that content."""
+    """Refers to an object that is already pickled, as one blob that is named by its content."""
 
     name: str
     memory: memoryview
 
 
 def dumps(value: Any) -> Payload:
-    """Pickles `value`. The buffers are views of its memory: leave it alone until they are sent.
+    """Pickles `value`. The buffers are views of its memory: do not change it until they are sent.
 
     Raises whatever pickling raises.
     """
     if type(value) in _ATOMS or (type(value) is tuple and all(type(v) in _ATOMS for v in value)):
-        return Payload(pickle.dumps(value, protocol=5))  # nothing in there for cloudpickle to do
+        return Payload(pickle.dumps(value, protocol=5))  # faster, and cloudpickle is not needed for these types
     file, beside = io.BytesIO(), _Beside()
     _Pickler(file, beside).dump(value)
     return Payload(file.getvalue(), beside.buffers, beside.refs or _NO_REFS)
 
 
 def loads(data: Buffer, buffers: Sequence[memoryview] = ()) -> Any:
-    """The object again. Its arrays and tensors live in the given buffers."""
+    """Unpickles an object. Its arrays and tensors use the memory of the given buffers."""
     return pickle.loads(data, buffers=buffers)
 
 
 def pack(value: Any) -> memoryview:
-    """Pickles `value` into one piece of memory of its own. Raises whatever pickling raises."""
+    """Pickles `value` into one new block of memory. Raises whatever pickling raises."""
     payload = dumps(value)
     pieces: tuple[Buffer, ...] = (payload.data, *payload.buffers)
     sizes = [len(pieces), *map(len, pieces)]
@@ -94,7 +94,7 @@ def pack(value: Any) -> memoryview:
 
 
 def unpack(memory: memoryview) -> Any:
-    """The object that was packed. It lives in this memory."""
+    """Restores the object that was packed. Its arrays and tensors use this memory."""
     (count,) = struct.unpack_from("<Q", memory)
     sizes = struct.unpack_from(f"<{count + 1}Q", memory)
     pieces = [memory[place : place + size] for place, size in zip(_places(sizes), sizes[1:], strict=False)]
@@ -102,7 +102,7 @@ def unpack(memory: memoryview) -> Any:
 
 
 def _places(sizes: Sequence[int]) -> Iterator[int]:
-    """Where the pieces of a packed object begin, at aligned offsets behind their sizes, and the end of the last."""
+    """The aligned offsets of a packed object's pieces, which follow the table of sizes; then the end of the last."""
     place = 8 * len(sizes)
     for size in sizes[1:]:
         place += -place % _ALIGNED
@@ -112,7 +112,10 @@ def _places(sizes: Sequence[int]) -> Iterator[int]:
 
 
 class _Beside:
-    """What travels beside a pickle. It knows nothing of the pickler, whose memory would last as long as a cycle."""
+    """Collects the out-of-band buffers of a pickle.
+
+    It has no reference to the pickler: the cycle would keep the pickler's memory until the garbage collector runs.
+    """
 
     def __init__(self) -> None:
         self.buffers: list[memoryview] = []
@@ -122,7 +125,7 @@ class _Beside:
     def __call__(self, buffer: pickle.PickleBuffer) -> bool:
         try:
             view = buffer.raw()
-        except BufferError:  # not contiguous: pickle says so itself
+        except BufferError:  # not contiguous: pickle raises the error itself
             return True
         name = self.packed.get(buffer)
         if name is not None:
@@ -134,7 +137,7 @@ class _Beside:
 
 
 def send_by_value(module: Any) -> None:
-    """What is defined in this module is sent whole: no host can import it."""
+    """Pickles what this module defines by value, because hosts cannot import the module."""
     cloudpickle.register_pickle_by_value(module)
 
 
@@ -167,18 +170,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             raise pickle.PicklingError(
                 f"more than {_MOST_PACKED} references in one call: put together what belongs together"
             )
-        # Not of the view: where that is a part of cyclic garbage, Python 3.11 crashes over views of views.
+        # Not of the view: Python 3.11 crashes when views of views are part of cyclic garbage.
         buffer = pickle.PickleBuffer(packed.memory.obj)
         self._packed[buffer] = packed.name
         return buffer
 
     def _holder(self, untyped: Any) -> _Storage:
-        """One holder per storage: pickle's memo then sends it once and ties it again."""
+        """One holder per storage, so that pickle's memo sends it once and restores the sharing."""
         return self._storages.setdefault(untyped._cdata, _Storage(untyped))
 
 
 def _is_plain(kind: type[BaseException]) -> bool:
-    """It leaves pickling to BaseException, which calls its own constructor again, with `args` that may not fit."""
+    """Whether the class inherits pickling from BaseException.
+
+    That calls the class's own constructor with `args`, which may not match its signature.
+    """
     return (
         isinstance(kind.__init__, types.FunctionType)
         and kind.__reduce__ is BaseException.__reduce__
@@ -188,11 +194,11 @@ def _is_plain(kind: type[BaseException]) -> bool:
 
 
 def _exception(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    """The exception again, whatever its constructor asks for."""
+    """Restores an exception without calling its own constructor."""
     error = kind.__new__(kind, *args)
     builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins")
     try:
-        builtin.__init__(error, *args)  # type: ignore[misc]  # some keep more than `args`
+        builtin.__init__(error, *args)  # type: ignore[misc]  # some built-in types store more than `args`
     except TypeError:
         pass
     error.args = args
@@ -201,7 +207,7 @@ def _exception(kind: type[BaseException], args: tuple[Any, ...], state: dict[str
 
 
 class _Storage:
-    """Stands for a torch storage while it is pickled."""
+    """Stand-in for a torch storage while it is pickled."""
 
     __slots__ = ("untyped",)
 
@@ -209,14 +215,14 @@ class _Storage:
         self.untyped = untyped
 
     def __reduce__(self) -> tuple[Any, ...]:
-        import ctypes  # only where there are tensors: a cold host has no time for it
+        import ctypes  # only when there are tensors: importing it would slow an agent's start
 
         untyped = self.untyped if self.untyped.device.type == "cpu" else self.untyped.cpu()
         size = untyped.nbytes()
         if not size:
             return _storage, (b"", str(self.untyped.device))
         memory = (ctypes.c_ubyte * size).from_address(untyped.data_ptr())
-        memory.owner = untyped  # the view below must keep the storage alive
+        memory.owner = untyped  # keeps the storage alive as long as the buffer below
         return _storage, (pickle.PickleBuffer(memory), str(self.untyped.device))
 
 
@@ -243,7 +249,7 @@ def _same(untyped: Any) -> Any:
 
 
 def _rebuilder() -> Any:
-    """Stands for torch's own, which takes types without a typed storage (uint16, float8) from `torch.save` alone."""
+    """Replaces torch's own function, which takes dtypes without typed storage (uint16, float8) in `torch.save` only."""
     return _rebuild_v3
 
 

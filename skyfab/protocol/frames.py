@@ -1,8 +1,8 @@
-"""Frames: how one byte stream is cut into pieces that belong to numbered streams.
+"""Framing: splits one byte stream into frames, each of which belongs to a numbered stream.
 
 A frame is a 16-byte header (kind, head, stream, length) and a payload. A small message is one HEAD frame: `head` bytes
-of JSON, then all its data. A large one is a HEAD frame of JSON alone (`head` is 0) and DATA frames, whose payload
-is received straight into the memory that its owner names.
+of JSON, then all its data. A large message is a HEAD frame with only JSON (`head` is 0), followed by DATA frames whose
+payload is received directly into memory that the receiver provides.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import struct
 
 from skyfab.errors import ProtocolError
 
-TYPE_CHECKING = False  # `typing` takes longer to import than this whole package, and a cold host waits for it
+TYPE_CHECKING = False  # importing `typing` takes longer than this whole package, and delays an agent's first start
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Final, Protocol
 
     RecvInto = Callable[[memoryview], int | None]
-    """How many bytes it has put there: 0 at the end, None (or BlockingIOError) when there is nothing now."""
+    """Returns how many bytes it stored: 0 at end of file; None (or BlockingIOError) when nothing is available now."""
     FastPath = Callable[[int, memoryview, int], bool]
-    """Stream, frame and length of its head. True: it took the frame."""
+    """Arguments: stream, whole frame, length of its head. Returns whether it handled the frame."""
 else:
     Protocol = object
 
@@ -27,21 +27,22 @@ HEADER: Final = struct.Struct("<BxHIQ")
 COUNT: Final = struct.Struct("<Q")
 
 HELLO: Final = 1
-"""JSON: who speaks, and how far it has heard the other side. The first frame of every connection."""
+"""JSON: the sender's description, and how many frames it has received. The first frame of every connection."""
 ACK: Final = 2
-"""How many sequenced frames have arrived."""
+"""The number of sequenced frames that have been received."""
 PING: Final = 3
 PONG: Final = 4
 BYE: Final = 5
-"""The connection ends on purpose: no lease, no reconnect."""
+"""The session ends on purpose: no lease, no reconnect."""
 HEAD: Final = 16
-"""JSON: a message opens. From here on kinds are sequenced: kept until acknowledged, sent again after a reconnect."""
+"""JSON: the start of a message. This kind and higher ones are sequenced: the sender keeps them until they are
+acknowledged, and sends them again after a reconnect."""
 DATA: Final = 17
 CREDIT: Final = 18
-"""So many more bytes of DATA may be sent on this stream."""
+"""How many more bytes of DATA may be sent on this stream."""
 
 CHUNK: Final = 256 * 1024
-"""The largest DATA payload that is sent: small enough that a heartbeat never waits long behind one."""
+"""The largest DATA payload that is sent. Small, so that a heartbeat never waits long behind one."""
 LIMIT: Final = 4 * 1024 * 1024
 """The largest payload that is accepted."""
 KINDS: Final = frozenset({HELLO, ACK, PING, PONG, BYE, HEAD, DATA, CREDIT})
@@ -50,7 +51,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 def frame(kind: int, stream: int = 0, payload: bytes = b"", head: int = 0) -> bytes:
-    """A whole frame in one piece, so that it leaves in one write."""
+    """A whole frame as one bytes object, so that it is sent in one write."""
     return HEADER.pack(kind, head, stream, len(payload)) + payload
 
 
@@ -59,23 +60,23 @@ def data_header(stream: int, length: int) -> bytes:
 
 
 class Receiver(Protocol):
-    """Who gets the frames."""
+    """Callbacks for received frames."""
 
     def place(self, stream: int, length: int) -> memoryview:
-        """The memory where the payload of a DATA frame is to land."""
+        """The memory into which the payload of a DATA frame is received."""
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
-        """A frame is complete. Its payload is valid only during this call, unless it was placed."""
+        """A frame is complete. Its payload is valid only during this call, unless `place` provided the memory."""
 
 
 class Reader:
-    """Turns what `recv_into` delivers into frames, one system call at a time.
+    """Incremental frame parser: each `pump` makes one read and delivers the frames that it completes.
 
-    It never blocks by itself and can be left in the middle of a frame.
+    It does not block unless `recv_into` does, and keeps its state in the middle of a frame.
     """
 
     def __init__(self, receiver: Receiver, *, fastpath: FastPath | None = None, size: int = 64 * 1024) -> None:
-        """`fastpath` is offered each small message that comes alone, as it lies; what it takes is not told."""
+        """`fastpath` is offered each small message that fills a read by itself; frames it handles are not delivered."""
         self._receiver = receiver
         self._fastpath = fastpath
         self._scratch = memoryview(bytearray(size))
@@ -91,11 +92,11 @@ class Reader:
 
     @property
     def pending(self) -> bool:
-        """A frame has begun and is not complete."""
+        """Whether a frame has been received in part."""
         return self._payload is not None or self._end > self._start or self._missing > 0
 
     def pump(self, recv_into: RecvInto) -> bool:
-        """Reads once and hands over every frame that is now complete. False at the end of the stream.
+        """Reads once and delivers every frame that is now complete. Returns False at end of file.
 
         Raises whatever `recv_into` raises (BlockingIOError when there is nothing), and
         ProtocolError when the bytes are not frames.
@@ -115,7 +116,7 @@ class Reader:
             raise BlockingIOError
         self._end += got
         if got >= HEADER.size and self._end == got and not self._missing:
-            # Mostly it is one whole frame, and nothing else.
+            # The common case: the read returned exactly one frame.
             kind, head, stream, length = HEADER.unpack_from(scratch)
             if got == HEADER.size + length and head <= length:
                 if kind == HEAD and head and self._fastpath and self._fastpath(stream, scratch[:got], head):
@@ -156,7 +157,7 @@ class Reader:
         self._compact()
 
     def _land(self, stream: int, length: int, have: int) -> bool:
-        """Puts a DATA payload into its place. False: the rest comes with later reads, directly."""
+        """Copies a DATA payload to its destination. Returns False if later reads must receive the rest there."""
         place = self._receiver.place(stream, length)
         if len(place) != length:
             raise ProtocolError(f"{length} bytes of data where {len(place)} were announced")
@@ -171,7 +172,7 @@ class Reader:
         return False
 
     def _collect(self) -> bool:
-        """Gathers a control frame that did not fit into the scratch memory."""
+        """Collects a frame, other than DATA, that did not fit into the scratch buffer."""
         take = min(self._missing, self._end - self._start)
         self._control += self._scratch[self._start : self._start + take]
         self._start += take

@@ -1,6 +1,6 @@
-"""Messages: what the two sides say, as frozen values that travel as JSON.
+"""The messages between client and agent: immutable objects that are encoded as JSON.
 
-User data never stands in a message: it follows as parts, whose sizes or names the message lists.
+A message never contains user data. That follows as parts, whose sizes or blob names the message lists.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 
 from skyfab.errors import ProtocolError
 
-TYPE_CHECKING = False  # see frames
+TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any, ClassVar, TypeVar
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
 
     Part = Any
-    """An `int`: so many bytes follow inline. ``[name, size]``: a blob that the host's store has."""
+    """An `int`: the number of bytes that follow inline. ``[name, size]``: a blob that is in the host's store."""
     M = TypeVar("M", bound="Message")
 else:
 
@@ -28,9 +28,9 @@ else:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Message:
-    """Anything that opens on a stream.
+    """Base class of all messages.
 
-    Its fields are its annotations, as in a dataclass; `dataclasses` itself would double a cold agent's start.
+    The fields are the annotations, as in a dataclass; importing `dataclasses` would double an agent's first start time.
     """
 
     op: ClassVar[str] = ""
@@ -73,7 +73,7 @@ class Message:
     @classmethod
     @functools.lru_cache(maxsize=1024)
     def head(cls, **fields: Any) -> bytes:
-        """An encoded message, remembered: the calls of a busy seat differ in their data alone."""
+        """An encoded message, cached: the calls to a busy worker often differ only in their data."""
         return cls(**fields).encode()
 
 
@@ -103,31 +103,31 @@ _ELEMENTS: dict[str, Callable[[object], bool]] = {
 _OFTEN = (b'{"op":"call"', b'{"op":"result"')
 
 
-# ---- from this machine to a host
+# ---- from the client to the agent
 
 
 class Spawn(Message):
-    """Start a process in a seat. Calls to the seat may follow at once."""
+    """Start a worker process. Calls to the worker may follow at once."""
 
     op: ClassVar[str] = "spawn"
     worker: str
     generation: int
-    """Tells this process from those that had the seat before."""
+    """Distinguishes this process from earlier ones of the same worker name."""
     tree: str = ""
-    """The digest of the project code it imports; empty for none."""
+    """The digest of the project code that it imports; empty for none."""
     env: Mapping[str, str]
     info: Mapping[str, Any]
-    """What `instance_info()` says there."""
+    """What `instance_info()` returns there."""
     port: int = 0
-    """One that was asked for with Port: the process inherits the socket that listens there."""
+    """A port that was opened with Listen: the process inherits its listening socket."""
     workdir: str = ""
-    """Where its relative paths lead: a path, or the name of a project's folder in the cache; empty: the pool's own."""
+    """The working directory: a path, or the name of a project's folder in the cache; empty: the pool's own folder."""
     include: bool = True
-    """What the tree has for the working folder is laid out there."""
+    """Whether the tree's files for the working directory are copied into it."""
 
 
 class Call(Message):
-    """Run a function in a seat; answered by Result, Raised or Ended."""
+    """Run a function in a worker. Reply: Result, Raised or Ended."""
 
     op: ClassVar[str] = "call"
     worker: str
@@ -135,11 +135,11 @@ class Call(Message):
     parts: Sequence[Part]
     timeout: float | None = None
     each: bool = False
-    """Call it for every tuple of a list; the result is the seconds this took, and a list."""
+    """Call the function for every tuple of a list; the result is the duration in seconds, and the list of results."""
 
 
 class Function(Message):
-    """The function that calls name by this digest. Not answered."""
+    """A packed function, which calls refer to by this digest. No reply."""
 
     op: ClassVar[str] = "function"
     digest: str
@@ -147,44 +147,44 @@ class Function(Message):
 
 
 class Forget(Message):
-    """Functions that will not be called again. Not answered."""
+    """Delete functions that will not be called again. No reply."""
 
     op: ClassVar[str] = "forget"
     digests: list[str]
 
 
 class Cancel(Message):
-    """Stop the call that was made on that stream: it is answered by Ended. Not answered itself."""
+    """Stop the call on that stream: its reply is Ended. No reply to this message itself."""
 
     op: ClassVar[str] = "cancel"
     stream: int
 
 
 class Unassign(Message):
-    """Give these calls back, as far as they have not begun: each is answered by Ended. Not answered itself."""
+    """Return those of these calls that have not begun: the reply to each is Ended. No reply to this message itself."""
 
     op: ClassVar[str] = "unassign"
     streams: list[int]
 
 
 class StopWorker(Message):
-    """End the process in a seat. Not answered."""
+    """Terminate a worker. No reply."""
 
     op: ClassVar[str] = "stop_worker"
     worker: str
 
 
 class DumpStacks(Message):
-    """Where is the process in a seat? It is asked, and Done has what it said when it was asked the last time."""
+    """Ask a worker for its stack traces. Reply: Done, with the traces that it wrote after the previous request."""
 
     op: ClassVar[str] = "dump_stacks"
     worker: str
 
 
 class Detach(Message):
-    """From now on nobody may be there: what ranks write and answer is kept in the folder of this run; answered by Done.
+    """Go on without a client: keep the workers' output and replies in the folder of this run. Reply: Done.
 
-    The agent stays until they have answered.
+    The agent stays until all calls have been answered.
     """
 
     op: ClassVar[str] = "detach"
@@ -193,30 +193,30 @@ class Detach(Message):
 
 
 class Written(Message):
-    """What has been written in working folders that stay? Answered by Done, with a list in JSON."""
+    """Ask which files were written in persistent working directories. Reply: Done, with a list in JSON."""
 
     op: ClassVar[str] = "written"
 
 
 class Has(Message):
-    """Which of these blobs are missing? Answered by Missing."""
+    """Ask which of these blobs the store does not have. Reply: Missing."""
 
     op: ClassVar[str] = "has"
     names: list[str]
 
 
 class Blob(Message):
-    """Keep this content under its name; answered by Done or Failed."""
+    """Store this content under its name. Reply: Done or Failed."""
 
     op: ClassVar[str] = "blob"
     name: str
     parts: Sequence[Part]
     keep: bool = False
-    """In the cache, for later pools too; else it goes with this pool."""
+    """Whether to store it in the cache, for later pools too; else it is deleted with this pool."""
 
 
 class Tree(Message):
-    """Lay out these files, whose blobs the store has; answered by Done or Failed."""
+    """Create a folder with these files, whose blobs are in the store. Reply: Done or Failed."""
 
     op: ClassVar[str] = "tree"
     digest: str
@@ -225,33 +225,33 @@ class Tree(Message):
 
 
 class Listen(Message):
-    """Listen at a free TCP port, until it is handed to a process or given up; answered by Done with its number."""
+    """Listen on a free TCP port until it is passed to a process or closed. Reply: Done, with the port number."""
 
     op: ClassVar[str] = "listen"
     address: str = ""
-    """The one that will be connected to; it says whether that is IPv6."""
+    """The address that peers will connect to; it determines IPv4 or IPv6."""
     word: str = ""
-    """What whoever connects is told, at any address of the host. Without it nobody is answered."""
+    """Sent to each peer that connects, at any address of the host. If empty, connections are not accepted."""
 
 
 class Unlisten(Message):
-    """Stop listening at a port. Not answered."""
+    """Stop listening on a port. No reply."""
 
     op: ClassVar[str] = "unlisten"
     port: int
 
 
 class ProbePeers(Message):
-    """Which of these can be connected to, and does the right host answer? Answered by Reached."""
+    """Check which of these peers accept connections, and that each is the expected host. Reply: PeersProbed."""
 
     op: ClassVar[str] = "probe_peers"
     peers: list[list[str]]
-    """Address, port, and the word that is said there (see Port). Several with one word are one host's addresses."""
+    """Address, port, and the word that is sent there (see Listen). Entries with one word are addresses of one host."""
     patience: float
-    """Seconds."""
+    """Timeout in seconds."""
 
 
-# ---- from a host to this machine
+# ---- from the agent to the client
 
 
 class Result(Message):
@@ -262,7 +262,7 @@ class Result(Message):
 
 
 class Raised(Message):
-    """The call raised; its parts are the pickled exception, absent where that cannot be pickled."""
+    """The call raised; its parts are the pickled exception, or empty if that cannot be pickled."""
 
     op: ClassVar[str] = "raised"
     parts: Sequence[Part]
@@ -272,7 +272,7 @@ class Raised(Message):
 
 
 class Ended(Message):
-    """The call ended otherwise."""
+    """The call ended without a result or an exception."""
 
     op: ClassVar[str] = "ended"
     why: str
@@ -283,29 +283,29 @@ class Ended(Message):
 
 
 class Missing(Message):
-    """The answer to Has."""
+    """The reply to Has."""
 
     op: ClassVar[str] = "missing"
     names: list[str]
 
 
 class PeersProbed(Message):
-    """The answer to Reach."""
+    """The reply to ProbePeers."""
 
     op: ClassVar[str] = "peers_probed"
     found: list[list[str]]
-    """For each of them, in order: what went wrong, or nothing; and the address of this host that leads there."""
+    """For each peer, in order: the error or an empty string; and this host's own address on the route to the peer."""
 
 
 class Done(Message):
-    """It is done."""
+    """The request succeeded."""
 
     op: ClassVar[str] = "done"
     text: str = ""
 
 
 class Failed(Message):
-    """It could not be done on the host."""
+    """The request failed on the host."""
 
     op: ClassVar[str] = "failed"
     text: str
@@ -313,7 +313,7 @@ class Failed(Message):
 
 
 class Log(Message):
-    """What a seat's process writes follows on this stream, until the pool ends."""
+    """The stdout or stderr of a worker follows on this stream, until the pool ends."""
 
     op: ClassVar[str] = "log"
     worker: str
@@ -321,70 +321,70 @@ class Log(Message):
 
 
 class Exited(Message):
-    """A seat's process ended. The answers to its calls follow: those that it had not begun are `unstarted`."""
+    """A worker exited. The replies to its calls follow; those that it had not begun are `unstarted`."""
 
     op: ClassVar[str] = "exited"
     worker: str
     generation: int
     text: str
     exitcode: int | None = None
-    """None: it could not be started."""
+    """None if it could not be started."""
 
 
 # ---- hello
 
 
 class ClientHello(Message):
-    """The first thing this machine says on a connection."""
+    """The first message of the client on a connection."""
 
     op: ClassVar[str] = "client"
     protocol: int
     received: int
     lease: float
     name: str
-    """How this machine calls the host."""
+    """The client's name for the host."""
     local: bool = False
-    """It is this machine: a connection that ends is the end of the program, and not of a network."""
+    """The host is the client's own machine: a lost connection means that the program has ended, not the network."""
 
 
 class AgentHello(Message):
-    """The first thing a host says on a connection."""
+    """The first message of the agent on a connection."""
 
     op: ClassVar[str] = "agent"
     protocol: int
     received: int
     python: str
-    """major.minor: pickles of functions hold byte code."""
+    """major.minor: pickles of functions contain bytecode, which depends on it."""
     cloudpickle: str
     hostname: str
     address: str
-    """Where this machine reached it."""
+    """The address at which the client reached it."""
     addresses: list[list[str]]
-    """Where other hosts may reach it: interface, and address with the length of its prefix."""
+    """Addresses at which other hosts may reach it: interface, and address with prefix length."""
     network: str
-    """Names its network stack: two agents on one machine say the same."""
+    """Identifies its network stack: two agents on one machine report the same."""
     gpus: int
     cpus: int
     platform: str
     pid: int
     executable: str
-    """The interpreter that runs it."""
+    """The interpreter that runs the agent."""
 
 
 @functools.lru_cache(maxsize=256)
 def result_head(size: int) -> bytes:
-    """The head of a result that is one pickle of this size: what most calls are answered with."""
+    """The head of a result that is one pickle of this size, the most common reply."""
     return Result(parts=(size,)).encode()
 
 
-_dumps = json.JSONEncoder(separators=(",", ":")).encode  # ASCII: text with lone surrogates travels too
+_dumps = json.JSONEncoder(separators=(",", ":")).encode  # ASCII: so that text with lone surrogates can be sent
 _loads = json.JSONDecoder().decode
 
 
 def decode(data: bytes) -> Message:
-    """The message in `data`. Raises ProtocolError for anything else.
+    """Decodes the message in `data`. Raises ProtocolError for anything else.
 
-    Calls and results are remembered: most of them come again and again.
+    Calls and results are cached, because the same ones arrive many times.
     """
     return _decode_often(data) if data.startswith(_OFTEN) and len(data) <= 512 else _decode(data)
 
@@ -410,7 +410,7 @@ _decode_often = functools.lru_cache(maxsize=1024)(_decode)
 
 
 def expect(kind: type[M], data: bytes) -> M:
-    """The message in `data`, which must be of this kind."""
+    """Decodes the message in `data`. Raises ProtocolError if it is not of this kind."""
     message = decode(data)
     if not isinstance(message, kind):
         raise ProtocolError(f"{message.op} where {kind.op} was expected")

@@ -1,8 +1,9 @@
-"""Streams: many conversations over one connection, which may break and be replaced.
+"""Multiplexer: many message streams over one connection, with acknowledgement and resend across reconnects.
 
-`Mux` is the state of one side. It does no I/O: its owner gives it ways to read and write. Frames that
-carry messages are counted; each side keeps what it has sent until the other side acknowledges it, and after
-a reconnect sends again just what was not heard. Control goes before data, data takes turns.
+`Mux` is the state of one side. It does no I/O: the owner passes in functions that read and write. Frames that carry
+messages are numbered. Each side keeps what it has sent until the peer acknowledges it, and after a reconnect resends
+only what the peer has not received. Control frames and small messages are sent before bulk data; streams with bulk
+data are served round-robin.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from skyfab.protocol.frames import ACK, BYE, COUNT, CREDIT, DATA, HEAD, HEADER, 
 from skyfab.protocol.send_queue import CREDIT_WINDOW, SendQueue
 from skyfab.protocol.window import Window
 
-TYPE_CHECKING = False  # see frames
+TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Final, Protocol
@@ -27,37 +28,39 @@ else:
     Protocol = object
 
 SMALL: Final = 32 * 1024
-"""Messages up to this size leave in one write, ahead of bulk data."""
+"""Messages up to this size are sent in one write, before bulk data."""
 ACK_BYTES: Final = 1024 * 1024
 ACK_FRAMES: Final = 32
-"""How much may arrive before it is acknowledged unasked. A sender that may send no more asks, with a PING."""
+"""How much is received before it is acknowledged without a request. A sender whose window is full requests an
+acknowledgement with a PING."""
 UNHEARD: Final = 64 * 1024 * 1024
-"""Bytes of small messages that may be unacknowledged. A connection never has so many on their way."""
+"""Bytes of small messages that may be unacknowledged. More than a connection ever has in flight, so exceeding it is a
+protocol error."""
 _PIECES: Final = 256
-"""Buffers in one write: the system takes 1,024 at the most."""
+"""Buffers in one write. The system accepts at most 1,024."""
 
 
 class Handler(Protocol):
-    """The owner of a Mux, told what arrives."""
+    """Callbacks of a Mux, implemented by its owner."""
 
     def hello(self, payload: bytes) -> None:
-        """The other side introduced itself on a new connection."""
+        """The peer's HELLO was received on a new connection."""
 
     def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
-        """A message opens on this stream. A small one has all its data with it, valid during this call; else None."""
+        """A message begins on this stream. `data` is all data of a small message, valid during this call; else None."""
 
     def place(self, stream: int, length: int) -> memoryview:
-        """The memory for the next bytes of this stream."""
+        """The memory into which the next bytes of this stream are received."""
 
     def data(self, stream: int, view: memoryview) -> None:
-        """Those bytes are there. Call `Mux.used` once there is room for as many again."""
+        """Those bytes were received. Call `Mux.used` once they are consumed, so that the peer may send as many more."""
 
     def bye(self, reason: str) -> None:
-        """The other side ends the conversation for good."""
+        """The peer ends the session for good."""
 
 
 class _Sent:
-    """A chunk of bulk data that the other side has not acknowledged."""
+    """A chunk of bulk data that the peer has not acknowledged."""
 
     __slots__ = ("at", "chunk", "header")
 
@@ -68,12 +71,12 @@ class _Sent:
 
 
 class Mux:
-    """One side of a conversation of many streams. Not thread-safe: its owner holds a lock."""
+    """One side of a multiplexed session. Not thread-safe: the owner holds a lock."""
 
     def __init__(
         self, handler: Handler, *, fastpath: frames.FastPath | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`fastpath` is offered small messages that come alone; what it takes is not `opened`."""
+        """`fastpath` is offered each small message that fills a read by itself; those it handles are not `opened`."""
         self._handler = handler
         self._fastpath = fastpath
         self._clock = clock
@@ -86,26 +89,26 @@ class Mux:
         self._batch: deque[Buffer] = deque()
         self._used: dict[int, int] = {}
         self._joined = False
-        """The other side has said how far it has heard: before that, nothing but hello may be sent."""
+        """The peer has sent how many frames it received. Before that, only control frames may be sent."""
         self._flight = 0
         self._unheard = 0
-        """Bytes of small messages that have not been acknowledged; bulk data has its window."""
+        """Bytes of small messages that have not been acknowledged. Bulk data is limited by the window instead."""
         self._acked = 0
         self._asked = False
-        """An acknowledgement has been asked for."""
+        """An acknowledgement has been requested."""
         self._pong_due = False
         self._pong = b""
-        """What the last sign of life that was asked for is called."""
+        """The payload of the peer's last PING, to be echoed."""
         self._pings = 0
         self.echoed = 0
-        """The last sign of life that has come: the other side hears what is said here."""
+        """The number of the last PING that the peer has echoed: proof that it receives what this side sends."""
         self._ack_due = False
         self._owed_bytes = 0
         self._owed_frames = 0
         self.received = 0
-        """Sequenced frames that have arrived, over all connections."""
+        """Sequenced frames that have been received, over all connections."""
         self.heard = clock()
-        """When the last frame arrived."""
+        """When the last frame was received."""
         self.bytes_out = 0
         self.bytes_in = 0
         self.window = Window()
@@ -113,7 +116,7 @@ class Mux:
     # ---- connections
 
     def attach(self, hello: bytes) -> None:
-        """A new connection begins: forget half-done reads and writes, and say hello."""
+        """Starts on a new connection: discards partial reads and writes, and queues HELLO."""
         self._reader = self._new_reader()
         self._batch.clear()
         self._control.clear()
@@ -127,7 +130,7 @@ class Mux:
         return frames.Reader(self, fastpath=self._passed if self._fastpath else None)
 
     def resume(self, received: int) -> None:
-        """The other side has heard `received` frames: what comes after is sent again."""
+        """The peer has received `received` frames: resends the later ones."""
         if received < self._acked:
             raise ProtocolError(
                 f"the other side has forgotten frames that it had acknowledged: {received}, {self._acked}"
@@ -141,9 +144,9 @@ class Mux:
     def send(
         self, stream: int, head: bytes, parts: Sequence[Buffer] = (), *, urgent: bool = False, large: bool = False
     ) -> None:
-        """Queues a message. With `urgent` its data keeps its place in line whatever its size.
+        """Queues a message. With `urgent`, its data stays in order with small messages, whatever its size.
 
-        With `large` only the head is there, and `send_data` brings the rest.
+        With `large`, only the head is queued, and `send_data` adds the data.
         """
         total = sum(map(len, parts))
         if total <= SMALL and len(head) <= SMALL and not large:
@@ -161,7 +164,7 @@ class Mux:
                 self.send_data(stream, part)
 
     def send_now(self, stream: int, head: bytes, parts: Sequence[Buffer], send: Send) -> bool:
-        """Queues a message and flushes; straight out where it is small and nothing is in the way."""
+        """Queues a message and flushes. A small one is written directly if nothing else is queued."""
         total = sum(map(len, parts))
         if total > SMALL or len(head) > SMALL:
             self.send(stream, head, parts)
@@ -169,14 +172,17 @@ class Mux:
         return self.send_frame(b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + total), head, *parts)), send)
 
     def send_frame(self, whole: bytes, send: Send) -> bool:
-        """The same for a small message that is a frame already."""
+        """The same as `send_now` for a small message that is already encoded as a frame."""
         if self.relay(whole, send):
             return not self._batch
         self._urgent.append(whole)
         return self.flush(send)
 
     def relay(self, whole: bytes, send: Send) -> bool:
-        """Sends a small message's frame as it is, as far as there is room. False: others are before it."""
+        """Writes the frame of a small message directly; queues what `send` does not accept.
+
+        Returns False, and does nothing, if anything else is queued before it.
+        """
         if self._batch or self._urgent or self._send_queue.turns or self._control or self._replay:
             return False
         if self._ack_due or self._pong_due or not self._joined:
@@ -193,25 +199,25 @@ class Mux:
         return True
 
     def send_data(self, stream: int, data: Buffer) -> None:
-        """Queues more data of a message that `send` has opened."""
+        """Queues more data of a message that `send` has begun."""
         self._send_queue.add(stream, data)
 
     def queued(self, stream: int) -> int:
-        """Bytes of this stream that wait to be sent."""
+        """Bytes of bulk data of this stream that are queued."""
         return self._send_queue.queued(stream)
 
     def forget(self, stream: int) -> None:
-        """The conversation on this stream is over; what it still had to send is dropped."""
+        """Ends this stream and drops its queued data."""
         self._send_queue.forget(stream)
         self._used.pop(stream, None)
 
     def finish(self, stream: int) -> None:
-        """Nothing more will be sent on this stream; what is queued still goes."""
+        """Ends this stream once its queued data is sent."""
         self._send_queue.finish(stream)
         self._used.pop(stream, None)
 
     def ping(self) -> int:
-        """Asks for a sign of life; `echoed` is this number, or a later one's, once it has come."""
+        """Sends a PING and returns its number. `echoed` is at least this number once the peer has replied."""
         self._pings += 1
         self._control.append(frame(PING, 0, COUNT.pack(self._pings)))
         return self._pings
@@ -220,7 +226,7 @@ class Mux:
         self._control.append(frame(BYE, 0, reason.encode()))
 
     def used(self, stream: int, length: int) -> None:
-        """The receiver has used `length` bytes of this stream: the sender may send as many more."""
+        """This side has consumed `length` bytes of this stream: the peer may send as many more."""
         owed = self._used.get(stream, 0) + length
         if owed >= CREDIT_WINDOW // 4:
             self._urgent.append(frame(CREDIT, stream, COUNT.pack(owed)))
@@ -228,7 +234,7 @@ class Mux:
         self._used[stream] = owed
 
     def flush(self, send: Send) -> bool:
-        """Writes until everything is out (True) or `send` takes no more (False)."""
+        """Writes until everything is sent (True) or `send` accepts no more (False)."""
         batch = self._batch
         while batch or self._fill():
             try:
@@ -247,12 +253,12 @@ class Mux:
 
     @property
     def is_heard(self) -> bool:
-        """The other side has all that was said."""
+        """Whether the peer has acknowledged everything that was sent."""
         return not (self._urgent or self._send_queue.turns or self._replay or self._unacked)
 
     @property
     def has_output(self) -> bool:
-        """Something could be written now."""
+        """Whether something could be written now."""
         if self._batch or self._control or self._pong_due or self._ack_due:
             return True
         if not self._joined:
@@ -306,7 +312,7 @@ class Mux:
     # ---- receiving
 
     def read(self, recv_into: frames.RecvInto) -> bool:
-        """Reads once, tells the handler what is complete, queues what must be answered. False: the end."""
+        """Reads once, calls the handler for complete frames, queues replies. Returns False at end of file."""
         alive = self._reader.pump(recv_into)
         if self._unheard > UNHEARD:
             raise ProtocolError(f"the last {self._unheard} bytes that were sent are not acknowledged")
@@ -372,7 +378,7 @@ class Mux:
             else:
                 self._flight -= len(sent.chunk)
                 newest = sent
-        if newest is not None:  # those before it may have waited for this acknowledgement
+        if newest is not None:  # the acknowledgement of earlier chunks may have been delayed until this one
             self._asked = False
             now = self._clock()
             self.window.observe(now - newest.at, now)

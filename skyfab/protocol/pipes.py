@@ -1,4 +1,4 @@
-"""Pipes with room: fewer, larger reads and writes between processes of one machine."""
+"""Enlarges the buffers of pipes, for fewer and larger reads and writes between processes of one machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _F_SETPIPE_SZ = 1031
 
 
 def widen(fd: int) -> None:
-    """Lets the pipe hold more, where the system allows it; anything that is no pipe is left alone."""
+    """Enlarges the pipe's buffer where the system allows it. A descriptor that is not a pipe is left unchanged."""
     with contextlib.suppress(OSError):
         fcntl.fcntl(fd, _F_SETPIPE_SZ, ROOM)

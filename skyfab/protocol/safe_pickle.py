@@ -1,8 +1,8 @@
-"""Plain data: what may come back from a host that is not trusted, unpickled without importing or calling anything else.
+"""Restricted unpickler for results of untrusted hosts: plain data only, and no import or call that the pickle chooses.
 
-A pickle is a program. Here only the steps that make data are known, a name is looked up in a table (see `makers`) and
-never imported, and what comes out is looked through once more. A host can send nonsense, or much of it; it
-cannot run anything here.
+A pickle is a program. This unpickler knows only the opcodes that build data, looks names up in a table (see
+`safe_types`) instead of importing them, and checks the finished object once more. A host can send invalid data, or too
+much of it, but it cannot run code here.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _FEW: Final = 4096
-"""Things that a key, or an exception, consists of: a small pickle can name a tuple whose hash takes for ever."""
+"""Maximum number of parts of a key or an exception: a small pickle can build a tuple whose hash takes forever."""
 _ATTRIBUTES: Final = frozenset({"__notes__", "name", "path"})
-"""What an exception keeps besides its arguments."""
+"""The attributes that an exception keeps in addition to its arguments."""
 _FRAGILE: Final = (collections.deque, collections.defaultdict)
-"""What Python frees by recursion: nested deep enough, its stack overflows. (Of the others Python takes care.)"""
+"""Types that Python deallocates recursively: deep nesting overflows the C stack. (Other containers are protected.)"""
 _DEEPEST: Final = 256
-"""So deep may they be nested."""
+"""How deep they may be nested."""
 _ROWS: Final = (list, tuple, set, frozenset, collections.deque)
 _TABLES: Final = (dict, collections.OrderedDict, collections.defaultdict)
 _ATOMS: Final = frozenset(
@@ -46,9 +46,9 @@ _ATOMS: Final = frozenset(
 
 
 def loads(data: Buffer, buffers: Sequence[memoryview] = ()) -> Any:
-    """The object, if it is plain data, numpy's or torch's.
+    """Unpickles an object that consists of plain data, numpy arrays and torch tensors.
 
-    Raises `pickle.UnpicklingError`, which names what is something else, or whatever a damaged pickle raises.
+    Raises `pickle.UnpicklingError`, which names the refused type, or whatever a damaged pickle raises.
     """
     with _Unpickler(data, buffers) as unpickler:
         found = unpickler.load()
@@ -57,7 +57,7 @@ def loads(data: Buffer, buffers: Sequence[memoryview] = ()) -> Any:
 
 
 def loads_exception(data: Buffer, buffers: Sequence[memoryview] = ()) -> Exception:
-    """The exception, if it is one of Python's own, made of plain data. Raises as `loads` does."""
+    """Unpickles a built-in exception that consists of plain data. Raises as `loads` does."""
     with _ExceptionUnpickler(data, buffers) as unpickler:
         found = unpickler.load()
         _small(unpickler.given)
@@ -67,14 +67,15 @@ def loads_exception(data: Buffer, buffers: Sequence[memoryview] = ()) -> Excepti
 # ---- the unpickler
 
 _Python: Any = pickle._Unpickler
-"""Python's own, in Python: the one in C makes room for whatever a pickle announces."""
+"""The pure-Python unpickler. The one in C allocates whatever size a pickle announces."""
 
 
 class _Unpickler(_Python):  # type: ignore[misc]  # it has no types
     def __init__(self, data: Buffer, buffers: Iterable[memoryview]) -> None:
         super().__init__(io.BytesIO(data), buffers=buffers)
         self._fragile: list[Any] = []
-        """All of that kind that were made. Held until they are known to be harmless, whatever becomes of them."""
+        """All deques and defaultdicts that were created. References are kept until their nesting has been checked,
+        so that none is deallocated before."""
 
     def __enter__(self) -> Self:
         return self
@@ -82,7 +83,7 @@ class _Unpickler(_Python):  # type: ignore[misc]  # it has no types
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         deep = _is_deep(self._fragile)
         if deep or kind is not None:
-            for one in self._fragile:  # what is in them is in the list too, and is not freed yet
+            for one in self._fragile:  # their elements are in this list too, so nothing is deallocated recursively
                 one.clear()
         if deep and kind is None:
             refuse("a deque or defaultdict nested too deep")
@@ -91,10 +92,10 @@ class _Unpickler(_Python):  # type: ignore[misc]  # it has no types
         return find(name)
 
     def _finish(self, target: Any, state: Any) -> None:
-        """Gives an object that has been made already what else it has."""
+        """Sets the state of an object that has already been created."""
         if type(target) is not collections.OrderedDict or type(state) is not dict or [*state] != ["_metadata"]:
             refuse(f"attributes of a {type(target).__name__}")
-        target._metadata = state["_metadata"]  # type: ignore[attr-defined]  # a state_dict's
+        target._metadata = state["_metadata"]  # type: ignore[attr-defined]  # of a torch state_dict
 
     def _global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
@@ -185,14 +186,14 @@ class _Unpickler(_Python):  # type: ignore[misc]  # it has no types
         pickle.ADDITEMS[0]: _add,
         pickle.FROZENSET[0]: _frozenset,
     }
-    """What today's picklers write; what is not here is not understood."""
+    """The opcodes that current picklers write. All others are refused."""
 
 
 class _ExceptionUnpickler(_Unpickler):
     def __init__(self, data: Buffer, buffers: Iterable[memoryview]) -> None:
         super().__init__(data, buffers)
         self.given: list[Any] = []
-        """What exceptions are made of. A list among it may still grow: it is looked at in the end."""
+        """The arguments and attributes of exceptions. Checked at the end, because lists among them may still grow."""
 
     def _find(self, name: str) -> Any:
         kind = find_exception(name)
@@ -211,16 +212,16 @@ class _ExceptionUnpickler(_Unpickler):
             super()._finish(target, state)
 
 
-# ---- what came out
+# ---- checks of the finished object
 
 
 def _key(key: Any) -> Any:
-    """A key, or a member of a set, that is quickly hashed and compared."""
+    """Returns the key of a dict or member of a set. Refuses one that is slow to hash or compare."""
     return key if type(key) in (str, int) else _small(key, rows=(tuple, frozenset), tables=(), leaf=_is_number)
 
 
 def _small(root: Any, *, rows: Any = _ROWS, tables: Any = _TABLES, leaf: Any = None) -> Any:
-    """The object, if it has few parts, counted as often as they appear in it."""
+    """Returns the object. Refuses one with too many parts, each counted as often as it appears, or not plain data."""
     todo, left = [root], _FEW
     while todo:
         one = todo.pop()
@@ -235,7 +236,7 @@ def _small(root: Any, *, rows: Any = _ROWS, tables: Any = _TABLES, leaf: Any = N
 
 
 def _survey(root: Any) -> None:
-    """Makes certain that there is nothing but data in it."""
+    """Refuses an object that contains anything but data."""
     seen: set[int] = set()
     todo = [root]
     while todo:
@@ -255,7 +256,7 @@ def _survey(root: Any) -> None:
 
 
 def _is_deep(fragile: Sequence[Any]) -> bool:
-    """Whether some of these are nested deeper than allowed, or too many of them contain themselves."""
+    """Whether some of these are nested too deep, or too many of them contain themselves."""
     if len(fragile) <= _DEEPEST:
         return False
     outer: dict[int, list[int]] = {}
@@ -275,7 +276,7 @@ def _is_deep(fragile: Sequence[Any]) -> bool:
 
 
 def _is_data(kind: type) -> bool:
-    """A leaf that is more than an atom: an array, a tensor, what belongs to them."""
+    """Whether this is a type of leaf other than an atom: arrays, tensors, and their dtypes, shapes and storages."""
     np, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if np is not None and (kind is np.ndarray or issubclass(kind, (np.generic, np.dtype))):
         return True

@@ -1,7 +1,7 @@
-"""Makers: what the names in a pickle of plain data stand for. Each checks what it is given: it comes from a stranger.
+"""The constructors that `safe_pickle` allows, by name. Each checks its arguments, because they are untrusted.
 
-Nothing is imported because a pickle says so, but for numpy and torch, and nothing of theirs is called that trusts its
-arguments: arrays and tensors are made in the memory that came, and are never larger.
+A pickle can cause no import except of numpy and torch, and none of their functions that trust their arguments is
+called: arrays and tensors are created in the received memory, and are never larger than it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any, Final, NoReturn
 from skyfab.protocol import codec
 
 _BITS: Final = 65536
-"""Of a fraction's numbers: reducing it takes the square of that."""
+"""Maximum bits of a fraction's numerator and denominator: reducing it takes quadratic time."""
 
 
 class Maker:
-    """Stands for a name of the pickle: what is called in its place."""
+    """The function that is called for a name in the pickle."""
 
     __slots__ = ("make",)
 
@@ -36,18 +36,18 @@ class Maker:
 
 
 class Draft:
-    """An object whose state follows; it is made when that is there."""
+    """An object whose state follows in the pickle; it is created from that state."""
 
     __slots__ = ("finish", "place")
 
     def __init__(self, finish: Callable[[Any], Any]) -> None:
         self.finish = finish
         self.place = -1
-        """Where the unpickler remembers it."""
+        """Its index in the unpickler's memo."""
 
 
 def find(name: str) -> Any:
-    """What a name stands for. Raises UnpicklingError for all but a few."""
+    """What a name in the pickle refers to. Raises UnpicklingError for names that are not allowed."""
     name = name.replace("numpy._core.", "numpy.core.", 1).replace("pathlib._local.", "pathlib.", 1)
     if name in _MAKERS:
         return _MAKERS[name]
@@ -59,9 +59,9 @@ def find(name: str) -> Any:
 
 
 def find_exception(name: str) -> type[Exception] | None:
-    """The exception of Python's own that has this name, if it only keeps what it is given.
+    """The built-in exception type of this name, if its constructor only stores its arguments; else None.
 
-    Groups are made of others, and a SyntaxError copies whatever it can go through.
+    Exception groups contain other exceptions, and a SyntaxError copies any iterable.
     """
     kind = vars(builtins).get(name[9:]) if name.startswith("builtins.") else None
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, SyntaxError):
@@ -70,7 +70,7 @@ def find_exception(name: str) -> type[Exception] | None:
 
 
 def refuse(what: object) -> NoReturn:
-    """Raises UnpicklingError for a type, or for what a text describes."""
+    """Raises UnpicklingError with the name of a type, or with the given text."""
     text = f"{what.__module__}.{what.__qualname__}" if isinstance(what, type) else str(what)
     raise pickle.UnpicklingError(ascii(text)[1:-1][:200])
 
@@ -83,7 +83,7 @@ def _is(value: Any, kind: type) -> Any:
 
 
 def _only(kind: Callable[..., Any], *types: type) -> Maker:
-    """Calls `kind` with arguments of these types alone."""
+    """A Maker that calls `kind`, and refuses arguments of other types than these."""
 
     def make(*given: Any) -> Any:
         if any(type(one) not in types for one in given):
@@ -95,7 +95,7 @@ def _only(kind: Callable[..., Any], *types: type) -> Maker:
 
 def _fraction(*parts: Any) -> fractions.Fraction:
     for part in parts:
-        if type(part) is str and re.fullmatch(r"-?\d{1,4000}(/\d{1,4000})?", part):  # as Python 3.10 pickles it
+        if type(part) is str and re.fullmatch(r"-?\d{1,4000}(/\d{1,4000})?", part):  # the form that Python 3.10 pickles
             continue
         if type(part) is not int or part.bit_length() > _BITS:
             refuse("an odd Fraction")
@@ -103,7 +103,7 @@ def _fraction(*parts: Any) -> fractions.Fraction:
 
 
 def _slice(*parts: Any) -> slice:
-    """Of numbers and None: slices of slices are freed by recursion, however deep they are."""
+    """A slice of plain values. Slices of slices are refused: they are deallocated recursively, at any depth."""
     np = sys.modules.get("numpy")
     for part in parts:
         if type(part) not in (int, float, str, type(None)) and not (np and isinstance(part, np.generic)):
@@ -181,7 +181,7 @@ def _shape(given: Any) -> tuple[int, ...]:
 
 
 def _array(memory: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> Any:
-    """An array in the memory that came, all of it and no more."""
+    """An array that uses exactly the received memory."""
     import numpy as np
 
     count = _is(dtype, np.dtype).itemsize
@@ -218,13 +218,13 @@ def _scalar(dtype: Any, content: Any) -> Any:
 _NDARRAY: Final = Maker(lambda *_: refuse("numpy.ndarray"))
 
 
-# ---- torch, as the codec packs it
+# ---- torch, as `codec` pickles it
 
 
 def _storage(memory: Any, device: Any) -> Any:
     view = _memory(memory)
     where = device if type(device) is str and re.fullmatch(r"cuda(:\d{1,3})?", device) else "cpu"
-    # Torch does not keep a bytearray from being resized: what else refers to it could take a tensor's memory away.
+    # Torch does not lock a bytearray against resizing: another reference to it could free the tensor's memory. So copy.
     ours = view if type(memory) is memoryview and not view.readonly else bytearray(view)
     return codec._storage(ours, where)
 
@@ -254,7 +254,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks:
 def _tensor_of_bytes(
     untyped: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, meta: Any = None
 ) -> Any:
-    """One of a type that has no typed storage."""
+    """A tensor of a dtype that has no typed storage."""
     import torch
 
     _check_extent(_same(untyped), _is(dtype, torch.dtype), offset, size, stride)
@@ -264,7 +264,7 @@ def _tensor_of_bytes(
 
 
 def _check_extent(untyped: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> None:
-    """A tensor lies within its storage, and has no more elements: torch itself might make room, or not look."""
+    """Refuses a tensor that exceeds its storage or has more elements: torch might enlarge the storage, or not check."""
     (last,), count = _shape((offset,)), 1
     for extent, step in zip(_shape(size), _shape(stride), strict=True):
         last += (extent - 1) * step
@@ -322,4 +322,4 @@ _MAKERS: Final = types.MappingProxyType(
         "skyfab.protocol.codec._typed": Maker(_typed),
     }
 )
-"""Every name that a pickle may use, but for torch's dtypes."""
+"""Every name that a pickle may use, except torch's dtypes."""

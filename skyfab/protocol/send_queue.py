@@ -1,4 +1,4 @@
-"""Bulk: data of large messages that waits to be sent. Streams take turns, each as far as its receiver has room."""
+"""Send queues for bulk data, one per stream: round-robin between streams, with credit-based flow control for each."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from collections import deque
 
 from skyfab.protocol.frames import Buffer, data_header
 
-TYPE_CHECKING = False  # see frames
+TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
     from typing import Final
 
 CREDIT_WINDOW: Final = 16 * 1024 * 1024
-"""DATA bytes that one stream may send before its receiver has used them."""
+"""DATA bytes that one stream may send before its receiver has consumed them."""
 
 
 class _Outgoing:
-    """What one stream still has to send, and may."""
+    """The queued data and the credit of one stream."""
 
     __slots__ = ("credit", "last", "pending")
 
     def __init__(self) -> None:
         self.last = False
-        """Nothing will be added."""
+        """No more data will be added."""
         self.pending: deque[memoryview] = deque()
         self.credit = CREDIT_WINDOW
 
 
 class SendQueue:
-    """The queues of all streams."""
+    """The send queues of all streams of a connection."""
 
     def __init__(self) -> None:
         self._streams: dict[int, _Outgoing] = {}
         self.turns: deque[int] = deque()
-        """Streams with something to send, in the order in which they may; some have been forgotten since."""
+        """Streams with queued data, in round-robin order. May contain streams that `forget` has removed since."""
 
     def add(self, stream: int, data: Buffer) -> None:
         """Queues data. It is not copied."""
@@ -46,22 +46,22 @@ class SendQueue:
         outgoing.pending.append(memoryview(data).cast("B"))
 
     def queued(self, stream: int) -> int:
-        """Bytes of this stream that wait."""
+        """Bytes of this stream that are queued."""
         outgoing = self._streams.get(stream)
         return sum(map(len, outgoing.pending)) if outgoing else 0
 
     def grant(self, stream: int, credit: int) -> None:
-        """The receiver has room for so many more bytes."""
+        """The receiver accepts `credit` more bytes on this stream."""
         outgoing = self._streams.get(stream)
         if outgoing is not None:
             outgoing.credit += credit
 
     def forget(self, stream: int) -> None:
-        """What this stream still had to send is dropped."""
+        """Removes the stream and drops its queued data."""
         self._streams.pop(stream, None)
 
     def finish(self, stream: int) -> None:
-        """Nothing will be added: once all of it is out, the stream is forgotten."""
+        """Marks the end of the stream's data: the stream is removed once all of it is sent."""
         outgoing = self._streams.get(stream)
         if outgoing is not None and outgoing.pending:
             outgoing.last = True
@@ -70,11 +70,11 @@ class SendQueue:
 
     @property
     def is_ready(self) -> bool:
-        """Some stream could send now."""
+        """Whether some stream has data and credit."""
         return any(o.credit > 0 for stream in self.turns if (o := self._streams.get(stream)) is not None)
 
     def next(self, limit: int) -> tuple[bytes, memoryview] | None:
-        """A chunk of the next stream that has credit, with its header."""
+        """The next chunk, of at most `limit` bytes, and its header; None if no stream has data and credit."""
         for _ in range(len(self.turns)):
             stream = self.turns.popleft()
             outgoing = self._streams.get(stream)

@@ -1,18 +1,18 @@
-"""The window: how much bulk data may be under way on a connection."""
+"""Congestion window: how many bytes of bulk data may be in flight on a connection."""
 
 from __future__ import annotations
 
 from skyfab.protocol.frames import CHUNK
 
-TYPE_CHECKING = False  # see frames
+TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
     from typing import Final
 
 
 class Window:
-    """How many bytes may be under way: enough to fill the wire, not the queues along it.
+    """How many bytes may be in flight: enough to use the bandwidth, not so many that they queue up along the path.
 
-    A slow link with deep buffers would otherwise hold megabytes ahead of a cancel.
+    On a slow link with deep buffers, a cancel would otherwise wait behind megabytes of data.
     """
 
     FLOOR: Final = 64 * 1024
@@ -24,7 +24,7 @@ class Window:
         self._changed = 0.0
 
     def restart(self) -> None:
-        """Another connection may have a longer way, or a narrower one."""
+        """Starts over for a new connection, whose latency and bandwidth may differ."""
         self.size = self.FLOOR
         self._base = float("inf")
         self._changed = 0.0
@@ -33,12 +33,12 @@ class Window:
         """A frame was acknowledged `elapsed` seconds after it was sent."""
         self._base = min(self._base, elapsed)
         if now - elapsed < self._changed:
-            return  # it was sent when the window had another size
+            return  # the frame was sent before the last change of the window's size
         queued = elapsed - self._base
         if queued < 0.05:
             self.size = min(2 * self.size, self.CEILING)
             self._changed = now
-        elif queued > 0.15:  # down to what the wire carries in the time that it takes at best
+        elif queued > 0.15:  # shrink to about what the path carries in its best round-trip time
             self.size = max(int(self.size * (self._base + 0.1) / elapsed), self.FLOOR)
             self._changed = now
 

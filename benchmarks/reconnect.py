@@ -64,7 +64,7 @@ class Cable:
     @classmethod
     @contextmanager
     def of(cls, host: NamespaceHost) -> Iterator[Cable]:
-        """Sets permanent ARP entries at both ends, as behind a router; else ARP requests would add to the time."""
+        """Sets permanent ARP entries at both ends, as behind a router; else they would send ARP requests first."""
         cable = cls(host)
         cable._know("permanent")
         try:

@@ -48,7 +48,7 @@ class Function(Generic[P, R]):
         self.retries = retries
         """How often a failed broadcast is restarted on all ranks, or a solo call is moved from a lost host."""
         self.timeout = timeout
-        """Seconds after which a call is terminated on its host."""
+        """Seconds after which a call is stopped on its host."""
         self.packed: Any = None
         """Cache of the packed function, with the state that it was made from: see `pack_function`."""
         functools.update_wrapper(self, fn)

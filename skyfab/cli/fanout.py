@@ -66,7 +66,7 @@ def _run(work: Callable[[Compute], R], outcomes: list[Outcome[R]]) -> None:
             with outcome.pool as pool:
                 if not over.is_set():
                     outcome.result = work(pool)
-        except BaseException as error:  # raised again on the main thread
+        except BaseException as error:  # for the caller's thread to report
             outcome.error = error
 
     threads = [threading.Thread(target=run, args=(outcome,), daemon=True) for outcome in outcomes]

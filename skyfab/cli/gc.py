@@ -39,7 +39,7 @@ def _clean(hosts: Sequence[Host], inventory: Inventory, days: int) -> None:
         try:
             with open_shell(host, transport_for(host, inventory), stopped=over.is_set) as shell:
                 results[index] = sweep(shell, days)
-        except BaseException as error:  # raised again on the main thread
+        except BaseException as error:  # for the caller's thread to report
             results[index] = error
 
     threads = [threading.Thread(target=clean, args=pair, daemon=True) for pair in enumerate(hosts)]

@@ -123,7 +123,7 @@ class Nodes:
         return self.all
 
     def copies(self, nodes: Sequence[Node]) -> list[Node]:
-        """New nodes for the same hosts, with agents of their own. These share one pool name on all hosts, as usual."""
+        """New nodes for the same hosts, with agents of their own. These share one pool name, as those of a pool do."""
         pool = _pool_name()
         made = [self._make(node.index, node.host, _NoOwner(), pool) for node in nodes]
         for copy, node in zip(made, nodes, strict=True):

@@ -1,4 +1,4 @@
-"""Shows a pool's events to the user (output, host states, progress): live on a terminal, as plain lines elsewhere."""
+"""Shows a pool's events to the user, live on a terminal or as plain lines. Also prints tables and small charts."""
 
 from __future__ import annotations
 

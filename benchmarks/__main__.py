@@ -19,7 +19,7 @@ from skyfab.errors import UsageError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 whatever the figures are; 1 when a row could not be measured because something broke."""
+    """Returns the exit code: 0 whatever the figures are; 1 if a row crashed; 2 if this machine cannot run a lab."""
     options = _parser().parse_args(argv)
     scale = TASTE if options.quick else Scale()
     if options.size:
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         with Arena.open(scale) as arena:
             facts = Facts.of(arena)
             results, notes = measure(rows, arena)
-    except UsageError as error:  # this machine cannot have a lab
+    except UsageError as error:  # this machine cannot run a lab
         print(f"error: {error}", file=sys.stderr)
         return 2
     table.show(results, [*notes, str(facts)])
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(rows: list[Row], arena: Arena) -> tuple[list[Result], list[str]]:
-    """The results of all rows, and a note for each row that has none. One that breaks does not stop the others."""
+    """The results of all rows, and a note for each row that was skipped or crashed. A crash stops no other row."""
     results: list[Result] = []
     notes: list[str] = []
     for row in rows:

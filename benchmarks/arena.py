@@ -1,4 +1,4 @@
-"""The arena: the lab's hosts, and the two ways to them that are compared."""
+"""`Arena`: the lab's hosts that benchmarks run on, reached through a skyfab pool or through plain ssh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skyfab.session.transport.openssh import OpenSSH
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arena:
-    """Hosts that are up, and how much is to be measured on them."""
+    """Running lab hosts, and the scale of the benchmarks."""
 
     lab: Lab
     inventory: Inventory
@@ -34,7 +34,7 @@ class Arena:
 
     @classmethod
     def on(cls, lab: Lab, scale: Scale) -> Arena:
-        """The hosts of a lab that is up, reached by the ssh program."""
+        """Uses the hosts of a running lab, with the OpenSSH transport."""
         found = Inventory.load(lab.inventory)
         by_ssh = {name: replace(host, transport="openssh") for name, host in found.hosts.items()}
         return cls(lab=lab, inventory=replace(found, hosts=by_ssh), scale=scale)
@@ -49,16 +49,16 @@ class Arena:
 
     @property
     def first_machine(self) -> LabHost:
-        """The first host as the lab sees it."""
+        """The first host, as the lab's object."""
         return self.lab.hosts[0]
 
     def pool(self, *hosts: Host, **options: Any) -> sky.Compute:
-        """A pool of these hosts that shows nothing."""
+        """A pool of these hosts, without output."""
         return sky.Compute(hosts, inventory=self.inventory, ui="none", **options)
 
     @contextmanager
     def ssh(self, host: Host, command: str) -> Iterator[list[str]]:
-        """The words that run a command on a host by the same ssh, with the same options, as a pool."""
+        """The command line that runs a command on a host with the same ssh and options that a pool uses."""
         transport = OpenSSH(host, self.inventory)
         try:
             yield transport.argv(command)
@@ -67,7 +67,7 @@ class Arena:
 
     @contextmanager
     def ssh_config(self) -> Iterator[Path]:
-        """A configuration file with which a plain ``ssh NAME``, or address, does the same for every host of the lab."""
+        """An ssh_config file with the same options, for ``ssh NAME`` or ``ssh ADDRESS`` to every host of the lab."""
         transports = {host.name: OpenSSH(host, self.inventory) for host in self.hosts}
         path = self.lab.folder / "ssh_config"
         with path.open("w") as file:

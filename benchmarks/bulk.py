@@ -1,4 +1,4 @@
-"""A large tensor out and back, its rate and the memory it takes, against `ssh host cat`."""
+"""Benchmark: throughput and memory of sending a large tensor to a host and back, against `ssh host cat`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Bulk:
     def run(self, arena: Arena) -> Iterator[Result]:
         cargo = Cargo.load(arena.scale.size * 1024**2, arena.scale.arrays)
         with arena.pool(arena.first) as compute:
-            identity(cargo.library.ones(8)) >> compute  # the host imports it
+            identity(cargo.library.ones(8)) >> compute  # makes the host import the library
             yield from self._memory(arena, compute, cargo)
             ferry = Ferry(arena, compute, cargo)
             both = alternate(arena.scale.bulk, ferry.both, ferry.both_raw)
@@ -68,7 +68,7 @@ class Bulk:
 
 @dataclass(frozen=True, slots=True)
 class Cargo:
-    """What is moved: an array of torch or numpy."""
+    """The data that is sent: an array of torch or numpy."""
 
     library: ModuleType
     array: Any
@@ -87,7 +87,7 @@ class Cargo:
 
     @contextmanager
     def landing(self) -> Iterator[memoryview]:
-        """As much memory for a raw reader. It is new, as that of a result is, and mapped for the fewest page faults."""
+        """A buffer of the same size for a raw read: new memory, as for a result; huge pages for few page faults."""
         with mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 area.madvise(mmap.MADV_HUGEPAGE)
@@ -95,14 +95,14 @@ class Cargo:
                 yield view
 
     def refresh(self) -> None:
-        """Makes it new: what a host has seen before need not be sent again."""
+        """Changes the content: a host that has the same content in its store would not be sent it again."""
         array = self.array
         array += 1  # in place
 
 
 @dataclass(frozen=True, slots=True)
 class Ferry:
-    """The ways the cargo goes; each returns the seconds it took."""
+    """The transfers to measure. Each method returns the seconds it took."""
 
     arena: Arena
     compute: sky.Compute
@@ -162,10 +162,10 @@ def _library(names: Sequence[str]) -> ModuleType:
 
 
 def _numbers(array: Any) -> Any:
-    """A torch tensor as a numpy array over the same memory."""
+    """A torch tensor as a numpy array on the same memory."""
     return array.numpy() if hasattr(array, "numpy") else array
 
 
 def _is_ours(cmdline: tuple[str, ...]) -> bool:
-    """A process of skyfab on the host: link, agent, zygote or rank."""
+    """A process of skyfab on the host: link, agent, zygote or worker."""
     return any("/bundles/" in word for word in cmdline)

@@ -1,4 +1,4 @@
-"""The first result from a host on which nothing runs."""
+"""Benchmark: cold start, from opening a pool to the first result on a host where nothing of skyfab runs."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def _start(arena: Arena, host: Host) -> float:
 
 
 def _stranger(host: Host, number: int) -> Host:
-    """The host as if skyfab had never been there."""
+    """The host with an empty cache, as if skyfab had never been used there."""
     return replace(host, cache=f"{host.cache}/first{number}")

@@ -1,4 +1,4 @@
-"""DDP over two hosts: from the call to the first step, a call of ranks that live, and how fast they train."""
+"""Benchmark: DDP on two hosts: time to the first step, latency of a broadcast to running ranks, and time per step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from skyfab.inventory.host import Host
 from skyfab.lab.network import INTERFACE
 
 _ENV: Final = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Of all ranks, whoever starts them: each has a core, and torch does not tell that hosts have no names."""
+"""For all ranks, however started: each has one core, and torch does not warn that hosts have no names."""
 _ROOT: Final = Path(__file__).resolve().parent.parent
 
 
@@ -38,13 +38,13 @@ class Distributed:
             raise Skip("torch is not installed")
         crew = Crew(arena, arena.hosts[:2])
         lacking = _why_no_torchrunx(arena)
-        yield from self._living(crew)  # also reads from the disk, for all, what starting takes
+        yield from self._living(crew)  # first: also loads into the page cache what starting needs
         yield from self._first(crew, rival=not lacking)
         if lacking:
             raise Skip(f"torchrunx: {lacking}")
 
     def _living(self, crew: Crew) -> Iterator[Result]:
-        """Several gangs and as many by hand: no two processes are equally fast."""
+        """Several gangs, and as many groups started by hand: no two processes are equally fast."""
         races = [crew.race() for _ in range(crew.arena.scale.crews)]
         calls, ours, by_hand = (
             Sample(tuple(seconds * 1e3 for sample in samples for seconds in sample.values))
@@ -80,7 +80,7 @@ class Distributed:
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """Hosts with one rank each, and the ways to start these. Every start is of new processes."""
+    """Hosts with one rank each, and the ways to start the ranks. Every start makes new processes."""
 
     arena: Arena
     hosts: Sequence[Host]
@@ -98,7 +98,7 @@ class Crew:
             return time.perf_counter() - started
 
     def first_by_torchrunx(self) -> float:
-        """Without the launcher's own import of torch."""
+        """Does not include the launcher's own import of torch."""
         addresses = [str(host.address) for host in self.hosts]
         env = os.environ | {f"{launcher.ENV}{key}": value for key, value in self._env.items()}
         with self.arena.ssh_config() as config:
@@ -110,11 +110,11 @@ class Crew:
                 for _ in self.hosts:
                     _await(pipe, training.DONE)
                 taken = time.perf_counter() - started
-                pipe.rest()  # it ends the agents
+                pipe.rest()  # until it has terminated its agents
                 return taken
 
     def race(self) -> tuple[Sample, Sample, Sample]:
-        """Seconds of a call that does nothing, and of a step, by skyfab and by hand: both live, and take turns."""
+        """Seconds of a no-op broadcast, of a step by skyfab, and of a step by hand. Both gangs run, and alternate."""
         scale = self.arena.scale
         with self.pool() as compute, self._by_hand() as pipes:
             laps = sky.function(training.lap)
@@ -135,7 +135,7 @@ class Crew:
 
     @contextmanager
     def _by_hand(self) -> Iterator[list[Pipe]]:
-        """A rank on each host through an ssh of its own, once all have taken their first step."""
+        """Starts a rank on each host through its own ssh, and waits until all have finished their first step."""
         place = {"MASTER_ADDR": str(self.hosts[0].address), "MASTER_PORT": str(_free_port())}
         with ExitStack() as stack:
             pipes = []
@@ -150,7 +150,7 @@ class Crew:
 
     @property
     def _env(self) -> dict[str, str]:
-        """What skyfab finds out by itself, for those who do not."""
+        """Variables that skyfab determines by itself and other launchers need to be given."""
         inside = {"GLOO_SOCKET_IFNAME": INTERFACE} if self.arena.lab.kind == "namespace" else {}
         return {**_ENV, **inside}
 

@@ -1,4 +1,4 @@
-"""A torch environment on hosts without a route out, against the same done by hand."""
+"""Benchmark: building a torch environment on hosts without internet access, against doing the same by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from skyfab.session.bootstrap import local_python, open_shell
 from skyfab.session.transport import transport_for
 
 _DELAY = 0.05
-"""Seconds that the way to a distant host takes, one way."""
+"""One-way delay in seconds to a simulated distant host."""
 
 
 class Environment:
@@ -90,7 +90,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """Hosts, packages, and both ways to bring these together. Everything new is made in folders that go with it."""
+    """Hosts, packages, and both ways to install them. All new files are in folders that are deleted at the end."""
 
     arena: Arena
     image: sky.Image
@@ -123,7 +123,7 @@ class Workshop:
     # ---- by skyfab
 
     def fresh(self, hosts: int = 1) -> float:
-        """A host that has nothing, and a program that has never fetched anything."""
+        """Seconds to build it on hosts with an empty cache, from a program with an empty cache."""
         cache = self._place()
         strangers = [replace(host, cache=cache) for host in self.arena.hosts[:hosts]]
         with _cache(self.folder / f"own{next(self.numbers)}"):
@@ -150,7 +150,7 @@ class Workshop:
             return time.perf_counter() - started
 
     def one_more(self) -> float:
-        """Megabytes that a second image costs, which has one more package."""
+        """Megabytes sent for a second image that has one more package."""
         host = replace(self.arena.first, cache=self._place())
         extra = replace(self.image, pip=(*self.image.pip, self.arena.scale.extra))
         self._open([host], self.image)
@@ -163,20 +163,20 @@ class Workshop:
         return sum(map(int, sizes.stdout.split()))
 
     def found(self) -> float:
-        """Round trips that an environment costs which is there, more than connecting does."""
+        """Extra round trips, compared to connecting only, for an environment that exists already."""
         return self._extra(forget=False)
 
     def found_anew(self) -> float:
-        """The same for a program that has never seen the host."""
+        """The same for a program that has not connected to the host before."""
         return self._extra(forget=True)
 
     def _extra(self, *, forget: bool) -> float:
-        """From a near and from a far host: what does not grow with the way is work, not round trips."""
+        """Compares a near and a far host: time that does not grow with the delay is work, not round trips."""
         near, far = (self._more(forget, delay) for delay in (0.0, _DELAY))
         return max(0.0, (far - near) / (2 * _DELAY))
 
     def _more(self, forget: bool, delay: float) -> float:
-        """Seconds that it costs more than connecting."""
+        """Extra seconds, compared to connecting only."""
         first = self.arena.first
         with Relay(str(first.address), first.port, delay) as relay:
             far = replace(first, address="127.0.0.1", port=relay.port, cache=f"{self._place()}")
@@ -190,7 +190,7 @@ class Workshop:
     # ---- by hand
 
     def by_hand(self) -> float:
-        """fetch, scp, uv venv, uv pip sync --offline."""
+        """Seconds for download, scp, uv venv, uv pip sync --offline."""
         place = f"{self._place()}-by-hand"
         wheels = self.folder / f"hand{next(self.numbers)}"
         started = time.perf_counter()
@@ -214,7 +214,7 @@ class Workshop:
         return took
 
     def cat(self) -> float:
-        """As many bytes into one file."""
+        """Seconds to send the same number of bytes into one file."""
         paths = list(fetch(self.lock.wheels).values())
         place = self._place()
         with self.arena.ssh(self.arena.first, f"cat > {place}.bin") as argv:
@@ -227,7 +227,7 @@ class Workshop:
                             process.stdin.write(piece)
             return time.perf_counter() - started
 
-    # ---- places
+    # ---- paths
 
     def _place(self) -> str:
         return f"{self._root}/{next(self.numbers)}"
@@ -242,7 +242,7 @@ class Workshop:
 
 
 def _requirements(packages: Sequence[str]) -> tuple[str, ...]:
-    """torch in the version that is here."""
+    """Pins torch to the version that is installed here."""
     if "torch" not in packages:
         return tuple(packages)
     try:
@@ -259,7 +259,7 @@ def _home() -> Path:
 
 @contextmanager
 def _cache(folder: Path) -> Iterator[None]:
-    """Another cache folder of this machine's; what uv itself remembers stays."""
+    """Uses another cache folder on this machine. uv's own cache is kept."""
     os.environ.setdefault("UV_CACHE_DIR", str(Path.home() / ".cache" / "uv"))
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(folder)

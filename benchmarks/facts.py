@@ -1,4 +1,4 @@
-"""The machine that the figures were taken on, in a line."""
+"""A one-line description of the machine that the benchmarks ran on."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from benchmarks.arena import Arena
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What figures depend on."""
+    """Facts that the figures depend on."""
 
     cores: int
     arch: str
     kernel: str
     python: str
     optimized: bool
-    """The interpreter was built with profile-guided optimization, as most are; else all of ours takes longer."""
+    """The interpreter was built with profile-guided optimization, as most are; otherwise all of skyfab is slower."""
     ssh: str
     cipher: str
     lab: str
     load: float
-    """How busy the machine was when the run began."""
+    """The load average at the start."""
 
     @classmethod
     def of(cls, arena: Arena) -> Facts:
@@ -56,7 +56,7 @@ class Facts:
 
 
 def _cipher(arena: Arena) -> str:
-    """The one that client and server agree on."""
+    """The cipher that the ssh client and server negotiate."""
     with arena.ssh(arena.first, "true") as argv:
         said = subprocess.run(
             [argv[0], "-v", *argv[1:]], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True

@@ -1,7 +1,7 @@
-"""torchrunx in a process of its own: ``python -m benchmarks.launcher SSH_CONFIG HOST…`` waits for a line, and launches.
+"""Runs torchrunx in a process: ``python -m benchmarks.launcher SSH_CONFIG HOST…`` waits for a line, then launches.
 
-Its hosts connect to the launcher by the name that this machine gives itself, which in the lab leads to the host itself:
-here it is the address by which the lab's hosts reach this machine. All else is as torchrunx has it.
+torchrunx's workers connect to the launcher by this machine's host name, which a lab host resolves to itself. So the
+name is replaced by the address at which the lab's hosts reach this machine. All else is as torchrunx has it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from skyfab.agent.host_info import HostInfo
 
 READY = "ready"
 ENV = "BENCH_ENV_"
-"""What a variable begins with that is for the workers."""
+"""Prefix of environment variables that are passed on to the workers."""
 
 
 def main(config: str, *hosts: str) -> None:
-    """Tells that torchrunx is loaded; from the line that answers this, it is torchrunx's time."""
+    """Prints READY when torchrunx is imported. The measured time begins with the line that it then reads."""
     _be_found_from(hosts[0])
     import cloudpickle
     import torchrunx
 
     cloudpickle.register_pickle_by_value(training)  # the hosts do not have this checkout
-    os.chdir("/")  # the workers go to the folder of the same name
+    os.chdir("/")  # the workers change to the folder of the same name
     launcher = torchrunx.Launcher(
         hostnames=list(hosts),
         workers_per_host=1,
@@ -49,7 +49,7 @@ def _be_found_from(host: str) -> None:
 
 
 def _words() -> list[logging.Handler]:
-    """What workers print is printed here, and nothing else."""
+    """Logging handlers that print the workers' output, and nothing else."""
     handler = logging.StreamHandler(sys.stdout)
     handler.addFilter(lambda record: getattr(record, "local_rank", None) is not None)
     return [handler]

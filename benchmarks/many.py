@@ -1,4 +1,4 @@
-"""Pools of 1 to 64 hosts: what grows with their number, and how."""
+"""Benchmark: how time and memory of a pool grow with the number of hosts, from 1 to 64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.scale import Scale
 from skyfab.inventory.host import Host
 
 _BARS = {"open": Bar(40), "next @": Bar(30)}
-"""For the largest pool, against one host."""
+"""Limits for the largest pool, as ratios to one host."""
 _MEMORY = Bar(3.0, on="value")
 
 
@@ -37,8 +37,8 @@ class Many:
 
 
 def _taken(crowd: Arena) -> dict[int, dict[str, Sample]]:
-    """The seconds of each step, by the number of hosts. Sizes take turns: what disturbs one disturbs all."""
-    for host in _batches(crowd.hosts):  # what hosts keep for later pools is there before the first one counts
+    """The seconds of each step, by number of hosts. Pool sizes alternate, so that disturbances affect all of them."""
+    for host in _batches(crowd.hosts):  # warm-up: fills the hosts' caches before the measurement
         _lap(crowd, host)
     laps: dict[int, list[dict[str, float]]] = {count: [] for count in crowd.scale.hosts}
     for _ in range(crowd.scale.openings):
@@ -61,7 +61,7 @@ def _lap(crowd: Arena, hosts: Sequence[Host]) -> dict[str, float]:
     try:
         seconds["first @"] = _seconds(lambda: nothing() @ compute)
         seconds["next @"] = median(_seconds(lambda: nothing() @ compute) for _ in range(scale.broadcasts))
-        _map(compute, items)  # processes for solo calls are started by the first
+        _map(compute, items)  # warm-up: the first one starts the workers for solo calls
         seconds[f"map of {scale.items:,}"] = _seconds(lambda: _map(compute, items))
     finally:
         seconds["close"] = _seconds(compute.close)
@@ -92,14 +92,14 @@ def _result(row: str, step: str, count: int, ours: Sample, one: Sample, scale: S
 
 
 def _weight(crowd: Arena, count: int) -> dict[str, float]:
-    """What a program with so many hosts weighs: one that does nothing else."""
+    """Memory, threads and files of a separate program with a pool of `count` hosts."""
     command = [sys.executable, "-m", "benchmarks.weight", str(crowd.lab.inventory), str(count)]
     found: dict[str, float] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     return found
 
 
 def _weighed(row: str, one: dict[str, float], all_: dict[str, float]) -> Iterator[Result]:
-    """A host more, as the difference between a program with one and with all of them."""
+    """The cost per host: from the difference between a program with one host and one with all of them."""
     more = max(1.0, all_["hosts"] - one["hosts"])
     each = {name: Sample.of((all_[name] - one[name]) / more) for name in one}
     yield Result(row=row, what="memory of this program, per host", unit="MB", ours=each["own"], bar=_MEMORY)

@@ -1,4 +1,4 @@
-"""Many tiny tasks over four hosts, against execnet."""
+"""Benchmark: `map` of many tiny tasks on four hosts, against execnet."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Map:
                 return _checked(started, results, right)
 
             ours()
-            execnet()  # the first ones find everything cold
+            execnet()  # warm-up
             taken, baseline = alternate(arena.scale.maps, ours, execnet)
         yield Result(
             row=self.name,
@@ -54,7 +54,7 @@ def _checked(started: float, results: list[int], right: list[int]) -> float:
 
 @contextmanager
 def _channels(arena: Arena) -> Iterator[list[Any]]:
-    """One channel to a loop on each host, over ssh with the same options."""
+    """One execnet channel to a loop on each host, over ssh with the same options."""
     try:
         import execnet
     except ImportError:
@@ -75,7 +75,7 @@ for number in channel:
 
 
 def _execnet_map(channels: list[Any], items: range) -> list[int]:
-    """The fastest that execnet can: dealt out in turns, all sent ahead, nobody waits for an answer before the next."""
+    """The fastest way with execnet: round-robin, with all items sent before the first reply is awaited."""
     turns = [channels[at % len(channels)] for at in range(len(items))]
     for channel, item in zip(turns, items, strict=True):
         channel.send(item)

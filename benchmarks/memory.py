@@ -1,4 +1,4 @@
-"""Memory: the most that processes hold at a time, above what they held before."""
+"""Measures the peak memory of processes, relative to what they used at the start."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _EVERY: Final = 0.02
 
 
 class Peak:
-    """Watches processes, while in `with`; afterwards `above` is how many bytes more than at the start they held.
+    """Samples the memory of processes inside `with`; afterwards `above` is the peak in bytes, relative to the start.
 
-    What several of them share counts once: it is the sum of their proportional sizes, sampled.
+    Shared memory counts once: it is the sum of their proportional set sizes (PSS).
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -46,14 +46,14 @@ class Peak:
 
 
 class OwnPeak:
-    """The same for this process, by the kernel's own high-water mark: nothing is missed between samples."""
+    """The same for this process, with the kernel's high-water mark: no peak is missed between samples."""
 
     def __init__(self) -> None:
         self._start = 0
         self.above = 0
 
     def __enter__(self) -> OwnPeak:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the mark
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         self._start = status("VmRSS")
         return self
 
@@ -64,7 +64,7 @@ class OwnPeak:
 def proportional(pid: int) -> int:
     try:
         return _kilobytes(Path(f"/proc/{pid}/smaps_rollup").read_text(), "Pss")
-    except OSError:  # it ended
+    except OSError:  # it has exited
         return 0
 
 
@@ -73,6 +73,6 @@ def status(name: str) -> int:
 
 
 def _kilobytes(text: str, name: str) -> int:
-    """The value of a line such as ``VmRSS:  123 kB``, in bytes; 0 when there is none, as for a process that ends."""
+    """The value of a line such as ``VmRSS:  123 kB``, in bytes; 0 if there is none, as for an exiting process."""
     found = re.search(rf"^{name}:\s*(\d+) kB$", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else 0

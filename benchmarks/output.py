@@ -1,4 +1,4 @@
-"""Lines that a rank prints, as they reach a subscriber here."""
+"""Benchmark: throughput of lines that a function prints, until an event subscriber on this machine receives them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Lines:
 
 
 def _until_last(compute: sky.Compute, lines: int) -> float:
-    """Seconds until a subscriber has the last line."""
+    """Seconds until a subscriber has received the last line."""
     seen = 0
     last = 0.0
 
@@ -85,7 +85,7 @@ def _until_last(compute: sky.Compute, lines: int) -> float:
 
 
 def _paced(compute: sky.Compute, lines: int, quiet: bool) -> Callable[[], float]:
-    """Measures, on the host, how long a function takes that prints as fast as the bar asks for."""
+    """Measures, on the host, the duration of a function that prints at the rate of the benchmark's limit."""
 
     def run() -> float:
         unsubscribe = compute.events.subscribe(lambda event: None)

@@ -1,4 +1,4 @@
-"""A pipe: a raw command over ssh, and the fastest way there is to move bytes through it from Python."""
+"""`Pipe`: a raw command over ssh, with the fastest possible transfer of bytes from Python. Used for baselines."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _PIPE: Final = 1024 * 1024
 
 
 class Pipe:
-    """The stdin and stdout of a process, without buffers in between. `with` ends it."""
+    """The unbuffered stdin and stdout of a process. Leaving `with` closes both and waits for its exit."""
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
-        """Starts it, with this program's environment and folder where no others are named."""
+        """Starts the process, by default with this program's environment and current folder."""
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=env, cwd=cwd
         )
@@ -41,21 +41,21 @@ class Pipe:
         self._process.wait()
 
     def echo(self, message: bytes) -> None:
-        """Sends a message and waits until all of it has come back."""
+        """Sends a message and waits until all of it has been received back."""
         os.write(self._in, message)
         missing = len(message)
         while missing:
             missing -= len(self._some(missing))
 
     def line(self) -> bytes:
-        """The next line, read byte by byte: what follows it stays in the pipe."""
+        """The next line, read byte by byte: the rest stays in the pipe."""
         found = b""
         while not found.endswith(b"\n"):
             found += self._some(1)
         return found
 
     def rest(self) -> bytes:
-        """All that it writes until it ends, once it has no more input."""
+        """Closes its input; returns all output until it exits."""
         self.finish()
         assert self._process.stdout
         return self._process.stdout.read()
@@ -67,7 +67,7 @@ class Pipe:
         return data
 
     def exchange(self, source: memoryview, sink: memoryview) -> float:
-        """Sends all of `source` and fills `sink` at the same time. Returns the seconds."""
+        """Sends all of `source` and fills `sink` at the same time; returns the seconds."""
         started = time.perf_counter()
         writer = threading.Thread(target=self.send, args=(source,))
         writer.start()
@@ -89,12 +89,12 @@ class Pipe:
             done += got
 
     def finish(self) -> None:
-        """Ends its input and waits until it has read all of it and ended."""
+        """Closes its input."""
         assert self._process.stdin
         if not self._process.stdin.closed:
             self._process.stdin.close()
 
     def wait(self) -> None:
-        """Waits for the end of the process."""
+        """Closes its input and waits until the process exits."""
         self.finish()
         self._process.wait()

@@ -1,4 +1,4 @@
-"""A connection that is lost while a call runs: how soon after that the host answers again."""
+"""Benchmark: time to reconnect after a connection is lost while a call runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reconnect:
         machine, scale = arena.first_machine, arena.scale
         if not isinstance(machine, NamespaceHost):
             raise Skip("only the cables of namespace hosts can be pulled")
-        host = replace(arena.first, slots=2)  # one for the call that runs, one for the call that is answered
+        host = replace(arena.first, slots=2)  # one for the running call, one for the call that is timed
         with arena.pool(host, lease=_PATIENCE) as compute, Cable.of(machine) as cable:
             for away in scale.away:
                 taken = Sample(tuple(_cut(compute, cable, away, seed) for seed in range(scale.cuts)))
@@ -57,14 +57,14 @@ class Reconnect:
 
 @dataclass(frozen=True, slots=True)
 class Cable:
-    """The cable to a host, from which packets vanish on their way, so that neither end is told."""
+    """The virtual network cable to a host. It can drop all packets without either end noticing."""
 
     host: NamespaceHost
 
     @classmethod
     @contextmanager
     def of(cls, host: NamespaceHost) -> Iterator[Cable]:
-        """Both ends know each other's hardware address for good, as behind a router; else they would ask for it."""
+        """Sets permanent ARP entries at both ends, as behind a router; else they would send ARP requests first."""
         cable = cls(host)
         cable._know("permanent")
         try:
@@ -91,9 +91,9 @@ class Cable:
 
 
 def _cut(compute: sky.Compute, cable: Cable, away: float, seed: int) -> float:
-    """Seconds from the link's return to the answer of a call that was made while it was away."""
+    """Seconds from the link's return to the reply of a call that was made during the outage."""
     running = _begin(compute, away + 1)
-    time.sleep(random.Random(seed).uniform(0, HEARTBEAT))  # at another moment between two signs of life each time
+    time.sleep(random.Random(seed).uniform(0, HEARTBEAT))  # at a different moment between two heartbeats each time
     with ThreadPoolExecutor(1) as caller:
         cable.silence()
         try:
@@ -111,7 +111,7 @@ def _cut(compute: sky.Compute, cable: Cable, away: float, seed: int) -> float:
 
 
 def _broken(compute: sky.Compute) -> float:
-    """Seconds from the end of the ssh that carries the session to the answer of a call that is made then."""
+    """Seconds from killing the ssh process of the session to the reply of a call that is made then."""
     running = _begin(compute, 1)
     os.kill(_ssh(), signal.SIGKILL)
     ended = time.perf_counter()
@@ -122,7 +122,7 @@ def _broken(compute: sky.Compute) -> float:
 
 
 def _connected(argv: list[str]) -> float:
-    """Seconds for a connection by hand, when those that nobody wants any more are gone."""
+    """Seconds for a connection by plain ssh, after surplus ssh processes of the pool have exited."""
     _ssh()
     started = time.perf_counter()
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -132,14 +132,14 @@ def _connected(argv: list[str]) -> float:
 
 
 def _begin(compute: sky.Compute, seconds: float) -> Future[Any]:
-    """A call that runs for so long; it is under way."""
+    """Starts a call that runs for so many seconds; returns when it is running."""
     running: Future[Any] = doze(seconds) > compute
     nothing() >> compute
     return running
 
 
 def _ssh() -> int:
-    """The ssh program that carries the session: the only one, once those that came too late have been ended."""
+    """The pid of the session's ssh process: the only one, once surplus connection attempts have been terminated."""
     deadline = time.monotonic() + _PATIENCE
     while len(found := [pid for pid in _children() if _name_of(pid) == "ssh"]) != 1:
         assert time.monotonic() < deadline, f"{len(found)} programs named ssh"
@@ -158,5 +158,5 @@ def _name_of(pid: int) -> str:
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # it has just ended
+    except OSError:  # it has just exited
         return ""

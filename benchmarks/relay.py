@@ -1,4 +1,4 @@
-"""A relay that makes a way longer: what goes in comes out later, as from a host far away."""
+"""A TCP relay that adds latency, to simulate a distant host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import TracebackType
 
 
 class Relay:
-    """Listens on loopback and passes everything on to an address, `delay` seconds later each way."""
+    """Listens on loopback and forwards everything to an address, with a delay of `delay` seconds in each direction."""
 
     def __init__(self, address: str, port: int, delay: float) -> None:
         self._target = (address, port)

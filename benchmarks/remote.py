@@ -1,4 +1,4 @@
-"""What runs on the hosts. They import this module, so it imports nothing that they lack."""
+"""The functions that benchmarks run on hosts. Hosts import this module, so it imports nothing that they lack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def nothing() -> None:
 
 @sky.function
 def doze(seconds: float) -> None:
-    """A call that runs for so long."""
+    """A call that runs for so many seconds."""
     time.sleep(seconds)
 
 
@@ -33,12 +33,12 @@ def identity(value: Any) -> Any:
 
 @sky.function
 def swallow(value: Any) -> None:
-    """Takes it and sends nothing back."""
+    """Receives a value and returns nothing."""
 
 
 @sky.function
 def make(size: int, library: str) -> Any:
-    """Sends so many bytes that were not sent here. They are kept: making them is not what is measured."""
+    """Returns `size` bytes that were not sent to the host. Cached, since creating them is not to be measured."""
     global _made
     if _made is None or _made.nbytes != size:
         module = __import__(library)
@@ -51,9 +51,9 @@ _made: Any = None
 
 @sky.function
 def speak(lines: int, quiet: bool, rate: int = 0) -> float:
-    """Prints lines of 100 bytes, at most `rate` a second, and returns the seconds that took.
+    """Prints lines of 100 bytes, at most `rate` per second, and returns the seconds that it took.
 
-    With `quiet` they go to /dev/null, by the same way up to the file descriptor.
+    With `quiet` the file descriptor of stdout is /dev/null; all else is the same.
     """
     line = "." * 99 + "\n"
     kept = os.dup(1)

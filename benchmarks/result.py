@@ -1,4 +1,4 @@
-"""A result: one line of the table, and the bar it is held against."""
+"""`Result`: one line of the table, with the limit (bar) that it is compared with."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from benchmarks.sample import Sample
 
 
 class Skip(Exception):
-    """Why there is no result: the machine lacks what the row compares with."""
+    """Raised if a row cannot be measured: the machine lacks what the row compares with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a result must reach: a limit of its ratio, of its own value, or of what it has more than the baseline."""
+    """The limit of a result: of its ratio to the baseline, of its own value, or of its difference to the baseline."""
 
     limit: float
     sense: Literal["at most", "at least"] = "at most"
@@ -30,7 +30,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One measured thing. Without a bar it is for information."""
+    """One measured quantity. Without a bar it is for information only."""
 
     row: str
     what: str
@@ -47,7 +47,7 @@ class Result:
 
     @property
     def ratio(self) -> Sample | None:
-        """Ours over the baseline, pair by pair where they were taken in turns."""
+        """Ours divided by the baseline, pair by pair if they were measured alternately."""
         if self.baseline is None:
             return None
         if len(self.ours.values) == len(self.baseline.values):
@@ -56,7 +56,7 @@ class Result:
 
     @property
     def difference(self) -> Sample | None:
-        """Ours less the baseline, pair by pair as well."""
+        """Ours minus the baseline, pair by pair as for `ratio`."""
         if self.baseline is None:
             return None
         if len(self.ours.values) == len(self.baseline.values):
@@ -72,7 +72,7 @@ class Result:
         return "ok" if self.bar.holds(measured.median) else "over"
 
     def document(self) -> dict[str, Any]:
-        """The result as JSON takes it."""
+        """The result as a JSON object."""
         return {
             "row": self.row,
             "what": self.what,

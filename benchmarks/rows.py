@@ -1,4 +1,4 @@
-"""The rows of the table, in order."""
+"""The list of all benchmarks (rows of the table), in order."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from benchmarks.warm import Warm
 
 
 class Row(Protocol):
-    """Something measured. It may use all hosts of the arena and leaves nothing running on them."""
+    """A benchmark. It may use all hosts of the arena, and must leave nothing running on them."""
 
     name: str
     about: str
-    """What is measured, against what."""
+    """What is measured, and what it is compared with."""
 
     def run(self, arena: Arena) -> Iterator[Result]:
-        """Measures, and yields a line of the table for each figure. Raises Skip where that cannot be done."""
+        """Measures, and yields a line of the table for each figure. Raises Skip if that is not possible."""
 
 
 ROWS: tuple[Row, ...] = (Warm(), Cold(), Map(), Bulk(), Lines(), Environment(), Distributed(), Reconnect(), Many())

@@ -1,4 +1,4 @@
-"""Samples: repeated measurements, their middle and their noise."""
+"""`Sample`: repeated measurements, with their median and noise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Measurements of one thing."""
+    """Repeated measurements of one quantity."""
 
     values: tuple[float, ...]
 
@@ -23,7 +23,7 @@ class Sample:
 
     @property
     def noise(self) -> float:
-        """Half the distance between the quartiles, as a part of the median; 0 for a single value."""
+        """Half the interquartile range, relative to the median; 0 for a single value."""
         if len(self.values) < 2 or not self.median:
             return 0.0
         low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
@@ -39,7 +39,7 @@ class Sample:
         return Sample(tuple(map(change, self.values)))
 
     def over(self, other: Sample) -> Sample:
-        """The ratio of each pair: what disturbs both at the same time falls out."""
+        """The ratio of each pair: disturbances that affect both at the same time cancel out."""
         return Sample(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
 
     def less(self, other: Sample) -> Sample:
@@ -48,7 +48,7 @@ class Sample:
 
 
 def alternate(rounds: int, *measures: Callable[[], float]) -> tuple[Sample, ...]:
-    """Takes each measurement so many times, in turns; every other round in reverse, so that none is always first."""
+    """Takes all measurements alternately, for so many rounds; every other round in reverse, so none is always first."""
     taken: list[list[float]] = [[] for _ in measures]
     for number in range(rounds):
         turns: Sequence[int] = range(len(measures))

@@ -1,4 +1,4 @@
-"""How much is measured: enough for steady medians, or a taste."""
+"""`Scale`: sizes and repetitions of all benchmarks, either enough for stable medians or a quick check (`TASTE`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class Scale:
     """The sizes and repetitions of all rows."""
 
     calls: int = 200
-    """Warm calls in a block."""
+    """Calls in a block, on a warm pool."""
     blocks: int = 10
     cold: int = 10
     """Cold starts."""
     first: int = 3
-    """Cold starts on a host that has never seen skyfab."""
+    """Cold starts on a host with an empty cache."""
     tasks: int = 1000
     """Items of a map."""
     maps: int = 10
@@ -24,34 +24,34 @@ class Scale:
     bulk: int = 5
     one_way: int = 2
     arrays: tuple[str, ...] = ("torch", "numpy")
-    """Whose tensor it is: the first of these that is installed."""
+    """The library of the tensor: the first of these that is installed."""
     lines: int = 200_000
-    """Lines that a rank prints."""
+    """Lines that a function prints."""
     output: int = 3
     packages: tuple[str, ...] = ("torch", "numpy")
-    """What an environment consists of."""
+    """Packages of an environment."""
     extra: str = "colorama"
-    """One more."""
+    """One more package."""
     builds: int = 3
     starts: int = 5
-    """First steps of DDP."""
+    """Starts up to the first step of DDP."""
     crews: int = 3
     """Sets of ranks whose steps are timed."""
     laps: int = 10
-    """What each of these runs, in turns with those of plain ssh."""
+    """Laps of each of these sets, alternating with laps of plain ssh."""
     steps: int = 10
-    """Of a lap."""
+    """Steps of a lap."""
     away: tuple[float, ...] = (2.0, 4.0, 8.0)
-    """Seconds that a link loses every packet: less than it takes to doubt the connection, about as long, and more."""
+    """Seconds for which a link drops all packets: less than until the connection is suspect, about that, and more."""
     cuts: int = 5
-    """How often it does."""
+    """Number of such outages."""
     hosts: tuple[int, ...] = (1, 4, 16, 64)
-    """Sizes of pools."""
+    """Numbers of hosts of the pools."""
     openings: int = 3
-    """Pools of each size."""
+    """Pools opened of each size."""
     broadcasts: int = 50
     items: int = 10_000
-    """Of a map, in each."""
+    """Items of a map, in each pool."""
 
 
 TASTE = Scale(
@@ -64,7 +64,7 @@ TASTE = Scale(
     size=8,
     bulk=1,
     one_way=1,
-    arrays=("numpy", "torch"),  # torch takes longer to import than all the rest
+    arrays=("numpy", "torch"),  # importing torch takes longer than all the rest
     lines=2000,
     output=1,
     packages=("colorama",),
@@ -81,4 +81,4 @@ TASTE = Scale(
     broadcasts=3,
     items=100,
 )
-"""Seconds for everything: shows that the harness works, not how fast skyfab is."""
+"""Runs everything in seconds: checks that the benchmarks work, not how fast skyfab is."""

@@ -1,4 +1,4 @@
-"""The table: with colours on a terminal, as aligned text elsewhere."""
+"""Prints the table of results: with colours on a terminal, as aligned text elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.sample import Sample
 HEADINGS = ("row", "measured", "ours", "baseline", "ratio", "bar", "")
 _LEFT = {0, 1, 6}
 _WRAPPED = {1, 3}
-"""Columns with words, which a narrow terminal may break."""
+"""Columns with text, which may be wrapped on a narrow terminal."""
 _COLOURS = {"ok": "green", "over": "bold red", "": ""}
 
 
@@ -33,7 +33,7 @@ def text(results: Sequence[Result]) -> list[str]:
 
 
 def cells(result: Result) -> tuple[str, ...]:
-    """What stands in the columns for one result."""
+    """The cells of one result."""
     ratio, bar = result.ratio, result.bar
     baseline = "" if result.baseline is None else f"{with_noise(result.baseline, result.unit)} ({result.against})"
     limit = ""
@@ -56,7 +56,7 @@ def with_noise(sample: Sample, unit: str) -> str:
 
 
 def number(value: float, unit: str) -> str:
-    """Three digits that count; thousands are parted."""
+    """About three significant digits, with thousands separators."""
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
     return f"{value:,.{digits}f} {unit}"
 

@@ -1,6 +1,6 @@
-"""What every rank does, whoever started it: DDP steps of a small network. Plain ssh runs this file's text as it is.
+"""The work of every rank, however it is started: DDP steps of a small network. Plain ssh runs this file's text as is.
 
-It imports nothing but the standard library and torch, and torch only when it is called.
+Imports only the standard library and torch, and torch only when it is called.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import time
 from collections.abc import Callable
 
 DONE = "stepped"
-"""What a rank prints when its first step is over."""
+"""A rank prints this after its first step."""
 
 
 def first() -> None:
-    """From nothing, but for the process group, to the end of the first step; then says so."""
+    """Makes the network and runs the first step, in an existing process group; then prints DONE."""
     _trainer()()
     print(DONE, flush=True)
 
 
 def lap(steps: int) -> float:
-    """Takes so many steps; returns the median of their seconds. The step before them is where the ranks meet."""
+    """Runs so many steps; returns the median of their seconds. One step before them synchronizes the ranks."""
     step, clock = _trainer(), time.perf_counter
     step()
     taken = []
@@ -33,7 +33,7 @@ def lap(steps: int) -> float:
 
 
 def _trainer() -> Callable[[], None]:
-    """A step of training. The network stays in this process."""
+    """A function that runs a training step. The network is made once per process."""
     global _step
     if _step is None:
         _step = _made()
@@ -44,7 +44,7 @@ _step: Callable[[], None] | None = None
 
 
 def _made() -> Callable[[], None]:
-    """Makes a network of 1.6 million weights, and what it learns from."""
+    """Makes a network of 1.6 million weights, and its training data."""
     import torch
 
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def _made() -> Callable[[], None]:
 
 
 def main() -> None:
-    """By hand: joins the group that MASTER_ADDR and the others tell of, steps, then runs the laps it is told to."""
+    """Started by plain ssh: joins the process group of MASTER_ADDR, runs a step, then the laps that stdin asks for."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")

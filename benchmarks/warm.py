@@ -1,4 +1,4 @@
-"""A call that does nothing, on a pool that is warm: the time that skyfab itself takes."""
+"""Benchmark: latency of a no-op call on a warm pool, which is skyfab's own overhead."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Warm:
                 return Sample(tuple(_times(lambda: pipe.echo(_MESSAGE), scale.calls))).median
 
             calls()
-            echoes()  # the first ones find everything cold
+            echoes()  # warm-up
             every.clear()
             ours, baseline = alternate(scale.blocks, calls, echoes)
         millis = [sample.each(lambda seconds: seconds * 1e3) for sample in (ours, baseline)]

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.weight INVENTORY COUNT``: what a program with so many hosts open weighs, as JSON on stdout."""
+"""``python -m benchmarks.weight INVENTORY COUNT``: opens a pool; prints its memory, threads and open files as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.remote import nothing
 
 
 def main(inventory: str, count: int) -> dict[str, float]:
-    """Opens a pool, makes a broadcast, and weighs. Megabytes are millions of bytes."""
+    """Opens a pool, runs a broadcast, and measures. Megabytes are millions of bytes."""
     with sky.Compute(inventory=inventory, nodes=count, ui="none") as compute:
         nothing() @ compute
         return {

@@ -1,7 +1,7 @@
-"""Calls: what the user says.
+"""The user's interface to calls: ``@sky.function``, `Call`, and the operators that run a call on a pool.
 
-``train(x)`` is a `Call`, a value that has not run. An operator with a pool runs it; each is one line over a method
-of the pool that has a name.
+``train(x)`` is a `Call`, a value that has not run. An operator with a pool runs it; each operator is one line that
+calls a named method of the pool.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MAIN: Final = ("__main__", "__mp_main__")
-"""The program's own module; the second name is multiprocessing's, in children that it has spawned."""
+"""Names of the program's main module; multiprocessing uses the second one in spawned children."""
 
 
 class Pool(Protocol):
-    """What runs calls: a `Compute`."""
+    """Runs calls. Implemented by `Compute`."""
 
     def run(self, call: Call[R]) -> R:
-        """On one rank."""
+        """Runs it on one worker and waits for the result."""
 
     def broadcast(self, call: Call[R]) -> list[R]:
-        """On every rank."""
+        """Runs it on every rank and waits for the results."""
 
     def submit(self, call: Call[R], *, on: str = "one") -> Future[R]:
-        """Starts it."""
+        """Starts it without waiting."""
 
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
-        """Side by side."""
+        """Runs the calls in parallel."""
 
 
 class Function(Generic[P, R]):
-    """A function that runs on hosts. Calling it makes a `Call`; the plain function is `.fn`."""
+    """A function that runs on hosts. Calling it returns a `Call`; the plain function is `.fn`."""
 
     def __init__(
         self, fn: Callable[P, R], *, timeout: float | None = None, retries: int = 0, stall: float | None = None
     ) -> None:
         self.fn = fn
         self.stall = stall
-        """Seconds without progress after which it is told where its processes are."""
+        """Seconds without progress after which the stacks of its processes are reported."""
         self.retries = retries
-        """How often a broadcast that failed is started again on all ranks, and a call is moved from a lost host."""
+        """How often a failed broadcast is restarted on all ranks, or a solo call is moved from a lost host."""
         self.timeout = timeout
         """Seconds after which a call is stopped on its host."""
         self.packed: Any = None
-        """Its parcel, and what that was made from: see `packed`."""
+        """Cache of the packed function, with the state that it was made from: see `pack_function`."""
         functools.update_wrapper(self, fn)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
@@ -65,19 +65,19 @@ class Function(Generic[P, R]):
         return (self._name or repr(self.fn)).replace("<locals>.", "")
 
     def rewrap(self, decorate: Callable[[Callable[P, R]], Callable[P, R]]) -> Function[P, R]:
-        """The same with a decorator around the plain function."""
+        """A copy with a decorator around the plain function."""
         return Function(decorate(self.fn), timeout=self.timeout, retries=self.retries, stall=self.stall)
 
     def __repr__(self) -> str:
         return f"<sky.function {self.label}>"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """By name where a host can import it, as functions are; else by value."""
+        """Pickled by name if a host can import it, as functions are; else by value."""
         return self._name if self.is_importable else (_rebuild, (self.fn, self.timeout, self.retries, self.stall))
 
     @property
     def is_importable(self) -> bool:
-        """A host finds it by its name, in a module that is sent or installed."""
+        """A host can import it by name, from a module that is sent or installed."""
         home = getattr(self.fn, "__module__", None)
         module = sys.modules.get(home) if isinstance(home, str) else None
         if module is None or home in MAIN or not self._name:
@@ -93,7 +93,7 @@ def _rebuild(fn: Callable[P, R], timeout: float | None, retries: int, stall: flo
 
 
 @overload
-def function(fn: Callable[P, Coroutine[Any, Any, R]], /) -> Function[P, R]: ...  # what it returns in the end
+def function(fn: Callable[P, Coroutine[Any, Any, R]], /) -> Function[P, R]: ...  # R is what the coroutine returns
 @overload
 def function(fn: Callable[P, R], /) -> Function[P, R]: ...
 @overload
@@ -101,13 +101,12 @@ def function(
     *, timeout: float | None = None, retries: int = 0, stall: float | None = None
 ) -> Callable[[Callable[P, R]], Function[P, R]]: ...
 def function(fn: Any = None, /, *, timeout: float | None = None, retries: int = 0, stall: float | None = None) -> Any:
-    """Makes a function one that runs on hosts: ``@sky.function`` or ``@sky.function(timeout=60, retries=2)``.
+    """Decorates a function to run on hosts: ``@sky.function`` or ``@sky.function(timeout=60, retries=2)``.
 
-    A broadcast (``@``) that fails is started again on all ranks, as often as `retries` says; the function finds out
-    from ``instance_info().attempt`` how often that has happened. Any other call is moved to another host when its host
-    is lost: it may then have run twice. When a rank has stood still for `stall` seconds, the
-    stacks of all of them are shown, alike ones together; the call goes on. An ``async def`` runs in an event loop of
-    its own.
+    A broadcast (``@``) that fails is restarted on all ranks, up to `retries` times; the number of restarts is in
+    ``instance_info().attempt``. Any other call is moved to another host if its host is lost, so it may run twice. If a
+    rank makes no progress for `stall` seconds, the stacks of all ranks are shown, grouped; the call continues. An
+    ``async def`` runs in an event loop of its own.
     """
     if fn is None:
         return lambda fn: Function(fn, timeout=timeout, retries=retries, stall=stall)
@@ -115,7 +114,7 @@ def function(fn: Any = None, /, *, timeout: float | None = None, retries: int = 
 
 
 class Call(Generic[R]):
-    """A function with its arguments, ready to run somewhere. A value: nothing changes it."""
+    """A function with its arguments, ready to run on a pool. Immutable."""
 
     __slots__ = ("args", "function", "kwargs")
 
@@ -145,7 +144,7 @@ class Call(Generic[R]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Calls that run side by side."""
+    """Calls that run in parallel."""
 
     calls: tuple[Call[Any], ...]
     stream: bool = False
@@ -159,10 +158,10 @@ class Group:
         return Group((*self.calls, *more), self.stream, self.ordered)
 
     def results(self, futures: Sequence[Future[Any]]) -> tuple[Any, ...] | Iterator[Any]:
-        """What its calls return, as was asked for. On a failure, or Ctrl-C, those that still run are cancelled."""
+        """The results of its calls, as a tuple or an iterator. A failure, or Ctrl-C, cancels those that still run."""
         if self.stream:
             stream = _stream(futures, futures if self.ordered else as_completed(futures))
-            next(stream)  # begun, so that dropping it cancels what still runs
+            next(stream)  # start the generator, so that dropping it cancels the rest
             return stream
         try:
             return tuple([future.result() for future in futures])
@@ -186,10 +185,10 @@ def _cancel(futures: Sequence[Future[Any]]) -> None:
 
 
 def gather(*calls: Call[Any], stream: bool = False, ordered: bool = True) -> Group:
-    """Runs calls side by side: ``sky.gather(f(1), f(2)) >> compute`` is a tuple of their results.
+    """Runs calls in parallel: ``sky.gather(f(1), f(2)) >> compute`` is a tuple of their results.
 
-    With `stream` it is an iterator that yields each result as soon as it may: in the order of the calls, or with
-    ``ordered=False`` as they come.
+    With `stream` it is an iterator that yields each result as soon as possible: in the order of the calls or, with
+    ``ordered=False``, in the order of completion.
     """
     for call in calls:
         if not isinstance(call, Call):
@@ -198,7 +197,7 @@ def gather(*calls: Call[Any], stream: bool = False, ordered: bool = True) -> Gro
 
 
 def as_function(fn: Any) -> Function[..., Any]:
-    """`fn` itself, or a plain function made one that runs on hosts."""
+    """`fn` itself, or a plain callable wrapped in a `Function`. Raises TypeError for anything else."""
     if isinstance(fn, Function):
         return fn
     if not callable(fn):

@@ -1,6 +1,7 @@
-"""Changes: whether anything has happened in a set of folders, asked in a microsecond.
+"""Detects changes in a set of folders, with inotify. A check takes a microsecond.
 
-Linux tells (inotify), at the moment of the write. Elsewhere, and where it does not, the answer is "perhaps".
+On Linux inotify reports a change at the moment of the write. On other systems, and if inotify fails, every check
+answers "perhaps changed".
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MOST: Final = 4096
 
 
 class Changes:
-    """A watch on folders, each by itself: what lies deeper must be named too."""
+    """Watches folders, not recursively: subfolders must be listed too."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -29,7 +30,7 @@ class Changes:
         self._libc: Any = None
 
     def watch(self, folders: Iterable[str]) -> None:
-        """From now on these and no others."""
+        """Watches these folders, and no others, from now on."""
         wanted = set(folders)
         if wanted == self._folders and self._fd >= 0:
             return
@@ -40,23 +41,23 @@ class Changes:
         self._fd = self._libc.inotify_init1(_FLAGS)
         if self._fd < 0:
             return
-        self._poll = select.epoll()  # unlike `poll`, it may be asked by several threads at once
+        self._poll = select.epoll()  # unlike `poll`, it can be used by several threads at once
         self._poll.register(self._fd, select.EPOLLIN)
         self._ask = self._poll.poll
         self._closer = weakref.finalize(self, os.close, self._fd)
         for folder in wanted:
             if self._libc.inotify_add_watch(self._fd, os.fsencode(folder), _EVENTS) < 0:
-                self.close()  # too many, or gone: then nobody can be sure
+                self.close()  # too many watches, or the folder is missing: changes could be missed
                 return
         self._folders = wanted
 
     @property
     def active(self) -> bool:
-        """The system tells."""
+        """inotify is in use."""
         return self._fd >= 0
 
     def none_since(self) -> bool:
-        """True: nothing has happened since the last time. False: something has, or nobody can tell."""
+        """True if nothing has changed since the last check; False if something has, or that is unknown."""
         if self._fd >= 0 and not self._ask(0):
             return True
         if self._fd < 0:

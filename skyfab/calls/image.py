@@ -1,4 +1,4 @@
-"""What an environment on a host must be. Data only."""
+"""`Image`: the specification of the environment that functions need on a host. Data only."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Image:
     env: Mapping[str, str] = field(default_factory=dict)
     apt: tuple[str, ...] = ()
     includes: tuple[str, ...] = ()
-    """Local modules, folders and data files that go along with the caller's own project.
+    """Local modules, folders and data files to send in addition to the caller's own project.
 
-    They can be imported, and lie in the working folder at the same place relative to the current folder; what is
-    outside of that, by its name.
+    They can be imported. They are also copied to the working directory, at the same path relative to the current
+    folder; those outside of the current folder, under their base name.
     """
     excludes: tuple[str, ...] = ()
-    """Patterns, as in .gitignore, of project files that stay here."""
+    """Patterns, as in .gitignore, of project files that are not sent."""
     lock: str | None = None
-    """A pylock.toml to use as it is."""
+    """A pylock.toml file to use as it is."""
     install: Literal["auto", "push", "fetch"] = "auto"
-    """``"push"``: hosts get every package from here. ``"fetch"``: from the indexes. Else what works there."""
+    """``"push"``: packages are sent from here. ``"fetch"``: hosts download them. ``"auto"``: what works there."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|/.+|\d+\.\d+(\.\d+)?", self.python, re.DOTALL):

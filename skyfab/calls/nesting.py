@@ -1,6 +1,6 @@
-"""Pools inside pools: a function may open one on purpose, up to a depth; a module that a rank imports may not.
+"""Nested pools: a function may open a pool, up to a limit of depth; a module must not while a worker imports it.
 
-A module that opens a pool while it is imported would do so again in every rank of that pool, and so on without end.
+A module that opens a pool on import would do so again in every worker of that pool, which would never end.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from skyfab.context import in_a_rank
 from skyfab.errors import UsageError
 
 VARIABLE: Final = "SKYFAB_DEPTH"
-"""How many pools this process is inside of; ranks get it with their environment, on whichever host they are."""
+"""Environment variable with the nesting depth of this process. Set for the workers of a pool, on all hosts."""
 _DEEPEST: Final = 3
 
 
 def check() -> None:
-    """Raises UsageError where no pool may be opened."""
+    """Raises UsageError if this process may not open a pool here."""
     frame = _module_frame() if in_a_rank() else None
     if frame is not None:
         _refuse(frame)
@@ -31,22 +31,22 @@ def check() -> None:
 
 
 def depth() -> int:
-    """Inside of how many pools this process runs."""
+    """The number of pools that this process is nested in."""
     said = os.environ.get(VARIABLE, "")
     return int(said) if said.isascii() and said.isdigit() else 0
 
 
 def variables() -> dict[str, str]:
-    """What the ranks of a pool that this process opens are told."""
+    """Environment variables for the workers of a pool that this process opens."""
     return {VARIABLE: str(depth() + 1)}
 
 
 def _module_frame() -> FrameType | None:
-    """The statement of a module, as it is imported or run by this rank, that leads to here; else None."""
+    """The module-level frame on the stack, if a module that this worker imports or runs led here; else None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         home = str(frame.f_globals.get("__name__", ""))
-        if home.startswith(("skyfab.agent", "skyfab.plugins")):  # what is further out was there before the call
+        if home.startswith(("skyfab.agent", "skyfab.plugins")):  # frames further out are not part of the call
             return None
         code = frame.f_code
         if code.co_name == "<module>" and not code.co_filename.startswith("<"):

@@ -1,7 +1,7 @@
-"""Parcels: functions and arguments made ready to travel.
+"""Pickles functions and arguments for sending.
 
-A function is pickled again only when something it refers to may have changed; it is named by its content, so that a
-host is sent it once.
+A function is pickled again only if something that it refers to may have changed. It is named by the hash of its
+content, so that a host is sent it once.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from skyfab.protocol.blobs import name_of
 _ATOMS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _SOURCE: Final = 256 * 1024
 _NOTHING: Final = codec.dumps((None,))
-"""The arguments of a call without any."""
+"""The packed arguments of a call without any."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFunction:
-    """A pickled function under the digest that calls name it by."""
+    """A pickled function, and the digest by which calls refer to it."""
 
     digest: str
     payload: codec.Payload
 
 
 def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = ()) -> PackedFunction:
-    """The function's parcel, with the plugins that must be at work around it. Raises NotPicklable."""
+    """The packed function, with the plugins that run around its calls. Raises NotPicklable."""
     fn = function.fn
     state = _state(fn)
     if state is not None:
@@ -56,7 +56,7 @@ def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = ()) -
 
 
 def pack_arguments(call: Call[Any]) -> codec.Payload:
-    """The pickled arguments. Raises NotPicklable, naming the one that cannot travel."""
+    """The pickled arguments. Raises NotPicklable, naming the argument that cannot be pickled."""
     if not call.args and not call.kwargs:
         return _NOTHING
     try:
@@ -75,16 +75,16 @@ def pack_arguments(call: Call[Any]) -> codec.Payload:
 
 
 def _digest(payload: codec.Payload) -> str:
-    """The name of a pickled function; what it refers to has one already."""
+    """The digest of a pickled function. Buffers of a `Ref` have a digest already, which is used in their place."""
     names = payload.refs
     pieces = [names[id(buffer)].encode() if id(buffer) in names else buffer for buffer in payload.buffers]
     return name_of(payload.data, *pieces)
 
 
 def _state(fn: Any) -> tuple[Any, ...] | None:
-    """What the pickle of a function depends on, where comparing that is safe and cheap; else None.
+    """What the pickle of a function depends on, if comparing that is safe and cheap; else None.
 
-    Values that can change in place are not compared: such a function is pickled at every call.
+    A function that uses mutable values returns None: it is pickled at every call.
     """
     if type(fn) is not types.FunctionType or fn.__dict__ or fn.__kwdefaults__:
         return None
@@ -104,13 +104,13 @@ def _state(fn: Any) -> tuple[Any, ...] | None:
     for name, value in used:
         if not _is_atom(value):
             return None
-        # Equal is not enough: True == 1, and 0.0 == -0.0.
+        # Equality is not enough: True == 1, and 0.0 == -0.0.
         found.append((name, type(value), repr(value) if type(value) in (float, complex) else value))
     return tuple(found)
 
 
 def _is_atom(value: Any) -> bool:
-    """It cannot change without becoming another object, and a host finds it as it is here."""
+    """It is immutable, or a module or builtin function that a host imports by name."""
     if type(value) is types.ModuleType:
         return sys.modules.get(value.__name__) is value
     if type(value) is types.BuiltinFunctionType:
@@ -131,7 +131,7 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
 
 
 def _sources(fn: Any) -> dict[str, str]:
-    """The text of the file of a function that travels by value, for its tracebacks on the host."""
+    """The source file of a function that is pickled by value, for its tracebacks on the host."""
     code = getattr(fn, "__code__", None)
     if code is None:
         return {}
@@ -140,7 +140,7 @@ def _sources(fn: Any) -> dict[str, str]:
 
 
 def _culprit(fn: Any) -> str | None:
-    """Which of the names that a function uses cannot be pickled."""
+    """A hint about which of the values that a function uses cannot be pickled."""
     code = getattr(fn, "__code__", None)
     if code is None:
         return None

@@ -1,7 +1,7 @@
-"""The project: the caller's own modules, as content that hosts import.
+"""Finds and hashes the files of the caller's project, so that hosts can import its modules.
 
-What is sent are the folders from which this program imports its own code: their Python files, and small data
-files inside packages, as .gitignore allows. Files are named by content; a host gets what it lacks.
+Sent are the folders from which this program imports its own code: their Python files, and small data files inside
+packages, unless .gitignore excludes them. Files are named by content hash; a host is sent those that it lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from skyfab.errors import UsageError
 from skyfab.protocol.blobs import name_of
 
 _DATA: Final = 1024 * 1024
-"""Data files beside modules travel up to this size; larger ones only by `includes`."""
+"""Data files in packages are sent up to this size in bytes; larger ones only with `includes`."""
 _MOST_FILES: Final = 5000
 _MOST_BYTES: Final = 256 * 1024 * 1024
 _SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
@@ -42,29 +42,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """A folder that goes onto `sys.path`."""
+    """A folder that is on `sys.path` on the hosts."""
 
     path: Path
     only: tuple[str, ...] = ()
-    """Names in it that travel; empty for all."""
+    """Names in it that are sent; empty for all."""
     everything: bool = False
-    """Whatever the files are, as `includes` promises."""
+    """Files of any kind are sent, as `includes` promises."""
     packages: bool = False
-    """Of its folders only packages: a script may lie among things that are not its own."""
+    """Of its subfolders, only packages are sent: a script's folder may contain unrelated things."""
     place: PurePath | None = None
-    """Where its files lie in the working folder; None: they do not."""
+    """Where its files are copied in the working directory; None if they are not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Files under a digest: pairs of path and blob name, and where each blob's content is."""
+    """A snapshot of the project: pairs of path and blob name, the local file of each blob, and a digest of it all."""
 
     digest: str
     files: tuple[tuple[str, str], ...]
     sources: dict[str, Path]
 
     def content(self, name: str) -> bytes | None:
-        """A blob's content; None when its file has changed since."""
+        """A blob's content; None if its file has changed since the snapshot."""
         try:
             content = self.sources[name].read_bytes()
         except OSError:
@@ -76,7 +76,7 @@ EMPTY: Final = Tree("", (), {})
 
 
 class Project:
-    """What the functions of this program import, looked at again as it changes."""
+    """The files that the functions of this program import. Scanned again when they change."""
 
     def __init__(self, image: Image) -> None:
         self._includes = [_included(word) for word in image.includes]
@@ -95,10 +95,11 @@ class Project:
     def tree(self, *, anew: bool = False) -> Tree:
         """The project as it is now.
 
-        Where the system tells of changes, a look costs a microsecond; elsewhere, and for what others change on a
-        network disk, the folders are read as often as costs little, and the files of loaded modules every time.
+        With inotify, a check takes a microsecond. Without it, and for remote changes on a network file system, the
+        folders are scanned at intervals that keep the cost low; without it, the files of loaded modules are checked
+        every time.
         """
-        with self._lock:  # a scan replaces the watch, and whoever asks meanwhile must not get the tree of before
+        with self._lock:  # a scan replaces the watch: other threads must not get the old tree meanwhile
             quiet = self._changes.none_since()
             now = time.monotonic()
             if quiet and now < self._next_scan and len(sys.modules) == self._modules and not anew:
@@ -113,10 +114,10 @@ class Project:
             return self._tree
 
     def close(self) -> None:
-        """Stops watching; the next `tree` begins again."""
+        """Stops watching; the next `tree` scans again."""
         with self._lock:
             self._changes.close()
-            self._next_scan = 0.0  # what happens until then, no watch tells
+            self._next_scan = 0.0  # changes until then are not watched
 
     def _same(self) -> bool:
         return not self._changes.active and all(_stamp(path) == stamp for path, stamp in self._watched)
@@ -126,7 +127,7 @@ class Project:
             self._modules = len(sys.modules)
             self._loaded = list(_own_modules())
         roots = _roots(self._loaded, self._includes)
-        self._changes.watch(self._folders | {str(root.path) for root in roots})  # first: nothing is missed meanwhile
+        self._changes.watch(self._folders | {str(root.path) for root in roots})  # before the scan: no change is missed
         walks = [_Walk(root, self._excludes) for root in roots]
         found: dict[str, Path] = {}
         for number, (root, walk) in enumerate(zip(roots, walks, strict=True)):
@@ -138,7 +139,7 @@ class Project:
         if folders != self._folders:
             self._folders = folders
             self._changes.watch(folders)
-            self._next_scan = 0.0  # what has changed there since they were read was not seen: the next look reads again
+            self._next_scan = 0.0  # changes there since the scan were not watched: the next check scans again
         stamps = {path: _stamp(str(path)) for path in found.values()}
         total = sum(stamp[1] for stamp in stamps.values())
         if total > _MOST_BYTES or len(found) > _MOST_FILES:
@@ -161,7 +162,7 @@ class Project:
                 try:
                     name = self._names[key] = name_of(path.read_bytes())
                 except OSError:
-                    continue  # it went away while we looked
+                    continue  # deleted during the scan
             files.append((inner, name))
             sources[name] = path
         if not files:
@@ -181,7 +182,7 @@ def _stamp(path: str) -> Stamp:
 
 
 def _roots(loaded: Sequence[str], includes: Sequence[Root]) -> list[Root]:
-    """The folders of sys.path from which this program's own modules come, and those that were asked for."""
+    """The folders of sys.path from which this program imports its own modules, and the `includes`."""
     paths = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
     wanted = {path for path in paths if any(file.startswith(path + os.sep) for file in loaded)}
     main = _main_folder()
@@ -203,7 +204,7 @@ def _roots(loaded: Sequence[str], includes: Sequence[Root]) -> list[Root]:
 
 
 def _places(path: Path, root: Root, roots: Sequence[Root]) -> Iterator[str]:
-    """Where a file that was asked for lies besides: in the working folder, and beside modules as it does here."""
+    """Additional paths of an included file: in the working directory, and beside modules as it is here."""
     assert root.place is not None
     yield ("files" / root.place / path.relative_to(root.path)).as_posix()
     for number, other in enumerate(roots):
@@ -220,7 +221,7 @@ def _package(folder: Path) -> bool:
 
 
 def _main_folder() -> str | None:
-    """Where the program itself lives: its script's folder, or where an interactive one was started."""
+    """The folder of the program's script; for an interactive program, the current folder."""
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
     if file is None:
@@ -261,7 +262,7 @@ _INSTALLED: Final = _installed()
 
 
 def _included(word: str) -> Root:
-    """What ``Image(includes=[…])`` names: a folder, a file or an importable module."""
+    """The root for an item of ``Image(includes=[…])``: a folder, a file or an importable module."""
     path = Path(word).expanduser()
     by_name = not path.exists()
     if by_name:
@@ -281,22 +282,22 @@ def _included(word: str) -> Root:
 
 
 class _Walk:
-    """The files below a root that travel."""
+    """The files below a root that are sent."""
 
     def __init__(self, root: Root, excludes: pathspec.GitIgnoreSpec) -> None:
         self._root = root
         self._excludes = excludes
-        above = [] if root.everything else _up_to_repository(root.path)  # what is asked for by name travels
+        above = [] if root.everything else _up_to_repository(root.path)  # .gitignore does not apply to `includes`
         self._ignores = [(folder, spec) for folder in reversed(above) if (spec := _ignore_file(folder))]
         self._found: list[tuple[Path, list[Path]]] | None = None
 
     def files(self) -> Iterator[Path]:
-        """What travels."""
+        """The files to send."""
         for _, files in self._walk():
             yield from files
 
     def folders(self) -> Iterator[str]:
-        """Where it looks."""
+        """The folders that were scanned."""
         for folder, _ in self._walk():
             yield str(folder)
 
@@ -350,7 +351,7 @@ class _Walk:
         tail = "/" if folder else ""
         if self._excludes.match_file(path.relative_to(self._root.path).as_posix() + tail):
             return True
-        for base, spec in reversed(ignores):  # the deepest file has the first word
+        for base, spec in reversed(ignores):  # the deepest .gitignore takes precedence
             verdict = spec.check_file(path.relative_to(base).as_posix() + tail).include
             if verdict is not None:
                 return verdict
@@ -358,7 +359,7 @@ class _Walk:
 
 
 def _up_to_repository(folder: Path) -> list[Path]:
-    """The folder and its parents up to the repository's top; only the folder itself outside of one."""
+    """The folder and its parents up to the root of its git repository; only the folder itself outside of one."""
     chain = [folder, *folder.parents]
     for place, parent in enumerate(chain):
         if (parent / ".git").exists():
@@ -374,9 +375,12 @@ def _ignore_file(folder: Path) -> pathspec.GitIgnoreSpec | None:
 
 
 def _patterns(lines: Iterable[str]) -> pathspec.GitIgnoreSpec:
-    """Hosts import this module without pathspec: only a pool that is opened needs it. Raises UsageError."""
+    """Imports pathspec only here: hosts import this module without it, and only opening a pool needs it.
+
+    Raises UsageError if it is missing.
+    """
     if find_spec("pathspec") is None:
-        nesting.check()  # a module that a rank imports opens no pool, whatever is installed: that is the better advice
+        nesting.check()  # if a worker is importing a module, this raises the more helpful error
         raise UsageError(
             f"a pool cannot be opened here: {sys.executable} has no pathspec",
             hint='a function that opens a pool of its own needs skyfab\'s libraries there: Image(pip=["pathspec", …])',

@@ -1,4 +1,4 @@
-"""References: objects that are sent to a host once and used by many calls."""
+"""`Ref`: a reference to an object that is sent to a host once and used by many calls."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Ref(Packed, Generic[T]):
-    """Stands for an object in the arguments of calls, which are given the object: ``ref = compute.put(model)``.
+    """Replaces an object in the arguments of calls; the function receives the object: ``ref = compute.put(model)``.
 
-    It may be anywhere inside the arguments, or in what a function uses, and goes with any pool. A host is sent the
-    content when the first call needs it there. Every call has the object to itself: what it changes in place, no
-    other call sees. What a function uses by name (a closure, a global) lives as long as the function's process does,
-    as always.
+    It may be anywhere inside the arguments, or in the values that a function uses, and works with any pool. A host is
+    sent the content when the first call there needs it. Every call gets its own copy: changes in place are not visible
+    to other calls. An object that a function uses by name (a closure, a global) lives as long as the worker does, as
+    usual.
 
-    The content stays in this program's memory until the last reference to it is gone, and on a host until the pool
-    closes. Returned from a call, too, it arrives as the object.
+    The content stays in this program's memory until the last reference to it is deleted, and on a host until the pool
+    closes. A reference that a call returns also arrives as the object.
     """
 
     name: str
     """The sha256 of the content."""
     memory: memoryview
-    """The content. Nobody may change it."""
+    """The content. Must not be modified."""
     kind: str
     """The name of the object's type."""
 
     @property
     def size(self) -> int:
-        """Bytes that a host is sent once."""
+        """Bytes that are sent to a host once."""
         return len(self.memory)
 
     def get(self) -> T:
-        """The object here, a new one each time."""
+        """A new copy of the object."""
         memory = allocate(len(self.memory))
         memory[:] = self.memory
         value: T = unpack(memory)
@@ -51,7 +51,7 @@ class Ref(Packed, Generic[T]):
         return self
 
     def __deepcopy__(self, memo: object) -> Ref[T]:
-        return self  # nothing of it can change
+        return self  # it is immutable
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise UsageError(
@@ -61,7 +61,7 @@ class Ref(Packed, Generic[T]):
 
 
 def put(obj: T) -> Ref[T]:
-    """A reference to the object as it is now. Raises NotPicklable."""
+    """A reference to a copy of the object as it is now. Raises NotPicklable."""
     kind = type(obj).__qualname__
     try:
         memory = pack(obj)

@@ -1,4 +1,4 @@
-"""Answers: what a host sent back, as a value or as the exception to raise."""
+"""Turns a host's reply to a call into the result, or into the exception to raise."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import Message
 
 _LONGEST: Final = 1000
-"""Characters of a path that is worth a look."""
+"""Longest path, in characters, that is looked up."""
 _BESIDE: Final = re.compile(r"/trees/[0-9a-f]{64}/[0-9]{3}/(.+)")
-"""Where a host has the project's modules."""
+"""A path inside a project tree on a host."""
 
 
 def resolve(
@@ -37,7 +37,7 @@ def resolve(
 ) -> Any:
     """The value that a call returned. Raises the exception that it raised, with the host's traceback as cause.
 
-    With `untrusted`, a host is not trusted: nothing but plain data is unpickled.
+    With `untrusted`, only plain data is unpickled.
     """
     if isinstance(message, messages.Result):
         if not buffers:
@@ -57,7 +57,7 @@ def resolve(
 def unpickle(
     data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str, untrusted: bool = False
 ) -> Any:
-    """A result's value. Raises NotPicklable or, with `untrusted`, UntrustedResult."""
+    """Unpickles a result. Raises NotPicklable or, with `untrusted`, UntrustedResult."""
     if untrusted:
         return _plain(data, buffers, host=host, rank=rank, label=label)
     try:
@@ -67,7 +67,7 @@ def unpickle(
 
 
 def not_unpickled(error: BaseException, *, host: str, rank: int | None, label: str) -> NotPicklable:
-    """For a result that this program cannot make."""
+    """The error for a result that cannot be unpickled here."""
     return NotPicklable(
         f"the result of {label} cannot be unpickled here: {type(error).__name__}: {error}",
         host=host,
@@ -77,13 +77,13 @@ def not_unpickled(error: BaseException, *, host: str, rank: int | None, label: s
 
 
 def _plain(data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str) -> Any:
-    from skyfab.protocol import safe_pickle  # only for those who ask for it
+    from skyfab.protocol import safe_pickle  # imported only if it is needed
 
     try:
         return safe_pickle.loads(data, buffers)
     except pickle.UnpicklingError as error:
         what = str(error)
-    except Exception as error:  # a damaged pickle raises what it likes
+    except Exception as error:  # a damaged pickle may raise anything
         what = f"{type(error).__name__}: {ascii(str(error))[1:-1][:200]}"
     raise UntrustedResult(
         f"the result of {label} is not plain data, and was not unpickled: {what}",
@@ -96,7 +96,7 @@ def _plain(data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int 
 def _exception(
     message: messages.Raised, buffers: list[memoryview], host: str, rank: int | None, untrusted: bool
 ) -> BaseException:
-    """The exception itself; a RemoteError in its place where it cannot travel, or is not to be trusted."""
+    """The exception itself; a RemoteError in its place if it cannot be unpickled, or is not plain data."""
     if buffers:
         try:
             found = _plain_exception(buffers) if untrusted else codec.loads(buffers[0], buffers[1:])
@@ -108,12 +108,12 @@ def _exception(
 
 
 def _noted(error: BaseException, host: str) -> str:
-    """Adds what helps to an exception of the user's. Returns what must be shown otherwise: before Python 3.11."""
+    """Adds a hint to the user's exception, as a note. Before Python 3.11 returns it, to be shown with the traceback."""
     note = _note(error, host)
     if note is None:
         return ""
     if hasattr(error, "add_note"):
-        with contextlib.suppress(TypeError):  # the exception may have notes of another kind
+        with contextlib.suppress(TypeError):  # the exception may have an unusual `__notes__`
             error.add_note(note)
         return ""
     return f"\n{note}"
@@ -131,8 +131,8 @@ def _note(error: BaseException, host: str) -> str | None:
 
 
 def _found_here(name: object) -> Path | None:
-    """The file that a host looked for in its working folder or beside a module, if this machine has it there."""
-    if not isinstance(name, str) or len(name) > _LONGEST or not name.isprintable():  # a host says what it likes
+    """The local counterpart of a file that a call looked for in its working directory or beside a module, if any."""
+    if not isinstance(name, str) or len(name) > _LONGEST or not name.isprintable():  # from the host: not trusted
         return None
     beside = _BESIDE.search(name)
     program = getattr(sys.modules.get("__main__"), "__file__", None) or "."
@@ -146,7 +146,7 @@ def _found_here(name: object) -> Path | None:
 
 
 def _plain_exception(buffers: list[memoryview]) -> Exception | None:
-    """One that may be printed as it is; None where that cannot be had."""
+    """A plain-data exception that is safe to print; None if it cannot be made safe."""
     from skyfab.protocol import safe_pickle
 
     error = safe_pickle.loads_exception(buffers[0], buffers[1:])
@@ -177,5 +177,5 @@ def _ending(message: messages.Ended, host: str, rank: int | None, label: str) ->
 
 
 def in_order(found: Sequence[list[tuple[int, Any]] | None]) -> list[Any]:
-    """The results of all ranks in the order of their last attempt; hosts that were left out have none."""
+    """The results of all ranks of an elastic gang, in the rank order of the last attempt. Lost hosts have none."""
     return [value for _, value in sorted((pair for part in found if part for pair in part), key=lambda pair: pair[0])]

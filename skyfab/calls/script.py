@@ -1,4 +1,4 @@
-"""A script as one rank: the host's side of `skyfab run`. Standard library only, as everything that hosts import."""
+"""Runs a script or a function of it as one rank: the host's side of `skyfab run`. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 
 from skyfab.context import awaited
 
-TYPE_CHECKING = False  # a cold host has no time for `typing`
+TYPE_CHECKING = False  # importing `typing` would slow down a cold start
 if TYPE_CHECKING:
     from typing import Any
 
 
 def perform(name: str, function: str, arguments: list[str]) -> None:
-    """Runs the file with this name, or a function of it. It lies on the path, where the project was laid out."""
+    """Runs the file with this name, or a function of it. It is on `sys.path`, in the project tree."""
     import importlib
     import os
     import runpy

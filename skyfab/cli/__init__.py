@@ -1,4 +1,4 @@
-"""The command line: one file a command."""
+"""The command line program `skyfab`: its tasks are declared in tasks.py; each command has a module of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that are pressed while something runs: `d` hands it to its hosts."""
+"""Runs a broadcast and watches the keyboard: pressing `d` detaches it, so that it continues on the hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
-    """``call @ compute``; or the run that it has become, when somebody has pressed `d` meanwhile."""
+    """``call @ compute``; if the user presses `d` meanwhile, detaches it and returns the run."""
     if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()):
         return compute.broadcast(call)
     future: Future[Any] = compute.submit(call, on="all")
@@ -39,7 +39,7 @@ def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
 
 @contextmanager
 def _unbuffered() -> Iterator[None]:
-    """Keys come as they are pressed, and are not shown."""
+    """Disables line buffering and echo of stdin: keys can be read as they are pressed."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:
@@ -49,7 +49,7 @@ def _unbuffered() -> Iterator[None]:
 
 
 def farewell(run: Run) -> None:
-    """What to do with a run that was left to its hosts."""
+    """Prints the commands for a detached run, and its id to stdout."""
     short = run.id[:8]
     print(f"run {short} goes on on {', '.join(run.hosts)}", file=sys.stderr)
     print(f"  skyfab attach {short}    skyfab logs {short} --follow    skyfab stop {short}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The same work on every host, each in a pool of its own: one that fails does not stop the others."""
+"""Does the same work on every host, each in a pool of its own, so that a failing host does not stop the others."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from skyfab.ui.screen import attach
 R = TypeVar("R")
 
 _FAREWELL: Final = 3.0
-"""Seconds that hosts have to end their work after Ctrl-C."""
+"""Timeout in seconds for closing the pools after Ctrl-C."""
 
 
 def load(path: str | None) -> Inventory:
-    """The inventory of `--inventory`, or the one that is found without."""
+    """The inventory of `--inventory`, else the default one."""
     return Inventory.of(path)
 
 
 class Outcome(Generic[R]):
-    """What came of the work on one host: a result or an error."""
+    """The result or error of the work on one host."""
 
     def __init__(self, host: Host, inventory: Inventory) -> None:
         self.host = host
         self.result: R | None = None
         self.error: BaseException | None = None
-        # None of the caller's project goes along.
+        # Nothing of the caller's project is sent.
         self.pool = Compute([host], inventory=inventory, image=Image(excludes=("*",)), workdir="temp", ui="none")
 
 
 def fan_out(work: Callable[[Compute], R], hosts: str | None, inventory: Inventory, *, show: bool) -> list[Outcome[R]]:
-    """Does the work on every selected host at once; one outcome for each, in order. Ctrl-C ends it everywhere.
+    """Does the work on all selected hosts in parallel; returns one outcome for each, in order. Ctrl-C stops all.
 
-    Raises what is not a SkyfabError: that is a mistake in the work itself.
+    Raises an error that is not a SkyfabError: that is a bug in the work itself.
     """
     outcomes: list[Outcome[R]] = [Outcome(host, inventory) for host in inventory.select(hosts)]
     events = Events()
@@ -66,7 +66,7 @@ def _run(work: Callable[[Compute], R], outcomes: list[Outcome[R]]) -> None:
             with outcome.pool as pool:
                 if not over.is_set():
                     outcome.result = work(pool)
-        except BaseException as error:  # the caller raises it, on its own thread
+        except BaseException as error:  # for the caller's thread to report
             outcome.error = error
 
     threads = [threading.Thread(target=run, args=(outcome,), daemon=True) for outcome in outcomes]

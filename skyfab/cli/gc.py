@@ -1,4 +1,4 @@
-"""Cleaning the caches of hosts, and this machine's own: `skyfab gc`."""
+"""`skyfab gc`: cleans the caches of hosts and of this machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from skyfab.session.bootstrap import open_shell
 from skyfab.session.transport import transport_for
 
 _FAREWELL: Final = 3.0
-"""Seconds that hosts have to let go after Ctrl-C."""
+"""Timeout in seconds for disconnecting after Ctrl-C."""
 
 
 def gc(selection: str | None, inventory: str | None, *, days: int, here: bool) -> None:
-    """Prints what was removed, a line for each host. With `here`, hosts are those that `selection` names and no others.
+    """Prints what was removed, a line for each host. With `here` and no `selection`, cleans only this machine.
 
-    Raises a HostError or PoolError for the hosts that could not be cleaned, after all others are.
+    Raises a HostError or PoolError for the hosts that could not be cleaned, after all others have been.
     """
     if here:
         print(f"here: {sweep_here(days)}", flush=True)
@@ -39,7 +39,7 @@ def _clean(hosts: Sequence[Host], inventory: Inventory, days: int) -> None:
         try:
             with open_shell(host, transport_for(host, inventory), stopped=over.is_set) as shell:
                 results[index] = sweep(shell, days)
-        except BaseException as error:  # the caller raises it, on its own thread
+        except BaseException as error:  # for the caller's thread to report
             results[index] = error
 
     threads = [threading.Thread(target=clean, args=pair, daemon=True) for pair in enumerate(hosts)]

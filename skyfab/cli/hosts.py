@@ -1,4 +1,4 @@
-"""What each host is: `skyfab hosts`."""
+"""`skyfab hosts`: shows address, Python, platform, CPUs, GPUs and state of each host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyfab.ui.terminal import clean_lines, is_rich
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """One host, as `--json` prints it; the names are for others to rely on."""
+    """One host, as `--json` prints it. Programs rely on the field names."""
 
     name: str
     address: str
@@ -53,8 +53,8 @@ class Facts:
 
 
 def hosts(selection: str | None, inventory: str | None, *, as_json: bool) -> int:
-    """Prints what the hosts are; returns 3 when one of them cannot be used, else 0."""
-    show = not as_json and is_rich(sys.stdout, sys.stderr)  # elsewhere the table says it all
+    """Prints facts about the hosts; returns 3 if one of them cannot be used, else 0."""
+    show = not as_json and is_rich(sys.stdout, sys.stderr)  # else the table is enough
     outcomes = fan_out(lambda pool: pool.hosts[0].agent, selection, load(inventory), show=show)
     found = [Facts.of(outcome) for outcome in outcomes]
     if as_json:

@@ -1,4 +1,4 @@
-"""Building an environment ahead: `skyfab prepare`."""
+"""`skyfab prepare`: builds an environment on hosts in advance, and optionally writes its lock file."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from skyfab.ui.screen import table
 def prepare(
     selection: str | None, inventory: str | None, image: Image, *, upgrade: bool = False, lock: str | None = None
 ) -> None:
-    """Makes the image's environment on the selected hosts, and prints what each has now.
+    """Builds the image's environment on the selected hosts, and prints a table with the outcome.
 
-    With `lock`, writes the pylock.toml that the image means there. Raises what the hosts say went wrong, after the
-    table, and UsageError where one lock is not enough.
+    With `lock`, writes the pylock.toml that the image resolves to. Raises the hosts' errors, after the table, and
+    UsageError if the hosts need different locks.
     """
     found = load(inventory)
     hosts = found.select(selection)
@@ -49,7 +49,7 @@ def prepare(
             pass
     except SkyfabError as error:
         failed = {one.host: one for one in _parts(error)}
-        if None in failed:  # not a matter of hosts
+        if None in failed:  # not the error of a host
             raise
         _show(hosts, image, clock, failed)
         raise
@@ -64,7 +64,7 @@ def _parts(error: SkyfabError) -> list[SkyfabError]:
 
 
 class _Clock:
-    """How long each host took."""
+    """Measures how long each host takes."""
 
     def __init__(self) -> None:
         self._began: dict[str, float] = {}
@@ -77,12 +77,12 @@ class _Clock:
             self.seconds[event.host] = time.monotonic() - self._began.get(event.host, time.monotonic())
 
 
-# ---- what there is now
+# ---- the result
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What an image means on one host."""
+    """What an image resolves to on one host."""
 
     host: Host
     target: Target
@@ -91,7 +91,7 @@ class _Made:
 
 
 def _made(image: Image, hosts: Sequence[Host]) -> dict[str, _Made]:
-    """As the pool saw it: what hosts said of themselves, and the locks made for them, have been kept."""
+    """What the pool used: the facts about the hosts, and the locks made for them, are cached."""
     plan = Preparation(image, hosts, local_python())
     facts = [(host, facts_cache.load(host)) for host in hosts if not plan.is_empty]
     targets = [(host, Target.of(said, plan.python)) for host, said in facts if said is not None]
@@ -134,7 +134,7 @@ def _write(path: Path, image: Image, hosts: Sequence[Host]) -> None:
 
 
 def _kinds(group: Sequence[_Made]) -> str:
-    """What the hosts of a group are, as far as packages depend on it."""
+    """Describes the hosts of a group, as far as packages depend on it."""
     found = []
     for one in group:
         gpus = f", NVIDIA driver {one.target.driver}" if one.target.driver else ""
@@ -146,7 +146,7 @@ def _kinds(group: Sequence[_Made]) -> str:
 
 
 def _look_for_newer(image: Image, hosts: Sequence[Host], inventory: Inventory) -> None:
-    """Resolves anew for each kind of host, for the pool to build that. A host that is down is the pool's to report."""
+    """Resolves again for each kind of host; the pool then uses the new locks. The pool reports unreachable hosts."""
 
     def target(host: Host) -> Target | None:
         try:
@@ -163,7 +163,7 @@ def _look_for_newer(image: Image, hosts: Sequence[Host], inventory: Inventory) -
         make_lock(image, one, together=together, upgrade=True)
 
 
-# ---- what was typed
+# ---- options
 
 _INSTALL: Final[dict[str, Literal["auto", "push", "fetch"]]] = {"auto": "auto", "push": "push", "fetch": "fetch"}
 
@@ -171,7 +171,7 @@ _INSTALL: Final[dict[str, Literal["auto", "push", "fetch"]]] = {"auto": "auto", 
 def image_of(
     pip: Sequence[str], index: Sequence[str], requirements: str | None, apt: Sequence[str], install: str
 ) -> Image:
-    """The image that the options mean. Raises UsageError."""
+    """The image for the options. Raises UsageError."""
     wanted = [one for text in pip for one in _requirements(text)]
     if requirements is not None:
         wanted += _listed(Path(requirements))
@@ -187,7 +187,7 @@ def image_of(
 
 
 def _requirements(text: str) -> list[str]:
-    """Splits at the commas that a new name follows.
+    """Splits at commas that are followed by a new name.
 
     >>> _requirements("numpy>=1,<2,uvicorn[standard,x], torch")
     ['numpy>=1,<2', 'uvicorn[standard,x]', 'torch']
@@ -197,7 +197,7 @@ def _requirements(text: str) -> list[str]:
 
 
 def _listed(path: Path) -> list[str]:
-    """The requirements in a file."""
+    """The requirements in a file. Raises UsageError if it cannot be read or has options."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""A failure as a person reads it: the details first, then the error and its hint, and the exit code it means."""
+"""Formats an exception for the command line (details first, then the error and its hint), and chooses the exit code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skyfab.ui.terminal import clean_lines
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether it says all there is to say: one of ours, or one that comes from a host. Others are bugs of ours."""
+    """Whether the message is enough: an error of skyfab, or one from a host. Others are bugs in skyfab."""
     return isinstance(error, SkyfabError) or isinstance(error.__cause__, RemoteTraceback)
 
 
@@ -20,7 +20,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def text(error: BaseException) -> str:
-    """What to print. It may quote a host, so nothing in it can steer the terminal."""
+    """The text to print. It may quote a host, so terminal control sequences are removed."""
     if isinstance(error, BroadcastError):
         return clean_lines(_broadcast(error))
     if isinstance(error, SkyfabError):
@@ -29,7 +29,7 @@ def text(error: BaseException) -> str:
 
 
 def _broadcast(error: BroadcastError) -> str:
-    """The first failure in full, and every other kind of failure in a line."""
+    """The first failure in full, then one line for each kind of failure."""
     first = error.exceptions[0]
     alike = Counter(_kind(failure) for failure in error.exceptions)
     unlike = {_kind(failure): failure for failure in reversed(error.exceptions)}
@@ -46,7 +46,7 @@ def _kind(error: Exception) -> tuple[type, str]:
 
 
 def _line(error: BaseException) -> str:
-    """Where and what."""
+    """Host, rank and message in one line."""
     cause = error.__cause__
     host, rank = (cause.host, cause.rank) if isinstance(cause, RemoteTraceback) else (None, None)
     said = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""A script, or a function of one, on every rank, as torchrun would start it: `skyfab run`."""
+"""`skyfab run`: runs a script, or a function of one, on every rank, as torchrun would."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(
     script, function = _parsed(target)
     if hosts is None and inventory is None:
         hosts, ranks = "local", ranks or 2
-    # The script is this program, as far as its project goes: what lies beside it travels with it.
+    # Makes the script the main module, so that the modules beside it are sent as its project.
     main = types.ModuleType("__main__")
     main.__file__ = str(script)
     sys.modules["__main__"] = main

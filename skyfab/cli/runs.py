@@ -1,4 +1,4 @@
-"""Detached runs from the command line: `runs`, `logs`, `attach`, `stop`."""
+"""`skyfab runs`, `logs`, `attach` and `stop`: list, follow and stop detached runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyfab.ui.terminal import clean
 
 
 def runs(selection: str | None, inventory: str | None) -> int:
-    """Prints a line for each run, the latest first; returns 3 when a host could not be asked."""
+    """Prints the runs, the latest first; returns 3 if a host could not be queried, else 0."""
     found, errors = survey(load(inventory), selection)
     for run in found:
         print("\n".join(_lines(run)))
@@ -48,7 +48,7 @@ def _busy(part: Part) -> str:
 
 
 def _age(started: float) -> str:
-    """How long ago, by this machine's clock; hosts may have other ideas."""
+    """The time since then, by this machine's clock. The hosts' clocks may differ."""
     seconds = max(0.0, time.time() - started)
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
@@ -57,13 +57,13 @@ def _age(started: float) -> str:
 
 
 def logs(run: str, selection: str | None, inventory: str | None, *, follow: bool, rank: int | None) -> None:
-    """Prints what a run's ranks have written."""
+    """Prints the output of a run's ranks."""
     _print(attach(run, selection, inventory=load(inventory)), follow=follow, rank=rank)
 
 
 def follow(run: str, selection: str | None, inventory: str | None) -> int:
-    """Prints what a run writes until it is over, and how it ended; raises what it has raised."""
-    found = attach(run, selection, inventory=load(inventory), results="data")  # a failure is shown, and no more
+    """Prints a run's output until it ends, and its state; raises the exception that it raised."""
+    found = attach(run, selection, inventory=load(inventory), results="data")  # a failure is only printed
     try:
         _print(found, follow=True, rank=None)
     except KeyboardInterrupt:
@@ -89,12 +89,12 @@ def _print(run: Run, *, follow: bool, rank: int | None) -> None:
 
 
 def _tell(error: SkyfabError) -> None:
-    """In one write: several threads may have something to tell."""
+    """Prints an error in a single write, since several threads may do so at the same time."""
     sys.stderr.write(clean(f"{error.host}: {error.message}; trying again", colour=False) + "\n")
 
 
 def stop(names: Sequence[str], selection: str | None, inventory: str | None) -> None:
-    """Ends runs on all their hosts."""
+    """Stops runs on all their hosts."""
     for name in names:
         found = attach(name, selection, inventory=load(inventory))
         found.stop()

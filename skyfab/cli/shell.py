@@ -1,4 +1,4 @@
-"""A shell command on every host: `skyfab exec`."""
+"""`skyfab exec`: runs a shell command on every host."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from skyfab.errors import UsageError
 
 
 def shell(command: str, selection: str | None, inventory: str | None) -> int:
-    """Runs `command` by /bin/sh in the home folder of every host; returns the exit code of the whole."""
+    """Runs `command` with /bin/sh in the home folder of every host; returns the exit code for all of them."""
     if not command.strip():
         raise UsageError("no command to run", hint="it comes after two dashes: skyfab exec --hosts=all -- uptime")
 
-    def run(command: str) -> int:  # travels by value: hosts have no commands of ours
+    def run(command: str) -> int:  # pickled by value: hosts do not have this module
         import subprocess
         from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""SIGTERM to the `skyfab` command: it ends as Ctrl-C does. Programs that import skyfab keep their own handlers."""
+"""Makes SIGTERM stop the `skyfab` command as Ctrl-C does. Programs that import skyfab keep their own handlers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Final
 
 
 class Sigterm:
-    """Whether the signal has come."""
+    """Handles SIGTERM, and records whether it was received."""
 
     code: Final = 128 + signal.SIGTERM
-    """What a shell calls a program that was ended by it."""
+    """The exit code of a program that was terminated by it."""
 
     def __init__(self) -> None:
         self.came = False
 
     @contextmanager
     def as_interrupt(self) -> Iterator[None]:
-        """Calls are stopped, pools are closed and hosts left clean when it comes."""
+        """Inside this context SIGTERM acts as Ctrl-C: calls are stopped and pools are closed."""
         self.came = False
-        if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
             yield
             return
         before = signal.signal(signal.SIGTERM, self._handle)
@@ -35,9 +35,9 @@ class Sigterm:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.came = True
         on_interrupt = signal.getsignal(signal.SIGINT)
-        if not callable(on_interrupt):  # a shell script's background jobs ignore SIGINT, and must heed SIGTERM
+        if not callable(on_interrupt):  # background jobs of a shell script ignore SIGINT, but not SIGTERM
             raise KeyboardInterrupt
-        on_interrupt(signal.SIGINT, frame)  # it knows the moments that must not be interrupted
+        on_interrupt(signal.SIGINT, frame)  # it defers the interrupt in critical sections
 
 
 SIGTERM: Final = Sigterm()

@@ -1,4 +1,4 @@
-"""Where all ranks are right now: `skyfab stacks`."""
+"""`skyfab stacks`: shows the Python stacks of all workers on the hosts, grouped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyfab.ui.terminal import clean_lines
 
 
 def stacks(selection: str | None, inventory: str | None) -> int:
-    """Prints where the ranks on the hosts are, alike ones together; returns 3 when a host could not be asked."""
+    """Prints the stacks of the workers on the hosts, grouped; returns 3 if a host could not be queried, else 0."""
     found = load(inventory)
     hosts = found.select(selection)
     answers: dict[str, list[Stack]] = {}

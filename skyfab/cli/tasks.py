@@ -1,6 +1,6 @@
-"""The command line: the tasks of `skyfab`, as an invoke collection that users can add to their own tasks.py.
+"""The tasks and options of the `skyfab` command, as an invoke collection that users can add to their own tasks.py.
 
-``skyfab TASK``, ``invoke TASK`` and ``./inv TASK`` run the same tasks; what each of them does is in `skyfab.cli`.
+``skyfab TASK``, ``invoke TASK`` and ``./inv TASK`` run the same tasks; each is implemented in a module of `skyfab.cli`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUN = "the run: its id, the beginning of that, or its name"
 
 
 class _Task(Task[Callable[..., None]]):
-    """A task with the few short flags that everybody expects."""
+    """A task with the few usual short flags: -f for --follow."""
 
     def get_arguments(self, ignore_unknown_help: bool | None = None) -> list[Argument]:
         found: list[Argument] = super().get_arguments(ignore_unknown_help)
@@ -39,9 +39,9 @@ class _Task(Task[Callable[..., None]]):
 
 
 def command(*repeated: str, **help_: str) -> Callable[[Callable[..., int | None]], Task[Callable[..., None]]]:
-    """A task whose failures are a message and an exit code, whichever program runs it.
+    """Makes a task that reports failures as a message and an exit code, whichever program runs it.
 
-    What is `repeated` may be given several times, and comes as a list.
+    `repeated` options may be given several times, and are passed as a list.
     """
 
     def decorate(body: Callable[..., int | None]) -> Task[Callable[..., None]]:
@@ -51,7 +51,7 @@ def command(*repeated: str, **help_: str) -> Callable[[Callable[..., int | None]
             if code:
                 raise Exit(code=code)
 
-        # Without short flags: -h is for help, not for hosts.
+        # No automatic short flags: -h is help, not hosts.
         name = body.__name__.strip("_")
         make = task(help=help_, iterable=list(repeated), auto_shortflags=False, name=name, klass=_Task)
         made: Task[Callable[..., None]] = make(run)
@@ -68,7 +68,7 @@ def _reported(body: Callable[[], int | None]) -> int | None:
     except KeyboardInterrupt:
         text, code = ("terminated", SIGTERM.code) if SIGTERM.came else ("interrupted", 130)
         raise Exit(f"\n{text}" if sys.stderr.isatty() else text, code=code) from None
-    except BrokenPipeError:  # `| head` has seen enough; nothing is left to flush into it
+    except BrokenPipeError:  # a closed pipe (`| head`): avoid another error when stdout is flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise Exit(code=1) from None
     except Exception as error:
@@ -395,23 +395,23 @@ namespace = Collection(
     *(hosts, stacks, exec_, trust, prepare, gc),
     Collection("lab", up, down, status),
 )
-"""All of skyfab's tasks. In a tasks.py of your own: ``from skyfab.cli import namespace``."""
+"""All tasks of skyfab. To use them in your own tasks.py: ``from skyfab.cli import namespace``."""
 
 
 def _after_dashes() -> list[str]:
-    """invoke keeps what comes after the dashes to itself."""
+    """The arguments after ``--``, which invoke does not pass on to a task."""
     return sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
 
 
 def _count(option: str, text: str, *, least: int = 1) -> int:
-    """invoke would answer a word that is no number with a traceback."""
+    """Parses a number. Raises UsageError, where invoke would print a traceback."""
     if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < least:
         raise UsageError(f"--{option}={text[:40]}: a whole number from {least} on")
     return int(text)
 
 
 class _Skyfab(Program):
-    """invoke's program with our exit codes, and a help that starts with the tasks."""
+    """invoke's program with skyfab's exit codes, and a help that begins with the tasks."""
 
     def parse_tasks(self) -> None:
         self._or_usage(super().parse_tasks)
@@ -435,7 +435,7 @@ class _Skyfab(Program):
 
 
 def main(argv: Sequence[str] | None = None, tasks: Collection = namespace) -> None:
-    """The program `skyfab`; with other tasks, the program of a project."""
+    """Runs the `skyfab` program; with other `tasks`, that of a project."""
     program = _Skyfab(name="skyfab", version=__version__, namespace=tasks)
     with SIGTERM.as_interrupt():
         program.run(None if argv is None else list(argv))

@@ -1,4 +1,4 @@
-"""The main job: a small digit classifier goes out untrained, is trained by all ranks together (DDP), comes back."""
+"""`skyfab train`: a demo that sends a small digit classifier to hosts, trains it on all ranks (DDP), evaluates it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from skyfab.ui.screen import columns
 
 
 def train(hosts: str | None, inventory: str | None, *, epochs: int, ranks: int | None, detach: bool) -> None:
-    """Trains on every rank of the hosts, or on two ranks of this machine, and prints how well."""
+    """Trains on every rank of the hosts, or on two ranks of this machine, and prints the accuracy."""
     started = time.monotonic()
     folder = _example()
     if hosts is None and inventory is None:
         hosts, ranks = "local", ranks or 2
-    pool = _pool(hosts, inventory, ranks, folder)  # a mistake in the inventory shows before torch has loaded
+    pool = _pool(hosts, inventory, ranks, folder)  # raises for a mistake in the inventory before torch is imported
     digits = _imported(folder)
     data = digits.load()
     model = _untrained(digits, data)
@@ -45,7 +45,7 @@ def train(hosts: str | None, inventory: str | None, *, epochs: int, ranks: int |
         farewell(trained)
         return
 
-    model = trained[0].model  # all ranks have the same
+    model = trained[0].model  # the same on all ranks
     after = digits.evaluate(model, data.x_test, data.y_test)
     _plot(trained[0].history)
     _say(f"evaluated here: {_percent(before)} before, {_percent(after)} after")
@@ -62,7 +62,7 @@ def _example() -> Path:
 
 
 def _pool(hosts: str | None, inventory: str | None, ranks: int | None, folder: Path) -> Compute:
-    # Only the example's module goes along, wherever it is installed and whatever else is loaded here.
+    # Only the example's module is sent, wherever it is installed and whatever else is imported here.
     image = Image(includes=(str(folder / "digits.py"),), excludes=("*", "!/digits.py"))
     torch = plugins.torch()
     return Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=image, plugins=[torch], workdir="temp")
@@ -82,7 +82,7 @@ def _imported(folder: Path) -> Any:
 def _untrained(digits: Any, data: Any) -> Any:
     import torch
 
-    torch.manual_seed(0)  # the same start every time: results can be compared
+    torch.manual_seed(0)  # the same initial weights every time, so that results can be compared
     return digits.Classifier(data.x_train.shape[1])
 
 
@@ -97,7 +97,7 @@ def _broadcast(compute: Compute, call: Call[Any]) -> list[Any] | Run:
 
 
 def _plot(history: Sequence[Any]) -> None:
-    """Loss and accuracy, a column for each epoch."""
+    """Prints loss and accuracy as bar charts, a column for each epoch."""
     for name, values, last in (
         ("loss", [epoch.loss for epoch in history], f"{history[-1].loss:.3f}"),
         ("accuracy", [epoch.accuracy for epoch in history], _percent(history[-1].accuracy)),

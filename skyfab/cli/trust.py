@@ -1,4 +1,4 @@
-"""Recording host keys: `skyfab trust`."""
+"""`skyfab trust`: fetches host keys, shows their fingerprints, and records them in known_hosts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from skyfab.inventory.host import Host
 from skyfab.session.transport.openssh import CONFIG
 
 _PATIENCE: Final = 5
-"""Seconds to wait for a host's keys."""
+"""Timeout in seconds for fetching a host's keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class Key:
 
     @property
     def fingerprint(self) -> str:
-        """As ssh prints it."""
+        """The SHA256 fingerprint, as ssh prints it."""
         digest = hashlib.sha256(base64.b64decode(self.content)).digest()
         return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What the host says its keys are, and what known_hosts would call it."""
+    """The keys that a host presented, and its name in known_hosts."""
 
     host: Host
     address: str
@@ -53,9 +53,9 @@ class Entry:
 
 
 def trust(selection: str | None, inventory: str | None, *, known_hosts: str | None, replace: bool, yes: bool) -> int:
-    """Fetches the selected hosts' keys, shows them and records them; returns 1 when somebody said no, else 0.
+    """Fetches the selected hosts' keys, shows them and records them; returns 1 if the user declined, else 0.
 
-    Raises a HostError or PoolError for hosts whose keys are not to be had, after the others are recorded.
+    Raises a HostError or PoolError for hosts whose keys cannot be recorded, after the others are recorded.
     """
     hosts = [host for host in load(inventory).select(selection) if host.transport != "local"]
     if not hosts:
@@ -82,7 +82,7 @@ def trust(selection: str | None, inventory: str | None, *, known_hosts: str | No
 
 
 def _fetch(host: Host, known_hosts: str | None) -> Entry:
-    """Asks the host for its keys."""
+    """Fetches a host's keys. Raises UsageError or Unreachable."""
     if host.host_key is not None:
         raise UsageError(
             "the inventory has its host key, and nothing else counts",
@@ -105,7 +105,7 @@ def _fetch(host: Host, known_hosts: str | None) -> Entry:
             f"no host key from {address}:{port}", host=host.name, hint=f"is it up? ssh -p {port} {address}"
         )
     place = address if port == "22" else f"[{address}]:{port}"
-    # ssh prints several files in one line, without quotes: the next begins with a slash or a tilde.
+    # ssh prints several files in one line, unquoted: each begins with a slash or a tilde.
     file = known_hosts or re.split(r" (?=[/~])", settings["userknownhostsfile"])[0]
     place_of_record = Path(file).expanduser().resolve()
     _check_regular(place_of_record)
@@ -119,7 +119,7 @@ def _fetch(host: Host, known_hosts: str | None) -> Entry:
 
 
 def _settings(host: Host) -> dict[str, str]:
-    """How ssh would reach the host, ssh_config and all."""
+    """The settings that ssh would use for the host, including ssh_config (`ssh -G`)."""
     words = ["ssh", "-G"]
     if config := os.environ.get(CONFIG):
         words += ["-F", config]
@@ -133,7 +133,7 @@ def _settings(host: Host) -> dict[str, str]:
 
 
 def _is_known(entry: Entry, *, replace: bool) -> bool:
-    """Whether the keys are on record already. Raises HostKeyRefused where others are."""
+    """Whether the keys are recorded already. Raises HostKeyRefused if others are, unless they are to be replaced."""
     known = _known(entry)
     same = known.intersection(entry.keys)
     kinds = {key.kind for key in known}
@@ -151,7 +151,7 @@ def _is_known(entry: Entry, *, replace: bool) -> bool:
 
 
 def _agreed(entries: list[Entry], *, yes: bool) -> bool:
-    """Shows the keys and asks."""
+    """Shows the keys and asks the user, unless `yes`."""
     for entry in entries:
         print(f"{entry.host.name} ({entry.address}) says that its keys are")
         for key in entry.keys:
@@ -164,12 +164,12 @@ def _agreed(entries: list[Entry], *, yes: bool) -> bool:
 
 
 def _known(entry: Entry) -> set[Key]:
-    """The keys on record; ssh-keygen finds them in hashed lines too."""
+    """The recorded keys; ssh-keygen also finds them in hashed lines."""
     return set(_keys(_run("ssh-keygen", "-F", entry.name, "-f", str(entry.file)))) if entry.file.exists() else set()
 
 
 def _record(entry: Entry) -> None:
-    """Puts the keys in the place of any others, in one step: a reader sees the old file or the new one."""
+    """Replaces the recorded keys of a host atomically: a reader sees the old file or the new one."""
     lines = "".join(f"{entry.name} {key.kind} {key.content}\n" for key in entry.keys).encode()
     with alone(str(entry.file)), _draft(entry.file) as draft:
         _run("ssh-keygen", "-R", entry.name, "-f", str(draft))
@@ -180,7 +180,7 @@ def _record(entry: Entry) -> None:
 
 @contextmanager
 def _draft(file: Path) -> Iterator[Path]:
-    """A copy to work on, for this user's eyes only, that takes the file's place at the end."""
+    """A private copy (mode 600) to work on, which replaces the file at the end."""
     _check_regular(file)
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -195,7 +195,7 @@ def _draft(file: Path) -> Iterator[Path]:
 
 
 def _check_regular(file: Path) -> None:
-    """Raises UsageError for what no file can take the place of, such as /dev/null."""
+    """Raises UsageError for a path that must not be replaced by a file, such as /dev/null."""
     if file.exists() and not file.is_file():
         raise UsageError(
             f"{file} is not a file: no host key can be recorded there",

@@ -1,4 +1,4 @@
-"""inventory.toml: what its tables mean, and every mistake in them at once."""
+"""Parses and validates inventory.toml. Reports all mistakes in it at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SPELLING = "letters, digits, '.', '_', '+' and '-', not a sign first"
 
 
 def read(text: str, source: str) -> tuple[dict[str, Host], dict[str, tuple[str, ...]]]:
-    """The hosts and groups of a document. Raises one `InventoryError` for all that is wrong with it."""
+    """The hosts and groups of a document. Raises one `InventoryError` with all mistakes."""
     reader = _Reader()
     reader.read(_toml(text, source))
     mistakes = list(dict.fromkeys(reader.mistakes))
@@ -41,7 +41,7 @@ def _toml(text: str, source: str) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib  # here: hosts import this module without it
+        import tomli as tomllib  # imported here: hosts import this module without it
     try:
         document: dict[str, Any] = tomllib.loads(text)
         return document
@@ -65,7 +65,7 @@ class _Mistake:
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads a document table by table and goes on after each mistake."""
+    """Reads a document table by table. Records mistakes and continues."""
 
     mistakes: list[_Mistake] = field(default_factory=list)
     hosts: dict[str, Host] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class _Reader:
         return {}
 
     def keys(self, place: str, table: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of a host's table whose values are right; the others are noted."""
+        """The valid keys of a host's table; the others are recorded as mistakes."""
         values = {}
         for key, value in table.items():
             if key not in KEYS:
@@ -108,7 +108,7 @@ class _Reader:
         return values
 
     def add_hosts(self, key: str, value: object, defaults: Mapping[str, Any]) -> None:
-        """The host of one table, or the hosts when its name is a range."""
+        """Adds the host of one table, or several hosts if its name is a range."""
         place = f"[hosts.{_bare(key)}]"
         if not isinstance(value, Mapping):
             self.note(place, f"must be a table, not {kind(value)}", f"write {place} and, below it, address = …")
@@ -139,7 +139,7 @@ class _Reader:
         return []
 
     def addresses(self, place: str, value: object, count: int) -> list[Any]:
-        """One address for each of so many hosts; ``10.0.0.[11-14]`` counts in step with their names."""
+        """One address for each of `count` hosts; ``10.0.0.[11-14]`` is counted in step with their names."""
         try:
             addresses: list[Any] = [*expand(value)] if isinstance(value, str) else [value]
         except UsageError as error:
@@ -160,7 +160,7 @@ class _Reader:
         return _host(LOCAL.name, {**own, "transport": "local"}, defaults)
 
     def find_twins(self) -> None:
-        """Two hosts with one address."""
+        """Records hosts that have the same address."""
         first: dict[tuple[str, int, str | None], str] = {}
         for host in self.hosts.values():
             if host.address is None or host.transport == "local":
@@ -181,7 +181,7 @@ class _Reader:
             self.note(f"{self.places[circle[0]]} jump", f"goes in a circle: {' → '.join(circle)}", hint)
 
     def add_groups(self, table: Mapping[str, Any]) -> None:
-        """Resolves groups, those within others first."""
+        """Resolves groups, nested ones first."""
         members = {name: self.words(name, value) for name, value in table.items() if self.may_be_group(name)}
         self.groups = dict.fromkeys(members, ())
         inner = {name: [word for word in _mentioned(words) if word in members] for name, words in members.items()}
@@ -207,7 +207,7 @@ class _Reader:
         return False
 
     def words(self, group: str, value: object) -> list[str]:
-        """The words of a group that can be looked up; the others are noted."""
+        """The valid words of a group; the others are recorded as mistakes."""
         place, words = f"[groups] {_bare(group)}", []
         if not isinstance(value, list):
             self.note(place, f"must be an array, not {kind(value)}", f'for instance {group} = ["node1", "node[2-4]"]')
@@ -225,13 +225,13 @@ class _Reader:
 
 
 def _host(name: str, own: Mapping[str, Any], defaults: Mapping[str, Any]) -> Host:
-    """A host's own values before the defaults; variables are joined one by one."""
+    """A host with its own values, else the defaults. Environment variables are merged one by one."""
     env = {**defaults.get("env", {}), **own.get("env", {})}
     return Host(**{**defaults, **own, "name": name, "env": env})
 
 
 def _passed(host: Host) -> list[str]:
-    """The names or addresses of a host's jump, without users and ports."""
+    """The names or addresses of a host's jump hosts, without users and ports."""
     hops = [] if host.jump in (None, "none") else str(host.jump).split(",")
     return [address.host for address in map(Address.parse, hops) if address is not None]
 
@@ -241,7 +241,7 @@ def _mentioned(words: list[str]) -> list[str]:
 
 
 def _circles(graph: dict[str, list[str]]) -> Iterator[list[str]]:
-    """Each circle of a graph, which is cut there, so that none is left."""
+    """Yields each cycle of a graph, and removes it from the graph to find the next."""
     while True:
         try:
             TopologicalSorter(graph).prepare()
@@ -261,5 +261,5 @@ def _key_hint(place: str, key: str, value: object) -> str:
 
 
 def _bare(key: str) -> str:
-    """A key as TOML would have it: in quotes where it needs them, and on one line."""
+    """A key as TOML spells it: quoted if necessary, and on one line."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=not key.isprintable())

@@ -1,4 +1,4 @@
-"""Host: one machine, how it is reached and what it may be used for."""
+"""`Host`: one machine, how to connect to it and how it may be used. Every field is validated."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import Any, Literal, NamedTuple, cast
 
 from skyfab.errors import UsageError
 
-# Lists of what is allowed, not of what is not: these words end up on ssh's command line and in its ProxyCommand.
+# Allowlists, not blocklists: these values end up on ssh's command line and in its ProxyCommand.
 NAME = re.compile(r"\w[\w.+-]*")
 _USER = re.compile(r"\w([\w.+\\@-]*[\w-])?")
 _PLACE = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>\w[\w.+-]*))(?::(?P<port>[0-9]{1,5}))?")
 _IPV6 = re.compile(r"([0-9a-fA-F:.]+)(%\w[\w.-]*)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LONGEST = 128 * 1024 - 1
-"""Bytes of a variable and its name: Linux starts no program with more (MAX_ARG_STRLEN)."""
+"""Longest environment variable in bytes, with its name: Linux cannot start a program with more (MAX_ARG_STRLEN)."""
 _PYTHON = re.compile(r"auto|/.*|[0-9]+\.[0-9]+(\.[0-9]+)?")
 
 
 class Address(NamedTuple):
-    """``user@host:port``, of which only the host must be there."""
+    """``user@host:port``; user and port are optional."""
 
     user: str | None
     host: str
@@ -35,7 +35,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address | None:
-        """The parts of an address as ssh's command line takes it; None when it is none."""
+        """Parses an address as ssh's command line takes it; None if it is not a valid one."""
         user, at, place = text.rpartition("@")
         if at and not _USER.fullmatch(user):
             return None
@@ -51,7 +51,7 @@ class Address(NamedTuple):
 
 
 class Env(dict[str, str]):
-    """Environment variables. Their values may be secrets, so they never print."""
+    """Environment variables. Their values may be secrets, so `repr` hides them."""
 
     def __repr__(self) -> str:
         return "{" + ", ".join(f"{name!r}: [secret]" for name in self) + "}"
@@ -59,35 +59,35 @@ class Env(dict[str, str]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One machine. Every field is checked, whoever makes it: a Host that exists is safe to hand to ssh.
+    """One machine. The constructor checks every field, so that any Host is safe to pass to ssh.
 
-    Raises `UsageError` for a value that cannot be.
+    Raises `UsageError` for an invalid value.
 
     >>> Host(name="node1", address="10.0.0.11", port=2222, user="ada").login
     'ada@10.0.0.11:2222'
     """
 
     name: str
-    """What people and logs call it; for a host of no inventory, the word it was selected with."""
+    """The name that is shown; for a host that is not in the inventory, the word that selected it."""
     address: str | None = None
-    """None: the name, through ssh_config."""
+    """None: the name is used, and ssh_config may resolve it."""
     port: int | None = None
-    """None: ssh_config's, or 22."""
+    """None: that of ssh_config, or 22."""
     user: str | None = None
     identity: str | None = None
-    """The private key's file; ``~`` is this machine's home."""
+    """The file of the private key; ``~`` is the home folder on this machine."""
     jump: str | None = None
-    """Hosts of the inventory or ssh addresses, comma-separated; ``"none"``: directly, whatever ssh_config says."""
+    """Hosts of the inventory or ssh addresses, comma-separated; ``"none"``: direct, overriding ssh_config."""
     host_key: str | None = None
-    """``"ssh-ed25519 AAAA…"``; None: known_hosts'."""
+    """``"ssh-ed25519 AAAA…"``; None: that of known_hosts."""
     python: str = "auto"
     gpus: Literal["auto"] | tuple[int, ...] = "auto"
     slots: int = 1
-    """Solo calls at a time."""
+    """Number of solo calls that may run at the same time."""
     cache: str = "~/.cache/skyfab"
-    """``~`` is the home on the host, and is expanded there."""
+    """``~`` is the home folder on the host, and is expanded there."""
     workdir: str = "auto"
-    """Where relative paths of functions lead: ``"auto"``, ``"temp"`` or a path on the host, as for `Compute`."""
+    """The working directory of functions: ``"auto"``, ``"temp"`` or a path on the host, as for `Compute`."""
     transport: Literal["auto", "openssh", "fabric", "local"] = "auto"
     interface: str = "auto"
     tags: tuple[str, ...] = ()
@@ -105,18 +105,18 @@ class Host:
 
     @property
     def destination(self) -> str:
-        """What ssh is told to connect to, and what a person would see."""
+        """The address that ssh connects to, also for messages."""
         return self.address or self.name
 
     @property
     def login(self) -> str:
-        """``user@address:port``, as ssh's ``-J`` takes it, without the parts that are ssh_config's matter."""
+        """``user@address:port``, as ssh's ``-J`` takes it, without parts that are left to ssh_config."""
         place = f"[{self.destination}]" if _is_ipv6(self.destination) else self.destination
         return (f"{self.user}@" if self.user else "") + place + (f":{self.port}" if self.port else "")
 
     @classmethod
     def ad_hoc(cls, word: str) -> Host | None:
-        """The host of an ssh address or ssh_config alias that is in no inventory; None when it cannot be one."""
+        """A host for an ssh address or ssh_config alias that is not in the inventory; None if it is not a valid one."""
         name = word.removeprefix("ssh://")
         address = Address.parse(name)
         if address is None:
@@ -126,7 +126,7 @@ class Host:
 
 
 def did_you_mean(words: str | Iterable[str], known: Iterable[str]) -> str | None:
-    """A hint with the nearest right word for each wrong one, if any is near."""
+    """A hint with the closest known word for each wrong one; None if none is close."""
     candidates = list(known)
     wrong = [words] if isinstance(words, str) else words
     near = [match for word in wrong for match in difflib.get_close_matches(word, candidates, n=1)]
@@ -134,7 +134,7 @@ def did_you_mean(words: str | Iterable[str], known: Iterable[str]) -> str | None
 
 
 def kind(value: object) -> str:
-    """What TOML calls a value's type. Never the value, which may be a secret."""
+    """TOML's name for a value's type. Never shows the value, which may be a secret."""
     names: list[tuple[type | tuple[type, ...], str]] = [
         (bool, "a boolean"),
         (str, "a string"),
@@ -147,7 +147,7 @@ def kind(value: object) -> str:
 
 
 def expanded(text: str) -> Path:
-    """A path with its ``~`` expanded, where there is a home: a user made up for a container may have none."""
+    """A path with ``~`` expanded, if there is a home folder: a container's user may have none."""
     with suppress(RuntimeError):
         return Path(text).expanduser()
     return Path(text)
@@ -239,7 +239,7 @@ def _jump(value: object) -> str:
 
 
 def _host_key(value: object) -> str:
-    algorithm, encoded = [*_text(value).split(), "", ""][:2]  # what may follow is a comment
+    algorithm, encoded = [*_text(value).split(), "", ""][:2]  # a comment may follow
     try:
         blob = base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError):
@@ -254,7 +254,7 @@ def _host_key(value: object) -> str:
 
 
 def _parts(blob: bytes) -> list[bytes]:
-    """The strings that a public key consists of; empty for one that was cut when it was copied."""
+    """The strings that a public key blob consists of; empty for a truncated one."""
     parts = []
     while blob:
         end = 4 + int.from_bytes(blob[:4], "big")
@@ -349,7 +349,7 @@ def _env(value: object) -> Env:
 
 
 def variables(given: object, where: str) -> Env:
-    """Environment variables that somebody has given, checked as an inventory's are. Raises UsageError."""
+    """Environment variables, checked as those of an inventory. Raises UsageError with `where` in its message."""
     try:
         return _env(given)
     except UsageError as error:
@@ -374,7 +374,7 @@ CHECKS: Mapping[str, Callable[[object], Any]] = {
     "tags": _tags,
     "env": _env,
 }
-"""For each field, what makes of a raw value the one that `Host` holds, or raises `UsageError`."""
+"""For each field of `Host`, the function that validates and normalizes a raw value. Raises `UsageError`."""
 
 LOCAL = Host(name="local", transport="local")
 """This machine, without SSH."""

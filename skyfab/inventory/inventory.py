@@ -1,4 +1,4 @@
-"""Inventory: the machines somebody has, from a TOML file, and the selection of some of them."""
+"""`Inventory`: the user's hosts and groups, read from a TOML file, and the selection of some of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Inventory:
 
     hosts: Mapping[str, Host]
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The names of each group's hosts; groups within groups are resolved."""
+    """The names of each group's hosts; nested groups are resolved."""
     source: Path | None = None
-    """The file; None when nobody wrote one: then any word may be an ssh_config alias."""
+    """The file; None if there is none: then any word may be an ssh_config alias."""
 
     def __post_init__(self) -> None:
         for group, members in self.groups.items():
@@ -35,19 +35,19 @@ class Inventory:
 
     @classmethod
     def of(cls, given: str | os.PathLike[str] | Inventory | None) -> Inventory:
-        """The one that is given, or in the file of that path, or found where nothing is. Raises InventoryError."""
+        """An inventory as it is, the one in a file, or for None the one that `find` finds. Raises InventoryError."""
         if isinstance(given, Inventory):
             return given
         return cls.find() if given is None else cls.load(given)
 
     @classmethod
     def find(cls, environ: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] = ".") -> Inventory:
-        """The inventory of ``$SKYFAB_INVENTORY``, else of this folder, else of the user; else `local` alone."""
+        """The inventory of ``$SKYFAB_INVENTORY``, else of this folder, else of the user; else only `local`."""
         environ = os.environ if environ is None else environ
         if named := environ.get("SKYFAB_INVENTORY"):
             return cls.load(Path(cwd, expanded(named)))
         config = Path(environ.get("XDG_CONFIG_HOME", ""))
-        if not config.is_absolute():  # then it does not count, says the XDG specification
+        if not config.is_absolute():  # then the XDG specification says to ignore it
             config = expanded("~/.config")
         for path in (Path(cwd, "inventory.toml"), Path(config, "skyfab", "inventory.toml")):
             if os.path.lexists(path):
@@ -81,13 +81,13 @@ class Inventory:
         nodes: int | None = None,
         alias: Callable[[str], bool] = lambda word: False,
     ) -> tuple[Host, ...]:
-        """The hosts that `hosts` names, in order of mention and once each; all of them for None.
+        """The hosts that `hosts` names, in order of mention and once each; for None, all hosts.
 
         A word is a host, else a group, else a tag; ``all``; ``node[1-4]``; a pattern like ``node*``; any of these
-        after ``!`` to leave it out; an address like ``ada@10.0.0.5:2222``; ``local``. `nodes` takes the first so many.
+        after ``!`` to exclude it; an address like ``ada@10.0.0.5:2222``; ``local``. `nodes` limits it to the first few.
         With an inventory file, a plain word that is not in it is an error unless `alias` says that ssh_config has it.
 
-        Raises `UnknownHost` for words that fit nothing, `UsageError` when too few hosts are selected.
+        Raises `UnknownHost` for words that match nothing, `UsageError` if too few hosts are selected.
         """
         if hosts is None:
             hosts = self.hosts.values()
@@ -105,9 +105,9 @@ class Inventory:
         return _first(chosen, nodes)
 
     def jump_chain(self, host: Host) -> tuple[Host, ...]:
-        """The hosts to pass through to reach one, the nearest first; empty when it is reached directly.
+        """The jump hosts on the way to a host, the nearest first; empty if it is reached directly.
 
-        The first hop may have a jump of its own, which comes before it.
+        The first hop may have jump hosts of its own, which come before it.
         """
         chain: list[Host] = []
         while host.jump is not None and host.jump != "none":
@@ -124,7 +124,7 @@ class Inventory:
         return host
 
     def _ad_hoc(self, word: str) -> Host | None:
-        """The host of an address that is in no inventory; ``root@node1`` is the inventory's node1, as root."""
+        """A host for an address that is not in the inventory; ``root@node1`` is the inventory's node1, as root."""
         name = word.removeprefix("ssh://")
         address = Address.parse(name)
         base = None if address is None else self.hosts.get(address.host)

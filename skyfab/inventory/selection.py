@@ -1,4 +1,4 @@
-"""The language in which people select hosts: ``gpu,node[1-4],web*,!node3,ada@10.0.0.5:2222``."""
+"""The selection syntax for hosts: ``gpu,node[1-4],web*,!node3,ada@10.0.0.5:2222``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyfab.errors import UnknownHost, UsageError
 from skyfab.inventory.host import LOCAL, Address, Host, did_you_mean
 
 MOST = 10_000
-"""Hosts that one range may stand for. More is a slip of the finger, not a cluster."""
+"""Most hosts that one range may expand to. More is a typing error, not a cluster."""
 
 _SPAN = r"[0-9]{1,9}(?:-[0-9]{1,9})?"
 _RANGE = re.compile(rf"\[({_SPAN}(?:,{_SPAN})*)\]")
@@ -20,7 +20,7 @@ _ALMOST = re.compile(r"\[[0-9,\s-]*\]")
 
 
 def split(text: str) -> list[str]:
-    """The words of a selection: commas part them, except inside brackets."""
+    """The words of a selection: separated by commas, except inside brackets."""
     words, depth = [""], 0
     for char in text:
         depth = max(0, depth + (char == "[") - (char == "]"))
@@ -32,7 +32,7 @@ def split(text: str) -> list[str]:
 
 
 def expand(word: str) -> list[str]:
-    """A word with each of its ranges counted out; what is no range stays as it is.
+    """Expands the ranges of a word. Raises UsageError for an invalid or too large range.
 
     >>> expand("node[08-10]")
     ['node08', 'node09', 'node10']
@@ -63,7 +63,7 @@ def _count(spans: str) -> list[str]:
 
 
 class Names:
-    """What a word can refer to."""
+    """Looks up what a word refers to: hosts, groups, tags, addresses and patterns."""
 
     def __init__(self, hosts: Mapping[str, Host], groups: Mapping[str, Sequence[str]]) -> None:
         self.hosts = hosts
@@ -76,7 +76,7 @@ class Names:
                 self._tagged.setdefault(tag, []).append(host)
 
     def find(self, word: str) -> list[Host] | None:
-        """The hosts a word stands for, in the inventory's order; None when nothing has that name or fits it."""
+        """The hosts that a word refers to, in the inventory's order; None if nothing matches."""
         if word == "all":
             return list(self.hosts.values())
         if word in self.hosts or word == LOCAL.name:
@@ -86,11 +86,11 @@ class Names:
         return self._tagged.get(word) or self._fitting(word) or None
 
     def _host(self, name: str) -> Host:
-        """`local` is there even if the inventory does not have it."""
+        """`local` exists even if the inventory does not have it."""
         return LOCAL if name == LOCAL.name and name not in self.hosts else self.hosts[name]
 
     def _fitting(self, word: str) -> list[Host]:
-        """An address that is some host's means that host, so that its key and settings are not passed by."""
+        """Hosts that match an address or pattern. A known host's address means that host, with its key and settings."""
         address = Address.parse(word)
         if address is not None:
             hosts = self._at.get((address.host, address.port or 22), [])
@@ -101,13 +101,13 @@ class Names:
             return []
 
     def nearest(self, words: Iterable[str]) -> str:
-        """A hint for words that nothing fits: the nearest ones, or else what there is."""
+        """A hint for words that match nothing: similar names, or else the known ones."""
         known = list(dict.fromkeys([*self.hosts, *self.groups, *self._tagged, "all", LOCAL.name]))
         return did_you_mean(words, known) or f"there are {some(known)}"
 
 
 def place(host: Host) -> tuple[str, int, str | None]:
-    """What two hosts have in common that are the same machine. Behind another jump, an address is another one's."""
+    """Identifies a machine. Includes the jump: behind another jump host, the same address is another machine."""
     return host.destination.casefold(), host.port or 22, host.jump
 
 
@@ -118,8 +118,8 @@ def choose(
 ) -> dict[str, Host]:
     """The selected hosts by name, in order of mention.
 
-    `stranger` makes the host of a word that nothing has or fits, or returns None.
-    Raises `UnknownHost` with all such words at once, and `UsageError` for what is no selection.
+    `stranger` returns a host for a word that matches nothing, or None.
+    Raises `UnknownHost` with all unknown words at once, and `UsageError` for an invalid selection.
     """
     wanted, unwanted = _sort(items)
     unknown: list[str] = []
@@ -129,8 +129,8 @@ def choose(
             if chosen.setdefault(host.name, host) != host:
                 raise UsageError(f"two different hosts are called {host.name}", hint="give one another name")
     seen = Names({**names.hosts, **chosen}, names.groups)
-    # A typing error here would run things where they must not run: an exclusion that fits nothing is an error,
-    # and !node1 leaves out root@node1 too.
+    # A typing error here would run things on hosts where they must not run: an exclusion that matches nothing is an
+    # error, and !node1 excludes root@node1 too.
     excluded = {place(host) for word in unwanted for host in _look_up(word, seen, lambda word: None, unknown)}
     if unknown:
         raise UnknownHost(f"no host, group or tag fits {some(unknown)}", hint=_hint(unknown, seen))
@@ -138,7 +138,7 @@ def choose(
 
 
 def _look_up(word: str, names: Names, stranger: Callable[[str], Host | None], unknown: list[str]) -> Iterator[Host]:
-    """The hosts of one word; what nobody knows is added to `unknown`."""
+    """The hosts of one word; names that are not found are added to `unknown`."""
     for name in expand(word):
         found = names.find(name)
         if found is not None:
@@ -156,7 +156,7 @@ def _hint(unknown: Sequence[str], names: Names) -> str:
 
 
 def _sort(items: Iterable[str | Host]) -> tuple[list[str | Host], list[str]]:
-    """What is wanted, and what follows a ``!``."""
+    """Splits items into the wanted ones and the excluded ones, which follow a ``!``."""
     wanted: list[str | Host] = []
     unwanted: list[str] = []
     for item in items:
@@ -176,7 +176,7 @@ def _sort(items: Iterable[str | Host]) -> tuple[list[str | Host], list[str]]:
 
 
 def some(words: Sequence[str], most: int = 5) -> str:
-    """The first few of a list, as a person would write it."""
+    """The first few words of a list, for messages."""
     shown = [word if word.isprintable() and word else repr(word) for word in words[:most]]
     rest = len(words) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")

@@ -1,7 +1,7 @@
-"""Plugins: what frameworks need before a function's first line."""
+"""Plugins: set up a framework (PyTorch, JAX …) before a function runs: its packages, settings and process group."""
 
-# The functions take the place of the modules of the same names, which are reached by `from … import` only. They are
-# imported here and at once: a module that is imported later would hide its function.
+# The functions replace the modules of the same names, which can only be imported by `from … import`. All are imported
+# here: a module that is imported later would replace its function.
 from skyfab.plugins.accelerate import accelerate
 from skyfab.plugins.base import Plugin
 from skyfab.plugins.huggingface import huggingface

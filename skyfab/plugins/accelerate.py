@@ -1,4 +1,4 @@
-"""Accelerate: its configuration, as the environment variables that ``accelerate launch`` would set."""
+"""Plugin for Hugging Face Accelerate: sets its configuration as the environment variables of ``accelerate launch``."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LAUNCHERS: Final = frozenset(
         *("rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster", "tpu_use_sudo"),
     }
 )
-"""Keys of a configuration file that say what the pool knows better: who takes part, and where."""
+"""Keys of a configuration file about machines and processes. Ignored: the pool determines these."""
 
 _SECTIONS: Final = {
-    # A section: what its keys begin with, or leave out; what its variables do; and the one that says it is in use.
+    # Section: the optional prefix of its keys, the prefix of its variables, and the variable that enables it.
     "dynamo_config": ("dynamo_", "ACCELERATE_DYNAMO_", None),
     "fp8_config": ("fp8_", "ACCELERATE_FP8_", None),
     "fsdp_config": ("fsdp_", "FSDP_", "ACCELERATE_USE_FSDP"),
@@ -49,13 +49,13 @@ _IRREGULAR: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerate(Plugin):
-    """Made by `accelerate`, which says what the field means."""
+    """Made by `accelerate`, which documents the field."""
 
     network = "needed"
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        variables(self.config)  # a mistake shows here, not on the hosts
+        variables(self.config)  # raises for a mistake here, not on the hosts
 
     def transform(self, image: Image, host: Host) -> Image:
         return with_packages(image, host, "accelerate")
@@ -75,14 +75,17 @@ def accelerate(config: Mapping[str, Any] | None = None) -> Accelerate:
     """Hugging Face Accelerate on every host, configured as by ``accelerate config``.
 
     `config` has the keys of accelerate's configuration file: ``{"mixed_precision": "bf16", "fsdp_config": {…}}``.
-    Those about machines and processes are the pool's to say. Raises UsageError for a section that accelerate has not.
+    Those about machines and processes are ignored: the pool sets them. Raises UsageError for an unknown section.
     """
     return Accelerate(config=dict(config or {}))
 
 
 def meet_on_cpus(info: InstanceInfo) -> None:
-    """Says that ranks without GPUs of their own belong together: else accelerate, and the Trainer, run one in each."""
-    torch = sys.modules.get("torch")  # loaded by its plugin, wherever that stands in the list
+    """Makes ranks without GPUs of their own form one group on CPUs.
+
+    Otherwise accelerate, and the Trainer, run on each rank as if it were alone.
+    """
+    torch = sys.modules.get("torch")  # loaded by its plugin, whatever the order of plugins
     if torch is None or info.world_size < 2:
         return
     devices = getattr(torch, "accelerator", torch.cuda)
@@ -91,7 +94,7 @@ def meet_on_cpus(info: InstanceInfo) -> None:
 
 
 def variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """The environment variables that stand for a configuration.
+    """The environment variables for a configuration. Raises UsageError for an invalid one.
 
     >>> variables({"mixed_precision": "bf16", "dynamo_config": {"dynamo_backend": "INDUCTOR"}})
     {'ACCELERATE_MIXED_PRECISION': 'bf16', 'ACCELERATE_DYNAMO_BACKEND': 'INDUCTOR'}
@@ -113,7 +116,7 @@ def variables(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _home(key: str) -> tuple[str, str]:
-    """The section of a key that stands outside of any: dynamo_backend is dynamo's."""
+    """The prefixes for a key outside of any section: dynamo_backend belongs to dynamo's section."""
     sections = ((start, prefix) for start, prefix, _ in _SECTIONS.values())
     return next((home for home in sections if key.startswith(home[0])), ("", "ACCELERATE_"))
 

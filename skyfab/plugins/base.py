@@ -1,6 +1,7 @@
-"""What a plugin is: hooks around an environment, a process, a call and a pool. Each does nothing until it is written.
+"""`Plugin`: the base class of plugins, with hooks for the image, a worker process, a call and a pool.
 
-A plugin travels to the hosts by pickle, and runs there in each process before the first function does::
+The hooks do nothing unless they are overridden. A plugin is pickled and sent to the hosts, and runs there in each
+process before the first function does::
 
     class Seeded(sky.plugins.Plugin):
         def __init__(self, seed):
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from skyfab.inventory.host import Host
 
 RENDEZVOUS: Final = "the port at which the ranks meet"
-"""What frameworks with a process group of their own take."""
+"""The resource that frameworks with a process group of their own need exclusively."""
 
 
 Network = Literal["unused", "wanted", "needed"]
@@ -38,62 +39,62 @@ Network = Literal["unused", "wanted", "needed"]
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """A gang that goes on without the hosts that it loses."""
+    """Settings of a gang that continues without lost hosts."""
 
     min_hosts: int
     max_hosts: int
-    """Hosts."""
+    """Limits of the number of hosts."""
     max_restarts: int
-    """How often its ranks are started again after a failure."""
+    """How often its ranks are restarted after a failure."""
     secret: bytes = field(default_factory=partial(os.urandom, 32), repr=False, compare=False)
-    """Known to the processes of its gangs alone: they travel with it, inside the connections to their hosts."""
+    """Shared by the processes of its gangs only. Sent to them inside the connections to their hosts."""
 
 
 class Plugin:
-    """Derive from this and write the hooks that you need."""
+    """Base class: override the hooks that you need."""
 
     exclusive: ClassVar[str] = ""
-    """What it takes for itself, in words: of the plugins of a pool, one may have it."""
+    """A resource, described in words, that only one plugin of a pool may use."""
     elastic: Elastic | None = None
-    """Where it is set, each host has one process that starts the host's ranks: see `run_elastic_agent`."""
+    """If set, each host has one worker that starts the host's ranks: see `run_elastic_agent`."""
     network: Network = "unused"
-    """Whether the ranks of ``@`` connect to each other. Where it is "needed", hosts that cannot are an error at once.
+    """Whether the ranks of ``@`` connect to each other. If "needed", hosts that cannot connect are an error at once.
 
-    Where it is "wanted", a line says so, and the call goes on.
+    If "wanted", a notice is shown and the call continues.
     """
 
     def transform(self, image: Image, host: Host) -> Image:
-        """What the image must be on a host. Here, before anything is reached."""
+        """Returns the image for a host. Runs on this machine, before connecting."""
         return image
 
     @contextmanager
     def around_process(self, info: InstanceInfo) -> Iterator[None]:
-        """In each process on a host, from before its first call to its end."""
+        """Runs in each worker on a host, from before its first call until it exits."""
         yield
 
     @contextmanager
     def around_call(self, info: InstanceInfo) -> Iterator[None]:
-        """In the process, around each call."""
+        """Runs in the worker, around each call."""
         yield
 
     def run_elastic_agent(self, info: InstanceInfo, work: tuple[Any, ...]) -> list[tuple[int, Any]]:
-        """In an elastic gang's process on a host: runs the work in ranks of its own; returns ranks and results."""
+        """Runs in an elastic gang's one worker on a host: runs `work` in ranks; returns pairs of rank and result."""
         raise NotImplementedError
 
     @contextmanager
     def around_client(self, compute: Pool) -> Iterator[None]:
-        """Here, while the pool is open."""
+        """Runs on this machine, while the pool is open."""
         yield
 
 
 class Torchrun(Plugin):
-    """Scripts that were written for torchrun: some connect to MASTER_ADDR, some do not."""
+    """For scripts that were written for torchrun: some connect to MASTER_ADDR, some do not."""
 
     network = "wanted"
 
 
 def check_together(plugins: Sequence[Plugin]) -> None:
-    """Raises UsageError for plugins that cannot be in one pool."""
+    """Raises UsageError for plugins that cannot be used in the same pool."""
     owners: dict[str, Plugin] = {}
     for plugin in plugins:
         if not plugin.exclusive:

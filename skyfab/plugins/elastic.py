@@ -1,7 +1,7 @@
-"""Elastic gangs: torch's own engine starts a host's ranks, and starts them again with the hosts that are left.
+"""Elastic gangs: torch.distributed.elastic starts a host's ranks, and restarts them on the remaining hosts.
 
-In an elastic gang each host has one process of ours, the conductor. It runs torch's elastic agent, whose workers are
-the ranks: when one of them fails, or a host falls silent, all of them begin anew among those that remain.
+In an elastic gang each host has one worker of skyfab. It runs torch's elastic agent, whose own workers are the ranks.
+When a rank fails, or a host sends no more heartbeats, all ranks are restarted on the hosts that remain.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
     from skyfab.plugins.base import Elastic, Plugin
 
 SILENCE: Final = 10
-"""Seconds without a sign of life after which a host is left out."""
+"""Seconds without a heartbeat after which a host is excluded."""
 LAST_CALL: Final = 3.0
-"""Seconds to wait for more hosts once enough are there."""
+"""Seconds to wait for more hosts once there are enough."""
 _SIGNATURE: Final = 32
-"""Bytes of an HMAC with SHA-256."""
+"""Length in bytes of an HMAC with SHA-256."""
 FAREWELL: Final = 30.0
-"""Seconds that hosts wait for each other when they are done."""
+"""Seconds that hosts wait for each other at the end."""
 
 
 def run_elastic_agent(
     elastic: Elastic, open_store: Callable[[InstanceInfo], Any], info: InstanceInfo, work: tuple[Any, ...]
 ) -> list[tuple[int, Any]]:
-    """Runs `work` (function, plugins, arguments, keywords) in this host's ranks, as often as need be.
+    """Runs `work` (function, plugins, arguments, keywords) in this host's ranks, and restarts it as needed.
 
-    Returns what each of them returned, with its rank in the last of all attempts. Raises what the first one that
-    failed has raised, when there are no more attempts.
+    Returns the rank, in the last attempt, and the result of each. When no attempts are left, raises the exception of
+    the first rank that failed.
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a store of its own for every attempt: no stale keys
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # SIGTERM ends us, and the ranks with us
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a new store for every attempt: no stale keys
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # SIGTERM terminates this process and its ranks
     store = open_store(info)
     peers = _Peers(info)
     rendezvous = _rendezvous(elastic, store, info, peers)
@@ -64,7 +64,7 @@ def run_elastic_agent(
         max_restarts=elastic.max_restarts,
         local_addr=info.peers[info.rank],
     )
-    # A rank that fails says so itself, in one line.
+    # A rank that fails reports that itself, in one line.
     logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)
     logs = DefaultLogsSpecs(log_dir=str(_folder()))
     try:
@@ -72,7 +72,7 @@ def run_elastic_agent(
     finally:
         rendezvous.shutdown()
         peers.close()
-        del store  # the head's is where the others have met: it stays until here
+        del store  # the head's is the server for the others: keep it until here
     if ended.is_failed():
         raise _failure(ended.failures)
     return [(rank, codec.loads(*pickle.loads(value))) for rank, value in sorted(ended.return_values.items())]
@@ -83,7 +83,7 @@ def _rendezvous(elastic: Elastic, store: Any, info: InstanceInfo, peers: _Peers)
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
     class Rendezvous(DynamicRendezvousHandler):  # type: ignore[misc]
-        """Torch looks for hosts that come; this one also tells it of those that have gone."""
+        """Torch's rendezvous only detects hosts that join. This one also reports hosts that are lost."""
 
         attempt = info.attempt
 
@@ -109,10 +109,10 @@ def _rendezvous(elastic: Elastic, store: Any, info: InstanceInfo, peers: _Peers)
 
 
 class _Signed:
-    """A rendezvous backend of torch's whose state is taken from members of this gang alone.
+    """A rendezvous backend of torch that only accepts state signed by members of this gang.
 
-    Torch unpickles the state, and whoever reaches the port can write it: other users of the head's host, for instance.
-    The other keys in there are numbers, JSON and addresses.
+    Torch unpickles the state, and any process that can connect to the port can write it, for instance those of other
+    users on the head's host. The other keys in the store are numbers, JSON and addresses.
     """
 
     def __init__(self, backend: Any, secret: bytes, info: InstanceInfo) -> None:
@@ -144,7 +144,10 @@ class _Signed:
 
 
 class _Peers:
-    """Signs of life between the conductors. A host that is cut off ends no connection: its ranks' peers would wait."""
+    """Heartbeats between the workers that run elastic agents, through the store.
+
+    A disconnected host closes no TCP connection: without heartbeats, the ranks on other hosts would wait for it.
+    """
 
     def __init__(self, info: InstanceInfo) -> None:
         from torch.distributed import TCPStore
@@ -157,7 +160,7 @@ class _Peers:
         threading.Thread(target=self._run, daemon=True).start()
 
     def fallen_silent(self) -> int:
-        """How many there are that nobody has been told of yet."""
+        """The number of hosts that were lost since the last call."""
         silent, self._silent = self._silent, 0
         return silent
 
@@ -173,7 +176,7 @@ class _Peers:
                 self._listen()
             self._store.set(f"skyfab/beat/{self._rank}", "done")
         except Exception:
-            pass  # the head is gone: torch's own look at the store says so
+            pass  # the head is lost: torch notices that itself, when it uses the store
 
     def _listen(self) -> None:
         for rank, (before, since) in list(self._others.items()):
@@ -192,9 +195,9 @@ class _Peers:
 
 
 def perform(packed: bytes, place: dict[str, Any], folder: str) -> bytes:
-    """What torch starts in each rank: its place, the plugins, the function."""
+    """The entry point of each rank: sets up `instance_info` and the plugins, and runs the function."""
     context.hold_folder(folder)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["SKYFAB_ATTEMPT"]  # torch's own differs between hosts
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["SKYFAB_ATTEMPT"]  # torch's own count differs between hosts
     info = context.InstanceInfo(**place)._replace(
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
@@ -224,12 +227,12 @@ def _inside(plugins: Sequence[Plugin], info: InstanceInfo, function: Callable[[]
         try:
             return function()
         except Exception as error:
-            _leave(error)  # before the plugins let go of the others, who fail then
+            _leave(error)  # before the plugins disconnect from the other ranks, which then fail too
             raise
 
 
 def _flat(value: object) -> bytes:
-    """Pickled with its buffers in one piece: what goes through torch's own queues."""
+    """Pickles a value with its buffers into one bytes object, for torch's queues."""
     payload = codec.dumps(value)
     return pickle.dumps((payload.data, [bytes(buffer) for buffer in payload.buffers]))
 
@@ -238,19 +241,19 @@ def _flat(value: object) -> bytes:
 
 
 def _folder() -> Path:
-    """Goes with the pool."""
+    """A folder that is deleted with the pool."""
     return Path(context.own_folder()) / "elastic"
 
 
 class _Text(Exception):
-    """The traceback in the rank: the cause of the exception that came from there."""
+    """A rank's traceback, as the cause of the exception that it raised."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def _leave(error: Exception) -> None:
-    """Writes the failure down for the conductor, which wants the first one of the last attempt."""
+    """Writes the failure to a file for this host's elastic agent, which reports the first one of the last attempt."""
     path = _folder() / f"{os.environ['SKYFAB_ATTEMPT']}.{os.environ['RANK']}.failure"
     if path.exists():
         return
@@ -265,10 +268,10 @@ def _leave(error: Exception) -> None:
 
 
 def _failure(failures: dict[int, Any]) -> Exception:
-    """What the first rank here that failed has raised. Torch knows of one, and not which was the first."""
+    """The exception of the first rank on this host that failed. Torch reports one, but not which was the first."""
     written = _folder().glob(f"{os.environ['SKYFAB_ATTEMPT']}.*.failure")
     earliest = min(written, key=lambda path: path.stat().st_mtime_ns, default=None)
-    if earliest is None:  # it was killed
+    if earliest is None:  # the rank was killed
         rank, first = next(iter(failures.items()))
         return RuntimeError(f"rank {rank} ended with exit code {first.exitcode}")
     error, text = codec.loads(*pickle.loads(earliest.read_bytes()))

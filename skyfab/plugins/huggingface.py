@@ -1,4 +1,4 @@
-"""Hugging Face: its libraries, and a token that reaches the functions' processes and nothing else."""
+"""Plugin for Hugging Face: its libraries, and a token that is only set in the environment of the workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class HuggingFace(Plugin):
-    """Made by `huggingface`, which says what the field means."""
+    """Made by `huggingface`, which documents the field."""
 
     network = "wanted"  # the Trainer connects ranks, a pipeline does not
     token: str | None = None
@@ -44,9 +44,9 @@ class HuggingFace(Plugin):
 
 
 def huggingface(token: str | None = None) -> HuggingFace:
-    """transformers, datasets and tokenizers on every host; `token` is ``HF_TOKEN`` in the processes there.
+    """transformers, datasets and tokenizers on every host; `token` is ``HF_TOKEN`` in the workers there.
 
-    It travels inside the SSH connection and is written to no file. The Trainer finds rank and world size as
-    torchrun would say them; with `plugins.torch` it finds the process group too, and accelerate, which it needs.
+    The token is sent inside the SSH connection and never written to a file. The Trainer finds rank and world size in
+    torchrun's variables; with `plugins.torch` it also has the process group, and accelerate, which it needs.
     """
     return HuggingFace(token=token)

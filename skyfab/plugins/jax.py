@@ -1,4 +1,4 @@
-"""JAX: one runtime over all ranks, so that every rank sees the devices of all."""
+"""Plugin for JAX: initializes one distributed runtime over all ranks, so that every rank sees the devices of all."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from skyfab.inventory.host import Host
 
 PATIENCE: Final = 60
-"""Seconds that the ranks wait for each other, once they have loaded jax."""
+"""Timeout in seconds for all ranks to connect, once they have imported jax."""
 
 _failed = False
-"""A call has failed in this process: the others are stopped, and do not come to say good-bye."""
+"""A call has failed in this process. The other ranks are stopped, and would not take part in a shutdown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Jax(Plugin):
-    """Made by `jax`, which says what the field means."""
+    """Made by `jax`, which documents the field."""
 
     network = "needed"
     exclusive = RENDEZVOUS
@@ -45,14 +45,14 @@ class Jax(Plugin):
 
         _leave_signals_alone(jax)
         _choose_interface(info)
-        context.close_listener()  # the head's jax listens there itself; the others try until it does
+        context.close_listener()  # jax listens there itself, on the head; the others retry until it does
         address = f"[{info.head_addr}]" if ":" in info.head_addr else info.head_addr
         jax.distributed.initialize(
             coordinator_address=f"{address}:{info.head_port}",
             num_processes=info.world_size,
             process_id=info.rank,
             local_device_ids=_own_devices(info),
-            cluster_detection_method="deactivate",  # all is said: Slurm's variables are somebody else's
+            cluster_detection_method="deactivate",  # all is given: ignore Slurm's variables
             initialization_timeout=PATIENCE,
         )
         try:
@@ -74,14 +74,14 @@ class Jax(Plugin):
 def jax(extra: str | None = None) -> Jax:
     """JAX on every host, initialized over all ranks of ``@``: ``jax.devices()`` are those of all hosts.
 
-    `extra` is the build, as in ``jax[cuda12]``; without it, the CPU's. Not together with `plugins.torch` in one pool:
-    both meet at the head's port.
+    `extra` is the build, as in ``jax[cuda12]``; without it, for CPUs. Cannot be combined with `plugins.torch` in one
+    pool: both need the head's port.
     """
     return Jax(extra=extra)
 
 
 def _leave_signals_alone(jax: Any) -> None:
-    """A rank that is stopped ends at once. By default jax takes SIGTERM for a notice of its cloud, and goes on."""
+    """Makes SIGTERM terminate a rank at once. By default jax treats it as a preemption notice and continues."""
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
         try:
             jax.config.update("jax_enable_preemption_service", False)
@@ -90,10 +90,10 @@ def _leave_signals_alone(jax: Any) -> None:
 
 
 def _choose_interface(info: InstanceInfo) -> None:
-    """Traffic between CPUs takes the interface that leads to the other hosts.
+    """Makes traffic between CPUs (gloo) use the interface to the other hosts.
 
-    Left alone, it goes where the host's own name leads: on Debian that is loopback, elsewhere often nowhere. jax has
-    no word for it, only jaxlib has: where that keeps it elsewhere, things stay as they are.
+    The default is the address of the host's own name: on Debian that is loopback, elsewhere often unresolvable. jax has
+    no setting for it, only jaxlib. If a version of jaxlib does not have it in this place, nothing is changed.
     """
     try:
         from jaxlib import _jax

@@ -1,4 +1,4 @@
-"""Keras: its backend, chosen before anybody imports it."""
+"""Plugin for Keras: installs it, and selects its backend before it is imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Backend = Literal["torch", "jax", "tensorflow", "numpy"]
 
 @dataclass(frozen=True, kw_only=True)
 class Keras(Plugin):
-    """Made by `keras`, which says what the field means."""
+    """Made by `keras`, which documents the field."""
 
     exclusive = "the choice of Keras' backend"
     backend: Backend = "torch"
@@ -35,7 +35,7 @@ class Keras(Plugin):
 
     def transform(self, image: Image, host: Host) -> Image:
         image = with_packages(image, host, "keras")
-        if self.backend == "torch":  # in the version that `plugins.torch` would name
+        if self.backend == "torch":  # the same version as `plugins.torch` installs
             return Torch().transform(image, host)
         return with_packages(image, host, self.backend)
 
@@ -52,7 +52,7 @@ class Keras(Plugin):
 
 
 def keras(backend: Backend = "torch") -> Keras:
-    """Keras on every host, on top of `backend`, which is installed with it.
+    """Keras on every host, with `backend`, which is installed too.
 
     For training over several ranks, add the backend's own plugin: ``[plugins.jax(), plugins.keras(backend="jax")]``.
     """
@@ -60,7 +60,7 @@ def keras(backend: Backend = "torch") -> Keras:
 
 
 def _loaded() -> str | None:
-    """The backend of the keras that this process has imported."""
+    """The backend of keras, if this process has imported it."""
     module = sys.modules.get("keras")
     if module is None:
         return None

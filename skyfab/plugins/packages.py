@@ -1,4 +1,4 @@
-"""Packages: what plugins of frameworks add to an image, and when they leave it alone."""
+"""Helpers for plugins that add packages to an image, unless the user chose a fixed interpreter or lock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def with_packages(image: Image, host: Host, *requirements: str) -> Image:
-    """The image with these packages too, but for those that it names already; as it was where nothing is installed."""
+    """The image plus these packages, except those that it names already. Unchanged if nothing is to be installed."""
     if used_as_it_is(image, host):
         return image
     known = named(image)
@@ -21,15 +21,15 @@ def with_packages(image: Image, host: Host, *requirements: str) -> Image:
 
 
 def with_trainer(image: Image, host: Host) -> Image:
-    """With accelerate too, where both transformers and torch are asked for: the Trainer needs it.
+    """Adds accelerate if the image has both transformers and torch: the Trainer needs it.
 
-    Both plugins call this, since either may come second. Without torch it would bring torch along.
+    Both plugins call this, since either may come second. Without that check, accelerate would pull in torch.
     """
     return with_packages(image, host, "accelerate") if {"torch", "transformers"} <= named(image) else image
 
 
 def used_as_it_is(image: Image, host: Host) -> bool:
-    """Somebody has chosen the interpreter or the packages: those are used, and nothing is installed."""
+    """The user has chosen the interpreter or the packages: nothing is to be installed."""
     if image.python.startswith("/") or image.lock:
         return True
     chosen = host.transport == "local" or (image.python == "auto" and host.python.startswith("/"))
@@ -37,12 +37,12 @@ def used_as_it_is(image: Image, host: Host) -> bool:
 
 
 def named(image: Image) -> set[str]:
-    """The packages that an image asks for."""
+    """The canonical names of the packages that an image requires."""
     return {_name(text) for text in image.pip}
 
 
 def pinned(package: str, version: str | None) -> str:
-    """``"2.9.1"`` is that version, ``">=2.9"`` a range."""
+    """A requirement: ``"2.9.1"`` is that version, ``">=2.9"`` a range."""
     return package if version is None else f"{package}{'' if version[:1] in '<>=!~' else '=='}{version}"
 
 

@@ -1,4 +1,4 @@
-"""PyTorch: the build that suits each host, and a process group that is there before a function's first line."""
+"""Plugin for PyTorch: installs the right build on each host, and makes a process group before a function runs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from skyfab.inventory.host import Host
 
 INDEX: Final = "https://download.pytorch.org/whl"
-"""Where PyTorch keeps its builds, one index for each."""
+"""PyTorch's package indexes, one for each build."""
 PATIENCE: Final = 60.0
-"""Seconds that the ranks wait for each other, once they have loaded torch."""
+"""Timeout in seconds for all ranks to connect, once they have imported torch."""
 _BUILD: Final = re.compile(r"auto|cpu|cu\d+|rocm[\d.]+|xpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Torch(Plugin):
-    """Made by `torch`, which says what the fields mean."""
+    """Made by `torch`, which documents the fields."""
 
     network = "needed"
     exclusive = RENDEZVOUS
@@ -60,7 +60,7 @@ class Torch(Plugin):
         return self._with_index(with_trainer(with_packages(image, host, *wanted), host))
 
     def release(self) -> str | None:
-        """The version that hosts get; None where any will do."""
+        """The version to install on hosts; None for any."""
         if self.version != "auto":
             return None if self.version == "latest" else self.version
         from importlib.metadata import PackageNotFoundError, version
@@ -77,7 +77,7 @@ class Torch(Plugin):
         packages = [name for name in ("torch", "torchvision", "torchaudio") if name not in scoped]
         if self.cuda == "auto" or "torch" in scoped:
             return image
-        if self.cuda.startswith("rocm"):  # what it brings along is there as well, and nowhere else
+        if self.cuda.startswith("rocm"):  # its dependencies are only in that index
             packages += ["pytorch-triton-rocm", "triton-rocm"]
         index = PipIndex(f"{INDEX}/{self.cuda}", tuple(packages))
         return replace(image, pip_indexes=(*image.pip_indexes, index))
@@ -85,7 +85,7 @@ class Torch(Plugin):
     @contextmanager
     def around_process(self, info: InstanceInfo) -> Iterator[None]:
         if "RANK" not in os.environ or not info.head_port:
-            yield  # a solo call: the first device is the current one, and there is nobody to wait for
+            yield  # a solo call: the first device is the current one, and there is no process group
             return
         import torch.distributed as dist
 
@@ -95,7 +95,7 @@ class Torch(Plugin):
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            del store  # the head's is where the others have met: it stays until here
+            del store  # the head's is the server for the others: keep it until here
 
     def run_elastic_agent(self, info: InstanceInfo, work: tuple[Any, ...]) -> list[tuple[int, Any]]:
         from skyfab.plugins.elastic import run_elastic_agent
@@ -104,7 +104,7 @@ class Torch(Plugin):
         return run_elastic_agent(self.elastic, _open_store, info, work)
 
     def _join(self, info: InstanceInfo) -> Any:
-        """Makes the process group; returns what must live as long as that does."""
+        """Makes the process group; returns the store, which must live as long as that does."""
         import torch
         import torch.distributed as dist
 
@@ -112,7 +112,7 @@ class Torch(Plugin):
         store = _open_store(info)
         agreed = _meet(store, info, "nccl" if able else "gloo")
         backend = self.backend or ("nccl" if agreed == {"nccl"} else "gloo")
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # env:// joins the store that is there
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # env:// connects to the existing store
         bound = torch.device("cuda", device) if device is not None and "nccl" in backend else None
         dist.init_process_group(backend, init_method="env://", device_id=bound)
         return store
@@ -129,13 +129,13 @@ def torch(
 ) -> Torch:
     """PyTorch on every host, and one process group over all ranks of ``@``.
 
-    `backend` is NCCL where every rank has a GPU of its own, else gloo. `cuda` is the build: ``"auto"`` goes by each
-    host's driver, ``"cpu"`` or ``"cu128"`` say it. `version` is by default the one that is installed here; `vision`
-    and `audio` add torchvision and torchaudio, ``True`` in the version that belongs to torch's.
+    `backend` defaults to NCCL if every rank has a GPU of its own, else to gloo. `cuda` is the build: ``"auto"`` depends
+    on each host's driver, ``"cpu"`` or ``"cu128"`` are explicit. `version` defaults to the one that is installed here;
+    `vision` and `audio` add torchvision and torchaudio, with ``True`` in the version that matches torch's.
 
-    With ``elastic=(2, 4)`` ``@`` runs under torch.distributed.elastic, on four hosts at most and while there are two: a
-    host that dies is left out, a rank that fails is no end before `max_restarts`. Each time the function begins anew,
-    on all ranks, and ``instance_info().attempt`` is one more: it goes on from its own checkpoint.
+    With ``elastic=(2, 4)`` ``@`` runs under torch.distributed.elastic, on at most four hosts and at least two. Lost
+    hosts are excluded, and after a failure the ranks are restarted, up to `max_restarts` times. With each restart the
+    function begins again on all ranks, ``instance_info().attempt`` is incremented, and it should load its checkpoint.
     """
     return Torch(
         backend=backend,
@@ -161,7 +161,7 @@ def _elastic(hosts: tuple[int, int], max_restarts: int) -> Elastic:
 
 
 def _own_device(info: InstanceInfo) -> tuple[int | None, bool]:
-    """Makes this rank's GPU the current one: its number, if there is one, and whether no other rank has it."""
+    """Selects this rank's GPU. Returns its number, or None, and whether no other rank uses it."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -173,7 +173,7 @@ def _own_device(info: InstanceInfo) -> tuple[int | None, bool]:
 
 
 def _open_store(info: InstanceInfo) -> Any:
-    """Where the ranks meet. The head's process listens already; else it begins to, and the others try until it does."""
+    """The TCPStore for the rendezvous. The head already listens, or starts to; the others retry until it does."""
     import torch
     from torch.distributed import TCPStore
 
@@ -181,15 +181,15 @@ def _open_store(info: InstanceInfo) -> Any:
     if info.is_head:
         options["is_master"] = True
         listener = _listener(info)
-        if listener >= 0:  # before 2.8, libuv's server takes a socket and does not listen
+        if listener >= 0:  # before torch 2.8, the libuv server accepts a socket but does not listen
             options |= {"master_listen_fd": listener, "use_libuv": torch.__version__ >= (2, 8)}
     return TCPStore(info.head_addr, info.head_port, info.world_size, **options)
 
 
 def _listener(info: InstanceInfo) -> int:
-    """A socket that listens at the head's address alone: torch's own would listen at every address of the host.
+    """A socket that listens only at the head's address: torch's own would listen at every address of the host.
 
-    -1 where that is not one of the host's own.
+    Returns -1 if the address does not belong to this host.
     """
     listener = context.take_listener()
     if listener >= 0:
@@ -202,9 +202,9 @@ def _listener(info: InstanceInfo) -> int:
 
 
 def _meet(store: Any, info: InstanceInfo, word: str) -> set[str]:
-    """Waits until every rank has said its word; returns all words. Raises TimeoutError, naming those that are missing.
+    """Waits until every rank has stored its `word`; returns all words. Raises TimeoutError, naming the missing ranks.
 
-    Torch's own rendezvous has one time limit, for this and for every collective after it.
+    Not left to torch, whose timeout for the rendezvous also applies to every later collective.
     """
     from torch.distributed import DistStoreError
 
@@ -222,7 +222,7 @@ def _meet(store: Any, info: InstanceInfo, word: str) -> set[str]:
 
 
 def _companion(package: str, version: bool | str, release: str | None) -> str:
-    """The requirement for torchvision or torchaudio. Their own metadata says the rest: which torch exactly."""
+    """The requirement for torchvision or torchaudio. Their own metadata requires the exact version of torch."""
     if isinstance(version, str):
         return pinned(package, None if version in ("auto", "latest") else version)
     numbers = re.fullmatch(r"(?:==)?2\.(\d+)(\..*)?", release or "")
@@ -235,4 +235,4 @@ def _companion(package: str, version: bool | str, release: str | None) -> str:
 
 
 _LAST_PAIR: Final = 11
-"""torchaudio 2.11 runs with later versions of torch too, and has none of its own for them."""
+"""The last minor version of torch with its own torchaudio. torchaudio 2.11 also works with later ones."""

@@ -1,4 +1,4 @@
-"""Addresses of a pool's hosts: which of them another host could connect to, as far as that can be told from here."""
+"""Candidate network addresses of a pool's hosts: which ones other hosts may be able to connect to, before probing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyfab.protocol.messages import AgentHello
 
 IP = ipaddress.IPv4Address | ipaddress.IPv6Address
 _MOST: Final = 8
-"""Addresses of a host that are considered."""
+"""Most addresses of one host that are considered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Address:
 
     address: str
     interface: str = ""
-    """The interface that has it; empty where that is not known, or does not matter."""
+    """The interface that has it; empty if unknown or irrelevant."""
     network: str = ""
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class Address:
 
 
 def ip(text: str) -> IP | None:
-    """The address that a host has written, if it is one."""
+    """Parses an address that a host reported; None if it is not a valid one."""
     try:
         return ipaddress.ip_address(text) if re.fullmatch(r"[\w.:%-]{2,64}", text, re.ASCII) else None
     except ValueError:
@@ -39,14 +39,14 @@ def ip(text: str) -> IP | None:
 
 
 class Candidates:
-    """What the hosts of a gang have told of their addresses."""
+    """The addresses that the hosts of a gang reported, and which of them other hosts may use."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
-        """Raises ProtocolError for what is no address."""
+        """Raises ProtocolError for an invalid address."""
         self._nodes = nodes
         self._told = {node: _told(node) for node in nodes}
         self._machines = {node: _host_info(node) for node in nodes}
-        """Two names may be one machine: at its addresses it finds itself."""
+        """The machine of each node. Two hosts may be the same machine; then they may share addresses."""
         self._owners: dict[str, set[object]] = {}
         for node in nodes:
             for one in self._told[node]:
@@ -54,7 +54,7 @@ class Candidates:
         self._preferred = {
             one.network for node in nodes for one in self._told[node] if one.interface and one.interface == _named(node)
         }
-        """Networks of the interfaces that the inventory names, for hosts of which it names none."""
+        """Networks of the interfaces that the inventory names. Preferred also on hosts without a named interface."""
         self._options = {node: self._of(node) for node in nodes}
 
     @property
@@ -62,9 +62,10 @@ class Candidates:
         return len(set(self._machines.values())) == 1
 
     def of(self, node: Node) -> list[Address]:
-        """Where other hosts may find it, the likeliest first: of the interface that the inventory names, else of any.
+        """Addresses for other hosts to connect to, the likeliest first.
 
-        None that another host has too: such an address leads a host to itself.
+        Only those of the interface that the inventory names, if it names one. Addresses that another machine has too
+        are left out: that machine would connect to itself.
         """
         return self._options[node]
 
@@ -78,7 +79,7 @@ class Candidates:
         return sorted(found, key=lambda one: one.network not in self._preferred)[:_MOST]
 
     def likely(self) -> list[Address]:
-        """An address for each node, untried: better than nothing for those who try it."""
+        """A best guess for each node, without probing."""
         return [self._likely(node) for node in self._nodes]
 
     def _likely(self, node: Node) -> Address:
@@ -97,13 +98,13 @@ class Candidates:
         return any(one.network == option.network for one in self.of(node))
 
     def facing(self, node: Node, head: Address, own: str) -> Address:
-        """Where a node is found that reaches `head` from its address `own`."""
+        """The address to use for a node that connects to `head` from its address `own`."""
         options = self.of(node)
         alike = [one for one in options if (":" in one.address) == (":" in head.address)]
         return next((one for one in options if one.address == own), (alike or options)[0])
 
     def none_of(self, node: Node) -> PeersUnreachable | None:
-        """What to say of a node that no other host can find."""
+        """The error for a node that has no address for other hosts to use; None if it has one."""
         if self.of(node):
             return None
         named = _named(node)
@@ -127,7 +128,7 @@ class Candidates:
 
 
 def _host_info(node: Node) -> object:
-    """What two agents on one machine say alike. A clone of a machine may say the same but for its addresses."""
+    """Equal for two agents on one machine. Addresses are part of it: a cloned machine may differ in nothing else."""
     return node.agent.network or node.name, frozenset(map(tuple, node.agent.addresses))
 
 
@@ -139,11 +140,11 @@ def _is_public(one: Address) -> bool:
     found = ip(one.address)
     if found is None or found.is_loopback or found.is_unspecified or found.is_multicast:
         return False
-    return found.version == 4 or not found.is_link_local  # IPv6's are of use with the name of an interface alone
+    return found.version == 4 or not found.is_link_local  # IPv6 link-local addresses need an interface name
 
 
 def _told(node: Node) -> list[Address]:
-    """A host's addresses: first the one at which this machine reached it, then IPv4, then IPv6."""
+    """A host's addresses: first the one that this machine connected to, then IPv4, then IPv6."""
     agent = node.agent
     check_addresses(agent, node.name)
     reached = str(ip(agent.address))
@@ -158,7 +159,10 @@ def _told(node: Node) -> list[Address]:
 
 
 def check_addresses(agent: AgentHello, host: str) -> None:
-    """What a host says of its addresses goes to other hosts, and into hints that people type. Raises ProtocolError."""
+    """Validates reported addresses: they are sent to other hosts, and shown in hints that users may type.
+
+    Raises ProtocolError.
+    """
     try:
         fine = ip(agent.address) is not None and len(agent.addresses) <= 1024
         for interface, text in agent.addresses:

@@ -1,4 +1,4 @@
-"""Broadcasts: one call on every rank of a gang, and the queue that runs one after another."""
+"""Broadcasts: one call on every rank of a gang, and the queue that runs the broadcasts of a pool one at a time."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from skyfab.protocol import codec, messages
 from skyfab.session.sigint import SIGINT_GUARD
 
 GRACE: Final = 2.0
-"""Seconds that the other ranks have left when one has failed: they may wait for it in vain."""
+"""Seconds until the other ranks are stopped after one has failed: they may be blocked in a collective with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast:
-    """What is to run on every rank."""
+    """What to run on every rank, and how."""
 
     function: PackedFunction
     arguments: codec.Payload
     label: str
     timeout: float | None = None
     min_hosts: int | None = None
-    """So many members are enough: others but the first may be lost, and their result is None."""
+    """The number of members that is enough. Others, except the first, may be lost; their result is None."""
     untrusted: bool = False
-    """Hosts are not trusted: results are plain data."""
+    """Hosts are not trusted: results may only be plain data."""
 
 
 class GangCall:
-    """One broadcast, from when it is asked for until every rank has answered. Its result is a list in rank order."""
+    """One broadcast, from its submission until every rank has replied. Its result is a list in rank order."""
 
     def __init__(self, broadcast: Broadcast, ended: Callable[[GangCall], None] = lambda call: None) -> None:
-        """`ended` is called once every rank has answered, before the future is resolved."""
+        """`ended` is called once every rank has replied, before the future is resolved."""
         self.broadcast = broadcast
         self.future = CallFuture()
         self.gang: Gang | None = None
-        """Who runs it, once it has begun."""
+        """The gang that runs it, once it has begun."""
         self._ended = ended
         self._told: Callable[[BaseException | None], None] = lambda error: None
         self._spare = 0
         """Members that may still be lost."""
         self._results: list[Any] = []
         self._streams: dict[int, int] = {}
-        """The number of the call on each rank that it was sent to."""
+        """The stream number of the call on each rank that it was sent to."""
         self._open: set[int] = set()
         self._stopping = False
         self._failures: list[Exception] = []
@@ -62,7 +62,7 @@ class GangCall:
     # ---- beginning
 
     def begin(self, gang: Gang, told: Callable[[BaseException | None], None]) -> None:
-        """Hands it to every rank. `told` hears the failure, if any, before the future is resolved."""
+        """Sends it to every rank. `told` is called with the error, or None, before the future is resolved."""
         size = len(gang.members)
         self._told = told
         self._spare = 0 if self.broadcast.min_hosts is None else size - self.broadcast.min_hosts
@@ -91,7 +91,7 @@ class GangCall:
 
     @property
     def is_sent(self) -> bool:
-        """It is on its way to every rank."""
+        """It was sent to every rank."""
         return self.gang is not None and len(self._streams) == len(self.gang.members)
 
     @property
@@ -99,19 +99,19 @@ class GangCall:
         return not self._stopping and not self.future.cancelled()
 
     def places(self) -> list[tuple[Node, str, int | None]]:
-        """Where its processes are, once it has begun."""
+        """Node, worker and rank of each of its processes, once it has begun."""
         return [] if self.gang is None else [(member.node, member.worker, member.rank) for member in self.gang.members]
 
     def sent(self, member: Member, stream: int) -> None:
         with self._lock:
             self._streams[member.rank] = stream
-        if not self.is_wanted:  # in this very moment
+        if not self.is_wanted:  # it was cancelled while it was being sent
             self.stop()
 
     # ---- ending
 
     def note(self, member: Member, value: Any, *, failed: bool) -> None:
-        """A rank's result, or why there is none."""
+        """Records a rank's result or, if it `failed`, its error."""
         assert self.gang is not None
         with self._lock:
             if member.rank not in self._open:
@@ -135,20 +135,20 @@ class GangCall:
             self._finish()
 
     def abandon(self, error: Exception) -> None:
-        """It goes on without us: what waits for it is told so, and nothing stops it."""
+        """Fails the future with `error` while the ranks continue. Nothing is stopped."""
         with self._lock:
             self._open.clear()
         self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """It will have no result."""
+        """Ends it without a result."""
         self._ended(self)
         self._told(error)
         self.future.settle(None, error)
         self.future.on_cancel = None
 
     def stop(self) -> None:
-        """Stops it on the ranks that have not answered, and on no account anything else there."""
+        """Cancels it on the ranks that have not replied. Must not stop any other call there."""
         assert self.gang is not None
         self._stopping = True
         self.gang.broken = True
@@ -162,7 +162,7 @@ class GangCall:
             try:
                 node.cancel(stream)
             except SkyfabError:
-                pass  # lost: its failure is on its way
+                pass  # the host is lost: its failure will be reported separately
 
     def _finish(self) -> None:
         if self._timer is not None:
@@ -204,7 +204,7 @@ class _RankCall:
             value = resolve(message, buffers, host=member.node.name, rank=member.rank, label=label, untrusted=untrusted)
         except Exception as error:
             call.note(member, error, failed=True)
-        except BaseException as error:  # of the result itself, or of a signal handler of the program's
+        except BaseException as error:  # raised by unpickling the result, or by a signal handler of the program
             call.note(member, not_unpickled(error, host=member.node.name, rank=member.rank, label=label), failed=True)
             raise
         else:
@@ -215,7 +215,7 @@ class _RankCall:
 
 
 def _fold(failures: Sequence[Exception]) -> None:
-    """What several ranks have in common is shown once: the traceback of the first of them."""
+    """Deduplicates tracebacks: the same one on several ranks is shown in full once, later ones refer to it."""
     seen: dict[tuple[type, str], RemoteTraceback] = {}
     for failure in failures:
         cause = failure.__cause__
@@ -230,12 +230,12 @@ Start = Callable[[GangCall], None]
 
 
 class BroadcastQueue:
-    """Runs the broadcasts of a pool one after another, in the order in which they were asked for. Thread-safe.
+    """Runs the broadcasts of a pool one at a time, in the order in which they were submitted. Thread-safe.
 
-    Invariants: at most one is active; where one waits, one is active; a queue that is closed has none that waits.
+    Invariants: at most one is active; while one waits, another is active; a closed queue is empty.
 
-    So every rank sees them in one order, whatever threads and sizes; and when one is cancelled, or fails and takes its
-    processes along, the next has begun nowhere and gets another gang.
+    So every rank gets them in the same order, whatever threads submit them and however large they are. And when one is
+    cancelled, or fails and its processes exit, the next has not begun on any rank and gets a new gang.
     """
 
     def __init__(self) -> None:
@@ -248,7 +248,7 @@ class BroadcastQueue:
         self._closed = False
 
     def add(self, broadcast: Broadcast, start: Start) -> GangCall:
-        """Runs it when all before it are over. `start` begins it on a gang, which may take a while; it may raise."""
+        """Runs it when all before it have ended. `start` begins it on a gang: it may block for a while, and raise."""
         call = GangCall(broadcast, self._ended)
         call.future.on_cancel = lambda: self._withdraw(call)
         with SIGINT_GUARD:
@@ -266,13 +266,13 @@ class BroadcastQueue:
 
     @property
     def at_work(self) -> GangCall | None:
-        """The broadcast that runs now."""
+        """The broadcast that is running now, if it was sent to every rank and has not failed or been cancelled."""
         call = self._active
         runs = call is not None and call.is_sent and call.is_wanted and call.gang is not None and not call.gang.broken
         return call if runs else None
 
     def close(self) -> None:
-        """The pool closes: what has not begun never will."""
+        """The pool closes: fails all broadcasts that have not begun."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()
@@ -287,19 +287,19 @@ class BroadcastQueue:
                 start(call)
         except Exception as error:
             call.fail(error)
-        except BaseException as error:  # Ctrl-C: in the wait for a gang, or once it runs
+        except BaseException as error:  # Ctrl-C, while waiting for a gang or after the call has begun
             if call.gang is None:
                 call.fail(error)
             call.future.cancel()
             raise
 
     def _withdraw(self, call: GangCall) -> None:
-        """Cancelled before it began. If it is about to begin, `_begin` or the call itself finds out."""
+        """Removes a call that was cancelled while queued. If it is just beginning, `_begin` or the call notices."""
         with self._lock:
             self._waiting = deque(entry for entry in self._waiting if entry[0] is not call)
 
     def _ended(self, call: GangCall) -> None:
-        """The next one begins, on a thread of its own: a new gang has to be asked for, and this one may read."""
+        """Begins the next one, on a new thread: a new gang waits for replies, and this thread may be the reader."""
         with self._lock:
             if self._active is not call:
                 return
@@ -320,7 +320,10 @@ def retry(
     again: Callable[[BaseException, int], bool],
     finish: Callable[[Any], Any] = lambda result: result,
 ) -> CallFuture:
-    """Starts a call, and again where `again` says so of its failure; both are told how often it was started before."""
+    """Starts a call, and restarts it after a failure while `again` returns True.
+
+    `start` and `again` are passed the number of earlier attempts.
+    """
     outer = CallFuture()
 
     def attempt(number: int) -> None:
@@ -330,7 +333,7 @@ def retry(
             outer.settle(None, error)
             return
         outer.node, outer.pool, outer.on_cancel = inner.node, inner.pool, inner.cancel
-        if outer.cancelled():  # meanwhile: nobody has told the new attempt
+        if outer.cancelled():  # in the meantime: the new attempt does not know yet
             inner.cancel()
         Future.add_done_callback(inner, lambda _: done(inner, number))
 
@@ -346,9 +349,9 @@ def retry(
                 outer.settle(None, ProtocolError(f"no results that could be: {trouble}"))
             else:
                 outer.settle(found)
-        elif isinstance(error, CallCancelled):  # it was handed over to its hosts, or the pool is closed
+        elif isinstance(error, CallCancelled):  # it was detached, or the pool is closed
             outer.settle(None, error)
-        elif not outer.done() and again(error, number):  # not on the thread that reads: a new gang must be asked for
+        elif not outer.done() and again(error, number):  # on a new thread: this one may be the reader
             threading.Thread(target=attempt, args=(number + 1,), daemon=True).start()
         else:
             outer.settle(None, error)
@@ -358,7 +361,7 @@ def retry(
 
 
 def may_go_on(error: BaseException, number: int, elastic: Elastic, retries: int) -> bool:
-    """Whether a gang that failed is started again: the user said so, or a lost host is the reason."""
+    """Whether to restart an elastic call that failed: retries are left, or the cause is a lost host."""
     if number < retries:
         return True
     lost = isinstance(error, BroadcastError) and any(isinstance(one, HostLost) for one in error.exceptions)

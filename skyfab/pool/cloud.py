@@ -1,4 +1,4 @@
-"""Parameters that pools of rented machines have and pools of your own hosts do not, and what to write instead."""
+"""Helpful errors for `Compute` parameters that only make sense for cloud machines (instance type, region, GPUs …)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _INSTEAD: Final = {
 
 
 def refuses_rent(init: Callable[P, None]) -> Callable[P, None]:
-    """Has a constructor answer a parameter of the cloud's with a UsageError that says what to write instead.
+    """Makes a constructor raise a UsageError for cloud parameters, with a hint about what to write instead.
 
-    Other unknown names are Python's own TypeError. Type checkers see the constructor's own signature.
+    Other unknown names raise Python's TypeError. Type checkers see the constructor's own signature.
     """
 
     @functools.wraps(init)

@@ -1,4 +1,4 @@
-"""Compute: a pool of hosts that runs calls."""
+"""`Compute`: the user's interface to a pool of hosts. Opens connections, runs calls, closes everything again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class Compute:
-    """A pool of hosts. Opens with ``with``, and leaves nothing behind on them when it closes.
+    """A pool of hosts. Opened by ``with``; on closing, all of its processes on the hosts are terminated.
 
     >>> with Compute("local") as compute:
     ...     compute.run(as_function(len)("four"))
@@ -74,16 +74,16 @@ class Compute:
         results: Literal["any", "data"] = "any",
         ui: Literal["auto", "rich", "plain", "none"] = "auto",
     ) -> None:
-        """Constructs only; hosts are reached when it is entered.
+        """Does not connect yet: that happens when the pool is entered.
 
-        `workdir` is where relative paths of a function lead. ``"auto"``: on a host a folder that stands for the
-        current one here, and stays; on this machine the current folder itself. Or a path on the hosts, or ``"temp"``
-        for a folder that goes with the pool.
+        `workdir` is the working directory of functions. ``"auto"``: on a host, a persistent folder that corresponds to
+        the current one here; on this machine, the current folder itself. Otherwise a path on the hosts, or ``"temp"``
+        for a folder that is deleted with the pool.
 
-        With ``results="data"`` hosts are not trusted: what they return may be plain data, numpy arrays and torch
-        tensors, and nothing else is unpickled (docs/security.md).
+        With ``results="data"`` hosts are not trusted: they may return plain data, numpy arrays and torch tensors, and
+        nothing else is unpickled (docs/security.md).
 
-        Raises InventoryError and UsageError for what cannot be.
+        Raises InventoryError and UsageError for invalid arguments.
         """
         if ranks != "auto" and ranks < 1:
             raise UsageError(f"ranks={ranks!r}: a number from 1 on, or 'auto'")
@@ -95,7 +95,7 @@ class Compute:
             raise UsageError(f"results={results!r}: 'any', or 'data' where hosts are not trusted")
         self.inventory = Inventory.of(inventory)
         self.selected = self.inventory.select(hosts, nodes=nodes)
-        """The hosts that were asked for."""
+        """The selected hosts."""
         self._image = image or Image()
         self._plugins = tuple(plugins)
         check_together(self._plugins)
@@ -111,10 +111,10 @@ class Compute:
         self._around = contextlib.ExitStack()
         self._untrusted = results == "data"
         self._scheduler = Scheduler(self.events.call, untrusted=self._untrusted)
-        # A function without the pool: threads hold it, and must not keep a pool that was dropped.
+        # Does not reference the pool: threads hold this function, and must not keep a dropped pool alive.
         self._env_of = functools.partial(_env_of, self._images, self._env)
         self._pool = secrets.token_hex(8)
-        """The jobs of its gangs are named after it."""
+        """Prefix of the job names of its gangs."""
         self._gang_cache = GangCache(self._env_of, self._pool, Rendezvouses.of(self._plugins, self.events))
         self._broadcasts = BroadcastQueue()
         self._nodes = Nodes(
@@ -127,7 +127,7 @@ class Compute:
         )
         self._open = False
         self._is_parents = False
-        """It was open when this process was forked."""
+        """This is a forked child, and the pool belongs to the parent process."""
         self._closers: list[Callable[[], None]] = []
         self.hosts: Sequence[Node] = ()
         """The nodes of the pool, once it is open."""
@@ -142,9 +142,9 @@ class Compute:
         self.close()
 
     def open(self) -> None:
-        """Reaches every host at once. Raises the one failure, or a PoolError with all of them.
+        """Connects to all hosts in parallel. Raises the one failure, or a PoolError with all of them.
 
-        Raises UsageError in a rank that is importing a module, and where too many pools are inside each other.
+        Raises UsageError in a worker that is importing a module, and where pools are nested too deeply.
         """
         if self._open:
             return
@@ -189,7 +189,7 @@ class Compute:
         return nodes
 
     def close(self) -> None:
-        """Ends every process of the pool on every host. In a forked child it does nothing: the pool is the parent's."""
+        """Terminates all processes of the pool on all hosts. Does nothing in a forked child: the parent owns it."""
         if self._is_parents:
             return
         refuse_to_block()
@@ -197,7 +197,7 @@ class Compute:
             if self._open:
                 self._leave()
             else:
-                close_all(self._nodes.all)  # another thread may be connecting: it stops
+                close_all(self._nodes.all)  # stops another thread that may be connecting
         finally:
             self._sync.close()
             self._hide()
@@ -233,14 +233,14 @@ class Compute:
 
     @property
     def world_size(self) -> int:
-        """How many ranks a broadcast has."""
+        """Number of ranks of a broadcast."""
         return sum(self._ranks_on(node) for node in self.hosts)
 
     def _ranks_on(self, node: Node) -> int:
         return self._ranks if self._ranks != "auto" else max(1, len(node.gpus))
 
     def run(self, call: Call[R]) -> R:
-        """Runs a call on one rank and waits for it: ``call >> compute``."""
+        """Runs a call on one worker and waits for it: ``call >> compute``."""
         function, arguments, _ = self._pack(call)
         if call.function.stall is not None or call.function.retries:
             return self._wait(self.submit(call))
@@ -256,9 +256,9 @@ class Compute:
         return result
 
     def broadcast(self, call: Call[R]) -> list[R]:
-        """Runs a call on every rank and waits for all: ``call @ compute``, a list in rank order.
+        """Runs a call on every rank and waits for all: ``call @ compute`` is a list in rank order.
 
-        Raises BroadcastError, which has the results of the others.
+        Raises BroadcastError if a rank fails; it has the results of the others.
         """
         future: Future[Any] = self.submit(call, on="all")
         results: list[R] = self._wait(future)
@@ -267,8 +267,8 @@ class Compute:
     def submit(self, call: Call[R], *, on: str = "one") -> Future[R]:
         """Starts a call: ``call > compute``. `on` is "one", "all", "head" or a host's name.
 
-        Arrays and tensors are not copied: leave them alone until the future is done. Raises NotPicklable for what
-        cannot travel.
+        Arrays and tensors are not copied: do not modify them until the future is done. Raises NotPicklable for a
+        function or argument that cannot be pickled.
         """
         function, arguments, tree = self._pack(call)
         timeout = self._timeout_of(call.function)
@@ -303,9 +303,9 @@ class Compute:
         return task.future
 
     def _begin_broadcast(self, call: GangCall, tree: str, attempt: int, jobs: list[str]) -> None:
-        """Hands a broadcast to the ranks of the hosts that are there. Raises what is wrong with them.
+        """Sends a broadcast to the ranks of the available hosts. Raises their errors.
 
-        `jobs` keeps the name of its job: what is tried again finds what it has saved under that.
+        `jobs` keeps the job's name across attempts, so that a retry finds what an earlier attempt saved under it.
         """
         nodes = self.hosts if self._elastic is None else remaining(self.hosts, self._elastic)
         gang = self._gang_cache.current(self._gang_spec(nodes, tree, attempt), job=jobs[0] if jobs else None)
@@ -323,9 +323,9 @@ class Compute:
             watch(future, places, function.stall, function.label, self.events)
 
     def launch(self, call: Call[Any], *, on: str = "all", name: str | None = None) -> Run:
-        """Starts a call that outlives this program: the hosts keep what it writes and returns. `on` is as in `submit`.
+        """Starts a call that outlives this program: the hosts keep its output and result. `on` is as in `submit`.
 
-        It has processes of its own. Returns once the hosts have all they need; ``sky.attach(run.id)`` finds it again.
+        It has workers of its own. Returns once the hosts have all they need; ``sky.attach(run.id)`` reconnects to it.
         """
         function, arguments, tree = self._pack(call)
         chosen = list(self.hosts) if on == "all" else [self._named(on) if on not in ("one", "head") else self.hosts[0]]
@@ -348,12 +348,12 @@ class Compute:
         return attach(detacher.id, [node.host for node in chosen], inventory=self.inventory, results=results)
 
     def detach(self, *, name: str | None = None) -> Run:
-        """Hands the broadcast that is under way to the hosts: it goes on when this program ends. The pool is closed."""
+        """Detaches the running broadcast: it continues on the hosts when this program ends. Closes the pool."""
         self._check_open()
         call = self._broadcasts.at_work
         if call is None or call.gang is None:
             raise UsageError("no broadcast is under way", hint="submit(call, on='all') starts one; launch(call), a run")
-        self._scheduler.fail_all()  # only this broadcast goes on: what waits would be taken for a part of the run
+        self._scheduler.fail_all()  # only this broadcast continues; queued calls would count as part of the run
         self._broadcasts.close()
         nodes, label = call.gang.nodes, call.broadcast.label
         detacher = Detacher(nodes, [self._ranks_on(node) for node in nodes], label=label, name=name or label)
@@ -363,7 +363,7 @@ class Compute:
         return attach(detacher.id, [node.host for node in nodes], inventory=self.inventory, results=results)
 
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
-        """Runs calls side by side: ``(f(1) & g(2)) >> compute``."""
+        """Runs calls in parallel: ``(f(1) & g(2)) >> compute``."""
         return group.results([self.submit(call) for call in group.calls])
 
     @overload
@@ -371,9 +371,9 @@ class Compute:
     @overload
     def map(self, function: Callable[..., R], *items: Iterable[Any]) -> list[R]: ...
     def map(self, function: Any, *items: Iterable[Any]) -> list[Any]:
-        """Applies a function to every item, balanced over all slots of all hosts, results in order.
+        """Applies a function to every item, balanced over all slots of all hosts. Results are in order.
 
-        Short items travel in groups. The first failure is raised, and what has not begun is given up.
+        Short items are sent in groups. Raises the first failure, and cancels the rest.
         """
         self._check_open()
         fn = as_function(function)
@@ -385,15 +385,15 @@ class Compute:
         return self._wait(future)
 
     def put(self, obj: T) -> Ref[T]:
-        """Makes ready an object that several calls use: a host is sent it once, and calls are passed the reference.
+        """A reference to pass to several calls in place of the object, which is sent to each host only once.
 
-        It is copied as it is now: what happens to it later, here or in a call, no other call sees. Raises
+        The object is copied now: later changes, here or in a call, are not visible to other calls. Raises
         NotPicklable.
         """
         return put(obj)
 
     def _pack(self, call: Call[Any]) -> tuple[PackedFunction, codec.Payload, str]:
-        """What travels: the function, its arguments, and the digest of the project, which every host has by now."""
+        """The packed function, its arguments, and the digest of the project tree, which every host has by then."""
         if not isinstance(call, Call):
             raise UsageError(f"{call!r:.80} is not a call", hint="decorate the function with @sky.function and call it")
         if not self._open:
@@ -410,10 +410,10 @@ class Compute:
     def _timeout_of(self, function: Function[..., Any]) -> float | None:
         return self._timeout if function.timeout is None else function.timeout
 
-    # ---- inside
+    # ---- internals
 
     def leave_to_parent(self) -> None:
-        """This is a forked child: the pool's streams are the parent's, which knows nothing of what is said here."""
+        """In a forked child: the connections belong to the parent process, and must not be used here."""
         self._open, self._is_parents = False, True
 
     def _check_open(self) -> None:
@@ -430,11 +430,11 @@ class Compute:
         raise UsageError(f"no host {name!r} in this pool", hint=f'on is "one", "all", "head" or one of: {names}')
 
     def _sync_tree(self) -> str:
-        """The project's digest, once every host has its files."""
+        """Syncs the project's files to every host; returns the tree's digest."""
         return self._sync.digest(self.hosts, self._replan)
 
     def _replan(self, tree: str) -> None:
-        """Later calls want processes that import the new code."""
+        """Later calls need workers that import the new code."""
         self._scheduler.replan(lambda slot: self._solo_spec(slot.node, tree))
 
     def _solo_spec(self, node: Node, tree: str) -> WorkerSpec:
@@ -446,5 +446,5 @@ class Compute:
 
 
 def _env_of(images: HostImages, env: Mapping[str, str], node: Node) -> dict[str, str]:
-    """What a node's processes find in their environment."""
+    """The environment variables of a node's workers."""
     return {**node.host.env, **images.image_of(node.host).env, **env, **nesting.variables()}

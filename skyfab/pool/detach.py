@@ -1,4 +1,4 @@
-"""The launcher: hands a call to agents of its own, on one host or several, and leaves them to themselves."""
+"""Detached runs: starts a call on agents of its own, or takes over a running broadcast, and disconnects from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyfab.ui.events import Events
 
 
 class Detacher:
-    """One run on its way to its hosts."""
+    """Starts one detached run on its hosts."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Detacher:
         label: str,
         name: str,
     ) -> None:
-        """The nodes have agents that nobody else uses."""
+        """The nodes' agents must not be used by anything else."""
         self.id = secrets.token_hex(8)
         self._nodes = nodes
         self._ranks = ranks
@@ -42,7 +42,7 @@ class Detacher:
         tree: Tree | None,
         broadcast: Broadcast,
     ) -> None:
-        """A call on every rank. Raises what keeps it from starting, and then nothing of it is left."""
+        """Starts a call on every rank. If it cannot start, raises the reason and leaves nothing behind."""
 
         def go() -> None:
             gang = gather()
@@ -64,7 +64,7 @@ class Detacher:
         *,
         timeout: float | None,
     ) -> None:
-        """A call on one host."""
+        """Starts a call on one host. Raises as `start_gang` does."""
 
         def go() -> None:
             (node,) = self._nodes
@@ -95,7 +95,7 @@ class Detacher:
             self._failures.append(error)
 
     def take_over(self, call: GangCall) -> None:
-        """A broadcast that is under way becomes the run's. Raises HostLost."""
+        """Turns a running broadcast into the run. Raises HostLost."""
         gang = call.gang
         assert gang is not None
         held = [[m.rank for m in gang.members if m.node is node] for node in self._nodes]
@@ -105,7 +105,7 @@ class Detacher:
             node.session.abandon()
 
     def _tell(self, held: Sequence[Sequence[int]], **more: Any) -> None:
-        """Each host is told what it has of the run; from then on it keeps it."""
+        """Sends each host a description of its part of the run. From then on the host records the run on disk."""
         for place, (node, ranks) in enumerate(zip(self._nodes, held, strict=True)):
             about = {
                 "id": self.id,
@@ -121,7 +121,7 @@ class Detacher:
 
 
 class _Detached:
-    """The `Caller` of a call whose answer stays on its host."""
+    """The `Caller` of a call whose reply stays on its host."""
 
     def __init__(self, failures: list[Exception]) -> None:
         self._failures = failures

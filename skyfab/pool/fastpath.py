@@ -1,7 +1,7 @@
-"""Express: the shortest way of a call, for those that are small and wait for nobody.
+"""The fast path for small calls when a worker is idle.
 
-The caller's own thread sends one frame to an idle process and reads its answer: no queue, no future, no other thread.
-Whatever does not fit (a queue, a first call, large arguments) goes the usual way, through `dispatch`.
+The caller's own thread sends one frame to the idle worker and reads the reply: no queue, no future, no other thread.
+Calls that do not qualify (others are queued, no worker is idle, large arguments) go through the scheduler.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skyfab.session.replies import Reply
 from skyfab.session.sigint import SIGINT_GUARD
 
 NOT_TAKEN: Final = object()
-"""The call was not made: it must go the usual way."""
+"""The call was not made: it must go through the scheduler."""
 
 
 def fastpath(
@@ -29,7 +29,7 @@ def fastpath(
     """The call's result, or NOT_TAKEN. Raises what the call raises."""
     if arguments.buffers or len(arguments.data) > SMALL or function.payload.buffers:
         return NOT_TAKEN
-    with SIGINT_GUARD:  # only the wait for the reply is interrupted: a slot that was reserved is released
+    with SIGINT_GUARD:  # only the wait for the reply can be interrupted, so a reserved slot is always released
         slot = scheduler.reserve()
         if slot is None:
             return NOT_TAKEN
@@ -61,19 +61,19 @@ def _result(reply: Reply, host: str, label: str, untrusted: bool) -> Any:
     assert reply.found is not None
     message, buffers = reply.found
     if isinstance(message, messages.Ended) and message.why == "unstarted":
-        return NOT_TAKEN  # its process ended before: another one takes it
+        return NOT_TAKEN  # the worker exited before it started the call: the scheduler uses another one
     return resolve(message, buffers, host=host, rank=None, label=label, untrusted=untrusted)
 
 
 def _give_up(scheduler: Scheduler, slot: Slot, reply: Reply | None) -> None:
-    """An interrupt, or a lost host: stops the call where it still runs, and frees the slot when it has ended."""
+    """After an interrupt or a lost host: cancels the call if it still runs, and frees the slot once it has ended."""
     if reply is None or reply.is_there():
         scheduler.release(slot)
         return
     reply.leave(lambda: scheduler.release(slot))
-    with contextlib.suppress(SkyfabError):  # a host that is gone has stopped it already
+    with contextlib.suppress(SkyfabError):  # the host is lost: there is nothing to cancel
         slot.node.cancel(reply.stream)
 
 
 def _unheard(error: BaseException | None) -> None:
-    """Nobody has heard of its start."""
+    """Used until the start of the call has been reported."""

@@ -1,4 +1,4 @@
-"""The futures of calls. A thread that waits for one reads its host's stream; cancelling one stops the call there."""
+"""Futures of calls. A thread that waits for one reads the pool's connections itself; cancelling stops the call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyfab.ui.events import emitting
 
 
 def refuse_to_block() -> None:
-    """Raises UsageError on a thread that must not wait for a call: one that runs a subscriber of events, or reads."""
+    """Raises UsageError on a thread that must not wait for a call: one that runs an event subscriber, or the reader."""
     if threading.get_ident() in emitting:
         raise UsageError(
             "a subscriber of events cannot wait for a call: the thread that it runs on may be needed for that",
@@ -28,17 +28,17 @@ def refuse_to_block() -> None:
 
 
 class CallFuture(Future[Any]):
-    """The future of a call. Who waits for it reads the host's stream meanwhile; cancelling it stops it on the host."""
+    """The future of a call. A thread that waits for it reads meanwhile; cancelling it stops the call on the host."""
 
     def __init__(self) -> None:
         super().__init__()
         self.node: Node | None = None
         self.pool: object = None
-        """What runs it, and is not dropped while this is waited for."""
+        """The pool that runs it: a reference, so that it is not garbage-collected while a caller waits."""
         self._process = os.getpid()
         self.on_cancel: Callable[[], object] | None = None
         self._waiter: tuple[int, Node] | None = None
-        """The thread that waits, and the node whose stream it reads meanwhile."""
+        """The waiting thread, and the node whose session it uses to read."""
 
     def result(self, timeout: float | None = None) -> Any:
         return super().result(self._read(timeout))
@@ -47,7 +47,7 @@ class CallFuture(Future[Any]):
         return super().exception(self._read(timeout))
 
     def _read(self, timeout: float | None) -> float | None:
-        """Reads until it is done or time is up; returns the time that is left."""
+        """Reads until the future is done or `timeout` has passed; returns the remaining time."""
         if self.done():
             return timeout
         if self._process != os.getpid():
@@ -61,11 +61,11 @@ class CallFuture(Future[Any]):
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        """Calls `fn` on a thread of its own: it may make calls and wait for them, which who reads a stream may not."""
+        """Calls `fn` on a new thread, so that it may make calls and wait for them, which the reader thread may not."""
         super().add_done_callback(lambda future: threading.Thread(target=fn, args=(future,), daemon=True).start())
 
     def cancel(self) -> bool:
-        """Works while the call is queued and while it runs; twice is the same as once."""
+        """Works while the call is queued and while it runs. Idempotent."""
         with SIGINT_GUARD:
             if not super().cancel():
                 return False
@@ -79,7 +79,7 @@ class CallFuture(Future[Any]):
         return True
 
     def settle(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Resolves it, unless it was cancelled meanwhile."""
+        """Resolves the future, unless it was cancelled in the meantime."""
         try:
             if error is None:
                 self.set_result(result)
@@ -89,4 +89,4 @@ class CallFuture(Future[Any]):
             if not self.cancelled():
                 raise
         if self._waiter is not None and self._waiter[0] != threading.get_ident():
-            self._waiter[1].session.poke()  # it was resolved by a thread that does not read
+            self._waiter[1].session.poke()  # this thread is not the one that waits and reads: wake that

@@ -1,6 +1,6 @@
-"""A gang: one worker per rank on every node, each with its place in the whole; and the gang that a pool has now.
+"""Gangs: the workers that run a broadcast together, one per rank, and the cache of a pool's current gang.
 
-Its processes stay for later calls. When one of them ends, the next call gets a new gang.
+The processes are kept for later calls. When one of them exits, the next call gets a new gang.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from skyfab.pool.rendezvous import Rendezvous, Rendezvouses
 
 
 class Member:
-    """One rank: the node and seat where it lives."""
+    """One rank, and the node and worker that run it."""
 
     __slots__ = ("node", "plan", "rank", "worker")
 
@@ -31,20 +31,20 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangSpec:
-    """Who belongs to a gang, and what its workers import."""
+    """Which nodes and ranks a gang has, and which project tree its workers import."""
 
     nodes: tuple[Node, ...]
     ranks: tuple[int, ...]
-    """How many on each node."""
+    """Number of ranks on each node."""
     tree: str
     attempt: int = 0
-    """How often the call was started before."""
+    """Number of earlier attempts of the call."""
     elastic_agents: bool = False
-    """Each node has one worker that starts the ranks."""
+    """Each node has one worker that runs an elastic agent, which starts the ranks."""
 
 
 class Gang:
-    """The ranks of a pool, ready to be called together."""
+    """A set of workers with their ranks and rendezvous, ready to run broadcasts."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class Gang:
         name: str,
         job: str,
     ) -> None:
-        """`env` says what a node's workers find in their environment."""
+        """`env` returns the environment variables of a node's workers."""
         self.spec = spec
         self.nodes = list(spec.nodes)
         self.job = job
         self.broken = False
-        """One of its processes has ended, or is about to: the next call needs another gang."""
+        """One of its processes has exited or is about to: the next call needs a new gang."""
         self.members: list[Member] = []
         common = {
             "total_nodes": len(spec.nodes),
@@ -88,20 +88,20 @@ class Gang:
                 self.members.append(Member(node, f"{name}.{local}", worker, len(self.members)))
 
     def release(self) -> None:
-        """Ends its processes at once."""
+        """Terminates its processes."""
         self.broken = True
         for member in self.members:
             try:
                 member.node.release(member.worker)
             except SkyfabError:
-                pass  # a lost host has nothing left to release
+                pass  # a lost host: there is nothing to release
 
 
 class GangCache:
-    """Keeps one gang for as long as its processes live and the project's code stays the same."""
+    """Keeps one gang while its processes run and its spec, which includes the project's code, stays the same."""
 
     def __init__(self, env: Callable[[Node], Mapping[str, str]], pool: str, rendezvouses: Rendezvouses) -> None:
-        """`env` says what a node's processes find in their environment; `pool` is a name that no other pool has."""
+        """`env` returns the environment variables of a node's processes; `pool` is a unique name."""
         self._env = env
         self._pool = pool
         self._rendezvouses = rendezvouses
@@ -112,16 +112,16 @@ class GangCache:
         self._lock = threading.Lock()
 
     def current(self, spec: GangSpec, *, job: str | None = None) -> Gang:
-        """The gang for a call. Raises what is wrong with a node that is lost.
+        """The gang for a call. Raises the error of a lost node.
 
-        What is started again gets a new one, with the `job` of the attempts before.
+        A call that is retried gets a new gang, with the `job` of its earlier attempts.
         """
         with self._lock:
             gang = self._gang
             if gang is not None and not gang.broken and gang.spec == spec:
                 return gang
             if gang is not None:
-                gang.release()  # nothing runs in it: a pool has one broadcast at a time
+                gang.release()  # nothing runs in it: a pool runs one broadcast at a time
             for node in spec.nodes:
                 if node.lost is not None:
                     raise node.lost
@@ -131,24 +131,24 @@ class GangCache:
             gang = Gang(spec, rendezvous, self._env, name=f"gang{number}", job=job)
             self._gang = gang
             before, self._new_ranks = self._new_ranks, {}
-            if not spec.elastic_agents:  # else a seat has several, and which ones may change
+            if not spec.elastic_agents:  # else a worker has several ranks, which may change
                 self._new_ranks = {(member.node.index, member.worker): member.rank for member in gang.members}
-            self._ranks = {**before, **self._new_ranks}  # the gang before may still have something to say
+            self._ranks = {**before, **self._new_ranks}  # output of the previous gang may still arrive
             return gang
 
     def rank_of(self, node: Node, worker: str) -> int | None:
-        """The rank of the process in a seat; None for one that runs solo calls."""
+        """The rank of a worker; None for one that runs solo calls."""
         return self._ranks.get((node.index, worker))
 
     def worker_exited(self, node: Node, worker: str) -> None:
-        """A seat's process has ended: if it was in the gang, the next call gets a new one."""
+        """A worker has exited: if it was in the gang, the next call gets a new gang."""
         gang = self._gang
         if gang is not None and any(member.node is node and member.worker == worker for member in gang.members):
             gang.broken = True
 
 
 def remaining(nodes: Sequence[Node], elastic: Elastic) -> list[Node]:
-    """The nodes that a gang may have now. Raises HostLost when they are too few."""
+    """The nodes that are available for an elastic gang now. Raises HostLost if they are too few."""
     found = [node for node in nodes if node.lost is None]
     if len(found) < elastic.min_hosts:
         raise HostLost(
@@ -159,7 +159,7 @@ def remaining(nodes: Sequence[Node], elastic: Elastic) -> list[Node]:
 
 
 def rank_env(info: Mapping[str, Any], node: Node, interface: str) -> dict[str, str]:
-    """The variables that torchrun sets, for one rank, and the interface that leads to the others."""
+    """The environment variables that torchrun sets for one rank, and the network interface to the other hosts."""
     env = {
         "MASTER_ADDR": info["head_addr"],
         "MASTER_PORT": info["head_port"],
@@ -170,13 +170,13 @@ def rank_env(info: Mapping[str, Any], node: Node, interface: str) -> dict[str, s
         "NODE_RANK": info["node"],
         "GROUP_RANK": info["node"],
         "GROUP_WORLD_SIZE": info["total_nodes"],
-        "ROLE_NAME": "default",  # torchrun's word for its only role: all ranks have it
+        "ROLE_NAME": "default",  # torchrun's name for its only role
         "ROLE_RANK": info["rank"],
         "ROLE_WORLD_SIZE": info["world_size"],
         "TORCHELASTIC_RUN_ID": info["job_id"],
         "TORCHELASTIC_RESTART_COUNT": info["attempt"],
-        "TORCHELASTIC_MAX_RESTARTS": info["attempt"],  # who starts it again, and how often, is not known here
-        "TORCHELASTIC_USE_AGENT_STORE": False,  # the head's process listens at MASTER_PORT, and no launcher
+        "TORCHELASTIC_MAX_RESTARTS": info["attempt"],  # the number of retries is not known here
+        "TORCHELASTIC_USE_AGENT_STORE": False,  # rank 0 listens at MASTER_PORT, not a launcher
     }
     if node.host.gpus != "auto":
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, node.host.gpus))

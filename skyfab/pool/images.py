@@ -1,4 +1,4 @@
-"""The outfit: which image each host of a pool gets, as the plugins want it there, and how it gets it."""
+"""The image (interpreter and packages) of each host of a pool, after the plugins' changes, and its preparation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from skyfab.ui.events import Events, HostState, Moved
 
 
 class HostImages:
-    """One image for each host; hosts with the same one are prepared together."""
+    """One image per host. Hosts with equal images share one preparation."""
 
     def __init__(self, hosts: Sequence[Host], image: Image, plugins: Sequence[Plugin]) -> None:
-        """Raises UsageError for an image that cannot be."""
+        """Raises UsageError for an invalid image."""
         self._hosts = hosts
         self._images: dict[str, Image] = {}
         self._preparations: dict[str, Preparation] = {}
@@ -34,7 +34,7 @@ class HostImages:
         return self._images[host.name]
 
     def begin(self) -> None:
-        """The hosts are about to be reached."""
+        """Starts new preparations, before the hosts are connected to."""
         for host in self._hosts:
             image = self._images[host.name]
             others = [other for other in self._hosts if self._images[other.name] is image]
@@ -43,7 +43,7 @@ class HostImages:
                 self._preparations.update({other.name: preparation for other in others})
 
     def interpreter(self, host: Host, session: str, report: Report) -> tuple[str, Callable[[Shell], str | None] | None]:
-        """What a host is asked for first, and how it gets that where it is not there: see `Bootstrap`."""
+        """The interpreter to ask a host for, and a function that prepares it if it is missing: see `Bootstrap`."""
         image, preparation = self._images[host.name], self._preparations[host.name]
         named = image.python if image.python != "auto" else host.python
         own = preparation.is_empty
@@ -55,12 +55,12 @@ class HostImages:
         return preparation.guess(host), prepare
 
     def failed(self, host: Host) -> None:
-        """A host will not come: nobody need wait for it."""
+        """A host failed to connect: its preparation must not wait for it."""
         self._preparations[host.name].meet(host, None)
 
 
 class Progress:
-    """Tells how far a host's preparation is."""
+    """Emits events about the progress of a host's preparation."""
 
     def __init__(self, events: Events, host: str) -> None:
         self._events = events

@@ -1,7 +1,7 @@
-"""A spread: one function over many items, balanced over the slots of a pool.
+"""`map`: one function over many items, balanced over the slots of a pool.
 
-Items that are shorter than the way to a host travel in groups. Groups begin with a single item and grow while
-what a host says of its time makes them worth it, so that long items are spread one by one.
+Items that take less time than the round trip to a host are sent in groups. Groups begin with one item and grow
+according to the execution time that the host reports, so that long items are sent one by one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from skyfab.pool.scheduler import Scheduler, Task
 from skyfab.protocol import codec
 
 _WORTH: Final = 0.010
-"""Seconds of work that make a group worth its way."""
+"""Seconds of work that a group should have at least."""
 _GROWTH: Final = 4
 _BYTES: Final = 1024 * 1024
 """Groups stay below this size."""
 
 
 class MapCall:
-    """One `map` under way."""
+    """One `map` in progress."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class MapCall:
         self._left = len(calls)
         self._size = 1
         self._most = len(calls) if timeout is None else 1
-        """With a timeout, which is one item's, every item is a call of its own."""
+        """Largest group. With a timeout, which applies to one item, every item is a call of its own."""
         self._running: set[Task] = set()
         self._failed = False
 
@@ -99,7 +99,7 @@ class MapCall:
             self._fail(error)
             return
         found = future.result()
-        if not _is_answer(found, count):  # whatever made it, it was not our code
+        if not _is_answer(found, count):  # our code on the host did not produce this
             self._fail(ProtocolError("its answer to a map is none"))
             return
         spent, values = found
@@ -113,17 +113,17 @@ class MapCall:
             return
         try:
             self._send()
-            self._send()  # one ahead, while the next answer is on its way
+            self._send()  # one more, so that the host has work while the next reply is in transit
         except Exception as unsent:
             self._fail(unsent)
 
     def _worthwhile(self, count: int, spent: float, elapsed: float) -> int:
-        """The size of the next groups: enough work to outweigh the way there and back."""
+        """The size of the next groups: enough work to outweigh the round trip."""
         wanted = max(_WORTH, elapsed - spent) / max(spent / count, 1e-7)
         return max(1, min(int(wanted), _GROWTH * max(count, 1)))
 
     def _fail(self, error: BaseException) -> None:
-        """The first failure counts; those of other groups say no more."""
+        """Only the first failure is reported; those of other groups are ignored."""
         with self._lock:
             first, self._failed = not self._failed, True
         if first:
@@ -139,7 +139,7 @@ class MapCall:
 
 
 def _pack(group: Sequence[Call[Any]]) -> codec.Payload:
-    """The arguments of several calls in one piece. Raises NotPicklable, naming the one that cannot travel."""
+    """The arguments of several calls in one payload. Raises NotPicklable, naming the argument."""
     try:
         return codec.dumps(([call.args for call in group], None))
     except Exception:
@@ -149,5 +149,5 @@ def _pack(group: Sequence[Call[Any]]) -> codec.Payload:
 
 
 def _is_answer(found: Any, count: int) -> bool:
-    """The seconds that it took, and as many results as there were items."""
+    """A valid reply has the seconds that it took, and one result per item."""
     return type(found) is tuple and [*map(type, found)] == [float, list] and len(found[1]) == count

@@ -1,7 +1,7 @@
-"""A node: one host of a pool, and what it has been told so far.
+"""A node: one host of a pool, with its session and a record of what the host already has.
 
-It sends a function, a tree or a blob when the host lacks it, and starts a process in a seat before the first
-call there. Nothing here waits except `sync_project`.
+It sends a function, a project tree or a blob only if the host lacks it, and starts a worker before the first call to
+it. Nothing here blocks except `sync_project`.
 """
 
 from __future__ import annotations
@@ -31,75 +31,75 @@ if TYPE_CHECKING:
     import fabric
 
 _FUNCTIONS: Final = 256
-"""Functions that a host remembers; the one used longest ago is forgotten first."""
+"""Functions that a host caches; the least recently used is dropped first."""
 _SAMPLES: Final = 4096
-"""Samples of large arguments that are remembered, to see whether one comes again."""
+"""Samples of large arguments that are kept, to detect repeated ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What the process in a seat must be; another plan means another process."""
+    """What a worker process must be. A call with a different spec needs a new process."""
 
     tree: str
     env: Mapping[str, str] = field(repr=False)
     info: Mapping[str, Any]
     port: int = 0
-    """One that the host's agent holds: the process takes it over."""
+    """A listening port that the host's agent holds, and passes on to the process."""
 
 
 class Caller(Protocol):
-    """Who makes a call, and is told what becomes of it. Exactly one of `answered` and `failed` is called, once."""
+    """Callbacks of the code that makes a call. Exactly one of `answered` and `failed` is called, exactly once."""
 
     def is_wanted(self) -> bool:
-        """Asked just before the call is sent, which may be long after it was made: its arguments go first."""
+        """Checked just before the call is sent, which may be long after it was made: blobs are uploaded first."""
 
     def sent(self, stream: int) -> None:
-        """It is on its way, under this number."""
+        """The call was sent, on this stream."""
 
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        """The host's answer."""
+        """The host's reply."""
 
     def failed(self, error: Exception) -> None:
-        """There will be no answer."""
+        """There will be no reply."""
 
 
 class Owner(Protocol):
-    """The pool, as its nodes see it: it is told what they hear."""
+    """The pool, as its nodes see it: it receives their events."""
 
     def on_output(self, node: Node, worker: str, lines: Lines) -> None:
         """A worker wrote these lines."""
 
     def on_exit(self, node: Node, worker: str) -> None:
-        """A worker's process ended."""
+        """A worker's process exited."""
 
     def on_lost(self, node: Node, error: HostError) -> None:
-        """The host is gone."""
+        """The host is lost."""
 
     def on_disconnect(self, node: Node, reason: str) -> None:
-        """The connection is suspect, and others are attempted."""
+        """The connection is suspect, and new ones are attempted."""
 
     def on_reconnect(self, node: Node, seconds: float) -> None:
-        """It is open again, after so long."""
+        """The session has resumed after so many seconds."""
 
     def others_respond(self, node: Node) -> bool:
-        """Some other host has responded in the last seconds."""
+        """Another host has responded recently."""
 
 
 class Node:
-    """One host of the pool: `name`, `host`, `agent` (what it said of itself), `connection`.
+    """One host of the pool: `name`, `host`, `agent` (what the agent reported), `connection`.
 
-    It is its session's listener.
+    It is the listener of its own session.
     """
 
     session: Session
-    """The conversation with its agent; another one, when the host was lost and is there again."""
+    """The session with its agent. Replaced when a lost host has recovered."""
 
     def __init__(self, index: int, host: Host, inventory: Inventory, owner: Owner) -> None:
         self.index = index
         self.name = host.name
         self.host = host
         self.workdir = Workdir()
-        """Where relative paths of its functions lead."""
+        """The working directory of its functions."""
         self.lost: Exception | None = None
         self._inventory = inventory
         self._owner = owner
@@ -110,13 +110,13 @@ class Node:
         self._trees = {""}
         self._blobs: set[str] = set()
         self._coming: dict[str, list[Callable[[Exception | None], None]]] = {}
-        """Blobs on their way, with those who wait for them."""
+        """Blobs that are being sent, with the callbacks that wait for them."""
         self._seen: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._connection: Any = None
 
     @property
     def agent(self) -> AgentHello:
-        """What the host said of itself."""
+        """What the agent reported about itself and the host when the session was opened."""
         assert self.session.agent is not None, "the pool is not open"
         return self.session.agent
 
@@ -126,7 +126,7 @@ class Node:
 
     @property
     def connection(self) -> fabric.Connection:
-        """A `fabric.Connection` to the host, for everything else: ``run``, ``put``, ``forward_local``."""
+        """A `fabric.Connection` to the host, for anything else: ``run``, ``put``, ``forward_local``."""
         if self._connection is None:
             from skyfab.session.transport.fabric import Passwords, connection
 
@@ -134,7 +134,7 @@ class Node:
         return self._connection
 
     def note_lost(self, error: Exception) -> None:
-        """A call has found the host gone. What is said of a session before this one does not count."""
+        """A call failed because the host is lost. Ignored if the error is about an earlier session."""
         if self.lost is None and self.session.has_ended:
             self.lost = error
 
@@ -146,7 +146,7 @@ class Node:
         self.session.close()
 
     def reset(self, session: Session) -> None:
-        """The host has a new agent, which has been told nothing yet."""
+        """Switches to a session with a new agent, which has nothing yet."""
         with self._lock:
             coming, self._coming = self._coming, {}
             self.session = session
@@ -158,7 +158,7 @@ class Node:
         for listener in [listener for listeners in coming.values() for listener in listeners]:
             listener(HostLost("its agent was replaced", host=self.name))
 
-    # ---- what its session hears
+    # ---- events of its session
 
     def on_output(self, worker: str, lines: Lines) -> None:
         self._owner.on_output(self, worker, lines)
@@ -195,10 +195,10 @@ class Node:
         shared: bool = False,
         each: bool = False,
     ) -> None:
-        """Runs a function in a seat, with `each` once for every item.
+        """Runs a function in a worker; with `each`, once for every item.
 
-        With `shared`, large buffers go to the store, for other seats to use too. What the call refers to is there
-        before it goes out. Raises HostLost when the host is gone.
+        With `shared`, large buffers are put in the host's store, for other workers to use too. The call is sent once
+        the blobs that it refers to are there. Raises HostLost.
         """
         names: dict[int, str] = {}
         content: dict[str, memoryview] = {}
@@ -223,7 +223,7 @@ class Node:
                     caller.sent(
                         self.session.send(head, inline, answer=caller.answered, failure=caller.failed, worker=worker)
                     )
-            if not wanted:  # told without the lock: what follows may be a call to another node
+            if not wanted:  # called without the lock: the callback may make a call to another node
                 caller.failed(CallCancelled("cancelled before it was sent", host=self.name))
 
         if names:
@@ -234,7 +234,7 @@ class Node:
     def begin(
         self, worker: str, plan: WorkerSpec, function: PackedFunction, data: bytes, *, timeout: float | None
     ) -> Reply:
-        """Starts a small call, whose answer this thread will read. Raises HostLost when the host is gone."""
+        """Starts a small call, whose reply this thread will read. Raises HostLost."""
         with self._lock:
             sitting = self._workers.get(worker)
             if sitting is None or sitting[0] is not plan:
@@ -247,17 +247,17 @@ class Node:
         self.session.send(messages.Cancel(stream=stream))
 
     def unassign(self, streams: list[int]) -> None:
-        """Asks for calls back that have not begun."""
+        """Asks the host to return calls that have not begun."""
         self.session.send(messages.Unassign(streams=streams))
 
     def release(self, worker: str) -> None:
-        """Ends the process in a seat."""
+        """Terminates a worker."""
         with self._lock:
             if self._workers.pop(worker, None) is not None:
                 self.session.send(messages.StopWorker(worker=worker))
 
     def _worker(self, worker: str, plan: WorkerSpec) -> None:
-        """Starts a process for the plan, unless the seat has one."""
+        """Starts a process for the spec, unless the worker has one already."""
         sitting = self._workers.get(worker)
         if sitting is not None and (sitting[0] is plan or sitting[0] == plan):
             return
@@ -290,9 +290,9 @@ class Node:
     # ---- content
 
     def _belongs_in_store(self, buffer: memoryview, shared: bool) -> bool:
-        """What is shared or comes a second time is stored; the rest goes straight to the one who asked for it.
+        """Buffers that are shared or repeated go to the host's store; others are sent inline, with the call.
 
-        A sample tells whether it may have come before; its full name decides.
+        A sample decides whether a buffer may be a repeated one. The store then goes by the hash of the full content.
         """
         if len(buffer) < LARGE:
             return False
@@ -307,7 +307,7 @@ class Node:
         return known or shared
 
     def _store(self, content: dict[str, memoryview], then: Callable[[], None], failure: Failure) -> None:
-        """Sends the blobs that the host lacks and that are not on their way already, then goes on."""
+        """Sends the blobs that the host lacks and that are not being sent already, then calls `then`."""
         with self._lock:
             waiting = {name for name in content if name not in self._blobs}
             new = [name for name in waiting if name not in self._coming]
@@ -337,7 +337,7 @@ class Node:
 
         def done(error: Exception | None) -> None:
             with self._lock:
-                if self.session is not session:  # `reset` has told those who waited
+                if self.session is not session:  # `reset` has called the listeners
                     return
                 if error is None:
                     self._blobs.add(name)
@@ -352,22 +352,22 @@ class Node:
         message = messages.Blob(name=name, parts=[len(content)], keep=keep)
         try:
             session.send(message, [content], answer=answer, failure=done)
-        except SkyfabError as error:  # the host is gone: others may wait for this blob too
+        except SkyfabError as error:  # the host is lost: other calls may wait for this blob too
             done(error)
 
     def knows(self, tree: Tree) -> bool:
         return tree.digest in self._trees
 
     def sync_project(self, tree: Tree) -> bool:
-        """Sends the project's files that the host lacks, and waits until they are laid out.
+        """Sends the project's files that the host lacks, and waits until the tree is laid out there.
 
-        False: a file has changed since the tree was read.
+        Returns False if a file has changed since the tree was read.
         """
         if tree.digest in self._trees:
             return True
         missing = self.session.ask(messages.Has(names=list(tree.sources)))
         assert isinstance(missing, messages.Missing)
-        wanted = [name for name in missing.names if name in tree.sources]  # and nothing that was never offered
+        wanted = [name for name in missing.names if name in tree.sources]  # never send a file that was not offered
         left, errors = set(wanted), list[Exception]()
 
         def settled(name: str, error: Exception | None) -> None:
@@ -397,7 +397,7 @@ def _is_large(buffer: memoryview, shared: bool) -> bool:
 
 
 def _parts(payload: codec.Payload, names: Mapping[int, str]) -> tuple[tuple[messages.Part, ...], Sequence[Any]]:
-    """How a payload travels: the pieces that are stored by name, the others inline."""
+    """Splits a payload into references to blobs in the store, by name, and inline buffers."""
     if not names:
         return (len(payload.data), *map(len, payload.buffers)), (payload.data, *payload.buffers)
     parts: list[messages.Part] = [len(payload.data)]

@@ -1,4 +1,4 @@
-"""The nodes of a pool: made, opened and closed together; and what the pool does with what they hear."""
+"""All nodes of a pool: creates, opens and closes them in parallel, and forwards their events to the pool."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from skyfab.session.transport.process import end_all
 from skyfab.ui.events import Events, HostState, Output
 
 _PER_HOST: Final = 8
-"""Descriptors: a stream has five. Where a connection breaks, others are tried beside it."""
+"""File descriptors per host. A connection has five; while it is suspect, others are attempted in parallel."""
 _SPARE: Final = 128
-"""For whatever else the program opens."""
+"""File descriptors left for the rest of the program."""
 
 
 class PoolOwner:
-    """What nodes hear, as events for those who look and as facts for gangs, scheduler and recovery."""
+    """Handles the events of a pool's nodes: emits them to subscribers, and informs gangs, scheduler and recovery."""
 
     def __init__(self, events: Events, gang_cache: GangCache, scheduler: Scheduler) -> None:
         self.events = events
@@ -56,7 +56,7 @@ class PoolOwner:
         self._gang_cache.worker_exited(node, worker)
 
     def on_lost(self, node: Node, error: HostError) -> None:
-        stranger = isinstance(error.__cause__, ProtocolError)  # whatever speaks there, it is not one of ours
+        stranger = isinstance(error.__cause__, ProtocolError)  # the peer is not one of our agents
         if self.recovery is not None and not stranger:
             self.recovery.expect(node, error)
         else:
@@ -78,7 +78,7 @@ class PoolOwner:
 
 
 class _NoOwner:
-    """For nodes of a detached run: nobody listens, and one that is lost stays so."""
+    """For nodes of a detached run: events are ignored, and a lost node is not recovered."""
 
     def on_output(self, node: Node, worker: str, lines: Lines) -> None: ...
     def on_exit(self, node: Node, worker: str) -> None: ...
@@ -93,7 +93,7 @@ class _NoOwner:
 
 
 class Nodes:
-    """Makes nodes. They are not open yet; `all` are those of the pool itself."""
+    """Creates nodes, without opening them. `all` are those of the pool itself."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Nodes:
         owner: PoolOwner,
         on_recovered: OnRecovered,
     ) -> None:
-        """`on_recovered` is called with a lost node that is there again, and with what lets calls go to it."""
+        """`on_recovered` is called with a lost node that is back, and a function that accepts it for calls."""
         self._inventory = inventory
         self._images = images
         self._workdirs = workdirs
@@ -123,7 +123,7 @@ class Nodes:
         return self.all
 
     def copies(self, nodes: Sequence[Node]) -> list[Node]:
-        """The same hosts once more, with agents of their own. These have one name on all hosts, as a pool's have."""
+        """New nodes for the same hosts, with agents of their own. These share one pool name, as those of a pool do."""
         pool = _pool_name()
         made = [self._make(node.index, node.host, _NoOwner(), pool) for node in nodes]
         for copy, node in zip(made, nodes, strict=True):
@@ -137,9 +137,9 @@ class Nodes:
         return node
 
     def _new_session(self, node: Node, pool: str | None = None) -> Session:
-        """A session with an agent that nobody has talked to before."""
+        """A session with a new agent."""
         host = node.host
-        name = f"{pool or _pool_name()}-{node.index}"  # two names may be one machine
+        name = f"{pool or _pool_name()}-{node.index}"  # unique per node: two hosts may be the same machine
         python, prepare = self._images.interpreter(host, name, Progress(self._owner.events, host.name))
         return Session(
             Bootstrap(host=host, session=name, bundle=bundle(), python=python, prepare=prepare),
@@ -151,14 +151,14 @@ class Nodes:
 
 
 def _pool_name() -> str:
-    """A new one at each opening: agents of the last one may still be about to end."""
+    """A new name each time a pool is opened: agents of the last time may still be exiting."""
     return secrets.token_hex(8)
 
 
 def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], None]) -> None:
-    """Opens every node's session. Raises the one failure, or a PoolError with all of them, and leaves none open.
+    """Opens every node's session. Raises the one failure, or a PoolError with all of them, and then leaves none open.
 
-    `failed` is told of each that did, as it does.
+    `failed` is called with each node as soon as it fails.
     """
     make_room(len(nodes))
     errors: dict[int, Exception] = {}
@@ -177,7 +177,7 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
         events.emit(HostState(host=node.name, state="connecting"))
     try:
         _with_each(enter, nodes)
-    except BaseException:  # Ctrl-C: those that are still connecting stop too
+    except BaseException:  # Ctrl-C: also stops those that are still connecting
         close_all(nodes)
         raise
     if errors:
@@ -186,7 +186,7 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
 
 
 def make_room(hosts: int) -> None:
-    """Lets this program have as many files open as its hosts need, where it may. Raises UsageError where it may not."""
+    """Increases the limit of open files to what the hosts need. Raises UsageError if that is more than is allowed."""
     soft, hard = (
         sys.maxsize if limit == resource.RLIM_INFINITY else limit
         for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -203,7 +203,7 @@ def make_room(hosts: int) -> None:
 
 
 def close_all(nodes: Sequence[Node]) -> None:
-    """Ends every process of the pool on every host. Interrupted, it leaves that to the hosts."""
+    """Terminates every process of the pool on every host. If interrupted, leaves that to the hosts."""
     try:
         _with_each(Node.close, nodes)
     except KeyboardInterrupt:
@@ -218,7 +218,7 @@ def _with_each(action: Callable[[Node], None], nodes: Sequence[Node]) -> None:
 
 
 def _all_of(errors: Sequence[Exception], total: int) -> Exception:
-    """One failure as it is, and so a mistake in what was asked of all of them; several as one."""
+    """A single failure as it is, also a UsageError that is the same on all hosts; several as one PoolError."""
     for error in errors:
         if not isinstance(error, SkyfabError):
             return error

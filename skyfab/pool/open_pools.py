@@ -1,4 +1,4 @@
-"""The pools that are open in this process: what becomes of them in a forked child, and when a program drops them."""
+"""Registry of the open pools of this process: disables them in a forked child, closes those that are dropped."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from skyfab.errors import UsageError
 
 
 class Pool(Protocol):
-    """A pool, as far as it matters here."""
+    """The part of a pool that is used here."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes it."""
 
     def leave_to_parent(self) -> None:
-        """It is the parent's: in this process it can be neither used nor ended."""
+        """It belongs to the parent process: in this one it can be neither used nor closed."""
 
 
 _open: Final[weakref.WeakSet[Pool]] = weakref.WeakSet()
@@ -30,7 +30,7 @@ discard = _open.discard
 
 
 def parents_pool() -> UsageError:
-    """For a use of a pool in a child that was forked while it was open."""
+    """The error for using a pool in a child that was forked while it was open."""
     return UsageError(
         "this pool was opened by the process that this one was forked from",
         hint="open one here: with sky.Compute(…) as compute: …",
@@ -38,7 +38,7 @@ def parents_pool() -> UsageError:
 
 
 def close_dropped(pool: Pool, hosts: Sequence[str]) -> None:
-    """Closes a pool that its program has dropped: on a thread, as this may be any one, with any lock held."""
+    """Closes a garbage-collected pool. On a new thread: the collector may run on any thread, with any lock held."""
     if not sys.is_finalizing():
         text = f"a pool was dropped while it was open: {', '.join(hosts)}"
         warnings.warn(text, ResourceWarning, stacklevel=3, source=pool)

@@ -1,4 +1,4 @@
-"""Keeps the project's files on all nodes of a pool the same: a node has them before a call goes there."""
+"""Syncs the project's files to all nodes of a pool, so that a node has the current code before a call is sent to it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from skyfab.pool.node import Node
 
 
 class ProjectSync:
-    """Sends what has changed of a project, once, to every node that is there. Thread-safe."""
+    """Sends changed project files, once, to every node that is not lost. Thread-safe."""
 
     def __init__(self, project: Project) -> None:
         self._project = project
         self._lock = threading.Lock()
         self.tree: Tree | None = None
-        """What every node has; None before the first call, and where one may lack something."""
+        """The tree that every node has; None before the first call, and if a node may lack something."""
 
     def begin(self) -> None:
-        """The nodes are new: they have nothing."""
+        """The nodes are new, and have nothing yet."""
         self.tree = None
 
     def close(self) -> None:
         self._project.close()
 
     def read_ahead(self) -> None:
-        """Reads the project while the hosts are being reached."""
+        """Reads the project while the pool connects."""
         with contextlib.suppress(UsageError):  # raised again by the first call
-            for _ in range(2):  # new folders are read, watched, and read again
+            for _ in range(2):  # new folders are read, watched, and then read again
                 self._project.tree()
 
     def digest(self, nodes: Sequence[Node], replan: Callable[[str], None]) -> str:
-        """The project's digest, once every node has its files. `replan` is told of another one than before."""
+        """Syncs every node; returns the tree's digest. `replan` is called with the digest if the tree is a new one."""
         tree = self._project.tree()
         if tree is self.tree:
             return tree.digest
@@ -51,20 +51,20 @@ class ProjectSync:
         return tree.digest
 
     def take_back(self, node: Node, accept: Callable[[], None]) -> None:
-        """A node that was lost is there again, and gets what the others have. `accept` lets calls go to it."""
+        """Syncs a recovered node, then calls `accept`, which allows calls to it."""
         while True:
-            with self._lock:  # no other tree is sent to the others between this look and then
+            with self._lock:  # held, so that no newer tree is sent to the others before `accept`
                 tree = self.tree
                 if tree is None or node.knows(tree):
                     accept()
                     return
-            if not node.sync_project(tree):  # a file has changed: the next call looks again
+            if not node.sync_project(tree):  # a file has changed: the next call reads again
                 with self._lock:
                     self.tree = None
 
 
 def _learns(tree: Tree, node: Node) -> bool:
-    """False: a file has changed since the tree was read. A host that is lost meanwhile learns nothing, and need not."""
+    """Syncs one node. Returns False if a file has changed since the tree was read. A host lost meanwhile is skipped."""
     try:
         return node.sync_project(tree)
     except HostLost as error:

@@ -1,4 +1,4 @@
-"""Recovery: a host that was lost is tried again now and then, and taken back when it answers."""
+"""Recovery of lost hosts: tries to connect again at intervals, and returns the host to the pool with a new agent."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from skyfab.ui.events import Events, HostState
 
 PAUSE: Final = 1.0
 LONGEST: Final = 15.0
-"""Seconds between attempts: the first, and what they grow to."""
+"""Seconds between attempts: the first pause, and the maximum that it grows to."""
 
 
 OnRecovered = Callable[[Node, Callable[[], None]], None]
 
 
 class Recovery:
-    """Waits for lost hosts while their pool is open."""
+    """Tries to reconnect to lost hosts while their pool is open."""
 
     def __init__(self, session_for: Callable[[Node], Session], on_recovered: OnRecovered, events: Events) -> None:
-        """`on_recovered` is called with a node that has a new session and knows nothing, and with what accepts it."""
+        """`on_recovered` is called with a node whose new agent has nothing yet, and a function that accepts it."""
         self._session_for = session_for
         self._on_recovered = on_recovered
         self._events = events
@@ -33,10 +33,10 @@ class Recovery:
         self._sessions: set[Session] = set()
         self._threads: list[threading.Thread] = []
         self._expected: set[int] = set()
-        """The nodes that are waited for, each by one thread, until calls may go to them again."""
+        """The lost nodes, each with one thread that tries to reconnect, until they are accepted for calls again."""
 
     def expect(self, node: Node, error: Exception) -> None:
-        """The node was lost just now."""
+        """Marks a node as lost, and starts trying to reconnect."""
         with self._lock:
             node.lost = error
             if not self._over.is_set() and node.index not in self._expected:
@@ -50,7 +50,7 @@ class Recovery:
         self._over.clear()
 
     def close(self) -> None:
-        """Nobody is expected any more."""
+        """Stops trying."""
         with self._lock:
             self._over.set()
             sessions, threads, self._threads = list(self._sessions), self._threads, []
@@ -80,11 +80,11 @@ class Recovery:
                     self._sessions.discard(session)
 
     def _receive(self, node: Node, session: Session) -> None:
-        """Takes a node back. Raises HostLost when it is lost again before that is done."""
+        """Returns a node to the pool. Raises HostLost if it is lost again before that is done."""
 
         def accept() -> None:
             with self._lock:
-                if session.has_ended:  # `expect` is about to be called, and this thread goes on waiting
+                if session.has_ended:  # `expect` is about to be called, and this thread keeps trying
                     raise HostLost("lost again", host=node.name)
                 node.lost = None
                 self._expected.discard(node.index)
@@ -94,5 +94,5 @@ class Recovery:
         self._on_recovered(node, accept)
         self._events.emit(HostState(host=node.name, state="ready", detail="taken back"))
         before.close()
-        with contextlib.suppress(SkyfabError):  # it may be gone, and if not it ends by itself after its lease
+        with contextlib.suppress(SkyfabError):  # the old agent may be unreachable; it exits after its lease
             before.end_agent(stopped=self._over.is_set)

@@ -1,9 +1,8 @@
-"""The meeting: where the ranks of a gang find each other.
+"""Rendezvous of a gang: an address for each host, and a port at the head (the first host), for the ranks to connect to.
 
-Each host has one address at which the others connect to it, and the first host has a port that is bound before it is
-named. Where a plugin needs that network, it is tried beforehand: a firewall is told in seconds, and not by a hang.
-Every host connects to the first one, the first one to every host, and each host to the next: the work grows with the
-number of hosts, not with its square.
+The port is bound before it is announced. Where a plugin needs the network, connections are probed beforehand: a
+firewall is reported within seconds instead of causing a hang. Every host connects to the head, the head to every host,
+and each host to the next: the work grows with the number of hosts, not with its square.
 """
 
 from __future__ import annotations
@@ -23,39 +22,39 @@ from skyfab.session.session import Session
 from skyfab.ui.events import Events, Notice
 
 PATIENCE: Final = 5.0
-"""Seconds that a host has to answer another one."""
+"""Timeout in seconds of a connection from one host to another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """How ranks meet."""
+    """Where the ranks of a gang connect to each other."""
 
     port: int
-    """At the head, which listens there already."""
+    """The head's port. The head listens there already."""
     places: tuple[Address, ...]
-    """For each node where the others find it."""
+    """For each node, the address that the others use."""
 
 
 class Rendezvouses:
-    """The meetings of a pool. What was found out once is used again, while a node has the same agent."""
+    """Makes the rendezvous of a pool's gangs. Addresses are cached while the nodes have the same sessions."""
 
     def __init__(
         self, network: Network = "unused", notice: Callable[[str, str], None] = lambda host, text: None
     ) -> None:
-        """`notice` is told of a network that is wanted and not there: a host, and what it cannot do."""
+        """`notice` is called with a host and a text if the network is "wanted" and does not work."""
         self._network = network
         self._notice = notice
         self._known: dict[int, tuple[Session, Address]] = {}
 
     @classmethod
     def of(cls, plugins: Iterable[Plugin], events: Events) -> Rendezvouses:
-        """As much of a network as the plugins need; what is missing of it is told as an event."""
+        """With the strongest need for a network among the plugins. A `Notice` event reports what does not work."""
         asked = {plugin.network for plugin in plugins}
         network: Network = "needed" if "needed" in asked else "wanted" if "wanted" in asked else "unused"
         return cls(network, lambda host, text: events.emit(Notice(host=host, text=text)))
 
     def arrange(self, nodes: Sequence[Node]) -> Rendezvous:
-        """A place to meet. Raises PeersUnreachable, or a PoolError with several, where a network is needed."""
+        """A rendezvous for a gang. If the network is "needed", raises PeersUnreachable, or a PoolError with several."""
         places = self._again(nodes)
         if places is None:
             places = self._choose(nodes)
@@ -84,14 +83,14 @@ class Rendezvouses:
 
 
 class _Search:
-    """Finds addresses at which hosts reach each other, by trying."""
+    """Finds addresses at which the hosts reach each other, by probing."""
 
     def __init__(self, nodes: Sequence[Node], candidates: Candidates) -> None:
         self._nodes = nodes
         self._head, *self._others = nodes
         self._candidates = candidates
         self._words = {node: secrets.token_hex(16) for node in nodes}
-        """What each host says to whoever connects: at an address there may be another machine."""
+        """A random word that each host sends to a peer that connects: another machine may have the same address."""
         self._ports: dict[Node, int] = {}
 
     def run(self) -> list[Address]:
@@ -111,13 +110,13 @@ class _Search:
         return [places[node] for node in self._nodes]
 
     def _places(self) -> dict[Node, Address]:
-        """Every host tries every address of the head. The one that most of them reach must do for all."""
+        """Every host probes every address of the head. The one that most of them reach is used for all."""
         options = self._candidates.of(self._head)
         tried = self._reach({node: [(self._head, option) for option in options] for node in self._others})
         counts = [sum(not found[at][0] for found in tried.values()) for at in range(len(options))]
         at = counts.index(max(counts))
         missing = [node for node, found in tried.items() if found[at][0]]
-        if counts[at] and missing:  # it is the right one: they get the time for it alone
+        if counts[at] and missing:  # others reach it: probe it again, alone, with the whole timeout
             again = self._reach({node: [(self._head, options[at])] for node in missing})
             for node, (one,) in again.items():
                 tried[node][at] = one
@@ -130,7 +129,7 @@ class _Search:
         return {self._head: options[at], **places}
 
     def _check(self, places: Mapping[Node, Address]) -> None:
-        """The head reaches every host, and every host the next: those that lie between are not tried."""
+        """Probes from the head to every host, and from every host to the next. Other pairs are not probed."""
         asked = {self._head: [(node, places[node]) for node in self._others]}
         for node, after in zip(self._others, self._others[1:], strict=False):
             asked[node] = [(after, places[after])]
@@ -142,7 +141,7 @@ class _Search:
         )
 
     def _reach(self, asked: Mapping[Node, Sequence[tuple[Node, Address]]]) -> dict[Node, list[tuple[str, str]]]:
-        """For each node and each address that it was asked to try: what went wrong, and its own address there."""
+        """Probes. For each node and each address: what went wrong, or "", and the local address of the connection."""
         answers = ask_all(
             {
                 node: ProbePeers(
@@ -171,7 +170,10 @@ class _Search:
 
 
 def ask_all(asked: Mapping[Node, Message]) -> dict[Node, Message]:
-    """Asks nodes at once and waits for all of them; their own threads read. Raises the first failure in their order."""
+    """Sends requests to all nodes; waits for all replies, which the reader's thread receives.
+
+    Raises the first failure, in the order of the nodes.
+    """
     answers: dict[Node, Message] = {}
     failures: dict[Node, Exception] = {}
     waiting = threading.Semaphore(0)

@@ -1,7 +1,7 @@
-"""Dispatch: calls on their way through a pool, and the queue that places them.
+"""The scheduler for solo calls, which run on one worker each: a queue, and the slots of all hosts.
 
-Each slot of a host is one process for solo calls. A slot is given its next call when it is free; where calls
-are shorter than the way to the host, a few ahead of that.
+Each slot of a host is one worker. A slot gets its next call when it is free. If calls take less time than the round
+trip to the host, it gets a few in advance (prefetch).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from skyfab.protocol import codec, messages
 from skyfab.session.sigint import SIGINT_GUARD
 
 _PREFETCH: Final = 0.010
-"""Seconds of work that a slot may hold ahead."""
+"""Seconds of work that a slot may prefetch."""
 _MOST: Final = 32
 _PATIENCE: Final = 100
-"""How often a call may come back without having begun: then its process cannot be started."""
+"""How often a call may be returned without having begun. After that, its worker is taken to be unable to start."""
 _SMALL: Final = 64 * 1024
-"""Larger arguments are not sent ahead."""
+"""Calls with larger arguments (bytes) are not prefetched."""
 
 
 class Task:
-    """One solo call: what to run, and who waits for it. It is the `Caller` of its node."""
+    """One solo call: what to run, and its future. It is the `Caller` of its node."""
 
     __slots__ = (
         "_scheduler",
@@ -62,25 +62,25 @@ class Task:
     ) -> None:
         self._scheduler: Scheduler | None = None
         self.retries = retries
-        """How often it may still be moved from a host that is lost to another one."""
+        """How often it may still be moved from a lost host to another one."""
         self.function = function
         self.arguments = arguments
         self.label = label
         self.timeout = timeout
         self.on = on
-        """The only node where it may run; None for any."""
+        """The only node on which it may run; None for any."""
         self.each = False
-        """The one argument is a list of argument tuples; the result is the time it took and a list of results."""
+        """The one argument is a list of argument tuples; the result is the seconds it took and a list of results."""
         self.future = CallFuture()
         self.ended: Callable[[BaseException | None], None] | None = None
         self.slot: Slot | None = None
         self.returned = 0
-        """How often it came back without having begun."""
+        """How often it was returned without having begun."""
         self.stream = 0
         self.started = 0.0
 
     def places(self) -> list[tuple[Node, str, int | None]]:
-        """Where it runs: at one place, once it has begun."""
+        """Node, worker and rank (None) where it runs; empty if it is on no slot."""
         return [] if self.slot is None else [(self.slot.node, self.slot.worker, None)]
 
     def enter(self, scheduler: Scheduler) -> None:
@@ -104,11 +104,11 @@ class Task:
 
 
 _RESERVED: Final = Task(PackedFunction("", codec.Payload(b"")), codec.Payload(b""), label="", timeout=None)
-"""Stands in a slot for a call that is not the queue's. It seems to run for ever: nothing is placed behind it."""
+"""Placeholder in a slot for a call of the fast path. It counts as a long call: nothing is placed behind it."""
 
 
 class Slot:
-    """One process for solo calls on one node."""
+    """One worker for solo calls on one node."""
 
     __slots__ = ("answered", "given", "node", "plan", "tasks", "worker")
 
@@ -116,26 +116,26 @@ class Slot:
         self.node = node
         self.worker = worker
         self.plan = plan
-        """What its process must be for the next call."""
+        """The worker spec for the next call."""
         self.given = plan
-        """What it is for the calls that it has."""
+        """The worker spec of the calls that it has."""
         self.tasks: list[Task] = []
-        """Given and not answered; the first one runs."""
+        """Calls without a reply yet; the first one runs."""
         self.answered = 0.0
-        """When it last had an answer."""
+        """Time of the last reply."""
 
     @property
     def load(self) -> int:
         return len(self.tasks)
 
     def is_stuck(self, now: float) -> bool:
-        """Its first call takes long: nothing should wait behind it."""
+        """Its running call takes long: nothing should wait behind it."""
         if not self.tasks:
             return False
         return self.tasks[0] is _RESERVED or now - max(self.answered, self.tasks[0].started) > _PREFETCH
 
     def may_prefetch(self, task: Task, now: float) -> bool:
-        """A small call may wait behind the running one, in the same process."""
+        """Whether a call may wait behind the running one: it is small, in the same process, and that is not stuck."""
         return task.arguments.size < _SMALL and self.given is self.plan and not self.is_stuck(now)
 
 
@@ -143,33 +143,33 @@ _load = operator.attrgetter("load")
 
 
 class Scheduler:
-    """Places solo calls on slots, the least loaded first."""
+    """Assigns solo calls to slots, the least loaded first."""
 
     def __init__(
         self, started: Callable[[str, str], Callable[[BaseException | None], None]], *, untrusted: bool = False
     ) -> None:
-        """`started` is told of each call (its label) and its host, and returns what is to be told of its end."""
+        """`started` is called with a call's label and host when it starts; it returns a function to call at its end."""
         self._slots: list[Slot] = []
         self._advancing: set[int] = set()
-        """The threads that are in `advance`."""
+        """Threads that are inside `advance`."""
         self._waiting: deque[Task] = deque()
         self._lock = threading.Lock()
         self._mean = 1.0
         self._looking = False
         self.started = started
         self.untrusted = untrusted
-        """Hosts are not trusted: only plain data is taken from them."""
+        """Hosts are not trusted: results may only be plain data."""
 
     def open(self, slots: Iterable[Slot]) -> None:
         self._slots = list(slots)
 
     def replan(self, plan: Callable[[Slot], WorkerSpec]) -> None:
-        """The project changed: later calls want processes that import the new code."""
+        """The project changed: later calls need workers that import the new code."""
         for slot in self._slots:
             slot.plan = plan(slot)
 
     def reserve(self) -> Slot | None:
-        """An idle slot, for a call that does not go through the queue. It must be released."""
+        """An idle slot, for the fast path; None if there is none or calls are queued. It must be released."""
         with self._lock:
             if not self._waiting:
                 for slot in self._slots:
@@ -195,9 +195,9 @@ class Scheduler:
             self.advance()
 
     def advance(self) -> None:
-        """Gives waiting calls to slots that have room; those that no host is left for fail.
+        """Assigns waiting calls to slots that have room; fails those for which no host is left.
 
-        Any number of calls may fail or come back meanwhile: inside of itself it does nothing, its own loop goes on.
+        Calls may fail or be returned meanwhile, which calls this again: then it returns at once, and the loop goes on.
         """
         me = threading.get_ident()
         if me in self._advancing:
@@ -210,7 +210,7 @@ class Scheduler:
             self._advancing.discard(me)
 
     def _advance_once(self) -> bool:
-        """Places one call, or fails those that cannot be placed. False: there was neither."""
+        """Assigns one call, or fails those that no host can take. Returns False if there was neither."""
         stranded: list[Task] = []
         with self._lock:
             placed = self._place(stranded)
@@ -222,7 +222,7 @@ class Scheduler:
         return placed is not None or bool(stranded)
 
     def _place(self, stranded: list[Task]) -> tuple[Task, Slot] | None:
-        """The next task and the slot that takes it, if any does now. `stranded` gets tasks that no slot will take."""
+        """The next task that can be assigned now, and its slot. Adds tasks that no slot can ever take to `stranded`."""
         if not self._waiting:
             return None
         alive = [slot for slot in self._slots if slot.node.lost is None]
@@ -243,7 +243,7 @@ class Scheduler:
                 del self._waiting[position]
                 slot.tasks.append(task)
                 slot.given = slot.plan
-                task.slot, task.stream = slot, 0  # the number that it had on another host means nothing here
+                task.slot, task.stream = slot, 0  # the stream number on another host is void
                 return task, slot
             if task.on is None:
                 return None  # everything is busy
@@ -266,12 +266,12 @@ class Scheduler:
         except SkyfabError as error:
             self.failed(task, error)
 
-    # ---- what a task's node tells
+    # ---- callbacks of a task's node
 
     def sent(self, task: Task, stream: int) -> None:
         with self._lock:
             task.stream = stream
-        if task.future.cancelled():  # in this very moment
+        if task.future.cancelled():  # while it was being sent
             self.cancel(task)
 
     def answered(self, task: Task, message: messages.Message, buffers: list[memoryview]) -> None:
@@ -301,7 +301,7 @@ class Scheduler:
             )
         except Exception as error:
             self._finish(task, None, error)
-        except BaseException as error:  # of the result itself, or of a signal handler of the program's
+        except BaseException as error:  # raised by unpickling the result, or by a signal handler of the program
             self._finish(task, None, not_unpickled(error, host=slot.node.name, rank=None, label=task.label))
             raise
         else:
@@ -314,7 +314,7 @@ class Scheduler:
         self._mean += (elapsed - self._mean) * (0.5 if self._mean == 1.0 else 0.2)
 
     def _help(self) -> None:
-        """A slot has run dry: what was given ahead to one that is stuck behind a long call comes back, soon."""
+        """A slot is idle: soon takes back calls that were prefetched by slots that are stuck behind a long call."""
         if self._looking:
             return
         if any(not slot.tasks for slot in self._slots) and any(len(slot.tasks) > 1 for slot in self._slots):
@@ -332,7 +332,7 @@ class Scheduler:
             try:
                 slot.node.unassign([task.stream for task in tasks if task.stream])
             except SkyfabError:
-                pass  # lost: its failure is on its way
+                pass  # the host is lost: its failure will be reported separately
         self._help()
 
     def failed(self, task: Task, error: Exception) -> None:
@@ -355,12 +355,12 @@ class Scheduler:
 
     def _finish(self, task: Task, result: Any = None, error: BaseException | None = None) -> None:
         if task.ended is not None:
-            task.ended(error)  # before anybody who waits goes on
+            task.ended(error)  # before threads that wait for the future continue
         task.future.settle(result, error)
-        task.future.on_cancel = None  # it leads back to the task, and to the arguments in it
+        task.future.on_cancel = None  # it references the task, and so its arguments
 
     def cancel(self, task: Task) -> None:
-        """Stops a call, wherever it is. One that is not sent yet is not wanted any more, and never is."""
+        """Stops a call, queued or running. One that is not sent yet never will be: its `is_wanted` is False."""
         with self._lock:
             if task in self._waiting:
                 self._waiting.remove(task)
@@ -370,10 +370,10 @@ class Scheduler:
             try:
                 slot.node.cancel(stream)
             except SkyfabError:
-                pass  # the host is gone, and the call with it
+                pass  # the host is lost, and the call with it
 
     def fail_all(self) -> None:
-        """The pool closes: what has not begun never will."""
+        """The pool closes: fails all calls that have not begun."""
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
         for task in waiting:
@@ -381,7 +381,7 @@ class Scheduler:
 
 
 def solo_spec(node: Node, tree: str, env: Mapping[str, str], *, job: str, total_nodes: int) -> WorkerSpec:
-    """What a process for solo calls on a node must be: a world of its own."""
+    """The worker spec for solo calls on a node: a world of size 1."""
     info = {
         "node": node.index,
         "total_nodes": total_nodes,

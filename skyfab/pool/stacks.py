@@ -1,7 +1,7 @@
-"""Stacks: where the ranks on a host are right now, whichever program started them, stuck in C code or not.
+"""Python stacks of all workers on a host, whichever program started them, even if they are stuck in C code.
 
-Each rank has a signal on which faulthandler writes its stacks to a file in the pool's run folder; a shell on the
-host sends the signal and reads the file. Nothing of the pool notices.
+Each worker has a signal on which faulthandler writes its stacks to a file in the pool's run folder. A shell on the
+host sends the signal and reads the file. The pool itself is not involved.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEAD: Final = re.compile(r"(\S+) ([0-9]{1,9}) (\S+) (\S+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """A place in somebody's code."""
+    """One stack frame."""
 
     file: str
     line: int
@@ -44,11 +44,11 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Where one rank is: its main thread, innermost frame first."""
+    """The stack of one worker's main thread, innermost frame first."""
 
     host: str
     rank: int | None
-    """None for a process of solo calls."""
+    """None for a worker of solo calls."""
     pid: int
     pool: str
     frames: tuple[Frame, ...]
@@ -61,12 +61,12 @@ class Stack:
 
 
 def script() -> str:
-    """What a shell on the host is told; `parse` reads its answer."""
+    """The shell script to run on the host; `parse` reads its output."""
     return _SCRIPT
 
 
 def parse(host: str, text: str) -> list[Stack]:
-    """The stacks in an answer. Whatever else is in there is passed over."""
+    """The stacks in the script's output. Anything else in there is ignored."""
     found: list[Stack] = []
     for part in re.split(r"^=rank ", text, flags=re.MULTILINE)[1:]:
         head, _, body = part.partition("\n")
@@ -80,7 +80,7 @@ def parse(host: str, text: str) -> list[Stack]:
 
 
 def frames_of(text: str) -> tuple[Frame, ...]:
-    """The main thread in what faulthandler wrote, which has it last; without our own frames."""
+    """The main thread's frames in faulthandler's output, which has it last; without the frames of skyfab."""
     threads = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[1:]
     return _own(tuple(_frames(threads[-1]))) if threads else ()
 
@@ -92,7 +92,7 @@ def _frames(text: str) -> Iterable[Frame]:
 
 
 def _own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Without the frames of ours that are below every call; nothing where the rank waits for one."""
+    """Without the outer frames that belong to skyfab; empty if the worker is waiting for a call."""
     for place, frame in enumerate(frames):
         if frame.file.endswith("skyfab/agent/worker.py"):
             own = tuple(frames[:place])
@@ -101,7 +101,7 @@ def _own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 def groups(stacks: Sequence[Stack]) -> list[list[Stack]]:
-    """Ranks that are at the same place, the largest group first. In the innermost function they may be at any line."""
+    """Groups ranks with the same stack, the largest group first. The line in the innermost function is ignored."""
     alike: dict[tuple[str, tuple[Frame, ...]], list[Stack]] = {}
     for stack in stacks:
         alike.setdefault((stack.pool, likeness(stack)), []).append(stack)
@@ -109,12 +109,12 @@ def groups(stacks: Sequence[Stack]) -> list[list[Stack]]:
 
 
 def likeness(stack: Stack) -> tuple[Frame, ...]:
-    """What two stacks at the same place have in common."""
+    """The grouping key: the frames, without the line number of the innermost one."""
     return tuple(replace(frame, line=0) for frame in stack.frames[:1]) + stack.frames[1:]
 
 
 def describe(group: Sequence[Stack]) -> str:
-    """How a group reads."""
+    """A group as text."""
     who = f"{len(group)} ranks" if len(group) > 1 else "1 rank"
     first = group[0]
     places = ", ".join(stack.place for stack in group)

@@ -1,6 +1,6 @@
-"""The autopsy of a call that makes no progress: where its ranks are, alike ones together, while it still hangs.
+"""Stall detection: samples the stacks of a call's processes, and reports them, grouped, if one makes no progress.
 
-A rank makes no progress while its main thread stays in the same functions, at the same lines but in the innermost one.
+A process makes no progress while its main thread has the same stack, ignoring the line in the innermost function.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from skyfab.protocol import messages
 from skyfab.ui.events import Events, Stalled
 
 LOOKS: Final = 10
-"""Within the time that a rank may stand still."""
+"""Samples within the stall time."""
 
 Place = tuple[Node, str, int | None]
-"""Where a process is: its node, its seat, its rank in a gang."""
+"""Identifies a process: its node, worker name, and rank in a gang."""
 
 
 def watch(future: Future[Any], places: Callable[[], Sequence[Place]], stall: float, label: str, events: Events) -> None:
-    """Looks at a call's processes until it is over, and tells when one has stood still for so many seconds."""
+    """Samples a call's processes until it ends. Emits `Stalled` when one has made no progress for `stall` seconds."""
     autopsy = _Autopsy(places, stall, label, events)
     over = threading.Event()
     Future.add_done_callback(future, lambda _: over.set())
@@ -39,7 +39,7 @@ class _Autopsy:
         self._label = label
         self._events = events
         self._stacks: dict[tuple[str, str], tuple[Stack, float]] = {}
-        """Where each process is, and since when."""
+        """The last stack of each process, and since when it has been the same."""
         self._told: set[tuple[str, str]] = set()
 
     def run(self, over: threading.Event) -> None:
@@ -48,7 +48,7 @@ class _Autopsy:
                 try:
                     node.session.send(messages.DumpStacks(worker=worker), answer=self._hear(node, worker, rank))
                 except SkyfabError:
-                    pass  # lost: the call's own end says so
+                    pass  # the host is lost: the call itself reports that
             self._judge()
 
     def _hear(self, node: Node, worker: str, rank: int | None) -> Callable[[messages.Message, list[memoryview]], None]:

@@ -1,7 +1,7 @@
-"""The working folder: where relative paths of functions lead on each host, and what has been written there.
+"""The working directory of functions on each host, and the report of the files that they wrote there.
 
-``"auto"`` is the folder that stands for the current one here: on a host a folder of its own in the cache, which stays;
-on this machine the current folder itself. A path is that folder on every host. ``"temp"`` goes with the pool.
+``"auto"`` corresponds to the current folder here: on a host, a persistent folder in the cache; on this machine, the
+current folder itself. A path is that folder on every host. ``"temp"`` is deleted with the pool.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from skyfab.protocol.blobs import name_of
 from skyfab.ui.events import Events
 
 _PATIENCE: Final = 2.0
-"""Seconds that hosts have to say what was written, when a pool closes."""
+"""Timeout in seconds for the hosts' lists of written files, when a pool closes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workdir:
-    """The working folder on one host."""
+    """The working directory on one host."""
 
     told: str = ""
-    """What its agent is told: a path, the name of a folder in its cache, or nothing for the pool's own."""
+    """As sent to the agent: a path, the name of a folder in its cache, or "" for a folder of the pool."""
     callers: bool = False
-    """It is the caller's own folder, which has everything already."""
+    """It is the caller's own folder, so `includes` need not be copied there."""
 
 
 class Workdirs:
-    """The working folder of a pool on each of its hosts."""
+    """The working directory of a pool on each of its hosts."""
 
     def __init__(self, choice: str | os.PathLike[str]) -> None:
-        """Raises UsageError for what cannot be one."""
+        """Raises UsageError for an invalid choice."""
         try:
             self._choice: str = CHECKS["workdir"](os.fspath(choice) if isinstance(choice, os.PathLike) else choice)
         except UsageError as error:
@@ -67,17 +67,17 @@ def _current() -> str:
 
 
 def project(folder: str) -> str:
-    """The name that a folder of this machine and user has on hosts: readable, and no other folder's."""
+    """The name, on hosts, of the folder that corresponds to one of this machine and user: readable and unique."""
     try:
         user = getpass.getuser()
-    except (OSError, KeyError):  # a user made up for a container has no name
+    except (OSError, KeyError):  # a container may run under a user id without a name
         user = str(os.getuid())
     readable = re.sub(r"[^A-Za-z0-9_]+", "-", Path(folder).name).strip("-")[:40] or "project"
     return f"{readable}-{name_of(os.fsencode(f'{user}@{os.uname().nodename}:{folder}'))[:8]}"
 
 
 class _Node(Protocol):
-    """A node of a pool, as far as it is asked here."""
+    """The part of a node that is used here."""
 
     name: str
     host: Host
@@ -89,7 +89,7 @@ class _Node(Protocol):
 
 
 def tell_files(nodes: Sequence[_Node], inventory: Inventory, events: Events) -> None:
-    """Emits what was written on hosts other than this one. Those that do not answer soon are left out."""
+    """Emits events about files that were written on other machines. Hosts that do not reply in time are skipped."""
     if not events.active:
         return
     answers: dict[str, list[Written]] = {}
@@ -125,5 +125,5 @@ def _failure(answers: dict[str, list[Written]], node: _Node) -> Callable[[Except
 
 
 def is_kept(node: _Node) -> bool:
-    """Its working folder is on another machine, and stays there."""
+    """Its working directory is on another machine, and is persistent."""
     return bool(node.workdir.told) and node.host.transport != "local"

@@ -1,6 +1,6 @@
-"""What happens in a pool, as frozen values; the screen, logs and tests subscribe.
+"""Events of a pool, as immutable values, and `Events`, which delivers them to subscribers (screen, logs, tests).
 
-``str(event)`` is the line a person would read.
+``str(event)`` is a readable line.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ State = Literal["connecting", "preparing", "ready", "reconnecting", "lost", "fai
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened on one host."""
+    """Base class: something that happened on one host."""
 
     host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostState(Event):
-    """A host moved to another state."""
+    """A host's state changed."""
 
     state: State
     detail: str = ""
-    """What a person would want to know about it: a version, a size, a reason."""
+    """Details for the user: a version, a size, a reason."""
 
     def __str__(self) -> str:
         return f"{self.host}: {self.state}" + (f" ({self.detail})" if self.detail else "")
@@ -38,15 +38,15 @@ class HostState(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output(Event):
-    """One line that a rank wrote."""
+    """One line that a worker wrote."""
 
     rank: int | None
     """The global rank in a gang; None for a solo call."""
     stream: Literal["stdout", "stderr"]
     text: str
-    """The line without its end."""
+    """The line without its line ending."""
     end: str = "\n"
-    """``"\\r"`` when the line asks to be overwritten, as progress bars do."""
+    """``"\\r"`` if the line is to be overwritten, as in progress bars."""
 
     def __str__(self) -> str:
         place = self.host if self.rank is None else f"{self.host}[{self.rank}]"
@@ -55,7 +55,7 @@ class Output(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStarted(Event):
-    """A call was handed to a host."""
+    """A call was sent to a host."""
 
     call: int
     function: str
@@ -66,13 +66,13 @@ class CallStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallEnded(Event):
-    """A call came back."""
+    """A call ended."""
 
     call: int
     function: str
     seconds: float
     error: str | None = None
-    """The type's name of what it raised."""
+    """The type name of the exception that it raised."""
 
     def __str__(self) -> str:
         how = "done" if self.error is None else f"raised {self.error}"
@@ -86,7 +86,7 @@ class Stalled(Event):
     function: str
     seconds: float
     text: str
-    """Where they are, alike ones together."""
+    """The stacks of its ranks, grouped."""
 
     def __str__(self) -> str:
         return f"{self.host}: {self.function} has made no progress for {self.seconds:g} s\n{self.text}"
@@ -94,7 +94,7 @@ class Stalled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice(Event):
-    """Something that a person should know, and that stops nothing."""
+    """A warning for the user. Nothing is stopped."""
 
     text: str
 
@@ -104,7 +104,7 @@ class Notice(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved(Event):
-    """Bytes on their way to or from a host."""
+    """Progress of a transfer to or from a host, in bytes."""
 
     what: str
     done: int
@@ -116,7 +116,7 @@ class Moved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilesWritten(Event):
-    """A pool closes, and its functions have written files in a working folder that stays."""
+    """Emitted when a pool closes and its functions have written files in a persistent working directory."""
 
     path: str
     """The folder, on the host."""
@@ -135,11 +135,11 @@ Subscriber = Callable[[Event], None]
 _calls = itertools.count(1)
 
 emitting: Final[set[int]] = set()
-"""Threads, by their numbers, that run a subscriber: they must not wait for calls, which may need them to go on."""
+"""Ids of the threads that run a subscriber. They must not wait for calls, which may need the same thread to proceed."""
 
 
 class Events:
-    """Hands each event to every subscriber, in order of emission per host."""
+    """Delivers each event to every subscriber, in order of emission per host."""
 
     def __init__(self) -> None:
         self._subscribers: tuple[Subscriber, ...] = ()
@@ -161,11 +161,11 @@ class Events:
 
     @property
     def active(self) -> bool:
-        """Somebody listens."""
+        """There are subscribers."""
         return bool(self._subscribers)
 
     def call(self, function: str, *hosts: str) -> Callable[[BaseException | None], None]:
-        """Tells that a call began on these hosts; returns what tells that it ended, and how."""
+        """Emits that a call started on these hosts; returns a function that emits that it ended, with its error."""
         if not self._subscribers:
             return _nobody
         number, began = next(_calls), time.monotonic()
@@ -181,7 +181,7 @@ class Events:
         return ended
 
     def emit(self, event: Event) -> None:
-        """A subscriber that raises, SystemExit included, is reported and does not disturb the others."""
+        """Calls all subscribers. One that raises, SystemExit included, is reported and does not affect the others."""
         if not self._subscribers:
             return
         me = threading.get_ident()
@@ -191,7 +191,7 @@ class Events:
             for subscriber in self._subscribers:
                 try:
                     subscriber(event)
-                except KeyboardInterrupt:  # Ctrl-C while it ran: that is for the program
+                except KeyboardInterrupt:  # Ctrl-C while it ran: for the program to handle
                     raise
                 except BaseException:
                     print(f"skyfab: a subscriber failed on {event!r}", file=sys.stderr)
@@ -202,4 +202,4 @@ class Events:
 
 
 def _nobody(error: BaseException | None) -> None:
-    """Nobody listens."""
+    """Used if there are no subscribers."""

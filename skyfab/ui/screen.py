@@ -1,4 +1,4 @@
-"""What a person sees: rank output, host states, progress and tables; rich on a terminal, plain lines elsewhere."""
+"""Shows a pool's events to the user, live on a terminal or as plain lines. Also prints tables and small charts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from skyfab.ui.terminal import RESET, Live, clean, echoes, is_rich, put
 from skyfab.ui.view import PATIENCE, Line, View
 
 _SPARSE: Final = 5.0
-"""Seconds between two states of a bar where none can be overwritten."""
+"""Seconds between updates of a progress bar in plain output, where lines cannot be overwritten."""
 _TICK: Final = 0.1
-"""Seconds between two states of what is live on a terminal."""
+"""Seconds between updates of the live lines on a terminal."""
 _COLUMNS: Final = "▁▂▃▄▅▆▇█"
 _SPINNER: Final = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _COLOURS: Final = tuple(f"\x1b[{code}m" for code in (36, 32, 33, 35, 34, 96, 92, 93, 95, 94))
@@ -32,9 +32,9 @@ def attach(
     clock: Callable[[], float] = time.monotonic,
     patience: float = PATIENCE,
 ) -> Callable[[], None]:
-    """Shows a pool's events from now on; returns a function that writes what is left and ends it.
+    """Shows a pool's events from now on; returns a function that writes the rest and stops.
 
-    `auto` is `rich` where stdout and stderr are both a terminal that can do it, else `plain`. An event's thread waits
+    `auto` is `rich` if stdout and stderr are both a capable terminal, else `plain`. A thread that emits an event waits
     up to `patience` seconds for a slow output.
     """
     files = stdout or sys.stdout, stderr or sys.stderr
@@ -50,7 +50,7 @@ def attach(
 
 
 class Plain(View):
-    """Lines for files, pipes and notebooks: ``node1[0] text``, each to the stream that it was written to.
+    """Plain lines for files, pipes and notebooks: ``node1[0] text``, each to the stream that it was written to.
 
     The files are looked up at every write, as `print` does, unless they are given.
     """
@@ -72,7 +72,7 @@ class Plain(View):
         return f"{event.host} {text}\n" if event.rank is None else f"{event.host}[{event.rank}] {text}\n"
 
     def _bar(self, event: Output) -> None:
-        """Now and then a sign of life; always the last state, with the line that follows or at the end."""
+        """Shows a progress bar every few seconds. Its last state is always shown, with the next line or at the end."""
         now = self._clock()
         if now - self._shown.setdefault((event.host, event.rank), now) >= _SPARSE:
             self._shown[event.host, event.rank] = now
@@ -86,7 +86,7 @@ class Plain(View):
             self._say("stderr", clean(str(event)) + "\n")
 
     def _moved(self, event: Moved) -> None:
-        """Now and then a sign of life."""
+        """Shows progress every few seconds."""
         now = self._clock()
         if now - self._shown.setdefault((event.host, None), now) >= _SPARSE:
             self._shown[event.host, None] = now
@@ -98,7 +98,7 @@ class Plain(View):
 
 
 class Screen(View):
-    """A terminal: a coloured prefix for each host; below, what is under way, redrawn in place."""
+    """A terminal: lines with a coloured prefix for each host; below them live progress, redrawn in place."""
 
     def __init__(self, file: TextIO, clock: Callable[[], float], patience: float = PATIENCE) -> None:
         super().__init__(clock, patience)
@@ -107,9 +107,9 @@ class Screen(View):
         self._width = 0
         self._colours: dict[str, str] = {}
         self._details: dict[str, str] = {}
-        """Hosts that are on their way, and what they are doing."""
+        """Hosts that are connecting or being prepared, and the current step."""
         self._amounts: dict[str, tuple[int, int]] = {}
-        """How much each of them has got, of how much."""
+        """Bytes transferred and in total, for each of them."""
         self._ready: list[str] = []
         self._since = 0.0
 
@@ -151,7 +151,7 @@ class Screen(View):
             self._waiting += 1
 
     def _total(self) -> list[str]:
-        """A line for all of them, where there is more than one."""
+        """A line with the total progress, if several hosts have transfers."""
         if len(self._amounts) < 2 or not self._details:
             return []
         done, total = (sum(amounts) for amounts in zip(*self._amounts.values(), strict=True))
@@ -159,14 +159,14 @@ class Screen(View):
         return [f"  {ready} of {all_} ready, {done / 1e6:.0f} of {total / 1e6:.0f} MB"]
 
     def _summary(self) -> None:
-        """All that were on their way have arrived, or failed: then the error says more."""
+        """All hosts are ready or have failed. Not shown after a failure: the error has more details."""
         ready, self._ready, self._amounts = self._ready, [], {}
         if "failed" not in self._states.values():
             who = ready[0] if len(ready) == 1 else f"{len(ready)} hosts"
             self._say("stderr", f"{_GREEN}✓{RESET} {who} ready in {self._clock() - self._since:.1f} s\n")
 
     def flush(self) -> None:
-        if not self._details or echoes():  # a host that is on its way may be asking for a password
+        if not self._details or echoes():  # connecting to a host may prompt for a password
             super().flush()
 
     def _write(self, lines: list[Line]) -> None:
@@ -217,12 +217,12 @@ def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collecti
 
 
 def columns(values: Sequence[float], *, most: int = 60) -> str:
-    """Numbers as a small plot in one line: the lowest is the lowest, the highest the highest.
+    """Numbers as a small bar chart in one line, scaled from the minimum to the maximum.
 
     >>> columns([0, 1, 2, 3, 4, 5, 6, 7])
     '▁▂▃▄▅▆▇█'
     """
-    if len(values) > most:  # each column the mean of its share
+    if len(values) > most:  # each column is the mean of several values
         step = len(values) / most
         shares = [values[int(at * step) : max(int(at * step) + 1, int((at + 1) * step))] for at in range(most)]
         values = [sum(share) / len(share) for share in shares]

@@ -1,10 +1,10 @@
-"""A view: gathers text as events come, and writes it in batches.
+"""`View`: base class of views. Collects text from events, and writes it in batches on a thread of its own.
 
-Nothing is rendered line by line. A view writes on a thread of its own. When a call ends or a host's state changes, the
-thread that emits the event waits until all text is written, so that what the program prints next comes after. That
-thread may be the one that reads a host's stream and sends heartbeats, so it waits for a limited time. An output that
-takes longer (a pipe that is not read, a terminal that is paused) is behind: until it has caught up no thread waits for
-it, text is kept up to `_MOST`, and beyond that the oldest lines are dropped and a line says how many.
+Nothing is rendered line by line. When a call ends or a host's state changes, the thread that emits the event waits
+until all text is written, so that what the program prints next comes after it. That thread may be the one that reads
+the connections and sends heartbeats, so it waits for a limited time. An output that takes longer (a pipe that is not
+read, a terminal that is paused) is behind: until it has caught up, no thread waits for it, and text is kept up to
+`_MOST`. Beyond that the oldest lines are dropped, and a line reports how many.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from skyfab.ui.events import CallEnded, Event, FilesWritten, HostState, Moved, N
 from skyfab.ui.terminal import clean_lines
 
 Line = tuple[str, str]
-"""The stream it goes to, and its text with its end."""
+"""The output stream of a line, and its text with its line ending."""
 
 _PACE: Final = 0.025
 PATIENCE: Final = 2.0
-"""Seconds that the emitting thread waits for the output at most."""
+"""Most seconds that the emitting thread waits for the output."""
 _MOST: Final = 16 * 1024 * 1024
-"""Characters that may wait for a slow output. Beyond that the emitting thread waits for it."""
+"""Most characters that are buffered for a slow output. Beyond that the emitting thread waits for it."""
 _PIECE: Final = 256 * 1024
-"""Characters that are written at a time."""
+"""Characters that are written at once."""
 _OVERHEAD: Final = 100
-"""What a line takes in memory besides its characters."""
+"""Memory that a line takes besides its characters."""
 
 
 class View(ABC):
-    """What a person sees of a pool. A subscriber of its events; thread-safe."""
+    """Shows a pool to the user, as a subscriber of its events. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float], patience: float = PATIENCE) -> None:
         self._clock = clock
         self._patience = min(patience, PATIENCE)
         self._states: dict[str, State] = {}
-        """The last state of each host, in the order of their first."""
+        """The last state of each host, in the order of their first events."""
         self._bars: dict[tuple[str, int | None, str], Output] = {}
-        """Lines that asked to be overwritten, and were not yet: one for each rank and stream."""
+        """Progress bars: lines to be overwritten that have not been yet, one for each rank and stream."""
         self._lines: deque[Line] = deque()
         self._waiting = 0
         self._dropped = 0
@@ -54,10 +54,10 @@ class View(ABC):
         self._deaf = False
         self._progress = threading.Condition()
         self._asked = self._written = 0
-        """How often a thread has asked for all text to be written, and up to which of these it is."""
+        """Number of requests to write all text, and the last request that is fulfilled."""
         self._behind = False
 
-    # ---- what comes in, all with the lock held
+    # ---- input; `_take` and what it calls run with the lock held
 
     def __call__(self, event: Event) -> None:
         with self._lock:
@@ -90,11 +90,11 @@ class View(ABC):
 
     def _output(self, event: Output) -> None:
         bar = self._bars.pop((event.host, event.rank, event.stream), None) if self._bars else None
-        # An empty line after a bar only ends it; any other line takes the bar's place.
+        # An empty line after a bar only ends it; any other line replaces the bar.
         self._say(event.stream, self._line(event if bar is None or event.text else bar))
 
     def _settle(self, host: str | None = None) -> None:
-        """Nobody on this host, or anywhere, will finish their bars: they stay as they are."""
+        """Writes the progress bars of a host, or of all, as they are: nothing will update them any more."""
         for key, bar in list(self._bars.items()):
             if host in (None, bar.host):
                 del self._bars[key]
@@ -109,11 +109,11 @@ class View(ABC):
 
     @abstractmethod
     def _line(self, event: Output) -> str:
-        """How a rank's line reads."""
+        """Formats a line of a worker."""
 
     @abstractmethod
     def _bar(self, event: Output) -> None:
-        """A rank's bar moved."""
+        """A worker's progress bar changed."""
 
     @abstractmethod
     def _state(self, event: HostState, before: State | None) -> None:
@@ -121,9 +121,9 @@ class View(ABC):
 
     @abstractmethod
     def _moved(self, event: Moved) -> None:
-        """Bytes are on their way to a host."""
+        """A transfer to a host made progress."""
 
-    # ---- what goes out
+    # ---- output
 
     def flush(self) -> None:
         """Writes everything so far."""
@@ -137,7 +137,7 @@ class View(ABC):
                 if not self._deaf:
                     try:
                         self._write(lines)
-                    except (OSError, ValueError):  # the other end is closed: `| head`, or a file that was closed
+                    except (OSError, ValueError):  # a closed pipe (`| head`) or file
                         self._deaf = True
                 with self._progress:
                     self._behind = self._behind and left > 0
@@ -146,7 +146,7 @@ class View(ABC):
                     return
 
     def _piece(self, most: int) -> list[Line]:
-        """The next lines; the first says how many before them were dropped."""
+        """Removes and returns the next lines, at most `most`. If lines were dropped before them, the first says so."""
         lines: list[Line] = []
         if self._dropped:
             lines.append(("stderr", f"skyfab: {self._dropped} lines dropped: the output was not read\n"))
@@ -170,7 +170,7 @@ class View(ABC):
         self._wait(lambda: self._written >= ticket)
 
     def _make_room(self) -> None:
-        """Waits until no more than `_MOST` is waiting."""
+        """Waits until no more than `_MOST` is buffered."""
         self._wait(lambda: self._waiting <= _MOST)
 
     def _wait(self, done: Callable[[], bool]) -> None:
@@ -184,7 +184,7 @@ class View(ABC):
     def _write(self, lines: list[Line]) -> None: ...
 
     def close(self) -> None:
-        """Writes what is left, and nothing afterwards."""
+        """Writes the rest, and nothing afterwards."""
         self._over.set()
         self._wake.set()
         self._urgent.set()
@@ -214,9 +214,9 @@ class View(ABC):
                 self._progress.notify_all()
 
     def _pace(self) -> float:
-        """Seconds in which text gathers before it is written."""
+        """Seconds for which text is collected before it is written."""
         return _PACE
 
     def _restless(self) -> float | None:
-        """Seconds after which it changes by itself; None: it does not."""
+        """Interval in seconds of redrawing without events, for animation; None: no redrawing."""
         return None

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from skyfab.calls.project import Project, Tree
 from skyfab.errors import HostLost, UsageError
+from skyfab.pool.futures import refuse_to_block
 from skyfab.pool.node import Node
 
 
@@ -40,6 +41,7 @@ class ProjectSync:
         tree = self._project.tree()
         if tree is self.tree:
             return tree.digest
+        refuse_to_block()  # other threads wait for replies here, which the thread of a subscriber would have to read
         with self._lock:
             tree = self._project.tree()  # read again: another thread may have sent a newer one meanwhile
             behind = [node for node in nodes if node.lost is None and not node.knows(tree)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import skyfab as sky
 from skyfab.calls.image import Image
 from skyfab.calls.project import Project
 from skyfab.pool.project_sync import ProjectSync
+from skyfab.session.reader import SharedReader
 
 
 class FakeTree:
@@ -143,3 +145,43 @@ def test_a_file_that_is_added_between_reading_new_folders_and_watching_them_is_s
     monkeypatch.undo()
     assert any(inner.endswith("inner/added.py") for inner, _ in project.tree().files)
     project.close()
+
+
+def test_the_thread_that_reads_cannot_wait_for_hosts_to_have_new_files(sync: ProjectSync, project: FakeProject) -> None:
+    """A subscriber that submitted a call after an edit stopped its pool for ever."""
+    node, told = FakeNode(), list[BaseException]()
+    sync.digest([node], lambda tree: None)  # type: ignore[list-item]
+    reader, said = SharedReader(), os.pipe()
+
+    class Subscriber:
+        interval = 60.0
+
+        def on_ready(self, fd: int) -> list[Any]:
+            reader.unwatch(fd)
+            return [self.submit]
+
+        def submit(self) -> None:
+            try:
+                sync.digest([node], lambda tree: None)  # type: ignore[list-item]
+                project.now = FakeTree("new")
+                sync.digest([node], lambda tree: None)  # type: ignore[list-item]
+            except sky.UsageError as error:
+                told.append(error)
+
+        def on_tick(self, now: float) -> list[Any]:
+            return []
+
+        on_wake = on_tick
+        on_error = on_tick
+
+    subscriber: Any = Subscriber()
+    reader.add(subscriber)
+    reader.watch(said[0], subscriber)
+    os.write(said[1], b"!")
+    until(lambda: bool(told))
+    reader.discard(subscriber)
+    reader.join(10)
+    for fd in said:
+        os.close(fd)
+    assert "thread" in str(told[0])
+    assert node.known == {"old"}

@@ -31,7 +31,7 @@ from stage.remote import linger
 from stage.spot import Spot
 
 import skyfab as sky
-from skyfab.calls.results import resolve
+from skyfab.calls.results import unpack_result
 from skyfab.lab import Lab
 from skyfab.protocol import codec, messages, safe_pickle
 from skyfab.session.bundle import bundle
@@ -322,7 +322,9 @@ def test_a_hostile_result_is_refused(title: str, tmp_path: Path) -> None:
     refused(data)
     refused(data, safe_pickle.loads_exception) if title != "an exception" else None
     with pytest.raises(sky.UntrustedResult) as caught:
-        resolve(messages.Result(parts=[len(data)]), [memoryview(data)], host="node1", rank=2, label="f", untrusted=True)
+        unpack_result(
+            messages.Result(parts=[len(data)]), [memoryview(data)], host="node1", rank=2, label="f", untrusted=True
+        )
     assert (caught.value.host, caught.value.rank) == ("node1", 2)
     assert len(str(caught.value)) < 600
     assert str(caught.value).replace("\n", "").isprintable()
@@ -655,7 +657,7 @@ def test_no_failure_on_a_host_steers_the_terminal_when_python_prints_it(number: 
     payload = codec.dumps(error)
     buffers = [memoryview(payload.data), *payload.buffers]
     try:
-        resolve(raised, buffers, host="h", rank=0, label=STEERING, untrusted=untrusted)
+        unpack_result(raised, buffers, host="h", rank=0, label=STEERING, untrusted=untrusted)
     except Exception as found:
         shown = "".join(traceback.format_exception(found))
         cause = str(found.__cause__)

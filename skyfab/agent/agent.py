@@ -81,7 +81,7 @@ class Agent:
         self._poller.add(self._listener.fileno(), READ, self._accept)
         try:
             while not self._done:
-                idle = not self._poller.wait(self._patience())
+                idle = not self._poller.wait(self._wait_time())
                 self._workers.pass_on()
                 if self.mux.has_output:
                     self.flush()
@@ -102,7 +102,7 @@ class Agent:
     def _terminated(self, *_: object) -> None:
         self._done = True
 
-    def _patience(self) -> float:
+    def _wait_time(self) -> float:
         """Seconds until the next timer."""
         if self._workers.busy:
             return 0.0
@@ -123,7 +123,7 @@ class Agent:
         record = self._handlers.record
         if record is not None and record.running:
             return time.monotonic() + 3600
-        return self._lease.until(self.mux.heard if self._connection else None)
+        return self._lease.until(self.mux.last_received if self._connection else None)
 
     def _is_fulfilled(self) -> bool:
         """Whether all calls of a detached run have been answered, and no client is connected that could make more."""

@@ -155,7 +155,7 @@ class Handlers:
             for call in message.streams:
                 worker.take_back(call, "unassigned")
 
-    def _release(self, stream: int, message: messages.StopWorker, head: bytes, data: Data) -> None:
+    def _stop_worker(self, stream: int, message: messages.StopWorker, head: bytes, data: Data) -> None:
         self._workers.release(message.worker)
 
     def _detach(self, stream: int, message: messages.Detach, head: bytes, data: Data) -> None:
@@ -167,8 +167,8 @@ class Handlers:
         self._workers.keep_in(self.record)
         self._mux.send(stream, Done().encode())
 
-    def _look(self, stream: int, message: messages.DumpStacks, head: bytes, data: Data) -> None:
-        self._mux.send(stream, Done(text=self._workers.look(message.worker)).encode())
+    def _dump_stacks(self, stream: int, message: messages.DumpStacks, head: bytes, data: Data) -> None:
+        self._mux.send(stream, Done(text=self._workers.dump_stacks(message.worker)).encode())
 
     def _report(self, stream: int, message: messages.Written, head: bytes, data: Data) -> None:
         self._mux.send(stream, Done(text=json.dumps(self._written.report())).encode())
@@ -190,17 +190,17 @@ class Handlers:
         self._store.lay_out(message.digest, message.files)
         self._mux.send(stream, Done().encode())
 
-    def _port(self, stream: int, message: messages.Listen, head: bytes, data: Data) -> None:
+    def _listen(self, stream: int, message: messages.Listen, head: bytes, data: Data) -> None:
         self._mux.send(stream, Done(text=str(self._ports.open(message.address, message.word))).encode())
 
-    def _unport(self, stream: int, message: messages.Unlisten, head: bytes, data: Data) -> None:
+    def _unlisten(self, stream: int, message: messages.Unlisten, head: bytes, data: Data) -> None:
         self._ports.close(message.port)
 
-    def _reach(self, stream: int, message: messages.ProbePeers, head: bytes, data: Data) -> None:
+    def _probe_peers(self, stream: int, message: messages.ProbePeers, head: bytes, data: Data) -> None:
         def done(found: list[list[str]]) -> None:
             self._mux.send(stream, messages.PeersProbed(found=found).encode())
 
-        PeerProbe(message.peers, message.patience, self._poller, done)
+        PeerProbe(message.peers, message.timeout, self._poller, done)
 
 
 _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
@@ -210,14 +210,14 @@ _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
     messages.Forget: Handlers._forget,
     messages.Cancel: Handlers._cancel,
     messages.Unassign: Handlers._unassign,
-    messages.StopWorker: Handlers._release,
-    messages.DumpStacks: Handlers._look,
+    messages.StopWorker: Handlers._stop_worker,
+    messages.DumpStacks: Handlers._dump_stacks,
     messages.Detach: Handlers._detach,
     messages.Written: Handlers._report,
     messages.Has: Handlers._has,
     messages.Blob: Handlers._blob,
     messages.Tree: Handlers._tree,
-    messages.Listen: Handlers._port,
-    messages.Unlisten: Handlers._unport,
-    messages.ProbePeers: Handlers._reach,
+    messages.Listen: Handlers._listen,
+    messages.Unlisten: Handlers._unlisten,
+    messages.ProbePeers: Handlers._probe_peers,
 }

@@ -38,12 +38,12 @@ class PeerProbe:
     """
 
     def __init__(
-        self, peers: list[list[str]], patience: float, watch: Poller, done: Callable[[list[list[str]]], None]
+        self, peers: list[list[str]], timeout: float, watch: Poller, done: Callable[[list[list[str]]], None]
     ) -> None:
         from threading import Thread  # imported late: few agents need it
 
         self._peers = [_Peer(*peer) for peer in peers]
-        self._patience = patience
+        self._timeout = timeout
         self._poller = watch
         self._done = done
         self._bell, self._rope = os.pipe()
@@ -52,7 +52,7 @@ class PeerProbe:
 
     def _run(self) -> None:
         try:
-            _try_all(self._peers, min(self._patience, _LONGEST))
+            _try_all(self._peers, min(self._timeout, _LONGEST))
         finally:
             os.close(self._rope)
 
@@ -134,11 +134,11 @@ def _words(error: Exception) -> str:
     return (getattr(error, "strerror", None) or str(error)).lower()
 
 
-def _try_all(peers: list[_Peer], patience: float) -> None:
+def _try_all(peers: list[_Peer], timeout: float) -> None:
     poll = select.poll()
     waiting = deque(peers)
     open_: dict[int, _Peer] = {}
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     reached: dict[str, float] = {}
     """By word, when to stop trying the other addresses of a host that has been reached."""
     try:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 _TEXT = 16 * 1024
-_FAMILIAR = 1024
+_MOST_HEADS = 1024
 _COROUTINE = types.CoroutineType
 
 
@@ -183,7 +183,7 @@ class Worker:
             function = self._functions.get(call.function)
             if function is None or isinstance(function, list):
                 return False
-            if len(self._known_heads) >= _FAMILIAR:
+            if len(self._known_heads) >= _MOST_HEADS:
                 self._known_heads.clear()
             self._known_heads[text] = function
         self._perform(stream, function, [frame[end:]])

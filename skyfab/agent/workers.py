@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 else:
     Protocol = object
 
-_FAMILIAR: Final = 1024
+_MOST_HEADS: Final = 1024
 _STACKS: Final = 64 * 1024
 _GRACE: Final = 2.0
-_FAREWELL: Final = 1.0
+_CLOSE_TIMEOUT: Final = 1.0
 """Seconds that idle processes have to exit when the pool closes."""
 
 
@@ -81,7 +81,7 @@ class Workers:
         """Heads of earlier small calls, and the workers that have received such a head and its function."""
         self._started = 0
         self._next_stream = 2
-        poller.add(zygote.fileno(), READ, self._heed_zygote)
+        poller.add(zygote.fileno(), READ, self._on_zygote)
 
     def get(self, name: str) -> WorkerHandle | None:
         return self._workers.get(name)
@@ -96,7 +96,7 @@ class Workers:
         old = self._workers.get(name)
         if old is not None:
             old.kill()
-            self._bury(old, -signal.SIGKILL)
+            self._reap(old, -signal.SIGKILL)
         self.not_started.pop(name, None)
         os.makedirs(self._logs, mode=0o700, exist_ok=True)
         with contextlib.suppress(OSError):
@@ -114,7 +114,7 @@ class Workers:
             ours.pop_all()
         self._workers[name] = worker
         for log in logs:
-            self._hear(log)
+            self._on_output(log)
         self.readable(worker, True)
 
     def fail(self, name: str, generation: int, rank: int, error: Exception) -> None:
@@ -157,7 +157,7 @@ class Workers:
 
     def recognise(self, head: bytes, worker: WorkerHandle) -> None:
         """Calls with this head may use the fast path from now on."""
-        if len(self.known_heads) >= _FAMILIAR:
+        if len(self.known_heads) >= _MOST_HEADS:
             self.known_heads.clear()
         self.known_heads[head] = worker
 
@@ -173,7 +173,7 @@ class Workers:
         if worker is not None and not worker.shut_down():
             worker.kill()
 
-    def look(self, name: str) -> str:
+    def dump_stacks(self, name: str) -> str:
         """Returns the stack traces that a worker wrote after the last request, and requests new ones (context.py)."""
         worker = self._workers.get(name)
         if worker is None:
@@ -215,7 +215,7 @@ class Workers:
         if log.waiting:
             self.behind.add(log)
 
-    def _hear(self, log: LogPipe) -> None:
+    def _on_output(self, log: LogPipe) -> None:
         self._poller.add(log.source, READ, lambda: self.drain(log))
 
     # ---- every round of the event loop
@@ -231,7 +231,7 @@ class Workers:
             stopped = log.stopped
             self.busy |= log.catch_up()
             if stopped and not log.stopped and not log.hung_up:
-                self._hear(log)
+                self._on_output(log)
             if not log.waiting:
                 self.behind.discard(log)
                 if log.hung_up:
@@ -247,7 +247,7 @@ class Workers:
 
     # ---- the end of workers
 
-    def _heed_zygote(self) -> None:
+    def _on_zygote(self) -> None:
         try:
             notices = self._zygote.notices()
         except EOFError:
@@ -257,10 +257,10 @@ class Workers:
                 if worker.group:
                     with contextlib.suppress(OSError):
                         os.killpg(worker.group, signal.SIGKILL)
-                self._bury(worker, -signal.SIGKILL)
+                self._reap(worker, -signal.SIGKILL)
             self._zygote.close()
             self._zygote = Zygote()
-            self._poller.add(self._zygote.fileno(), READ, self._heed_zygote)
+            self._poller.add(self._zygote.fileno(), READ, self._on_zygote)
             return
         for what, number, value in notices:
             for worker in self:
@@ -269,11 +269,11 @@ class Workers:
                 if what == "started":
                     worker.group = value
                 elif what == "failed":
-                    self._bury(worker, None, _not_started(value))
+                    self._reap(worker, None, _not_started(value))
                 else:
-                    self._bury(worker, value)
+                    self._reap(worker, value)
 
-    def _bury(self, worker: WorkerHandle, exitcode: int | None, text: str = "") -> None:
+    def _reap(self, worker: WorkerHandle, exitcode: int | None, text: str = "") -> None:
         """The worker process has exited, or could not be started."""
         worker.ended(exitcode, text if exitcode is None else self._describe_end(exitcode))
         if self._workers.get(worker.name) is worker:
@@ -296,7 +296,7 @@ class Workers:
     def close(self) -> None:
         """Ends every process. Idle ones may exit by themselves first, and have a limited time to do so."""
         leaving = {worker.number for worker in self if worker.shut_down()}
-        deadline = self.now() + _FAREWELL
+        deadline = self.now() + _CLOSE_TIMEOUT
         with contextlib.suppress(EOFError):
             while leaving and (left := deadline - self.now()) > 0:
                 select.select([self._zygote], [], [], left)

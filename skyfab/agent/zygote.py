@@ -146,7 +146,7 @@ def _serve(control: socket.socket, cwd: str) -> None:
     parent = os.getpid()
     _adopt_orphans()
     try:
-        _attend(control, alarm_in, children, lambda request, fds: _become_rank(request, fds, cwd, own, parent))
+        _attend(control, alarm_in, children, lambda request, fds: _become_worker(request, fds, cwd, own, parent))
     finally:
         _kill(list(children))
         _end_all()  # a process that still runs could write to the folder
@@ -290,7 +290,7 @@ def _end_all() -> None:
             return
 
 
-def _become_rank(request: dict[str, Any], fds: list[int], cwd: str, inherited: set[int], parent: int) -> NoReturn:
+def _become_worker(request: dict[str, Any], fds: list[int], cwd: str, inherited: set[int], parent: int) -> NoReturn:
     code = 1
     try:
         signal.set_wakeup_fd(-1)

@@ -32,7 +32,7 @@ _BESIDE: Final = re.compile(r"/trees/[0-9a-f]{64}/[0-9]{3}/(.+)")
 """A path inside a project tree on a host."""
 
 
-def resolve(
+def unpack_result(
     message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str, untrusted: bool = False
 ) -> Any:
     """The value that a call returned. Raises the exception that it raised, with the host's traceback as cause.

@@ -17,7 +17,7 @@ from skyfab.ui.screen import attach
 
 R = TypeVar("R")
 
-_FAREWELL: Final = 3.0
+_CLOSE_TIMEOUT: Final = 3.0
 """Timeout in seconds for closing the pools after Ctrl-C."""
 
 
@@ -80,7 +80,7 @@ def _run(work: Callable[[Compute], R], outcomes: list[Outcome[R]]) -> None:
         for outcome in outcomes:
             threads.append(threading.Thread(target=outcome.pool.close, daemon=True))
             threads[-1].start()
-        deadline = time.monotonic() + _FAREWELL
+        deadline = time.monotonic() + _CLOSE_TIMEOUT
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         raise

@@ -15,7 +15,7 @@ from skyfab.inventory.inventory import Inventory
 from skyfab.session.bootstrap import open_shell
 from skyfab.session.transport import transport_for
 
-_FAREWELL: Final = 3.0
+_CLOSE_TIMEOUT: Final = 3.0
 """Timeout in seconds for disconnecting after Ctrl-C."""
 
 
@@ -58,7 +58,7 @@ def _clean(hosts: Sequence[Host], inventory: Inventory, days: int) -> None:
                 raise result
     except BaseException:  # Ctrl-C
         over.set()
-        deadline = time.monotonic() + _FAREWELL
+        deadline = time.monotonic() + _CLOSE_TIMEOUT
         for thread in threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))

@@ -23,7 +23,7 @@ from skyfab.errors import HostKeyRefused, PoolError, SkyfabError, Unreachable, U
 from skyfab.inventory.host import Host
 from skyfab.session.transport.openssh import CONFIG
 
-_PATIENCE: Final = 5
+_TIMEOUT: Final = 5
 """Timeout in seconds for fetching a host's keys."""
 
 
@@ -98,7 +98,7 @@ def _fetch(host: Host, known_hosts: str | None) -> Entry:
             host=host.name,
             hint=f"let ssh ask: ssh {way}-o StrictHostKeyChecking=ask -p {port} {host.destination} true",
         )
-    said = _run("ssh-keyscan", "-T", str(_PATIENCE), "-p", port, "--", address)
+    said = _run("ssh-keyscan", "-T", str(_TIMEOUT), "-p", port, "--", address)
     keys = tuple(_keys(said))
     if not keys:
         raise Unreachable(

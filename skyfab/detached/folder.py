@@ -129,7 +129,7 @@ class Part:
     """Files that it has written to persistent working folders; known once it has ended."""
 
 
-def look(shell: Shell, run: str | None = None) -> list[Part]:
+def read_parts(shell: Shell, run: str | None = None) -> list[Part]:
     """Reads the state of all runs on a host, or of one run; then without the GPUs, whose query may take a second."""
     lines = shell.run(f"r='*'\n{_LOOK}{_GPUS}" if run is None else f"r={run}\n{_LOOK}").splitlines()
     gpus = tuple(line.removeprefix("=gpu ") for line in lines if line.startswith("=gpu "))

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from skyfab.calls.results import in_order, resolve
-from skyfab.detached.folder import About, LogCursor, Part, State, look, new_lines, stop
+from skyfab.calls.results import in_order, unpack_result
+from skyfab.detached.folder import About, LogCursor, Part, State, new_lines, read_parts, stop
 from skyfab.detached.written import event
 from skyfab.errors import BroadcastError, HostLost, SkyfabError, UsageError
 from skyfab.inventory.host import Host
@@ -97,7 +97,7 @@ class Run:
         return parts
 
     def _part(self, shell: Shell) -> Part:
-        found = look(shell, self.id)
+        found = read_parts(shell, self.id)
         if found and found[0].about.id == self.id:
             return found[0]
         # It was there before, so it has been deleted: waiting for it would never end.
@@ -217,7 +217,9 @@ class Run:
                 size = int.from_bytes(content[:4], "big")
                 message = messages.decode(bytes(content[4 : 4 + size]))
                 buffers = split(getattr(message, "parts", ()), content[4 + size :])
-                value = resolve(message, buffers, host=host, rank=place, label=self.function, untrusted=self._untrusted)
+                value = unpack_result(
+                    message, buffers, host=host, rank=place, label=self.function, untrusted=self._untrusted
+                )
             except Exception as error:
                 value = _Failed(error)
             found.append((rank, value))
@@ -287,7 +289,7 @@ def survey(
     parts: dict[str, list[Part]] = {}
     selected = inventory.select(hosts)
     with Shells(selected, inventory) as shells:
-        for found in shells.ask(look, errors if patient else None):
+        for found in shells.ask(read_parts, errors if patient else None):
             for part in found:
                 parts.setdefault(part.about.id, []).append(part)
     all_runs = [

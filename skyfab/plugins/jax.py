@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from skyfab.context import InstanceInfo
     from skyfab.inventory.host import Host
 
-PATIENCE: Final = 60
+TIMEOUT: Final = 60
 """Timeout in seconds for all ranks to connect, once they have imported jax."""
 
 _failed = False
@@ -53,7 +53,7 @@ class Jax(Plugin):
             process_id=info.rank,
             local_device_ids=_own_devices(info),
             cluster_detection_method="deactivate",  # all is given: ignore Slurm's variables
-            initialization_timeout=PATIENCE,
+            initialization_timeout=TIMEOUT,
         )
         try:
             yield

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 INDEX: Final = "https://download.pytorch.org/whl"
 """PyTorch's package indexes, one for each build."""
-PATIENCE: Final = 60.0
+TIMEOUT: Final = 60.0
 """Timeout in seconds for all ranks to connect, once they have imported torch."""
 _BUILD: Final = re.compile(r"auto|cpu|cu\d+|rocm[\d.]+|xpu")
 
@@ -177,7 +177,7 @@ def _open_store(info: InstanceInfo) -> Any:
     import torch
     from torch.distributed import TCPStore
 
-    options: dict[str, Any] = {"timeout": timedelta(seconds=PATIENCE), "wait_for_workers": False}
+    options: dict[str, Any] = {"timeout": timedelta(seconds=TIMEOUT), "wait_for_workers": False}
     if info.is_head:
         options["is_master"] = True
         listener = _listener(info)
@@ -211,12 +211,12 @@ def _meet(store: Any, info: InstanceInfo, word: str) -> set[str]:
     keys = [f"skyfab/rank{rank}" for rank in range(info.world_size)]
     store.set(keys[info.rank], word)
     try:
-        store.wait(keys, timedelta(seconds=PATIENCE))
+        store.wait(keys, timedelta(seconds=TIMEOUT))
     except DistStoreError:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise TimeoutError(
             f"rank {', '.join(missing) or '?'} of {info.world_size} did not come to the rendezvous"
-            f" at {info.head_addr}:{info.head_port} within {PATIENCE:.0f} s"
+            f" at {info.head_addr}:{info.head_port} within {TIMEOUT:.0f} s"
         ) from None
     return {store.get(key).decode() for key in keys}
 

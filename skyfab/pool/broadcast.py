@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from skyfab.calls.pack import PackedFunction
-from skyfab.calls.results import not_unpickled, resolve
+from skyfab.calls.results import not_unpickled, unpack_result
 from skyfab.errors import BroadcastError, CallCancelled, HostLost, ProtocolError, RemoteTraceback, SkyfabError
 from skyfab.plugins.base import Elastic
 from skyfab.pool.futures import CallFuture
@@ -201,7 +201,9 @@ class _RankCall:
             call.gang.broken = True
         label, untrusted = call.broadcast.label, call.broadcast.untrusted
         try:
-            value = resolve(message, buffers, host=member.node.name, rank=member.rank, label=label, untrusted=untrusted)
+            value = unpack_result(
+                message, buffers, host=member.node.name, rank=member.rank, label=label, untrusted=untrusted
+            )
         except Exception as error:
             call.note(member, error, failed=True)
         except BaseException as error:  # raised by unpickling the result, or by a signal handler of the program

@@ -35,7 +35,7 @@ from skyfab.pool.map import MapCall
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.nodes import Nodes, PoolOwner, close_all, open_all
 from skyfab.pool.project_sync import ProjectSync
-from skyfab.pool.rendezvous import Rendezvouses
+from skyfab.pool.rendezvous import RendezvousFinder
 from skyfab.pool.scheduler import Scheduler, Slot, Task, solo_spec
 from skyfab.pool.stall import Place, watch
 from skyfab.pool.workdir import Workdirs, tell_files
@@ -115,7 +115,7 @@ class Compute:
         self._env_of = functools.partial(_env_of, self._images, self._env)
         self._pool = secrets.token_hex(8)
         """Prefix of the job names of its gangs."""
-        self._gang_cache = GangCache(self._env_of, self._pool, Rendezvouses.of(self._plugins, self.events))
+        self._gang_cache = GangCache(self._env_of, self._pool, RendezvousFinder.of(self._plugins, self.events))
         self._broadcasts = BroadcastQueue()
         self._nodes = Nodes(
             self.inventory,
@@ -223,7 +223,7 @@ class Compute:
         if self._ui != "none":
             from skyfab.ui.screen import attach
 
-            self._closers.append(attach(self.events, self._ui, patience=self._lease / 4))
+            self._closers.append(attach(self.events, self._ui, timeout=self._lease / 4))
 
     def _hide(self) -> None:
         while self._closers:
@@ -336,7 +336,7 @@ class Compute:
         label, timeout = call.function.label, self._timeout_of(call.function)
         detacher = Detacher(nodes, ranks, label=label, name=name or label)
         if on == "all":
-            gang_cache = GangCache(self._env_of, detacher.id, Rendezvouses.of(self._plugins, self.events))
+            gang_cache = GangCache(self._env_of, detacher.id, RendezvousFinder.of(self._plugins, self.events))
             spec = self._gang_spec(nodes, tree)
             broadcast = Broadcast(function=function, arguments=arguments, label=label, timeout=timeout)
             detacher.start_gang(lambda: gang_cache.current(spec), self._sync.tree, broadcast)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from skyfab.calls.pack import PackedFunction
-from skyfab.calls.results import resolve, unpickle
+from skyfab.calls.results import unpack_result, unpickle
 from skyfab.errors import CallCancelled, SkyfabError
 from skyfab.pool.scheduler import Scheduler, Slot
 from skyfab.protocol import codec, messages
@@ -35,7 +35,7 @@ def fastpath(
             return NOT_TAKEN
         host = slot.node.name
         reply: Reply | None = None
-        ended: Callable[[BaseException | None], None] = _unheard
+        ended: Callable[[BaseException | None], None] = _unacked_bytes
         try:
             ended = scheduler.started(label, host)
             reply = slot.node.begin(slot.worker, slot.plan, function, arguments.data, timeout=timeout)
@@ -62,7 +62,7 @@ def _result(reply: Reply, host: str, label: str, untrusted: bool) -> Any:
     message, buffers = reply.found
     if isinstance(message, messages.Ended) and message.why == "unstarted":
         return NOT_TAKEN  # the worker exited before it started the call: the scheduler uses another one
-    return resolve(message, buffers, host=host, rank=None, label=label, untrusted=untrusted)
+    return unpack_result(message, buffers, host=host, rank=None, label=label, untrusted=untrusted)
 
 
 def _give_up(scheduler: Scheduler, slot: Slot, reply: Reply | None) -> None:
@@ -75,5 +75,5 @@ def _give_up(scheduler: Scheduler, slot: Slot, reply: Reply | None) -> None:
         slot.node.cancel(reply.stream)
 
 
-def _unheard(error: BaseException | None) -> None:
+def _unacked_bytes(error: BaseException | None) -> None:
     """Used until the start of the call has been reported."""

@@ -14,7 +14,7 @@ from typing import Any
 from skyfab.errors import HostLost, SkyfabError
 from skyfab.plugins.base import Elastic
 from skyfab.pool.node import Node, WorkerSpec
-from skyfab.pool.rendezvous import Rendezvous, Rendezvouses
+from skyfab.pool.rendezvous import Rendezvous, RendezvousFinder
 
 
 class Member:
@@ -100,11 +100,11 @@ class Gang:
 class GangCache:
     """Keeps one gang while its processes run and its spec, which includes the project's code, stays the same."""
 
-    def __init__(self, env: Callable[[Node], Mapping[str, str]], pool: str, rendezvouses: Rendezvouses) -> None:
+    def __init__(self, env: Callable[[Node], Mapping[str, str]], pool: str, finder: RendezvousFinder) -> None:
         """`env` returns the environment variables of a node's processes; `pool` is a unique name."""
         self._env = env
         self._pool = pool
-        self._rendezvouses = rendezvouses
+        self._finder = finder
         self._gang: Gang | None = None
         self._numbers = itertools.count(1)
         self._ranks: dict[tuple[int, str], int] = {}
@@ -125,7 +125,7 @@ class GangCache:
             for node in spec.nodes:
                 if node.lost is not None:
                     raise node.lost
-            rendezvous = self._rendezvouses.arrange(spec.nodes)
+            rendezvous = self._finder.arrange(spec.nodes)
             number = next(self._numbers)
             job = job or f"{self._pool}-{number}"
             gang = Gang(spec, rendezvous, self._env, name=f"gang{number}", job=job)

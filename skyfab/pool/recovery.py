@@ -42,7 +42,7 @@ class Recovery:
             if not self._over.is_set() and node.index not in self._expected:
                 self._expected.add(node.index)
                 self._threads = [thread for thread in self._threads if thread.is_alive()]
-                thread = threading.Thread(target=self._wait, args=(node,), name="skyfab-homecoming", daemon=True)
+                thread = threading.Thread(target=self._wait, args=(node,), name="skyfab-recovery", daemon=True)
                 self._threads.append(thread)
                 thread.start()
 

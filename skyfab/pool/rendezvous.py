@@ -21,7 +21,7 @@ from skyfab.protocol.messages import Done, Failed, Listen, Message, PeersProbed,
 from skyfab.session.session import Session
 from skyfab.ui.events import Events, Notice
 
-PATIENCE: Final = 5.0
+TIMEOUT: Final = 5.0
 """Timeout in seconds of a connection from one host to another."""
 
 
@@ -35,7 +35,7 @@ class Rendezvous:
     """For each node, the address that the others use."""
 
 
-class Rendezvouses:
+class RendezvousFinder:
     """Makes the rendezvous of a pool's gangs. Addresses are cached while the nodes have the same sessions."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Rendezvouses:
         self._known: dict[int, tuple[Session, Address]] = {}
 
     @classmethod
-    def of(cls, plugins: Iterable[Plugin], events: Events) -> Rendezvouses:
+    def of(cls, plugins: Iterable[Plugin], events: Events) -> RendezvousFinder:
         """With the strongest need for a network among the plugins. A `Notice` event reports what does not work."""
         asked = {plugin.network for plugin in plugins}
         network: Network = "needed" if "needed" in asked else "wanted" if "wanted" in asked else "unused"
@@ -146,7 +146,7 @@ class _Search:
             {
                 node: ProbePeers(
                     peers=[[place.address, str(self._ports[other]), self._words[other]] for other, place in wanted],
-                    patience=PATIENCE,
+                    timeout=TIMEOUT,
                 )
                 for node, wanted in asked.items()
             }

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from skyfab.calls.pack import PackedFunction
-from skyfab.calls.results import not_unpickled, resolve
+from skyfab.calls.results import not_unpickled, unpack_result
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Node, WorkerSpec
@@ -24,7 +24,7 @@ from skyfab.session.sigint import SIGINT_GUARD
 _PREFETCH: Final = 0.010
 """Seconds of work that a slot may prefetch."""
 _MOST: Final = 32
-_PATIENCE: Final = 100
+_MOST_RETURNS: Final = 100
 """How often a call may be returned without having begun. After that, its worker is taken to be unable to start."""
 _SMALL: Final = 64 * 1024
 """Calls with larger arguments (bytes) are not prefetched."""
@@ -283,7 +283,7 @@ class Scheduler:
             again = why in ("unstarted", "unassigned") and not task.future.done()
             if again:
                 task.returned += 1
-                again = task.returned < _PATIENCE
+                again = task.returned < _MOST_RETURNS
             if again:
                 task.slot, task.stream = None, 0
                 self._waiting.appendleft(task)
@@ -296,7 +296,7 @@ class Scheduler:
         if again:
             return
         try:
-            result = resolve(
+            result = unpack_result(
                 message, buffers, host=slot.node.name, rank=None, label=task.label, untrusted=self.untrusted
             )
         except Exception as error:

@@ -26,13 +26,13 @@ Place = tuple[Node, str, int | None]
 
 def watch(future: Future[Any], places: Callable[[], Sequence[Place]], stall: float, label: str, events: Events) -> None:
     """Samples a call's processes until it ends. Emits `Stalled` when one has made no progress for `stall` seconds."""
-    autopsy = _Autopsy(places, stall, label, events)
+    autopsy = _StallWatch(places, stall, label, events)
     over = threading.Event()
     Future.add_done_callback(future, lambda _: over.set())
-    threading.Thread(target=autopsy.run, args=(over,), name="skyfab-autopsy", daemon=True).start()
+    threading.Thread(target=autopsy.run, args=(over,), name="skyfab-stall", daemon=True).start()
 
 
-class _Autopsy:
+class _StallWatch:
     def __init__(self, places: Callable[[], Sequence[Place]], stall: float, label: str, events: Events) -> None:
         self._places = places
         self._stall = stall

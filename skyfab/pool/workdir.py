@@ -25,7 +25,7 @@ from skyfab.protocol import messages
 from skyfab.protocol.blobs import name_of
 from skyfab.ui.events import Events
 
-_PATIENCE: Final = 2.0
+_TIMEOUT: Final = 2.0
 """Timeout in seconds for the hosts' lists of written files, when a pool closes."""
 
 
@@ -99,7 +99,7 @@ def tell_files(nodes: Sequence[_Node], inventory: Inventory, events: Events) -> 
             with suppress(SkyfabError):
                 node.session.send(messages.Written(), answer=_answer(answers, node), failure=_failure(answers, node))
                 waiting.append(node)
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + _TIMEOUT
     for node in waiting:
         node.session.wait(lambda node=node: node.name in answers, max(0.0, until - time.monotonic()))
         for written in answers.get(node.name, ()):

@@ -247,7 +247,7 @@ class ProbePeers(Message):
     op: ClassVar[str] = "probe_peers"
     peers: list[list[str]]
     """Address, port, and the word that is sent there (see Listen). Entries with one word are addresses of one host."""
-    patience: float
+    timeout: float
     """Timeout in seconds."""
 
 

@@ -33,7 +33,7 @@ ACK_BYTES: Final = 1024 * 1024
 ACK_FRAMES: Final = 32
 """How much is received before it is acknowledged without a request. A sender whose window is full requests an
 acknowledgement with a PING."""
-UNHEARD: Final = 64 * 1024 * 1024
+MOST_UNACKED: Final = 64 * 1024 * 1024
 """Bytes of small messages that may be unacknowledged. More than a connection ever has in flight, so exceeding it is a
 protocol error."""
 _PIECES: Final = 256
@@ -91,7 +91,7 @@ class Mux:
         self._joined = False
         """The peer has sent how many frames it received. Before that, only control frames may be sent."""
         self._flight = 0
-        self._unheard = 0
+        self._unacked_bytes = 0
         """Bytes of small messages that have not been acknowledged. Bulk data is limited by the window instead."""
         self._acked = 0
         self._asked = False
@@ -107,7 +107,7 @@ class Mux:
         self._owed_frames = 0
         self.received = 0
         """Sequenced frames that have been received, over all connections."""
-        self.heard = clock()
+        self.last_received = clock()
         """When the last frame was received."""
         self.bytes_out = 0
         self.bytes_in = 0
@@ -124,7 +124,7 @@ class Mux:
         self._control.append(frame(HELLO, 0, hello))
         self._joined = self._asked = self._pong_due = self._ack_due = False
         self.window.restart()
-        self.heard = self._clock()
+        self.last_received = self._clock()
 
     def _new_reader(self) -> frames.Reader:
         return frames.Reader(self, fastpath=self._passed if self._fastpath else None)
@@ -188,7 +188,7 @@ class Mux:
         if self._ack_due or self._pong_due or not self._joined:
             return False
         self._unacked.append(whole)
-        self._unheard += len(whole)
+        self._unacked_bytes += len(whole)
         try:
             sent = send((whole,))
         except BlockingIOError:
@@ -252,7 +252,7 @@ class Mux:
         return True
 
     @property
-    def is_heard(self) -> bool:
+    def is_received(self) -> bool:
         """Whether the peer has acknowledged everything that was sent."""
         return not (self._urgent or self._send_queue.turns or self._replay or self._unacked)
 
@@ -295,7 +295,7 @@ class Mux:
         while self._urgent and len(batch) < 64:
             whole = self._urgent.popleft()
             self._unacked.append(whole)
-            self._unheard += len(whole)
+            self._unacked_bytes += len(whole)
             batch.append(whole)
         if not batch and self._send_queue.turns:
             if self._flight < self.window.size:
@@ -314,8 +314,8 @@ class Mux:
     def read(self, recv_into: frames.RecvInto) -> bool:
         """Reads once, calls the handler for complete frames, queues replies. Returns False at end of file."""
         alive = self._reader.pump(recv_into)
-        if self._unheard > UNHEARD:
-            raise ProtocolError(f"the last {self._unheard} bytes that were sent are not acknowledged")
+        if self._unacked_bytes > MOST_UNACKED:
+            raise ProtocolError(f"the last {self._unacked_bytes} bytes that were sent are not acknowledged")
         if self._owed_bytes >= ACK_BYTES or self._owed_frames >= ACK_FRAMES:
             self._owed_bytes = self._owed_frames = 0
             self._ack_due = True
@@ -327,14 +327,14 @@ class Mux:
     def _passed(self, stream: int, whole: memoryview, head: int) -> bool:
         if not self._joined or self._fastpath is None or not self._fastpath(stream, whole, head):
             return False
-        self.heard = self._clock()
+        self.last_received = self._clock()
         self.bytes_in += len(whole)
         self.received += 1
         self._owed_frames += 1
         return True
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
-        self.heard = self._clock()
+        self.last_received = self._clock()
         self.bytes_in += len(payload) + HEADER.size
         if kind >= HEAD:
             if not self._joined:
@@ -374,7 +374,7 @@ class Mux:
             sent = self._unacked.popleft()
             self._acked += 1
             if isinstance(sent, bytes):
-                self._unheard -= len(sent)
+                self._unacked_bytes -= len(sent)
             else:
                 self._flight -= len(sent.chunk)
                 newest = sent

@@ -270,8 +270,8 @@ def open_shell(
             transport.close()
             raise
         try:
-            patience = Deadline(host, time.monotonic() + START, stopped, turn.over)
-            shell = Shell(stream, launch.marker, patience, quiet)
+            deadline = Deadline(host, time.monotonic() + START, stopped, turn.over)
+            shell = Shell(stream, launch.marker, deadline, quiet)
             shell.greeting = lambda: _greet(stream, shell)
             yield shell
         finally:

@@ -70,7 +70,7 @@ class Connection:
     def last_received(self) -> float:
         """When data was last received from the host; normally every few seconds."""
         reconnector = self._reconnector
-        return self._mux.heard if reconnector is None else reconnector.since
+        return self._mux.last_received if reconnector is None else reconnector.since
 
     @property
     def responds(self) -> bool:
@@ -167,11 +167,11 @@ class Connection:
 
     def _is_received(self) -> bool:
         with self.lock:
-            if not self._mux.is_heard and self.timing.clock() - self._pinged > 0.05:
+            if not self._mux.is_received and self.timing.clock() - self._pinged > 0.05:
                 self._pinged = self.timing.clock()
                 self._mux.ping()
                 self._flush()
-            return self._mux.is_heard
+            return self._mux.is_received
 
     # ---- sending
 
@@ -293,7 +293,7 @@ class Connection:
         with self.lock:
             if self.ended is not None:
                 return ()
-            if now - max(self._ticked, self._mux.heard) > max(2 * self.interval, 1.0):
+            if now - max(self._ticked, self._mux.last_received) > max(2 * self.interval, 1.0):
                 self._woke = now  # this program was suspended and sent no pings, so that no replies are to be expected
             self._ticked = now
             if self._is_to_end(now):
@@ -302,7 +302,7 @@ class Connection:
                 self._pinged = now
                 self._mux.ping()
                 suspect_after = self.timing.suspect_after
-                if now - max(self._mux.heard, self._woke) > suspect_after and self.state is State.OPEN:
+                if now - max(self._mux.last_received, self._woke) > suspect_after and self.state is State.OPEN:
                     self._suspect(f"no heartbeat for {suspect_after:g} s")
                 self._flush()
             return self._actions()

@@ -77,7 +77,7 @@ class Reconnector:
         """A stream that the connection should switch to."""
         self.lost_error: Exception | None = None
         """Why the host is lost."""
-        self.since = connection.replies.mux.heard
+        self.since = connection.replies.mux.last_received
         self._others_since = self.since
         """Since when other hosts have responded while this one has not."""
         self._ping_seq = connection.replies.mux.ping()

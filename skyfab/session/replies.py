@@ -144,8 +144,8 @@ class Replies:
         if lost is not None:  # first: callbacks of failed requests must find the host marked as lost
             self.after.append(functools.partial(self._listener.on_lost, lost))
         pending, self.pending = self.pending, {}
-        for exchange in pending.values():
-            self.after.append(functools.partial(exchange.failure, error))
+        for request in pending.values():
+            self.after.append(functools.partial(request.failure, error))
 
     # ---- callbacks of the mux
 
@@ -164,18 +164,18 @@ class Replies:
 
     def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
         message = messages.decode(head)
-        exchange = self.pending.get(stream)
-        if exchange is not None:
+        request = self.pending.get(stream)
+        if request is not None:
             parts = getattr(message, "parts", ())
             if data is not None:
-                self._complete(stream, exchange, message, split(parts, data))
+                self._complete(stream, request, message, split(parts, data))
             else:
-                exchange.message = message
-                exchange.assembly = Assembly(parts, limit=_MEMORY)
-                if not exchange.assembly.missing:  # a long head without data
-                    self._complete(stream, exchange, message, exchange.assembly.buffers())
+                request.message = message
+                request.assembly = Assembly(parts, limit=_MEMORY)
+                if not request.assembly.missing:  # a long head without data
+                    self._complete(stream, request, message, request.assembly.buffers())
         elif isinstance(message, messages.Log):
-            self._hear(stream, message)
+            self._on_log(stream, message)
         elif isinstance(message, messages.Exited):
             self._flush_lines(message.worker)
             self._end_output(message.worker)
@@ -198,19 +198,19 @@ class Replies:
         return True
 
     def place(self, stream: int, length: int) -> memoryview:
-        exchange = self.pending.get(stream)
-        if exchange is not None and exchange.assembly is not None:
-            return exchange.assembly.place(length)
+        request = self.pending.get(stream)
+        if request is not None and request.assembly is not None:
+            return request.assembly.place(length)
         return memoryview(bytearray(length))
 
     def data(self, stream: int, view: memoryview) -> None:
-        exchange = self.pending.get(stream)
-        if exchange is not None:
-            if exchange.assembly is None or exchange.message is None:
+        request = self.pending.get(stream)
+        if request is not None:
+            if request.assembly is None or request.message is None:
                 raise ProtocolError("data before its message")
             self.mux.used(stream, len(view))
-            if exchange.assembly.advance(len(view)):
-                self._complete(stream, exchange, exchange.message, exchange.assembly.buffers())
+            if request.assembly.advance(len(view)):
+                self._complete(stream, request, request.message, request.assembly.buffers())
         elif stream in self._output:
             self.mux.used(stream, len(view))
             worker, lines = self._output[stream]
@@ -221,7 +221,7 @@ class Replies:
             else:
                 self._partial.discard(stream)
 
-    def _hear(self, stream: int, log: messages.Log) -> None:
+    def _on_log(self, stream: int, log: messages.Log) -> None:
         """Opens an output stream; the worker's previous process, if any, writes nothing more."""
         kind: Kind = "stdout" if log.fd == 1 else "stderr"
         for old in {self._streams.get((log.worker, kind)), stream}:
@@ -249,13 +249,13 @@ class Replies:
         self.mux.forget(stream)
 
     def _complete(
-        self, stream: int, exchange: PendingRequest | Reply, message: Message, buffers: list[memoryview]
+        self, stream: int, request: PendingRequest | Reply, message: Message, buffers: list[memoryview]
     ) -> None:
         del self.pending[stream]
         self.mux.forget(stream)
-        if exchange.worker is not None:
-            self._flush_lines(exchange.worker)
-        self.after.append(functools.partial(exchange.answer, message, buffers))
+        if request.worker is not None:
+            self._flush_lines(request.worker)
+        self.after.append(functools.partial(request.answer, message, buffers))
 
     def _flush_lines(self, worker: str) -> None:
         """A call has ended: shows its incomplete last line, too."""

@@ -81,13 +81,13 @@ class Deadline:
 class Shell:
     """Reads marked replies from a stream, and runs scripts in the shell at its other end."""
 
-    def __init__(self, stream: Stream, marker: str, patience: Deadline, quiet: float = float("inf")) -> None:
+    def __init__(self, stream: Stream, marker: str, deadline: Deadline, quiet: float = float("inf")) -> None:
         """A script may be without output for `quiet` seconds. The transport detects a lost connection."""
         self._stream = stream
         self._marker = marker.encode()
-        self._patience = patience
+        self._deadline = deadline
         self._quiet = quiet
-        self.host = patience.host
+        self.host = deadline.host
         self.greeting: Callable[[], None] | None = None
         """Reads the shell's first reply, after the first script has been sent: saves a round trip."""
 
@@ -101,7 +101,7 @@ class Shell:
         one = memoryview(bytearray(1))
         while self._recv(one):
             seen += one
-            self._patience.check()
+            self._deadline.check()
             if at < 0 and seen.endswith(self._marker):
                 at = len(seen)
             elif at >= 0 and one[0] == 10:
@@ -121,7 +121,7 @@ class Shell:
             try:
                 rest = rest[self._stream.send([rest]) :]
             except BlockingIOError:
-                self._patience.a_moment(self._stream, room=True)
+                self._deadline.a_moment(self._stream, room=True)
             except BrokenPipeError:
                 return False
         return True
@@ -136,12 +136,12 @@ class Shell:
         source = "" if feed else " </dev/null"
         # A failed script leaves part of its input unread: no other script can follow.
         end = "; test $s = 0 || exit" if feed else ""
-        self._patience.deadline = max(self._patience.deadline, time.monotonic() + min(self._quiet, START))
+        self._deadline.deadline = max(self._deadline.deadline, time.monotonic() + min(self._quiet, START))
         self.tell(f'( {script}\n) 2>&1{source}; s=$?; echo "${{m}}done $s"{end}', fed=bool(feed))
         if self.greeting is not None:
             greeting, self.greeting = self.greeting, None
             greeting()
-        self._patience.deadline = time.monotonic() + self._quiet
+        self._deadline.deadline = time.monotonic() + self._quiet
         answer = _Answer(self._marker)
         for piece in feed:
             if not self._send_while_silent(piece, answer):
@@ -151,7 +151,7 @@ class Shell:
             got = self._recv(scratch)
             if not got:
                 raise self._stream.explain()
-            self._patience.deadline = time.monotonic() + self._quiet
+            self._deadline.deadline = time.monotonic() + self._quiet
             answer.feed(bytes(scratch[:got]))
         if answer.status:
             raise ScriptFailed(answer.status, answer.text)
@@ -161,14 +161,14 @@ class Shell:
         """Returns a file's content; `path` is a shell word. Raises FileNotFoundError, also if `provided` fails."""
         announced = f"$(wc -c <{path})" if count is None else str(count)
         take = f"cat {path}" if count is None else f"tail -c +{start + 1} {path} | head -c {count}"
-        self._patience.deadline = max(self._patience.deadline, time.monotonic() + min(self._quiet, START))
+        self._deadline.deadline = max(self._deadline.deadline, time.monotonic() + min(self._quiet, START))
         self.tell(
             f'if test -r {path} && {provided}; then echo "${{m}}size {announced}"; {take}; else echo "${{m}}absent"; fi'
         )
         if self.greeting is not None:
             greeting, self.greeting = self.greeting, None
             greeting()
-        self._patience.deadline = time.monotonic() + self._quiet
+        self._deadline.deadline = time.monotonic() + self._quiet
         answer = self.answer()
         if answer is None:
             raise self._stream.explain()
@@ -184,7 +184,7 @@ class Shell:
             got = self._recv(scratch[: size - len(content)])
             if not got:
                 raise self._stream.explain()
-            self._patience.deadline = time.monotonic() + self._quiet
+            self._deadline.deadline = time.monotonic() + self._quiet
             content += scratch[:got]
         return content
 
@@ -194,7 +194,7 @@ class Shell:
         ``absent``: the condition `provided` was false.
         """
         self.tell(f'if {provided}; then p={python}; go; fi; echo "${{m}}absent"')
-        self._patience.deadline = time.monotonic() + START
+        self._deadline.deadline = time.monotonic() + START
         return self.answer()
 
     def tell(self, script: str, *, fed: bool = False) -> None:
@@ -215,9 +215,9 @@ class Shell:
         while True:
             got = self._try(view)
             if got is not None:
-                self._patience.arrived()
+                self._deadline.arrived()
                 return got
-            self._patience.a_moment(self._stream)
+            self._deadline.a_moment(self._stream)
 
     def _try(self, view: memoryview) -> int | None:
         try:

@@ -11,7 +11,7 @@ from typing import Final, Literal, TextIO
 
 from skyfab.ui.events import Events, HostState, Moved, Output, State
 from skyfab.ui.terminal import RESET, Live, clean, echoes, is_rich, put
-from skyfab.ui.view import PATIENCE, Line, View
+from skyfab.ui.view import TIMEOUT, Line, View
 
 _SPARSE: Final = 5.0
 """Seconds between updates of a progress bar in plain output, where lines cannot be overwritten."""
@@ -30,7 +30,7 @@ def attach(
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
-    patience: float = PATIENCE,
+    timeout: float = TIMEOUT,
 ) -> Callable[[], None]:
     """Shows a pool's events from now on; returns a function that writes the rest and stops.
 
@@ -39,7 +39,7 @@ def attach(
     """
     files = stdout or sys.stdout, stderr or sys.stderr
     rich = kind == "rich" or (kind == "auto" and is_rich(*files))
-    view: View = Screen(files[0], clock, patience) if rich else Plain(stdout, stderr, clock, patience)
+    view: View = Screen(files[0], clock, timeout) if rich else Plain(stdout, stderr, clock, timeout)
     unsubscribe = events.subscribe(view)
 
     def detach() -> None:
@@ -60,9 +60,9 @@ class Plain(View):
         stdout: TextIO | None,
         stderr: TextIO | None,
         clock: Callable[[], float],
-        patience: float = PATIENCE,
+        timeout: float = TIMEOUT,
     ) -> None:
-        super().__init__(clock, patience)
+        super().__init__(clock, timeout)
         self._files = {"stdout": stdout, "stderr": stderr}
         self._shown: dict[tuple[str, int | None], float] = {}
         self._colour = not os.environ.get("NO_COLOR")
@@ -100,8 +100,8 @@ class Plain(View):
 class Screen(View):
     """A terminal: lines with a coloured prefix for each host; below them live progress, redrawn in place."""
 
-    def __init__(self, file: TextIO, clock: Callable[[], float], patience: float = PATIENCE) -> None:
-        super().__init__(clock, patience)
+    def __init__(self, file: TextIO, clock: Callable[[], float], timeout: float = TIMEOUT) -> None:
+        super().__init__(clock, timeout)
         self._file = file
         self._live = Live()
         self._width = 0

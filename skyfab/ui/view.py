@@ -22,7 +22,7 @@ Line = tuple[str, str]
 """The output stream of a line, and its text with its line ending."""
 
 _PACE: Final = 0.025
-PATIENCE: Final = 2.0
+TIMEOUT: Final = 2.0
 """Most seconds that the emitting thread waits for the output."""
 _MOST: Final = 16 * 1024 * 1024
 """Most characters that are buffered for a slow output. Beyond that the emitting thread waits for it."""
@@ -35,9 +35,9 @@ _OVERHEAD: Final = 100
 class View(ABC):
     """Shows a pool to the user, as a subscriber of its events. Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float], patience: float = PATIENCE) -> None:
+    def __init__(self, clock: Callable[[], float], timeout: float = TIMEOUT) -> None:
         self._clock = clock
-        self._patience = min(patience, PATIENCE)
+        self._timeout = min(timeout, TIMEOUT)
         self._states: dict[str, State] = {}
         """The last state of each host, in the order of their first events."""
         self._bars: dict[tuple[str, int | None, str], Output] = {}
@@ -178,7 +178,7 @@ class View(ABC):
         self._soon()
         with self._progress:
             if not self._behind:
-                self._behind = not self._progress.wait_for(lambda: done() or self._over.is_set(), self._patience)
+                self._behind = not self._progress.wait_for(lambda: done() or self._over.is_set(), self._timeout)
 
     @abstractmethod
     def _write(self, lines: list[Line]) -> None: ...

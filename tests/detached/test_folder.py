@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyfab as sky
-from skyfab.detached.folder import LogCursor, look, new_lines
+from skyfab.detached.folder import LogCursor, new_lines, read_parts
 from skyfab.session.bootstrap import open_shell
 from skyfab.session.shell import Shell
 from skyfab.session.transport import transport_for
@@ -65,7 +65,7 @@ class Follower:
         (self._logs / "0.out").rename(self._logs / "0.out.1")
         (self._logs / "0.out").touch()
 
-    def look(self, *, rest: bool = False) -> list[str]:
+    def read_parts(self, *, rest: bool = False) -> list[str]:
         return [line for _, _, line in new_lines(self._shell, RUN, None, self._tails, rest=rest)]
 
 
@@ -75,35 +75,35 @@ def follower(shell: Shell, folder: Path) -> Follower:
 
 
 def test_a_log_grows(follower: Follower) -> None:
-    assert follower.look() == []
+    assert follower.read_parts() == []
     follower.write("one\ntw")
-    assert follower.look() == ["one"]
+    assert follower.read_parts() == ["one"]
     follower.write("o\n")
-    assert follower.look() == ["two"]
+    assert follower.read_parts() == ["two"]
     follower.write("half")
-    assert follower.look() == []
-    assert follower.look(rest=True) == ["half"]
+    assert follower.read_parts() == []
+    assert follower.read_parts(rest=True) == ["half"]
 
 
 def test_another_file_that_is_still_empty(follower: Follower) -> None:
     follower.write("one\ntwo\n")
-    assert follower.look() == ["one", "two"]
+    assert follower.read_parts() == ["one", "two"]
     follower.write("three\n")
     follower.rotate()
-    assert follower.look() == ["three"]
-    assert follower.look() == []
+    assert follower.read_parts() == ["three"]
+    assert follower.read_parts() == []
     follower.write("four\n")
-    assert follower.look() == ["four"]
+    assert follower.read_parts() == ["four"]
 
 
 def test_another_file_that_is_longer_already(follower: Follower) -> None:
     follower.write("one\n")
-    assert follower.look() == ["one"]
+    assert follower.read_parts() == ["one"]
     follower.write("two, and its ")
     follower.rotate()
     follower.write("end\nthree\nfour\nfive\n")
-    assert follower.look() == ["two, and its end", "three", "four", "five"]
-    assert follower.look() == []
+    assert follower.read_parts() == ["two, and its end", "three", "four", "five"]
+    assert follower.read_parts() == []
 
 
 def test_whoever_comes_late_is_told_what_is_kept(follower: Follower) -> None:
@@ -111,8 +111,8 @@ def test_whoever_comes_late_is_told_what_is_kept(follower: Follower) -> None:
         follower.write(f"line {number}\n")
         follower.rotate()
     follower.write("the last one\n")
-    assert follower.look() == ["line 3", "the last one"]
-    assert follower.look() == []
+    assert follower.read_parts() == ["line 3", "the last one"]
+    assert follower.read_parts() == []
 
 
 def test_whoever_breaks_off_goes_on_where_that_was(follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +171,10 @@ def test_runs_are_found_whatever_they_are_called(shell: Shell, folder: Path) -> 
     (folder / "about").write_text(json.dumps({**ABOUT, "name": "x =run y"}))
     (folder / "status").write_text(json.dumps(STATUS))
     (folder / "logs" / "0.out").write_text("=run abc yes\n=gpu 1, 2\n")
-    (part,) = look(shell, RUN)
+    (part,) = read_parts(shell, RUN)
     assert (part.about.name, part.state, part.last) == ("x =run y", "done", "=gpu 1, 2")
-    assert [one.about.id for one in look(shell)] == [RUN]
-    assert look(shell, "nobody") == []
+    assert [one.about.id for one in read_parts(shell)] == [RUN]
+    assert read_parts(shell, "nobody") == []
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_runs_are_found_whatever_they_are_called(shell: Shell, folder: Path) -> 
 def test_what_no_run_has_is_no_run(shell: Shell, folder: Path, wrong: dict[str, Any]) -> None:
     (folder / "about").write_text(json.dumps({**ABOUT, **wrong}))
     (folder / "status").write_text(json.dumps(STATUS))
-    assert look(shell, RUN) == []
+    assert read_parts(shell, RUN) == []
 
 
 class Liar:
@@ -210,8 +210,8 @@ class Liar:
 
 @given(st.text(), st.text(), st.text())
 def test_whatever_a_host_says_is_read(about: str, status: str, last: str) -> None:
-    look(Liar(f"=run {RUN} yes\n{about}\n{status}\n{last}"))  # type: ignore[arg-type]
-    look(Liar(about + status))  # type: ignore[arg-type]
+    read_parts(Liar(f"=run {RUN} yes\n{about}\n{status}\n{last}"))  # type: ignore[arg-type]
+    read_parts(Liar(about + status))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_whatever_a_host_says_is_read(about: str, status: str, last: str) -> Non
     ids=["deep", "never", "huge", "empty"],
 )
 def test_statuses_that_cannot_be(status: str) -> None:
-    assert look(Liar(f"=run {RUN} yes\n{json.dumps(ABOUT)}\n{status}\n=last x")) == []  # type: ignore[arg-type]
+    assert read_parts(Liar(f"=run {RUN} yes\n{json.dumps(ABOUT)}\n{status}\n=last x")) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["at-work", "at-its-end"])
@@ -238,7 +238,7 @@ def test_a_run_is_running_until_its_agent_has_said_how_it_ended(
             (folder / "status").write_text(json.dumps({**STATUS, "state": "running"}))
             if gone:
                 own.rmdir()
-            assert [part.state for part in look(shell)] == ["running"]
+            assert [part.state for part in read_parts(shell)] == ["running"]
         finally:
             agent.kill()
-    assert [part.state for part in look(shell)] == ["lost"]
+    assert [part.state for part in read_parts(shell)] == ["lost"]

@@ -213,13 +213,13 @@ class Host:
         agent._poller.wait(0)
         agent._workers.pass_on()
         agent.mux.flush(discard)
-        assert agent._patience() >= 0
+        assert agent._wait_time() >= 0
 
     def close(self) -> None:
         """An agent ends with its process, and what it had open with it: here somebody has to."""
         agent = self.agent
         for worker in agent._workers:
-            agent._workers._bury(worker, 0)
+            agent._workers._reap(worker, 0)
         agent._clean_up()
         for log in agent._workers.behind:
             log.close()
@@ -236,7 +236,7 @@ Make = Callable[[], contextlib.AbstractContextManager[Host]]
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """``with host() as one:`` an agent in a folder of its own; nothing it does leaves this process."""
     monkeypatch.setattr(handlers, "PeerProbe", lambda peers, patience, watch, done: done([]))
-    monkeypatch.setattr(seats_module, "_FAREWELL", 0.0)
+    monkeypatch.setattr(seats_module, "_CLOSE_TIMEOUT", 0.0)
     before, number = Path.cwd(), 0
 
     @contextlib.contextmanager
@@ -302,7 +302,7 @@ def test_a_lease_of_any_length_can_be_waited_for(host: Make, lease: float) -> No
         one.hear(Frame(HELLO, 0, 0, hello).encode())
         assert one.agent._until() >= 0, "it never ends"
         one.nursery.cry()
-        one.agent._poller.wait(one.agent._patience())
+        one.agent._poller.wait(one.agent._wait_time())
 
 
 # ---- at length

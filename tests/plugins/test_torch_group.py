@@ -56,7 +56,7 @@ def joined_by_hand(world: int, patience: float) -> tuple[int, int]:
     from skyfab.plugins.torch import Torch
 
     module: Any = sys.modules["skyfab.plugins.torch"]
-    module.PATIENCE = patience
+    module.TIMEOUT = patience
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()

@@ -22,7 +22,7 @@ from skyfab.agent.ports import Ports
 from skyfab.agent.reach import PeerProbe
 from skyfab.errors import PeersUnreachable, PoolError, ProtocolError
 from skyfab.pool.addresses import Candidates
-from skyfab.pool.rendezvous import Rendezvouses, ask_all
+from skyfab.pool.rendezvous import RendezvousFinder, ask_all
 from skyfab.protocol import messages
 
 
@@ -187,7 +187,7 @@ def test_what_is_no_address_is_refused(host: Make, interface: str, address: str)
 
 def test_the_work_grows_with_the_number_of_hosts(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/16") for n in range(1, 65)]
-    rendezvous = Rendezvouses("needed").arrange(nodes)
+    rendezvous = RendezvousFinder("needed").arrange(nodes)
     assert [place.address for place in rendezvous.places] == [f"10.0.0.{n}" for n in range(1, 65)]
     assert wires.probes <= 3 * len(nodes)
 
@@ -195,14 +195,14 @@ def test_the_work_grows_with_the_number_of_hosts(host: Make, wires: Wires) -> No
 def test_nothing_is_tried_where_no_plugin_needs_it(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2)]
     wires.cut = {("node1", "10.0.0.2"), ("node2", "10.0.0.1")}
-    assert Rendezvouses().arrange(nodes).port == 4000
+    assert RendezvousFinder().arrange(nodes).port == 4000
     assert not wires.probes
 
 
 def test_one_that_is_late_gets_more_time(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2, 3)]
     wires.late = {"node3"}
-    assert len(Rendezvouses("needed").arrange(nodes).places) == 3
+    assert len(RendezvousFinder("needed").arrange(nodes).places) == 3
 
 
 def test_the_network_that_all_reach_is_found(host: Make, wires: Wires) -> None:
@@ -210,7 +210,7 @@ def test_the_network_that_all_reach_is_found(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24", f"fast0 10.1.0.{n}/24") for n in (1, 2, 3)]
     wires.cut = {(f"node{one}", f"10.0.0.{two}") for one in (1, 2, 3) for two in (1, 2, 3) if one != two}
     wires.own = {(f"node{n}", "10.1.0.1"): f"10.1.0.{n}" for n in (2, 3)}
-    assert [str(place) for place in Rendezvouses("needed").arrange(nodes).places] == [
+    assert [str(place) for place in RendezvousFinder("needed").arrange(nodes).places] == [
         f"10.1.0.{n} (fast0)" for n in (1, 2, 3)
     ]
 
@@ -219,12 +219,12 @@ def test_who_cannot_reach_whom_is_said(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2, 3, 4)]
     wires.cut = {("node3", "10.0.0.4")}  # neighbours; neither is the head
     with pytest.raises(PeersUnreachable, match=r"cannot connect to node4 at 10\.0\.0\.4 \(eth0\): no answer") as raised:
-        Rendezvouses("needed").arrange(nodes)
+        RendezvousFinder("needed").arrange(nodes)
     assert raised.value.host == "node3"
     assert "from 10.0.0.3" in str(raised.value.hint)
     wires.cut = {("node3", "10.0.0.1"), ("node4", "10.0.0.1")}
     with pytest.raises(PoolError) as several:
-        Rendezvouses("needed").arrange(nodes)
+        RendezvousFinder("needed").arrange(nodes)
     assert [error.host for error in several.value.exceptions] == ["node3", "node4"]  # type: ignore[attr-defined]
 
 
@@ -240,7 +240,7 @@ def test_hosts_without_an_address_of_their_own_are_told_at_once(
 ) -> None:
     nodes = [host(n, told, interface=interface) for n in (1, 2)]
     with pytest.raises(PoolError) as raised:
-        Rendezvouses("needed").arrange(nodes)
+        RendezvousFinder("needed").arrange(nodes)
     assert all(isinstance(error, PeersUnreachable) and error.hint for error in raised.value.exceptions)
     with pytest.raises(PeersUnreachable, match=message):
         raise raised.value.exceptions[0]
@@ -251,21 +251,21 @@ def test_a_network_that_is_wanted_may_be_missing(host: Make, wires: Wires) -> No
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2)]
     wires.cut = {("node2", "10.0.0.1")}
     said: list[str] = []
-    rendezvouses = Rendezvouses("wanted", lambda host, text: said.append(f"{host}: {text}"))
-    assert [place.address for place in rendezvouses.arrange(nodes).places] == ["10.0.0.1", "10.0.0.2"]
+    finder = RendezvousFinder("wanted", lambda host, text: said.append(f"{host}: {text}"))
+    assert [place.address for place in finder.arrange(nodes).places] == ["10.0.0.1", "10.0.0.2"]
     assert len(said) == 1 and "node2: it cannot connect to node1 at 10.0.0.1" in said[0]
 
 
 def test_what_is_known_is_not_tried_again_until_a_host_is_another(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2, 3)]
-    rendezvouses = Rendezvouses("needed")
-    first = rendezvouses.arrange(nodes)
+    finder = RendezvousFinder("needed")
+    first = finder.arrange(nodes)
     tried = wires.probes
-    assert rendezvouses.arrange(nodes).places == first.places
-    assert rendezvouses.arrange(nodes[1:]).places == first.places[1:]
+    assert finder.arrange(nodes).places == first.places
+    assert finder.arrange(nodes[1:]).places == first.places[1:]
     assert wires.probes == tried
     nodes[2].session = FakeSession("node3", wires)
-    rendezvouses.arrange(nodes)
+    finder.arrange(nodes)
     assert wires.probes > tried
 
 
@@ -274,7 +274,7 @@ def test_an_answer_that_names_no_port_is_refused(host: Make, text: str) -> None:
     node = host(1, "eth0 10.0.0.1/24")
     node.session._answer = lambda message: messages.Done(text=text)
     with pytest.raises(ProtocolError):
-        Rendezvouses().arrange([node])
+        RendezvousFinder().arrange([node])
 
 
 @pytest.mark.parametrize("found", [[], [["", ""]], [["", "10.0.0.1; x"]], [[""]], [["", "10.0.0.2"]] * 2])
@@ -287,7 +287,7 @@ def test_an_answer_that_was_not_asked_for_is_refused(host: Make, found: list[lis
 
     nodes[1].session._answer = answer
     with pytest.raises(ProtocolError):
-        Rendezvouses("needed").arrange(nodes)
+        RendezvousFinder("needed").arrange(nodes)
 
 
 def test_what_a_host_says_of_another_cannot_steer_the_terminal(host: Make) -> None:
@@ -300,7 +300,7 @@ def test_what_a_host_says_of_another_cannot_steer_the_terminal(host: Make) -> No
 
     nodes[1].session._answer = answer
     with pytest.raises(PeersUnreachable) as raised:
-        Rendezvouses("needed").arrange(nodes)
+        RendezvousFinder("needed").arrange(nodes)
     assert raised.value.message.isprintable() and raised.value.message.endswith("no answer")
 
 

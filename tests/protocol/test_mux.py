@@ -465,8 +465,8 @@ def test_heard_moves_with_every_frame() -> None:
     pair.now = 50.0
     pair.b.mux.ping()
     pair.settle()
-    assert pair.a.mux.heard >= 50.0
-    assert pair.b.mux.heard >= 50.0
+    assert pair.a.mux.last_received >= 50.0
+    assert pair.b.mux.last_received >= 50.0
 
 
 # ---- the express way
@@ -578,7 +578,7 @@ def test_messages_that_express_took_are_counted_and_acknowledged() -> None:
     assert b.heads == []
     assert b.mux.received == received + ACK_FRAMES
     assert b.mux.bytes_in == came + sum(len(whole) for _, whole in passing.taken)
-    assert b.mux.heard == passing.pair.now
+    assert b.mux.last_received == passing.pair.now
     passing.pair.settle()
     assert not a.mux._unacked
 

@@ -462,7 +462,7 @@ def test_what_a_process_wrote_is_heard_after_its_end() -> None:
 
 def test_a_host_that_answers_and_never_acknowledges_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it does not acknowledge is kept here, to be sent again: without a limit, that fills the memory."""
-    monkeypatch.setattr("skyfab.protocol.mux.UNHEARD", 500_000)
+    monkeypatch.setattr("skyfab.protocol.mux.MOST_UNACKED", 500_000)
     with opened() as (session, puppet, _):
         reader = threading.Thread(target=lambda: [None for _ in iter(lambda: puppet.host.recv(65536), b"")])
         reader.start()

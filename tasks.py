@@ -1,6 +1,6 @@
 """The project's own tasks, next to all that `skyfab` can do: `./inv --list`."""
 
-import os
+import random
 import shlex
 import subprocess
 import sys
@@ -12,6 +12,8 @@ from skyfab.cli import main
 from skyfab.cli import namespace as ns
 from skyfab.cli.tasks import command
 from skyfab.lab import programs
+from tools import groups
+from tools import mutate as tools_mutate
 
 ROOT = Path(__file__).resolve().parent
 
@@ -42,17 +44,11 @@ def test(
         print(f"some tests will be skipped; for all of them: {programs.command(left)}", file=sys.stderr)
     program = sys.executable if python is None else other_python(python)
     options = ["--fast"] if fast or python else ["-m", ""] if soak else []
-    if k:
-        options += ["-k", k]
+    if k or args:
+        finish(run(program, "-m", "pytest", *options, *(["-k", k] if k else []), *shlex.split(args)))
     else:
-        print(f"about {'2 minutes' if fast or python else '2 hours' if soak else '10 minutes'}", file=sys.stderr)
-        options += ["-n", str(workers()), "--durations=15"]
-    finish(run(program, "-m", "pytest", *options, *shlex.split(args)))
-
-
-def workers() -> int:
-    """Most tests wait for something: one more than there are cores."""
-    return min(8, len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else 4)
+        print(f"about {'2' if fast or python else '120' if soak else '15'} minutes on two cores", file=sys.stderr)
+        finish(groups.run(program, 3, [*options, "--durations=10"]))
 
 
 def other_python(version: str) -> str:
@@ -62,6 +58,18 @@ def other_python(version: str) -> str:
     )
     finish(made.returncode)
     return made.stdout.strip()
+
+
+@command(
+    count="how many random changes",
+    tests="the tests to run, where those beside the module are not the ones",
+    seed="the same changes again",
+)
+def mutate(_: Context, module: str, count: str = "20", tests: str = "", seed: str = "1") -> None:
+    """Change a module at random places, one at a time, and see whether its tests notice."""
+    random.seed(int(seed))
+    name = module.removeprefix("skyfab/").removesuffix(".py")
+    finish(tools_mutate.run(name, int(count), shlex.split(tests) or tools_mutate.tests_of(name), seconds=120))
 
 
 @task
@@ -91,7 +99,7 @@ def finish(code: int) -> None:
         raise Exit(code=code if code > 0 else 128 - code)
 
 
-for own in (test, check, bench):
+for own in (test, check, bench, mutate):
     ns.add_task(own)
 
 if __name__ == "__main__":

@@ -228,3 +228,26 @@ def test_constructors_take_few_parameters() -> None:
                 if count > MOST_PARAMETERS and module != "pool.compute":
                     found[f"{module}:{node.lineno}"] = count
     assert found == {}
+
+
+# ---- the drawing
+
+
+def drawn() -> set[str]:
+    """The modules in the map of docs/how_it_works.md."""
+    found, folder = set(), Path()
+    text = (ROOT.parent / "docs" / "how_it_works.md").read_text().partition("\nskyfab/\n")[2].partition("```")[0]
+    for line in text.splitlines():
+        name = line.lstrip("│├└─ ").split()[0]
+        depth = (len(line) - len(line.lstrip("│├└─ "))) // 4
+        folder = Path(*folder.parts[: depth - 1])
+        if name.endswith("/"):
+            folder /= name
+        else:
+            found.add((folder / name).as_posix())
+    return found
+
+
+def test_the_drawing_of_the_house_is_the_folder_listing() -> None:
+    files = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.suffix in (".py", ".sh", ".typed")}
+    assert drawn() == files

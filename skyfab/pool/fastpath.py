@@ -53,7 +53,8 @@ def fastpath(
     except BaseException as error:
         ended(error)
         raise
-    ended(None)
+    # Not taken: the scheduler starts it again, and emits a start and an end of its own.
+    ended(CallCancelled("its worker had exited before it began") if result is NOT_TAKEN else None)
     return result
 
 

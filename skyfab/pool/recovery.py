@@ -9,6 +9,7 @@ from typing import Final
 
 from skyfab.errors import HostLost, SkyfabError
 from skyfab.pool.node import Node
+from skyfab.session.backoff import Backoff
 from skyfab.session.session import Session
 from skyfab.ui.events import Events, HostState
 
@@ -61,8 +62,8 @@ class Recovery:
             thread.join()
 
     def _wait(self, node: Node) -> None:
-        pause = PAUSE
-        while not self._over.wait(pause):
+        waits = Backoff(PAUSE, LONGEST)
+        while not self._over.wait(waits.next()):
             session = self._session_for(node)
             with self._lock:
                 if self._over.is_set():
@@ -74,7 +75,6 @@ class Recovery:
                 return
             except SkyfabError:
                 session.close()
-                pause = min(LONGEST, pause * 1.5)
             finally:
                 with self._lock:
                     self._sessions.discard(session)

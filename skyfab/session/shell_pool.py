@@ -6,7 +6,6 @@ A caller that polls hosts repeatedly logs in only once.
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Final, TypeVar
 from skyfab.errors import HostLost, HostUnfit, SkyfabError, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
+from skyfab.session.backoff import Backoff
 from skyfab.session.bootstrap import open_shell
 from skyfab.session.fanout import Raised, for_each_host
 from skyfab.session.shell import ScriptFailed, Shell
@@ -122,13 +122,14 @@ class _Entry:
         self.error: PassingError | None = None
         self.until = 0.0
         """When the host may be retried."""
-        self._pause = _PAUSE
+        self._waits = Backoff(_PAUSE, _LONGEST, jitter=0.3)
 
     def fail(self, error: PassingError) -> bool:
         """Records a failure. True: it is the first in a row."""
         first = self.error is None
-        self._pause = _PAUSE if first else min(_LONGEST, 1.5 * self._pause)
-        self.error, self.until = error, time.monotonic() + self._pause * random.uniform(0.7, 1.3)
+        if first:
+            self._waits = Backoff(_PAUSE, _LONGEST, jitter=0.3)
+        self.error, self.until = error, time.monotonic() + self._waits.next()
         self.close()
         return first
 

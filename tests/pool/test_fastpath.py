@@ -80,13 +80,13 @@ def queued(one: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def note_queued(one: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    add = one._queue.add
+    add = one._scheduler.add
 
     def noted(task: Task) -> None:
         found.append(task.label)
         add(task)
 
-    monkeypatch.setattr(one._queue, "add", noted)
+    monkeypatch.setattr(one._scheduler, "add", noted)
     return found
 
 
@@ -158,7 +158,7 @@ def test_large_arguments_and_arrays_go_the_usual_way(lent_one: sky.Compute, monk
 
 def test_a_call_that_finds_no_slot_free_waits_for_one(one: sky.Compute, queued: list[str], spot: Spot) -> None:
     first = begin(lambda: wait_at(spot / "go", 1) >> one)
-    until(lambda: one._queue._slots[0].tasks, "the first call in its slot")
+    until(lambda: one._scheduler._slots[0].tasks, "the first call in its slot")
     second = begin(lambda: identity(2) >> one)
     until(lambda: queued == ["identity"], "the second call in the queue")
     assert not second.done()
@@ -207,7 +207,7 @@ def test_calls_of_every_kind_from_many_threads_do_not_mix(
         return found
 
     assert at_once(work, range(8)) == [expected(thread) for thread in range(8)]
-    assert all(not slot.tasks for slot in pool._queue._slots)
+    assert all(not slot.tasks for slot in pool._scheduler._slots)
 
 
 def test_nothing_is_kept_of_thousands_of_calls(one: sky.Compute) -> None:
@@ -252,7 +252,7 @@ def test_a_call_given_ahead_moves_to_the_slot_that_an_express_call_has_left(
     short_ones()
     first = wait_at(spot / "one") > pool
     fastpath = begin(lambda: wait_at(spot / "two") >> pool)
-    until(lambda: all(slot.tasks for slot in pool._queue._slots), "both slots taken")
+    until(lambda: all(slot.tasks for slot in pool._scheduler._slots), "both slots taken")
     spot.leave("one")
     first.result(60)
     short_ones()
@@ -323,7 +323,7 @@ def test_ctrl_c_reaches_a_caller_while_another_thread_reads_the_stream(
 ) -> None:
     pool = open_pool("openssh", host={"slots": 2})
     other = begin(lambda: wait_at(spot / "go", "other") >> pool)
-    until(lambda: pool._queue._slots[0].tasks, "the other call in its slot")
+    until(lambda: pool._scheduler._slots[0].tasks, "the other call in its slot")
     pressed = interrupt_when(lambda: spot.wait("pid"))
     with pytest.raises(KeyboardInterrupt):
         stay(spot / "pid") >> pool
@@ -399,7 +399,7 @@ def test_an_interrupt_before_the_call_has_left_does_not_take_its_slot(one: sky.C
     try:
         assert (identity(2) > one).result(3) == 2
     finally:
-        one._queue._slots[0].tasks.clear()  # the tests after this one want it
+        one._scheduler._slots[0].tasks.clear()  # the tests after this one want it
 
 
 # ---- ends of processes, hosts and pools

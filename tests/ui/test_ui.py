@@ -200,7 +200,7 @@ def test_an_output_that_is_not_read_holds_up_no_thread_and_no_more_than_so_much_
     """The thread that emits may be the one that reads a host's stream: without it the host's lease would end."""
     monkeypatch.setattr(view, "_MOST", 20_000)
     paused = Paused()
-    made = Plain(paused, paused, clock, patience=0.1)
+    made = Plain(paused, paused, clock, timeout=0.1)
 
     def emit() -> None:
         for number in range(1000):
@@ -224,13 +224,13 @@ def test_an_output_that_is_not_read_holds_up_no_thread_and_no_more_than_so_much_
 
 def test_an_output_that_has_caught_up_is_waited_for_again(clock: Clock) -> None:
     paused = Paused()
-    made = Plain(paused, paused, clock, patience=0.1)
+    made = Plain(paused, paused, clock, timeout=0.1)
     made(out("a"))
     made(ended())
     paused.read.set()
     until(lambda: paused.getvalue() == "node1[0] a\n")
     until(lambda: not made._behind)
-    made._patience = 60
+    made._timeout = 60
     made(out("b"))
     made(ended())
     assert paused.getvalue() == "node1[0] a\nnode1[0] b\n"

@@ -1,5 +1,6 @@
 """The project's own tasks, next to all that `skyfab` can do: `./inv --list`."""
 
+import os
 import random
 import shlex
 import subprocess
@@ -32,10 +33,17 @@ TEST_PROGRAMS = {
     fast="unit tests and calls over one transport: under two minutes",
     soak="the tests that take minutes too",
     python="the fast tests with another Python, for example 3.12",
+    processes="how many at once, each with labs of its own (default: one for two cores)",
     args="more arguments for pytest",
 )
 def test(
-    _: Context, k: str | None = None, fast: bool = False, soak: bool = False, python: str | None = None, args: str = ""
+    _: Context,
+    k: str | None = None,
+    fast: bool = False,
+    soak: bool = False,
+    python: str | None = None,
+    processes: str | None = None,
+    args: str = "",
 ) -> None:
     """Run the tests, after installing the programs that they and the lab need (root on Debian)."""
     programs.require()
@@ -46,9 +54,13 @@ def test(
     options = ["--fast"] if fast or python else ["-m", ""] if soak else []
     if k or args:
         finish(run(program, "-m", "pytest", *options, *(["-k", k] if k else []), *shlex.split(args)))
-    else:
-        print(f"about {'2' if fast or python else '120' if soak else '15'} minutes on two cores", file=sys.stderr)
-        finish(groups.run(program, 3, [*options, "--durations=10"]))
+        return
+    print(
+        f"about {'5 minutes' if fast or python else '2 hours' if soak else '40 minutes'} on two cores", file=sys.stderr
+    )
+    count = int(processes) if processes else max(1, (os.cpu_count() or 1) // 2)
+    options += ["--durations=15"]
+    finish(groups.run(program, count, options) if count > 1 else run(program, "-m", "pytest", *options))
 
 
 def other_python(version: str) -> str:

@@ -16,12 +16,14 @@ import time
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from skyfab.env.pipconf import NO_INDEX, pip_settings, uv_environment
 
 ROOT = Path(__file__).resolve().parent.parent
+groups = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "groups.py")))
 BIN = Path(sys.executable).parent
 HAS_GPU = runpy.run_path(str(ROOT / "tools" / "bootstrap.py"))["has_gpu"]()
 NO_FILES = {"PIP_CONFIG_FILE": os.devnull}
@@ -330,3 +332,29 @@ def test_the_wheel_carries_the_examples(tmp_path: Path) -> None:
     names = zipfile.ZipFile(built).namelist()
     assert "skyfab/__init__.py" in names
     assert any(name.startswith("skyfab/examples/") for name in names)
+
+
+# ---- the tests in groups
+
+
+def test_groups_have_every_test_once() -> None:
+    names = [name for group in groups.split(3, groups.tests()) for name in group]
+    assert len(names) == len(set(names))
+    found = {
+        path for name in names for path in ([ROOT / name] if name.endswith(".py") else ROOT.glob(f"{name}/test_*.py"))
+    }
+    assert found == set((ROOT / "tests").rglob("test_*.py"))
+
+
+def test_groups_are_even() -> None:
+    seconds = [
+        sum(groups.SECONDS.get(Path(name).name, groups.OTHERS) for name in group)
+        for group in groups.split(3, groups.tests())
+    ]
+    assert max(seconds) < 1.3 * min(seconds)
+
+
+def test_progress_counts_what_is_done(tmp_path: Path) -> None:
+    log = tmp_path / "1.log"
+    log.write_text("....F.s.E  [ 50%]\nsomething else ....\n..\n")
+    assert groups.progress([log], 75.0) == "1:15  11 done, 2 failed"

@@ -19,8 +19,8 @@ import skyfab.inventory.host
 import skyfab.inventory.inventory
 import skyfab.inventory.selection
 from skyfab.errors import InventoryError, UnknownHost, UsageError
-from skyfab.inventory.host import Address, Host
-from skyfab.inventory.inventory import LOCAL, Inventory
+from skyfab.inventory.host import LOCAL, Address, Host
+from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.selection import MOST, expand, split
 
 T = TypeVar("T")

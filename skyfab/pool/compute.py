@@ -308,15 +308,15 @@ class Compute:
         `jobs` keeps the job's name across attempts, so that a retry finds what an earlier attempt saved under it.
         """
         nodes = self.hosts if self._elastic is None else remaining(self.hosts, self._elastic)
-        gang = self._gang_cache.current(self._gang_spec(nodes, tree, attempt), job=jobs[0] if jobs else None)
+        spec = self._gang_spec(nodes, map(self._ranks_on, nodes), tree, attempt)
+        gang = self._gang_cache.current(spec, job=jobs[0] if jobs else None)
         jobs.append(gang.job)
         with SIGINT_GUARD:
             call.begin(gang, self.events.call(call.broadcast.label, *(node.name for node in nodes)))
 
-    def _gang_spec(self, nodes: Sequence[Node], tree: str, attempt: int = 0) -> GangSpec:
-        ranks = tuple(map(self._ranks_on, nodes))
+    def _gang_spec(self, nodes: Sequence[Node], ranks: Iterable[int], tree: str, attempt: int = 0) -> GangSpec:
         elastic = self._elastic is not None
-        return GangSpec(nodes=tuple(nodes), ranks=ranks, tree=tree, attempt=attempt, elastic_agents=elastic)
+        return GangSpec(nodes=tuple(nodes), ranks=tuple(ranks), tree=tree, attempt=attempt, elastic_agents=elastic)
 
     def _watch(self, function: Function[..., Any], future: CallFuture, places: Callable[[], Sequence[Place]]) -> None:
         if function.stall is not None:
@@ -337,7 +337,7 @@ class Compute:
         detacher = Detacher(nodes, ranks, label=label, name=name or label)
         if on == "all":
             gang_cache = GangCache(self._env_of, detacher.id, RendezvousFinder.of(self._plugins, self.events))
-            spec = self._gang_spec(nodes, tree)
+            spec = self._gang_spec(nodes, ranks, tree)
             broadcast = Broadcast(function=function, arguments=arguments, label=label, timeout=timeout)
             detacher.start_gang(lambda: gang_cache.current(spec), self._sync.tree, broadcast)
         else:

@@ -34,11 +34,14 @@ def children() -> set[str]:
     A lab's hosts are children too (`unshare`), and a reboot makes new ones: the lab's own tests look after them.
     """
     found = set()
-    for task in Path("/proc/self/task").iterdir():
+    # By their parent, and not by the thread that started them: children of a thread that ends move to another one.
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            found |= {f"child {pid}: {_words(int(pid))}" for pid in (task / "children").read_text().split()}
-        except OSError:  # a thread that has ended since
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended since
             continue
+        if parent == os.getpid():
+            found.add(f"child {stat.parent.name}: {_words(int(stat.parent.name))}")
     return {child for child in found if ": unshare " not in child}
 
 

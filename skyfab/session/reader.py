@@ -184,8 +184,11 @@ class SharedReader:
 
     def leave_to_parent(self) -> None:
         """In a forked child: closes what is shared with the parent, without changing its state."""
+        self._lock, self.reading = threading.RLock(), threading.Lock()  # the parent's threads may have held them
+        self._thread = None
         selector, self._selector = self._selector, None
         self._connections.clear()
+        self._owners.clear()
         if selector is not None:
             selector.close()
             for fd in (self._waker, self._poker):

@@ -439,7 +439,3 @@ def main(argv: Sequence[str] | None = None, tasks: Collection = namespace) -> No
     program = _Skyfab(name="skyfab", version=__version__, namespace=tasks)
     with SIGTERM.as_interrupt():
         program.run(None if argv is None else list(argv))
-
-
-if __name__ == "__main__":
-    main()

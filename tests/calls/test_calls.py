@@ -1026,7 +1026,7 @@ def test_defaults_keywords_and_stars_are_passed_on(pool: sky.Compute) -> None:
         (6, 7),
         8,
         9,
-        {"self": 10, "seat": 11, "timeout": 12},
+        {"self": 10, "worker": 11, "timeout": 12},
     )
 
 

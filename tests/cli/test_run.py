@@ -44,7 +44,7 @@ def project(tmp_path: Path) -> Path:
 
 def skyfab(project: Path, *words: str, inventory: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **({"SKYFAB_INVENTORY": str(inventory)} if inventory else {})}
-    argv = [sys.executable, "-m", "skyfab.cli.tasks", *words]
+    argv = [sys.executable, "-m", "skyfab", *words]
     return subprocess.run(argv, cwd=project, env=env, capture_output=True, text=True, timeout=100)
 
 

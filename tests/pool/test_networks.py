@@ -144,7 +144,7 @@ def skyfab() -> Callable[..., str]:
     import subprocess
 
     def run(*words: str) -> str:
-        command = [sys.executable, "-c", "from skyfab.cli.tasks import main; main()", *words]
+        command = [sys.executable, "-c", "from skyfab.cli import main; main()", *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr

@@ -35,7 +35,7 @@ Current thread 0x0000aaaa (most recent call first):
 
 def stacks(lab: Lab) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "SKYFAB_INVENTORY": str(lab.inventory)}
-    argv = [sys.executable, "-m", "skyfab.cli.tasks", "stacks", "--hosts=node1,node2"]
+    argv = [sys.executable, "-m", "skyfab", "stacks", "--hosts=node1,node2"]
     return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
 
 

@@ -23,7 +23,7 @@ def skyfab(
             most = sum(1 for _ in Path("/proc").glob("[0-9]*/task/*")) + processes  # threads count too
             resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
-    argv = [sys.executable, "-m", "skyfab.cli.tasks", *words]
+    argv = [sys.executable, "-m", "skyfab", *words]
     return subprocess.run(
         argv, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout, preexec_fn=limit, check=False
     )

@@ -208,7 +208,7 @@ def silent(function: F) -> F:
 
 def _limited(fds: tuple[int, ...], only: Only) -> Callable[[F], F]:
     if only != "head" and not callable(only):
-        raise ValueError(f'only={only!r}: "head", or a function of InstanceInfo that says where to speak')
+        raise ValueError(f'only={only!r}: "head", or a function of InstanceInfo that says where it is printed')
 
     import inspect  # slow to import, and most workers do not need it
 

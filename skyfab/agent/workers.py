@@ -92,7 +92,7 @@ class Workers:
     def spawn(self, name: str, generation: int, request: dict[str, Any], listener: int = -1) -> None:
         """Starts a worker process, and replaces one of the same name. It inherits the descriptor `listener`, if any."""
         if not name.replace(".", "").replace("-", "").isalnum():  # it becomes part of file names
-            raise ProtocolError(f"not the name of a seat: {name!r:.80}")
+            raise ProtocolError(f"not the name of a worker: {name!r:.80}")
         old = self._workers.get(name)
         if old is not None:
             old.kill()

@@ -190,7 +190,7 @@ class Reconnector:
     def _hopeless(self, now: float) -> Exception | None:
         connection = self._connection
         if now - self.since > connection.timing.lease:
-            text = f"gone for more than its lease of {connection.timing.lease:g} s"
+            text = f"not reachable for more than its lease of {connection.timing.lease:g} s"
             return HostLost(text, host=connection.host, hint="is it up?")
         if not connection.listener.others_respond():  # when they respond again, this host gets the full timeout
             self._others_since = float("inf")

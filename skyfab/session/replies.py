@@ -152,9 +152,9 @@ class Replies:
     def hello(self, payload: bytes) -> None:
         hello = messages.expect(AgentHello, payload)
         if hello.protocol != VERSION:
-            raise HostUnfit(f"its agent speaks protocol {hello.protocol}, not {VERSION}", host=self._host)
+            raise HostUnfit(f"its agent has protocol version {hello.protocol}, this program {VERSION}", host=self._host)
         if not (0 <= hello.gpus <= _MOST_GPUS and 0 <= hello.cpus <= _MOST_CPUS and _is_address(hello.address)):
-            raise ProtocolError("its agent says of itself what cannot be")
+            raise ProtocolError("its agent reports impossible facts about itself")
         self.agent = hello
         self.hellos += 1
         self.mux.resume(hello.received)

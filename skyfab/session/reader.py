@@ -418,6 +418,7 @@ _READERS: Final[weakref.WeakSet[SharedReader]] = weakref.WeakSet()
 
 
 def _leave_all_to_parent() -> None:
+    _waiting.intersection_update({threading.get_ident()})  # new threads may get the numbers of the parent's
     for reader in list(_READERS):
         reader.leave_to_parent()
     _READERS.clear()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import threading
 import time
@@ -136,6 +137,8 @@ _calls = itertools.count(1)
 
 emitting: Final[set[int]] = set()
 """Ids of the threads that run a subscriber. They must not wait for calls, which may need the same thread to proceed."""
+# In a forked child new threads may get the ids of the parent's.
+os.register_at_fork(after_in_child=lambda: emitting.intersection_update({threading.get_ident()}))
 
 
 class Events:

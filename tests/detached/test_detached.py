@@ -80,8 +80,8 @@ def launch(hosts: list[sky.Host], call: Any, **options: Any) -> sky.Run:
 
 def test_a_run_goes_on_without_its_program(hosts: list[sky.Host], spot: Spot) -> None:
     """On all ranks, with its output and its results in their order; and a second time."""
-    run = launch(hosts, count(10, spot / "go"), name="night")
-    assert (run.name, run.hosts, run.world_size) == ("night", [host.name for host in hosts], 2)
+    run = launch(hosts, count(10, spot / "go"), name="count-to-ten")
+    assert (run.name, run.hosts, run.world_size) == ("count-to-ten", [host.name for host in hosts], 2)
     spot.wait("go.waits", 2)
     assert run.status == "running"
     with pytest.raises(TimeoutError, match="still running"):
@@ -96,7 +96,7 @@ def test_a_run_goes_on_without_its_program(hosts: list[sky.Host], spot: Spot) ->
     expected |= {(rank, "err"): ["a last word"] for rank in range(2)}
     assert lines_of(found) == expected
     assert lines_of(found, rank=1) == {key: value for key, value in expected.items() if key[0] == 1}
-    assert [rank for rank, _, _ in sky.attach("night", hosts).result()] == [0, 1]
+    assert [rank for rank, _, _ in sky.attach("count-to-ten", hosts).result()] == [0, 1]
 
 
 def test_a_run_on_one_host_returns_one_result(hosts: list[sky.Host], namespaces: Lab) -> None:

@@ -17,8 +17,9 @@ from stage import traces
 from stage.spot import until
 
 import skyfab as sky
+from skyfab.session import reader
 from skyfab.session.reader import SharedReader
-from skyfab.ui.events import CallEnded, CallStarted, Event, Output
+from skyfab.ui.events import CallEnded, CallStarted, Event, Output, emitting
 
 OpenPool = Callable[..., sky.Compute]
 
@@ -123,13 +124,13 @@ def test_a_signal_handler_that_makes_a_call_while_another_is_waited_for_is_told(
 
 
 def test_an_answer_that_cannot_be_handled_keeps_no_other_waiting(capfd: pytest.CaptureFixture[str]) -> None:
-    reader = SharedReader()
+    shared = SharedReader()
     ran: list[int] = []
 
     def fail() -> None:
         raise RecursionError
 
-    reader.run([fail, lambda: ran.append(1)])
+    shared.run([fail, lambda: ran.append(1)])
     assert ran == [1]
     assert "RecursionError" in capfd.readouterr().err
 
@@ -250,6 +251,13 @@ def test_a_forked_child_may_open_a_pool_of_its_own(open_pool: OpenPool) -> None:
 
     assert in_child(own) == "4"
     assert identity(1) >> pool == 1
+
+
+def test_the_parents_threads_that_wait_are_none_of_the_childs(open_pool: OpenPool) -> None:
+    """A thread of the child may get the number of one of the parent's: it was told that it cannot wait."""
+    pool = open_pool()
+    identity(1) >> pool
+    assert in_child(lambda: (reader._waiting, emitting)) == "(set(), set())"
 
 
 # ---- numbers

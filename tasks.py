@@ -81,7 +81,7 @@ def mutate(_: Context, module: str, count: str = "20", tests: str = "", seed: st
     """Change a module at random places, one at a time, and see whether its tests notice."""
     random.seed(int(seed))
     name = module.removeprefix("skyfab/").removesuffix(".py")
-    finish(tools_mutate.run(name, int(count), shlex.split(tests) or tools_mutate.tests_of(name), seconds=120))
+    finish(tools_mutate.run(name, int(count), shlex.split(tests) or tools_mutate.tests_of(name), seconds=40))
 
 
 @task

@@ -35,6 +35,9 @@ COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.NotIn: ast.In,
 }
 
+PYTEST = "import sys; sys.path.remove(''); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+"""Else the checkout, as the current folder, is found before the copy."""
+
 Change = Callable[[ast.AST], str]
 """Makes it in a tree, and says what it was."""
 
@@ -117,7 +120,7 @@ def run(module: str, count: int, tests: list[str], seconds: float) -> int:
     with tempfile.TemporaryDirectory(prefix="skyfab-mutate-") as folder:
         shutil.copytree(ROOT / "skyfab", f"{folder}/skyfab", ignore=shutil.ignore_patterns("__pycache__"))
         target = Path(folder) / "skyfab" / f"{module}.py"
-        words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        words = [sys.executable, "-c", PYTEST, "-x", "-q", "-p", "no:cacheprovider", *tests]
         env = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
         for what, text in [("", source), *mutants(source, count)]:
             target.write_text(text)

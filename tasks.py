@@ -30,7 +30,7 @@ TEST_PROGRAMS = {
 
 @command(
     k="only tests whose names match this expression",
-    fast="unit tests and calls over one transport: under two minutes",
+    fast="unit tests, and calls without SSH",
     soak="the tests that take minutes too",
     python="the fast tests with another Python, for example 3.12",
     processes="how many at once, each with labs of its own (default: one for two cores)",

@@ -47,7 +47,7 @@ def _enter_folder(cache: str, session: str, *, make: bool) -> None:
     os.chdir(folder)
     found = os.stat(".")
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise PermissionError(f"{folder} belongs to somebody else or is open to others")
+        raise PermissionError(f"{folder} belongs to another user or is open to others")
     for path in {os.path.abspath(folder), os.getcwd()}:
         _check(path)
 
@@ -61,7 +61,7 @@ def _check(path: str) -> None:
     while not home.startswith(os.path.join(path, "")):
         for found in (os.lstat(path), os.stat(path)):
             if found.st_uid not in (0, os.getuid()):
-                raise PermissionError(f"{path} belongs to somebody else")
+                raise PermissionError(f"{path} belongs to another user")
             if stat.S_ISDIR(found.st_mode) and found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX:
                 raise PermissionError(f"{path} is open to others")
         path = os.path.dirname(path)

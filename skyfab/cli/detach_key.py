@@ -48,7 +48,7 @@ def _unbuffered() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def farewell(run: Run) -> None:
+def tell_how_to_attach(run: Run) -> None:
     """Prints the commands for a detached run, and its id to stdout."""
     short = run.id[:8]
     print(f"run {short} goes on on {', '.join(run.hosts)}", file=sys.stderr)

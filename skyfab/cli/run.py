@@ -9,7 +9,7 @@ from pathlib import Path
 
 from skyfab.calls.call import as_function
 from skyfab.calls.script import perform
-from skyfab.cli.detach_key import broadcast, farewell
+from skyfab.cli.detach_key import broadcast, tell_how_to_attach
 from skyfab.detached.run import Run
 from skyfab.errors import UsageError
 from skyfab.plugins.base import Torchrun
@@ -41,7 +41,7 @@ def run(
         call = started(script.name, function, list(arguments))
         found = compute.launch(call) if detach else broadcast(compute, call, name=target)
     if isinstance(found, Run):
-        farewell(found)
+        tell_how_to_attach(found)
 
 
 def _parsed(target: str) -> tuple[Path, str]:

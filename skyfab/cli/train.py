@@ -13,7 +13,7 @@ import skyfab
 from skyfab import plugins
 from skyfab.calls.call import Call, as_function
 from skyfab.calls.image import Image
-from skyfab.cli.detach_key import broadcast, farewell
+from skyfab.cli.detach_key import broadcast, tell_how_to_attach
 from skyfab.detached.run import Run
 from skyfab.errors import BroadcastError, RemoteTraceback, UsageError
 from skyfab.pool.compute import Compute
@@ -42,7 +42,7 @@ def train(hosts: str | None, inventory: str | None, *, epochs: int, ranks: int |
         trained = compute.launch(call, name="train") if detach else _broadcast(compute, call)
         done = time.monotonic()
     if isinstance(trained, Run):
-        farewell(trained)
+        tell_how_to_attach(trained)
         return
 
     model = trained[0].model  # the same on all ranks

@@ -36,7 +36,7 @@ shift 4
 
 read -r pid rest </proc/self/stat   # our number on the machine: its /proc is still the one in sight
 echo "$pid"
-read -r word                        # until the cable is in; if whoever starts us dies first, so do we
+read -r word                        # until the cable is in; at end of file, the starter has died
 exec 3>&1 >&2 </dev/null
 
 echo "$name" >/proc/sys/kernel/hostname

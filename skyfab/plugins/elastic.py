@@ -34,7 +34,7 @@ LAST_CALL: Final = 3.0
 """Seconds to wait for more hosts once there are enough."""
 _SIGNATURE: Final = 32
 """Length in bytes of an HMAC with SHA-256."""
-FAREWELL: Final = 30.0
+EXIT_TIMEOUT: Final = 30.0
 """Seconds that hosts wait for each other at the end."""
 
 
@@ -68,7 +68,7 @@ def run_elastic_agent(
     logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)
     logs = DefaultLogsSpecs(log_dir=str(_folder()))
     try:
-        ended = LocalElasticAgent(spec, logs, exit_barrier_timeout=FAREWELL).run()
+        ended = LocalElasticAgent(spec, logs, exit_barrier_timeout=EXIT_TIMEOUT).run()
     finally:
         rendezvous.shutdown()
         peers.close()

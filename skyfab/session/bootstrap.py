@@ -46,7 +46,7 @@ _SCRIPT: Final = "; ".join(
         # otherwise another user could create it between the check and its use.
         'test -d "$c" || mkdir -p "$c" 2>/dev/null',
         'if test -e "$c"; then case $(ls -ldL "$c") in ?????w*|????????w*) r="is open to others";;'
-        ' *) test -O "$c" && r= || r="belongs to somebody else";; esac;'
+        ' *) test -O "$c" && r= || r="belongs to another user";; esac;'
         ' test -z "$r" || { echo "${m}failed its cache folder $r: $c"; exit; }; fi',
         # The requested interpreter: a path, an environment (only if the machine has not rebooted since it was chosen),
         # or a version.
@@ -94,7 +94,7 @@ except OSError as error:
         say("failed " + str(error))
         sys.exit(0)
 if os.stat(target).st_uid != os.getuid():
-    say("failed its cache folder belongs to somebody else: " + cache)
+    say("failed its cache folder belongs to another user: " + cache)
     sys.exit(0)
 say("link")
 os.execv(sys.executable, [sys.executable, "-S", target, cache, session, mode])
@@ -176,7 +176,7 @@ def _room(detail: str) -> str | None:
         return "free some space there, or put the cache on another disk (cache = … in the inventory)"
     if "is open to others" in detail:
         return "chmod 700 it there, if nobody has put anything in it, or choose another (cache = … in the inventory)"
-    if "belongs to somebody else" in detail:
+    if "belongs to another user" in detail:
         return "choose one of your own (cache = … in the inventory)"
     if any(word in detail for word in ("Read-only", "Permission denied", "Not a directory", "File exists")):
         return "choose a folder that can be written to (cache = … in the inventory)"

@@ -49,6 +49,11 @@ def refuse_nested_wait() -> None:
         )
 
 
+READ: Final = 1
+WRITE: Final = 4
+"""EPOLLIN and EPOLLOUT, by their numbers: other systems lack the names."""
+
+
 class Selector:
     """The same as `select.epoll`, on systems that have none."""
 
@@ -67,9 +72,9 @@ class Selector:
 
 
 if sys.platform == "linux":  # without the steps that `selectors` takes for each event: calls wait for this
-    new_selector, READ, WRITE = select.epoll, select.EPOLLIN, select.EPOLLOUT
+    new_selector = select.epoll
 else:
-    new_selector, READ, WRITE = Selector, 1, 4
+    new_selector = Selector
 
 
 class Readable(Protocol):

@@ -45,7 +45,7 @@ def test_a_part_that_all_may_write_to_is_refused(place: Path, above: int) -> Non
 def test_a_part_of_another_user_is_refused(place: Path, above: int) -> None:
     part = (place, *place.parents)[above]
     os.chown(part, 65534, 65534)
-    with pytest.raises(PermissionError, match=f"{part} belongs to somebody else"):
+    with pytest.raises(PermissionError, match=f"{part} belongs to another user"):
         _check(str(place))
 
 
@@ -56,7 +56,7 @@ def test_a_link_of_another_user_is_refused(place: Path) -> None:
     link.symlink_to(place.parent)
     _check(str(link / "run"))
     os.lchown(link, 65534, 65534)
-    with pytest.raises(PermissionError, match=f"{link} belongs to somebody else"):
+    with pytest.raises(PermissionError, match=f"{link} belongs to another user"):
         _check(str(link / "run"))
 
 

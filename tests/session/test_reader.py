@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -63,8 +64,13 @@ class Pipe:
         return ()
 
 
-@pytest.fixture
-def reader() -> Iterator[SharedReader]:
+@pytest.fixture(params=["epoll", "selectors"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedReader]:
+    """With what Linux has, and with what other systems have."""
+    if request.param == "selectors":
+        monkeypatch.setattr(module, "new_selector", module.Selector)
+    elif module.new_selector is module.Selector:
+        pytest.skip("no epoll on this system")
     reader = SharedReader()
     yield reader
     for connection in list(reader._connections):
@@ -221,6 +227,29 @@ def test_a_connection_that_raises_is_told_and_the_others_go_on(reader: SharedRea
     good.say()
     until(lambda: bool(good.read))
     assert bad.errors == [bad.defect]
+
+
+def test_room_to_write_is_told(reader: SharedReader) -> None:
+    pipe = Pipe(reader)
+    reader.unwatch(pipe.source)
+    os.set_blocking(pipe._sink, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe._sink, bytes(65536))
+    told = threading.Event()
+
+    def on_ready(fd: int) -> Sequence[Callable[[], None]]:
+        if fd == pipe._sink:
+            reader.unwatch(fd)
+            told.set()
+        return []
+
+    pipe.on_ready = on_ready  # type: ignore[method-assign]
+    reader.watch(pipe._sink, pipe, writing=True)
+    assert not told.wait(0.2), "the pipe is full"
+    while not told.is_set():
+        os.read(pipe.source, 65536)
+        told.wait(0.05)
 
 
 def test_ticks_come_at_the_shortest_interval(reader: SharedReader) -> None:

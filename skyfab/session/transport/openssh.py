@@ -178,7 +178,7 @@ def changed_key(host: Host) -> str:
 
 def revoked_key(host: Host) -> HostKeyRefused:
     """For a key that known_hosts marks with ``@revoked``."""
-    return HostKeyRefused(REVOKED, host=host.name, hint="whoever has that key can pass for it: give it another one")
+    return HostKeyRefused(REVOKED, host=host.name, hint="anyone with that key can impersonate it: give it another one")
 
 
 def explain(host: Host, code: int, errors: str) -> Exception:

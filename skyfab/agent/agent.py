@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 
+from skyfab.agent import library
 from skyfab.agent.cleanup import sweep
 from skyfab.agent.connection import Connection
 from skyfab.agent.handlers import Handlers
@@ -216,6 +217,7 @@ class Agent:
             platform=self._host_info.platform,
             pid=os.getpid(),
             executable=sys.executable,
+            library=library.is_here(),
         ).encode()
 
     def _read(self) -> None:

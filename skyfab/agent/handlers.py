@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import os
 
+from skyfab.agent import library
 from skyfab.agent.files import Written, place
 from skyfab.agent.ports import Ports
 from skyfab.agent.reach import PeerProbe
 from skyfab.agent.run_folder import RunFolder
-from skyfab.agent.store import Store
+from skyfab.agent.store import Store, Writer
 from skyfab.agent.worker_handle import Running, WorkerHandle
 from skyfab.errors import ProtocolError
 from skyfab.protocol import messages
-from skyfab.protocol.blobs import Assembly, inline_size
+from skyfab.protocol.blobs import Assembly, check_name, inline_size
 from skyfab.protocol.frames import CHUNK
 from skyfab.protocol.messages import Done
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any, Final
 
     from skyfab.agent.poller import Poller
@@ -180,9 +182,16 @@ class Handlers:
 
     def _blob(self, stream: int, message: messages.Blob, head: bytes, data: Data) -> None:
         inline_size(message.parts)
-        writer = self._store.writer(message.name, keep=message.keep)
+        self._write(stream, message.parts, self._store.writer(message.name, keep=message.keep), data)
+
+    def _library(self, stream: int, message: messages.Library, head: bytes, data: Data) -> None:
+        inline_size(message.parts)
+        writer = Writer(library.ROOT, check_name(message.name), target=library.ARCHIVE)
+        self._write(stream, message.parts, writer, data)
+
+    def _write(self, stream: int, parts: Sequence[messages.Part], writer: Writer, data: Data) -> None:
         if data is None:
-            self._uploads.expect(stream, message.parts, writer)
+            self._uploads.expect(stream, parts, writer)
         else:
             self._uploads.keep(stream, writer, data)
 
@@ -216,6 +225,7 @@ _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
     messages.Written: Handlers._report,
     messages.Has: Handlers._has,
     messages.Blob: Handlers._blob,
+    messages.Library: Handlers._library,
     messages.Tree: Handlers._tree,
     messages.Listen: Handlers._listen,
     messages.Unlisten: Handlers._unlisten,

@@ -127,8 +127,9 @@ def _prepare() -> None:
     """Imports what every worker needs, and runs `site`, without which the interpreter was started."""
     import site
 
-    from skyfab.agent import worker
+    from skyfab.agent import library, worker
 
+    library.install()
     worker.Worker  # noqa: B018  # imported before the fork, so that workers share its memory
     site.main()
     gc.collect()

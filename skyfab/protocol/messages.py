@@ -215,6 +215,15 @@ class Blob(Message):
     """Whether to store it in the cache, for later pools too; else it is deleted with this pool."""
 
 
+class Library(Message):
+    """Store the part of the bundle that the agent itself does not need. Reply: Done or Failed."""
+
+    op: ClassVar[str] = "library"
+    name: str
+    """The hash of the content."""
+    parts: Sequence[Part]
+
+
 class Tree(Message):
     """Create a folder with these files, whose blobs are in the store. Reply: Done or Failed."""
 
@@ -369,6 +378,8 @@ class AgentHello(Message):
     pid: int
     executable: str
     """The interpreter that runs the agent."""
+    library: bool = True
+    """Whether the host has the bundle's library."""
 
 
 @functools.lru_cache(maxsize=256)

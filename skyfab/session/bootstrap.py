@@ -169,6 +169,7 @@ class Bootstrap:
     def _push(self, shell: Shell) -> None:
         archive = self.bundle.archive
         shell.send(f"{len(_UNPACK)}\n{_UNPACK}{len(archive)} {name_of(archive)}\n".encode() + archive)
+        self.bundle.library  # noqa: B018  # packed while the host unpacks the core, and sent when its agent runs
 
 
 def _room(detail: str) -> str | None:
@@ -262,7 +263,7 @@ def open_shell(
 
     A script without output for `quiet` seconds is aborted.
     """
-    launch = Bootstrap(host=host, session=secrets.token_hex(8), bundle=Bundle("none", ()), python="none")
+    launch = Bootstrap(host=host, session=secrets.token_hex(8), bundle=Bundle("none", (), ()), python="none")
     with LOGINS.turn(transport.servers, stopped) as turn:
         try:
             stream = transport.open(launch.command())

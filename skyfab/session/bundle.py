@@ -1,7 +1,8 @@
 """The bundle: skyfab's own source code, packed for upload to hosts.
 
 It contains this package and cloudpickle, so that a host needs only a Python interpreter, and both sides always run
-the same code.
+the same code. Its core is what the agent and its workers run; it is uploaded before the agent can start. The rest, the
+library, is what functions may import, for example to open a pool of their own; it follows while the agent starts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gzip
 import io
 import sys
 import tarfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +20,14 @@ from typing import Final
 
 import cloudpickle
 
+from skyfab.protocol import LIBRARY_NAMES
 from skyfab.protocol.blobs import name_of
 
+File = tuple[str, bytes]
+"""A relative path and its content."""
+
+_CORE: Final = ("agent", "protocol")
+"""The packages of the core; all modules that are in no package belong to it too."""
 _LEFT_OUT: Final = ("examples", "cli")
 """The command line is not needed on hosts."""
 _LAB: Final = "lab"
@@ -30,6 +38,8 @@ if sys.version_info < (3, 10):
 from skyfab.agent.link import main
 sys.exit(main(sys.argv[1:]))
 """
+_PACKING: Final = threading.Lock()
+"""Many hosts may request the bundle at once: it is packed once."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +47,38 @@ class Bundle:
     """The files, identified by a digest; packed only when a host requests them."""
 
     digest: str
-    files: tuple[tuple[str, bytes], ...]
+    core: tuple[File, ...]
+    rest: tuple[File, ...]
 
-    @functools.cached_property
+    @property
     def archive(self) -> bytes:
-        """A reproducible .tar.gz: the same files give the same bytes."""
-        archive = io.BytesIO()
-        with (
-            gzip.GzipFile(fileobj=archive, mode="wb", mtime=0) as packed,
-            tarfile.open(fileobj=packed, mode="w") as tar,
-        ):
-            for path, content in self.files:
-                entry = tarfile.TarInfo(path)
-                entry.size = len(content)
-                entry.mode = 0o600
-                tar.addfile(entry, io.BytesIO(content))
-        return archive.getvalue()
+        """The core, as a reproducible .tar.gz: the same files give the same bytes."""
+        return _packed(self.core)
+
+    @property
+    def library(self) -> bytes:
+        """The rest, in the same form."""
+        return _packed(self.rest)
+
+
+def _packed(files: tuple[File, ...]) -> bytes:
+    with _PACKING:
+        return _archive(files)
+
+
+@functools.cache
+def _archive(files: tuple[File, ...]) -> bytes:
+    archive = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=archive, mode="wb", compresslevel=6, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w") as tar,
+    ):
+        for path, content in files:
+            entry = tarfile.TarInfo(path)
+            entry.size = len(content)
+            entry.mode = 0o600
+            tar.addfile(entry, io.BytesIO(content))
+    return archive.getvalue()
 
 
 @functools.cache
@@ -60,10 +86,18 @@ def bundle() -> Bundle:
     """The bundle of this program; its files are read once."""
     files = tuple(_files())
     pieces = (piece for path, content in files for piece in (path.encode(), b"\0", name_of(content).encode()))
-    return Bundle(name_of(*pieces), files)
+    rest = tuple(file for file in files if not _is_core(file[0]))
+    packages = sorted({path.split("/")[1] for path, _ in rest})
+    core = (*(file for file in files if _is_core(file[0])), (LIBRARY_NAMES, "\n".join(packages).encode()))
+    return Bundle(name_of(*pieces), core, rest)
 
 
-def _files() -> Iterator[tuple[str, bytes]]:
+def _is_core(path: str) -> bool:
+    package, *inner = path.split("/")
+    return package != "skyfab" or len(inner) == 1 or inner[0] in _CORE
+
+
+def _files() -> Iterator[File]:
     yield "__main__.py", _MAIN.encode()
     left_out = _LEFT_OUT if f"skyfab.{_LAB}" in sys.modules else (*_LEFT_OUT, _LAB)
     for package in (Path(__file__).parents[1], Path(cloudpickle.__file__).parent):

@@ -14,6 +14,7 @@ from typing import Final
 
 from skyfab.errors import HostLost, HostUnfit, ProtocolError
 from skyfab.protocol import messages
+from skyfab.protocol.blobs import name_of
 from skyfab.protocol.frames import BYE, Buffer, frame
 from skyfab.protocol.messages import AgentHello, Message
 from skyfab.session.bootstrap import Bootstrap, cannot_run, check_agent
@@ -140,7 +141,14 @@ class Session:
         if self.agent is None or connection.is_leaving:
             raise HostLost("the pool was closed", host=self.host.name)
         check_agent(self.agent, self.host)
+        if not self.agent.library:
+            self._send_library()
         return self.agent
+
+    def _send_library(self) -> None:
+        """Sends the bundle's library behind the first calls. If the host cannot store it, what imports it fails."""
+        content = self._bootstrap.bundle.library
+        self.send(messages.Library(name=name_of(content), parts=[len(content)]), [content], answer=_ignore)
 
     def close(self) -> None:
         """Sends a goodbye: the agent terminates its workers and itself. Waits for that up to `GOODBYE` seconds.
@@ -178,3 +186,7 @@ class Session:
         if isinstance(found[0], messages.Failed):
             raise HostUnfit(found[0].text, host=self.host.name, hint=found[0].hint)
         return found[0]
+
+
+def _ignore(*_: object) -> None:
+    pass

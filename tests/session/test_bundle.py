@@ -9,12 +9,16 @@ import os
 import subprocess
 import sys
 import tarfile
+import threading
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from skyfab.agent import library
+from skyfab.protocol import LIBRARY_NAMES
 from skyfab.session.bundle import Bundle, bundle
 
 LIBRARIES = ("fabric", "paramiko", "invoke", "rich", "pathspec", "numpy", "torch", "uv", "exceptiongroup")
@@ -22,8 +26,22 @@ LIBRARIES = ("fabric", "paramiko", "invoke", "rich", "pathspec", "numpy", "torch
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle's folder, as a host unpacks it."""
-    folder = tmp_path_factory.mktemp("a host's cache") / bundle().digest
+    """The bundle's folder on a host that has its library too."""
+    folder = lay_out(tmp_path_factory.mktemp("a host's cache"))
+    (folder / library.ARCHIVE).write_bytes(bundle().library)
+    library.unpack(str(folder))
+    return folder
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Path:
+    """The bundle's folder before the library has arrived."""
+    return lay_out(tmp_path)
+
+
+def lay_out(cache: Path) -> Path:
+    """Unpacks the core, as a host does."""
+    folder = cache / bundle().digest
     with tarfile.open(fileobj=io.BytesIO(bundle().archive)) as tar:
         for entry in tar:
             path = folder / entry.name
@@ -82,28 +100,28 @@ print(json.dumps([name for name in {names!r} if importlib.util.find_spec(name)])
     assert run(bare, unpacked, code.format(names=LIBRARIES)) == []
 
 
-def test_everything_a_host_runs_can_be_imported_there(bare: Path, unpacked: Path) -> None:
+def test_everything_a_host_runs_is_in_the_core(bare: Path, core: Path) -> None:
     code = """
 import json
 import skyfab, skyfab.agent.link, skyfab.agent.agent, skyfab.agent.worker, skyfab.agent.zygote, cloudpickle
 print(json.dumps([skyfab.__file__, skyfab.agent.worker.__file__, cloudpickle.__file__]))
 """
-    for file in run(bare, unpacked, code):
-        assert file.startswith(str(unpacked))
+    for file in run(bare, core, code):
+        assert file.startswith(str(core))
 
 
-def test_every_module_of_the_host_side_can_be_imported_there(bare: Path, unpacked: Path) -> None:
+def test_every_module_of_the_host_side_can_be_imported_with_the_core_alone(bare: Path, core: Path) -> None:
     """Also those that are imported only when they are needed."""
     names = [
-        ".".join(path.relative_to(unpacked).with_suffix("").parts).removesuffix(".__init__")
+        ".".join(path.relative_to(core).with_suffix("").parts).removesuffix(".__init__")
         for package in ("agent", "protocol")
-        for path in sorted((unpacked / "skyfab" / package).rglob("*.py"))
+        for path in sorted((core / "skyfab" / package).rglob("*.py"))
     ]
     assert len(names) > 10
     assert (
         run(
             bare,
-            unpacked,
+            core,
             f"import importlib, json\nprint(json.dumps([importlib.import_module(n).__name__ for n in {names!r}]))",
         )
         == names
@@ -227,6 +245,63 @@ def test_the_host_side_pulls_none_of_the_client_even_where_that_is_installed(mod
     assert not client & set(loaded)
 
 
+# ---- the library
+
+IMPORTS = """
+import json, time
+from skyfab.agent import library
+library.install()
+began = time.monotonic()
+import skyfab
+print(json.dumps([skyfab.Compute.__module__, time.monotonic() - began]))
+"""
+
+
+def test_what_imports_the_library_waits_for_it(bare: Path, core: Path) -> None:
+    assert not library.is_here(str(core))
+    arrives = threading.Timer(0.5, lambda: write_at_once(core / library.ARCHIVE, bundle().library))
+    arrives.start()
+    module, seconds = run(bare, core, IMPORTS)
+    arrives.join()
+    assert module == "skyfab.pool.compute"
+    assert seconds > 0.1
+    assert library.is_here(str(core))
+    assert not [path.name for path in core.iterdir() if path.name.startswith(".")], "no draft stays"
+    assert run(bare, core, IMPORTS)[0] == module, "and is there from then on"
+
+
+def test_several_processes_unpack_the_library_at_once(bare: Path, core: Path) -> None:
+    write_at_once(core / library.ARCHIVE, bundle().library)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: run(bare, core, IMPORTS)[0], range(4)))
+    assert found == ["skyfab.pool.compute"] * 4
+
+
+def test_a_library_that_does_not_arrive_is_an_error_that_says_so(core: Path) -> None:
+    finder = library.Finder(str(core), ["pool"], patience=0.05)
+    with pytest.raises(ModuleNotFoundError, match=r"skyfab\.pool has not arrived on this host"):
+        finder.find_spec("skyfab.pool", [str(core / "skyfab")])
+
+
+def test_the_library_is_waited_for_only_by_what_is_in_it(core: Path) -> None:
+    finder = library.Finder(str(core), ["pool"], patience=60)
+    for name in ("skyfab.cli", "skyfab.pool.nothing", "pool", "numpy"):
+        assert finder.find_spec(name, [str(core / "skyfab")]) is None
+
+
+def test_a_checkout_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert library.is_here()
+    before = list(sys.meta_path)
+    library.install()
+    assert sys.meta_path == before
+
+
+def write_at_once(path: Path, content: bytes) -> None:
+    draft = path.with_name(".draft")
+    draft.write_bytes(content)
+    draft.rename(path)
+
+
 # ---- the archive
 
 
@@ -235,7 +310,7 @@ def test_the_bundle_is_the_same_every_time() -> None:
     code = (
         "import hashlib\n"
         "from skyfab.session.bundle import bundle\n"
-        "print(bundle().digest, hashlib.sha256(bundle().archive).hexdigest())\n"
+        "print(bundle().digest, *(hashlib.sha256(part).hexdigest() for part in (bundle().archive, bundle().library)))\n"
     )
     shown = {
         subprocess.run(
@@ -251,6 +326,7 @@ def test_the_bundle_is_the_same_every_time() -> None:
     first, second = bundle.__wrapped__(), bundle.__wrapped__()
     assert first.digest == second.digest
     assert first.archive == second.archive
+    assert first.library == second.library
 
 
 def test_another_file_makes_another_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +338,9 @@ def test_another_file_makes_another_bundle(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(digests) == 6
 
 
-def test_the_archive_holds_plain_files_with_plain_names() -> None:
-    with tarfile.open(fileobj=io.BytesIO(bundle().archive)) as tar:
+@pytest.mark.parametrize("archive", ["archive", "library"])
+def test_the_archives_hold_plain_files_with_plain_names(archive: str) -> None:
+    with tarfile.open(fileobj=io.BytesIO(getattr(bundle(), archive))) as tar:
         entries = tar.getmembers()
     names = [entry.name for entry in entries]
     assert len(set(names)) == len(names)
@@ -271,28 +348,33 @@ def test_the_archive_holds_plain_files_with_plain_names() -> None:
         assert entry.isfile()
         assert not entry.name.startswith("/")
         assert ".." not in entry.name.split("/")
-        assert entry.name.endswith(".py")
+        assert entry.name.endswith((".py", ".sh", ".txt"))
+        assert "__pycache__" not in entry.name
         assert (entry.uid, entry.gid, entry.mtime, entry.uname) == (0, 0, 0, "")
-    assert names[0] == "__main__.py"
-    assert {"skyfab/__init__.py", "skyfab/agent/link.py", "cloudpickle/__init__.py"} <= set(names)
 
 
-def test_the_archive_leaves_out_what_no_host_needs() -> None:
-    with tarfile.open(fileobj=io.BytesIO(bundle().archive)) as tar:
-        names = tar.getnames()
-    assert not [name for name in names if name.startswith("skyfab/examples")]
-    assert not [name for name in names if "__pycache__" in name or "/tests/" in name]
+def test_the_core_and_the_library_are_all_of_skyfab_but_what_no_host_needs() -> None:
+    core, rest = dict(bundle().core), dict(bundle().rest)
+    assert next(iter(core)) == "__main__.py"
+    assert not core.keys() & rest.keys()
+    assert {"skyfab/__init__.py", "skyfab/agent/link.py", "cloudpickle/__init__.py"} <= core.keys()
+    assert "skyfab/pool/compute.py" in rest
+    packages = {path.split("/")[1] for path in rest}
+    assert core[LIBRARY_NAMES].decode().split() == sorted(packages)
+    assert not packages & {"agent", "protocol", "examples", "cli"}
 
 
 def test_the_bundle_is_small() -> None:
-    """It is sent to every new host before anything else. Programs that use no lab send none."""
-    code = (
-        "from skyfab.session.bundle import bundle; print(len(bundle().archive), *(path for path, _ in bundle().files))"
-    )
+    """The core is sent to every new host before anything else. Programs that use no lab send none."""
+    code = """
+from skyfab.session.bundle import bundle
+print(len(bundle().archive), len(bundle().library), *(path for path, _ in bundle().rest))
+"""
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert int(said[0]) < 256 * 1024
-    assert not [path for path in said[1:] if path.startswith("skyfab/lab/")]
-    assert "skyfab/lab/lab.py" in dict(bundle().files), "this one uses it"
+    assert int(said[0]) < 92 * 1024
+    assert int(said[1]) < 180 * 1024
+    assert not [path for path in said[2:] if path.startswith("skyfab/lab/")]
+    assert "skyfab/lab/lab.py" in dict(bundle().rest), "this one uses it"
     assert gzip.decompress(bundle().archive)
 
 

@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zlib
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -36,6 +37,7 @@ USERS = {"fabric": "ada", "openssh": "root"}
 _LEFT_OUT = (
     *("SSH_AUTH_SOCK", "SSH_ASKPASS", "SKYFAB_INVENTORY", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"),
     "PYTHONUNBUFFERED",  # `local` inherits it, and would not buffer as hosts do
+    "PYTHONDONTWRITEBYTECODE",  # every program and agent of the tests would compile skyfab anew
 )
 
 _home = pytest.StashKey[Path]()
@@ -83,8 +85,23 @@ SLOW_FIXTURES = {"lent_lab", "namespaces"}
 """What only tests have that take long."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The fast tier: no framework, no test that is marked as slow, no SSH."""
+    """A test that runs over each transport has one of them in the default tier, and all in the soak.
+
+    The fast tier has no framework, no test that is marked as slow, and no SSH.
+    """
+    over: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and callspec.params.get("transport") in TRANSPORTS:
+            over.setdefault(item.nodeid.replace(callspec.params["transport"], "*"), []).append(item)
+    for name, same in over.items():
+        chosen = [item for item in same if not config.getoption("--fast") or _is_fast(item)] or same
+        one = chosen[zlib.crc32(name.encode()) % len(chosen)]
+        for item in same:
+            if item is not one:
+                item.add_marker("soak")
     if config.getoption("--fast"):
         chosen = [item for item in items if _is_fast(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])

@@ -79,6 +79,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="unit tests, and calls over one transport")
 
 
+SLOW = 15.0
+"""Seconds from which a test carries the marker `slow`."""
 SLOW_FOLDERS = ("examples", "faults", "gpu", "lab", "plugins")
 """Not in the fast tier: each needs a framework, or minutes."""
 SLOW_FIXTURES = {"lent_lab", "namespaces"}
@@ -124,6 +126,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    passed: list[pytest.TestReport] = terminalreporter.getreports("passed")
+    long = [one for one in passed if one.duration > SLOW and not {"slow", "soak"} & one.keywords.keys()]
+    if long:
+        terminalreporter.section("longer than 15 s: needs the marker slow, or less work (a busy machine shows some too)")
+        for one in long:
+            terminalreporter.write_line(f"{one.duration:.0f} s  {one.nodeid}")
     limits = {limit: None for lab in config.stash[_labs] for limit in lab.limits}
     if limits:
         terminalreporter.section("not tested on this machine")

@@ -415,6 +415,37 @@ def test_hostile_tensors_are_refused() -> None:
         refused(codec.dumps(made).data)
 
 
+CONTENT = bytes(10_000)
+WORD = "1" * 10_000
+
+
+def test_what_was_sent_once_is_not_copied_without_end() -> None:
+    """A pickle can refer to the same bytes a thousand times: a few kilobytes became gigabytes."""
+    np = pytest.importorskip("numpy")
+    from numpy._core import multiarray
+
+    kind, fields = np.dtype("u1"), {str(number): (np.dtype("u1"), number) for number in range(1000)}
+    layout = (3, "|", None, tuple(fields), fields, 1000, 1, 0)
+    copied: list[Callable[[], Calls]] = [
+        lambda: Calls(
+            multiarray._reconstruct, np.ndarray, (0,), b"b", state=(1, (len(CONTENT),), kind, False, CONTENT)
+        ),
+        lambda: Calls(multiarray.scalar, np.dtype(f"S{len(CONTENT)}"), CONTENT),
+        lambda: Calls(np.dtype, "V1000", state=layout),
+        lambda: Calls(decimal.Decimal, WORD),
+        lambda: Calls(pathlib.PurePosixPath, WORD),
+    ]
+    for make in copied:
+        assert len(safe_pickle.loads(codec.dumps([make()]).data)) == 1
+        assert "sent once" in refused(codec.dumps([make() for _ in range(1000)]).data)
+
+
+@pytest.mark.torch
+def test_a_storage_that_was_sent_once_is_not_copied_without_end() -> None:
+    pytest.importorskip("torch")
+    assert "sent once" in refused(codec.dumps([Calls(codec._storage, CONTENT, "cpu") for _ in range(1000)]).data)
+
+
 names = st.sampled_from(
     [
         *(

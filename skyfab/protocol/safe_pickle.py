@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _FEW: Final = 4096
 """Maximum number of parts of a key or an exception: a small pickle can build a tuple whose hash takes forever."""
+_COPIES: Final = 64
+"""How often what was received may be copied: a small pickle can make a thousand arrays of the same bytes."""
 _ATTRIBUTES: Final = frozenset({"__notes__", "name", "path"})
 """The attributes that an exception keeps in addition to its arguments."""
 _FRAGILE: Final = (collections.deque, collections.defaultdict)
@@ -71,8 +73,9 @@ _Python: Any = pickle._Unpickler
 
 
 class _Unpickler(_Python):  # type: ignore[misc]  # it has no types
-    def __init__(self, data: Buffer, buffers: Iterable[memoryview]) -> None:
+    def __init__(self, data: Buffer, buffers: Sequence[memoryview]) -> None:
         super().__init__(io.BytesIO(data), buffers=buffers)
+        self._room = _COPIES * (len(data) + sum(map(len, buffers)))
         self._fragile: list[Any] = []
         """All deques and defaultdicts that were created. References are kept until their nesting has been checked,
         so that none is deallocated before."""
@@ -107,6 +110,7 @@ class _Unpickler(_Python):  # type: ignore[misc]  # it has no types
         arguments, maker = self.stack.pop(), self.stack[-1]
         if type(maker) is not Maker or type(arguments) is not tuple:
             refuse("a call of what cannot be called")
+        self._charge(arguments)
         self.stack[-1] = made = maker.make(*arguments)
         if type(made) in _FRAGILE:
             self._fragile.append(made)
@@ -116,9 +120,20 @@ class _Unpickler(_Python):  # type: ignore[misc]  # it has no types
         if type(target) is not Draft:
             self._finish(target, state)
             return
+        self._charge(state)
         self.stack[-1] = target.finish(state)
         if target.place >= 0:
             self.memo[target.place] = self.stack[-1]
+
+    def _charge(self, given: Iterable[Any]) -> None:
+        """Counts what an object is made of, which it may copy. Refuses copies without end of what was sent once."""
+        for one in given:
+            if type(one) in (bytes, bytearray, memoryview, str):
+                self._room -= len(one)
+            elif type(one) in (tuple, dict):
+                self._room -= _COPIES * len(one)
+        if self._room < 0:
+            refuse("many copies of what was sent once")
 
     def _memoize(self) -> None:
         if type(self.stack[-1]) is Draft:
@@ -190,7 +205,7 @@ class _Unpickler(_Python):  # type: ignore[misc]  # it has no types
 
 
 class _ExceptionUnpickler(_Unpickler):
-    def __init__(self, data: Buffer, buffers: Iterable[memoryview]) -> None:
+    def __init__(self, data: Buffer, buffers: Sequence[memoryview]) -> None:
         super().__init__(data, buffers)
         self.given: list[Any] = []
         """The arguments and attributes of exceptions. Checked at the end, because lists among them may still grow."""

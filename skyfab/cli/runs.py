@@ -39,7 +39,7 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None) -> int:
 
 
 def _lines(run: Run) -> list[str]:
-    ranks = f"{run.world_size} rank{'s' if run.world_size > 1 else ''}"
+    ranks = report.counted(run.world_size, "rank")
     state = run.state
     where = ", ".join(run.hosts)
     if run.unasked:

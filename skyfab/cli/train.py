@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import skyfab
 from skyfab.cli.command import Detach, Hosts, InventoryFile, Option, Ranks, command
+from skyfab.cli.report import counted
 from skyfab.errors import BroadcastError, RemoteTraceback, UsageError
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def train(
     opening = time.monotonic()
     with pool as compute:
         calling = time.monotonic()
-        _say(f"training on {_counted(compute.world_size, 'rank')} of {_counted(len(compute.hosts), 'host')}")
+        _say(f"training on {counted(compute.world_size, 'rank')} of {counted(len(compute.hosts), 'host')}")
         call = as_function(digits.train)(model, data.x_train, data.y_train, epochs)
         trained = compute.launch(call, name="train") if detach else _broadcast(compute, call)
         done = time.monotonic()
@@ -134,10 +135,6 @@ def _plot(history: Sequence[Any]) -> None:
 
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("s" if count > 1 else "")
 
 
 def _percent(fraction: float) -> str:

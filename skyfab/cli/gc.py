@@ -58,6 +58,7 @@ def clean(hosts: Sequence[Host], inventory: Inventory, days: int) -> None:
         with open_shell(host, transport_for(host, inventory), stopped=over.is_set) as shell:
             swept = sweep(shell, days)
         sys.stdout.write(f"{host.name}: {swept}\n")  # a single write, since several threads may do so at the same time
+        sys.stdout.flush()
 
     try:
         outcomes = for_each_host(one, hosts)

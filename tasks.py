@@ -6,12 +6,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
-from invoke import Context, Exit, task
+from invoke import Exit
 
 from skyfab.cli import main
 from skyfab.cli import namespace as ns
-from skyfab.cli.tasks import command
+from skyfab.cli.command import Option, command
 from skyfab.lab import programs
 from tools import groups
 from tools import mutate as tools_mutate
@@ -28,22 +29,16 @@ TEST_PROGRAMS = {
 """What tests use on hosts, each with the Debian package that has it."""
 
 
-@command(
-    k="only tests whose names match this expression",
-    fast="unit tests, and calls without SSH",
-    soak="the tests that take minutes too",
-    python="the fast tests with another Python, for example 3.12",
-    processes="how many at once, each with labs of its own (default: one for two cores)",
-    args="more arguments for pytest",
-)
+@command
 def test(
-    _: Context,
-    k: str | None = None,
-    fast: bool = False,
-    soak: bool = False,
-    python: str | None = None,
-    processes: str | None = None,
-    args: str = "",
+    k: Annotated[str | None, Option("only tests whose names match this expression")] = None,
+    fast: Annotated[bool, Option("unit tests, and calls without SSH")] = False,
+    soak: Annotated[bool, Option("the tests that take minutes too")] = False,
+    python: Annotated[str | None, Option("the fast tests with another Python, for example 3.12", "VERSION")] = None,
+    processes: Annotated[
+        int | None, Option("how many at once, each with labs of its own (default: one for two cores)", "N")
+    ] = None,
+    args: Annotated[str, Option("more arguments for pytest")] = "",
 ) -> None:
     """Run the tests, after installing the programs that they and the lab need (root on Debian)."""
     programs.require()
@@ -58,7 +53,7 @@ def test(
     print(
         f"about {'5 minutes' if fast or python else '2 hours' if soak else '40 minutes'} on two cores", file=sys.stderr
     )
-    count = int(processes) if processes else max(1, (os.cpu_count() or 1) // 2)
+    count = processes or max(1, (os.cpu_count() or 1) // 2)
     options += ["--durations=15"]
     finish(groups.run(program, count, options) if count > 1 else run(program, "-m", "pytest", *options))
 
@@ -72,20 +67,21 @@ def other_python(version: str) -> str:
     return made.stdout.strip()
 
 
-@command(
-    count="how many random changes",
-    tests="the tests to run, where those beside the module are not the ones",
-    seed="the same changes again",
-)
-def mutate(_: Context, module: str, count: str = "20", tests: str = "", seed: str = "1") -> None:
+@command
+def mutate(
+    module: Annotated[str, Option("a file below skyfab/", "MODULE")],
+    count: Annotated[int, Option("how many random changes", "N")] = 20,
+    tests: Annotated[str, Option("the tests to run, where those beside the module are not the ones")] = "",
+    seed: Annotated[int, Option("the same changes again", "N", least=0)] = 1,
+) -> None:
     """Change a module at random places, one at a time, and see whether its tests notice."""
-    random.seed(int(seed))
+    random.seed(seed)
     name = module.removeprefix("skyfab/").removesuffix(".py")
-    finish(tools_mutate.run(name, int(count), shlex.split(tests) or tools_mutate.tests_of(name), seconds=40))
+    finish(tools_mutate.run(name, count, shlex.split(tests) or tools_mutate.tests_of(name), seconds=40))
 
 
-@task
-def check(_: Context) -> None:
+@command
+def check() -> None:
     """Lint, formatting and types; all three, whatever the first one says."""
     codes = [
         run(sys.executable, "-m", *words) for words in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
@@ -93,8 +89,8 @@ def check(_: Context) -> None:
     finish(max(codes))
 
 
-@command(only="one benchmark, by its name")
-def bench(_: Context, only: str | None = None) -> None:
+@command
+def bench(only: Annotated[str | None, Option("one benchmark, by its name", "NAME")] = None) -> None:
     """Measure against raw ssh, execnet and torchrunx on the lab, and print the ratios."""
     programs.require()
     finish(run(sys.executable, "-m", "benchmarks", *(["--only", only] if only else [])))

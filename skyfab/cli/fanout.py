@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from skyfab.calls.image import Image
@@ -12,6 +12,7 @@ from skyfab.errors import SkyfabError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.compute import Compute
+from skyfab.session.fanout import Raised, for_each_host
 from skyfab.ui.events import Events, HostState
 from skyfab.ui.screen import attach
 
@@ -21,66 +22,56 @@ _CLOSE_TIMEOUT: Final = 3.0
 """Timeout in seconds for closing the pools after Ctrl-C."""
 
 
-def load(path: str | None) -> Inventory:
-    """The inventory of `--inventory`, else the default one."""
-    return Inventory.of(path)
-
-
+@dataclass(frozen=True, slots=True)
 class Outcome(Generic[R]):
     """The result or error of the work on one host."""
 
-    def __init__(self, host: Host, inventory: Inventory) -> None:
-        self.host = host
-        self.result: R | None = None
-        self.error: BaseException | None = None
-        # Nothing of the caller's project is sent.
-        self.pool = Compute([host], inventory=inventory, image=Image(excludes=("*",)), workdir="temp", ui="none")
+    host: Host
+    result: R | None = None
+    error: SkyfabError | None = None
 
 
-def fan_out(work: Callable[[Compute], R], hosts: str | None, inventory: Inventory, *, show: bool) -> list[Outcome[R]]:
-    """Does the work on all selected hosts in parallel; returns one outcome for each, in order. Ctrl-C stops all.
+def fan_out(
+    work: Callable[[Compute], R], hosts: Sequence[Host], inventory: Inventory, *, show: bool
+) -> list[Outcome[R]]:
+    """Does the work on all hosts in parallel; returns one outcome for each, in order. Ctrl-C stops all.
 
     Raises an error that is not a SkyfabError: that is a bug in the work itself.
     """
-    outcomes: list[Outcome[R]] = [Outcome(host, inventory) for host in inventory.select(hosts)]
+    nothing = Image(excludes=("*",))  # of the caller's project is sent
+    pools = [Compute([host], inventory=inventory, image=nothing, workdir="temp", ui="none") for host in hosts]
     events = Events()
     detach = attach(events, "auto") if show else lambda: None
-    for outcome in outcomes:
-        events.emit(HostState(host=outcome.host.name, state="connecting"))
-        outcome.pool.events.subscribe(events.emit)
+    for host, pool in zip(hosts, pools, strict=True):
+        events.emit(HostState(host=host.name, state="connecting"))
+        pool.events.subscribe(events.emit)
     try:
-        _run(work, outcomes)
+        found = _run(work, pools)
     finally:
         detach()
-    for outcome in outcomes:
-        if outcome.error is not None and not isinstance(outcome.error, SkyfabError):
-            raise outcome.error
-    return outcomes
+    return [_outcome(host, one) for host, one in zip(hosts, found, strict=True)]
 
 
-def _run(work: Callable[[Compute], R], outcomes: list[Outcome[R]]) -> None:
+def _outcome(host: Host, found: R | Raised | None) -> Outcome[R]:
+    if not isinstance(found, Raised):
+        return Outcome(host, found)
+    if not isinstance(found.error, SkyfabError):
+        raise found.error
+    return Outcome(host, error=found.error)
+
+
+def _run(work: Callable[[Compute], R], pools: Sequence[Compute]) -> list[R | Raised | None]:
     over = threading.Event()
 
-    def run(outcome: Outcome[R]) -> None:
-        try:
-            with outcome.pool as pool:
-                if not over.is_set():
-                    outcome.result = work(pool)
-        except BaseException as error:  # for the caller's thread to report
-            outcome.error = error
+    def run(pool: Compute) -> R | None:
+        with pool:
+            return None if over.is_set() else work(pool)
 
-    threads = [threading.Thread(target=run, args=(outcome,), daemon=True) for outcome in outcomes]
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        return for_each_host(run, pools)
     except BaseException:  # Ctrl-C
         over.set()
-        for outcome in outcomes:
-            threads.append(threading.Thread(target=outcome.pool.close, daemon=True))
-            threads[-1].start()
-        deadline = time.monotonic() + _CLOSE_TIMEOUT
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        closing = threading.Thread(target=for_each_host, args=(Compute.close, pools), daemon=True)
+        closing.start()
+        closing.join(_CLOSE_TIMEOUT)
         raise

@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
 
-from skyfab.cli.fanout import Outcome, fan_out, load
-from skyfab.errors import HostUnfit, SkyfabError
-from skyfab.protocol.messages import AgentHello
-from skyfab.ui.screen import table
+from skyfab.cli.command import Hosts, InventoryFile, Option, command
+from skyfab.errors import HostUnfit
 from skyfab.ui.terminal import clean_lines, is_rich
+
+if TYPE_CHECKING:
+    from skyfab.cli.fanout import Outcome
+    from skyfab.protocol.messages import AgentHello
+
+
+@command
+def hosts(
+    hosts: Hosts = None,
+    inventory: InventoryFile = None,
+    json_: Annotated[bool, Option("print a list for programs")] = False,
+) -> int:
+    """Show what each host is, or why it cannot be used.
+
+    Address, Python, platform, CPUs and GPUs, all hosts at once. Ends with 3 when one of them cannot be used.
+
+        skyfab hosts
+        skyfab hosts --hosts=gpu --json
+    """
+    import json
+
+    from skyfab.cli.fanout import fan_out
+    from skyfab.inventory.inventory import Inventory
+    from skyfab.ui.screen import table
+
+    known = Inventory.of(inventory)
+    show = not json_ and is_rich(sys.stdout, sys.stderr)  # else the table is enough
+    outcomes = fan_out(lambda pool: pool.hosts[0].agent, known.select(hosts), known, show=show)
+    found = [Facts.of(outcome) for outcome in outcomes]
+    if json_:
+        print(json.dumps([asdict(facts) for facts in found], indent=2, ensure_ascii=False))
+    else:
+        head = ("host", "address", "python", "platform", "CPUs", "GPUs", "state")
+        table(head, [facts.row for facts in found], right=("CPUs", "GPUs"))
+        for facts in found:
+            if facts.hint:
+                print(clean_lines(f"hint: {facts.name}: {facts.hint}"), file=sys.stderr)
+    return 0 if all(facts.error is None for facts in found) else 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +67,10 @@ class Facts:
     def of(cls, outcome: Outcome[AgentHello]) -> Facts:
         host, agent, error = outcome.host, outcome.result, outcome.error
         address = "this machine" if host.transport == "local" else host.login
-        if agent is None:
-            assert isinstance(error, SkyfabError)
+        if error is not None:
             reachable = isinstance(error, HostUnfit)
             return cls(name=host.name, address=address, reachable=reachable, error=error.message, hint=error.hint)
+        assert agent is not None
         return cls(
             name=host.name,
             address=address,
@@ -50,19 +86,3 @@ class Facts:
         found = [self.python, self.platform, self.cpus, self.gpus]
         cells = ("–" if value is None else str(value) for value in found)
         return (self.name, self.address, *cells, self.error or "ready")
-
-
-def hosts(selection: str | None, inventory: str | None, *, as_json: bool) -> int:
-    """Prints facts about the hosts; returns 3 if one of them cannot be used, else 0."""
-    show = not as_json and is_rich(sys.stdout, sys.stderr)  # else the table is enough
-    outcomes = fan_out(lambda pool: pool.hosts[0].agent, selection, load(inventory), show=show)
-    found = [Facts.of(outcome) for outcome in outcomes]
-    if as_json:
-        print(json.dumps([asdict(facts) for facts in found], indent=2, ensure_ascii=False))
-    else:
-        head = ("host", "address", "python", "platform", "CPUs", "GPUs", "state")
-        table(head, [facts.row for facts in found], right=("CPUs", "GPUs"))
-        for facts in found:
-            if facts.hint:
-                print(clean_lines(f"hint: {facts.name}: {facts.hint}"), file=sys.stderr)
-    return 0 if all(facts.error is None for facts in found) else 3

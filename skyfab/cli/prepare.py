@@ -3,167 +3,57 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from skyfab.calls.image import Image, PipIndex
-from skyfab.cli.fanout import load
-from skyfab.env import facts_cache, probe
-from skyfab.env.facts import Target
-from skyfab.env.lock import Lock, make_lock
-from skyfab.env.prepare import Preparation
-from skyfab.env.uv import described, write_whole
-from skyfab.errors import PoolError, SkyfabError, UsageError
-from skyfab.inventory.host import Host
-from skyfab.inventory.inventory import Inventory
-from skyfab.pool.compute import Compute
-from skyfab.session.bootstrap import local_python, open_shell
-from skyfab.session.transport import transport_for
-from skyfab.ui.events import Event, HostState
-from skyfab.ui.screen import table
+from skyfab.cli.command import Hosts, InventoryFile, Option, command
+from skyfab.errors import UsageError
+
+if TYPE_CHECKING:
+    from skyfab.calls.image import Image, PipIndex
 
 
+@command
 def prepare(
-    selection: str | None, inventory: str | None, image: Image, *, upgrade: bool = False, lock: str | None = None
+    hosts: Hosts = None,
+    inventory: InventoryFile = None,
+    pip: Annotated[
+        Sequence[str], Option("packages, as pip would take them: numpy,torch>=2.6; may be given again", "PACKAGES")
+    ] = (),
+    index: Annotated[
+        Sequence[str], Option("an index for those packages and no others; may be given again", "URL=PACKAGES")
+    ] = (),
+    requirements: Annotated[str | None, Option("a file with a requirement in each line", "FILE")] = None,
+    apt: Annotated[Sequence[str], Option("Debian packages; may be given again", "PACKAGES")] = (),
+    install: Annotated[
+        str, Option("push (everything comes from this machine), fetch (from the indexes), or auto", "HOW")
+    ] = "auto",
+    upgrade: Annotated[bool, Option("look for newer versions of what was resolved before")] = False,
+    lock: Annotated[str | None, Option("write the versions to this pylock.toml, for Image(lock=…)", "FILE")] = None,
 ) -> None:
-    """Builds the image's environment on the selected hosts, and prints a table with the outcome.
+    """Build an environment ahead, on all hosts at once.
 
-    With `lock`, writes the pylock.toml that the image resolves to. Raises the hosts' errors, after the table, and
-    UsageError if the hosts need different locks.
+    It is the one that a program finds there whose Image(pip=…, pip_indexes=…, apt=…) says the same.
+
+        skyfab prepare --pip=numpy,torch
+        skyfab prepare --hosts=gpu --requirements=requirements.txt --lock=pylock.toml
+        skyfab prepare --pip=torch --index=https://download.pytorch.org/whl/cu126=torch
     """
-    found = load(inventory)
-    hosts = found.select(selection)
+    from skyfab.cli.environment import build, look_for_newer, write_lock
+    from skyfab.inventory.inventory import Inventory
+
+    image = image_of(pip, index, requirements, apt, install)
+    found = Inventory.of(inventory)
+    selected = found.select(hosts)
     if lock is not None and not image.pip:
         raise UsageError("--lock writes down packages, and there are none", hint="name some: --pip=numpy")
     if upgrade:
-        _look_for_newer(image, hosts, found)
-    pool = Compute(hosts, inventory=found, image=image)
-    clock = _Clock()
-    pool.events.subscribe(clock)
-    try:
-        with pool:
-            pass
-    except SkyfabError as error:
-        failed = {one.host: one for one in _parts(error)}
-        if None in failed:  # not the error of a host
-            raise
-        _show(hosts, image, clock, failed)
-        raise
-    _show(hosts, image, clock, {})
+        look_for_newer(image, selected, found)
+    build(image, selected, found)
     if lock is not None:
-        _write(Path(lock), image, hosts)
+        write_lock(Path(lock), image, selected)
 
-
-def _parts(error: SkyfabError) -> list[SkyfabError]:
-    found = error.exceptions if isinstance(error, PoolError) else [error]
-    return [one for one in found if isinstance(one, SkyfabError)]
-
-
-class _Clock:
-    """Measures how long each host takes."""
-
-    def __init__(self) -> None:
-        self._began: dict[str, float] = {}
-        self.seconds: dict[str, float] = {}
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, HostState) and event.state == "connecting":
-            self._began[event.host] = time.monotonic()
-        elif isinstance(event, HostState) and event.state in ("ready", "failed"):
-            self.seconds[event.host] = time.monotonic() - self._began.get(event.host, time.monotonic())
-
-
-# ---- the result
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """What an image resolves to on one host."""
-
-    host: Host
-    target: Target
-    lock: Lock
-    digest: str
-
-
-def _made(image: Image, hosts: Sequence[Host]) -> dict[str, _Made]:
-    """What the pool used: the facts about the hosts, and the locks made for them, are cached."""
-    plan = Preparation(image, hosts, local_python())
-    facts = [(host, facts_cache.load(host)) for host in hosts if not plan.is_empty]
-    targets = [(host, Target.of(said, plan.python)) for host, said in facts if said is not None]
-    for host, target in targets:
-        plan.meet(host, target)
-    locks = [(host, target, plan.lock(target, only_known=True)) for host, target in targets]
-    return {host.name: _Made(host, target, lock, plan.digest(lock)) for host, target, lock in locks if lock is not None}
-
-
-def _show(hosts: Sequence[Host], image: Image, clock: _Clock, failed: dict[str | None, SkyfabError]) -> None:
-    rows = []
-    made = _made(image, hosts)
-    for host in hosts:
-        one, error = made.get(host.name), failed.get(host.name)
-        took = f"{clock.seconds.get(host.name, 0.0):.1f}"
-        if error is not None:
-            rows.append((host.name, "–", "–", took, error.message.partition("\n")[0]))
-        else:
-            has = (one.digest[:12], str(len(one.lock.wheels))) if one else ("–", "–")
-            rows.append((host.name, *has, took, "ready"))
-    table(("host", "environment", "packages", "seconds", "state"), rows, right=("packages", "seconds"))
-
-
-def _write(path: Path, image: Image, hosts: Sequence[Host]) -> None:
-    groups: dict[str, list[_Made]] = {}
-    for one in _made(image, hosts).values():
-        groups.setdefault(one.lock.text, []).append(one)
-    if len(groups) != 1:
-        told = [f"  {','.join(one.host.name for one in group)}: {_kinds(group)}" for group in groups.values()]
-        raise UsageError(
-            "\n".join(["these hosts take different packages, and one lock is not for all of them", *told]),
-            hint="a lock for each: skyfab prepare --hosts=… --lock=…",
-        )
-    (text,) = groups
-    try:
-        write_whole(path, text.encode())
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
-    print(f"{path}: {len(groups[text][0].lock.wheels)} packages; to be used with Image(lock={str(path)!r})")
-
-
-def _kinds(group: Sequence[_Made]) -> str:
-    """Describes the hosts of a group, as far as packages depend on it."""
-    found = []
-    for one in group:
-        gpus = f", NVIDIA driver {one.target.driver}" if one.target.driver else ""
-        found.append(described(one.target) + (gpus or (f", ROCm {one.target.rocm}" if one.target.rocm else "")))
-    return "; ".join(dict.fromkeys(found))
-
-
-# ---- newer versions
-
-
-def _look_for_newer(image: Image, hosts: Sequence[Host], inventory: Inventory) -> None:
-    """Resolves again for each kind of host; the pool then uses the new locks. The pool reports unreachable hosts."""
-
-    def target(host: Host) -> Target | None:
-        try:
-            with open_shell(host, transport_for(host, inventory)) as shell:
-                facts = probe.parse(shell.run(probe.script(())))
-        except SkyfabError:
-            return None
-        facts_cache.remember(host, facts)
-        return Target.of(facts, local_python())
-
-    with ThreadPoolExecutor(min(64, max(1, len(hosts)))) as threads:
-        together = sorted({found for found in threads.map(target, hosts) if found is not None}, key=repr)
-    for one in together:
-        make_lock(image, one, together=together, upgrade=True)
-
-
-# ---- options
 
 _INSTALL: Final[dict[str, Literal["auto", "push", "fetch"]]] = {"auto": "auto", "push": "push", "fetch": "fetch"}
 
@@ -172,6 +62,8 @@ def image_of(
     pip: Sequence[str], index: Sequence[str], requirements: str | None, apt: Sequence[str], install: str
 ) -> Image:
     """The image for the options. Raises UsageError."""
+    from skyfab.calls.image import Image
+
     wanted = [one for text in pip for one in _requirements(text)]
     if requirements is not None:
         wanted += _listed(Path(requirements))
@@ -210,6 +102,8 @@ def _listed(path: Path) -> list[str]:
 
 
 def _index(text: str) -> PipIndex:
+    from skyfab.calls.image import PipIndex
+
     url, _, packages = text.rpartition("=")
     names = tuple(name for name in re.split(r"[,\s]+", packages.strip()) if name)
     if "://" not in url or not names:

@@ -28,6 +28,10 @@ def text(error: BaseException) -> str:
     return clean_lines(_traceback(error) + f"error: {_line(error)}" + _hint(error))
 
 
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def _broadcast(error: BroadcastError) -> str:
     """The first failure in full, then one line for each kind of failure."""
     first = error.exceptions[0]
@@ -36,7 +40,7 @@ def _broadcast(error: BroadcastError) -> str:
     lines = []
     for kind in alike:
         more = alike[kind] - 1
-        tail = "" if not more else f" (and {more} more rank{'s' if more > 1 else ''} alike)"
+        tail = f" (and {counted(more, 'more rank')} alike)" if more else ""
         lines.append(f"  {_line(unlike[kind])}{tail}")
     return "\n".join([f"{_traceback(first)}error: {error.message}", *lines]) + (_hint(error) or _hint(first))
 

@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from skyfab.calls.call import as_function
-from skyfab.calls.script import perform
-from skyfab.cli.detach_key import broadcast, tell_how_to_attach
-from skyfab.detached.run import Run
+from skyfab.cli.command import Detach, Hosts, InventoryFile, Option, Ranks, command
 from skyfab.errors import UsageError
-from skyfab.plugins.base import Torchrun
-from skyfab.pool.compute import Compute
 
 
+@command
 def run(
-    target: str,
-    arguments: Sequence[str],
-    hosts: str | None,
-    inventory: str | None,
-    *,
-    ranks: int | None,
-    workdir: str,
-    detach: bool,
+    target: Annotated[str, Option("the script; with a function, that one is called", "FILE.py[:function]")],
+    *arguments: Annotated[str, Option("the script's own arguments, or the function's", "[-- ARGUMENTS]")],
+    hosts: Hosts = None,
+    inventory: InventoryFile = None,
+    ranks: Ranks = None,
+    workdir: Annotated[
+        str, Option("where relative paths lead: a folder on the hosts, temp, or auto", "FOLDER")
+    ] = "auto",
+    detach: Detach = False,
 ) -> None:
-    """Runs FILE.py or FILE.py:function on every rank of the hosts, or on two ranks of this machine."""
+    """Run a script on every rank, as torchrun would.
+
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the like are set, so a script written for torchrun needs no change.
+    The modules beside the script travel with it; data does not. Files that it writes stay: on a host in a folder that
+    stands for this one, and at the end you are told how to fetch them. --workdir=temp for a folder that goes. Without
+    hosts: two ranks on this machine, in this folder. Ends with 1 when it failed anywhere.
+
+        skyfab run --hosts=node1,node2 train.py -- --epochs 3
+        skyfab run --hosts=gpu --ranks=2 experiment.py:main
+    """
+    from skyfab.calls.call import as_function
+    from skyfab.calls.script import perform
+    from skyfab.cli.detach_key import broadcast, tell_how_to_attach
+    from skyfab.detached.run import Run
+    from skyfab.plugins.base import Torchrun
+    from skyfab.pool.compute import Compute
+
     script, function = _parsed(target)
     if hosts is None and inventory is None:
         hosts, ranks = "local", ranks or 2

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli import report
-from skyfab.cli.fanout import load
-from skyfab.detached.folder import Part
-from skyfab.detached.run import Run, attach, survey
-from skyfab.errors import SkyfabError
+from skyfab.cli.command import Hosts, InventoryFile, Option, RunName, command
 from skyfab.ui.terminal import clean
 
+if TYPE_CHECKING:
+    from skyfab.detached.folder import Part
+    from skyfab.detached.run import Run
+    from skyfab.errors import SkyfabError
 
-def runs(selection: str | None, inventory: str | None) -> int:
-    """Prints the runs, the latest first; returns 3 if a host could not be queried, else 0."""
-    found, errors = survey(load(inventory), selection)
+
+@command
+def runs(hosts: Hosts = None, inventory: InventoryFile = None) -> int:
+    """List detached runs, the latest first.
+
+    For each its id, state, age, ranks and hosts, name and last line. Ends with 3 when a host cannot be asked.
+
+        skyfab runs
+        skyfab runs --hosts=gpu
+    """
+    from skyfab.detached.run import survey
+    from skyfab.inventory.inventory import Inventory
+
+    found, errors = survey(Inventory.of(inventory), hosts)
     for run in found:
         print("\n".join(_lines(run)))
     if not found and not errors:
@@ -27,7 +39,7 @@ def runs(selection: str | None, inventory: str | None) -> int:
 
 
 def _lines(run: Run) -> list[str]:
-    ranks = f"{run.world_size} rank{'s' if run.world_size > 1 else ''}"
+    ranks = report.counted(run.world_size, "rank")
     state = run.state
     where = ", ".join(run.hosts)
     if run.unasked:
@@ -56,14 +68,37 @@ def _age(started: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def logs(run: str, selection: str | None, inventory: str | None, *, follow: bool, rank: int | None) -> None:
-    """Prints the output of a run's ranks."""
-    _print(attach(run, selection, inventory=load(inventory)), follow=follow, rank=rank)
+@command
+def logs(
+    id_: RunName,
+    hosts: Hosts = None,
+    inventory: InventoryFile = None,
+    follow: Annotated[bool, Option("until it is over", short="f")] = False,
+    rank: Annotated[int | None, Option("only what this one has written", "N", least=0)] = None,
+) -> None:
+    """Print what a detached run has written.
+
+    Each line with its host and rank; what went to stderr goes there.
+
+        skyfab logs 3f2a91c0
+        skyfab logs night -f --rank=0
+    """
+    from skyfab.detached.run import attach
+
+    _print(attach(id_, hosts, inventory=inventory), follow=follow, rank=rank)
 
 
-def follow(run: str, selection: str | None, inventory: str | None) -> int:
-    """Prints a run's output until it ends, and its state; raises the exception that it raised."""
-    found = attach(run, selection, inventory=load(inventory), results="data")  # a failure is only printed
+@command
+def attach(id_: RunName, hosts: Hosts = None, inventory: InventoryFile = None) -> int:
+    """Follow a detached run until it is over.
+
+    Ctrl-C leaves it alone. Ends with 1 when it failed, and says how.
+
+        skyfab attach 3f2a91c0
+    """
+    from skyfab.detached.run import attach
+
+    found = attach(id_, hosts, inventory=inventory, results="data")  # a failure is only printed
     try:
         _print(found, follow=True, rank=None)
     except KeyboardInterrupt:
@@ -93,9 +128,16 @@ def _tell(error: SkyfabError) -> None:
     sys.stderr.write(clean(f"{error.host}: {error.message}; trying again", colour=False) + "\n")
 
 
-def stop(names: Sequence[str], selection: str | None, inventory: str | None) -> None:
-    """Stops runs on all their hosts."""
-    for name in names:
-        found = attach(name, selection, inventory=load(inventory))
-        found.stop()
-        print(f"{found.id[:8]}  {found.status}  {clean(found.name, colour=False)}")
+@command
+def stop(id_: RunName, hosts: Hosts = None, inventory: InventoryFile = None) -> None:
+    """End a detached run on all its hosts.
+
+    Its ranks and what they started; what it wrote stays.
+
+        skyfab stop 3f2a91c0
+    """
+    from skyfab.detached.run import attach
+
+    found = attach(id_, hosts, inventory=inventory)
+    found.stop()
+    print(f"{found.id[:8]}  {found.status}  {clean(found.name, colour=False)}")

@@ -7,21 +7,41 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import skyfab
-from skyfab import plugins
-from skyfab.calls.call import Call, as_function
-from skyfab.calls.image import Image
-from skyfab.cli.detach_key import broadcast, tell_how_to_attach
-from skyfab.detached.run import Run
+from skyfab.cli.command import Detach, Hosts, InventoryFile, Option, Ranks, command
+from skyfab.cli.report import counted
 from skyfab.errors import BroadcastError, RemoteTraceback, UsageError
-from skyfab.pool.compute import Compute
-from skyfab.ui.screen import columns
+
+if TYPE_CHECKING:
+    from skyfab.calls.call import Call
+    from skyfab.detached.run import Run
+    from skyfab.pool.compute import Compute
 
 
-def train(hosts: str | None, inventory: str | None, *, epochs: int, ranks: int | None, detach: bool) -> None:
-    """Trains on every rank of the hosts, or on two ranks of this machine, and prints the accuracy."""
+@command
+def train(
+    hosts: Hosts = None,
+    inventory: InventoryFile = None,
+    epochs: Annotated[int, Option("how often each rank sees its share of the data", "N")] = 10,
+    ranks: Ranks = None,
+    detach: Detach = False,
+) -> None:
+    """Train a digit classifier, on hosts or here.
+
+    The model is built here, goes out untrained, is trained by all ranks together (DDP), each on its share of the data,
+    comes back and is evaluated here. Without hosts: two ranks on this machine.
+
+        skyfab train
+        skyfab train --hosts=node1,node2 --epochs=20
+        skyfab train --hosts=gpu --inventory=lab.toml --ranks=2
+        skyfab train --hosts=gpu --epochs=500 --detach
+    """
+    from skyfab.calls.call import as_function
+    from skyfab.cli.detach_key import tell_how_to_attach
+    from skyfab.detached.run import Run
+
     started = time.monotonic()
     folder = _example()
     if hosts is None and inventory is None:
@@ -37,7 +57,7 @@ def train(hosts: str | None, inventory: str | None, *, epochs: int, ranks: int |
     opening = time.monotonic()
     with pool as compute:
         calling = time.monotonic()
-        _say(f"training on {_counted(compute.world_size, 'rank')} of {_counted(len(compute.hosts), 'host')}")
+        _say(f"training on {counted(compute.world_size, 'rank')} of {counted(len(compute.hosts), 'host')}")
         call = as_function(digits.train)(model, data.x_train, data.y_train, epochs)
         trained = compute.launch(call, name="train") if detach else _broadcast(compute, call)
         done = time.monotonic()
@@ -62,6 +82,10 @@ def _example() -> Path:
 
 
 def _pool(hosts: str | None, inventory: str | None, ranks: int | None, folder: Path) -> Compute:
+    from skyfab import plugins
+    from skyfab.calls.image import Image
+    from skyfab.pool.compute import Compute
+
     # Only the example's module is sent, wherever it is installed and whatever else is imported here.
     image = Image(includes=(str(folder / "digits.py"),), excludes=("*", "!/digits.py"))
     torch = plugins.torch()
@@ -87,6 +111,8 @@ def _untrained(digits: Any, data: Any) -> Any:
 
 
 def _broadcast(compute: Compute, call: Call[Any]) -> list[Any] | Run:
+    from skyfab.cli.detach_key import broadcast
+
     try:
         return broadcast(compute, call, name="train")
     except BroadcastError as error:
@@ -98,6 +124,8 @@ def _broadcast(compute: Compute, call: Call[Any]) -> list[Any] | Run:
 
 def _plot(history: Sequence[Any]) -> None:
     """Prints loss and accuracy as bar charts, a column for each epoch."""
+    from skyfab.ui.screen import columns
+
     for name, values, last in (
         ("loss", [epoch.loss for epoch in history], f"{history[-1].loss:.3f}"),
         ("accuracy", [epoch.accuracy for epoch in history], _percent(history[-1].accuracy)),
@@ -107,10 +135,6 @@ def _plot(history: Sequence[Any]) -> None:
 
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("s" if count > 1 else "")
 
 
 def _percent(fraction: float) -> str:

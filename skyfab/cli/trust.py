@@ -1,216 +1,36 @@
-"""`skyfab trust`: fetches host keys, shows their fingerprints, and records them in known_hosts."""
+"""`skyfab trust`: records the keys of hosts that ssh does not know yet."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import os
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
+from typing import Annotated
 
-from skyfab.cli.fanout import load
-from skyfab.env.uv import alone
-from skyfab.errors import HostKeyRefused, PoolError, SkyfabError, Unreachable, UsageError
-from skyfab.inventory.host import Host
-from skyfab.session.transport.openssh import CONFIG
-
-_TIMEOUT: Final = 5
-"""Timeout in seconds for fetching a host's keys."""
+from skyfab.cli.command import Hosts, InventoryFile, Option, command
+from skyfab.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A public host key."""
+@command
+def trust(
+    hosts: Hosts = None,
+    inventory: InventoryFile = None,
+    known_hosts: Annotated[str | None, Option("the file to record them in; else the one that ssh uses", "FILE")] = None,
+    replace: Annotated[bool, Option("put the new key in the place of another one on record")] = False,
+    yes: Annotated[bool, Option("do not ask")] = False,
+) -> int:
+    """Record the keys of hosts that ssh does not know yet.
 
-    kind: str
-    content: str
+    Shows their fingerprints first. Compare them with what the host itself says, on its own screen:
 
-    @property
-    def fingerprint(self) -> str:
-        """The SHA256 fingerprint, as ssh prints it."""
-        digest = hashlib.sha256(base64.b64decode(self.content)).digest()
-        return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+        ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub
 
+    Ends with 1 when you do not agree.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """The keys that a host presented, and its name in known_hosts."""
-
-    host: Host
-    address: str
-    name: str
-    keys: tuple[Key, ...]
-    file: Path
-
-
-def trust(selection: str | None, inventory: str | None, *, known_hosts: str | None, replace: bool, yes: bool) -> int:
-    """Fetches the selected hosts' keys, shows them and records them; returns 1 if the user declined, else 0.
-
-    Raises a HostError or PoolError for hosts whose keys cannot be recorded, after the others are recorded.
+        skyfab trust --hosts=node1
+        skyfab trust --hosts=node1 --replace
     """
-    hosts = [host for host in load(inventory).select(selection) if host.transport != "local"]
-    if not hosts:
+    from skyfab.cli.host_keys import record
+    from skyfab.inventory.inventory import Inventory
+
+    selected = [host for host in Inventory.of(inventory).select(hosts) if host.transport != "local"]
+    if not selected:
         raise UsageError("only this machine is selected: it needs no host key", hint="name others: --hosts=…")
-    for program in ("ssh", "ssh-keyscan", "ssh-keygen"):
-        if shutil.which(program) is None:
-            raise UsageError(f"{program} is not installed here", hint="it is in the package openssh-client")
-    new: list[Entry] = []
-    failures: list[Exception] = []
-    with ThreadPoolExecutor(min(32, len(hosts))) as pool:
-        for fetched in [pool.submit(_fetch, host, known_hosts) for host in hosts]:
-            try:
-                entry = fetched.result()
-                if not _is_known(entry, replace=replace):
-                    new.append(entry)
-            except SkyfabError as error:
-                failures.append(error)
-    agreed = not new or _agreed(new, yes=yes)
-    for entry in new if agreed else ():
-        _record(entry)
-    if failures:
-        raise failures[0] if len(failures) == 1 else PoolError(f"{len(failures)} of {len(hosts)} failed", failures)
-    return 0 if agreed else 1
-
-
-def _fetch(host: Host, known_hosts: str | None) -> Entry:
-    """Fetches a host's keys. Raises UsageError or Unreachable."""
-    if host.host_key is not None:
-        raise UsageError(
-            "the inventory has its host key, and nothing else counts",
-            host=host.name,
-            hint=f"change host_key under [hosts.{host.name}], or leave it out",
-        )
-    settings = _settings(host)
-    address, port = settings["hostname"], settings["port"]
-    if {settings.get("proxyjump", "none"), settings.get("proxycommand", "none"), host.jump or "none"} != {"none"}:
-        way = f"-J {host.jump} " if host.jump else ""
-        raise UsageError(
-            "it is reached through another host: its key cannot be fetched from here yet",
-            host=host.name,
-            hint=f"let ssh ask: ssh {way}-o StrictHostKeyChecking=ask -p {port} {host.destination} true",
-        )
-    said = _run("ssh-keyscan", "-T", str(_TIMEOUT), "-p", port, "--", address)
-    keys = tuple(_keys(said))
-    if not keys:
-        raise Unreachable(
-            f"no host key from {address}:{port}", host=host.name, hint=f"is it up? ssh -p {port} {address}"
-        )
-    place = address if port == "22" else f"[{address}]:{port}"
-    # ssh prints several files in one line, unquoted: each begins with a slash or a tilde.
-    file = known_hosts or re.split(r" (?=[/~])", settings["userknownhostsfile"])[0]
-    place_of_record = Path(file).expanduser().resolve()
-    _check_regular(place_of_record)
-    return Entry(
-        host=host,
-        address=f"{address}:{port}",
-        name=settings.get("hostkeyalias", place),
-        keys=keys,
-        file=place_of_record,
-    )
-
-
-def _settings(host: Host) -> dict[str, str]:
-    """The settings that ssh would use for the host, including ssh_config (`ssh -G`)."""
-    words = ["ssh", "-G"]
-    if config := os.environ.get(CONFIG):
-        words += ["-F", config]
-    if host.port is not None:
-        words += ["-p", str(host.port)]
-    said = _run(*words, "--", host.destination)
-    pairs = dict(line.split(" ", 1) for line in said.splitlines() if " " in line)
-    if "hostname" not in pairs:
-        raise UsageError("ssh cannot make sense of it", host=host.name, hint=f"try: ssh -G {host.destination}")
-    return pairs
-
-
-def _is_known(entry: Entry, *, replace: bool) -> bool:
-    """Whether the keys are recorded already. Raises HostKeyRefused if others are, unless they are to be replaced."""
-    known = _known(entry)
-    same = known.intersection(entry.keys)
-    kinds = {key.kind for key in known}
-    changed = not same or any(key.kind in kinds for key in set(entry.keys) - known)
-    if not known or (changed and replace):
-        return False
-    if changed:
-        raise HostKeyRefused(
-            f"its host key is not the one in {entry.file}: the machine was set up anew, or somebody is in between",
-            host=entry.host.name,
-            hint=f"if that is right, skyfab trust --hosts={entry.host.name} --replace",
-        )
-    print(f"{entry.host.name}: already on record in {entry.file}")
-    return True
-
-
-def _agreed(entries: list[Entry], *, yes: bool) -> bool:
-    """Shows the keys and asks the user, unless `yes`."""
-    for entry in entries:
-        print(f"{entry.host.name} ({entry.address}) says that its keys are")
-        for key in entry.keys:
-            print(f"  {key.kind:<20} {key.fingerprint}")
-    if yes:
-        return True
-    if not sys.stdin.isatty():
-        raise UsageError("nobody is here to agree", hint="compare the fingerprints, then type it again with --yes")
-    return input(f"record them in {entries[0].file}? [y/N] ").strip().lower() in ("y", "yes")
-
-
-def _known(entry: Entry) -> set[Key]:
-    """The recorded keys; ssh-keygen also finds them in hashed lines."""
-    return set(_keys(_run("ssh-keygen", "-F", entry.name, "-f", str(entry.file)))) if entry.file.exists() else set()
-
-
-def _record(entry: Entry) -> None:
-    """Replaces the recorded keys of a host atomically: a reader sees the old file or the new one."""
-    lines = "".join(f"{entry.name} {key.kind} {key.content}\n" for key in entry.keys).encode()
-    with alone(str(entry.file)), _draft(entry.file) as draft:
-        _run("ssh-keygen", "-R", entry.name, "-f", str(draft))
-        old = draft.read_bytes()
-        draft.write_bytes(old + (b"\n" if old and not old.endswith(b"\n") else b"") + lines)
-    print(f"{entry.host.name}: recorded in {entry.file}")
-
-
-@contextmanager
-def _draft(file: Path) -> Iterator[Path]:
-    """A private copy (mode 600) to work on, which replaces the file at the end."""
-    _check_regular(file)
-    try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent, prefix=".skyfab-") as folder:
-            draft = Path(folder, file.name)
-            draft.write_bytes(file.read_bytes() if file.exists() else b"")
-            draft.chmod(0o600)
-            yield draft
-            draft.replace(file)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}", hint="name another: --known-hosts=…") from None
-
-
-def _check_regular(file: Path) -> None:
-    """Raises UsageError for a path that must not be replaced by a file, such as /dev/null."""
-    if file.exists() and not file.is_file():
-        raise UsageError(
-            f"{file} is not a file: no host key can be recorded there",
-            hint="ssh_config's UserKnownHostsFile names it; name another: --known-hosts=…",
-        )
-
-
-def _keys(text: str) -> Iterator[Key]:
-    """The keys in lines of known_hosts."""
-    for line in text.splitlines():
-        words = line.split()
-        if len(words) >= 3 and not line.startswith(("#", "@")):
-            yield Key(words[1], words[2])
-
-
-def _run(*argv: str) -> str:
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    return done.stdout
+    return 0 if record(selected, known_hosts=known_hosts, replace=replace, yes=yes) else 1

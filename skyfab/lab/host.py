@@ -113,6 +113,13 @@ class LabHost:
         timeout: float | None = 60,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command on the host without SSH, as root unless `user` is given, and returns its output as text."""
+        words, environ = self.inside(argv, user)
+        return subprocess.run(
+            words, env=environ, input=stdin or "", capture_output=True, text=True, check=check, timeout=timeout
+        )
+
+    def inside(self, argv: Sequence[str], user: str | None) -> tuple[Sequence[str], dict[str, str]]:
+        """The command of this machine that runs a command on the host, and its environment."""
         self._cannot("run commands without SSH")
 
     def path(self, path: str) -> Path:

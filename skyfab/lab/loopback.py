@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,26 +33,10 @@ class LoopbackHost(LabHost):
     def mark(self) -> str:
         return f"{MARK}={self.folder}"
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        user: str | None = None,
-        stdin: str | None = None,
-        check: bool = True,
-        timeout: float | None = 60,
-    ) -> subprocess.CompletedProcess[str]:
+    def inside(self, argv: Sequence[str], user: str | None) -> tuple[Sequence[str], dict[str, str]]:
         if user not in (None, self.user):
             self._cannot("be another user")
-        return subprocess.run(
-            argv,
-            env={**os.environ, MARK: str(self.folder)},
-            input=stdin or "",
-            capture_output=True,
-            text=True,
-            check=check,
-            timeout=timeout,
-        )
+        return argv, {**os.environ, MARK: str(self.folder)}
 
     def path(self, path: str) -> Path:
         return Path(path)

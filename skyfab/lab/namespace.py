@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,28 +32,13 @@ class NamespaceHost(LabHost):
     lent: tuple[str, ...]
     """Folders of this machine that are mounted read-only: those of its interpreter, and those requested."""
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        user: str | None = None,
-        stdin: str | None = None,
-        check: bool = True,
-        timeout: float | None = 60,
-    ) -> subprocess.CompletedProcess[str]:
+    def inside(self, argv: Sequence[str], user: str | None) -> tuple[Sequence[str], dict[str, str]]:
         account = accounts.find(self.path("/"), user or "root")
         enter = self._enter("mount", "uts", "ipc", "net", "pid")
         if account.uid:
             enter += [f"--setuid={account.uid}", f"--setgid={account.gid}"]
-        return subprocess.run(
-            [*enter, "--root", "--wd", "--", *argv],
-            env={"PATH": PATH, "HOME": account.home, "USER": account.name, "LOGNAME": account.name},
-            input=stdin or "",
-            capture_output=True,
-            text=True,
-            check=check,
-            timeout=timeout,
-        )
+        environ = {"PATH": PATH, "HOME": account.home, "USER": account.name, "LOGNAME": account.name}
+        return [*enter, "--root", "--wd", "--", *argv], environ
 
     def path(self, path: str) -> Path:
         return Path(f"/proc/{self.init.pid}/root") / path.lstrip("/")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from skyfab.errors import HostError, PoolError, ProtocolError, SkyfabError, UsageError
+from skyfab.errors import HostError, ProtocolError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.gang import GangCache
@@ -21,7 +21,7 @@ from skyfab.pool.scheduler import Scheduler
 from skyfab.pool.workdir import Workdirs
 from skyfab.session.bootstrap import Bootstrap
 from skyfab.session.bundle import bundle
-from skyfab.session.fanout import Raised, for_each_host
+from skyfab.session.fanout import for_each_host, one_error, results_of
 from skyfab.session.lines import Lines
 from skyfab.session.reader import SharedReader
 from skyfab.session.session import Session
@@ -176,13 +176,13 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
     for node in nodes:
         events.emit(HostState(host=node.name, state="connecting"))
     try:
-        _with_each(enter, nodes)
+        results_of(for_each_host(enter, nodes))
     except BaseException:  # Ctrl-C: also stops those that are still connecting
         close_all(nodes)
         raise
     if errors:
         close_all([node for node in nodes if node.index not in errors])
-        raise _all_of([errors[index] for index in sorted(errors)], len(nodes))
+        raise one_error([errors[index] for index in sorted(errors)], len(nodes))
 
 
 def make_room(hosts: int) -> None:
@@ -205,24 +205,7 @@ def make_room(hosts: int) -> None:
 def close_all(nodes: Sequence[Node]) -> None:
     """Terminates every process of the pool on every host. If interrupted, leaves that to the hosts."""
     try:
-        _with_each(Node.close, nodes)
+        results_of(for_each_host(Node.close, nodes))
     except KeyboardInterrupt:
         atexit.register(end_all)
         raise
-
-
-def _with_each(action: Callable[[Node], None], nodes: Sequence[Node]) -> None:
-    for outcome in for_each_host(action, nodes):
-        if isinstance(outcome, Raised):
-            raise outcome.error
-
-
-def _all_of(errors: Sequence[Exception], total: int) -> Exception:
-    """A single failure as it is, also a UsageError that is the same on all hosts; several as one PoolError."""
-    for error in errors:
-        if not isinstance(error, SkyfabError):
-            return error
-    if len(errors) > 1 and all(isinstance(error, UsageError) and error.args == errors[0].args for error in errors):
-        errors[0].host = None  # type: ignore[attr-defined]
-        return errors[0]
-    return errors[0] if len(errors) == 1 else PoolError(f"{len(errors)} of {total} hosts failed", errors)

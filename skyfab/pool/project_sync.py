@@ -6,12 +6,12 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from skyfab.calls.project import Project, Tree
 from skyfab.errors import HostLost, UsageError
 from skyfab.pool.futures import refuse_to_block
 from skyfab.pool.node import Node
+from skyfab.session.fanout import for_each_host, results_of
 
 
 class ProjectSync:
@@ -45,9 +45,8 @@ class ProjectSync:
         with self._lock:
             tree = self._project.tree()  # read again: another thread may have sent a newer one meanwhile
             behind = [node for node in nodes if node.lost is None and not node.knows(tree)]
-            with ThreadPoolExecutor(min(32, max(1, len(behind)))) as pool:
-                while not all(list(pool.map(functools.partial(_learns, tree), behind))):
-                    tree = self._project.tree(anew=True)  # a file has changed since the tree was read
+            while not all(results_of(for_each_host(functools.partial(_learns, tree), behind))):
+                tree = self._project.tree(anew=True)  # a file has changed since the tree was read
             self.tree = tree
             replan(tree.digest)
         return tree.digest

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
+from skyfab.errors import PoolError, SkyfabError, UsageError
+
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -42,3 +44,35 @@ def for_each_host(action: Callable[[S], T], items: Sequence[S]) -> list[T | Rais
     for thread in threads:
         thread.join()
     return [outcomes[place] for place in range(len(items))]
+
+
+def results_of(outcomes: Sequence[T | Raised]) -> list[T]:
+    """The results of `for_each_host`. Raises the first error instead."""
+    found = []
+    for outcome in outcomes:
+        if isinstance(outcome, Raised):
+            raise outcome.error
+        found.append(outcome)
+    return found
+
+
+def one_error(errors: Sequence[BaseException], total: int) -> BaseException:
+    """The error to raise for those of some of `total` hosts.
+
+    A single failure as it is, also a UsageError that is the same on all hosts; several as one PoolError.
+    """
+    first, known = errors[0], []
+    for error in errors:
+        if not isinstance(error, SkyfabError):
+            return error
+        known.append(error)
+    if len(known) == 1:
+        return first
+    if all(isinstance(error, UsageError) and _words(error) == _words(known[0]) for error in known):
+        known[0].host = None
+        return first
+    return PoolError(f"{len(known)} of {total} hosts failed", known)
+
+
+def _words(error: SkyfabError) -> tuple[str, str | None]:
+    return error.message, error.hint

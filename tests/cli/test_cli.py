@@ -22,9 +22,9 @@ from stage.index import Index
 
 from skyfab.calls.call import as_function
 from skyfab.calls.image import Image, PipIndex
-from skyfab.cli import prepare, report, tasks, trust
+from skyfab.cli import environment, host_keys, namespace, report, tasks
+from skyfab.cli.host_keys import Entry, Key
 from skyfab.cli.prepare import image_of
-from skyfab.cli.trust import Entry, Key
 from skyfab.env.facts import Target
 from skyfab.env.lock import Lock
 from skyfab.errors import (
@@ -93,20 +93,42 @@ def test_without_a_task_it_lists_them(skyfab: Skyfab) -> None:
     assert {"train", "hosts", "exec", "trust", "prepare", "gc", "lab.up", "lab.down", "lab.status"} <= set(out.split())
 
 
-def test_every_task_teaches(tmp_path: Path) -> None:
-    """An example in each task's help, and a word on each of its options. In a process of its own: invoke hands out
-    the words only once."""
-    script = (
-        "import json; from skyfab.cli import namespace as ns; print(json.dumps({c.name: [ns[c.name].__doc__,"
-        " {a.name: a.help for a in c.args.values()}] for c in ns.to_contexts()}))"
+@pytest.mark.parametrize("name", [context.name for context in namespace.to_contexts()])
+def test_every_task_teaches(skyfab: Skyfab, name: str) -> None:
+    """An example in each task's help, and a word on each of its options; the same where the task needs a word."""
+    code, out, err = skyfab(name, "--help")
+    assert (code, err) == (0, "")
+    assert re.search(rf"^Usage: skyfab {re.escape(name)}\b", out)
+    assert re.search(rf"^ {{4}}.*skyfab {re.escape(name)}\b", out, re.MULTILINE)
+    for parameter in namespace[name].parameters:
+        assert re.search(rf"^  {re.escape(parameter.shown)} +\w", out, re.MULTILINE), parameter
+    assert skyfab("--help", name).out == out
+
+
+def test_help_shows_how_an_option_is_given(skyfab: Skyfab) -> None:
+    out = skyfab("logs", "--help").out
+    assert out.startswith("Usage: skyfab logs [--options] RUN\n")
+    assert "  -f, --follow " in out and "  --rank=N " in out
+    assert skyfab("exec", "--help").out.startswith("Usage: skyfab exec [--options] -- COMMAND\n")
+    assert skyfab("lab.down", "--help").out.startswith("Usage: skyfab lab.down\n")
+    assert "how many hosts (default: 4)" in skyfab("lab.up", "--help").out
+
+
+def test_help_fits_the_terminal(skyfab: Skyfab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    text, _, _ = skyfab("run", "--help").out.partition("\n    skyfab run")
+    assert max(map(len, text.splitlines()[1:])) <= 60
+
+
+def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
+    """Whoever asks for help does not wait for connections, environments or drawing."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "skyfab", "--list"], cwd=tmp_path, capture_output=True, text=True
     )
-    said = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    tasks = json.loads(said.stdout)
-    assert len(tasks) >= 7
-    for name, (text, options) in tasks.items():
-        assert re.search(rf"^ {{8}}.*skyfab {re.escape(name)}\b", text, re.MULTILINE), name
-        for option, help_ in options.items():
-            assert help_, f"{name} --{option}"
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    ours = {name for name in loaded if name.startswith("skyfab.") and not name.startswith("skyfab.cli")}
+    assert ours == {"skyfab.errors", "skyfab.ui", "skyfab.ui.terminal"}
+    assert not loaded & {"skyfab.cli.environment", "skyfab.cli.fanout", "skyfab.cli.host_keys", "fabric", "rich"}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +136,13 @@ def test_every_task_teaches(tmp_path: Path) -> None:
     [
         (["nope"], "No idea what 'nope' is!"),
         (["train", "--bogus"], "No idea what '--bogus' is!"),
-        (["train", "--hosts"], "needed value"),
+        (["train", "--hosts"], "error: Flag --hosts needed value and was not given one!\nhint: skyfab train --help"),
+        (["run", "--bogus=3", "x.py"], "error: No idea what '--bogus' is!\nhint: skyfab run --help"),
+        (["run"], "hint: skyfab run [--options] FILE.py[:function] [-- ARGUMENTS]"),
+        (["trian"], "error: No idea what 'trian' is!\nhint: did you mean train?"),
+        (["train", "--epoch=3"], "error: No idea what '--epoch' is!\nhint: did you mean --epochs?"),
+        (["nope", "--help"], "No idea what 'nope' is!"),
+        (["logs", "night", "--rank=-1"], "error: --rank=-1: a whole number from 0 on"),
         (["--help", "nope"], "No idea what 'nope' is!"),
         (["train", "--epochs=ten"], "error: --epochs=ten: a whole number from 1 on"),
         (["train", "--ranks=0"], "error: --ranks=0: a whole number from 1 on"),
@@ -297,10 +325,10 @@ def test_hosts_that_need_different_locks_are_named(tmp_path: Path, monkeypatch: 
     for name, arch, text in (("a", "x86_64", "1"), ("b", "aarch64", "2"), ("c", "x86_64", "1")):
         target = Target(system="Linux", arch=arch, libc="glibc 2.36", python="3.11")
         lock = Lock(text=text, wheels=(), digest=text)
-        made[name] = prepare._Made(Host(name=name), target, lock, text)
-    monkeypatch.setattr(prepare, "_made", lambda image, hosts: made)
+        made[name] = environment._Made(Host(name=name), target, lock, text)
+    monkeypatch.setattr(environment, "_made", lambda image, hosts: made)
     with pytest.raises(UsageError) as failed:
-        prepare._write(tmp_path / "pylock.toml", Image(), [])
+        environment.write_lock(tmp_path / "pylock.toml", Image(), [])
     assert "\n  a,c: Linux x86_64 (glibc 2.36)\n  b: Linux aarch64 (glibc 2.36)\nhint: " in str(failed.value)
     assert not list(tmp_path.iterdir())
 
@@ -528,7 +556,7 @@ def test_keys_that_are_recorded_at_once_are_all_recorded(tmp_path: Path) -> None
     hosts = [Host(name=f"node{number}") for number in range(8)]
     entries = [Entry(host=host, address="", name=host.name, keys=keys, file=file) for host in hosts]
     with ThreadPoolExecutor(len(entries)) as pool:
-        list(pool.map(trust._record, entries))
+        list(pool.map(host_keys._record, entries))
     assert {line.split()[0] for line in file.read_text().splitlines()} == {host.name for host in hosts}
 
 

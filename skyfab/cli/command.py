@@ -1,0 +1,149 @@
+"""Makes a function a command of `skyfab`: its parameters are the options, its failures a message and an exit code."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_origin
+
+from invoke import Argument, Context, Exit, ParseError, Task
+
+from skyfab.cli import report
+from skyfab.cli.sigterm import SIGTERM
+
+
+@dataclass(frozen=True)
+class Option:
+    """Describes an option, in the annotation of its parameter: ``days: Annotated[int, Option("…")] = 30``.
+
+    The type says what it takes: `str`, `int`, `bool` for a flag, `Sequence[str]` if it may be given several times.
+    A parameter without a default is given without its name, and ``*words`` are the words after ``--``.
+    """
+
+    help: str
+    value: str = "TEXT"
+    """What the help shows in place of a value."""
+    short: str = ""
+    """A short name, as f in -f."""
+    least: int = 1
+    """The smallest number."""
+
+
+Hosts = Annotated[
+    str | None,
+    Option("names, groups or tags of the inventory, node[1-4], !node3, user@10.0.0.5:2222; several with commas"),
+]
+InventoryFile = Annotated[
+    str | None, Option("an inventory file; else $SKYFAB_INVENTORY, ./inventory.toml, the user's own", "FILE")
+]
+RunName = Annotated[str, Option("the run: its id, the beginning of that, or its name", "RUN")]
+Ranks = Annotated[int | None, Option("ranks on each host; one per GPU, or one", "N")]
+Detach = Annotated[bool, Option("leave it to the hosts, and end; pressing d does so later")]
+
+
+class Parameter(Argument):
+    """A parameter of a command, for invoke's parser. Values are checked when they are parsed."""
+
+    def __init__(self, parameter: inspect.Parameter) -> None:
+        kind, option = get_args(parameter.annotation)
+        is_needed = parameter.default is parameter.empty
+        default = None if is_needed else parameter.default
+        name = parameter.name.strip("_").replace("_", "-")
+        super().__init__(
+            names=(name, *option.short),
+            attr_name=None if name == parameter.name else parameter.name,
+            kind=bool if kind is bool else list if get_origin(kind) is Sequence else str,
+            default=default,
+            positional=is_needed,
+            help=option.help + (f" (default: {default})" if default else ""),
+        )
+        self.option: Option = option
+        self.is_rest = parameter.kind is parameter.VAR_POSITIONAL
+        self._is_number = int in (kind, *get_args(kind))
+
+    def __repr__(self) -> str:
+        """The option as it is typed: invoke quotes this in messages."""
+        name = self.names[0]
+        return f"-{name}" if len(name) == 1 else f"--{name}"
+
+    @property
+    def shown(self) -> str:
+        """The option and its value as the help shows them."""
+        if self.positional:
+            return self.option.value
+        short = f"-{self.option.short}, " if self.option.short else ""
+        between = " " if len(self.names[0]) == 1 else "="
+        return f"{short}{self!r}" + (f"{between}{self.option.value}" if self.takes_value else "")
+
+    def set_value(self, value: Any, cast: bool = True) -> None:
+        if self.positional and value.startswith("-"):
+            raise ParseError(f"No idea what {value!r} is!")
+        if self._is_number:
+            value, cast = self._number(value), False
+        super().set_value(value, cast)
+
+    def _number(self, text: str) -> int:
+        if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < self.option.least:
+            raise Exit(f"error: {self!r}={text[:40]}: a whole number from {self.option.least} on", code=2)
+        return int(text)
+
+
+class Command(Task[Callable[..., None]]):
+    """A task with the parameters of a function, which reports failures, whichever program runs it."""
+
+    def __init__(self, function: Callable[..., int | None]) -> None:
+        signature = inspect.signature(function, eval_str=True)
+        self.parameters = [Parameter(one) for one in signature.parameters.values()]
+        rest = [one.name for one in signature.parameters.values() if one.kind is one.VAR_POSITIONAL]
+
+        @functools.wraps(function)
+        def body(_: Context, **given: Any) -> None:
+            bound = signature.bind(**given)
+            bound.arguments |= {name: tuple(_after_dashes()) for name in rest}
+            if code := _reported(lambda: function(*bound.args, **bound.kwargs)):
+                raise Exit(code=code)
+
+        super().__init__(body, name=function.__name__.strip("_"), positional=())
+
+    @property
+    def usage(self) -> str:
+        """What follows the command's name on the command line."""
+        needed = [one.shown for one in self.parameters if one.positional]
+        return " ".join([*(["[--options]"] if len(needed) < len(self.parameters) else []), *needed])
+
+    def get_arguments(self, ignore_unknown_help: bool | None = None) -> list[Argument]:
+        return [one for one in self.parameters if not one.is_rest]
+
+
+def command(function: Callable[..., int | None]) -> Command:
+    """Makes a function a command: its docstring is the help, and what it returns the exit code."""
+    return Command(function)
+
+
+def _after_dashes() -> list[str]:
+    """The arguments after ``--``, which invoke does not pass on to a task."""
+    return sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+
+
+def _reported(body: Callable[[], int | None]) -> int | None:
+    try:
+        code = body()
+        sys.stdout.flush()
+        return SIGTERM.code if code == 130 and SIGTERM.came else code
+    except KeyboardInterrupt:
+        text, code = ("terminated", SIGTERM.code) if SIGTERM.came else ("interrupted", 130)
+        raise Exit(f"\n{text}" if sys.stderr.isatty() else text, code=code) from None
+    except BrokenPipeError:  # a closed pipe (`| head`): avoid another error when stdout is flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise Exit(code=1) from None
+    except Exception as error:
+        if not report.is_expected(error):
+            raise
+        if os.environ.get("SKYFAB_DEBUG"):
+            traceback.print_exc()
+        raise Exit(report.text(error), code=report.exit_code(error)) from error

@@ -1,0 +1,146 @@
+"""Builds an environment on hosts in advance, shows what came of it, and writes its lock file: for `skyfab prepare`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyfab.calls.image import Image
+from skyfab.env import facts_cache, probe
+from skyfab.env.facts import Target
+from skyfab.env.lock import Lock, make_lock
+from skyfab.env.prepare import Preparation
+from skyfab.env.uv import described, write_whole
+from skyfab.errors import PoolError, SkyfabError, UsageError
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+from skyfab.pool.compute import Compute
+from skyfab.session.bootstrap import local_python
+from skyfab.session.shell import Shell
+from skyfab.session.shell_pool import Shells
+from skyfab.ui.events import Event, HostState
+from skyfab.ui.screen import table
+
+
+def build(image: Image, hosts: Sequence[Host], inventory: Inventory) -> None:
+    """Builds the image's environment on the hosts, and prints a table with the outcome.
+
+    Raises the hosts' errors, after the table.
+    """
+    pool = Compute(hosts, inventory=inventory, image=image)
+    clock = _Clock()
+    pool.events.subscribe(clock)
+    try:
+        with pool:
+            pass
+    except SkyfabError as error:
+        failed = {one.host: one for one in _parts(error)}
+        if None in failed:  # not the error of a host
+            raise
+        _show(hosts, image, clock, failed)
+        raise
+    _show(hosts, image, clock, {})
+
+
+def _parts(error: SkyfabError) -> list[SkyfabError]:
+    found = error.exceptions if isinstance(error, PoolError) else [error]
+    return [one for one in found if isinstance(one, SkyfabError)]
+
+
+class _Clock:
+    """Measures how long each host takes."""
+
+    def __init__(self) -> None:
+        self._began: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, HostState) and event.state == "connecting":
+            self._began[event.host] = time.monotonic()
+        elif isinstance(event, HostState) and event.state in ("ready", "failed"):
+            self.seconds[event.host] = time.monotonic() - self._began.get(event.host, time.monotonic())
+
+
+# ---- the result
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What an image resolves to on one host."""
+
+    host: Host
+    target: Target
+    lock: Lock
+    digest: str
+
+
+def _made(image: Image, hosts: Sequence[Host]) -> dict[str, _Made]:
+    """What the pool used: the facts about the hosts, and the locks made for them, are cached."""
+    plan = Preparation(image, hosts, local_python())
+    facts = [(host, facts_cache.load(host)) for host in hosts if not plan.is_empty]
+    targets = [(host, Target.of(said, plan.python)) for host, said in facts if said is not None]
+    for host, target in targets:
+        plan.meet(host, target)
+    locks = [(host, target, plan.lock(target, only_known=True)) for host, target in targets]
+    return {host.name: _Made(host, target, lock, plan.digest(lock)) for host, target, lock in locks if lock is not None}
+
+
+def _show(hosts: Sequence[Host], image: Image, clock: _Clock, failed: dict[str | None, SkyfabError]) -> None:
+    rows = []
+    made = _made(image, hosts)
+    for host in hosts:
+        one, error = made.get(host.name), failed.get(host.name)
+        took = f"{clock.seconds.get(host.name, 0.0):.1f}"
+        if error is not None:
+            rows.append((host.name, "–", "–", took, error.message.partition("\n")[0]))
+        else:
+            has = (one.digest[:12], str(len(one.lock.wheels))) if one else ("–", "–")
+            rows.append((host.name, *has, took, "ready"))
+    table(("host", "environment", "packages", "seconds", "state"), rows, right=("packages", "seconds"))
+
+
+def write_lock(path: Path, image: Image, hosts: Sequence[Host]) -> None:
+    """Writes the pylock.toml that the image resolves to. Raises UsageError if the hosts need different locks."""
+    groups: dict[str, list[_Made]] = {}
+    for one in _made(image, hosts).values():
+        groups.setdefault(one.lock.text, []).append(one)
+    if len(groups) != 1:
+        told = [f"  {','.join(one.host.name for one in group)}: {_kinds(group)}" for group in groups.values()]
+        raise UsageError(
+            "\n".join(["these hosts take different packages, and one lock is not for all of them", *told]),
+            hint="a lock for each: skyfab prepare --hosts=… --lock=…",
+        )
+    (text,) = groups
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+    print(f"{path}: {len(groups[text][0].lock.wheels)} packages; to be used with Image(lock={str(path)!r})")
+
+
+def _kinds(group: Sequence[_Made]) -> str:
+    """Describes the hosts of a group, as far as packages depend on it."""
+    found = []
+    for one in group:
+        gpus = f", NVIDIA driver {one.target.driver}" if one.target.driver else ""
+        found.append(described(one.target) + (gpus or (f", ROCm {one.target.rocm}" if one.target.rocm else "")))
+    return "; ".join(dict.fromkeys(found))
+
+
+# ---- newer versions
+
+
+def look_for_newer(image: Image, hosts: Sequence[Host], inventory: Inventory) -> None:
+    """Resolves again for each kind of host; the pool then uses the new locks. The pool reports unreachable hosts."""
+
+    def target(shell: Shell) -> Target:
+        facts = probe.parse(shell.run(probe.script(())))
+        facts_cache.remember(shell.host, facts)
+        return Target.of(facts, local_python())
+
+    with Shells(hosts, inventory) as shells:
+        together = sorted(set(shells.ask(target, errors=[])), key=repr)
+    for one in together:
+        make_lock(image, one, together=together, upgrade=True)

@@ -1,0 +1,63 @@
+"""`skyfab lab.up`, `lab.down` and `lab.status`: throw-away hosts on this machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from skyfab.cli.command import Option, command
+
+
+@command
+def up(
+    count: Annotated[int, Option("how many hosts", "N")] = 4,
+    python: Annotated[
+        str | None,
+        Option("an interpreter of this machine, lent to the hosts with its packages; else the system's", "PATH"),
+    ] = None,
+) -> None:
+    """Start throw-away hosts on this machine.
+
+    They are called node1, node2 …; the last line printed is the path of their inventory. What they are made with
+    (openssh-server, iproute2) is installed first, where this is root on Debian.
+
+        export SKYFAB_INVENTORY=$(skyfab lab.up --count=2)
+        skyfab hosts
+    """
+    from skyfab import lab
+
+    path = lab.up(count, python=python)
+    for host in lab.status():
+        print(host, file=sys.stderr)
+    print(f"hint: export SKYFAB_INVENTORY={path}", file=sys.stderr)
+    print(path, flush=True)
+
+
+@command
+def down() -> None:
+    """Take the throw-away hosts down.
+
+    Nothing of them is left: no process, network or file.
+
+        skyfab lab.down
+    """
+    from skyfab import lab
+
+    print("the lab is down" if lab.down() else "there was no lab", file=sys.stderr)
+
+
+@command
+def status() -> None:
+    """Show the throw-away hosts.
+
+    Name, address, kind, and whether it is up: one line for each.
+
+        skyfab lab.status
+    """
+    from skyfab import lab
+
+    found = lab.status()
+    for host in found:
+        print(host)
+    if not found:
+        print("no lab is up\nhint: skyfab lab.up", file=sys.stderr)

@@ -1,0 +1,56 @@
+"""What comes of the same action on several hosts: results in order, or one error."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyfab.errors import PoolError, Unreachable, UsageError
+from skyfab.session.fanout import Raised, for_each_host, one_error, results_of
+
+
+def test_results_and_errors_are_in_the_order_of_the_hosts() -> None:
+    one, error, two = for_each_host(lambda number: 10 // number, [1, 0, 5])
+    assert (one, two) == (10, 2)
+    assert isinstance(error, Raised)
+    assert isinstance(error.error, ZeroDivisionError)
+
+
+def test_results_are_all_there_or_the_first_error_is_raised() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    assert results_of([1, None, 2]) == [1, None, 2]
+    with pytest.raises(ValueError, match="first"):
+        results_of([1, Raised(first), Raised(second)])
+
+
+def down(host: str) -> Unreachable:
+    return Unreachable("no route", host=host)
+
+
+def test_one_failure_is_raised_as_it_is() -> None:
+    error = down("a")
+    assert one_error([error], 3) is error
+
+
+def test_several_failures_are_one_error() -> None:
+    errors = [down("a"), down("b")]
+    raised = one_error(errors, 3)
+    assert isinstance(raised, PoolError)
+    assert raised.message == "2 of 3 hosts failed"
+    assert list(raised.exceptions) == errors
+
+
+def test_a_mistake_that_is_the_same_on_all_hosts_is_said_once_and_of_none() -> None:
+    errors = [UsageError("no such package", host=host, hint="look") for host in "ab"]
+    raised = one_error(errors, 2)
+    assert raised is errors[0]
+    assert str(raised) == "no such package\nhint: look"
+
+
+def test_a_mistake_with_another_hint_for_each_host_is_said_for_each() -> None:
+    errors = [UsageError("it has a key", host=host, hint=f"change [hosts.{host}]") for host in "ab"]
+    assert isinstance(one_error(errors, 2), PoolError)
+
+
+def test_a_bug_is_not_hidden_among_failures_of_hosts() -> None:
+    bug = KeyError("x")
+    assert one_error([down("a"), bug], 2) is bug

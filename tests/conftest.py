@@ -129,7 +129,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     passed: list[pytest.TestReport] = terminalreporter.getreports("passed")
     long = [one for one in passed if one.duration > SLOW and not {"slow", "soak"} & one.keywords.keys()]
     if long:
-        terminalreporter.section("longer than 15 s: needs the marker slow, or less work (a busy machine shows some too)")
+        terminalreporter.section(
+            "longer than 15 s: needs the marker slow, or less work (a busy machine shows some too)"
+        )
         for one in long:
             terminalreporter.write_line(f"{one.duration:.0f} s  {one.nodeid}")
     limits = {limit: None for lab in config.stash[_labs] for limit in lab.limits}

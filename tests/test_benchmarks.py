@@ -227,10 +227,16 @@ def test_a_process_that_is_gone_holds_nothing() -> None:
 
 # ---- on the lab
 
+QUICK = ("warm", "map", "output")
+"""Rows that take seconds; the soak runs all of them."""
+
 
 @pytest.mark.lab
 @pytest.mark.timeout(300)  # DDP starts a dozen processes that import torch
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[] if row.name in QUICK else pytest.mark.soak, id=row.name) for row in ROWS],
+)
 def test_a_taste_of_every_row(row: Row, lent_lab: Lab) -> None:
     try:
         results = list(row.run(Arena.on(lent_lab, TASTE)))

@@ -118,14 +118,14 @@ def cut_at_random_moments(
     assert opening(hosts, image)[0] == "opened"
 
 
-@pytest.mark.parametrize(("transport", "seed"), [("openssh", 41), ("fabric", 42)])
+@pytest.mark.parametrize(("transport", "seed"), [("openssh", 41), pytest.param("fabric", 42, marks=pytest.mark.soak)])
 def test_a_cut_while_skyfab_itself_is_brought(
     lab: Lab, hosts_of: Callable[..., list[sky.Host]], transport: str, seed: int
 ) -> None:
     cut_at_random_moments(lab, hosts_of(transport, 2), None, seed=seed, cuts=[1.0] * 2)
 
 
-@pytest.mark.parametrize(("transport", "seed"), [("openssh", 43), ("fabric", 44)])
+@pytest.mark.parametrize(("transport", "seed"), [pytest.param("openssh", 43, marks=pytest.mark.soak), ("fabric", 44)])
 def test_a_cut_while_packages_are_installed(
     lab: Lab, hosts_of: Callable[..., list[sky.Host]], index: Index, transport: str, seed: int
 ) -> None:

@@ -84,7 +84,7 @@ def test_short_cuts(
 
 
 @pytest.mark.usefixtures("hurry")
-@pytest.mark.parametrize(("transport", "seed"), [("openssh", 11), ("fabric", 12)])
+@pytest.mark.parametrize(("transport", "seed"), [("openssh", 11), pytest.param("fabric", 12, marks=pytest.mark.soak)])
 def test_a_cut_of_seconds_while_everything_is_under_way(
     lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, transport: str, seed: int
 ) -> None:

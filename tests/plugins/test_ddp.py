@@ -51,7 +51,10 @@ def group() -> tuple[int, int, str, int]:
     return dist.get_rank(), dist.get_world_size(), dist.get_backend(), os.getpid()
 
 
-@pytest.mark.parametrize(("hosts", "ranks"), [(1, 2), (2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("hosts", "ranks"),
+    [(2, 2), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, 2), (2, 1), (4, 1)))],
+)
 def test_the_gradients_are_those_of_one_process(lab: Lab, hosts_of: Hosts, hosts: int, ranks: int) -> None:
     """In a process group that is made once, and kept for later calls; a solo call has none."""
     alone, world = gradients(False), hosts * ranks

@@ -71,7 +71,11 @@ def test_what_fails_too_often_is_raised_as_itself() -> None:
         assert stumble(0) @ pool == [(0, 2, 2.0)] * 2
 
 
-@pytest.mark.parametrize(("victim", "how"), [pytest.param(2, "kill", marks=pytest.mark.soak), (0, "kill"), (1, "cut")])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [(0, "kill"), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, "cut"), (2, "kill")))],
+)
 def test_a_host_that_dies_is_left_out(namespaces: Lab, victim: int, how: str) -> None:
     """Training goes on from the checkpoint with those that remain, the head or not, silently gone or not."""
     with Lab.start(3, kind="namespace", python=sys.executable) as lab:

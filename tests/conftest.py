@@ -14,8 +14,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import zlib
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace

@@ -41,9 +41,9 @@ def needs(*modules: str) -> pytest.MarkDecorator:
 
 
 def here_and_there(test: Callable[..., None]) -> Callable[..., None]:
-    """On two ranks of this machine, and on two hosts."""
+    """On two hosts, and in the soak on two ranks of this machine too."""
     there = pytest.param("node1,node2", marks=pytest.mark.lab, id="hosts")
-    return pytest.mark.parametrize("hosts", [pytest.param("", id="local"), there])(test)
+    return pytest.mark.parametrize("hosts", [pytest.param("", marks=pytest.mark.soak, id="local"), there])(test)
 
 
 def percent(line: str) -> int:

@@ -25,8 +25,9 @@ TEST_PROGRAMS = {
         for name in ("bash", "busybox", "curl", "dash", "faketime", "fish", "ksh", "mksh", "tcsh", "wget", "zsh")
     },
     "ps": "procps",
+    "shellcheck": "shellcheck",
 }
-"""What tests use on hosts, each with the Debian package that has it."""
+"""What tests use, on hosts and here, each with the Debian package that has it."""
 
 
 @command

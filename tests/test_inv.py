@@ -325,12 +325,13 @@ def until(condition: object, seconds: float = 60) -> None:
 # The wheel
 
 
-def test_the_wheel_carries_the_examples(tmp_path: Path) -> None:
+def test_the_wheel_carries_the_scripts_and_the_examples(tmp_path: Path) -> None:
     build = [BIN / "uv", "build", "--quiet", "--wheel", "--no-build-isolation", "--offline", "--python", sys.executable]
     subprocess.run([*build, "--out-dir", tmp_path, ROOT], check=True)
     (built,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(built).namelist()
-    assert "skyfab/__init__.py" in names
+    files = [path for kind in ("*.py", "*.sh") for path in (ROOT / "skyfab").rglob(kind)]
+    assert {path.relative_to(ROOT).as_posix() for path in files} <= set(names)
     assert any(name.startswith("skyfab/examples/") for name in names)
 
 

@@ -17,20 +17,21 @@ ROOT = Path(__file__).parents[1] / "skyfab"
 MAY_IMPORT = {
     # A package or module, and what of ours it may import besides itself.
     "errors": "",
+    "scripts": "",
     "context": "errors",
     "protocol": "errors context",
     "agent": "errors context protocol",  # it is shipped to hosts and meets nothing else there
     "inventory": "errors",
     "calls": "errors context protocol inventory",
     "plugins": "errors context protocol inventory calls",
-    "session": "errors protocol inventory",
-    "detached": "errors context protocol inventory calls session ui",
-    "env": "errors protocol inventory calls session detached",
+    "session": "errors scripts protocol inventory",
+    "detached": "errors scripts context protocol inventory calls session ui",
+    "env": "errors scripts protocol inventory calls session detached",
     "ui": "",
-    "pool": "errors context protocol inventory calls plugins session detached env ui",
+    "pool": "errors scripts context protocol inventory calls plugins session detached env ui",
     "device": "errors context protocol inventory calls plugins session detached env ui pool",
     "cli": "errors context protocol inventory calls plugins session detached env ui pool device lab",
-    "lab": "errors",  # it makes machines and does not use them, so that tests of anything can use it
+    "lab": "errors scripts",  # it makes machines and does not use them, so that tests of anything can use it
     "__main__": "cli",
 }
 
@@ -41,14 +42,14 @@ LARGEST = {
     "agent": 3900,
     "session": 3750,
     "pool": 3650,
-    "env": 2950,
+    "env": 2600,
     "calls": 1300,
     "inventory": 1000,
-    "detached": 650,
+    "detached": 610,
     "plugins": 1100,
     "ui": 800,
     "cli": 1670,
-    "lab": 2100,
+    "lab": 2050,
     "device": 1600,
 }
 """Lines of a whole package."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
 from skyfab.detached.written import Written, parse
+from skyfab.scripts import given, read
 from skyfab.session.shell import Shell
 
 T = TypeVar("T")
@@ -21,51 +22,10 @@ _LATEST: Final = 1e11
 _LOG: Final = re.compile(r"([0-9]{1,9}\.(?:out|err)(?:\.1)?) ([0-9]{1,20}) ([0-9]{1,15})")
 """A log's name (rank, stream, ``.1`` for the previous, rotated file), its inode number, and its size."""
 
-ALIVE: Final = """
-# the agent of the run in this folder lives
-alive() {
-  read -r pid boot folder <"$1/agent" 2>/dev/null || return 1
-  test "$boot" = "$(cat /proc/sys/kernel/random/boot_id 2>/dev/null || echo '?')" || return 1
-  # at its end its folder goes first, and then it writes how the run ended
-  if test -d /proc/self; then
-    case $(readlink "/proc/$pid/cwd" 2>/dev/null) in "$folder"|"$folder (deleted)") ;; *) false;; esac
-  else kill -0 "$pid" 2>/dev/null; fi
-}
-"""
-_LOOK: Final = (
-    ALIVE
-    + """
-for d in "$c"/runs/$r; do
-  test -s "$d/about" || continue
-  if alive "$d"; then a=yes; else a=no; fi
-  echo "=run ${d##*/} $a"
-  head -c 65536 "$d/about"; echo
-  head -c 65536 "$d/status"; echo
-  l=
-  for f in $(cd "$d/logs" 2>/dev/null && ls -t); do
-    l=$(tail -c 2000 "$d/logs/$f" | tr -d '\\000' | grep . | tail -n 1)
-    test -z "$l" || break
-  done
-  printf '=last %s\\n' "$l"
-done
-true
-"""
-)
-_GPUS: Final = """
-nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader,nounits 2>/dev/null | sed 's/^/=gpu /'
-true
-"""
-_STOP: Final = (
-    ALIVE
-    + """
-alive "$d" || exit 0
-kill -TERM "$pid"
-set -- 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20
-for i; do alive "$d" || exit 0; sleep 0.5; done
-echo "process $pid has not ended after 10 s; wait, or end it there: kill -9 $pid"
-exit 1
-"""
-)
+ALIVE: Final = read("detached/alive.sh")
+_LOOK: Final = ALIVE + read("detached/look.sh")
+_STOP: Final = ALIVE + read("detached/stop.sh")
+_LOGS: Final = read("detached/logs.sh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +91,7 @@ class Part:
 
 def read_parts(shell: Shell, run: str | None = None) -> list[Part]:
     """Reads the state of all runs on a host, or of one run; then without the GPUs, whose query may take a second."""
-    lines = shell.run(f"r='*'\n{_LOOK}{_GPUS}" if run is None else f"r={run}\n{_LOOK}").splitlines()
+    lines = shell.run(given(run=run or "") + _LOOK).splitlines()
     gpus = tuple(line.removeprefix("=gpu ") for line in lines if line.startswith("=gpu "))
     found = []
     for number, line in enumerate(lines):
@@ -170,7 +130,7 @@ def _object(text: str) -> dict[str, Any]:
 
 def stop(shell: Shell, run: str) -> None:
     """Terminates the run's agent on this host and waits until it has ended. Raises ScriptFailed."""
-    shell.run(f'd="$c"/runs/{run}\n{_STOP}')
+    shell.run(given(run=run) + _STOP)
 
 
 # ---- logs
@@ -195,8 +155,7 @@ def new_lines(
 ) -> Iterator[tuple[int, str, str]]:
     """Lines that were added to the logs on a host since the last call; with `rest` also an incomplete last line."""
     folder = f'"$c"/runs/{run}/logs'
-    listing = 'for f in *; do set -- $(ls -i "$f"); echo "$f $1 $(wc -c <"$f")"; done'
-    listed = shell.run(f"cd {folder} 2>/dev/null || exit 0; {listing}").splitlines()
+    listed = shell.run(given(run=run) + _LOGS).splitlines()
     files = {found[1]: (found[2], int(found[3])) for line in listed if (found := _LOG.fullmatch(line))}
     for name in sorted(name for name in files if not name.endswith(".1")):
         rank, stream = name.split(".")

@@ -1,4 +1,4 @@
-"""Shell scripts that build an environment on a host, and the upload of the files that they need.
+"""Runs the shell scripts that build an environment on a host, and uploads the files that they need.
 
 Below the host's cache folder: ``packages/SHA256/FILE`` (wheels, uv, interpreters and locks, named by content),
 ``envs/DIGEST`` (environments), ``pythons/SHA256`` (interpreters, unpacked), ``uv`` (uv's own cache, to which
@@ -12,13 +12,18 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from typing import Final
 
 from skyfab.env.wheels import Wheel
 from skyfab.protocol.blobs import name_of
+from skyfab.scripts import given, read
 from skyfab.session.shell import Shell
 
+_MISSING: Final = read("env/missing.sh")
+_PUSH: Final = read("env/push.sh")
+_UNPACK_PYTHON: Final = read("env/unpack_python.sh")
+_APT: Final = read("env/apt.sh")
+_BUILD: Final = read("env/build.sh")
 _CHUNK: Final = 1024 * 1024
 
 
@@ -37,11 +42,6 @@ class Package:
     def place(self) -> str:
         """Its path below ``packages``."""
         return f"{self.sha256}/{self.filename}"
-
-    @property
-    def path(self) -> str:
-        """Its path on the host, as a shell word."""
-        return f'"$c"/packages/{quote(self.place)}'
 
     @classmethod
     def of_file(cls, path: Path, *, sha256: str | None = None, program: bool = False) -> Package:
@@ -79,10 +79,7 @@ def enter(shell: Shell, digest: str) -> str | None:
 
 def missing(shell: Shell, packages: Sequence[Package]) -> list[Package]:
     """Returns the packages that the host does not have."""
-    script = f"""
-while IFS= read -r f; do test -f "$c/packages/$f" && touch -c "$c/packages/${{f%%/*}}" || echo "$f"; done <<'END'
-{"".join(f"{package.place}{chr(10)}" for package in packages)}END"""
-    lacking = set(shell.run(script).splitlines())
+    lacking = set(shell.run(given(packages="\n".join(package.place for package in packages)) + _MISSING).splitlines())
     return [package for package in packages if package.place in lacking]
 
 
@@ -100,12 +97,7 @@ def push(shell: Shell, packages: Sequence[Package], *, session: str, progress: C
     SSH protects the data in transit, and uv verifies each wheel against the lock: no hash is checked here.
     """
     total = sum(package.size for package in packages)
-    script = f"""
-t=$c/packages/.in-{session}
-trap 'rm -rf "$t"' EXIT
-mkdir -p "$t" && cd "$t" && tar xmf - || exit 1
-for p in *; do test -d "../$p" || mv "$p" .. || test -d "../$p" || exit 1; done"""
-    shell.run(script, feed=_archive(packages, total, progress))
+    shell.run(given(session=session) + _PUSH, feed=_archive(packages, total, progress))
 
 
 def _archive(packages: Sequence[Package], total: int, progress: Callable[[int, int], None]) -> Iterator[bytes]:
@@ -147,35 +139,13 @@ def _pieces(package: Package) -> Iterator[bytes]:
 
 def unpack_python(shell: Shell, archive: Package) -> str:
     """Unpacks an interpreter from its archive; returns its path on the host."""
-    said = shell.run(f"""
-h=$c/pythons/{archive.sha256} t=$c/pythons/.in-{archive.sha256}-$$
-touch -c "$h"  # for `gc`: it is in use
-if ! test -d "$h"; then
-  trap 'rm -rf "$t"' EXIT
-  mkdir -p "$t" && tar xzf {archive.path} -C "$t" || exit 1
-  mv "$t" "$h" 2>/dev/null || test -d "$h" || exit 1
-fi
-for p in "$h"/*/bin/python3; do echo "$p"; done""")
+    said = shell.run(given(digest=archive.sha256, archive=archive.place) + _UNPACK_PYTHON)
     return said.splitlines()[-1]
 
 
 def install_apt(shell: Shell, packages: Sequence[str]) -> None:
     """Installs missing Debian packages, if the user may do so. Raises ScriptFailed."""
-    words = " ".join(map(quote, packages))
-    shell.run(f"""
-n=
-for p in {words}; do dpkg-query -W -f '${{Status}}' "${{p%%=*}}" 2>/dev/null | grep -q 'ok installed' || n="$n $p"; done
-test -n "$n" || exit 0
-command -v apt-get >/dev/null || {{ echo "apt packages are missing, and there is no apt-get:$n"; exit 1; }}
-s=
-if test "$(id -u)" != 0; then
-  sudo -n true 2>/dev/null || {{ echo "apt packages are missing, and this user may not install any:$n"; exit 1; }}
-  s="sudo -n"
-fi
-export DEBIAN_FRONTEND=noninteractive
-a="$s apt-get -qq -o DPkg::Lock::Timeout=120"
-i="$a install -y --no-install-recommends"
-$i $n >/dev/null 2>&1 || {{ $a update >/dev/null 2>&1; $i $n; }}""")
+    shell.run(given(*packages) + _APT)
 
 
 def build(
@@ -191,27 +161,17 @@ def build(
 ) -> None:
     """Builds the environment, unless another process was faster. Raises ScriptFailed with uv's output.
 
-    `uv` is a shell word; `python` a path, or a version that uv finds or downloads. The packages in `refresh` are
-    deleted from uv's cache: uv's own refresh options skip what an index has declared immutable.
+    `uv` is a path on the host, or the place of a package; `python` a path, or a version that uv finds or downloads.
+    The packages in `refresh` are deleted from uv's cache: uv's own refresh options skip what an index has declared
+    immutable.
     """
-    forget = f"{uv} cache clean -q {' '.join(map(quote, refresh))} || exit 1" if refresh else ""
-    shell.run(f"""
-n=$(uname -n | tr -cd 'A-Za-z0-9.-')
-e=$c/envs/{digest} t=$c/envs/.in-{digest}-$n-{session}
-mkdir -p "$c/envs" || exit 1
-f=
-if command -v flock >/dev/null; then exec 9>"$c/envs/.lock-{digest}" || exit 1; flock 9 2>/dev/null && f=1; fi
-if test -x "$e/bin/python" && test -f "$e/.ready"; then exit 0; fi
-# of those that were killed here: locks may not reach another host that shares this folder
-if test -n "$f"; then for p in "$c"/envs/.in-{digest}-"$n"-*; do rm -rf "$p"; done; fi
-rm -rf "$e"
-trap 'rm -rf "$t"' EXIT
-unset VIRTUAL_ENV CONDA_PREFIX PYTHONPATH PYTHONHOME
-export UV_CACHE_DIR="$c/uv" UV_PYTHON_INSTALL_DIR="$c/pythons/uv" UV_NO_CONFIG=1 UV_NO_PROGRESS=1
-export UV_PYTHON_DOWNLOADS={"never" if offline else "automatic"} {"UV_OFFLINE=1" if offline else ""}
-{forget}
-{uv} venv -q --relocatable --no-project --python {quote(python)} "$t" || exit 1
-{uv} pip sync -q --python "$t/bin/python" {lock.path} || exit 1
-: >"$t/.ready"
-: >"$t/.used"
-"$t/bin/python" -I -S -c 'import os, sys; os.rename(*sys.argv[1:])' "$t" "$e" || test -f "$e/.ready" """)
+    values = given(
+        *refresh,
+        digest=digest,
+        session=session,
+        uv=uv,
+        python=python,
+        lock=lock.place,
+        offline="1" if offline else "",
+    )
+    shell.run(values + _BUILD)

@@ -225,14 +225,14 @@ class _Steps:
             self._push(facts, lock, lacking)
 
     def _uv(self, facts: Facts, target: Target) -> tuple[str, list[Package]]:
-        """uv as a shell word, and the packages that must be uploaded for it."""
+        """uv as `build` takes it, and the packages that must be uploaded for it."""
         from skyfab.env.install import Package
         from skyfab.env.tools import uv_for
 
         if facts.uv is not None and _numbers(facts.uv) >= _OLDEST_UV:
-            return quote(facts.uv.path), []
+            return facts.uv.path, []
         package = Package.of_file(uv_for(target), program=True)
-        return package.path, [package]
+        return package.place, [package]
 
     def _push(self, facts: Facts, lock: Lock, lacking: Sequence[Package]) -> None:
         from skyfab.env.install import Package, push

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyfab.scripts import read
+
 from . import sshd
 from .process import Process, spawn
 from .root import PATH
@@ -17,70 +19,8 @@ from .root import PATH
 TOOLS = ("ip", "unshare", "nsenter", "mount", "umount", "pivot_root")
 UNSHARE = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child")
 
-TRIAL = r"""
-set -eu
-cd "$1"
-ip link add trial0 type bridge
-ip link add trial1 type veth peer name trial2
-mount -t overlay -o lowerdir=/,upperdir=upper,workdir=work overlay root
-mount -t proc proc root/proc
-mount -t sysfs sysfs root/sys
-mount -t tmpfs tmpfs root/run
-"""
-
-SCRIPT = r"""
-set -eu
-umask 022
-folder=$1 name=$2 addresses=$3 sshd=$4
-shift 4
-
-read -r pid rest </proc/self/stat   # our number on the machine: its /proc is still the one in sight
-echo "$pid"
-read -r word                        # until the cable is in; at end of file, the starter has died
-exec 3>&1 >&2 </dev/null
-
-echo "$name" >/proc/sys/kernel/hostname
-ip link set lo up
-for pair in $addresses; do
-    ip address add "${pair#*=}/24" dev "${pair%%=*}"
-    ip link set "${pair%%=*}" up
-done
-
-cd "$folder"
-mount -t overlay -o lowerdir=/,upperdir=upper,workdir=work overlay root
-cd root
-for lent; do
-    mkdir -p ".$lent"
-    mount --bind "$lent" ".$lent"
-    mount -o remount,bind,ro ".$lent"
-done
-mount -t proc proc proc
-mount -t sysfs sysfs sys
-mount -t tmpfs -o mode=755 tmpfs run
-mount -t tmpfs -o mode=755 tmpfs dev
-for device in null zero full random urandom tty kfd dri $(cd /dev && echo nvidia*); do
-    if [ -d "/dev/$device" ]; then mkdir "dev/$device"
-    elif [ -e "/dev/$device" ]; then : >"dev/$device"
-    else continue; fi
-    mount --bind "/dev/$device" "dev/$device"
-done
-mkdir dev/pts dev/shm run/old run/sshd run/lock
-ln -s pts/ptmx dev/ptmx
-ln -s /proc/self/fd dev/fd
-ln -s fd/0 dev/stdin
-ln -s fd/1 dev/stdout
-ln -s fd/2 dev/stderr
-mount -t devpts -o newinstance,ptmxmode=666,mode=620,gid=5 devpts dev/pts
-mount -t tmpfs -o mode=1777 tmpfs dev/shm
-
-pivot_root . run/old
-cd /
-umount -l /run/old
-rmdir /run/old
-echo up >&3
-exec 3>&-
-exec chroot . "$sshd" -D -e
-"""
+TRIAL = read("lab/trial.sh")
+SCRIPT = read("lab/boot.sh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,11 @@ import os
 import sys
 from pathlib import Path
 
+from skyfab.scripts import read
+
 from .process import Process, spawn
 
-SCRIPT = """
-read -r word
-exec "$0" -c 'import sys; from skyfab.lab.lab import take_down; take_down(sys.argv[1])' "$1"
-"""
+SCRIPT = read("lab/reaper.sh")
 
 _leashes: dict[Path, int] = {}
 """By lab folder, our end of a pipe to the reaper. When this process exits, the kernel closes it: the signal to reap."""

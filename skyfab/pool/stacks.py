@@ -11,21 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-_SCRIPT: Final = """
-h=$(hostname)
-for f in "$c"/run/"$h"/*/stacks/*; do
-  read -r pid number rank worker <"$f" 2>/dev/null || continue
-  d=${f%/stacks/*}
-  # it has the file open: no other process got its number
-  ls -l "/proc/$pid/fd" 2>/dev/null | grep -qF -e "-> $(readlink -f "$f")" || continue
-  n=$(wc -c <"$f")
-  kill -"$number" "$pid" 2>/dev/null || continue
-  set -- 1 2 3 4 5 6 7 8 9 10
-  for i; do sleep 0.1; m=$(wc -c <"$f"); test "$m" -gt "$n" && test "$m" = "$(sleep 0.05; wc -c <"$f")" && break; done
-  echo "=rank $rank $pid ${d##*/} $worker"
-  tail -c +$((n + 1)) "$f"
-done
-"""
+from skyfab.scripts import read
+
+_SCRIPT: Final = read("pool/stacks.sh")
 _FRAME: Final = re.compile(r'\s*File "(.*)", line ([0-9]{1,9}) in (.*)')
 _HEAD: Final = re.compile(r"(\S+) ([0-9]{1,9}) (\S+) (\S+)")
 

@@ -1,8 +1,9 @@
 """The first command that a host's login shell runs: it starts skyfab there, and uploads skyfab's code if needed.
 
 It tries at once to start the link, the process that connects this stream with the agent, and requests the bundle only
-if that is missing. It is plain POSIX sh in characters that every login shell passes on unchanged (no quotes, ``!``,
-backslashes or newlines inside). Its reply is recognized after any other output, such as that of a .bashrc.
+if that is missing. It is bootstrap.sh, plain POSIX sh, joined to one line of characters that every login shell passes
+on unchanged (no single quotes, ``!``, backslashes or newlines). Its reply is recognized after any other output, such as
+that of a .bashrc.
 """
 
 from __future__ import annotations
@@ -21,84 +22,15 @@ from skyfab.errors import HostLost, HostUnfit
 from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
 from skyfab.protocol.messages import AgentHello
+from skyfab.scripts import one_line, read
 from skyfab.session.bundle import Bundle
-from skyfab.session.shell import LOOP, START, Deadline, Shell
+from skyfab.session.shell import START, Deadline, Shell
 from skyfab.session.transport.base import Stream, Transport
 from skyfab.session.transport.logins import LOGINS
 from skyfab.session.transport.openssh import by_hand
 
-_SCRIPT: Final = "; ".join(
-    (
-        "SKYFAB_UMASK=$(umask)",
-        "export SKYFAB_UMASK",
-        "umask 077",
-        "SKYFAB_FORKED=0000000000",  # space for a number, see zygote
-        "export SKYFAB_FORKED",
-        "d() { printf %bx $1; }",
-        "c=$(d $1)",
-        "c=${c%x}",
-        "p=$(d $2)",
-        "p=${p%x}",
-        "d=$3 i=$4 k=$5",
-        'm="=sky""fab=$i="',
-        'case $c in /*) ;; "~") c=$HOME;; "~/"*) c=$HOME/${c#"~/"};; *) c=$HOME/$c;; esac',
-        # A user who can write there could have put a bundle of their own into it. Create it before the check:
-        # otherwise another user could create it between the check and its use.
-        'test -d "$c" || mkdir -p "$c" 2>/dev/null',
-        'if test -e "$c"; then case $(ls -ldL "$c") in ?????w*|????????w*) r="is open to others";;'
-        ' *) test -O "$c" && r= || r="belongs to another user";; esac;'
-        ' test -z "$r" || { echo "${m}failed its cache folder $r: $c"; exit; }; fi',
-        # The requested interpreter: a path, an environment (only if the machine has not rebooted since it was chosen),
-        # or a version.
-        "case $p in /*) ;; none) p=;; env/*) p=${p#env/}; r=${p#*/}; e=$c/envs/${p%%/*}; p=;"
-        ' read o </proc/sys/kernel/random/boot_id && test "$o" = "$r" && p=$e/bin/python && true >"$e/.used" ;;'
-        ' *) v=$p; p=$(command -v "python$v") || for q in python3 python; do p=$(command -v $q) &&'
-        ' test "$("$p" -Sc "import sys;print(*sys.version_info[:2],sep=chr(46))")" = $v && break; p=; done;;'
-        " esac 2>/dev/null",
-        'go() { b=$c/bundles/$d; if test -f "$b/__main__.py" && test -O "$b/__main__.py"; then'
-        ' echo "${m}link"; exec "$p" -S "$b" "$c" $i $k; fi;'
-        ' echo "${m}bundle"; exec "$p" -S -c "import sys;sys.version_info<(3,10) and sys.exit(sys.version.split()[0]);'
-        'f=sys.stdin.buffer;exec(f.read(int(f.readline())))" "$c" $d $i $k; }',
-        'test -f "$p" && test -x "$p" && go',
-        'echo "${m}nopython"',
-        LOOP,
-    )
-)
-
-_UNPACK: Final = """
-import hashlib, io, os, shutil, tarfile
-cache, digest, session, mode = sys.argv[1:]
-def say(text):
-    print("=sky" + "fab=" + session + "=" + text.replace(chr(10), " "), flush=True)
-target = os.path.join(cache, "bundles", digest)
-try:
-    size, checksum = f.readline().decode().split()
-    content = f.read(int(size))
-    if hashlib.sha256(content).hexdigest() != checksum:
-        raise OSError("the bundle arrived damaged")
-    draft = target + "." + session
-    os.makedirs(draft, mode=0o700)
-    try:
-        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-            for entry in tar:
-                path = os.path.join(draft, entry.name)
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "wb") as file:
-                    file.write(tar.extractfile(entry).read())
-        if not os.path.isdir(target):
-            os.rename(draft, target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-except OSError as error:
-    if not os.path.isdir(target):
-        say("failed " + str(error))
-        sys.exit(0)
-if os.stat(target).st_uid != os.getuid():
-    say("failed its cache folder belongs to another user: " + cache)
-    sys.exit(0)
-say("link")
-os.execv(sys.executable, [sys.executable, "-S", target, cache, session, mode])
-"""
+_SCRIPT: Final = one_line(read("session/bootstrap.sh"))
+_UNPACK: Final = read("session/unpack.py").encode()
 _OTHER: Final = 'name one that is there: Image(python="/usr/bin/python3"), or python = … in the inventory'
 
 
@@ -168,7 +100,8 @@ class Bootstrap:
 
     def _push(self, shell: Shell) -> None:
         archive = self.bundle.archive
-        shell.send(f"{len(_UNPACK)}\n{_UNPACK}{len(archive)} {name_of(archive)}\n".encode() + archive)
+        checksum = name_of(archive).encode()
+        shell.send(b"%d\n%b%d %b\n%b" % (len(_UNPACK), _UNPACK, len(archive), checksum, archive))
         self.bundle.library  # noqa: B018  # packed while the host unpacks the core, and sent when its agent runs
 
 

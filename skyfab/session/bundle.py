@@ -101,7 +101,7 @@ def _files() -> Iterator[File]:
     yield "__main__.py", _MAIN.encode()
     left_out = _LEFT_OUT if f"skyfab.{_LAB}" in sys.modules else (*_LEFT_OUT, _LAB)
     for package in (Path(__file__).parents[1], Path(cloudpickle.__file__).parent):
-        for file in sorted(package.rglob("*.py")):
+        for file in sorted(file for kind in ("*.py", "*.sh") for file in package.rglob(kind)):
             inner = file.relative_to(package)
             if inner.parts[0] not in left_out:
                 yield f"{package.name}/{inner.as_posix()}", file.read_bytes()

@@ -28,15 +28,6 @@ _KEPT: Final = 8 * 1024 * 1024
 _MOST: Final = 256 * 1024 * 1024
 """Bytes that a script may print in total."""
 
-LOOP: Final = (
-    "PATH=$PATH:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin; while read -r n r; do case $r in"
-    ' fed) s=$(dd bs=1 count=$n 2>/dev/null);; *) s=$(head -c $n);; esac; eval "$s"; done'
-)
-"""The loop in the shell that executes what `Shell.run` sends; `$m` is the marker.
-
-A script with input is read byte by byte: reading more than its length would consume part of its input.
-"""
-
 
 class ScriptFailed(Exception):
     """A script on a host failed; its last output says why."""
@@ -126,7 +117,7 @@ class Shell:
                 return False
         return True
 
-    # ---- while the shell runs LOOP
+    # ---- while the shell runs the loop at the end of bootstrap.sh, where `$m` is the marker
 
     def run(self, script: str, *, feed: Iterable[Buffer] = ()) -> str:
         """Runs a script with `feed` as its standard input; returns its stdout and stderr.

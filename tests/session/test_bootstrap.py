@@ -153,7 +153,7 @@ def test_a_name_that_is_not_utf8_is_spelled_byte_by_byte() -> None:
 def test_the_script_is_safe_inside_single_quotes_of_any_shell() -> None:
     """No quote, exclamation mark, backslash or newline: tcsh, fish and zsh have ideas about those."""
     assert not set("'!\\\n") & set(launch_module._SCRIPT)
-    assert launch_module._UNPACK.isascii(), "its length is told in characters and read in bytes"
+    assert launch_module._SCRIPT.isascii(), "a login shell may have no locale"
 
 
 # ---- the command itself, with an interpreter that only says what it was given

@@ -19,6 +19,7 @@ import pytest
 
 from skyfab.agent import library
 from skyfab.protocol import LIBRARY_NAMES
+from skyfab.scripts import read
 from skyfab.session.bundle import Bundle, bundle
 
 LIBRARIES = ("fabric", "paramiko", "invoke", "rich", "pathspec", "numpy", "torch", "uv", "exceptiongroup")
@@ -362,6 +363,14 @@ def test_the_core_and_the_library_are_all_of_skyfab_but_what_no_host_needs() -> 
     packages = {path.split("/")[1] for path in rest}
     assert core[LIBRARY_NAMES].decode().split() == sorted(packages)
     assert not packages & {"agent", "protocol", "examples", "cli"}
+
+
+def test_scripts_are_read_there_as_they_are_here(bare: Path, unpacked: Path) -> None:
+    """A function on a host may open a pool, which sends them on."""
+    paths = [path.removeprefix("skyfab/") for path, _ in bundle().rest if path.endswith(".sh")]
+    assert {"session/bootstrap.sh", "env/probe.sh", "detached/alive.sh"} <= set(paths)
+    code = "import json\nfrom skyfab.scripts import read\nprint(json.dumps([read(path) for path in {}]))"
+    assert run(bare, unpacked, code.format(paths)) == [read(path) for path in paths]
 
 
 def test_the_bundle_is_small() -> None:

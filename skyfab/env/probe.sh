@@ -1,0 +1,170 @@
+# shellcheck shell=dash
+# Finds out what a host is, and prints one fact in each line: a word and a value. env/probe.py sends it and reads that.
+#
+# Given by env/probe.py:
+#   v      digest of this script: what another version has stored is not used
+#   P      a Python program (probe_python.py): prints the version and the real path of the interpreter that runs it
+#   A      a Python program (probe_index.py): sends a request to an index
+#   $@     the indexes to send requests to
+# Given by session/bootstrap.sh:
+#   c      full path of the cache folder
+#
+# Variables: k key of the stored result, R the result, T set if there is `timeout`, d a folder, w the program that
+# queries the indexes. Jobs run in parallel: they write whole short lines into one pipe; `end` ends the reading even if
+# a killed wrapper's child still holds the pipe open.
+: "${c?}${v?}${P?}${A?}"
+LC_ALL=C; export LC_ALL; umask 077
+e='
+'
+o() { printf '%s %s\n' "$1" "${2%%"$e"*}"; }
+# t SECONDS COMMAND, in a subshell only: becomes the command, with a limit where `timeout` is there to set one
+t() { n=$1; shift; if [ "$T" ]; then exec timeout -s KILL "$n" "$@"; else exec "$@"; fi; }
+# watch SECONDS PIDS sets it for all of them elsewhere; settle waits for them, and says if one had to be ended
+watch() {
+  n=$1; shift; j=$*; g=
+  [ "$T" ] || [ -z "$j" ] && return
+  # shellcheck disable=SC2086 # process ids: a word for each
+  ( trap 'kill $!; exit 0' TERM; sleep "$n" & wait $!; kill -9 $j ) >/dev/null & g=$!
+}
+settle() {
+  for p in $j; do wait "$p"; [ $? -lt 128 ] || o late; done
+  [ -z "$g" ] || { kill "$g"; wait "$g"; }
+}
+# each FUNCTION: calls it with every folder in d
+each() {
+  f=$1; i=$IFS; IFS=:; set -f
+  # shellcheck disable=SC2086 # a word for each folder
+  set -- $PATH
+  set +f; IFS=$i
+  for d in "$@" /usr/bin /usr/local/bin /opt/*/bin "$HOME"/.local/bin "$HOME"/.pyenv/versions/*/bin \
+    "$HOME"/miniconda3/bin "$HOME"/anaconda3/bin "$HOME"/miniforge3/bin "$HOME"/.cargo/bin \
+    /usr/local/nvidia/bin /usr/lib/wsl/lib
+  do case $d in *"$e"*|*/.pyenv/shims) ;; /*) $f;; esac; done
+}
+newer() { [ "$d" -nt "$c/probe" ] && R=; }
+known() {
+  i=$IFS; IFS=$e; set -f; r=1
+  for q in $S; do [ "$q" = "$p" ] || [ "$q" -ef "$p" ] && { r=0; break; }; done
+  set +f; IFS=$i; return $r
+}
+search() {
+  [ "$U" ] || { [ -f "$d/uv" ] && [ -x "$d/uv" ] && U=$d/uv; }
+  [ "$N" ] || { [ -f "$d/nvidia-smi" ] && [ -x "$d/nvidia-smi" ] && N=$d/nvidia-smi; }
+  # without its developer tools, macOS answers for its own python3 with a window
+  case $s$d in Darwin/usr/bin) xcode-select -p >/dev/null || return;; esac
+  for n in python3 python python3.10 python3.11 python3.12 python3.13 python3.14 python3.15; do
+    p=$d/$n
+    { [ -f "$p" ] && [ -x "$p" ] && [ "$x" -lt 32 ] && ! known; } || continue
+    S=$S$p$e; x=$((x+1)); t 5 "$p" -I -S -B -c "$P" $x "$p" & J="$J $!"
+  done
+}
+uv() { y=$(t 5 "$U" --version) || exit $?; y=${y#uv }; o uv "${y%% *} $U"; }
+smi() {
+  y=$(t 10 "$N" --query-gpu=name,memory.total,driver_version --format=csv,noheader,nounits) || exit $?
+  printf '%s\n' "$y" | while IFS= read -r l; do o nvidia "$l"; done
+}
+libc() {
+  y=$(getconf GNU_LIBC_VERSION) || y=
+  [ "$y" ] || y=$(ldd --version 2>&1)
+  case $y in *[0-9].[0-9]*) ;; *)
+    for f in /lib/ld-musl-"$m"*.so.1 /lib/ld-musl-*.so.1; do [ -x "$f" ] && { y=$("$f" 2>&1); break; }; done
+  esac
+  z=${y#*"$e"}; o libc "${y%%"$e"*} ${z%%"$e"*}"
+}
+release() {
+  [ "$s" = Darwin ] && o release "$(sw_vers -productName) $(sw_vers -productVersion)"
+  for f in /usr/lib/os-release /etc/os-release; do
+    [ -r "$f" ] && while IFS= read -r l; do case $l in PRETTY_NAME=*) o release "${l#*=}"; esac; done <"$f"
+  done
+}
+amd() {
+  y=; read -r y </opt/rocm/.info/version; o rocm "$y"
+  [ -e /dev/kfd ] && for d in /sys/class/drm/card*/device; do
+    y=; z=; l=; read -r y <"$d/vendor"; read -r z <"$d/mem_info_vram_total"; read -r l <"$d/product_name"
+    [ "$y" = 0x1002 ] && o amd "$z $l"
+  done
+}
+look() {
+  S=; J=; U=; N=; x=0
+  y=$(uname -sm); s=${y%% *}; m=${y##* }
+  each search
+  [ "$U" ] && { uv & J="$J $!"; }
+  [ "$N" ] && { o smi; smi & J="$J $!"; }
+  # shellcheck disable=SC2086 # process ids: a word for each
+  watch 5 $J
+  # a kernel of 64 bits below programs of 32
+  case $(getconf LONG_BIT)$m in 32x86_64) m=i686;; 32aarch64) m=armv7l;; esac
+  o system "$s"; o arch "$m"; libc; release; amd
+  for f in /proc/driver/nvidia/gpus/*/information; do
+    [ -r "$f" ] && while read -r y l; do [ "$y" = Model: ] && o model "$l"; done <"$f"
+  done
+  settle; echo end
+}
+# not inside $( ): macOS's sh does not read `case` there
+keep() {
+  while IFS= read -r l; do
+    case $l in
+    end) break;;
+    python\ *|uv\ *|smi\ *|nvidia\ *|model\ *|amd\ *|rocm\ *|system\ *|arch\ *|libc\ *|release\ *|late\ *)
+      printf '%s\n' "$l";;
+    esac
+  done
+}
+remember() {
+  case $e$R in *"${e}late"*) return;; *"${e}python "*) ;; *) return;; esac
+  case $e$R in *"${e}smi"*) case $e$R in *"${e}nvidia "*) ;; *) return;; esac; esac
+  [ "$boot" ] && [ ! -d "$c/probe" ] && { [ -d "$c" ] || mkdir -p "$c"; } || return
+  y=$c/probe.$$; { printf '%s\n%s\n' "$k" "$R" >"$y" && mv -f "$y" "$c/probe"; } || rm -f "$y"
+}
+remembered() {
+  R=; [ "$boot" ] && [ -f "$c/probe" ] && [ -r "$c/probe" ] || return
+  { IFS= read -r l && [ "$l" = "$k" ] && while IFS= read -r l; do
+    case $l in python\ *|uv\ *) [ -x "/${l#*/}" ] || { R=; break; }; esac
+    R=$R$l$e
+  done; } <"$c/probe"
+  [ "$R" ] && each newer
+}
+# ask URL, in a subshell only
+ask() {
+  case $w in
+  curl) y=$(curl -q -gsI -o /dev/null -w '%{http_code}' --connect-timeout 2 -m 3 --url "$1")
+    case $y in *[1-9]*) o index "$1"; esac;;
+  # busybox's may know no limits, and says in words what the other's exit code says, which takes notes in $HOME
+  wget) HOME=/dev/null; export HOME; z=; case $(wget --version 2>&1) in GNU*) z='-T 2 -t 1'; esac
+    # shellcheck disable=SC2086 # options: several words, or none
+    y=$(t 3 wget --spider $z "$1" 2>&1)
+    case $?$y in 0*|8*|*"server returned error: HTTP"*) o index "$1"; esac;;
+  *) (t 3 "$w" -I -S -B -c "$A" "$1") && o index "$1";;
+  esac
+}
+# shellcheck disable=SC2086 # process ids: a word for each
+asks() { J=; for y do ask "$y" & J="$J $!"; done; watch 3 $J; }
+disk() {
+  p=$c; while [ ! -e "$p" ]; do case $p in */*) p=${p%/*}; p=${p:-/};; *) p=.; esac; done
+  y=$(df -Pk "$p"); y=${y##*"$e"}; o disk "$y"
+  m=${y#*%}; m=/${m#*/}
+  if [ -r /proc/self/mounts ]; then
+    case $m in *\ *) m=$(printf %s "$m" | sed 's/ /\\040/g'); esac
+    y=$(grep -F " $m " /proc/self/mounts) || o kind "$(stat -f -c %T "$p")"
+  else y=$(mount | grep -F " on $m ("); fi
+  o mount "${y##*"$e"}"
+}
+{
+  boot=; nv=; T=; w=; J=; j=; g=
+  [ -r /proc/sys/kernel/random/boot_id ] && read -r boot </proc/sys/kernel/random/boot_id
+  [ "$boot" ] || { y=$(sysctl -n kern.boottime); y=${y#*sec = }; boot=${y%%,*}; }
+  [ -r /proc/driver/nvidia/version ] && read -r nv </proc/driver/nvidia/version
+  k="$v $boot $nv $HOME $PATH"
+  timeout 1 true && T=1
+  for y in curl wget; do command -v $y >/dev/null && { w=$y; break; }; done
+  [ "$w" ] && asks "$@"
+  remembered
+  [ "$R" ] || { R=$(look | keep); remember; }
+  printf '%s\n' "$R"
+  case $w$e$R in "$e"*"${e}python "*) w=${R#*python }; w=/${w#*/}; w=${w%%"$e"*}; asks "$@"; esac
+  case $c in *"$e"*|*[[:cntrl:]]*) o cachex "$(printf %s "$c" | od -An -v -tx1 | tr -d ' \n')";; *) o cache "$c"; esac
+  o boot "$boot"; o nvrm "$nv"; o shell "$SHELL"; o user "$(id -un)"
+  o files "$(ulimit -n)"; o processes "$(ulimit -u || ulimit -p)"
+  disk
+  settle
+} </dev/null 2>/dev/null | tr -d '\000-\011\013-\037\177'

@@ -1,0 +1,12 @@
+# shellcheck shell=sh
+# Tries whether a namespace host could start here: makes a bridge, a cable and a root folder as boot.sh does.
+#
+# Given by lab/boot.py as an argument: a folder with the empty folders upper, work and root.
+set -eu
+cd "$1"
+ip link add trial0 type bridge
+ip link add trial1 type veth peer name trial2
+mount -t overlay -o lowerdir=/,upperdir=upper,workdir=work overlay root
+mount -t proc proc root/proc
+mount -t sysfs sysfs root/sys
+mount -t tmpfs tmpfs root/run

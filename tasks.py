@@ -1,7 +1,6 @@
 """The project's own tasks, next to all that `skyfab` can do: `./inv --list`."""
 
 import os
-import random
 import shlex
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from skyfab.cli import namespace as ns
 from skyfab.cli.tasks import command
 from skyfab.lab import programs
 from tools import groups
-from tools import mutate as tools_mutate
 
 ROOT = Path(__file__).resolve().parent
 
@@ -79,9 +77,8 @@ def other_python(version: str) -> str:
 )
 def mutate(_: Context, module: str, count: str = "20", tests: str = "", seed: str = "1") -> None:
     """Change a module at random places, one at a time, and see whether its tests notice."""
-    random.seed(int(seed))
     name = module.removeprefix("skyfab/").removesuffix(".py")
-    finish(tools_mutate.run(name, int(count), shlex.split(tests) or tools_mutate.tests_of(name), seconds=40))
+    finish(run(sys.executable, "tools/mutate.py", name, count, seed, *shlex.split(tests)))
 
 
 @task

@@ -144,13 +144,12 @@ def test_cancelling_stops_what_runs_and_begins_nothing() -> None:
     assert len(stage.scheduler.tasks) == running
 
 
-def test_an_item_that_cannot_be_pickled_ends_the_map_with_its_name() -> None:
+def test_an_item_that_cannot_be_pickled_ends_the_map() -> None:
+    stuck = (each for each in ())
     with pytest.raises(sky.NotPicklable):
-        Stage([open])  # noqa: PT012
-        Stage([(each for each in ())])
-    stage = Stage([1, 2, (each for each in ())])
+        Stage([stuck])
+    stage = Stage([1, stuck])
     stage.answer(0, 0.0)
-    stage.answer(1, 0.0) if len(stage.scheduler.tasks) > 1 else None
     assert isinstance(stage.future.exception(0), sky.NotPicklable)
 
 

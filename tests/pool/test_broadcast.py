@@ -390,6 +390,20 @@ def test_at_work_is_what_every_rank_has_and_nobody_stops() -> None:
     assert queue.at_work is None
 
 
+def test_a_broadcast_that_comes_while_the_pool_closes_does_not_hang_nor_hold_up_later_ones() -> None:
+    queue, begun = BroadcastQueue(), list[GangCall]()
+    running = queue.add(what(), begun.append)
+    waiting = queue.add(what(), begun.append)
+    queue.close()
+    late = queue.add(what(), begun.append)
+    for call in (waiting, late):
+        assert isinstance(call.future.exception(0), sky.CallCancelled)
+    running.fail(sky.HostLost("the pool is closed"))
+    queue.open()
+    after = queue.add(what(), begun.append)
+    assert begun == [running, after]
+
+
 # ---- retries
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import InvalidStateError
+from concurrent.futures import InvalidStateError, wait
 from typing import Any
 
 import pytest
@@ -68,6 +68,19 @@ def test_a_result_from_another_thread_wakes_who_reads(future: CallFuture) -> Non
     future._waiter = (threading.get_ident() + 1, future.node)  # type: ignore[assignment]
     future.settle(1)
     assert session(future).pokes == 1
+
+
+def test_a_failure_is_waited_for_as_a_result_is(future: CallFuture) -> None:
+    error = ValueError("no")
+    session(future).read_until = lambda done, timeout=None: bool(future.settle(None, error))  # type: ignore[method-assign, assignment, func-returns-value]
+    assert future.exception() is error
+    with pytest.raises(ValueError, match="no"):
+        future.result()
+
+
+def test_a_cancelled_call_is_done_for_those_who_wait_for_several(future: CallFuture) -> None:
+    assert future.cancel()
+    assert wait([future], timeout=0).done == {future}
 
 
 def test_nobody_is_woken_where_nobody_waits(future: CallFuture) -> None:

@@ -160,6 +160,7 @@ def test_the_gang_is_told_of_the_exit_of_a_member_and_of_no_other(cache: GangCac
 
 
 def test_output_has_the_rank_of_its_process_also_just_after_its_gang(cache: GangCache, nodes: list[FakeNode]) -> None:
+    assert cache.rank_of(nodes[0], "solo.0") is None  # type: ignore[arg-type]  # there is no gang yet
     for number in (1, 2, 3):
         cache.current(spec(nodes, (2, 1))).broken = True
         assert cache.rank_of(nodes[1], f"gang{number}.0") == 2  # type: ignore[arg-type]

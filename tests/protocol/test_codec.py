@@ -289,3 +289,86 @@ def test_importing_the_codec_does_not_import_numpy_or_torch() -> None:
     code = "import sys, skyfab.protocol.codec as c; c.loads(c.dumps([1, lambda: 2]).data)[1](); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"numpy", "torch"} & set(loaded)
+
+
+# ---- exceptions
+
+
+class OwnConstructor(ValueError):
+    """Its constructor takes something else than its `args`: Python's own way of pickling calls it with those."""
+
+    def __init__(self, code: int, *, where: str) -> None:
+        super().__init__(f"{code} at {where}")
+        self.code = code
+        constructed.append(code)
+
+
+class OwnReduce(OwnConstructor):
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self.code,)
+
+
+class OwnReduceEx(OwnConstructor):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, (self.code,)
+
+
+class OwnState(ValueError):
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state, restored=True)
+
+
+class Inherited(OSError):
+    """No constructor of its own."""
+
+
+class Stopped(StopIteration):
+    def __init__(self, *, after: int) -> None:
+        super().__init__(after)
+
+
+constructed: list[int] = []
+
+
+def _rebuilt(code: int) -> tuple[str, int]:
+    return "rebuilt", code
+
+
+def test_an_exception_comes_back_without_its_constructor_being_called() -> None:
+    error = OwnConstructor(7, where="home")
+    error.later = "set afterwards"  # type: ignore[attr-defined]
+    constructed.clear()
+    again = there(error)
+    assert type(again) is OwnConstructor
+    assert again.args == ("7 at home",)
+    assert str(again) == "7 at home"
+    assert (again.code, again.later) == (7, "set afterwards")
+    assert constructed == []
+
+
+@pytest.mark.parametrize("kind", [OwnReduce, OwnReduceEx])
+def test_an_exception_that_says_how_it_is_pickled_is_pickled_so(kind: type[OwnConstructor]) -> None:
+    assert there(kind(7, where="home")) == ("rebuilt", 7)
+
+
+def test_an_exception_that_says_how_it_is_restored_is_restored_so() -> None:
+    again = there(OwnState(7))
+    assert (again.code, again.restored) == (7, True)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "no such file", "/a"), Inherited(2, "no such file", "/a")])
+def test_an_exception_without_a_constructor_of_its_own_comes_back_as_python_does_it(error: OSError) -> None:
+    again = there(error)
+    assert type(again) is type(error)
+    assert (again.errno, again.filename) == (2, "/a")
+    assert b"_exception" not in dumps(error).data
+
+
+def test_what_a_built_in_exception_keeps_beside_its_args_comes_back() -> None:
+    again = there(Stopped(after=3))
+    assert type(again) is Stopped
+    assert again.value == 3

@@ -17,7 +17,7 @@ from benchmarks import __main__ as program
 from benchmarks import table
 from benchmarks.arena import Arena
 from benchmarks.facts import Facts
-from benchmarks.memory import OwnPeak, Peak
+from benchmarks.memory import Peak
 from benchmarks.result import Bar, Result, Skip
 from benchmarks.rows import ROWS, Row
 from benchmarks.sample import Sample, alternate

@@ -4,9 +4,9 @@
     ./inv mutate session/reader --count=50
 
 A change is a comparison turned around, `and` for `or`, a condition negated, a statement left out, a number one larger,
-or True for False. Docstrings, type annotations, imports for type checkers and the numbers of constants, which are
-chosen and not computed, stay as they are. It is made in a copy of the package, never in the checkout. What no test
-notices is printed.
+or True for False. Docstrings, decorators, type annotations, imports for type checkers and the numbers of constants,
+which are chosen and not computed, stay as they are. It is made in a copy of the package, never in the checkout. What
+no test notices is printed.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def code(tree: ast.AST) -> Iterator[ast.AST]:
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         if isinstance(tree, (ast.Module, ast.ClassDef)) and isinstance(child, (ast.Assign, ast.AnnAssign)):
-            if not isinstance(child.value, (ast.Lambda, ast.Call)):
-                continue
+            continue
         if child in (getattr(tree, "annotation", None), getattr(tree, "returns", None)):
+            continue
+        if child in getattr(tree, "decorator_list", ()):
             continue
         yield child
         yield from code(child)

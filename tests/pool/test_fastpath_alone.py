@@ -1,4 +1,4 @@
-"""The fast path against a scheduler and a host that only note what they are told: a reserved slot is always released."""
+"""The fast path against a scheduler and a host that only note what they are told: a slot is always released."""
 
 from __future__ import annotations
 

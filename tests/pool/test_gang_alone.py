@@ -50,8 +50,15 @@ def test_ranks_count_over_all_hosts() -> None:
         *((0, "gang1.0", 0), (0, "gang1.1", 1), (1, "gang1.0", 2))
     ]
     common = {
-        **{"total_nodes": 2, "world_size": 3, "head_addr": "192.0.2.0", "head_port": 4242, "total_accelerators": 4},
-        **{"peers": ["192.0.2.0", "192.0.2.1"], "job_id": "job", "attempt": 3, "accelerators": 2},
+        "total_nodes": 2,
+        "world_size": 3,
+        "head_addr": "192.0.2.0",
+        "head_port": 4242,
+        "total_accelerators": 4,
+        "peers": ["192.0.2.0", "192.0.2.1"],
+        "job_id": "job",
+        "attempt": 3,
+        "accelerators": 2,
     }
     assert [dict(member.plan.info) for member in gang.members] == [
         {**common, "node": 0, "rank": 0, "local_rank": 0, "local_world_size": 2, "hostname": "box0"},
@@ -70,12 +77,26 @@ def test_the_first_rank_gets_the_port_that_its_host_holds() -> None:
 def test_variables_are_those_of_torchrun() -> None:
     gang = gang_of([FakeNode(0), FakeNode(1)], (2, 1), interface="eth1", attempt=1)
     assert dict(gang.members[1].plan.env) == {
-        **{"MASTER_ADDR": "192.0.2.0", "MASTER_PORT": "4242", "WORLD_SIZE": "3", "RANK": "1", "LOCAL_RANK": "1"},
-        **{"LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"},
-        **{"ROLE_NAME": "default", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "job"},
-        **{"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "1"},
-        **{"TORCHELASTIC_USE_AGENT_STORE": "False", "OMP_NUM_THREADS": "1"},
-        **{"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1", "OF": "node0"},
+        "MASTER_ADDR": "192.0.2.0",
+        "MASTER_PORT": "4242",
+        "WORLD_SIZE": "3",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "NODE_RANK": "0",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "3",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "NCCL_SOCKET_IFNAME": "eth1",
+        "OF": "node0",
     }
 
 

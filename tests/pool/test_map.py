@@ -135,6 +135,13 @@ def test_a_failure_stops_the_rest() -> None:
     assert len(stage.scheduler.tasks) == 3
 
 
+def test_two_groups_may_fail_and_the_first_counts() -> None:
+    stage = Stage(list(range(10)), slots=2)
+    stage.call._fail(ValueError("first"))
+    stage.call._fail(ValueError("second"))
+    assert str(stage.future.exception(0)) == "first"
+
+
 def test_cancelling_stops_what_runs_and_begins_nothing() -> None:
     stage = Stage(list(range(20)), slots=2)
     stage.answer(0, 0.0)

@@ -249,7 +249,9 @@ def test_large_arrays_of_a_function_are_stored(node: Node) -> None:
 def test_a_host_that_cannot_store_an_argument_fails_its_call_once(node: Node) -> None:
     session, caller = session_of(node), FakeCaller()
     arguments = codec.Payload(b"a", [memoryview(bytes([each]) * LARGE) for each in (1, 2)])
-    node.call("solo.0", PLAN, PackedFunction("d", codec.Payload(b"f")), arguments, timeout=None, caller=caller, shared=True)
+    node.call(
+        "solo.0", PLAN, PackedFunction("d", codec.Payload(b"f")), arguments, timeout=None, caller=caller, shared=True
+    )
     first, second = session.answers
     first(messages.Failed(text="its disk is full", hint="make room"), [])
     second(messages.Failed(text="its disk is full", hint="make room"), [])
@@ -260,7 +262,9 @@ def test_a_host_that_cannot_store_an_argument_fails_its_call_once(node: Node) ->
 def test_a_call_waits_for_all_its_arguments(node: Node) -> None:
     session, caller = session_of(node), FakeCaller()
     arguments = codec.Payload(b"a", [memoryview(bytes([each]) * LARGE) for each in (1, 2)])
-    node.call("solo.0", PLAN, PackedFunction("d", codec.Payload(b"f")), arguments, timeout=None, caller=caller, shared=True)
+    node.call(
+        "solo.0", PLAN, PackedFunction("d", codec.Payload(b"f")), arguments, timeout=None, caller=caller, shared=True
+    )
     first, second = session.answers
     first(messages.Done(), [])
     assert caller.streams == []
@@ -361,9 +365,25 @@ def test_a_host_is_lost_for_the_first_reason_and_only_when_its_session_has_ended
     assert node.lost is error
 
 
-def test_closing_closes_the_session(node: Node) -> None:
+def test_closing_closes_the_session_and_the_users_connection(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr("skyfab.session.transport.fabric.hang_up", ended.append)
     node.close()
     assert session_of(node).closed
+    assert ended == []
+    node._connection = "a connection"
+    node.close()
+    assert ended == ["a connection"]
+
+
+def test_calls_are_cancelled_and_taken_back_by_their_numbers(node: Node) -> None:
+    node.cancel(5)
+    node.unassign([7, 9])
+    cancel, unassign = session_of(node).sent
+    assert isinstance(cancel, messages.Cancel)
+    assert cancel.stream == 5
+    assert isinstance(unassign, messages.Unassign)
+    assert unassign.streams == [7, 9]
 
 
 def test_what_happens_to_a_host_is_told_to_its_owner() -> None:

@@ -10,8 +10,10 @@ import pytest
 
 import skyfab as sky
 from skyfab.pool import nodes as module
-from skyfab.pool.nodes import PoolOwner, _NoOwner, close_all, make_room, open_all
+from skyfab.pool.node import Node
+from skyfab.pool.nodes import Nodes, PoolOwner, _NoOwner, close_all, make_room, open_all
 from skyfab.session.lines import Lines
+from skyfab.session.timing import Timing
 from skyfab.ui.events import Event, Events, HostState, Output
 
 
@@ -40,7 +42,7 @@ class FakeNode:
 class Stage:
     """An owner, and all that it tells."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, recovers: bool = True) -> None:
         self.found: list[Event] = []
         self.exits: list[tuple[Any, str]] = []
         self.expected: list[Any] = []
@@ -51,7 +53,8 @@ class Stage:
         self.events = Events()
         self.unsubscribe = self.events.subscribe(self.found.append)
         self.owner = PoolOwner(self.events, gangs, SimpleNamespace(advance=self._advance))  # type: ignore[arg-type]
-        self.owner.recovery = SimpleNamespace(expect=lambda *rest: self.expected.append(rest))  # type: ignore[assignment]
+        if recovers:
+            self.owner.recovery = SimpleNamespace(expect=lambda *rest: self.expected.append(rest))  # type: ignore[assignment]
 
     def _advance(self) -> None:
         self.advanced += 1
@@ -63,8 +66,8 @@ def stage() -> Stage:
 
 
 @pytest.fixture(autouse=True)
-def close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Node", FakeNode)
+def fake_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Node, "close", lambda node: node.close())
 
 
 # ---- events
@@ -108,16 +111,16 @@ def test_a_host_that_is_none_of_ours_is_not_waited_for(stage: Stage) -> None:
     assert stage.advanced == 1
 
 
-def test_a_host_is_lost_before_there_is_a_recovery(stage: Stage) -> None:
+def test_a_host_is_lost_before_there_is_a_recovery() -> None:
     node: Any = FakeNode()
-    stage.owner.recovery = None
     error = sky.HostLost("gone", host="node0")
-    stage.owner.on_lost(node, error)
+    Stage(recovers=False).owner.on_lost(node, error)
     assert node.lost is error
 
 
 @pytest.mark.parametrize(
-    ("others", "ours"), [([], False), (["responds"], False), (["silent"], True), (["lost"], False), (["silent", "responds"], False)]
+    ("others", "ours"),
+    [([], False), (["responds"], False), (["silent"], True), (["lost"], False), (["silent", "responds"], False)],
 )
 def test_where_no_host_answers_the_network_here_is_suspected(stage: Stage, others: list[str], ours: bool) -> None:
     node = FakeNode(0)
@@ -146,6 +149,52 @@ def test_a_host_of_a_detached_run_is_lost_and_that_is_all() -> None:
     _NoOwner().on_lost(node, error)
     assert node.lost is error
     assert not _NoOwner().others_respond(node)
+
+
+# ---- making
+
+
+class Images:
+    """Notes for which sessions an interpreter is asked for."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.sessions: list[str] = []
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def interpreter(self, host: sky.Host, session: str, report: Any) -> tuple[str, None]:
+        self.sessions.append(session)
+        return "python3", None
+
+
+def test_each_host_gets_a_node_with_a_session_and_a_working_folder(stage: Stage) -> None:
+    images, recovered = Images(), list[Any]()
+    workdirs: Any = SimpleNamespace(of=lambda host: f"folder of {host.name}")
+    inventory = sky.Inventory.of(None)
+    nodes = Nodes(inventory, images, workdirs, Timing(lease=60), stage.owner, recovered.append)  # type: ignore[arg-type]
+    assert stage.owner.recovery is nodes.recovery
+    nodes.recovery.close()
+    made = nodes.make_nodes([sky.Host(name="a"), sky.Host(name="b")])
+    assert not nodes.recovery._over.is_set()
+    assert nodes.all is made
+    assert stage.owner.nodes is made
+    assert images.begun == 1
+    assert [(node.index, node.name, node.workdir) for node in made] == [
+        (0, "a", "folder of a"),
+        (1, "b", "folder of b"),
+    ]
+    pool = images.sessions[0].partition("-")[0]
+    assert images.sessions == [f"{pool}-0", f"{pool}-1"]
+    made[1].workdir = "another"  # type: ignore[assignment]
+    copies = nodes.copies(made[1:])
+    assert [(copy.index, copy.name, copy.workdir) for copy in copies] == [(1, "b", "another")]
+    assert copies[0].session is not made[1].session
+    other = images.sessions[2].partition("-")[0]
+    assert images.sessions[2:] == [f"{other}-1"]
+    assert other != pool
+    assert nodes.all is made
 
 
 # ---- opening

@@ -238,22 +238,7 @@ def test_the_time_that_reading_took_is_not_waited_for_again(monkeypatch: pytest.
     assert future._read(2) == 0
 
 
-# ---- maps
-
-
-def test_two_groups_of_a_map_may_fail(capfd: pytest.CaptureFixture[str]) -> None:
-    from skyfab.pool.map import MapCall
-
-    nodes = [FakeNode("node1"), FakeNode("node2")]
-    queue = queue_over(*nodes)
-    function = PackedFunction("digest", codec.Payload(b""))
-    calls = [sky.function(len)("four") for _ in range(10)]
-    spread = MapCall(queue, function, calls, slots=2, timeout=None)
-    future = spread.start()
-    spread._fail(ValueError("first"))
-    spread._fail(ValueError("second"))
-    assert str(future.exception(0)) == "first"
-    assert capfd.readouterr().err == ""
+# ---- answers
 
 
 def test_answers_come_back_to_their_calls() -> None:
@@ -510,18 +495,19 @@ def test_a_lost_host_gives_nothing_back_and_that_is_no_error(clock: Clock) -> No
 # ---- failures
 
 
-def test_a_call_with_retries_moves_to_another_host_so_often() -> None:
-    nodes = [FakeNode("node1"), FakeNode("node2")]
+@pytest.mark.parametrize("retries", [1, 2])
+def test_a_call_with_retries_moves_to_another_host_so_often(retries: int) -> None:
+    nodes = [FakeNode(f"node{number}") for number in range(4)]
     told: list[tuple[str, type]] = []
     queue = Scheduler(lambda label, host: lambda error: told.append((host, type(error))))
     queue.open(Slot(node, "solo.0", PLAN) for node in nodes)  # type: ignore[arg-type]
-    (one,) = add(queue, 1, retries=1)
-    for node in nodes:
+    (one,) = add(queue, 1, retries=retries)
+    for node in nodes[: retries + 1]:
         assert not one.future.done()
+        assert node.callers == [one]
         node.lose()
         one.failed(sky.HostLost("gone", host=node.name))
-    assert [node.callers for node in nodes] == [[one], [one]]
-    assert told == [("node1", sky.HostLost), ("node2", sky.HostLost)]
+    assert told == [(node.name, sky.HostLost) for node in nodes[: retries + 1]]
     assert isinstance(one.future.exception(0), sky.HostLost)
 
 
@@ -646,6 +632,12 @@ def test_a_solo_call_sees_a_world_of_its_own(gpus: Any, visible: str | None) -> 
     assert spec.env.get("CUDA_VISIBLE_DEVICES") == visible
     assert spec.env["A"] == "b"
     assert spec.info == {
-        **{"node": 2, "total_nodes": 3, "hostname": "box", "head_addr": "192.0.2.1"},
-        **{"accelerators": 2, "total_accelerators": 2, "peers": ["192.0.2.1"], "job_id": "job"},
+        "node": 2,
+        "total_nodes": 3,
+        "hostname": "box",
+        "head_addr": "192.0.2.1",
+        "accelerators": 2,
+        "total_accelerators": 2,
+        "peers": ["192.0.2.1"],
+        "job_id": "job",
     }

@@ -11,7 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyfab.errors import ProtocolError
-from skyfab.protocol.frames import ACK, CREDIT, DATA, HEAD, HEADER, HELLO, KINDS, LIMIT, PING, Reader, data_header, frame
+from skyfab.protocol.frames import (
+    ACK,
+    CREDIT,
+    DATA,
+    HEAD,
+    HEADER,
+    HELLO,
+    KINDS,
+    LIMIT,
+    PING,
+    Reader,
+    data_header,
+    frame,
+)
 
 Frame = tuple[int, int, bytes, int]
 """Kind, stream, payload, and how many bytes of it are the head."""

@@ -621,12 +621,16 @@ def test_neither_side_keeps_thousands_of_express_messages() -> None:
     assert len(passing.taken) + len(b.heads) == 5000
 
 
-@pytest.mark.parametrize(("head", "body", "writes"), [(10, SMALL, 1), (SMALL, 10, 1), (SMALL + 1, 10, 2), (10, SMALL + 1, 2)])
+@pytest.mark.parametrize(
+    ("head", "body", "writes"), [(10, SMALL, 1), (SMALL, 10, 1), (SMALL + 1, 10, 2), (10, SMALL + 1, 2)]
+)
 def test_send_now_writes_a_small_message_as_one_frame_and_no_larger_one(head: int, body: int, writes: int) -> None:
     pair = Pair()
     pair.settle()
     sent: list[bytes] = []
-    assert pair.a.mux.send_now(1, b"h" * head, (bytes(body),), lambda buffers: sent.append(b"".join(buffers)) or len(sent[-1]))
+    assert pair.a.mux.send_now(
+        1, b"h" * head, (bytes(body),), lambda buffers: sent.append(b"".join(buffers)) or len(sent[-1])
+    )
     wire = b"".join(sent)
     kind, inline, stream, length = frames.HEADER.unpack_from(wire)
     assert (kind, stream) == (HEAD, 1)

@@ -227,7 +227,8 @@ def test_at_the_end_attempts_and_a_stream_that_nobody_took_are_closed(waiting: l
 
 
 @pytest.mark.parametrize(
-    ("outcome", "text"), [(sky.HostUnfit("no agent", host="node1"), "started again"), (ZeroDivisionError("a defect"), "a defect")]
+    ("outcome", "text"),
+    [(sky.HostUnfit("no agent", host="node1"), "started again"), (ZeroDivisionError("a defect"), "a defect")],
 )
 def test_some_failures_are_final(suspect: Suspect, outcome: Exception, text: str) -> None:
     suspect.outcomes = [outcome]
@@ -265,9 +266,7 @@ def test_others_that_respond_again_start_the_time_anew(suspect: Suspect) -> None
     assert not suspect.step()
 
 
-@pytest.mark.parametrize(
-    ("lease", "why", "final"), [(60, "cut", False), (60, "agent is gone", True), (0, "cut", True)]
-)
+@pytest.mark.parametrize(("lease", "why", "final"), [(60, "cut", False), (60, "agent is gone", True), (0, "cut", True)])
 def test_why_a_stream_broke_may_say_that_the_host_is_lost(
     monkeypatch: pytest.MonkeyPatch, lease: float, why: str, final: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""Replies: what a host sends goes to the request that waits for it, and a worker's lines are shown before its answer."""
+"""Replies: what a host sends goes to the request that waits for it, after the lines of its worker."""
 
 from __future__ import annotations
 
@@ -203,9 +203,7 @@ def test_the_incomplete_line_of_a_call_comes_before_its_answer(stage: Stage) -> 
     assert found == []
     stage.exited("solo.0", 5)
     stage.exited("solo.1", 6)
-    assert stage.listener.told[1:] == [
-        *(("exit", "solo.0", 5), ("solo.1", "stdout", "no end"), ("exit", "solo.1", 6))
-    ]
+    assert stage.listener.told[1:] == [*(("exit", "solo.0", 5), ("solo.1", "stdout", "no end"), ("exit", "solo.1", 6))]
 
 
 def test_a_line_that_was_completed_is_not_shown_again(stage: Stage) -> None:

@@ -270,6 +270,7 @@ def waiting(stage: Stage) -> Reply:
 def test_a_small_result_is_stored_for_the_thread_that_reads(stage: Stage) -> None:
     reply = waiting(stage)
     assert not reply.is_there()
+    assert reply.stream == 1
     head = messages.result_head(3)
     assert stage.replies._fastpath(1, memoryview(bytes(HEADER.size) + head + b"abc"), len(head))
     assert reply.value == b"abc"

@@ -611,6 +611,21 @@ def test_open_detached_closed(bench: Bench) -> None:
     assert bench.listener.told == []
 
 
+def test_a_stream_that_is_given_up_is_not_watched_any_more(bench: Bench) -> None:
+    bench.open()
+    source = bench.stream.fileno()
+    assert source in bench.reader._owners
+    bench.connection.detach()
+    assert source not in bench.reader._owners
+
+
+def test_what_is_being_closed_cannot_be_detached(bench: Bench) -> None:
+    bench.open()
+    bench.connection.leave()
+    with pytest.raises(sky.HostLost, match="the pool was closed"):
+        bench.connection.detach()
+
+
 def test_suspect_detached_when_the_agent_has_received_everything(bench: Bench) -> None:
     bench.open()
     bench.break_stream()

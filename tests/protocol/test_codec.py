@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyfab.protocol import codec
 from skyfab.protocol.blobs import inline_size
 from skyfab.protocol.codec import IN_BAND, Payload, dumps, loads
 
@@ -372,3 +373,41 @@ def test_what_a_built_in_exception_keeps_beside_its_args_comes_back() -> None:
     again = there(Stopped(after=3))
     assert type(again) is Stopped
     assert again.value == 3
+
+
+# ---- objects that were packed before
+
+
+class Ready(codec.Packed):
+    def __init__(self, value: object) -> None:
+        self.memory, self.name = codec.pack(value), "its name"
+
+
+def test_a_packed_object_comes_back_and_its_arrays_lie_aligned_in_its_memory() -> None:
+    memory = codec.pack({"a": np.arange(3000), "b": np.arange(5000.0), "c": "text"})
+    again = codec.unpack(memory)
+    assert again["c"] == "text"
+    for name, size in (("a", 3000), ("b", 5000)):
+        assert (again[name] == np.arange(size)).all()
+        assert again[name].ctypes.data % 64 == np.frombuffer(memory, np.uint8).ctypes.data % 64
+    again["a"][0] = 7
+    assert codec.unpack(memory)["a"][0] == 7
+
+
+def test_a_reference_travels_as_a_name_and_comes_back_as_the_object() -> None:
+    ready = Ready(np.arange(3000))
+    payload = dumps([ready, np.arange(2000), ready])
+    assert sorted(payload.refs.values()) == ["its name"]
+    assert len(payload.buffers) == 2
+    assert payload.size == len(payload.data) + 16_000, "without what a host is sent once"
+    first, other, second = loads(payload.data, payload.buffers)
+    assert (first == np.arange(3000)).all()
+    assert len(other) == 2000
+    assert first is second
+
+
+def test_there_are_so_many_references_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_MOST_PACKED", 2)
+    assert len(dumps([Ready(1), Ready(2)]).refs) == 2
+    with pytest.raises(pickle.PicklingError, match="more than 2 references"):
+        dumps([Ready(1), Ready(2), Ready(3)])

@@ -361,6 +361,13 @@ def test_an_exception_that_says_how_it_is_restored_is_restored_so() -> None:
     assert (again.code, again.restored) == (7, True)
 
 
+def test_an_exception_of_python_is_pickled_as_python_does_it() -> None:
+    for error in (ValueError("no"), KeyError("k"), SystemExit(3)):
+        assert b"skyfab" not in dumps(error).data
+        assert there(error).args == error.args
+    assert b"skyfab" in dumps(OwnConstructor(7, where="home")).data
+
+
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "no such file", "/a"), Inherited(2, "no such file", "/a")])
 def test_an_exception_without_a_constructor_of_its_own_comes_back_as_python_does_it(error: OSError) -> None:
     again = there(error)

@@ -22,6 +22,7 @@ class FakeSession:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.data: list[list[bytes]] = []
+        self.options: list[dict[str, Any]] = []
         self.failures: list[Any] = []
         self.answers: list[Any] = []
         self.asked: list[Any] = []
@@ -37,11 +38,12 @@ class FakeSession:
         seen, self.sent = self.sent, []
         return [messages.decode(each).op if isinstance(each, bytes) else each.op for each in seen]
 
-    def send(self, message: Any, parts: Any = (), *, answer: Any = None, failure: Any = None, **_: Any) -> int:
+    def send(self, message: Any, parts: Any = (), *, answer: Any = None, failure: Any = None, **options: Any) -> int:
         if self.is_gone:
             raise sky.HostLost("gone", host="node1")
         self.sent.append(message)
         self.data.append([bytes(part) for part in parts])
+        self.options.append(options)
         self.answers.append(answer)
         self.failures.append(failure)
         return 2 * len(self.sent) - 1
@@ -137,6 +139,10 @@ def test_samples_of_large_arguments_are_remembered_up_to_a_number(node: Node, mo
 def test_a_process_and_a_function_are_sent_before_the_first_call_only(node: Node) -> None:
     session = session_of(node)
     assert call(node, b"small").streams == [5]
+    sent = messages.decode(session.sent[2])
+    assert isinstance(sent, messages.Call)
+    assert not sent.each
+    assert session.options[1:] == [{"urgent": True}, {"worker": "solo.0"}], "a call never overtakes its function"
     assert session.ops == ["spawn", "function", "call"]
     assert session.data[1:] == [[b"f"], [b"a", b"small"]]
     call(node, b"small")

@@ -159,6 +159,7 @@ def fails(options: list[str], seconds: float) -> bool:
     child = os.fork()
     if not child:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
             os.dup2(nowhere, number)
@@ -210,6 +211,7 @@ def run(module: str, count: int, tests: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the tests end too, and the copy is removed
     name, count, seed, *tests = sys.argv[1:]
     random.seed(int(seed))
     sys.exit(run(name, int(count), tests or tests_of(name)))

@@ -241,6 +241,13 @@ def test_a_large_argument_of_one_call_travels_with_it_and_is_stored_when_it_come
     assert session.ops == ["call"], "and this one is not large"
 
 
+def test_arguments_are_shared_where_the_caller_says_so(node: Node) -> None:
+    arguments = codec.Payload(b"a", [memoryview(bytes(LARGE))])
+    function = PackedFunction("digest", codec.Payload(b"f"))
+    node.call("solo.0", PLAN, function, arguments, timeout=None, caller=FakeCaller())
+    assert session_of(node).ops == ["spawn", "function", "call"]
+
+
 def test_large_arrays_of_a_function_are_stored(node: Node) -> None:
     session, caller = session_of(node), FakeCaller()
     function = PackedFunction("digest", codec.Payload(b"f", [memoryview(bytes(LARGE)), memoryview(b"small")]))

@@ -1,7 +1,6 @@
 """The project's own tasks, next to all that `skyfab` can do: `./inv --list`."""
 
 import os
-import random
 import shlex
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from skyfab.cli import namespace as ns
 from skyfab.cli.command import Option, command
 from skyfab.lab import programs
 from tools import groups
-from tools import mutate as tools_mutate
 
 ROOT = Path(__file__).resolve().parent
 
@@ -76,9 +74,8 @@ def mutate(
     seed: Annotated[int, Option("the same changes again", "N", least=0)] = 1,
 ) -> None:
     """Change a module at random places, one at a time, and see whether its tests notice."""
-    random.seed(seed)
     name = module.removeprefix("skyfab/").removesuffix(".py")
-    finish(tools_mutate.run(name, count, shlex.split(tests) or tools_mutate.tests_of(name), seconds=40))
+    finish(run(sys.executable, "tools/mutate.py", name, str(count), str(seed), *shlex.split(tests)))
 
 
 @command

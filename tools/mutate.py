@@ -3,8 +3,10 @@
     ./inv mutate pool/scheduler            20 random changes
     ./inv mutate session/reader --count=50
 
-A change is a comparison turned around, `and` for `or`, `not` dropped or added, a statement left out, or a number one
-larger. It is made in a copy of the package, never in the checkout. What no test notices is printed.
+A change is a comparison turned around, `and` for `or`, a condition negated, a statement left out, a number one larger,
+or True for False. Docstrings, decorators, type annotations, imports for type checkers and the numbers of constants,
+which are chosen and not computed, stay as they are. It is made in a copy of the package, never in the checkout. What
+no test notices is printed.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import copy
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,25 +38,39 @@ COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.NotIn: ast.In,
 }
 
-PYTEST = "import sys; sys.path.remove(''); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-"""Else the checkout, as the current folder, is found before the copy."""
-
 Change = Callable[[ast.AST], str]
 """Makes it in a tree, and says what it was."""
 
 
+def code(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a tree that do something when the program runs, and are not the value of a constant."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(tree, (ast.Module, ast.ClassDef)) and isinstance(child, (ast.Assign, ast.AnnAssign)):
+            continue
+        if child in (getattr(tree, "annotation", None), getattr(tree, "returns", None)):
+            continue
+        if child in getattr(tree, "decorator_list", ()):
+            continue
+        yield child
+        yield from code(child)
+
+
 def places(tree: ast.AST) -> Iterator[tuple[int, Change]]:
     """Every change that can be made: the number of its node in a walk, and what is done there."""
-    for number, node in enumerate(ast.walk(tree)):
+    for number, node in enumerate(code(tree)):
         if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
             yield number, turn_around
         elif isinstance(node, ast.BoolOp):
             yield number, swap
-        elif isinstance(node, ast.If):
+        elif isinstance(node, (ast.If, ast.IfExp)) and not isinstance(node.test, ast.Compare):
             yield number, negate
+        elif isinstance(node, ast.Constant) and type(node.value) is bool:
+            yield number, flip
         elif isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value:
             yield number, off_by_one
-        if isinstance(node, ast.FunctionDef) and len(node.body) > 1:
+        elif isinstance(node, ast.FunctionDef) and droppable(node):
             yield number, drop
 
 
@@ -72,10 +89,16 @@ def swap(node: ast.AST) -> str:
 
 
 def negate(node: ast.AST) -> str:
-    assert isinstance(node, ast.If)
+    assert isinstance(node, (ast.If, ast.IfExp))
     before = ast.unparse(node.test)
     node.test = ast.UnaryOp(op=ast.Not(), operand=node.test)
-    return f"if {before} → if not"
+    return f"if {before} → if {ast.unparse(node.test)}"
+
+
+def flip(node: ast.AST) -> str:
+    assert isinstance(node, ast.Constant)
+    node.value = not node.value
+    return f"{not node.value} → {node.value}"
 
 
 def off_by_one(node: ast.AST) -> str:
@@ -85,12 +108,28 @@ def off_by_one(node: ast.AST) -> str:
     return f"{before!r} → {node.value!r}"
 
 
+def droppable(function: ast.AST) -> list[tuple[list[ast.stmt], int]]:
+    """The statements of a function, also inner ones, each as a list and the place in it."""
+    bodies = [
+        body
+        for node in ast.walk(function)
+        for name in ("body", "orelse", "finalbody")
+        if isinstance(body := getattr(node, name, None), list)
+    ]
+    return [
+        (body, at)
+        for body in bodies
+        for at, statement in enumerate(body)
+        if not isinstance(statement, (ast.Pass, ast.Assert, ast.FunctionDef, ast.Import, ast.ImportFrom))
+        if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+    ]
+
+
 def drop(node: ast.AST) -> str:
-    assert isinstance(node, ast.FunctionDef)
-    at = random.randrange(len(node.body))
-    gone = node.body[at]
-    node.body[at] = ast.Pass()
-    return f"without: {ast.unparse(gone).splitlines()[0]}"
+    body, at = random.choice(droppable(node))
+    gone = body[at]
+    body[at] = ast.Pass()
+    return f"{ast.unparse(gone).splitlines()[0]} → pass (line {gone.lineno})"
 
 
 def mutants(source: str, count: int) -> Iterator[tuple[str, str]]:
@@ -99,43 +138,80 @@ def mutants(source: str, count: int) -> Iterator[tuple[str, str]]:
     found = list(places(tree))
     for number, change in random.sample(found, min(count, len(found))):
         changed = copy.deepcopy(tree)
-        node = next(node for at, node in enumerate(ast.walk(changed)) if at == number)
+        node = next(node for at, node in enumerate(code(changed)) if at == number)
+        line = getattr(node, "lineno", "?")
         what = change(node)
-        text = ast.unparse(changed)
-        if text != ast.unparse(tree):
-            yield f"line {getattr(node, 'lineno', '?')}: {what}", text
+        yield f"{line}: {what}", ast.unparse(changed)
 
 
 def tests_of(module: str) -> list[str]:
-    """The tests beside a module: of its own name, else all of its package that need no lab."""
+    """The tests beside a module: of its own name, first those without hosts; else all that need no SSH."""
     package, _, name = module.partition("/")
-    own = ROOT / "tests" / package / f"test_{name}.py"
-    return [str(own)] if own.exists() else [str(ROOT / "tests" / package)]
+    folder = ROOT / "tests" / package
+    own = [str(path) for end in ("_alone", "") if (path := folder / f"test_{name}{end}.py").exists()]
+    return [*(own or [str(folder)]), "--fast"]
 
 
-def run(module: str, count: int, tests: list[str], seconds: float) -> int:
+def fails(options: list[str], seconds: float) -> bool:
+    """Whether the tests do, in a fork of this process: what takes long to import is imported once."""
+    import pytest
+
+    child = os.fork()
+    if not child:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(nowhere, number)
+        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", *options]))
+    deadline = time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return status != 0
+            time.sleep(0.02)
+    except BaseException:
+        os.killpg(child, signal.SIGKILL)
+        raise
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return True  # a loop without an end is noticed too
+
+
+def run(module: str, count: int, tests: list[str]) -> int:
     """Returns 0 when nine of ten changes were noticed."""
     source = (ROOT / "skyfab" / f"{module}.py").read_text()
-    noticed, survivors = 0, []
+    noticed, total = 0, 0
     with tempfile.TemporaryDirectory(prefix="skyfab-mutate-") as folder:
         shutil.copytree(ROOT / "skyfab", f"{folder}/skyfab", ignore=shutil.ignore_patterns("__pycache__"))
         target = Path(folder) / "skyfab" / f"{module}.py"
-        words = [sys.executable, "-c", PYTEST, "-x", "-q", "-p", "no:cacheprovider", *tests]
-        env = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
-        for what, text in [("", source), *mutants(source, count)]:
+        os.environ |= {"PYTHONPATH": folder, "HYPOTHESIS_STORAGE_DIRECTORY": f"{folder}/examples"}
+        sys.path.insert(0, folder)
+        import cloudpickle  # noqa: F401  # before the first fork, as pytest
+        from hypothesis import Phase, settings
+
+        settings.register_profile("mutate", max_examples=50, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+        settings.load_profile("mutate")  # nobody reads which example failed: it need not be a small one
+        begun = time.monotonic()
+        if fails(tests, 300):
+            print("the tests fail without any change")
+            return 2
+        seconds = 5 + 3 * (time.monotonic() - begun)
+        for what, text in mutants(source, count):
+            total += 1
             target.write_text(text)
-            try:
-                done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, timeout=seconds).returncode
-            except subprocess.TimeoutExpired:
-                done = 1  # a loop without an end is noticed too
-            if not what and done:
-                print("the tests fail without any change")
-                return 2
-            if what and done:
+            os.utime(target, (total, total))  # else a bytecode file of the same second would be taken for its own
+            if fails(tests, seconds):
                 noticed += 1
-            elif what:
-                survivors.append(what)
-                print(f"not noticed: {what}", flush=True)
-    total = noticed + len(survivors)
-    print(f"{module}: {noticed} of {total} changes noticed")
+            else:
+                print(f"not noticed: skyfab/{module}.py:{what}", flush=True)
+    print(f"{module}: {noticed} of {total} noticed")
     return 0 if noticed >= 0.9 * total else 1
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the tests end too, and the copy is removed
+    name, count, seed, *tests = sys.argv[1:]
+    random.seed(int(seed))
+    sys.exit(run(name, int(count), tests or tests_of(name)))

@@ -923,3 +923,30 @@ def test_a_pip_configuration_that_cannot_be_read_is_named(tmp_path: Path, monkey
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
     with pytest.raises(UsageError, match=r"cannot read pip's configuration .*pip\.conf"):
         lock_of("app")
+
+
+@pytest.mark.parametrize(
+    ("url", "pushed"),
+    [
+        ("https://files.example/simple", False),
+        ("/srv/wheels", True),
+        ("file:///srv/wheels", True),
+        ("https://user:word@files.example/simple", True),
+        ("https://known.example/simple", True),
+        ("https://netrc.example/simple", True),
+    ],
+)
+def test_packages_are_pushed_where_any_source_is_for_this_machine_only(
+    url: str, pushed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A folder, a password in the address, one in the settings, or one in .netrc: each alone is enough."""
+    logins = tmp_path / "netrc"
+    logins.write_text("machine netrc.example login user password word\n")
+    monkeypatch.setenv("NETRC", str(logins))
+    monkeypatch.setattr(uv, "logins", lambda environ: {"https://known.example": ("user", "word")})
+    image = Image(pip=["a"], pip_indexes=[PipIndex(url=url)])
+    assert needs_push(image) is pushed
+    assert not needs_push(Image(pip_indexes=[PipIndex(url=url)])), "nothing is installed from it"
+    monkeypatch.setenv("UV_INDEX", url)
+    assert needs_push(Image(pip=["a"])) is pushed
+    assert not needs_push(Image())

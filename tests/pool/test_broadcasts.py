@@ -16,9 +16,6 @@ from stage.spot import Spot, until
 from stage.threads import at_once
 
 import skyfab as sky
-from skyfab.calls.pack import PackedFunction
-from skyfab.pool.broadcast import Broadcast, BroadcastQueue, GangCall
-from skyfab.protocol import codec
 
 OpenPool = Callable[..., sky.Compute]
 
@@ -194,19 +191,3 @@ def test_a_broadcast_that_is_stopped_and_returns_leaves_the_next_one_alone(open_
     for _ in range(5):
         assert save_and_return() @ pool == ["saved"] * 2
         assert sky.function(lambda: sky.instance_info().rank)() @ pool == [0, 1]
-
-
-def test_a_broadcast_that_comes_while_the_pool_closes_does_not_hang_nor_hold_up_later_ones() -> None:
-    queue, begun = BroadcastQueue(), list[GangCall]()
-    function = PackedFunction("digest", codec.Payload(b""))
-    broadcast = Broadcast(function=function, arguments=codec.Payload(b""), label="f")
-    running = queue.add(broadcast, begun.append)
-    waiting = queue.add(broadcast, begun.append)
-    queue.close()
-    late = queue.add(broadcast, begun.append)
-    for call in (waiting, late):
-        assert isinstance(call.future.exception(0), sky.CallCancelled)
-    running.fail(sky.HostLost("the pool is closed"))
-    queue.open()
-    after = queue.add(broadcast, begun.append)
-    assert begun == [running, after]

@@ -1,7 +1,8 @@
-"""A node, with a session that only notes what it is told: what becomes of uploads when its agent is replaced."""
+"""A node, with a session that only notes what it is told: what a host is sent, and what it is not sent again."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,23 +21,59 @@ PLAN = WorkerSpec(tree="", env={}, info={})
 class FakeSession:
     def __init__(self) -> None:
         self.sent: list[Any] = []
+        self.data: list[list[bytes]] = []
+        self.options: list[dict[str, Any]] = []
         self.failures: list[Any] = []
         self.answers: list[Any] = []
+        self.asked: list[Any] = []
+        self.missing: list[str] = []
+        self.has_ended = False
+        self.closed = False
+        self.is_gone = False
+        self.agent: Any = SimpleNamespace(gpus=2)
 
-    def send(self, message: Any, parts: Any = (), *, answer: Any = None, failure: Any = None, **_: Any) -> int:
+    @property
+    def ops(self) -> list[str]:
+        """What was sent since the last look."""
+        seen, self.sent = self.sent, []
+        return [messages.decode(each).op if isinstance(each, bytes) else each.op for each in seen]
+
+    def send(self, message: Any, parts: Any = (), *, answer: Any = None, failure: Any = None, **options: Any) -> int:
+        if self.is_gone:
+            raise sky.HostLost("gone", host="node1")
         self.sent.append(message)
+        self.data.append([bytes(part) for part in parts])
+        self.options.append(options)
         self.answers.append(answer)
         self.failures.append(failure)
         return 2 * len(self.sent) - 1
+
+    def request(self, head: bytes, data: bytes, worker: str) -> Any:
+        self.sent.append(head)
+        return data, worker
+
+    def ask(self, message: Any) -> Any:
+        self.asked.append(message)
+        return messages.Missing(names=self.missing) if isinstance(message, messages.Has) else messages.Done()
+
+    def wait(self, done: Any) -> bool:
+        for answer in self.answers:
+            answer(messages.Done(), [])
+        assert done()
+        return True
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class FakeCaller:
     def __init__(self) -> None:
         self.streams: list[int] = []
         self.errors: list[Exception] = []
+        self.wanted = True
 
     def is_wanted(self) -> bool:
-        return True
+        return self.wanted
 
     def sent(self, stream: int) -> None:
         self.streams.append(stream)
@@ -55,12 +92,18 @@ def node() -> Node:
     return node
 
 
-def call(node: Node, content: bytes) -> FakeCaller:
+def call(
+    node: Node, content: bytes, *, shared: bool = True, digest: str = "digest", plan: WorkerSpec = PLAN
+) -> FakeCaller:
     caller = FakeCaller()
-    function = PackedFunction("digest", codec.Payload(b"f"))
+    function = PackedFunction(digest, codec.Payload(b"f"))
     arguments = codec.Payload(b"a", [memoryview(content)])
-    node.call("solo.0", PLAN, function, arguments, timeout=None, caller=caller, shared=True)
+    node.call("solo.0", plan, function, arguments, timeout=None, caller=caller, shared=shared)
     return caller
+
+
+def session_of(node: Node) -> Any:
+    return node.session
 
 
 def test_a_call_whose_argument_was_on_its_way_to_an_agent_that_is_replaced_fails(node: Node) -> None:
@@ -88,3 +131,291 @@ def test_samples_of_large_arguments_are_remembered_up_to_a_number(node: Node, mo
         node._belongs_in_store(memoryview(bytes([number]) * LARGE), False)
     assert len(node._seen) == 3
     assert node._belongs_in_store(memoryview(bytes([9]) * LARGE), False), "and the last ones are known again"
+
+
+# ---- what is sent once
+
+
+def test_a_process_and_a_function_are_sent_before_the_first_call_only(node: Node) -> None:
+    session = session_of(node)
+    assert call(node, b"small").streams == [5]
+    sent = messages.decode(session.sent[2])
+    assert isinstance(sent, messages.Call)
+    assert not sent.each
+    assert session.options[1:] == [{"urgent": True}, {"worker": "solo.0"}], "a call never overtakes its function"
+    assert session.ops == ["spawn", "function", "call"]
+    assert session.data[1:] == [[b"f"], [b"a", b"small"]]
+    call(node, b"small")
+    call(node, b"small", plan=WorkerSpec(tree="", env={}, info={}))
+    assert session.ops == ["call", "call"]
+    call(node, b"small", plan=WorkerSpec(tree="changed", env={}, info={}))
+    assert session.ops == ["spawn", "call"]
+
+
+def test_the_short_way_sends_the_same(node: Node) -> None:
+    session = session_of(node)
+    function = PackedFunction("digest", codec.Payload(b"f"))
+    for ops in (["spawn", "function", "call"], ["call"]):
+        assert node.begin("solo.0", PLAN, function, b"data", timeout=None) == (b"data", "solo.0")
+        assert session.ops == ops
+    node.begin("solo.0", WorkerSpec(tree="changed", env={}, info={}), function, b"data", timeout=None)
+    assert session.ops == ["spawn", "call"]
+
+
+def test_a_process_that_has_exited_is_started_again(node: Node) -> None:
+    session = session_of(node)
+    call(node, b"")
+    first = session.sent[0].generation
+    node.on_exit("solo.0", first + 1)  # of one that was replaced
+    node.on_exit("solo.1", first)
+    session.ops.clear()
+    call(node, b"")
+    assert "spawn" not in session.ops
+    node.on_exit("solo.0", first)
+    call(node, b"")
+    assert session.sent[0].generation == first + 1
+    assert session.ops == ["spawn", "call"]
+
+
+def test_a_process_is_ended_once(node: Node) -> None:
+    session = session_of(node)
+    node.release("solo.0")
+    assert session.ops == []
+    call(node, b"")
+    session.ops.clear()
+    node.release("solo.0")
+    node.release("solo.0")
+    assert session.ops == ["stop_worker"]
+    call(node, b"")
+    assert session.ops[0] == "spawn"
+
+
+def test_the_function_used_longest_ago_is_forgotten_first(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyfab.pool.node._FUNCTIONS", 2)
+    session = session_of(node)
+    for digest in ("one", "two", "one"):
+        call(node, b"", digest=digest)
+    assert "forget" not in session.ops
+    call(node, b"", digest="three")
+    assert [each.digests for each in session.sent if isinstance(each, messages.Forget)] == [["two"]]
+
+
+def test_the_next_agent_is_sent_everything_again(node: Node) -> None:
+    call(node, bytes(LARGE))
+    session_of(node).answers[0](messages.Done(), [])
+    node._trees.add("tree")
+    node.reset(FakeSession())  # type: ignore[arg-type]
+    session = session_of(node)
+    call(node, bytes(LARGE))
+    assert session.ops == ["blob"]
+    session.answers[0](messages.Done(), [])
+    assert session.ops == ["spawn", "function", "call"]
+    assert not node.knows(SimpleNamespace(digest="tree"))  # type: ignore[arg-type]
+
+
+# ---- large arguments
+
+
+def test_what_ranks_share_is_stored_once_and_calls_wait_for_it(node: Node) -> None:
+    session = session_of(node)
+    first, second = call(node, bytes(LARGE)), call(node, bytes(LARGE))
+    assert session.ops == ["blob"]
+    assert first.streams == second.streams == []
+    session.answers[0](messages.Done(), [])
+    assert len(first.streams) == len(second.streams) == 1
+    assert session.ops == ["spawn", "function", "call", "call"]
+    assert session.data[-1] == [b"a"], "only its name is in the call"
+    call(node, bytes(LARGE))
+    assert session.ops == ["call"]
+
+
+def test_a_large_argument_of_one_call_travels_with_it_and_is_stored_when_it_comes_again(node: Node) -> None:
+    session = session_of(node)
+    call(node, bytes(LARGE), shared=False)
+    assert session.ops == ["spawn", "function", "call"]
+    call(node, bytes(LARGE), shared=False)
+    assert session.ops == ["blob"]
+    call(node, b"x" * LARGE, shared=False)
+    assert session.ops == ["call"], "one of the same size is another"
+    call(node, bytes(LARGE - 1))
+    assert session.ops == ["call"], "and this one is not large"
+
+
+def test_arguments_are_shared_where_the_caller_says_so(node: Node) -> None:
+    arguments = codec.Payload(b"a", [memoryview(bytes(LARGE))])
+    function = PackedFunction("digest", codec.Payload(b"f"))
+    node.call("solo.0", PLAN, function, arguments, timeout=None, caller=FakeCaller())
+    assert session_of(node).ops == ["spawn", "function", "call"]
+
+
+def test_large_arrays_of_a_function_are_stored(node: Node) -> None:
+    session, caller = session_of(node), FakeCaller()
+    function = PackedFunction("digest", codec.Payload(b"f", [memoryview(bytes(LARGE)), memoryview(b"small")]))
+    node.call("solo.0", PLAN, function, codec.Payload(b"a"), timeout=None, caller=caller)
+    assert session.ops == ["blob"]
+    session.answers[0](messages.Done(), [])
+    assert session.data[2] == [b"f", b"small"]
+    name, size = session.sent[1].parts[1]
+    assert (len(name), size, session.sent[1].parts[2]) == (64, LARGE, 5)
+
+
+def test_a_host_that_cannot_store_an_argument_fails_its_call_once(node: Node) -> None:
+    session, caller = session_of(node), FakeCaller()
+    arguments = codec.Payload(b"a", [memoryview(bytes([each]) * LARGE) for each in (1, 2)])
+    node.call(
+        "solo.0", PLAN, PackedFunction("d", codec.Payload(b"f")), arguments, timeout=None, caller=caller, shared=True
+    )
+    first, second = session.answers
+    first(messages.Failed(text="its disk is full", hint="make room"), [])
+    second(messages.Failed(text="its disk is full", hint="make room"), [])
+    assert [(type(error), error.hint) for error in caller.errors] == [(sky.HostUnfit, "make room")]  # type: ignore[attr-defined]
+    assert caller.streams == []
+
+
+def test_a_call_waits_for_all_its_arguments(node: Node) -> None:
+    session, caller = session_of(node), FakeCaller()
+    arguments = codec.Payload(b"a", [memoryview(bytes([each]) * LARGE) for each in (1, 2)])
+    node.call(
+        "solo.0", PLAN, PackedFunction("d", codec.Payload(b"f")), arguments, timeout=None, caller=caller, shared=True
+    )
+    first, second = session.answers
+    first(messages.Done(), [])
+    assert caller.streams == []
+    second(messages.Done(), [])
+    assert len(caller.streams) == 1
+
+
+def test_a_host_that_is_lost_meanwhile_fails_the_call(node: Node) -> None:
+    session, caller = session_of(node), call(node, bytes(LARGE))
+    session.is_gone = True
+    session.answers[0](messages.Done(), [])
+    assert [type(error) for error in caller.errors] == [sky.HostLost]
+    other = call(node, b"x" * LARGE)
+    assert [type(error) for error in other.errors] == [sky.HostLost]
+    assert node._coming == {}
+
+
+def test_a_call_that_was_cancelled_while_its_arguments_travelled_is_not_sent(node: Node) -> None:
+    session, caller = session_of(node), call(node, bytes(LARGE))
+    caller.wanted = False
+    session.ops.clear()
+    session.answers[0](messages.Done(), [])
+    assert session.ops == []
+    assert [type(error) for error in caller.errors] == [sky.CallCancelled]
+
+
+# ---- the project
+
+
+class FakeTree:
+    digest = "tree"
+    files = (("a.py", "blob1"), ("b.py", "blob2"))
+    sources = ("blob1", "blob2")
+
+    def __init__(self) -> None:
+        self.contents: dict[str, bytes | None] = {"blob1": b"1", "blob2": b"2"}
+
+    def content(self, name: str) -> bytes | None:
+        return self.contents[name]
+
+
+def test_a_project_is_sent_once_and_only_what_is_missing(node: Node) -> None:
+    session, tree = session_of(node), FakeTree()
+    session.missing = ["blob2", "never offered"]
+    assert not node.knows(tree)  # type: ignore[arg-type]
+    assert node.sync_project(tree)  # type: ignore[arg-type]
+    assert [(each.name, each.keep) for each in session.sent] == [("blob2", True)]
+    assert [type(each) for each in session.asked] == [messages.Has, messages.Tree]
+    assert session.asked[1].files == [["a.py", "blob1"], ["b.py", "blob2"]]
+    assert node.knows(tree)  # type: ignore[arg-type]
+    assert node.sync_project(tree)  # type: ignore[arg-type]
+    assert len(session.asked) == 2
+
+
+def test_a_file_that_changed_meanwhile_is_said(node: Node) -> None:
+    session, tree = session_of(node), FakeTree()
+    session.missing = ["blob2"]
+    tree.contents["blob2"] = None
+    assert not node.sync_project(tree)  # type: ignore[arg-type]
+    assert not node.knows(tree)  # type: ignore[arg-type]
+
+
+def test_a_file_that_cannot_be_stored_is_raised(node: Node) -> None:
+    session, tree = session_of(node), FakeTree()
+    session.missing = ["blob1"]
+    session.wait = lambda done: session.answers[0](messages.Failed(text="full", hint=""), []) or done()
+    with pytest.raises(sky.HostUnfit, match="full"):
+        node.sync_project(tree)  # type: ignore[arg-type]
+
+
+def test_a_file_that_is_on_its_way_is_not_sent_twice(node: Node) -> None:
+    session, tree = session_of(node), FakeTree()
+    session.missing = ["blob1"]
+    node._coming["blob1"] = []
+    node._send_blob("blob1", b"1")
+    session.ops.clear()
+    assert node.sync_project(tree)  # type: ignore[arg-type]
+    assert session.ops == []
+
+
+# ---- the host
+
+
+def test_gpus_are_those_of_the_agent_unless_some_are_named(node: Node) -> None:
+    assert node.gpus == (0, 1)
+    named = Node(0, sky.Host(name="node1", gpus=(1,)), Inventory.of(None), _NoOwner())
+    named.session = FakeSession()  # type: ignore[assignment]
+    assert named.gpus == (1,)
+
+
+def test_a_host_is_lost_for_the_first_reason_and_only_when_its_session_has_ended(node: Node) -> None:
+    error = sky.HostLost("gone", host="node1")
+    node.note_lost(error)
+    assert node.lost is None, "it was about a session before"
+    session_of(node).has_ended = True
+    node.note_lost(error)
+    node.note_lost(sky.HostLost("later", host="node1"))
+    assert node.lost is error
+
+
+def test_closing_closes_the_session_and_the_users_connection(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr("skyfab.session.transport.fabric.hang_up", ended.append)
+    node.close()
+    assert session_of(node).closed
+    assert ended == []
+    node._connection = "a connection"
+    node.close()
+    assert ended == ["a connection"]
+
+
+def test_calls_are_cancelled_and_taken_back_by_their_numbers(node: Node) -> None:
+    node.cancel(5)
+    node.unassign([7, 9])
+    cancel, unassign = session_of(node).sent
+    assert isinstance(cancel, messages.Cancel)
+    assert cancel.stream == 5
+    assert isinstance(unassign, messages.Unassign)
+    assert unassign.streams == [7, 9]
+
+
+def test_what_happens_to_a_host_is_told_to_its_owner() -> None:
+    told: list[tuple[Any, ...]] = []
+
+    class Owner:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *rest: told.append((name, *rest)) or True
+
+    node = Node(0, sky.Host(name="node1"), Inventory.of(None), Owner())  # type: ignore[arg-type]
+    lines: Any = object()
+    error = sky.HostLost("gone")
+    node.on_output("w", lines)
+    node.on_exit("w", 1)
+    node.on_lost(error)
+    node.on_disconnect("why")
+    node.on_reconnect(2.0)
+    assert node.others_respond()
+    assert told == [
+        *(("on_output", node, "w", lines), ("on_exit", node, "w"), ("on_lost", node, error)),
+        *(("on_disconnect", node, "why"), ("on_reconnect", node, 2.0), ("others_respond", node)),
+    ]

@@ -12,7 +12,7 @@ from stage.spot import until
 import skyfab as sky
 from skyfab.pool import recovery
 from skyfab.pool.recovery import Recovery
-from skyfab.ui.events import Events
+from skyfab.ui.events import Event, Events, HostState
 
 GONE = sky.HostLost("gone", host="node1")
 
@@ -22,9 +22,10 @@ class FakeSession:
         self.has_ended = False
         self.closed = False
         self.end_agent = agent_ends
+        self.opens: Callable[[], None] = lambda: None
 
     def open(self) -> None:
-        pass
+        self.opens()
 
     def close(self) -> None:
         self.closed = True
@@ -37,6 +38,8 @@ class FakeNode:
         self.lost: Exception | None = GONE
         self.session = FakeSession()
         self.made: list[FakeSession] = []
+        self.attempts: list[Callable[[], None]] = []
+        """What becomes of the first attempts to open a session; later ones succeed."""
 
     def reset(self, session: FakeSession) -> None:
         self.session = session
@@ -53,7 +56,7 @@ def node() -> FakeNode:
     return FakeNode()
 
 
-Begin = Callable[[Any], Recovery]
+Begin = Callable[..., Recovery]
 
 
 @pytest.fixture
@@ -62,10 +65,12 @@ def begin(node: FakeNode) -> Iterator[Begin]:
 
     def session_for(_: Any) -> Any:
         node.made.append(FakeSession())
+        if node.attempts:
+            node.made[-1].opens = node.attempts.pop(0)
         return node.made[-1]
 
-    def start(on_recovered: Any) -> Recovery:
-        made.append(Recovery(session_for, on_recovered, Events()))
+    def start(on_recovered: Any, events: Events | None = None) -> Recovery:
+        made.append(Recovery(session_for, on_recovered, events or Events()))
         return made[-1]
 
     yield start
@@ -127,3 +132,88 @@ def test_closing_does_not_wait_for_the_end_of_an_agent_that_does_not_answer(node
     home.expect(node, GONE)  # type: ignore[arg-type]
     assert waiting.wait(30)
     home.close()
+
+
+def fail() -> None:
+    raise sky.HostLost("not yet", host="node1")
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "skyfab-recovery"]
+
+
+def test_a_host_that_cannot_be_reached_is_tried_until_it_can(node: FakeNode, begin: Begin) -> None:
+    before, found, events = node.session, list[Event](), Events()
+    events.subscribe(found.append)
+    node.lost, node.attempts = None, [fail, fail]
+    home = begin(lambda _, accept: accept(), events)
+    home.expect(node, GONE)  # type: ignore[arg-type]
+    until(lambda: before.closed)
+    assert [session.closed for session in node.made] == [True, True, False]
+    assert node.session is node.made[2]
+    assert found == [HostState(host="node1", state="ready", detail="taken back")]
+    until(lambda: not threads())
+
+
+def test_a_lost_host_is_lost_at_once_and_tried_by_one_thread(node: FakeNode, begin: Begin) -> None:
+    node.lost, gate = None, threading.Event()
+    node.attempts = [lambda: gate.wait(30) and None]
+    home = begin(lambda _, accept: accept())
+    home.expect(node, GONE)  # type: ignore[arg-type]
+    home.expect(node, GONE)  # type: ignore[arg-type]
+    assert node.lost is GONE
+    assert len(threads()) == 1
+    gate.set()
+    until(lambda: node.lost is None)
+    until(lambda: not threads())
+
+
+def test_the_agent_before_is_ended(node: FakeNode, begin: Begin) -> None:
+    ended: list[bool] = []
+    node.session = FakeSession(lambda stopped: ended.append(stopped()))
+    home = begin(lambda _, accept: accept())
+    home.expect(node, GONE)  # type: ignore[arg-type]
+    until(lambda: ended == [False])
+    until(lambda: not threads())
+
+
+def test_closing_ends_an_attempt_and_nothing_is_tried_until_the_pool_is_open_again(
+    node: FakeNode, begin: Begin
+) -> None:
+    trying, closed = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        trying.set()
+        closed.wait(30)
+        fail()
+
+    node.attempts = [hang]
+    home = begin(lambda _, accept: accept())
+    home.expect(node, GONE)  # type: ignore[arg-type]
+    assert trying.wait(30)
+    node.made[0].close = closed.set  # type: ignore[method-assign]
+    home.close()
+    assert threads() == []
+    assert len(node.made) == 1
+    home.expect(node, GONE)  # type: ignore[arg-type]
+    assert threads() == []
+    home.begin()
+    home.expect(node, GONE)  # type: ignore[arg-type]
+    until(lambda: node.lost is None)
+    until(lambda: not threads())
+
+
+def test_a_session_that_is_made_while_the_pool_closes_is_not_opened(node: FakeNode, begin: Begin) -> None:
+    home = begin(lambda _, accept: accept())
+    make = home._session_for
+
+    def late(which: Any) -> Any:
+        home._over.set()
+        return make(which)
+
+    home._session_for = late
+    node.attempts = [lambda: pytest.fail("opened")]
+    home.expect(node, GONE)  # type: ignore[arg-type]
+    until(lambda: not threads())
+    assert len(node.made) == 1
+    assert node.lost is GONE

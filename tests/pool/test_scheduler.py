@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import skyfab as sky
 from skyfab.calls.pack import PackedFunction
+from skyfab.pool import scheduler as module
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import WorkerSpec
-from skyfab.pool.scheduler import Scheduler, Slot, Task
+from skyfab.pool.scheduler import Scheduler, Slot, Task, solo_spec
 from skyfab.protocol import codec, messages
 
 PLAN = WorkerSpec(tree="", env={}, info={})
@@ -41,16 +43,28 @@ class FakeNode:
         self.lost: Exception | None = None
         self.session = FakeSession()
         self.callers: list[Any] = []
+        self.plans: list[WorkerSpec] = []
+        self.options: list[dict[str, Any]] = []
         self.cancelled: list[int] = []
+        self.taken_back: list[list[int]] = []
         self.is_gone = False
 
-    def call(self, worker: str, plan: WorkerSpec, function: Any, arguments: Any, *, caller: Any, **_: Any) -> None:
+    def call(self, worker: str, plan: WorkerSpec, function: Any, arguments: Any, *, caller: Any, **rest: Any) -> None:
         if self.is_gone:
             raise sky.HostLost("gone", host=self.name)
         self.callers.append(caller)
+        self.plans.append(plan)
+        self.options.append(rest)
 
     def cancel(self, stream: int) -> None:
+        if self.is_gone:
+            raise sky.HostLost("gone", host=self.name)
         self.cancelled.append(stream)
+
+    def unassign(self, streams: list[int]) -> None:
+        if self.is_gone:
+            raise sky.HostLost("gone", host=self.name)
+        self.taken_back.append(streams)
 
     def note_lost(self, error: Exception) -> None:
         if self.lost is None and self.session.has_ended:
@@ -70,9 +84,9 @@ def queue_over(*nodes: FakeNode) -> Scheduler:
     return queue
 
 
-def task(**options: Any) -> Task:
+def task(size: int = 100_000, **options: Any) -> Task:
     function = PackedFunction("digest", codec.Payload(b""))
-    return Task(function, codec.Payload(bytes(100_000)), label="f", timeout=None, **options)
+    return Task(function, codec.Payload(bytes(size)), label="f", timeout=None, **options)
 
 
 def result(value: object) -> tuple[messages.Message, list[memoryview]]:
@@ -224,22 +238,7 @@ def test_the_time_that_reading_took_is_not_waited_for_again(monkeypatch: pytest.
     assert future._read(2) == 0
 
 
-# ---- maps
-
-
-def test_two_groups_of_a_map_may_fail(capfd: pytest.CaptureFixture[str]) -> None:
-    from skyfab.pool.map import MapCall
-
-    nodes = [FakeNode("node1"), FakeNode("node2")]
-    queue = queue_over(*nodes)
-    function = PackedFunction("digest", codec.Payload(b""))
-    calls = [sky.function(len)("four") for _ in range(10)]
-    spread = MapCall(queue, function, calls, slots=2, timeout=None)
-    future = spread.start()
-    spread._fail(ValueError("first"))
-    spread._fail(ValueError("second"))
-    assert str(future.exception(0)) == "first"
-    assert capfd.readouterr().err == ""
+# ---- answers
 
 
 def test_answers_come_back_to_their_calls() -> None:
@@ -253,3 +252,392 @@ def test_answers_come_back_to_their_calls() -> None:
     assert one.future.result(0) == "first"
     two.answered(*result("second"))
     assert two.future.result(0) == "second"
+
+
+# ---- where a call goes
+
+
+class Clock:
+    """Takes the place of the scheduler's `time`, and of its timers, which the test lets go off."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self.timers: list[Callable[[], None]] = []
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(threading, "Timer", self._timer)
+
+    def _timer(self, seconds: float, then: Callable[[], None]) -> Any:
+        assert seconds < 1
+        return SimpleNamespace(start=lambda: self.timers.append(then))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def add(queue: Scheduler, count: int, size: int = 10, **options: Any) -> list[Task]:
+    tasks = [task(size, **options) for _ in range(count)]
+    for each in tasks:
+        queue.add(each)
+    return tasks
+
+
+def answer_quickly(queue: Scheduler, node: FakeNode, clock: Clock, seconds: float = 0.0001) -> None:
+    """So many that the scheduler believes all calls to be that short."""
+    for _ in range(60):
+        (one,) = add(queue, 1, on=node)
+        clock.now += seconds
+        one.answered(*result(None))
+    node.callers.clear()
+
+
+def test_calls_spread_over_the_hosts_and_the_next_one_waits() -> None:
+    nodes = [FakeNode("node1"), FakeNode("node2")]
+    queue = queue_over(*nodes)
+    first, second, third = add(queue, 3)
+    assert [node.callers for node in nodes] == [[first], [second]]
+    second.answered(*result(2))
+    assert [node.callers for node in nodes] == [[first], [second, third]]
+    assert third.places() == [(nodes[1], "solo.0", None)]
+    assert third.future.node is nodes[1]  # type: ignore[comparison-overlap]
+
+
+def test_calls_of_unknown_length_are_given_one_at_a_time(clock: Clock) -> None:
+    node = FakeNode("node1")
+    first, _ = add(queue_over(node), 2)
+    assert node.callers == [first]
+
+
+def test_short_calls_are_given_ahead_up_to_a_number(clock: Clock) -> None:
+    node = FakeNode("node1")
+    queue = queue_over(node)
+    answer_quickly(queue, node, clock)
+    add(queue, 40)
+    assert len(node.callers) == 32
+
+
+def test_as_many_are_given_ahead_as_last_a_hundredth_of_a_second(clock: Clock) -> None:
+    node = FakeNode("node1")
+    queue = queue_over(node)
+    answer_quickly(queue, node, clock, 0.0021)
+    add(queue, 40)
+    assert len(node.callers) == 4
+
+
+def test_nothing_large_is_given_ahead(clock: Clock) -> None:
+    node = FakeNode("node1")
+    queue = queue_over(node)
+    answer_quickly(queue, node, clock)
+    add(queue, 2, size=64 * 1024)
+    assert len(node.callers) == 1
+
+
+def test_nothing_is_given_ahead_of_a_call_that_takes_long(clock: Clock) -> None:
+    node = FakeNode("node1")
+    queue = queue_over(node)
+    answer_quickly(queue, node, clock)
+    (long,) = add(queue, 1)
+    clock.now += 0.02
+    (behind,) = add(queue, 1)
+    assert node.callers == [long]
+    long.answered(*result(None))
+    assert node.callers == [long, behind]
+
+
+def test_a_call_that_needs_another_process_is_not_given_ahead(clock: Clock) -> None:
+    node = FakeNode("node1")
+    queue = queue_over(node)
+    answer_quickly(queue, node, clock)
+    node.plans.clear()
+    (first,) = add(queue, 1)
+    changed = WorkerSpec(tree="changed", env={}, info={})
+    queue.replan(lambda slot: changed)
+    add(queue, 2)
+    assert node.plans == [PLAN]
+    first.answered(*result(None))
+    assert node.plans == [PLAN, changed, changed]
+
+
+def test_calls_for_one_host_do_not_hold_up_calls_for_another() -> None:
+    nodes = [FakeNode("node1"), FakeNode("node2")]
+    queue = queue_over(*nodes)
+    add(queue, 2, on=nodes[0])
+    (free,) = add(queue, 1)
+    assert nodes[1].callers == [free]
+
+
+def test_a_call_is_made_with_what_it_was_given() -> None:
+    node = FakeNode("node1")
+    one = Task(PackedFunction("digest", codec.Payload(b"")), codec.Payload(b""), label="f", timeout=3.0)
+    one.each = True
+    queue_over(node).add(one)
+    assert node.options == [{"timeout": 3.0, "each": True}]
+
+
+# ---- a slot for the fast path
+
+
+def test_a_reserved_slot_is_nobody_elses_until_it_is_released(clock: Clock) -> None:
+    node = FakeNode("node1")
+    queue = queue_over(node)
+    answer_quickly(queue, node, clock)
+    slot = queue.reserve()
+    assert slot is not None
+    assert queue.reserve() is None
+    (waiting,) = add(queue, 1)
+    assert node.callers == []
+    queue.release(slot)
+    assert node.callers == [waiting]
+
+
+def test_no_slot_of_a_lost_host_is_reserved() -> None:
+    lost, there = FakeNode("node1"), FakeNode("node2")
+    queue = queue_over(lost, there)
+    lost.lost = sky.HostLost("gone", host="node1")
+    slot = queue.reserve()
+    assert slot is not None
+    assert slot.node is there  # type: ignore[comparison-overlap]
+
+
+def test_nothing_is_reserved_past_calls_that_wait() -> None:
+    nodes = [FakeNode("node1"), FakeNode("node2")]
+    queue = queue_over(*nodes)
+    add(queue, 2, on=nodes[0])
+    assert queue.reserve() is None
+
+
+# ---- calls that come back
+
+
+def ended(why: str) -> messages.Ended:
+    return messages.Ended(why=why, text="", exitcode=None, traceback="")
+
+
+@pytest.mark.parametrize("why", ["unstarted", "unassigned"])
+def test_a_call_that_did_not_begin_is_made_again_before_others(why: str) -> None:
+    node = FakeNode("node1")
+    queue = queue_over(node)
+    back, behind = add(queue, 2)
+    back.sent(7)
+    back.answered(ended(why), [])
+    assert node.callers == [back, back]
+    assert back.stream == 0
+    back.answered(*result("at last"))
+    assert back.future.result(0) == "at last"
+    assert node.callers == [back, back, behind]
+
+
+def test_a_call_whose_worker_never_starts_fails_in_the_end() -> None:
+    node = FakeNode("node1")
+    (one,) = add(queue_over(node), 1)
+    for _ in range(100):
+        assert not one.future.done()
+        one.answered(ended("unstarted"), [])
+    assert isinstance(one.future.exception(0), sky.WorkerDied)
+    assert len(node.callers) == 100
+
+
+def test_a_call_that_was_cancelled_meanwhile_is_not_made_again() -> None:
+    node = FakeNode("node1")
+    (one,) = add(queue_over(node), 1)
+    one.future.cancel()
+    one.answered(ended("unstarted"), [])
+    assert node.callers == [one]
+
+
+def test_what_was_given_ahead_behind_a_long_call_is_taken_back_for_an_idle_worker(clock: Clock) -> None:
+    nodes = [FakeNode("node1"), FakeNode("node2")]
+    queue = queue_over(*nodes)
+    for node in nodes:
+        answer_quickly(queue, node, clock)
+    clock.timers.clear()
+    queue._looking = False
+    (short,) = add(queue, 1, on=nodes[1])
+    long, second = add(queue, 2)
+    add(queue, 1, on=nodes[0])
+    for stream, each in enumerate((long, second), 1):
+        each.sent(stream)
+    clock.now += 0.001
+    short.answered(*result(None))
+    assert len(clock.timers) == 1
+    clock.now += 0.02
+    clock.timers.pop()()
+    assert nodes[0].taken_back == [[2]], "not the one that runs, nor one that is not sent yet"
+    assert nodes[1].taken_back == []
+    assert len(clock.timers) == 1, "and it looks again"
+    second.answered(ended("unassigned"), [])
+    assert nodes[1].callers == [short, second]
+    clock.timers.pop()()
+    assert clock.timers == [], "nobody is idle any more"
+
+
+def test_nothing_is_taken_back_from_calls_that_are_quick(clock: Clock) -> None:
+    nodes = [FakeNode("node1"), FakeNode("node2")]
+    queue = queue_over(*nodes)
+    for node in nodes:
+        answer_quickly(queue, node, clock)
+    add(queue, 2, on=nodes[0])
+    queue._take_back()
+    assert nodes[0].taken_back == []
+
+
+def test_a_lost_host_gives_nothing_back_and_that_is_no_error(clock: Clock) -> None:
+    nodes = [FakeNode("node1"), FakeNode("node2")]
+    queue = queue_over(*nodes)
+    answer_quickly(queue, nodes[0], clock)
+    add(queue, 2, on=nodes[0])
+    clock.now += 1
+    nodes[0].is_gone = True
+    queue._take_back()
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("retries", [1, 2])
+def test_a_call_with_retries_moves_to_another_host_so_often(retries: int) -> None:
+    nodes = [FakeNode(f"node{number}") for number in range(4)]
+    told: list[tuple[str, type]] = []
+    queue = Scheduler(lambda label, host: lambda error: told.append((host, type(error))))
+    queue.open(Slot(node, "solo.0", PLAN) for node in nodes)  # type: ignore[arg-type]
+    (one,) = add(queue, 1, retries=retries)
+    for node in nodes[: retries + 1]:
+        assert not one.future.done()
+        assert node.callers == [one]
+        node.lose()
+        one.failed(sky.HostLost("gone", host=node.name))
+    assert told == [(node.name, sky.HostLost) for node in nodes[: retries + 1]]
+    assert isinstance(one.future.exception(0), sky.HostLost)
+
+
+def test_only_a_lost_host_is_a_reason_to_move() -> None:
+    nodes = [FakeNode("node1"), FakeNode("node2")]
+    (one,) = add(queue_over(*nodes), 1, retries=1)
+    one.failed(sky.HostUnfit("its disk is full", host="node1"))
+    assert isinstance(one.future.exception(0), sky.HostUnfit)
+    assert nodes[0].lost is None
+
+
+def test_a_call_for_one_host_does_not_move() -> None:
+    nodes = [FakeNode("node1"), FakeNode("node2")]
+    queue = queue_over(*nodes)
+    (one,) = add(queue, 1, on=nodes[0], retries=1)
+    nodes[0].lose()
+    error = sky.HostLost("gone", host="node1")
+    one.failed(error)
+    assert one.future.exception(0) is error
+    assert nodes[0].lost is error
+
+
+def test_a_call_for_a_host_that_is_lost_fails_with_its_error() -> None:
+    nodes = [FakeNode("node1"), FakeNode("node2")]
+    nodes[0].lost = sky.HostLost("the reason", host="node1")
+    (one,) = add(queue_over(*nodes), 1, on=nodes[0])
+    assert one.future.exception(0) is nodes[0].lost
+    nodes[1].lost = sky.HostLost("another", host="node2")
+    (two,) = add(queue_over(*nodes), 1)
+    assert "every host" in str(two.future.exception(0))
+
+
+def test_a_failure_frees_the_worker() -> None:
+    node = FakeNode("node1")
+    one, two = add(queue_over(node), 2)
+    one.failed(sky.HostUnfit("its disk is full", host="node1"))
+    assert node.callers == [one, two]
+
+
+def test_the_end_of_a_call_is_told_before_who_waits_goes_on() -> None:
+    seen: list[tuple[BaseException | None, bool]] = []
+    node = FakeNode("node1")
+    queue = Scheduler(lambda label, host: lambda error: seen.append((error, one.future.done())))
+    queue.open([Slot(node, "solo.0", PLAN)])  # type: ignore[list-item]
+    (one,) = add(queue, 1)
+    one.answered(*result(1))
+    assert seen == [(None, False)]
+    assert one.future.on_cancel is None
+
+
+class EndsTheProgram:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exit_now, ()
+
+
+def exit_now() -> None:
+    raise SystemExit(3)
+
+
+def test_a_result_that_ends_the_program_when_it_is_unpickled_ends_its_call_too() -> None:
+    node = FakeNode("node1")
+    one, two = add(queue_over(node), 2)
+    with pytest.raises(SystemExit):
+        one.answered(*result(EndsTheProgram()))
+    assert isinstance(one.future.exception(0), sky.NotPicklable)
+    assert node.callers == [one, two]
+
+
+def test_what_a_call_raised_is_raised_here() -> None:
+    node = FakeNode("node1")
+    (one,) = add(queue_over(node), 1)
+    payload = codec.dumps(ValueError("there"))
+    one.answered(
+        messages.Raised(kind="ValueError", text="there", traceback="", parts=[len(payload.data)]),
+        [memoryview(payload.data)],
+    )
+    assert isinstance(one.future.exception(0), ValueError)
+
+
+def test_a_cancelled_call_that_waits_is_never_made() -> None:
+    node = FakeNode("node1")
+    one, two, three = add(queue_over(node), 3)
+    assert two.future.cancel()
+    one.answered(*result(None))
+    assert node.callers == [one, three]
+    assert node.cancelled == []
+
+
+def test_cancelling_a_call_on_a_lost_host_is_no_error() -> None:
+    node = FakeNode("node1")
+    (one,) = add(queue_over(node), 1)
+    one.sent(1)
+    node.is_gone = True
+    assert one.future.cancel()
+
+
+def test_calls_that_wait_when_the_pool_closes_fail_and_those_that_run_do_not() -> None:
+    node = FakeNode("node1")
+    queue = queue_over(node)
+    one, two = add(queue, 2)
+    queue.fail_all()
+    assert isinstance(two.future.exception(0), sky.CallCancelled)
+    assert not one.future.done()
+
+
+def test_untrusted_hosts_return_plain_data_only() -> None:
+    node = FakeNode("node1")
+    queue = Scheduler(started, untrusted=True)
+    queue.open([Slot(node, "solo.0", PLAN)])  # type: ignore[list-item]
+    (one,) = add(queue, 1)
+    one.answered(*result(EndsTheProgram()))
+    assert isinstance(one.future.exception(0), sky.UntrustedResult)
+
+
+@pytest.mark.parametrize(("gpus", "visible"), [("auto", None), ((1, 3), "1,3")])
+def test_a_solo_call_sees_a_world_of_its_own(gpus: Any, visible: str | None) -> None:
+    agent = SimpleNamespace(hostname="box", address="192.0.2.1")
+    host = sky.Host(name="node1", gpus=gpus)
+    node: Any = SimpleNamespace(index=2, agent=agent, host=host, gpus=(1, 3))
+    spec = solo_spec(node, "tree", {"A": "b"}, job="job", total_nodes=3)
+    assert spec.tree == "tree"
+    assert spec.env.get("CUDA_VISIBLE_DEVICES") == visible
+    assert spec.env["A"] == "b"
+    assert spec.info == {
+        "node": 2,
+        "total_nodes": 3,
+        "hostname": "box",
+        "head_addr": "192.0.2.1",
+        "accelerators": 2,
+        "total_accelerators": 2,
+        "peers": ["192.0.2.1"],
+        "job_id": "job",
+    }

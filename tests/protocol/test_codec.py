@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyfab.protocol import codec
 from skyfab.protocol.blobs import inline_size
 from skyfab.protocol.codec import IN_BAND, Payload, dumps, loads
 
@@ -289,3 +290,131 @@ def test_importing_the_codec_does_not_import_numpy_or_torch() -> None:
     code = "import sys, skyfab.protocol.codec as c; c.loads(c.dumps([1, lambda: 2]).data)[1](); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"numpy", "torch"} & set(loaded)
+
+
+# ---- exceptions
+
+
+class OwnConstructor(ValueError):
+    """Its constructor takes something else than its `args`: Python's own way of pickling calls it with those."""
+
+    def __init__(self, code: int, *, where: str) -> None:
+        super().__init__(f"{code} at {where}")
+        self.code = code
+        constructed.append(code)
+
+
+class OwnReduce(OwnConstructor):
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self.code,)
+
+
+class OwnReduceEx(OwnConstructor):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, (self.code,)
+
+
+class OwnState(ValueError):
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state, restored=True)
+
+
+class Inherited(OSError):
+    """No constructor of its own."""
+
+
+class Stopped(StopIteration):
+    def __init__(self, *, after: int) -> None:
+        super().__init__(after)
+
+
+constructed: list[int] = []
+
+
+def _rebuilt(code: int) -> tuple[str, int]:
+    return "rebuilt", code
+
+
+def test_an_exception_comes_back_without_its_constructor_being_called() -> None:
+    error = OwnConstructor(7, where="home")
+    error.later = "set afterwards"  # type: ignore[attr-defined]
+    constructed.clear()
+    again = there(error)
+    assert type(again) is OwnConstructor
+    assert again.args == ("7 at home",)
+    assert str(again) == "7 at home"
+    assert (again.code, again.later) == (7, "set afterwards")
+    assert constructed == []
+
+
+@pytest.mark.parametrize("kind", [OwnReduce, OwnReduceEx])
+def test_an_exception_that_says_how_it_is_pickled_is_pickled_so(kind: type[OwnConstructor]) -> None:
+    assert there(kind(7, where="home")) == ("rebuilt", 7)
+
+
+def test_an_exception_that_says_how_it_is_restored_is_restored_so() -> None:
+    again = there(OwnState(7))
+    assert (again.code, again.restored) == (7, True)
+
+
+def test_an_exception_of_python_is_pickled_as_python_does_it() -> None:
+    for error in (ValueError("no"), KeyError("k"), SystemExit(3)):
+        assert b"skyfab" not in dumps(error).data
+        assert there(error).args == error.args
+    assert b"skyfab" in dumps(OwnConstructor(7, where="home")).data
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "no such file", "/a"), Inherited(2, "no such file", "/a")])
+def test_an_exception_without_a_constructor_of_its_own_comes_back_as_python_does_it(error: OSError) -> None:
+    again = there(error)
+    assert type(again) is type(error)
+    assert (again.errno, again.filename) == (2, "/a")
+    assert b"_exception" not in dumps(error).data
+
+
+def test_what_a_built_in_exception_keeps_beside_its_args_comes_back() -> None:
+    again = there(Stopped(after=3))
+    assert type(again) is Stopped
+    assert again.value == 3
+
+
+# ---- objects that were packed before
+
+
+class Ready(codec.Packed):
+    def __init__(self, value: object) -> None:
+        self.memory, self.name = codec.pack(value), "its name"
+
+
+def test_a_packed_object_comes_back_and_its_arrays_lie_aligned_in_its_memory() -> None:
+    memory = codec.pack({"a": np.arange(3000), "b": np.arange(5000.0), "c": "text"})
+    again = codec.unpack(memory)
+    assert again["c"] == "text"
+    for name, size in (("a", 3000), ("b", 5000)):
+        assert (again[name] == np.arange(size)).all()
+        assert again[name].ctypes.data % 64 == np.frombuffer(memory, np.uint8).ctypes.data % 64
+    again["a"][0] = 7
+    assert codec.unpack(memory)["a"][0] == 7
+
+
+def test_a_reference_travels_as_a_name_and_comes_back_as_the_object() -> None:
+    ready = Ready(np.arange(3000))
+    payload = dumps([ready, np.arange(2000), ready])
+    assert sorted(payload.refs.values()) == ["its name"]
+    assert len(payload.buffers) == 2
+    assert payload.size == len(payload.data) + 16_000, "without what a host is sent once"
+    first, other, second = loads(payload.data, payload.buffers)
+    assert (first == np.arange(3000)).all()
+    assert len(other) == 2000
+    assert first is second
+
+
+def test_there_are_so_many_references_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_MOST_PACKED", 2)
+    assert len(dumps([Ready(1), Ready(2)]).refs) == 2
+    with pytest.raises(pickle.PicklingError, match="more than 2 references"):
+        dumps([Ready(1), Ready(2), Ready(3)])

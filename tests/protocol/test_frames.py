@@ -11,7 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyfab.errors import ProtocolError
-from skyfab.protocol.frames import ACK, CREDIT, DATA, HEAD, HEADER, HELLO, KINDS, LIMIT, PING, Reader, frame
+from skyfab.protocol.frames import (
+    ACK,
+    CREDIT,
+    DATA,
+    HEAD,
+    HEADER,
+    HELLO,
+    KINDS,
+    LIMIT,
+    PING,
+    Reader,
+    data_header,
+    frame,
+)
 
 Frame = tuple[int, int, bytes, int]
 """Kind, stream, payload, and how many bytes of it are the head."""
@@ -376,3 +389,19 @@ def test_with_express_no_frame_is_lost_doubled_or_out_of_order(
     while reader.pump(recv):
         pass
     assert told == sent
+
+
+@pytest.mark.parametrize(("kind", "scratch"), [(HEAD, 64 * 1024), (HEAD, 32), (DATA, 64 * 1024)])
+def test_a_reader_says_whether_it_is_inside_a_frame(kind: int, scratch: int) -> None:
+    """In a header, in data that lands elsewhere, or in a frame that outgrows the scratch memory."""
+    wire = frame(kind, 1, bytes(100))
+    for cut in range(len(wire) + 1):
+        reader = Reader(Collector(), size=scratch)
+        recv = Trickle(wire[:cut], [1] * cut)
+        while reader.pump(recv):
+            pass
+        assert reader.pending is (0 < cut < len(wire))
+
+
+def test_the_header_of_data_is_that_of_its_frame() -> None:
+    assert data_header(5, 3) + b"abc" == frame(DATA, 5, b"abc")

@@ -258,3 +258,19 @@ def test_error_texts_stay_short() -> None:
         with pytest.raises(ProtocolError) as caught:
             decode(data)
         assert len(str(caught.value)) < 500
+
+
+def test_messages_are_equal_when_their_kind_and_fields_are() -> None:
+    assert messages.Done(text="a") == messages.Done(text="a")
+    assert messages.Done(text="a") != messages.Done(text="b")
+    assert messages.Forget(digests=["a"]) != messages.Has(names=["a"])
+    assert messages.Done(text="a") != "a"
+    assert {messages.Done(text="a"), messages.Done(text="a")} == {messages.Done(text="a")}
+    assert repr(messages.Done(text="a")) == "Done(text='a')"
+
+
+def test_a_head_that_is_made_without_its_message_is_that_of_the_message() -> None:
+    assert messages.result_head(3) == messages.Result(parts=(3,)).encode()
+    fields: dict[str, Any] = {"worker": "w", "function": "f", "parts": (1,), "timeout": None}
+    for _ in range(2):
+        assert messages.Call.head(**fields) == messages.Call(**fields).encode()

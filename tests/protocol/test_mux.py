@@ -619,3 +619,37 @@ def test_neither_side_keeps_thousands_of_express_messages() -> None:
         assert len(b.mux._unacked) <= 2 * ACK_FRAMES
     assert len(a.heads) == 5000
     assert len(passing.taken) + len(b.heads) == 5000
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "writes"), [(10, SMALL, 1), (SMALL, 10, 1), (SMALL + 1, 10, 2), (10, SMALL + 1, 2)]
+)
+def test_send_now_writes_a_small_message_as_one_frame_and_no_larger_one(head: int, body: int, writes: int) -> None:
+    pair = Pair()
+    pair.settle()
+    sent: list[bytes] = []
+    assert pair.a.mux.send_now(
+        1, b"h" * head, (bytes(body),), lambda buffers: sent.append(b"".join(buffers)) or len(sent[-1])
+    )
+    wire = b"".join(sent)
+    kind, inline, stream, length = frames.HEADER.unpack_from(wire)
+    assert (kind, stream) == (HEAD, 1)
+    assert (inline, length) == ((head, head + body) if writes == 1 else (0, head))
+    assert len(wire) >= head + body + frames.HEADER.size
+
+
+def test_chunks_that_are_sent_again_are_timed_from_then() -> None:
+    """Else the time without a connection would count as the time that data takes."""
+    pair = Pair()
+    pair.settle()
+    pair.a.say(1, content(1, 2 * SMALL))
+    pair.a.flush()
+    pair.cut()
+    pair.now += 30
+    pair.attach(pair.a)
+    pair.attach(pair.b)
+    pair.settle()
+    pair.a.mux.ping()
+    pair.settle()
+    pair.check()
+    assert pair.a.mux.window._base < 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -13,7 +15,7 @@ from stage.messages import filled
 
 import skyfab as sky
 from skyfab.protocol import VERSION, messages
-from skyfab.protocol.frames import BYE, HEADER, HELLO, PING, PONG, frame
+from skyfab.protocol.frames import ACK, BYE, COUNT, HEAD, HEADER, HELLO, PING, PONG, frame
 from skyfab.session import reconnect
 from skyfab.session.connection import Connection
 from skyfab.session.lines import Lines
@@ -609,6 +611,21 @@ def test_open_detached_closed(bench: Bench) -> None:
     assert bench.listener.told == []
 
 
+def test_a_stream_that_is_given_up_is_not_watched_any_more(bench: Bench) -> None:
+    bench.open()
+    source = bench.stream.fileno()
+    assert source in bench.reader._owners
+    bench.connection.detach()
+    assert source not in bench.reader._owners
+
+
+def test_what_is_being_closed_cannot_be_detached(bench: Bench) -> None:
+    bench.open()
+    bench.connection.leave()
+    with pytest.raises(sky.HostLost, match="the pool was closed"):
+        bench.connection.detach()
+
+
 def test_suspect_detached_when_the_agent_has_received_everything(bench: Bench) -> None:
     bench.open()
     bench.break_stream()
@@ -631,3 +648,234 @@ def test_what_is_lost_cannot_be_detached(bench: Bench) -> None:
 def test_a_state_that_does_not_follow_is_refused(bench: Bench) -> None:
     with pytest.raises(AssertionError, match="new → open"):
         bench.connection._enter(State.OPEN)
+
+
+# ---- sending and receiving
+
+
+def heads(bench: Bench) -> list[int]:
+    """The stream numbers of the messages that came to the agent."""
+    try:
+        data = bench.stream.agent.recv(1 << 20)
+    except BlockingIOError:
+        return []
+    found = []
+    while data:
+        kind, _, stream, length = HEADER.unpack(data[: HEADER.size])
+        found += [stream] if kind == HEAD else []
+        data = data[HEADER.size + length :]
+    return found
+
+
+def test_requests_have_odd_numbers_that_nobody_waits_at(bench: Bench) -> None:
+    bench.open()
+    for _ in range(3):
+        bench.request()
+    assert heads(bench) == [1, 3, 5]
+    bench.connection._next_stream = 3
+    bench.request()
+    assert heads(bench) == [7]
+
+
+def test_numbers_begin_again_after_the_last(bench: Bench) -> None:
+    bench.open()
+    bench.request()
+    bench.connection._next_stream = 2**32 - 1
+    bench.request()
+    bench.request()
+    assert heads(bench) == [1, 2**32 - 1, 3]
+    bench.connection._next_stream = 2**32 - 1
+    bench.request()
+    assert heads(bench) == [5]
+
+
+def test_an_answer_comes_to_its_request(bench: Bench) -> None:
+    bench.open()
+    first, second = bench.request(), bench.request()
+    head = messages.Missing(names=["x"]).encode()
+    bench.stream.say(frame(HEAD, 3, head, len(head)))
+    bench.reader.turn()
+    assert first == []
+    assert [type(each) for each in second] == [messages.Missing]
+
+
+def test_a_small_request_is_answered_to_the_thread_that_waits(bench: Bench) -> None:
+    bench.open()
+    reply = bench.connection.request(b'{"op":"has","names":[]}', b"data", "solo.0")
+    assert [(kind, payload) for kind, payload in bench.stream.heard()] == [(HEAD, b'{"op":"has","names":[]}data')]
+    head = messages.Done().encode()
+    bench.stream.say(frame(HEAD, reply.stream, head, len(head)))
+    bench.reader._tick_at = time.monotonic() + 60
+    bench.connection.await_reply(reply)
+    assert reply.found is not None
+    assert isinstance(reply.found[0], messages.Done)
+
+
+def test_a_small_request_fails_with_its_host(bench: Bench) -> None:
+    bench.open()
+    reply = bench.connection.request(b"{}", b"", "solo.0")
+    bench.stream.hello()  # twice: that breaks the protocol
+    bench.reader.turn()
+    with pytest.raises(sky.HostLost) as raised:
+        bench.connection.await_reply(reply)
+    assert raised.value is reply.error
+    with pytest.raises(sky.HostLost):
+        bench.connection.request(b"{}", b"", "solo.0")
+
+
+@pytest.mark.parametrize("how", ["send", "request", "urgent"])
+def test_what_is_said_without_a_stream_follows_on_the_next(bench: Bench, how: str) -> None:
+    bench.open()
+    bench.break_stream()
+    if how == "request":
+        bench.connection.request(b"{}", b"", "solo.0")
+    else:
+        bench.connection.send(messages.Has(names=[]), urgent=how == "urgent")
+    other = Stream()
+    bench.agent.outcomes = [other]
+    bench.step()
+    bench.step()
+    other.hello()
+    bench.reader.turn()
+    assert HEAD in [kind for kind, _ in other.heard()]
+
+
+@pytest.mark.parametrize("how", ["send", "request", "flush"])
+@pytest.mark.parametrize("has_sink", [True, False])
+def test_what_finds_no_room_follows_when_there_is_some(bench: Bench, how: str, has_sink: bool) -> None:
+    bench.stream.sink = lambda: sink.fileno() if has_sink else None  # type: ignore[method-assign]
+    bench.open()
+    with socket.socket(fileno=os.dup(bench.stream.fileno())) as sink:
+        full = True
+        send = bench.stream.send
+
+        def maybe(buffers: Sequence[bytes | memoryview]) -> int:
+            if full:
+                raise BlockingIOError
+            return send(buffers)
+
+        bench.stream.send = maybe  # type: ignore[method-assign]
+        if how == "request":
+            bench.connection.request(b"{}", b"", "solo.0")
+        elif how == "send":
+            bench.connection.send(messages.Has(names=[]))
+        else:
+            bench.connection.send(messages.Has(names=[]), urgent=True)
+        assert (bench.connection._sink >= 0) is has_sink
+        bench.reader.turn()
+        assert bench.stream.heard() == []
+        full = False
+        time.sleep(0.005)
+        bench.reader.turn()
+        assert HEAD in [kind for kind, _ in bench.stream.heard()]
+        assert bench.connection._sink == -1
+        bench.reader.discard(bench.connection)
+
+
+@pytest.mark.parametrize("how", ["send", "request"])
+def test_a_stream_that_cannot_be_written_is_explained_by_reading_it(bench: Bench, how: str) -> None:
+    bench.open()
+
+    def broken(buffers: Sequence[bytes | memoryview]) -> int:
+        raise BrokenPipeError
+
+    bench.stream.send = broken  # type: ignore[method-assign]
+    if how == "send":
+        bench.connection.send(messages.Has(names=[]))
+    else:
+        bench.connection.request(b"{}", b"", "solo.0")
+    assert bench.state is State.OPEN
+    bench.break_stream()
+    assert bench.state is State.SUSPECT
+
+
+def test_what_a_program_says_on_stderr_is_read_until_it_ends(bench: Bench) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        said: list[bytes] = []
+        bench.stream.stderr = lambda: None if said[-1:] == [b""] else ours.fileno()  # type: ignore[method-assign]
+        bench.stream.drain = lambda: said.append(ours.recv(100))  # type: ignore[method-assign]
+        bench.open()
+        theirs.send(b"warning")
+        bench.reader.turn()
+        assert said == [b"warning"]
+        theirs.close()
+        bench.reader.turn()
+        assert said == [b"warning", b""], "and it is not watched any more"
+        assert bench.connection._stderr == -1
+
+
+def test_a_stream_that_raises_when_it_is_read_is_broken(bench: Bench) -> None:
+    bench.open()
+
+    def reset(view: memoryview) -> int:
+        raise ConnectionResetError("reset")
+
+    bench.stream.recv_into = reset  # type: ignore[method-assign]
+    bench.stream.say(frame(PONG))
+    bench.reader.turn()
+    bench.step()
+    assert bench.listener.told == ["apart: the connection broke: reset"]
+
+
+def test_a_host_responds_while_something_came_lately(bench: Bench) -> None:
+    bench.open()
+    assert bench.connection.responds
+    assert bench.connection.last_received == bench.clock.now
+    bench.clock.now += 2.9
+    assert bench.connection.responds
+    bench.clock.now += 0.1
+    assert not bench.connection.responds
+
+
+def test_since_when_a_host_is_suspect_stays(bench: Bench) -> None:
+    bench.open()
+    heard = bench.clock.now
+    bench.pass_time(4)
+    assert bench.connection.is_suspect
+    bench.stream.say(frame(PING))  # not an answer to what was asked
+    bench.reader.turn()
+    assert bench.connection.last_received == heard
+
+
+def test_bytes_are_counted(bench: Bench) -> None:
+    bench.open()
+    out, into = bench.connection.moved
+    bench.request()
+    bench.stream.say(frame(PONG))
+    bench.reader.turn()
+    sent = messages.Has(names=[]).encode()
+    assert bench.connection.moved == (out + HEADER.size + len(sent), into + HEADER.size)
+
+
+def test_who_this_is_and_what_it_has_received_is_said_first(bench: Bench) -> None:
+    bench.begin()
+    ((kind, payload),) = bench.stream.heard()
+    assert kind == HELLO
+    hello = messages.expect(messages.ClientHello, payload)
+    assert (hello.protocol, hello.received, hello.lease, hello.name, hello.local) == (VERSION, 0, 60, "node1", False)
+
+
+def test_waiting_ends_with_the_connection(bench: Bench) -> None:
+    bench.open()
+    assert not bench.connection.wait(lambda: False, 0.01)
+    assert bench.connection.wait(lambda: True, 0.01)
+    bench.stream.hello()
+    bench.reader.turn()
+    assert not bench.connection.wait(lambda: False)
+
+
+def test_detaching_asks_until_everything_is_received(bench: Bench) -> None:
+    bench.open()
+    bench.request()
+    bench.stream.heard()
+    assert not bench.connection._is_received()
+    assert [kind for kind, _ in bench.stream.heard()] == [PING]
+    assert not bench.connection._is_received()
+    assert bench.stream.heard() == [], "not at every look"
+    bench.clock.now += 0.1
+    assert not bench.connection._is_received()
+    assert [kind for kind, _ in bench.stream.heard()] == [PING]
+    bench.stream.say(frame(ACK, 0, COUNT.pack(1)))
+    bench.reader.turn()
+    assert bench.connection._is_received()

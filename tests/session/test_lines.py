@@ -138,3 +138,26 @@ def test_many_lines_are_cut_quickly() -> None:
     """A million short lines in pieces of a pipe's size, without work that grows with what came before."""
     data = b"a line of output\n" * 100_000
     assert len(lines_of([data[at : at + 65_536] for at in range(0, len(data), 65_536)])) == 100_000
+
+
+@pytest.mark.parametrize("character", ["x", "é", "è", "€", "😀", "😁"])
+@pytest.mark.parametrize("before", range(4))
+def test_a_long_line_is_cut_between_characters(monkeypatch: pytest.MonkeyPatch, character: str, before: int) -> None:
+    monkeypatch.setattr("skyfab.session.lines._LONGEST", 20)
+    text = "x" * before + character * 12
+    data = text.encode()
+    for size in range(21, len(data)):
+        lines = Lines("stdout")
+        first = lines.feed(data[:size])
+        assert first is not None
+        assert len(lines._rest) <= 4, "most of it is shown"
+        second = lines.feed(data[size:] + b"\n")
+        assert second is not None
+        assert "".join(piece for piece, _ in [*first, *second]) == text
+
+
+def test_a_long_line_that_is_no_text_is_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyfab.session.lines._LONGEST", 20)
+    lines = Lines("stdout")
+    assert lines.feed(b"\x80" * 21) is not None
+    assert len(lines._rest) <= 4

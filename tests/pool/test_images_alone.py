@@ -1,0 +1,97 @@
+"""HostImages: hosts with equal images share a preparation, and which interpreter each is asked for."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+from skyfab.pool.images import HostImages, Progress
+from skyfab.session.bootstrap import local_python
+from skyfab.ui.events import Event, Events, HostState, Moved
+
+HOSTS = [sky.Host(name=f"node{number}") for number in (1, 2, 3)]
+
+
+class ForTwo(sky.plugins.Plugin):
+    """Another image for the second host."""
+
+    def transform(self, image: sky.Image, host: sky.Host) -> sky.Image:
+        return sky.Image(pip=["b"]) if host.name == "node2" else sky.Image(pip=["a"])
+
+
+def begun(hosts: list[sky.Host], image: sky.Image, *plugins: Any) -> HostImages:
+    images = HostImages(hosts, image, plugins)
+    images.begin()
+    return images
+
+
+def interpreter(host: sky.Host, image: sky.Image) -> tuple[str, bool]:
+    """What a host is asked for, and whether it is prepared where it is missing."""
+    python, prepare = begun([host], image).interpreter(host, "session", Progress(Events(), host.name))
+    return python, prepare is not None
+
+
+def test_hosts_with_equal_images_share_one_preparation() -> None:
+    images = begun(HOSTS, sky.Image(), ForTwo())
+    assert [images.image_of(host).pip for host in HOSTS] == [("a",), ("b",), ("a",)]
+    assert images.image_of(HOSTS[0]) is images.image_of(HOSTS[2])
+    first, second, third = (images._preparations[host.name] for host in HOSTS)
+    assert first is third
+    assert first is not second
+    assert second.image is images.image_of(HOSTS[1])
+
+
+def test_preparations_are_new_each_time_a_pool_opens() -> None:
+    images = begun(HOSTS, sky.Image())
+    before = images._preparations["node1"]
+    images.begin()
+    assert images._preparations["node1"] is not before
+
+
+def test_an_image_that_no_host_could_use_is_refused_before_any_is_asked() -> None:
+    with pytest.raises(sky.UsageError):
+        HostImages(HOSTS, sky.Image(python="3.1"), ())
+
+
+def test_a_plain_image_is_any_python_of_the_version_here() -> None:
+    assert interpreter(HOSTS[0], sky.Image()) == (local_python(), True)
+    assert interpreter(HOSTS[0], sky.Image(python=local_python())) == (local_python(), True)
+
+
+def test_this_machine_runs_the_python_that_runs_here() -> None:
+    here = sky.Host(name="here", transport="local")
+    assert interpreter(here, sky.Image()) == (sys.executable, False)
+    assert interpreter(here, sky.Image(pip=["a"]))[1]
+
+
+def test_a_named_interpreter_is_used_as_it_is() -> None:
+    named = sky.Host(name="node1", python="/opt/python")
+    assert interpreter(HOSTS[0], sky.Image(python="/usr/bin/python3")) == ("/usr/bin/python3", False)
+    assert interpreter(named, sky.Image()) == ("/opt/python", False)
+    assert interpreter(named, sky.Image(python="/usr/bin/python3")) == ("/usr/bin/python3", False)
+    assert interpreter(named, sky.Image(pip=["a"]))[1], "packages go into an environment"
+
+
+def test_nobody_waits_for_a_host_that_failed() -> None:
+    images = begun(HOSTS, sky.Image())
+    preparation = images._preparations["node2"]
+    assert "node2" in preparation._absent
+    images.failed(HOSTS[1])
+    assert "node2" not in preparation._absent
+    assert "node1" in preparation._absent
+
+
+def test_progress_is_told_as_events() -> None:
+    found: list[Event] = []
+    events = Events()
+    events.subscribe(found.append)
+    progress = Progress(events, "node1")
+    progress.step("torch")
+    progress.moved("wheels", 1, 2)
+    assert found == [
+        HostState(host="node1", state="preparing", detail="torch"),
+        Moved(host="node1", what="wheels", done=1, total=2),
+    ]

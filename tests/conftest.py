@@ -96,8 +96,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     over: dict[str, list[pytest.Item]] = {}
     for item in items:
         callspec = getattr(item, "callspec", None)
-        if callspec is not None and callspec.params.get("transport") in TRANSPORTS:
-            over.setdefault(item.nodeid.replace(callspec.params["transport"], "*"), []).append(item)
+        transport = callspec and callspec.params.get("transport")
+        if transport in TRANSPORTS:
+            over.setdefault(item.nodeid.replace(transport, "*"), []).append(item)
     for name, same in over.items():
         chosen = [item for item in same if not config.getoption("--fast") or _is_fast(item)] or same
         one = chosen[zlib.crc32(name.encode()) % len(chosen)]

@@ -142,6 +142,7 @@ def test_twenty_clients_that_are_killed_leave_nothing(lab: Lab, client: Client, 
     kill_at_random_moments(lab, client, seed, times=20)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", [31])
 def test_a_client_that_is_killed_while_the_network_is_away_leaves_nothing(lab: Lab, client: Client, seed: int) -> None:
     """Nobody tells the hosts: they find out by themselves."""

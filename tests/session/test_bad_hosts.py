@@ -28,7 +28,7 @@ pytestmark = pytest.mark.lab
 
 MB = 1024 * 1024
 BY = ["openssh", "fabric"]
-both = pytest.mark.parametrize("by", BY)
+both = pytest.mark.parametrize("transport", BY)
 Hosts = Callable[..., list[sky.Host]]
 _users = itertools.count(1)
 
@@ -91,11 +91,11 @@ def new_user(namespaces: Lab, hosts_of: Hosts) -> Callable[..., sky.Host]:
     """``new_user("openssh", "/bin/dash")``: node1 as a user of the test's own."""
 
     def add_one(
-        by: str = "openssh", login: str = "/bin/sh", *, changes: dict[str, Any] | None = None, **account: Any
+        transport: str = "openssh", login: str = "/bin/sh", *, changes: dict[str, Any] | None = None, **account: Any
     ) -> sky.Host:
         name = f"user{next(_users)}"
         namespaces.hosts[0].add_user(name, **account | {"shell": login})
-        host: sky.Host = hosts_of(by, 1, user=name, **(changes or {}))[0]
+        host: sky.Host = hosts_of(transport, 1, user=name, **(changes or {}))[0]
         return host
 
     return add_one
@@ -105,21 +105,21 @@ def new_user(namespaces: Lab, hosts_of: Hosts) -> Callable[..., sky.Host]:
 
 
 @both
-def test_a_name_that_does_not_exist(by: str) -> None:
-    host = sky.Host(name="nowhere", address="no-such-host.invalid", transport=by)  # type: ignore[arg-type]
+def test_a_name_that_does_not_exist(transport: str) -> None:
+    host = sky.Host(name="nowhere", address="no-such-host.invalid", transport=transport)  # type: ignore[arg-type]
     is_clear(failure(host), sky.Unreachable, "no-such-host.invalid", "nowhere")
 
 
 @both
-def test_a_port_where_nothing_listens(lab: Lab, hosts_of: Hosts, by: str) -> None:
-    error = failure(*hosts_of(by, 1, port=1))
-    is_clear(error, sky.Unreachable, "refused" if by == "openssh" else "Unable to connect to port 1")
+def test_a_port_where_nothing_listens(lab: Lab, hosts_of: Hosts, transport: str) -> None:
+    error = failure(*hosts_of(transport, 1, port=1))
+    is_clear(error, sky.Unreachable, "refused" if transport == "openssh" else "Unable to connect to port 1")
     assert isinstance(error, ConnectionError)
     assert "ssh -p 1" in (error.hint or "")
 
 
 @both
-def test_a_server_that_is_no_ssh_server(hosts_of: Hosts, by: str) -> None:
+def test_a_server_that_is_no_ssh_server(hosts_of: Hosts, transport: str) -> None:
     """Something else answers there, and hangs up: each time, as a busy server does not."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -132,7 +132,7 @@ def test_a_server_that_is_no_ssh_server(hosts_of: Hosts, by: str) -> None:
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        host = hosts_of(by, 1, address="127.0.0.1", port=server.getsockname()[1])[0]
+        host = hosts_of(transport, 1, address="127.0.0.1", port=server.getsockname()[1])[0]
         error = failure(host)
         server.shutdown(socket.SHUT_RDWR)
         thread.join()
@@ -141,10 +141,10 @@ def test_a_server_that_is_no_ssh_server(hosts_of: Hosts, by: str) -> None:
 
 @both
 def test_a_host_that_is_down_is_reported_with_every_other_failure_at_once(
-    namespaces: Lab, hosts_of: Hosts, by: str
+    namespaces: Lab, hosts_of: Hosts, transport: str
 ) -> None:
     """One is off, one refuses, two are fine: one error names both, and the pools of the good ones are closed."""
-    one, two, down, closed = hosts_of(by, 4)
+    one, two, down, closed = hosts_of(transport, 4)
     down = replace(down, address=namespaces.hosts[0].network.address(250))  # type: ignore[attr-defined]
     closed = replace(closed, port=1)
     error = failure(one, down, two, closed)
@@ -177,22 +177,22 @@ def test_one_failure_among_many_hosts_is_that_error_itself(namespaces: Lab, host
 
 
 @both
-def test_a_user_whose_key_is_refused(namespaces: Lab, hosts_of: Hosts, home: Path, by: str) -> None:
-    error = failure(*hosts_of(by, 1, identity=str(home / ".ssh" / "id_ed25519"), user="ada"))
+def test_a_user_whose_key_is_refused(namespaces: Lab, hosts_of: Hosts, home: Path, transport: str) -> None:
+    error = failure(*hosts_of(transport, 1, identity=str(home / ".ssh" / "id_ed25519"), user="ada"))
     is_clear(error, sky.AuthenticationRefused, "refused for ada")
     assert "ssh -p 22" in (error.hint or "")
     assert "ada@" in (error.hint or "")
 
 
 @both
-def test_a_user_who_does_not_exist(namespaces: Lab, hosts_of: Hosts, by: str) -> None:
-    is_clear(failure(*hosts_of(by, 1, user="nobody-of-that-name")), sky.AuthenticationRefused, "refused")
+def test_a_user_who_does_not_exist(namespaces: Lab, hosts_of: Hosts, transport: str) -> None:
+    is_clear(failure(*hosts_of(transport, 1, user="nobody-of-that-name")), sky.AuthenticationRefused, "refused")
 
 
 @both
-def test_an_identity_file_that_does_not_exist(namespaces: Lab, hosts_of: Hosts, tmp_path: Path, by: str) -> None:
+def test_an_identity_file_that_does_not_exist(namespaces: Lab, hosts_of: Hosts, tmp_path: Path, transport: str) -> None:
     """The file is named: a slip in the inventory, not a matter of the host."""
-    error = failure(*hosts_of(by, 1, identity=str(tmp_path / "id_missing")))
+    error = failure(*hosts_of(transport, 1, identity=str(tmp_path / "id_missing")))
     is_clear(error, sky.AuthenticationRefused, "")
     assert "id_missing" in str(error)
 
@@ -214,20 +214,20 @@ BASHRC = {
 
 @pytest.mark.parametrize("bashrc", BASHRC.values(), ids=BASHRC)
 @both
-def test_what_bashrc_prints_does_no_harm(new_user: Callable[..., sky.Host], by: str, bashrc: str) -> None:
-    assert works(new_user(by, "/bin/bash", bashrc=bashrc))
+def test_what_bashrc_prints_does_no_harm(new_user: Callable[..., sky.Host], transport: str, bashrc: str) -> None:
+    assert works(new_user(transport, "/bin/bash", bashrc=bashrc))
 
 
 @pytest.mark.timeout(60)
 @both
-def test_a_bashrc_that_prints_without_end_is_given_up(new_user: Callable[..., sky.Host], by: str) -> None:
-    error = failure(new_user(by, "/bin/bash", bashrc="yes\n"))
+def test_a_bashrc_that_prints_without_end_is_given_up(new_user: Callable[..., sky.Host], transport: str) -> None:
+    error = failure(new_user(transport, "/bin/bash", bashrc="yes\n"))
     is_clear(error, sky.HostUnfit, "prints without end")
 
 
 @both
-def test_a_bashrc_that_exits_says_what_it_said(new_user: Callable[..., sky.Host], by: str) -> None:
-    error = failure(new_user(by, "/bin/bash", bashrc="echo 'this node is for batch jobs'; exit 1\n"))
+def test_a_bashrc_that_exits_says_what_it_said(new_user: Callable[..., sky.Host], transport: str) -> None:
+    error = failure(new_user(transport, "/bin/bash", bashrc="echo 'this node is for batch jobs'; exit 1\n"))
     is_clear(error, sky.HostUnfit, "this node is for batch jobs")
 
 
@@ -235,7 +235,7 @@ def test_a_bashrc_that_exits_says_what_it_said(new_user: Callable[..., sky.Host]
     "shell", ["sh", "dash", "bash", "csh", "tcsh", "fish", "zsh", "ksh", "mksh", "busybox", "rbash"]
 )
 @both
-def test_a_login_shell(namespaces: Lab, new_user: Callable[..., sky.Host], by: str, shell: str) -> None:
+def test_a_login_shell(namespaces: Lab, new_user: Callable[..., sky.Host], transport: str, shell: str) -> None:
     """A call goes through it; a cache folder with spaces, quotes and dollars does too."""
     path = shutil.which(shell, path="/usr/bin:/bin")
     if path is None:
@@ -243,7 +243,7 @@ def test_a_login_shell(namespaces: Lab, new_user: Callable[..., sky.Host], by: s
     if shell == "busybox":  # which looks at the name that it is called by
         namespaces.hosts[0].run(["sh", "-c", f"mkdir -p /opt/busybox; ln -sf {path} /opt/busybox/sh"])
         path = "/opt/busybox/sh"
-    host = new_user(by, path)
+    host = new_user(transport, path)
     if shell == "rbash":  # restricted: it may not run a program by its path
         is_clear(failure(host), sky.HostUnfit, "restricted")
         return
@@ -252,28 +252,28 @@ def test_a_login_shell(namespaces: Lab, new_user: Callable[..., sky.Host], by: s
 
 
 @both
-def test_an_account_that_may_not_log_in(new_user: Callable[..., sky.Host], by: str) -> None:
-    error = failure(new_user(by, "/usr/sbin/nologin"))
+def test_an_account_that_may_not_log_in(new_user: Callable[..., sky.Host], transport: str) -> None:
+    error = failure(new_user(transport, "/usr/sbin/nologin"))
     is_clear(error, sky.HostUnfit, "This account is currently not available")
 
 
 @both
-def test_a_shell_that_does_nothing(new_user: Callable[..., sky.Host], by: str) -> None:
-    is_clear(failure(new_user(by, "/bin/false")), sky.HostUnfit, "its login shell did not run our command")
+def test_a_shell_that_does_nothing(new_user: Callable[..., sky.Host], transport: str) -> None:
+    is_clear(failure(new_user(transport, "/bin/false")), sky.HostUnfit, "its login shell did not run our command")
 
 
 @both
-def test_a_home_folder_with_spaces_and_quotes(new_user: Callable[..., sky.Host], by: str) -> None:
-    place = f'/home/o\'brien "the {by}" $HOME; `x` *ü'
-    with sky.Compute([new_user(by, home=place)], ui="none", image=ALONE) as compute:
+def test_a_home_folder_with_spaces_and_quotes(new_user: Callable[..., sky.Host], transport: str) -> None:
+    place = f'/home/o\'brien "the {transport}" $HOME; `x` *ü'
+    with sky.Compute([new_user(transport, home=place)], ui="none", image=ALONE) as compute:
         assert home_folder() >> compute == place
 
 
 @both
-def test_a_home_folder_that_is_not_there(namespaces: Lab, new_user: Callable[..., sky.Host], by: str) -> None:
+def test_a_home_folder_that_is_not_there(namespaces: Lab, new_user: Callable[..., sky.Host], transport: str) -> None:
     """As on machines whose homes are mounted later."""
-    host = new_user(by, home=f"/home/gone-{by}")
-    namespaces.hosts[0].run(["rmdir", f"/home/gone-{by}"])
+    host = new_user(transport, home=f"/home/gone-{transport}")
+    namespaces.hosts[0].run(["rmdir", f"/home/gone-{transport}"])
     is_clear(failure(host), sky.HostUnfit, "could not be set up")
 
 
@@ -304,10 +304,10 @@ def files(host: LabHost, place: str) -> set[str]:
 
 @both
 def test_a_disk_too_small_for_the_bundle(
-    namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], by: str
+    namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], transport: str
 ) -> None:
     place = disk(0.05)
-    error = failure(*hosts_of(by, 1, cache=f"{place}/cache"))
+    error = failure(*hosts_of(transport, 1, cache=f"{place}/cache"))
     is_clear(error, sky.HostUnfit, "No space left on device")
     assert "space" in (error.hint or "")
     assert not files(namespaces.hosts[0], place), "half a bundle is worse than none"
@@ -319,11 +319,11 @@ def fill(host: LabHost, place: str, name: str = "fill") -> None:
 
 @both
 def test_a_disk_that_is_full_when_the_pool_opens(
-    namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], by: str
+    namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], transport: str
 ) -> None:
     """The bundle is there from better days; the run folder is what has no room."""
     place = disk(4)
-    (host,) = hosts_of(by, 1, cache=f"{place}/cache")
+    (host,) = hosts_of(transport, 1, cache=f"{place}/cache")
     assert works(host)
     before = files(namespaces.hosts[0], place)
     fill(namespaces.hosts[0], place)
@@ -339,11 +339,11 @@ def test_a_disk_that_is_full_when_the_pool_opens(
 
 @both
 def test_a_disk_that_runs_full_while_a_blob_is_stored(
-    namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], by: str
+    namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], transport: str
 ) -> None:
     """The call fails with the reason, the half-written blob is gone, and the pool goes on working."""
     place = disk(6)
-    with sky.Compute(hosts_of(by, 1, cache=f"{place}/cache"), ui="none", image=ALONE, ranks=2) as compute:
+    with sky.Compute(hosts_of(transport, 1, cache=f"{place}/cache"), ui="none", image=ALONE, ranks=2) as compute:
         assert add(2, 3) >> compute == 5
         before = files(namespaces.hosts[0], place)
         data = Buffer(os.urandom(16 * MB))
@@ -363,13 +363,13 @@ def test_a_disk_that_runs_full_while_a_blob_is_stored(
 
 @both
 def test_a_disk_too_small_for_the_project(
-    namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], tmp_path: Path, by: str
+    namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], tmp_path: Path, transport: str
 ) -> None:
     """The user's own files do not fit."""
     place = disk(4)
     (tmp_path / "weights.bin").write_bytes(os.urandom(8 * MB))
     image = sky.Image(includes=(str(tmp_path / "weights.bin"),))
-    with sky.Compute(hosts_of(by, 1, cache=f"{place}/cache"), ui="none", image=image) as compute:
+    with sky.Compute(hosts_of(transport, 1, cache=f"{place}/cache"), ui="none", image=image) as compute:
         with pytest.raises(sky.HostUnfit) as caught:
             add(2, 3) >> compute
         assert "No space left" in caught.value.message
@@ -378,9 +378,9 @@ def test_a_disk_too_small_for_the_project(
 
 @pytest.mark.parametrize("cache", ["/usr/skyfab", "/etc/passwd/cache", "/sys/cache"])
 @both
-def test_a_cache_folder_that_cannot_be_written(namespaces: Lab, hosts_of: Hosts, by: str, cache: str) -> None:
+def test_a_cache_folder_that_cannot_be_written(namespaces: Lab, hosts_of: Hosts, transport: str, cache: str) -> None:
     """Not allowed, not a folder, or a disk that is read-only."""
-    error = failure(*hosts_of(by, 1, user="ada", cache=cache))
+    error = failure(*hosts_of(transport, 1, user="ada", cache=cache))
     is_clear(error, sky.HostUnfit, "could not be set up")
     assert cache.removesuffix("/cache") in error.message
     assert "cache = " in (error.hint or "")
@@ -390,36 +390,36 @@ def test_a_cache_folder_that_cannot_be_written(namespaces: Lab, hosts_of: Hosts,
 
 
 @both
-def test_an_interpreter_that_is_not_there(lab: Lab, hosts_of: Hosts, by: str) -> None:
-    error = failure(*hosts_of(by, 1, python="/no/such/python3"))
+def test_an_interpreter_that_is_not_there(lab: Lab, hosts_of: Hosts, transport: str) -> None:
+    error = failure(*hosts_of(transport, 1, python="/no/such/python3"))
     is_clear(error, sky.HostUnfit, "no interpreter at /no/such/python3")
     assert "python" in (error.hint or "")
 
 
 @both
-def test_a_path_without_any_python(new_user: Callable[..., sky.Host], by: str) -> None:
+def test_a_path_without_any_python(new_user: Callable[..., sky.Host], transport: str) -> None:
     """One is found where interpreters are."""
     if not Path(f"/usr/bin/python{local_python()}").exists():
         pytest.skip(f"Debian's Python here is not {local_python()}")
-    host = new_user(by, "/bin/bash", bashrc="PATH=/nothing/here\n", changes={"python": "auto"})
+    host = new_user(transport, "/bin/bash", bashrc="PATH=/nothing/here\n", changes={"python": "auto"})
     with sky.Compute([host], ui="none") as compute:
         assert (sky.function(remote.where)() >> compute)[0].startswith("/usr/bin/python")
 
 
 @both
-def test_an_interpreter_that_is_none(lab: Lab, hosts_of: Hosts, by: str) -> None:
+def test_an_interpreter_that_is_none(lab: Lab, hosts_of: Hosts, transport: str) -> None:
     """A program that is there, and runs, and is no Python."""
-    is_clear(failure(*hosts_of(by, 1, python="/bin/ls")), sky.HostUnfit, "")
+    is_clear(failure(*hosts_of(transport, 1, python="/bin/ls")), sky.HostUnfit, "")
 
 
 @both
-def test_an_interpreter_that_breaks(namespaces: Lab, hosts_of: Hosts, by: str) -> None:
+def test_an_interpreter_that_breaks(namespaces: Lab, hosts_of: Hosts, transport: str) -> None:
     """One whose library is gone: what it says last is in the error."""
     host = namespaces.hosts[0]
     script = host.path("/usr/local/bin/broken-python")
     script.write_text("#!/bin/sh\necho 'error while loading shared libraries: libpython' >&2\nexit 127\n")
     script.chmod(0o755)
-    error = failure(*hosts_of(by, 1, python="/usr/local/bin/broken-python"))
+    error = failure(*hosts_of(transport, 1, python="/usr/local/bin/broken-python"))
     is_clear(error, sky.HostUnfit, "libpython")
 
 

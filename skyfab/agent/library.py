@@ -84,9 +84,13 @@ def unpack(root: str) -> None:
             for entry in tar:
                 path, content = os.path.join(draft, entry.name), tar.extractfile(entry)
                 if content is not None:
-                    os.makedirs(os.path.dirname(path), exist_ok=True)
+                    os.makedirs(os.path.join(os.path.dirname(path), "__pycache__"), exist_ok=True)
                     with open(path, "wb") as file:
                         file.write(content.read())
+        for folder, _, files in os.walk(draft):  # the umask of a worker is the user's
+            os.chmod(folder, 0o700)
+            for name in files:
+                os.chmod(os.path.join(folder, name), 0o600)
         for package in os.listdir(os.path.join(draft, "skyfab")):
             with contextlib.suppress(OSError):  # another process was faster
                 os.rename(os.path.join(draft, "skyfab", package), os.path.join(root, "skyfab", package))

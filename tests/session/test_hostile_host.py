@@ -48,7 +48,7 @@ from skyfab.session.timing import Timing
 
 SESSION = "0123456789abcdef"
 NAME = name_of(b"x")
-ABOUT = {"address": "10.0.0.1", "gpus": 1, "cpus": 1}
+ABOUT = {"address": "10.0.0.1", "gpus": 1, "cpus": 1, "library": True}
 
 
 class Stream:

@@ -35,7 +35,7 @@ def test(
     soak: Annotated[bool, Option("the tests that take minutes too")] = False,
     python: Annotated[str | None, Option("the fast tests with another Python, for example 3.12", "VERSION")] = None,
     processes: Annotated[
-        int | None, Option("how many at once, each with labs of its own (default: one for two cores)", "N")
+        int | None, Option("how many at once, each with labs of its own (default: one for each core, at most 4)", "N")
     ] = None,
     args: Annotated[str, Option("more arguments for pytest")] = "",
 ) -> None:
@@ -50,9 +50,9 @@ def test(
         finish(run(program, "-m", "pytest", *options, *(["-k", k] if k else []), *shlex.split(args)))
         return
     print(
-        f"about {'5 minutes' if fast or python else '2 hours' if soak else '40 minutes'} on two cores", file=sys.stderr
+        f"about {'5 minutes' if fast or python else '2 hours' if soak else '15 minutes'} on two cores", file=sys.stderr
     )
-    count = processes or max(1, (os.cpu_count() or 1) // 2)
+    count = processes or min(4, os.cpu_count() or 1)
     options += ["--durations=15"]
     finish(groups.run(program, count, options) if count > 1 else run(program, "-m", "pytest", *options))
 

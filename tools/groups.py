@@ -18,43 +18,80 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 SECONDS = {
-    "agent": 110,
-    "calls": 240,
-    "cli": 100,
-    "detached": 90,
-    "env": 110,
-    "faults": 400,
-    "fuzz": 50,
-    "lab": 130,
-    "plugins": 330,
-    "pool": 500,
-    "session": 300,
-    "test_benchmarks.py": 60,
-    "test_examples.py": 90,
-    "test_inv.py": 60,
-    "test_security.py": 60,
+    "agent/test_agent_fuzz.py": 10,
+    "agent/test_program_ends.py": 15,
+    "calls/test_calls.py": 30,
+    "calls/test_code.py": 30,
+    "calls/test_refs.py": 30,
+    "cli/test_cli.py": 30,
+    "detached/test_detached.py": 80,
+    "env/test_environments.py": 80,
+    "env/test_gc.py": 15,
+    "env/test_lock.py": 15,
+    "env/test_probe.py": 15,
+    "faults/test_cut_openings.py": 15,
+    "faults/test_cuts.py": 50,
+    "faults/test_freezes.py": 50,
+    "faults/test_full_disks.py": 10,
+    "faults/test_killed_clients.py": 15,
+    "faults/test_losses.py": 25,
+    "faults/test_model.py": 20,
+    "faults/test_slow_links.py": 20,
+    "inventory/test_inventory.py": 10,
+    "lab/test_kinds.py": 20,
+    "lab/test_lab.py": 10,
+    "plugins/test_ddp.py": 35,
+    "plugins/test_elastic.py": 125,
+    "plugins/test_frameworks.py": 40,
+    "plugins/test_torch_group.py": 10,
+    "pool/test_broadcasts.py": 10,
+    "pool/test_errors.py": 10,
+    "pool/test_fastpath.py": 15,
+    "pool/test_gang.py": 15,
+    "pool/test_leftovers.py": 60,
+    "pool/test_lost_hosts.py": 20,
+    "pool/test_many_hosts.py": 35,
+    "pool/test_networks.py": 40,
+    "pool/test_output.py": 20,
+    "pool/test_stacks.py": 10,
+    "pool/test_workdir.py": 35,
+    "session/test_bad_hosts.py": 65,
+    "session/test_bare_hosts.py": 15,
+    "session/test_bootstrap.py": 15,
+    "session/test_hostile_host.py": 15,
+    "session/test_sharing.py": 25,
+    "session/test_transports.py": 25,
+    "session/test_waiting.py": 30,
+    "test_examples.py": 55,
+    "test_security.py": 40,
 }
-"""What folders and files of tests take, measured once: for an even split, nothing else."""
-OTHERS = 15
+"""What files below tests/ take, measured once: for an even split, nothing else."""
+OTHERS = 2
 EVERY = 30.0
 """Seconds between two lines about how far it is, where the output is no terminal."""
 RESULTS = re.compile(r"^[.FEsxX]+(?:\s+\[ *\d+%\])?$")
 
 
 def split(count: int, paths: Sequence[Path]) -> list[list[str]]:
-    """The paths in so many groups that take about as long as each other: the longest first, to the emptiest."""
+    """The files in so many groups that take about as long as each other: the longest first, to the emptiest.
+
+    Within a group, files of one folder follow each other: they share hosts.
+    """
     groups: list[tuple[float, list[str]]] = [(0.0, []) for _ in range(count)]
-    for path in sorted(paths, key=lambda path: -SECONDS.get(path.name, OTHERS)):
+    for path in sorted(paths, key=lambda path: -seconds(path)):
         at = min(range(count), key=lambda at: groups[at][0])
-        seconds, names = groups[at]
-        groups[at] = (seconds + SECONDS.get(path.name, OTHERS), [*names, str(path.relative_to(ROOT))])
-    return [names for _, names in groups]
+        total, names = groups[at]
+        groups[at] = (total + seconds(path), [*names, str(path.relative_to(ROOT))])
+    return [sorted(names) for _, names in groups]
+
+
+def seconds(path: Path) -> float:
+    return SECONDS.get(path.relative_to(ROOT / "tests").as_posix(), OTHERS)
 
 
 def tests() -> list[Path]:
-    """Folders and files below tests/ that have tests."""
-    found = [path for path in sorted((ROOT / "tests").iterdir()) if path.is_dir() and any(path.glob("test_*.py"))]
-    return [*found, *sorted((ROOT / "tests").glob("test_*.py"))]
+    """All files of tests."""
+    return sorted((ROOT / "tests").rglob("test_*.py"))
 
 
 def run(python: str, count: int, options: Sequence[str]) -> int:

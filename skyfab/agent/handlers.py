@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import os
 
-from skyfab.agent import library
 from skyfab.agent.files import Written, place
+from skyfab.agent.library import LibraryWriter
 from skyfab.agent.ports import Ports
 from skyfab.agent.reach import PeerProbe
 from skyfab.agent.run_folder import RunFolder
-from skyfab.agent.store import Store, Writer
+from skyfab.agent.store import Store
 from skyfab.agent.worker_handle import Running, WorkerHandle
 from skyfab.errors import ProtocolError
 from skyfab.protocol import messages
-from skyfab.protocol.blobs import Assembly, check_name, inline_size
+from skyfab.protocol.blobs import Assembly, inline_size
 from skyfab.protocol.frames import CHUNK
 from skyfab.protocol.messages import Done
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Any, Final
 
     from skyfab.agent.poller import Poller
@@ -44,6 +43,7 @@ class Handlers:
         self._store = Store(run=run, cache=cache)
         self._ports = Ports(watch)
         self._written = Written()
+        self._library_writer = LibraryWriter()
         self._functions: dict[str, tuple[bytes, bytes | Assembly]] = {}
         self.record: RunFolder | None = None
         """The folder of the detached run, if there is one."""
@@ -67,6 +67,7 @@ class Handlers:
         """Closes the detached run's folder and all ports."""
         if self.record is not None:
             self.record.close()
+        self._library_writer.close()
         self._ports.close_all()
 
     # ---- processes and calls
@@ -182,18 +183,15 @@ class Handlers:
 
     def _blob(self, stream: int, message: messages.Blob, head: bytes, data: Data) -> None:
         inline_size(message.parts)
-        self._write(stream, message.parts, self._store.writer(message.name, keep=message.keep), data)
-
-    def _library(self, stream: int, message: messages.Library, head: bytes, data: Data) -> None:
-        inline_size(message.parts)
-        writer = Writer(library.ROOT, check_name(message.name), target=library.ARCHIVE)
-        self._write(stream, message.parts, writer, data)
-
-    def _write(self, stream: int, parts: Sequence[messages.Part], writer: Writer, data: Data) -> None:
+        writer = self._store.writer(message.name, keep=message.keep)
         if data is None:
-            self._uploads.expect(stream, parts, writer)
+            self._uploads.expect(stream, message.parts, writer)
         else:
             self._uploads.keep(stream, writer, data)
+
+    def _library(self, stream: int, message: messages.Library, head: bytes, data: Data) -> None:
+        self._library_writer.take(message, data)
+        self._mux.send(stream, Done().encode())
 
     def _tree(self, stream: int, message: messages.Tree, head: bytes, data: Data) -> None:
         self._store.lay_out(message.digest, message.files)

@@ -6,6 +6,7 @@ packages, unless .gitignore excludes them. Files are named by content hash; a ho
 
 from __future__ import annotations
 
+import functools
 import os
 import site
 import sys
@@ -80,7 +81,7 @@ class Project:
 
     def __init__(self, image: Image) -> None:
         self._includes = [_included(word) for word in image.includes]
-        self._excludes = _patterns(image.excludes)
+        self._image = image
         self._tree = EMPTY
         self._stamps: dict[Path, Stamp] = {}
         self._names: dict[tuple[Path, Stamp], str] = {}
@@ -91,6 +92,14 @@ class Project:
         self._folders: set[str] = set()
         self._changes = Changes()
         self._lock = threading.Lock()
+
+    @functools.cached_property
+    def _excludes(self) -> pathspec.GitIgnoreSpec:
+        return _patterns(self._image.excludes)
+
+    def check(self) -> None:
+        """Raises UsageError where no pool can be opened: a module that hosts import may still have a Compute."""
+        self._excludes  # noqa: B018
 
     def tree(self, *, anew: bool = False) -> Tree:
         """The project as it is now.

@@ -130,16 +130,32 @@ def _after_dashes() -> list[str]:
     return sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
 
 
+def discard_output() -> None:
+    """Drops what could not be written, which would be another error when the program ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def flush_output() -> None:
+    """Ends the program with 1 if what it printed could not be written, as to a full disk."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        discard_output()
+        sys.exit(1 if isinstance(error, BrokenPipeError) else f"error: standard output: {error.strerror}")
+
+
 def _reported(body: Callable[[], int | None]) -> int | None:
     try:
         code = body()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return SIGTERM.code if code == 130 and SIGTERM.came else code
     except KeyboardInterrupt:
         text, code = ("terminated", SIGTERM.code) if SIGTERM.came else ("interrupted", 130)
         raise Exit(f"\n{text}" if sys.stderr.isatty() else text, code=code) from None
-    except BrokenPipeError:  # a closed pipe (`| head`): avoid another error when stdout is flushed at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # a closed pipe (`| head`)
+        discard_output()
         raise Exit(code=1) from None
     except Exception as error:
         if not report.is_expected(error):

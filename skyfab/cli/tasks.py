@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
 from invoke import Collection, Exit, ParseError, Program
 
 from skyfab import __version__
-from skyfab.cli.command import Command
+from skyfab.cli.command import Command, discard_output, flush_output
 from skyfab.cli.exec import exec_
 from skyfab.cli.gc import gc
 from skyfab.cli.hosts import hosts
@@ -93,5 +95,13 @@ def main(argv: Sequence[str] | None = None, tasks: Collection = namespace) -> No
     """Runs the `skyfab` program; with other `tasks`, that of a project."""
     binary = "skyfab" if argv is None else argv[0]
     program = _Skyfab(name="skyfab", binary=binary, version=__version__, namespace=tasks)
-    with SIGTERM.as_interrupt():
-        program.run(None if argv is None else list(argv))
+    try:
+        with SIGTERM.as_interrupt():
+            program.run(None if argv is None else list(argv))
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        discard_output()  # of invoke's own lists and helps
+        sys.exit(1)
+    finally:
+        flush_output()

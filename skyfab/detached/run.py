@@ -306,6 +306,8 @@ def attach(
     results: Results = "any",
 ) -> Run:
     """The run with this id, id prefix, or name. Raises UsageError if there is none, or several."""
+    if not id:  # else it would be the beginning of every id
+        raise UsageError("a run without a name", hint="skyfab runs lists them")
     found, errors = survey(Inventory.of(inventory), hosts, results=results)
     fitting = [run for run in found if run.id.startswith(id)] or [run for run in found if run.name == id]
     if len(fitting) == 1:

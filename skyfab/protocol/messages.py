@@ -216,12 +216,14 @@ class Blob(Message):
 
 
 class Library(Message):
-    """Store the part of the bundle that the agent itself does not need. Reply: Done or Failed."""
+    """The next piece of the part of the bundle that the agent itself does not need. Reply: Done or Failed."""
 
     op: ClassVar[str] = "library"
     name: str
-    """The hash of the content."""
+    """The hash of the whole content."""
     parts: Sequence[Part]
+    begins: bool
+    ends: bool
 
 
 class Tree(Message):

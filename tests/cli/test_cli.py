@@ -583,3 +583,18 @@ def test_lab_up_prints_an_inventory_that_works(tmp_path: Path) -> None:
         assert program("lab.down", cwd=tmp_path, **place).code == 0
     assert not Path(path).exists()
     assert program("lab.status", cwd=tmp_path, **place).out == ""
+
+
+@pytest.mark.parametrize("arguments", [["--list"], ["run", "--help"]])
+def test_output_that_nobody_takes_is_no_traceback(arguments: list[str]) -> None:
+    """As with `| head -1`, and where the disk is full."""
+    for unbuffered in ("", "1"):
+        env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        words = [sys.executable, "-m", "skyfab", *arguments]
+        source, sink = os.pipe()
+        os.close(source)
+        for out in (sink, os.open("/dev/full", os.O_WRONLY)):
+            ran = subprocess.run(words, stdout=out, stderr=subprocess.PIPE, text=True, env=env)
+            os.close(out)
+            assert ran.returncode == 1
+            assert "Traceback" not in ran.stderr

@@ -294,6 +294,8 @@ def test_names_that_mean_none_or_several_are_refused(hosts: list[sky.Host]) -> N
         sky.attach("twin", hosts)
     with pytest.raises(sky.UsageError, match="no run 'nobody'"):
         sky.attach("nobody", hosts)
+    with pytest.raises(sky.UsageError, match="a run without a name"):
+        sky.attach("", hosts)
 
 
 # ---- as a person sees it

@@ -195,7 +195,10 @@ def bulk(talk: Talk) -> None:
     """Large things: a blob, an argument and a result that come in pieces."""
     content = bytes(_LARGE)
     talk.ask(messages.Blob(name=name_of(content), parts=[len(content)], keep=True), [content])
-    talk.ask(messages.Library(name=name_of(content), parts=[len(content)]), [content])
+    pieces = [content[: len(content) // 2], content[len(content) // 2 :]]
+    for piece in pieces:
+        begins, ends = piece is pieces[0], piece is pieces[-1]
+        talk.ask(messages.Library(name=name_of(content), parts=[len(piece)], begins=begins, ends=ends), [piece])
     talk.spawn()
     talk.call(talk.function(len), content)
     talk.call(talk.function(bytes), _LARGE)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 import venv
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import Any
 import pytest
 
 from skyfab.agent import library
-from skyfab.protocol import LIBRARY_NAMES
+from skyfab.errors import ProtocolError
+from skyfab.protocol import LIBRARY_NAMES, messages
+from skyfab.protocol.blobs import name_of
 from skyfab.scripts import read
 from skyfab.session.bundle import Bundle, bundle
 
@@ -282,6 +285,47 @@ def test_a_library_that_does_not_arrive_is_an_error_that_says_so(core: Path) -> 
     finder = library.Finder(str(core), ["pool"], patience=0.05)
     with pytest.raises(ModuleNotFoundError, match=r"skyfab\.pool has not arrived on this host"):
         finder.find_spec("skyfab.pool", [str(core / "skyfab")])
+
+
+def test_a_host_without_room_for_the_library_says_so_at_once(core: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_ROOM", 1 << 60)
+    began = time.monotonic()
+    with pytest.raises(ModuleNotFoundError, match="there is no room on the disk of"):
+        library.Finder(str(core), ["pool"], patience=60).find_spec("skyfab.pool", [str(core / "skyfab")])
+    assert time.monotonic() - began < 30
+
+
+def test_a_damaged_library_is_deleted_so_that_it_is_sent_again(core: Path) -> None:
+    (core / library.ARCHIVE).write_bytes(bundle().library[:-1000])
+    with pytest.raises(ImportError, match="is damaged"):
+        library.Finder(str(core), ["pool"]).find_spec("skyfab.pool", [str(core / "skyfab")])
+    assert not library.is_here(str(core))
+    assert not [path.name for path in core.iterdir() if path.name.startswith(".")]
+
+
+def test_the_library_comes_in_pieces_and_is_there_when_the_last_one_is(core: Path) -> None:
+    writer = library.LibraryWriter(str(core))
+    content = bundle().library
+    name = name_of(content)
+    for at in range(0, len(content), 10_000):
+        assert not library.is_here(str(core))
+        piece = content[at : at + 10_000]
+        ends = at + 10_000 >= len(content)
+        writer.take(messages.Library(name=name, parts=[len(piece)], begins=not at, ends=ends), memoryview(piece))
+    assert (core / library.ARCHIVE).read_bytes() == content
+
+
+def test_a_piece_of_a_library_that_did_not_begin_is_refused(core: Path) -> None:
+    writer = library.LibraryWriter(str(core))
+    piece = memoryview(b"x")
+    with pytest.raises(ProtocolError, match="did not begin"):
+        writer.take(messages.Library(name="0" * 64, parts=[1], begins=False, ends=True), piece)
+    with pytest.raises(ProtocolError, match="arrived damaged"):
+        writer.take(messages.Library(name="0" * 64, parts=[1], begins=True, ends=True), piece)
+    writer.take(messages.Library(name="0" * 64, parts=[1], begins=True, ends=False), piece)
+    writer.close()
+    assert not library.is_here(str(core))
+    assert not [path.name for path in core.iterdir() if path.name.startswith(".")]
 
 
 def test_the_library_is_waited_for_only_by_what_is_in_it(core: Path) -> None:

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import wait
 
 import pytest
@@ -138,20 +138,33 @@ def test_an_answer_that_cannot_be_handled_keeps_no_other_waiting(capfd: pytest.C
 # ---- Ctrl-C
 
 
-def interrupts(seconds: float, seed: int) -> Iterator[None]:
-    """SIGINT for the main thread at random moments."""
-    over = threading.Event()
-    chance = random.Random(seed)
+def interrupted(work: Callable[[], object], *, lasting: float, between: float, seed: int) -> int:
+    """Does the work again and again, with SIGINT for the main thread at random moments; returns how many came.
+
+    None is sent but while the work is tried, and the next one only after that has been caught: none can escape.
+    """
+    expected, over, chance = threading.Event(), threading.Event(), random.Random(seed)
 
     def send() -> None:
-        while not over.wait(chance.uniform(0, seconds)):
-            os.kill(os.getpid(), signal.SIGINT)
+        while not over.wait(chance.uniform(0, between)):
+            if expected.is_set():
+                expected.clear()
+                os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=send)
     thread.start()
-    yield
-    over.set()
-    thread.join()
+    caught, deadline = 0, time.monotonic() + lasting
+    while True:
+        try:
+            while time.monotonic() < deadline:
+                expected.set()
+                work()
+            over.set()
+            thread.join()
+            time.sleep(0.01)  # for the last one
+            return caught
+        except KeyboardInterrupt:
+            caught += 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # those that a weak reference's end met
@@ -165,20 +178,8 @@ def test_an_interrupt_at_any_moment_leaves_the_pool_whole(open_pool: OpenPool, h
         "broadcast": lambda: identity(1) @ pool,
         "map": lambda: pool.map(identity, [1, 2, 3]),
     }
-    caught, deadline = 0, time.monotonic() + 5
-    storm = interrupts(0.01 if how != "broadcast" else 0.3, seed=7)
-    next(storm)
-    while time.monotonic() < deadline:
-        try:
-            ways[how]()
-        except KeyboardInterrupt:
-            caught += 1
-    while True:
-        try:
-            next(storm, None)
-            break
-        except KeyboardInterrupt:
-            continue
+    between = 0.01 if how != "broadcast" else 0.3
+    caught = interrupted(ways[how], lasting=5, between=between, seed=7)
     assert caught > 5
     assert [identity(n) >> pool for n in range(20)] == list(range(20))
     assert wait([identity(n) > pool for n in range(20)], timeout=30).not_done == set()

@@ -71,18 +71,27 @@ def other(version: str) -> Path:
     folder = PRIVATE / f"python{version}"
     with exclusive(PRIVATE / "lock"):
         uv = Uv(find_uv() or get_uv(), uv_environ(os.environ))
-        try:
-            uv("python", "find", "--no-project", version)
-        except SetupError:
-            hint = f"hint: uv python install {version}, where this machine may download one"
-            raise SetupError(f"Python {version} is not on this machine\n{hint}") from None
-        uv("venv", "--quiet", "--no-project", "--clear", "--python", version, str(folder))
+        python = find_python(uv, version)
+        uv("venv", "--quiet", "--no-project", "--clear", "--python", python, str(folder))
         options = ("--quiet", "--no-header", "--no-annotate", "--python", str(folder))
         groups = ("--group", "testing", "--constraints", "constraints.txt")
         pins = uv("pip", "compile", *options, *groups, "-", text="-e .\n")
         say(f"installing into {folder.relative_to(ROOT)}")
         uv("pip", "sync", "--python", str(folder), "-", text=pins, show=True)
     return folder / "bin" / "python"
+
+
+def find_python(uv: Uv, version: str) -> str:
+    """The path of an interpreter that uv finds, or that pyenv has: its shims start only the versions it is set to."""
+    try:
+        return uv("python", "find", "--no-project", version).strip()
+    except SetupError:
+        pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
+        found = sorted(pyenv.glob(f"versions/{version}*/bin/python3"))
+        if found:
+            return str(found[-1])
+        hint = f"hint: uv python install {version}, where this machine may download one"
+        raise SetupError(f"Python {version} is not on this machine\n{hint}") from None
 
 
 # Versions: everything in one resolution, so that what was looked at is what is installed.

@@ -79,6 +79,7 @@ class Detacher:
         open_all(self._nodes, Events(), failed=lambda node: None)
         try:
             for node in self._nodes:
+                node.session.await_library()
                 if tree is not None and not node.sync_project(tree):
                     raise SkyfabError("a file of the project changed in this moment", hint="try again")
             go()

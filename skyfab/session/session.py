@@ -161,7 +161,7 @@ class Session:
         self._sends_library = True
 
         def answer(reply: Message, _: list[memoryview]) -> None:
-            if ends or isinstance(reply, messages.Failed):
+            if ends or isinstance(reply, messages.Failed) or self._is_leaving():
                 self._sends_library = False
                 return
             is_fast = time.monotonic() - began < _FAST
@@ -172,6 +172,10 @@ class Session:
 
         message = messages.Library(name=name_of(content), parts=[len(piece)], begins=not at, ends=ends)
         self.send(message, [piece], answer=answer)
+
+    def await_library(self) -> None:
+        """Waits until the host has the library, or cannot store it: a detached run may need it later."""
+        self.wait(lambda: not self._sends_library)
 
     def close(self) -> None:
         """Sends a goodbye: the agent terminates its workers and itself. Waits for that up to `GOODBYE` seconds.
@@ -184,7 +188,6 @@ class Session:
 
     def abandon(self) -> None:
         """Waits until the agent has received everything, then disconnects and lets it run. Raises HostLost."""
-        self.wait(lambda: not self._sends_library)
         self.connection.detach()
         self.close()
 

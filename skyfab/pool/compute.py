@@ -151,6 +151,7 @@ class Compute:
         if self._is_parents:
             raise open_pools.parents_pool()
         nesting.check()
+        self._sync.begin()
         SIGINT_GUARD.watch()
         self._show()
         try:
@@ -167,7 +168,6 @@ class Compute:
             for node in nodes
             if number < node.host.slots
         )
-        self._sync.begin()
         self._broadcasts.open()
         self._open = True
         open_pools.add(self)

@@ -24,7 +24,7 @@ class ProjectSync:
         """The tree that every node has; None before the first call, and if a node may lack something."""
 
     def begin(self) -> None:
-        """The nodes are new, and have nothing yet. Raises UsageError where no pool can be opened."""
+        """The nodes will be new, and have nothing yet. Raises UsageError where no pool can be opened."""
         self._project.check()
         self.tree = None
 

@@ -71,7 +71,7 @@ def folders(host: LabHost) -> set[str]:
     return {f"{host.name}: {path}" for home in homes for path in home.glob("run/*/*")}
 
 
-def left(looks: Sequence[Callable[[], set[str]]], before: set[str] | None = None, timeout: float = 25.0) -> set[str]:
+def left(looks: Sequence[Callable[[], set[str]]], before: set[str] | None = None, timeout: float = 10.0) -> set[str]:
     """What is there now and was not before, once it no longer goes away by itself.
 
     What follows a colon only describes a trace: a process may have become another program.

@@ -177,7 +177,7 @@ def shape(device: str, mbit: float | None, *, inside: Sequence[str] = ()) -> Non
     if mbit is not None:
         burst = max(16_384, int(mbit * 1e6 / 8 / 100))  # what is sent in 10 ms
         change = ["replace", "dev", device, "root", "tbf"]
-        change += ["rate", f"{int(mbit * 1e6)}bit", "burst", str(burst), "latency", "200ms"]
+        change += ["rate", f"{int(mbit * 1e6)}bit", "burst", str(burst), "latency", "600ms"]
     done = subprocess.run([*inside, "tc", "qdisc", *change], capture_output=True, text=True)
     if done.returncode and mbit is not None:
         raise UsageError(f"tc cannot slow {device}: {done.stderr.strip()}")

@@ -99,7 +99,7 @@ class _Peer:
                 if error:
                     raise OSError(error, os.strerror(error))
                 self.own = str(self.socket.getsockname()[0])
-                self.reason = "it can be connected to, and nobody answers"
+                self.reason = "it accepts connections and does not answer"
                 return True
             said = self.socket.recv(256)
         except BlockingIOError:

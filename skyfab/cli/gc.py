@@ -21,7 +21,7 @@ def gc(
     days: Annotated[int, Option("remove what has not been used for so many days", "N", least=0)] = 30,
     here: Annotated[bool, Option("clean what this machine keeps for hosts; without --hosts, nothing else")] = False,
 ) -> None:
-    """Remove from the hosts' caches what nobody has used for a while.
+    """Remove from the hosts' caches what has not been used for a while.
 
     Environments, packages, interpreters, project files, logs, and what was left half-made; and the working folders of
     projects, with what functions have written there: names and sizes are printed. What a pool is using stays, and so

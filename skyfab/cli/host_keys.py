@@ -138,7 +138,7 @@ def _is_known(entry: Entry, *, replace: bool) -> bool:
         return False
     if changed:
         raise HostKeyRefused(
-            f"its host key is not the one in {entry.file}: the machine was set up anew, or somebody is in between",
+            f"its host key is not the one in {entry.file}: it was set up anew, or another machine answers instead",
             host=entry.host.name,
             hint=f"if that is right, skyfab trust --hosts={entry.host.name} --replace",
         )
@@ -155,7 +155,9 @@ def _agreed(entries: list[Entry], *, yes: bool) -> bool:
     if yes:
         return True
     if not sys.stdin.isatty():
-        raise UsageError("nobody is here to agree", hint="compare the fingerprints, then type it again with --yes")
+        raise UsageError(
+            "there is no terminal to confirm at", hint="compare the fingerprints, then type it again with --yes"
+        )
     return input(f"record them in {entries[0].file}? [y/N] ").strip().lower() in ("y", "yes")
 
 

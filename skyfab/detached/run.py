@@ -193,7 +193,7 @@ class Run:
         for part in parts:
             if part.state == "lost":
                 raise HostLost(
-                    f"its agent ended, it was started again, or somebody removed what it had of run {self.id[:8]}",
+                    f"its agent ended, the host was started again, or the files of run {self.id[:8]} were removed",
                     host=part.host,
                     hint=f"what it wrote until then: skyfab logs {self.id[:8]}",
                 )

@@ -272,7 +272,7 @@ def _unfit(failed: ScriptFailed, host: Host) -> Exception:
     if any(word in text for word in ("No space left", "quota exceeded", "Disk quota")):
         hint = _ROOM
     elif "apt packages are missing" in text:
-        hint = f"ask somebody who may: sudo apt-get install {text.rpartition(':')[2].strip()}"
+        hint = f"ask an administrator: sudo apt-get install {text.rpartition(':')[2].strip()}"
     elif _mismatched(failed):
         hint = "the index has another file than the one that was locked: skyfab prepare --upgrade locks it anew"
     elif any(word in text for word in ("Permission denied", "Read-only")):

@@ -111,7 +111,7 @@ def run_uv(
 def reason(said: str) -> str:
     """The relevant part of uv's error output, at most 15 lines.
 
-    >>> reason("Using CPython 3.11\\nerror: Failed to fetch\\n  cause: refused\\n\\nhint: ask somebody")
+    >>> reason("Using CPython 3.11\\nerror: Failed to fetch\\n  cause: refused\\n\\nhint: try again")
     'Failed to fetch\\ncause: refused'
     """
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said).replace("\r", "\n")

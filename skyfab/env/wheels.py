@@ -145,7 +145,7 @@ def _bring(wheel: Wheel, path: Path, source: _Source, count: _Progress) -> None:
             raise FetchError(
                 f"{wheel.package} {wheel.version}: {wheel.filename} is not the file that was locked\n"
                 f"sha256 {found}\nlocked {wheel.sha256}",
-                hint="somebody changed it in the index: ask them, or lock again",
+                hint="the file in the index has changed: ask who maintains the index, or lock again",
             )
         part.replace(path)
     finally:

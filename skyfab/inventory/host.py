@@ -212,7 +212,7 @@ def _address(value: object) -> str:
 def _port(value: object) -> int:
     port = _integer(value)
     if not 1 <= port <= 65535:
-        raise UsageError(f"must be from 1 to 65535, not {port}", hint="sshd's is 22 unless somebody changed it")
+        raise UsageError(f"must be from 1 to 65535, not {port}", hint="sshd listens on 22 by default")
     return port
 
 

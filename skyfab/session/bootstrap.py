@@ -109,7 +109,7 @@ def _room(detail: str) -> str | None:
     if "No space left" in detail or "quota" in detail:
         return "free some space there, or put the cache on another disk (cache = … in the inventory)"
     if "is open to others" in detail:
-        return "chmod 700 it there, if nobody has put anything in it, or choose another (cache = … in the inventory)"
+        return "chmod 700 it there, if no other user wrote to it, or choose another (cache = … in the inventory)"
     if "belongs to another user" in detail:
         return "choose one of your own (cache = … in the inventory)"
     if any(word in detail for word in ("Read-only", "Permission denied", "Not a directory", "File exists")):

@@ -107,7 +107,7 @@ class Shells:
         shell = open_shell(host, transport_for(host, self._inventory), stopped=self._is_over, quiet=_QUIET)
         entry.shell = entry.stack.enter_context(shell)
         if self._is_over():
-            raise HostLost("nobody waits for it any more", host=host.name)
+            raise HostLost("no caller waits for it any more", host=host.name)
         return entry.shell
 
 

@@ -525,7 +525,7 @@ def test_debian_packages_that_are_there_are_enough(fresh: Callable[..., list[sky
 def test_who_may_not_install_debian_packages_is_told_what_to_ask_for(fresh: Callable[..., list[sky.Host]]) -> None:
     with pytest.raises(sky.HostUnfit) as raised:
         pool(fresh("fabric"), apt=["coreutils", "a-package-nobody-has"]).open()
-    assert raised.value.hint == "ask somebody who may: sudo apt-get install a-package-nobody-has"
+    assert raised.value.hint == "ask an administrator: sudo apt-get install a-package-nobody-has"
 
 
 def test_variables_reach_the_function_and_nothing_else(fresh: Callable[..., list[sky.Host]], namespaces: Lab) -> None:

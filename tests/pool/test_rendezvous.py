@@ -370,7 +370,7 @@ def test_the_agent_goes_on_while_a_host_does_not_answer(watch: Poller, ports: Po
             assert len(rung) == number and not found
         while not found:
             watch.wait(1)
-        assert found == [[["it can be connected to, and nobody answers", "127.0.0.1"]]]
+        assert found == [[["it accepts connections and does not answer", "127.0.0.1"]]]
     finally:
         watch.drop(bell)
         os.close(bell)
@@ -381,7 +381,7 @@ def test_other_addresses_of_a_host_that_was_reached_are_not_waited_for(watch: Po
     silent, port = str(ports.open()), str(ports.open(word="here"))
     began = time.monotonic()
     found = tried(watch, [["127.0.0.1", silent, "here"], ["127.0.0.1", port, "here"]], patience=60.0)
-    assert [reason for reason, _ in found] == ["it can be connected to, and nobody answers", ""]
+    assert [reason for reason, _ in found] == ["it accepts connections and does not answer", ""]
     assert time.monotonic() - began < 30
 
 

@@ -334,7 +334,7 @@ def _explain(host: Host, error: Exception) -> HostError:
     """Converts an exception of paramiko or Fabric to one of ours."""
     if isinstance(error, paramiko.BadHostKeyException):
         return HostKeyRefused(
-            "its host key is not the one on record: the machine was set up anew, or somebody is in between",
+            "its host key is not the one on record: it was set up anew, or another machine answers instead",
             host=host.name,
             hint=changed_key(host),
         )

@@ -187,7 +187,7 @@ def explain(host: Host, code: int, errors: str) -> Exception:
     last = lines[-1] if lines else ""
     if "REMOTE HOST IDENTIFICATION HAS CHANGED" in errors:
         return HostKeyRefused(
-            "its host key is not the one on record: the machine was set up anew, or somebody is in between",
+            "its host key is not the one on record: it was set up anew, or another machine answers instead",
             host=host.name,
             hint=changed_key(host),
         )

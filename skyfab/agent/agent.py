@@ -113,10 +113,9 @@ class Agent:
         return max(0.0, (self._workers.next_deadline(until) if self._workers.timed else until) - time.monotonic())
 
     def _look_at_the_clock(self) -> None:
-        if self._ended is not None:
-            if time.monotonic() >= self._judge_at:
-                self._judge()
-        elif time.monotonic() >= self._until() or self._is_fulfilled():
+        if self._ended is not None and time.monotonic() >= self._judge_at:
+            self._judge()
+        if self._ended is None and (time.monotonic() >= self._until() or self._is_fulfilled()):
             self._done = True
 
     def _until(self) -> float:

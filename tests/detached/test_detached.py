@@ -26,6 +26,7 @@ from stage.threads import begin
 import skyfab as sky
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.process import LabProcess
+from skyfab.session.session import Session
 
 pytestmark = pytest.mark.lab
 
@@ -106,6 +107,22 @@ def test_a_run_on_one_host_returns_one_result(hosts: list[sky.Host], namespaces:
     folder = namespaces.hosts[1].path(f"/root/.cache/skyfab/runs/{run.id}")
     assert json.loads((folder / "call").read_text())["arguments"]
     assert {path.stat().st_mode & 0o077 for path in [folder, *folder.rglob("*")]} == {0}
+
+
+def test_a_run_that_ends_before_its_client_has_left_keeps_no_agent(
+    hosts: list[sky.Host], namespaces: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has gone for good: there is no program that could come back within the lease."""
+    abandon = Session.abandon
+
+    def abandon_late(self: Session) -> None:
+        time.sleep(1)
+        abandon(self)
+
+    monkeypatch.setattr(Session, "abandon", abandon_late)
+    run = launch(hosts, count(1), on=hosts[0].name)
+    assert run.status == "done"
+    until(lambda: not traces.on(namespaces.hosts[0]), "the end of its agent", 7)
 
 
 def test_logs_are_followed_to_the_end(hosts: list[sky.Host], spot: Spot) -> None:

@@ -36,11 +36,19 @@ if TYPE_CHECKING:
     from skyfab.detached.run import Run as Run
     from skyfab.detached.run import attach as attach
     from skyfab.detached.run import runs as runs
+    from skyfab.device.devices import fetch as fetch
+    from skyfab.device.devices import load_on as load_on
+    from skyfab.device.devices import memory as memory
+    from skyfab.device.devices import prefetch as prefetch
+    from skyfab.device.devices import remote as remote
+    from skyfab.device.devices import run_on as run_on
+    from skyfab.device.devices import synchronize as synchronize
     from skyfab.errors import AuthenticationRefused as AuthenticationRefused
     from skyfab.errors import BroadcastError as BroadcastError
     from skyfab.errors import CallCancelled as CallCancelled
     from skyfab.errors import CallError as CallError
     from skyfab.errors import CallTimeout as CallTimeout
+    from skyfab.errors import DeviceError as DeviceError
     from skyfab.errors import HostError as HostError
     from skyfab.errors import HostKeyRefused as HostKeyRefused
     from skyfab.errors import HostLost as HostLost
@@ -64,6 +72,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "pool.compute": ("Compute",),
+    "device.devices": ("fetch", "load_on", "memory", "prefetch", "remote", "run_on", "synchronize"),
     "detached.run": ("Run", "attach", "runs"),
     "context": ("InstanceInfo", "instance_info", "shard", "silent", "stderr", "stdout"),
     "errors": (
@@ -72,6 +81,7 @@ _HOMES = {
         "CallCancelled",
         "CallError",
         "CallTimeout",
+        "DeviceError",
         "HostError",
         "HostKeyRefused",
         "HostLost",

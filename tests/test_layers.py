@@ -28,9 +28,9 @@ MAY_IMPORT = {
     "detached": "errors scripts context protocol inventory calls session ui",
     "env": "errors scripts protocol inventory calls session detached",
     "ui": "",
-    "pool": "errors scripts context protocol inventory calls plugins session detached env ui",
-    "device": "errors context protocol inventory calls plugins session detached env ui pool",
-    "cli": "errors context protocol inventory calls plugins session detached env ui pool device lab",
+    "device": "errors protocol agent",  # one half of it runs on hosts
+    "pool": "errors scripts context protocol inventory calls plugins session detached env ui device",
+    "cli": "errors context protocol inventory calls plugins session detached env ui pool lab",
     "lab": "errors scripts",  # it makes machines and does not use them, so that tests of anything can use it
     "__main__": "cli",
 }
@@ -41,7 +41,7 @@ LARGEST = {
     "protocol": 2250,
     "agent": 3950,
     "session": 3750,
-    "pool": 3650,
+    "pool": 3700,
     "env": 2600,
     "calls": 1300,
     "inventory": 1000,
@@ -50,7 +50,7 @@ LARGEST = {
     "ui": 800,
     "cli": 1700,
     "lab": 2050,
-    "device": 1600,
+    "device": 3200,
 }
 """Lines of a whole package."""
 MOST_PARAMETERS = 6
@@ -77,6 +77,8 @@ OUTSIDE = {
 
 ONLY_INSIDE_FUNCTIONS = {"torch", "jax", "numpy", "rich"}
 """They take long to import, or are not everywhere: whoever does not need them does not wait for them."""
+WITHOUT_TORCH = {"device", "device.devices", "device.entry", "device.stream", "device.wire"}
+"""What the other packages import of `device`. Its other modules are imported when a device is asked for."""
 
 
 class Import:
@@ -195,7 +197,8 @@ def test_a_library_is_imported_only_where_it_belongs(library: str) -> None:
 
 
 def test_slow_libraries_are_imported_inside_functions_only() -> None:
-    assert not [one for one in IMPORTS if one.outside in ONLY_INSIDE_FUNCTIONS and not one.lazy]
+    early = [one for one in IMPORTS if one.outside in ONLY_INSIDE_FUNCTIONS and not one.lazy]
+    assert not [one for one in early if one.source != "device" or one.module in WITHOUT_TORCH]
 
 
 def test_nobody_inside_imports_the_public_face() -> None:

@@ -86,7 +86,7 @@ class Handlers:
                 "stores": self._store.folders,
                 "workdir": [folder, self._cache, included],
             }
-            self._workers.spawn(message.worker, message.generation, request, listener)
+            self._workers.spawn(message.worker, message.generation, request, listener, pipelined=message.pipelined)
         except Exception as error:
             rank = message.info.get("rank")
             self._workers.fail(message.worker, message.generation, rank if isinstance(rank, int) else 0, error)
@@ -107,7 +107,7 @@ class Handlers:
             worker.give(Running(stream, message.timeout), head, data)
             if data is None:
                 self._uploads.expect(stream, message.parts, worker)
-            elif message.timeout is None:
+            elif message.timeout is None and not worker.pipelined:
                 self._workers.recognise(head, worker)
 
     def _refuse(self, stream: int, name: str) -> None:

@@ -102,8 +102,9 @@ class Worker:
         self._sink = sink
         self._stores = stores
         self._reader = Reader(self, fastpath=self._fastpath)
-        self._opening: dict[int, tuple[messages.Message, Assembly]] = {}
-        self._ready: deque[tuple[int, messages.Message, list[memoryview]]] = deque()
+        self._opening: dict[int, Assembly] = {}
+        self._ready: deque[tuple[int, messages.Message, Assembly | list[memoryview]]] = deque()
+        """Messages in the order in which they began. The data of some may still be missing."""
         self._functions: dict[str, Any] = {}
         self._known_heads: dict[bytes, Any] = {}
         """Heads of earlier small calls, and the functions that they refer to."""
@@ -130,8 +131,9 @@ class Worker:
 
     def serve(self) -> None:
         while True:
-            while self._ready:
-                stream, message, buffers = self._ready.popleft()
+            while self._ready and self._ready[0][0] not in self._opening:
+                stream, message, found = self._ready.popleft()
+                buffers = found.buffers() if isinstance(found, Assembly) else found
                 if isinstance(message, messages.Call):
                     self._call(stream, message, buffers)
                 elif isinstance(message, messages.Function):
@@ -153,21 +155,17 @@ class Worker:
                 self._ready.append((stream, message, split(parts, payload[head:], self._blob)))
             else:
                 assembly = Assembly(parts, resolve=self._blob)
-                if assembly.missing:
-                    self._opening[stream] = (message, assembly)
-                else:  # a long head without data
-                    self._ready.append((stream, message, assembly.buffers()))
-        elif kind == DATA:
-            message, assembly = self._opening[stream]
-            if assembly.advance(len(payload)):
-                del self._opening[stream]
-                self._ready.append((stream, message, assembly.buffers()))
+                self._ready.append((stream, message, assembly))
+                if assembly.missing:  # else it is a long head without data
+                    self._opening[stream] = assembly
+        elif kind == DATA and self._opening[stream].advance(len(payload)):
+            del self._opening[stream]
 
     def _blob(self, name: str) -> memoryview:
         return map_blob(self._stores, name)
 
     def place(self, stream: int, length: int) -> memoryview:
-        return self._opening[stream][1].place(length)
+        return self._opening[stream].place(length)
 
     # ---- calling
 
@@ -176,6 +174,8 @@ class Worker:
         end = HEADER.size + head
         text = bytes(frame[HEADER.size : end])
         function = self._known_heads.get(text)
+        if self._ready:  # of a pipelined worker: an earlier call is still incomplete
+            return False
         if function is None:
             call = messages.decode(text)
             if not isinstance(call, messages.Call) or call.each or list(map(type, call.parts)) != [int]:
@@ -233,7 +233,7 @@ class Worker:
             return
         self._flush()
         try:
-            payload = codec.dumps(result)
+            payload = result if type(result) is codec.Payload else codec.dumps(result)
         except Exception as error:
             self._examine(error)
             text = _cut(f"the result, a {type(result).__qualname__}, cannot be pickled: {error}")

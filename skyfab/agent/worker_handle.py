@@ -75,6 +75,8 @@ class WorkerHandle:
             widen(fd)
         self.waits_to_write = False
         """The pipe to the worker is full, and the poller waits until it is writable."""
+        self.pipelined = False
+        """Calls are sent to the process as they arrive. They cannot be taken back."""
         self.stopping = False
         self._kill_at: float | None = None
         """When it is killed, if it has not exited by then."""
@@ -93,13 +95,14 @@ class WorkerHandle:
 
     def give(self, call: Running, head: bytes, data: Buffer | None) -> None:
         """Accepts a call. It is sent to the worker once those before it have replies; until then it can be taken back.
+        A pipelined worker is sent it at once.
 
         A call that arrives while the process is stopping is held until the process has exited: if it were returned
         earlier, the client would send it again at once.
         """
         call.large = data is None
         self.calls.append(call)
-        if len(self.calls) > 1 or self.stopping:
+        if (len(self.calls) > 1 and not self.pipelined) or self.stopping:
             call.held.append(_opening(call.stream, head, data))
             return
         if call.timeout is not None:
@@ -112,7 +115,7 @@ class WorkerHandle:
 
     def take(self, stream: int, frame: memoryview) -> bool:
         """Fast path: writes the frame of a small call to the worker. Returns False if the worker is not idle."""
-        if self.calls or self._out or self.stopping:
+        if (self.calls and not self.pipelined) or self._out or self.stopping:
             return False
         self.calls.append(Running(stream, None))
         self._write(frame)

@@ -89,7 +89,9 @@ class Workers:
     def __iter__(self) -> Iterator[WorkerHandle]:
         return iter(list(self._workers.values()))
 
-    def spawn(self, name: str, generation: int, request: dict[str, Any], listener: int = -1) -> None:
+    def spawn(
+        self, name: str, generation: int, request: dict[str, Any], listener: int = -1, *, pipelined: bool = False
+    ) -> None:
         """Starts a worker process, and replaces one of the same name. It inherits the descriptor `listener`, if any."""
         if not name.replace(".", "").replace("-", "").isalnum():  # it becomes part of file names
             raise ProtocolError(f"not the name of a worker: {name!r:.80}")
@@ -106,6 +108,7 @@ class Workers:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:  # the process's descriptors, and ours
             logs = [self._log(name, rank, fd, theirs, ours) for fd in (1, 2)]
             worker = WorkerHandle(self, self._started, name, generation, logs, rank)
+            worker.pipelined = pipelined
             ours.callback(worker.close)
             for fd in worker.rank_ends:
                 theirs.callback(os.close, fd)

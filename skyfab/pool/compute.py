@@ -9,7 +9,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from skyfab.calls import nesting
 from skyfab.calls.call import Call, Function, Group, as_function
@@ -27,13 +27,14 @@ from skyfab.pool import open_pools
 from skyfab.pool.broadcast import Broadcast, BroadcastQueue, GangCall, may_go_on, retry
 from skyfab.pool.cloud import refuses_rent
 from skyfab.pool.detach import Detacher
+from skyfab.pool.devices import Devices
 from skyfab.pool.fastpath import NOT_TAKEN, fastpath
 from skyfab.pool.futures import CallFuture, refuse_to_block
 from skyfab.pool.gang import GangCache, GangSpec, remaining
 from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
 from skyfab.pool.node import Node, WorkerSpec
-from skyfab.pool.nodes import Nodes, PoolOwner, close_all, open_all
+from skyfab.pool.nodes import Nodes, PoolOwner, close_all, named, open_all
 from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.rendezvous import RendezvousFinder
 from skyfab.pool.scheduler import Scheduler, Slot, Task, solo_spec
@@ -43,6 +44,9 @@ from skyfab.protocol import codec
 from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.session.timing import Timing
 from skyfab.ui.events import Events, HostState, emitting
+
+if TYPE_CHECKING:
+    import torch
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -112,9 +116,8 @@ class Compute:
         self._untrusted = results == "data"
         self._scheduler = Scheduler(self.events.call, untrusted=self._untrusted)
         # Does not reference the pool: threads hold this function, and must not keep a dropped pool alive.
-        self._env_of = functools.partial(_env_of, self._images, self._env)
-        self._pool = secrets.token_hex(8)
-        """Prefix of the job names of its gangs."""
+        self._env_of = functools.partial(self._images.variables, self._env)
+        self._pool = secrets.token_hex(8)  # prefix of the job names of its gangs
         self._gang_cache = GangCache(self._env_of, self._pool, RendezvousFinder.of(self._plugins, self.events))
         self._broadcasts = BroadcastQueue()
         self._nodes = Nodes(
@@ -125,9 +128,9 @@ class Compute:
             PoolOwner(self.events, self._gang_cache, self._scheduler),
             self._sync.take_back,
         )
+        self._devices = Devices(self._solo_spec)
         self._open = False
-        self._is_parents = False
-        """This is a forked child, and the pool belongs to the parent process."""
+        self._is_parents = False  # in a forked child it is True: the pool belongs to the parent process
         self._closers: list[Callable[[], None]] = []
         self.hosts: Sequence[Node] = ()
         """The nodes of the pool, once it is open."""
@@ -210,6 +213,7 @@ class Compute:
         finally:
             self._open = False
             open_pools.discard(self)
+            self._devices.close()
             self._scheduler.fail_all()
             self._broadcasts.close()
             try:
@@ -244,8 +248,7 @@ class Compute:
         function, arguments, _ = self._pack(call)
         if call.function.stall is not None or call.function.retries:
             return self._wait(self.submit(call))
-        timeout = self._timeout_of(call.function)
-        label = call.function.label
+        timeout, label = self._timeout_of(call.function), call.function.label
         if emitting:
             refuse_to_block()
         result: R = fastpath(self._scheduler, function, arguments, label=label, timeout=timeout)
@@ -271,8 +274,7 @@ class Compute:
         function or argument that cannot be pickled.
         """
         function, arguments, tree = self._pack(call)
-        timeout = self._timeout_of(call.function)
-        label = call.function.label
+        timeout, label = self._timeout_of(call.function), call.function.label
         if on == "all":
             elastic = self._elastic
             broadcast = Broadcast(
@@ -295,7 +297,7 @@ class Compute:
             if elastic is not None:
                 return retry(start, lambda error, number: may_go_on(error, number, elastic, retries), in_order)
             return retry(start, lambda _, number: number < retries) if retries else start(0)
-        node = None if on == "one" else self.hosts[0] if on == "head" else self._named(on)
+        node = None if on == "one" else self.hosts[0] if on == "head" else named(self.hosts, on)
         task = Task(function, arguments, label=label, timeout=timeout, on=node, retries=call.function.retries)
         task.future.pool = self
         self._scheduler.add(task)
@@ -328,7 +330,9 @@ class Compute:
         It has workers of its own. Returns once the hosts have all they need; ``sky.attach(run.id)`` reconnects to it.
         """
         function, arguments, tree = self._pack(call)
-        chosen = list(self.hosts) if on == "all" else [self._named(on) if on not in ("one", "head") else self.hosts[0]]
+        chosen = (
+            list(self.hosts) if on == "all" else [named(self.hosts, on) if on not in ("one", "head") else self.hosts[0]]
+        )
         if on == "all" and self._elastic is not None:
             chosen = remaining(chosen, self._elastic)
         nodes = self._nodes.copies(chosen)
@@ -392,6 +396,14 @@ class Compute:
         """
         return put(obj)
 
+    def device(self, kind: str = "auto", *, on: str | None = None) -> torch.device:
+        """A device of a host as a `torch.device`: tensors and modules work on it unmodified.
+
+        `kind`: "cuda", "cuda:1", "cpu", or "auto" for the first GPU or else the CPU. `on`: a host, or else the first.
+        """
+        self._check_open()
+        return self._devices.open(self.hosts[0] if on is None else named(self.hosts, on), kind, self._sync_tree())
+
     def _pack(self, call: Call[Any]) -> tuple[PackedFunction, codec.Payload, str]:
         """The packed function, its arguments, and the digest of the project tree, which every host has by then."""
         if not isinstance(call, Call):
@@ -422,13 +434,6 @@ class Compute:
         if not self._open:
             raise UsageError("the pool is not open", hint="with sky.Compute(…) as compute: …")
 
-    def _named(self, name: str) -> Node:
-        for node in self.hosts:
-            if node.name == name:
-                return node
-        names = ", ".join(node.name for node in self.hosts)
-        raise UsageError(f"no host {name!r} in this pool", hint=f'on is "one", "all", "head" or one of: {names}')
-
     def _sync_tree(self) -> str:
         """Syncs the project's files to every host; returns the tree's digest."""
         return self._sync.digest(self.hosts, self._replan)
@@ -443,8 +448,3 @@ class Compute:
     def __del__(self) -> None:
         if getattr(self, "_open", False):
             open_pools.close_dropped(self, [node.name for node in self.hosts])
-
-
-def _env_of(images: HostImages, env: Mapping[str, str], node: Node) -> dict[str, str]:
-    """The environment variables of a node's workers."""
-    return {**node.host.env, **images.image_of(node.host).env, **env, **nesting.variables()}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from skyfab.calls import nesting
 from skyfab.calls.image import Image
 from skyfab.env.prepare import Preparation, Report, check
 from skyfab.inventory.host import Host
 from skyfab.plugins.base import Plugin
+from skyfab.pool.node import Node
 from skyfab.session.bootstrap import local_python
 from skyfab.session.shell import Shell
 from skyfab.ui.events import Events, HostState, Moved
@@ -32,6 +34,10 @@ class HostImages:
 
     def image_of(self, host: Host) -> Image:
         return self._images[host.name]
+
+    def variables(self, env: Mapping[str, str], node: Node) -> dict[str, str]:
+        """The environment variables of a node's workers; `env` are the pool's."""
+        return {**node.host.env, **self.image_of(node.host).env, **env, **nesting.variables()}
 
     def begin(self) -> None:
         """Starts new preparations, before the hosts are connected to."""

@@ -155,6 +155,15 @@ def _pool_name() -> str:
     return secrets.token_hex(8)
 
 
+def named(nodes: Sequence[Node], name: str) -> Node:
+    """The node of that name. Raises UsageError."""
+    for node in nodes:
+        if node.name == name:
+            return node
+    names = ", ".join(node.name for node in nodes)
+    raise UsageError(f"no host {name!r} in this pool", hint=f'on is "one", "all", "head" or one of: {names}')
+
+
 def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], None]) -> None:
     """Opens every node's session. Raises the one failure, or a PoolError with all of them, and then leaves none open.
 

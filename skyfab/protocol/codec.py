@@ -19,7 +19,7 @@ from skyfab.protocol.blobs import allocate
 
 TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any, Final
 
     from skyfab.protocol.frames import Buffer
@@ -73,6 +73,18 @@ def dumps(value: Any) -> Payload:
     file, beside = io.BytesIO(), _Beside()
     _Pickler(file, beside).dump(value)
     return Payload(file.getvalue(), beside.buffers, beside.refs or _NO_REFS)
+
+
+def dumps_with_references(value: Any, reference: Callable[[Any], Any]) -> bytes:
+    """Pickles `value` in one piece. Objects for which `reference` returns something are replaced by that.
+
+    Raises whatever pickling raises.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, None)
+    pickler.persistent_id = reference
+    pickler.dump(value)
+    return file.getvalue()
 
 
 def loads(data: Buffer, buffers: Sequence[memoryview] = ()) -> Any:
@@ -142,8 +154,9 @@ def send_by_value(module: Any) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    def __init__(self, file: io.BytesIO, beside: _Beside) -> None:
-        self._packed = beside.packed
+    def __init__(self, file: io.BytesIO, beside: _Beside | None) -> None:
+        """Without `beside`, buffers are part of the pickle."""
+        self._packed = {} if beside is None else beside.packed
         self._storages: dict[int, _Storage] = {}
         torch = sys.modules.get("torch")
         self._typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)

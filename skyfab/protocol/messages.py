@@ -124,6 +124,8 @@ class Spawn(Message):
     """The working directory: a path, or the name of a project's folder in the cache; empty: the pool's own folder."""
     include: bool = True
     """Whether the tree's files for the working directory are copied into it."""
+    pipelined: bool = False
+    """Calls are passed on to the process as they arrive, and not one by one after the reply to the one before."""
 
 
 class Call(Message):

@@ -1,0 +1,1 @@
+"""Remote tensors: PyTorch in this program, with the memory and the computation on a host."""

@@ -1,0 +1,116 @@
+"""Automatic mixed precision on remote devices: which operators run in the lower precision, and which in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from skyfab.device.tensors import TYPE, is_remote
+
+_LOWER: Final = (
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d.input",
+    "conv_transpose3d.input",
+    "convolution",
+    "_convolution",
+    "matmul",
+    "mm",
+    "mv",
+    "bmm",
+    "baddbmm",
+    "addmm",
+    "addmv",
+    "addr",
+    "addbmm",
+    "linear",
+    "scaled_dot_product_attention",
+    "einsum",
+    "prelu",
+    "chain_matmul",
+    "linalg_multi_dot",
+    "linalg_vecdot",
+)
+_FLOAT32: Final = (
+    "softmax.int",
+    "log_softmax.int",
+    "layer_norm",
+    "group_norm",
+    "nll_loss",
+    "nll_loss_nd",
+    "cross_entropy_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "kl_div",
+    "binary_cross_entropy_with_logits",
+    "cosine_embedding_loss",
+    "exp",
+    "expm1",
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "sum",
+    "sum.dim_IntList",
+    "prod",
+    "prod.dim_int",
+    "cumsum",
+    "cumprod",
+    "norm.Scalar",
+    "norm.ScalarOpt_dim",
+    "rsqrt",
+    "reciprocal",
+    "softplus",
+    "erfinv",
+    "acos",
+    "asin",
+    "cosh",
+    "sinh",
+    "tan",
+    "cdist",
+    "pdist",
+    "renorm",
+    "logsumexp",
+)
+"""As PyTorch does it for CUDA."""
+
+
+def register() -> list[torch.library.Library]:
+    """Registers the casts. What has none runs in the precision of its arguments."""
+    rest = torch.library.Library("_", "IMPL")
+    rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    library = torch.library.Library("aten", "IMPL")
+    for names, lower in ((_LOWER, True), (_FLOAT32, False)):
+        for name in names:
+            base, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.aten, base), overload or "default")
+            library.impl(name, _casting(op, lower=lower), "AutocastPrivateUse1")
+    return [rest, library]
+
+
+def _casting(op: Any, *, lower: bool) -> Callable[..., Any]:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(TYPE) if lower else torch.float32
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return op(*(_cast(v, dtype) for v in args), **{name: _cast(v, dtype) for name, v in kwargs.items()})
+
+    return kernel
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    if is_remote(value) and value.is_floating_point() and value.dtype not in (dtype, torch.float64):
+        return value.to(dtype)
+    return value

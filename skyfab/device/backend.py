@@ -1,0 +1,142 @@
+"""Registers remote devices with PyTorch: the device type, its kernels, and changes to what PyTorch itself does.
+
+PyTorch has one accelerator in a process. Registering makes remote devices the one, for good, so nothing here happens
+before a device is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from skyfab.device import autocast, composed, patches, special, tensors
+from skyfab.device.kernels import make_kernel
+from skyfab.device.tensors import TYPE
+from skyfab.errors import UsageError
+
+_OWN_WAY: Final = frozenset(
+    (
+        "_to_copy",
+        "lift",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "_has_compatible_shallow_copy_type",
+        "_fused_sdp_choice",
+        "is_pinned",
+        "_pin_memory",
+        "_lazy_clone",
+        "_pack_padded_sequence",
+        "_unsafe_view",
+        "record_stream",
+    )
+)
+"""Operators that PyTorch composes of others, or that mean nothing here."""
+_OTHER_LAYOUTS: Final = ("_sparse", "_nested", "sparse_", "q_", "quantize", "_mkldnn", "mkldnn", "_cudnn_init")
+"""Beginnings of the names of operators for tensors that cannot be on a remote device."""
+_libraries: Final[list[torch.library.Library]] = []
+"""Kernels are registered as long as these objects exist."""
+
+
+class _Module:
+    """``torch.sky``, which PyTorch asks about devices of this type."""
+
+    device = contextlib.nullcontext
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return len(tensors.streams)
+
+    def manual_seed_all(self, seed: int) -> None:
+        special.seed_all(seed)
+
+    def manual_seed(self, seed: int) -> None:
+        special.seed_all(seed)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def synchronize(self, device: Any = None) -> None:
+        special.synchronize(device)
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return special.get_rng_state(device)
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        special.set_rng_state(state, device)
+
+
+def is_registered() -> bool:
+    return bool(_libraries)
+
+
+def register() -> None:
+    """Registers the device type, once. Raises UsageError if this PyTorch cannot have it."""
+    if is_registered():
+        return
+    setup = getattr(
+        __import__("torch.utils.backend_registration", fromlist=["_"]), "_setup_privateuseone_for_python_backend", None
+    )
+    if setup is None:
+        raise UsageError(f"torch {torch.__version__} has no device types in Python", hint="install torch 2.11 or newer")
+    name = torch._C._get_privateuse1_backend_name()
+    if name != "privateuseone":
+        raise UsageError(
+            f"the device type {name!r} is already registered in this process, and PyTorch has room for one"
+        )
+    if torch.accelerator.is_available():
+        own = torch.accelerator.current_accelerator()
+        print(
+            f"skyfab: PyTorch has one accelerator in a process, and now it is the remote one. Tensors on {own} go on "
+            "working, but backward() over them does not: train there in a program of its own.",
+            file=sys.stderr,
+        )
+        patches.explain_own_backward(str(own))
+    setup(TYPE, backend_module=_Module())
+    torch.autograd.set_multithreading_enabled(False)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    library = torch.library.Library("aten", "IMPL")
+    _libraries.append(library)
+    own_kernels = {**special.kernels(), **composed.undifferentiated(), **composed.differentiable()}
+    for operator, kernel in own_kernels.items():
+        library.impl(operator, kernel, "PrivateUse1")
+    for operator, op in _operators(own_kernels):
+        library.impl(operator, make_kernel(op), "PrivateUse1")
+    for operator, kernel in composed.differentiable().items():
+        library.impl(operator, kernel, "AutogradPrivateUse1")
+    _libraries.extend(autocast.register())
+    patches.apply()
+
+
+def _operators(own: dict[str, Callable[..., Any]]) -> list[tuple[str, Any]]:
+    """The operators that get a generated kernel."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    found = []
+    for full in torch._C._dispatch_get_all_op_names():
+        name = full.removeprefix("aten::")
+        base, _, overload = name.partition(".")
+        if name == full or name in own or base in _OWN_WAY or base.startswith(_OTHER_LAYOUTS):
+            continue
+        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        if has(full, "CompositeImplicitAutograd") or torch.Tag.inplace_view in op.tags:
+            continue
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns):
+            continue  # a view
+        if overload.endswith("out") and has(full, "CompositeExplicitAutograd"):
+            continue
+        found.append((name, op))
+    return found

@@ -1,0 +1,148 @@
+"""Operators that PyTorch composes of many others, as one instruction each way.
+
+The host keeps the autograd graph of the forward for the backward, under a handle that is freed like a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from skyfab.device import fused, kernels, tensors, wire
+from skyfab.device.kernels import Plan, finish, make_kernel
+from skyfab.device.tensors import is_remote, layout_of, operands
+
+_aten: Final = torch.ops.aten
+_cache: Final = kernels.new_cache()
+_OPERATORS: Final = (
+    _aten.scaled_dot_product_attention.default,
+    _aten.lstm.input,
+    _aten.lstm.data,
+    _aten.gru.input,
+    _aten.gru.data,
+    _aten.rnn_tanh.input,
+    _aten.rnn_tanh.data,
+    _aten.rnn_relu.input,
+    _aten.rnn_relu.data,
+    _aten.lstm_cell.default,
+    _aten.gru_cell.default,
+    _aten.rnn_tanh_cell.default,
+    _aten.rnn_relu_cell.default,
+)
+
+
+def undifferentiated() -> dict[str, Callable[..., Any]]:
+    """Kernels below autograd, by operator."""
+    return {"linear": make_kernel(_aten.linear.default), "linear_backward": _linear_backward}
+
+
+def differentiable() -> dict[str, Callable[..., Any]]:
+    """Kernels that have a gradient of their own, by operator."""
+    return {op._schema.name.removeprefix("aten::") + kernels.overload(op): _composed(op) for op in _OPERATORS}
+
+
+def call(
+    name: str,
+    args: Sequence[Any],
+    outputs: Callable[[], Sequence[torch.Tensor | None]],
+    device: torch.device,
+    key: Any = None,
+) -> tuple[Any, ...]:
+    """Calls a function of the worker (fused.py). `args` are lists of tensors, and constants, which must be hashable.
+
+    `outputs` makes meta tensors as the function will return them; `key` is what they depend on besides `args`.
+    """
+    instruction: list[Any] = [0]
+    keys: list[Any] = [name, device.index, key]
+    template: list[Any] = []
+    for value in args:
+        if isinstance(value, list):
+            layouts = operands(value, instruction)
+            keys.append(layouts)
+            kinds = (
+                (wire.CONSTANT, None) if t is None else (wire.TENSOR if is_remote(t) else wire.SCALAR_TENSOR,)
+                for t in value
+            )
+            template.append((wire.LIST, tuple(kinds)))
+        else:
+            keys.append((type(value), value))
+            template.append((wire.CONSTANT, value))
+    plan = _cache.get(tuple(keys))
+    if plan is None:
+        kernels.before_plan()
+        index = device.index or 0
+        found = [None if t is None else layout_of(tuple(t.shape), t.stride(), t.dtype, index) for t in outputs()]
+        plan = Plan(kernels.new_number(), tensors.streams[index], found, list(range(len(found))))
+        plan.single = None
+        plan.stream.emit([wire.PLAN, plan.number, f"sky::{name}", tuple(template), (), kernels.layouts(found)])
+        kernels.remember(_cache, tuple(keys), plan)
+    instruction[0] = plan.number
+    result = finish(plan, instruction, ())
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _meta(shape: Any, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(shape, dtype=like.dtype, device="meta")
+
+
+def _linear_backward(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, mask: Sequence[bool]) -> Any:
+    wanted = tuple(mask)
+
+    def outputs() -> list[torch.Tensor | None]:
+        shapes = (x.shape, weight.shape, weight.shape[:1])
+        return [_meta(shape, x) if is_wanted else None for shape, is_wanted in zip(shapes, wanted, strict=True)]
+
+    return call("linear_backward", [[x, grad, weight], wanted], outputs, x.device)
+
+
+def _composed(op: Any) -> Callable[..., Any]:
+    """A kernel that calls the whole operator on the host."""
+    name = op._schema.name + kernels.overload(op)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        found: list[torch.Tensor] = []
+        spec = (name, fused.template((args, kwargs), found))
+        device = next(tensor.device for tensor in found if is_remote(tensor))
+        result = _Composed.apply(op, spec, device, *found)
+        return result if len(op._schema.returns) > 1 else result[0]
+
+    return kernel
+
+
+class _Composed(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, op: Any, spec: Any, device: torch.device, *inputs: torch.Tensor) -> Any:
+        wanted = ctx.needs_input_grad[3:]
+
+        def outputs() -> list[torch.Tensor]:
+            args, kwargs = fused.fill_in(spec[1], [kernels.to_meta(tensor) for tensor in inputs])
+            result = op(*args, **kwargs)
+            if op is _aten.scaled_dot_product_attention.default and result.dim() == 4:
+                result = result.transpose(1, 2).contiguous().transpose(1, 2)  # as the fast kernels of GPUs return it
+            results = result if isinstance(result, tuple) else (result,)
+            return [*results, torch.empty(0, device="meta")]
+
+        *results, handle = call("composed", [list(inputs), spec, wanted], outputs, device)
+        ctx.save_for_backward(handle, *inputs)
+        ctx.wanted = wanted
+        return tuple(results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Any) -> Any:
+        handle, *inputs = ctx.saved_tensors
+        return (None, None, None, *gradients(handle, list(grads), inputs, ctx.wanted))
+
+
+def gradients(handle: torch.Tensor, grads: list[Any], inputs: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    """The gradients of inputs for which they are wanted, from the graph that the host keeps."""
+
+    shapes = tuple((t.shape, t.dtype) for t, is_wanted in zip(inputs, wanted, strict=True) if is_wanted)
+
+    def outputs() -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
+
+    found = iter(call("backward", [[handle], grads], outputs, handle.device, shapes))
+    return [next(found) if is_wanted else None for is_wanted in wanted]

@@ -1,0 +1,142 @@
+"""What a program does with remote devices beyond PyTorch's own functions. Importing this does not import torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from skyfab.errors import HostUnfit, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from skyfab.device.stream import DeviceStream, Link
+
+T = TypeVar("T")
+
+
+def open_device(name: str, link: Link) -> DeviceStream:
+    """Makes a device of this process for a device of a host. Raises UsageError and HostUnfit."""
+    try:
+        import torch
+    except ImportError as error:
+        raise UsageError("a remote device needs torch in this program too", hint="pip install torch") from error
+    from skyfab.device import backend, kernels, tensors, wire
+    from skyfab.device.stream import DeviceStream
+
+    backend.register()
+    index = next(
+        (old.index for old in tensors.streams if old.is_lost and not tensors.has_tensors(old)), len(tensors.streams)
+    )
+    if index > 127:
+        raise UsageError("a process can have 128 remote devices", hint="close pools that are not used any more")
+    stream = DeviceStream(index, name, link)
+    if index < len(tensors.streams):  # the plans and layouts of the closed device refer to it
+        tensors.forget_layouts(index)
+        kernels.forget_plans()
+    tensors.streams[index : index + 1] = [stream]
+    told = stream.ask([wire.HELLO]).value()
+    theirs = str(told.get("torch", "")) if isinstance(told, dict) else ""
+    if theirs.split(".")[:2] != torch.__version__.split(".")[:2]:
+        stream.close()
+        link.close()
+        raise HostUnfit(
+            f"it has torch {theirs}, and this program {torch.__version__}: the first two numbers must be equal",
+            host=link.name,
+            hint=f'Image(pip=["torch=={torch.__version__.split("+")[0]}"])',
+        )
+    return stream
+
+
+def _stream_of(device: Any) -> DeviceStream:
+    import torch
+
+    from skyfab.device import tensors
+
+    found = torch.device(device) if not isinstance(device, torch.device) else device
+    if found.type != tensors.TYPE or (found.index or 0) >= len(tensors.streams):
+        raise UsageError(f"{found} is not a remote device", hint='device = compute.device("cuda")')
+    return tensors.streams[found.index or 0]
+
+
+def synchronize() -> None:
+    """Waits until all remote devices have executed everything. Raises the error of an operation that failed."""
+    import sys
+
+    if "skyfab.device.special" in sys.modules:
+        from skyfab.device import special
+
+        special.synchronize()
+
+
+def memory(device: torch.device) -> dict[str, int]:
+    """Bytes of memory on a remote device: ``allocated`` by this program's tensors, ``free`` and ``total``."""
+    from skyfab.device import wire
+
+    stream = _stream_of(device)
+    stream.flush()  # what is not used any more is freed at the end of a batch
+    batch = stream.ask([wire.SYNC])
+    batch.value()
+    found = {name: batch.document.get(name) for name in ("allocated", "free", "total", "tensors")}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
+
+
+def fetch(tensor: torch.Tensor) -> Future[torch.Tensor]:
+    """Starts to copy a remote tensor to this machine; the program goes on. The result is the copy."""
+    from skyfab.device import special
+
+    return special.fetch_later(tensor)
+
+
+def prefetch(loader: Iterable[T], device: torch.device, depth: int = 2) -> Iterator[T]:
+    """The batches of a loader, on a device. The next `depth` ones are sent while the program works on one."""
+    import collections
+
+    def move(value: Any) -> Any:
+        import torch
+
+        if isinstance(value, torch.Tensor):
+            return value.to(device, non_blocking=True)
+        if isinstance(value, dict):
+            return {name: move(item) for name, item in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(move, value))
+        return type(value)(map(move, value)) if isinstance(value, list | tuple) else value
+
+    if depth < 1:
+        raise UsageError(f"depth={depth!r}: a number from 1 on")
+    source = iter(loader)
+    waiting = collections.deque(map(move, itertools.islice(source, depth)))
+    while waiting:
+        yield waiting.popleft()
+        waiting.extend(map(move, itertools.islice(source, 1)))
+
+
+def run_on(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function on the host of a device. Remote tensors among its arguments are the host's own there.
+
+    Tensors that it returns stay there. Numbers, strings, None, and lists, tuples and dicts of all these come back.
+    """
+    from skyfab.device import regions
+
+    return regions.run(_stream_of(device), function, args, kwargs)
+
+
+def load_on(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function on the host that returns a module or a state dict; its tensors stay there.
+
+    What comes back is the state dict, with remote tensors: ``model.load_state_dict(state, assign=True)`` for a model
+    that was made on the meta device.
+    """
+    from skyfab.device import regions
+
+    return regions.load(_stream_of(device), function, args, kwargs)
+
+
+def remote(module: torch.nn.Module) -> torch.nn.Module:
+    """A module whose forward is one instruction, and whose backward is one. Its parameters must be on one device."""
+    from skyfab.device import regions
+
+    return regions.remote(module)

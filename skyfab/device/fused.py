@@ -1,0 +1,151 @@
+"""Functions of a device's worker that are one instruction each, where PyTorch would need many.
+
+A function whose backward needs what its forward has computed returns a handle: an empty tensor that holds the autograd
+graph of the forward. The client frees it like any other tensor, and with it the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+def linear_backward(tensors: Sequence[torch.Tensor], mask: Sequence[bool]) -> Tensors:
+    """The gradients of input, weight and bias, where `mask` asks for them. `tensors`: input, gradient, weight."""
+    x, grad, weight = tensors
+    flat = grad.reshape(-1, grad.shape[-1])
+    return (
+        (flat @ weight).view(x.shape) if mask[0] else None,
+        flat.t() @ x.reshape(-1, x.shape[-1]) if mask[1] else None,
+        flat.sum(0) if mask[2] else None,
+    )
+
+
+def _with_graph(function: Callable[..., Any], tensors: Tensors, wanted: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+    """Calls a function of tensors; returns its outputs, and a handle for `backward` if a gradient is wanted."""
+    if not any(wanted):
+        outputs = function(*tensors)
+        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        return (*outputs, torch.empty(0))
+    with torch.enable_grad():
+        inputs = [
+            tensor if tensor is None else tensor.detach().requires_grad_(is_wanted)
+            for tensor, is_wanted in zip(tensors, wanted, strict=True)
+        ]
+        outputs = function(*inputs)
+        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    handle = torch.empty(0)
+    handle.graph = (outputs, [tensor for tensor, is_wanted in zip(inputs, wanted, strict=True) if is_wanted])
+    return (*(output.detach() for output in outputs), handle)
+
+
+def backward(handles: Sequence[torch.Tensor], grads: Tensors) -> Tensors:
+    """The gradients of the inputs for which they were wanted, in order."""
+    outputs, inputs = handles[0].graph
+    used = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+    with torch.enable_grad():
+        found = torch.autograd.grad(
+            [output for output, _ in used],
+            inputs,
+            [grad for _, grad in used],
+            retain_graph=True,
+            allow_unused=True,
+        )
+    return tuple(
+        (torch.zeros_like(tensor) if grad is None else grad.contiguous())
+        for grad, tensor in zip(found, inputs, strict=True)
+    )
+
+
+def template(value: Any, into: list[torch.Tensor]) -> Any:
+    """A value with numbers in place of its tensors, which are appended to `into`. It is hashable."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 1 and value.device.type == "cpu":
+            return ("numbers", tuple(value.tolist()))  # as the sizes of the batches in a packed sequence
+        into.append(value)
+        return ("tensor", len(into) - 1)
+    if isinstance(value, dict):
+        return ("dict", tuple((key, template(item, into)) for key, item in value.items()))
+    if isinstance(value, list | tuple):
+        return ("list" if isinstance(value, list) else "tuple", tuple(template(item, into) for item in value))
+    return ("plain", value)
+
+
+def fill_in(made: Any, tensors: Sequence[Any]) -> Any:
+    """The value of a template."""
+    kind, value = made
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "numbers":
+        return torch.tensor(value)
+    if kind == "dict":
+        return {key: fill_in(item, tensors) for key, item in value}
+    if kind in ("list", "tuple"):
+        return (list if kind == "list" else tuple)(fill_in(item, tensors) for item in value)
+    return value
+
+
+def composed(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> Tensors:
+    """Calls an operator that PyTorch composes of others: its name, and a template of its arguments."""
+    name, arguments = spec
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+
+    def function(*values: torch.Tensor) -> Any:
+        args, kwargs = fill_in(arguments, values)
+        return op(*args, **kwargs)
+
+    return _with_graph(function, tensors, wanted)
+
+
+# ---- modules
+
+MODULES: Final[dict[str, torch.nn.Module]] = {}
+"""Modules without their tensors, by digest."""
+
+
+def call_module(module: torch.nn.Module, spec: Any, tensors: Sequence[Any]) -> Any:
+    """Calls a module with other tensors: its inputs, then its parameters, then its buffers."""
+    _, parameters, buffers, arguments = spec
+    names = (*parameters, *buffers)
+    count = len(tensors) - len(names)
+    args, kwargs = fill_in(arguments, tensors[:count])
+    return torch.func.functional_call(module, dict(zip(names, tensors[count:], strict=True)), args, kwargs)
+
+
+def module(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> Tensors:
+    """Calls a module; returns the tensors of its result."""
+
+    def function(*values: torch.Tensor) -> Any:
+        results: list[torch.Tensor] = []
+        template(call_module(MODULES[spec[0]], spec, values), results)
+        return tuple(results)
+
+    return _with_graph(function, tensors, wanted)
+
+
+def itself(value: Any) -> Any:
+    return value
+
+
+class Loader:
+    """Calls a function that returns a module or a state dict; returns the state dict."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._function(*args, **kwargs)
+        return found.state_dict() if hasattr(found, "state_dict") else found
+
+
+FUNCTIONS: Final[dict[str, Callable[..., Tensors]]] = {
+    "sky::linear_backward": linear_backward,
+    "sky::composed": composed,
+    "sky::module": module,
+    "sky::backward": backward,
+}

@@ -1,0 +1,435 @@
+"""The kernels of remote devices: for each operator a function that turns a call into an instruction.
+
+An operator is planned once for each kind of arguments: their layouts, and the values that its results' layout may
+depend on. PyTorch computes the layout of the results with tensors on its meta device, so that errors in shapes and
+dtypes are raised at once. The host is sent the plan; afterwards a call is the plan's number and the operands.
+
+The source of a kernel is generated from the operator's schema: looking at every argument's type in every call would
+take several times as long.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from skyfab.device import tensors, wire
+from skyfab.device.stream import DeviceStream
+from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, Layout, is_remote, layout_of, operand, operands
+
+_MOST_PLANS: Final = 20_000
+"""Plans that are kept. A program whose shapes never repeat makes new ones all the time."""
+_NUMBERS: Final = frozenset((int, float, bool, complex))
+_PARAMETERS: Final = frozenset(
+    ("number", "float", "Optional[number]", "Optional[float]", "List[number]", "List[float]", "Optional[List[float]]")
+)
+"""Types of arguments on whose values the layout of results does not depend: they are operands."""
+_TENSOR_LISTS: Final = frozenset(
+    ("List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]")
+)
+_INDEXED: Final = frozenset(
+    ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+)
+"""Operators whose second argument is a list of indices. Only with masks does the shape depend on values."""
+_VALUED: Final = frozenset(("arange", "linspace", "logspace", "range"))
+"""Factories whose numbers decide the shape."""
+
+
+class _Missing:
+    """The default of an argument that was not given."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+_MISSING: Final = _Missing()
+
+
+class Plan:
+    """How a kind of call is executed."""
+
+    __slots__ = ("number", "outputs", "results", "single", "stream")
+
+    def __init__(self, number: int, stream: DeviceStream, outputs: Sequence[Layout | None], results: Any) -> None:
+        self.number = number
+        self.stream = stream
+        self.outputs = outputs
+        """The layouts of the new tensors."""
+        self.results = results
+        """What the call returns: outputs by place (int, or a list), or arguments ("name", place)."""
+        self.single = outputs[0] if results == [0] else None
+        """The layout of the only result, if it is one new tensor."""
+
+
+class _Answer:
+    """The result of a call for which no plan could be made."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+new_number: Final = itertools.count().__next__
+"""The number of a new plan."""
+_caches: Final[list[dict[Any, Plan]]] = []
+_plans = 0
+
+
+def forget_plans() -> None:
+    """Forgets all plans, here and on the hosts."""
+    global _plans
+    _plans = 0
+    for cache in _caches:
+        cache.clear()
+    for stream in tensors.streams:
+        stream.forget_plans()
+
+
+def new_cache() -> dict[Any, Plan]:
+    """A cache of plans."""
+    cache: dict[Any, Plan] = {}
+    _caches.append(cache)
+    return cache
+
+
+def remember(cache: dict[Any, Plan], key: Any, plan: Plan) -> None:
+    global _plans
+    cache[key] = plan
+    _plans += 1
+
+
+def before_plan() -> None:
+    """Makes room: must be called before a plan is made, and not while an instruction is being built for another."""
+    if _plans >= _MOST_PLANS:
+        forget_plans()
+
+
+def finish(plan: Plan, instruction: list[Any], args: Sequence[Any]) -> Any:
+    """Makes the outputs of a call, emits the instruction, and returns what the call returns."""
+    made: list[torch.Tensor | None] = []
+    for layout in plan.outputs:
+        if layout is None:
+            made.append(None)
+            instruction.append(0)
+        else:
+            tensor, ident = layout.new()
+            made.append(tensor)
+            instruction.append(ident)
+    plan.stream.emit(instruction)
+    if plan.results is None:
+        return None
+    found = [_result(result, made, args) for result in plan.results]
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _result(result: Any, made: Sequence[Any], args: Sequence[Any]) -> Any:
+    if type(result) is int:
+        return made[result]
+    return [made[at] for at in result] if type(result) is list else args[result[1]]
+
+
+# ---- generated kernels
+
+
+def make_kernel(op: Any) -> Callable[..., Any]:
+    """The kernel of an operator."""
+    schema = op._schema
+    name = schema.name.removeprefix("aten::")
+    is_valued, is_indexed = name in _VALUED, name in _INDEXED
+    is_dynamic = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
+    parameters: list[str] = []
+    names: list[str] = []
+    lines: list[str] = []
+    keys: list[str] = []
+    for at, argument in enumerate(schema.arguments):
+        word = f"a{at}"
+        if argument.kwarg_only:
+            if "*" not in parameters:
+                parameters.append("*")
+            word = argument.name
+        names.append(word)
+        parameters.append(f"{word}=MISSING" if argument.has_default_value() else word)
+        lines += _lines(str(argument.type), word, at, is_operand=not is_valued)
+        keys.append(f"k{at}")
+    args = f"({', '.join(names)},)" if names else "()"
+    source = "\n".join(
+        [
+            f"def kernel({', '.join(parameters)}):",
+            "    _instruction = [0]",
+            *(["    a1 = move_indices(a0, a1)"] if is_indexed else []),
+            *(f"    {line}" for line in lines),
+            f"    _key = ({', '.join(keys)},)" if keys else "    _key = ()",
+            "    _plan = plans.get(_key)",
+            "    if _plan is None:",
+            f"        _plan = make({args}, _key)",
+            "        if type(_plan) is Answer:",
+            "            return _plan.value",
+            "    _instruction[0] = _plan.number",
+            "    _single = _plan.single",
+            "    if _single is None:",
+            f"        return finish(_plan, _instruction, {args})",
+            "    _tensor, _id = _single.new()",
+            "    _instruction.append(_id)",
+            "    _plan.stream.emit(_instruction)",
+            "    return _tensor",
+        ]
+    )
+    plans = new_cache()
+
+    def make(values: Sequence[Any], key: Any) -> Plan | _Answer:
+        positional: list[Any] = []
+        keywords: dict[str, Any] = {}
+        for at, (argument, value) in enumerate(zip(schema.arguments, values, strict=True)):
+            if value is _MISSING:
+                continue
+            if not argument.kwarg_only and len(positional) == at:
+                positional.append(value)
+            else:
+                keywords[argument.name] = value
+        dynamic = is_dynamic
+        if is_indexed:
+            dynamic = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in positional[1])
+        plan = None if dynamic else _make_plan(op, positional, keywords, is_operand=not is_valued)
+        if plan is None:
+            return _Answer(execute_dynamic(op, positional, keywords))
+        if plan == "again":
+            given = dict(zip(names, values, strict=True))
+            only = {argument.name for argument in schema.arguments if argument.kwarg_only}
+            return _Answer(
+                kernel(
+                    *(v for n, v in given.items() if n not in only and v is not _MISSING),
+                    **{n: v for n, v in given.items() if n in only and v is not _MISSING},
+                )
+            )
+        remember(plans, key, plan)
+        return plan  # type: ignore[no-any-return]
+
+    scope = {
+        "MISSING": _MISSING,
+        "NUMBERS": _NUMBERS,
+        "Answer": _Answer,
+        "find": tensors.records.get,
+        "finish": finish,
+        "make": make,
+        "move_indices": _move_indices,
+        "operand": operand,
+        "operands": operands,
+        "plans": plans,
+        "view": tensors.view,
+        "add_generator": generator_operand,
+    }
+    exec(compile(source, f"<kernel of {schema.name}>", "exec"), scope)
+    kernel: Callable[..., Any] = scope["kernel"]  # type: ignore[assignment]
+    return kernel
+
+
+def _lines(kind: str, word: str, at: int, *, is_operand: bool) -> list[str]:
+    """The lines of a kernel that add an argument to the plan's key (``k0``, ``k1`` …) and to the instruction."""
+    key = f"k{at}"
+    if kind in ("Tensor", "Optional[Tensor]"):
+        return [
+            f"if {word} is None or {word} is MISSING:",
+            f"    {key} = {word}",
+            f"elif type({word}) in NUMBERS:",
+            f"    {key} = type({word})",
+            f"    _instruction.append({word})",
+            "else:",
+            f"    _record = find({word}.data_ptr())",
+            "    if _record is None:",
+            f"        {key}, _id = operand({word})",
+            "        _instruction.append(_id)",
+            f"    elif {word}.shape == (_layout := _record.layout).shape and {word}.stride() == _layout.stride"
+            f" and {word}.dtype is _layout.dtype:",
+            f"        {key} = _layout",
+            "        _instruction.append(_record.id)",
+            "    else:",
+            f"        {key}, _id = view({word}, _record, 0)",
+            "        _instruction.append(_id)",
+        ]
+    if kind in _TENSOR_LISTS:
+        return [f"{key} = {word} if {word} is None or {word} is MISSING else operands({word}, _instruction)"]
+    if kind in ("Generator", "Optional[Generator]"):
+        return [f"{key} = {word} if {word} is None or {word} is MISSING else add_generator({word}, _instruction)"]
+    if kind in _PARAMETERS and is_operand:
+        return [
+            f"if {word} is None or {word} is MISSING:",
+            f"    {key} = {word}",
+            f"elif type({word}) is list or type({word}) is tuple:",
+            f"    {key} = tuple(map(type, {word}))",
+            f"    _instruction.append(tuple({word}))",
+            "else:",
+            f"    {key} = type({word})",
+            f"    _instruction.append({word})",
+        ]
+    if "List" in kind:
+        return [f"{key} = tuple({word}) if type({word}) is list else {word}"]
+    if kind in _PARAMETERS or kind in ("int", "Optional[int]", "bool", "Optional[bool]"):
+        return [f"{key} = (type({word}), {word})"]  # True and 1 are equal, and not the same argument
+    return [f"{key} = {word}"]
+
+
+def _move_indices(tensor: torch.Tensor, indices: Any) -> Any:
+    """Indices may be in this process's memory, as they may be for CUDA: they are uploaded."""
+    if type(indices) not in (list, tuple):
+        return indices
+    return [index if index is None or is_remote(index) else index.to(tensor.device) for index in indices]
+
+
+remote_generators: Final[dict[int, int]] = {}
+"""The ids of generators, by the address of PyTorch's own object."""
+
+
+def generator_operand(generator: torch.Generator, instruction: list[Any]) -> str:
+    """Adds the id of a generator to an instruction."""
+    ident = remote_generators.get(generator._cdata)  # PyTorch passes another Python object for the same generator
+    if ident is None:
+        raise RuntimeError(
+            f"a generator of this machine cannot be used on a {TYPE} device: torch.Generator(device=…) makes one there"
+        )
+    instruction.append(ident)
+    return wire.GENERATOR_ID
+
+
+# ---- plans
+
+
+def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_operand: bool) -> Any:
+    """A new plan; None if PyTorch cannot tell the layout of the results; "again" if an out= tensor was resized."""
+    before_plan()
+    index = common_device(args, kwargs)
+    stream = tensors.streams[index]
+    meta_args = [to_meta(value) for value in args]
+    meta_kwargs = {name: to_meta(value) for name, value in kwargs.items()}
+    try:
+        result = op(*meta_args, **meta_kwargs)
+    except NotImplementedError:
+        return None
+    resized = False
+    pairs = [*zip(args, meta_args, strict=True), *((kwargs[name], meta_kwargs[name]) for name in kwargs)]
+    for real, meta in pairs:
+        if is_remote(real) and meta.shape != real.shape:
+            real.resize_(meta.shape)
+            resized = True
+    if resized:
+        return "again"
+    outputs: list[Layout | None] = []
+
+    def add(output: torch.Tensor | None) -> int:
+        outputs.append(None if output is None else layout_of(tuple(output.shape), output.stride(), output.dtype, index))
+        return len(outputs) - 1
+
+    returns = op._schema.returns
+    results: list[Any] = []
+    for returned, output in zip(returns, (result,) if len(returns) == 1 else result or (), strict=True):
+        if returned.alias_info is not None and returned.alias_info.is_write:
+            results.append(("argument", _written_argument(op, returned)))
+        elif isinstance(output, list | tuple):
+            results.append([add(item) for item in output])
+        elif isinstance(output, torch.Tensor) or output is None:
+            results.append(add(output))
+        else:
+            return None
+    template = _template(op, args, kwargs, is_operand=is_operand)
+    plan = Plan(new_number(), stream, outputs, results or None)
+    stream.emit([wire.PLAN, plan.number, op._schema.name + overload(op), *template, layouts(outputs)])
+    return plan
+
+
+def layouts(outputs: Sequence[Layout | None]) -> list[Any]:
+    """The layouts of outputs as the host is sent them."""
+    return [None if out is None else (out.shape, out.stride, DTYPE_NUMBERS[out.dtype]) for out in outputs]
+
+
+def overload(op: Any) -> str:
+    return f".{op._schema.overload_name}" if op._schema.overload_name else ""
+
+
+def _written_argument(op: Any, returned: Any) -> int:
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set == returned.alias_info.before_set:
+            return at
+    raise RuntimeError(f"{op} returns something that it was not given")
+
+
+def common_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The index of the device of all tensors. Raises RuntimeError if there are several."""
+    found: set[int] = set()
+    wanted: set[int] = set()
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if is_remote(item):
+                found.add(item.device.index or 0)
+            elif isinstance(item, torch.device) and item.type == TYPE:
+                wanted.add(item.index or 0)
+    if len(found) > 1:
+        names = " and ".join(f"{TYPE}:{index} ({tensors.streams[index].link.name})" for index in sorted(found))
+        raise RuntimeError(f"expected all tensors to be on one device, found {names}: move one with .to(device)")
+    return next(iter(found or wanted or {0}))
+
+
+def to_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.device.type != TYPE:
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, list | tuple):
+        return type(value)(map(to_meta, value))
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return None if isinstance(value, torch.Generator) else value
+
+
+def _template(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_operand: bool) -> tuple[Any, Any]:
+    """The arguments of a plan: what is an operand, and what is fixed."""
+    arguments = {argument.name: str(argument.type) for argument in op._schema.arguments}
+    kinds = list(arguments.values())
+
+    def encode(value: Any, kind: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return (wire.TENSOR,) if is_remote(value) else (wire.SCALAR_TENSOR,)
+        if is_operand and type(value) in _NUMBERS and (kind in _PARAMETERS or "Tensor" in kind):
+            return (wire.VALUE,)
+        if isinstance(value, list | tuple):
+            if is_operand and kind in _PARAMETERS:
+                return (wire.VALUE,)
+            return (wire.LIST, tuple(encode(item, "") for item in value))
+        if isinstance(value, torch.Generator):
+            return (wire.GENERATOR_ID,)
+        if isinstance(value, torch.device):
+            return (wire.DEVICE,)
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+            return (wire.NAMED, str(value).removeprefix("torch."))
+        return (wire.CONSTANT, value)
+
+    return (
+        tuple(encode(value, kinds[at]) for at, value in enumerate(args)),
+        tuple((name, encode(value, arguments[name])) for name, value in kwargs.items()),
+    )
+
+
+# ---- operators whose results depend on values
+
+
+def execute_dynamic(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Executes an operator on the host and waits: only the host can tell the shape of its results."""
+    stream = tensors.streams[common_device(args, kwargs)]
+    template = _template(op, args, kwargs, is_operand=False)
+    found: list[Any] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found.append(operand(value)[1])
+        elif isinstance(value, torch.Generator):
+            generator_operand(value, found)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                collect(item)
+
+    for value in (*args, *kwargs.values()):
+        collect(value)
+    name = op._schema.name + overload(op)
+    first = tensors.new_block()
+    batch = stream.ask([wire.DYNAMIC, name, *template, found, first])
+    return tensors.restore(batch.value(), first, stream.index)

@@ -1,0 +1,193 @@
+"""Changes to PyTorch's own methods, for what it cannot do with tensors that have no memory here."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from skyfab.device import kernels, special, tensors, wire
+from skyfab.device.tensors import TYPE
+
+
+def apply() -> None:
+    """Applies all of them, once."""
+    tensor = torch.Tensor
+    tensor.__deepcopy__ = _deepcopy(tensor.__deepcopy__)
+    torch.nn.Parameter.__deepcopy__ = _deepcopy(torch.nn.Parameter.__deepcopy__)
+    tensor.__reduce_ex__ = _reduce(tensor.__reduce_ex__)
+    tensor.pin_memory = _unless_remote(tensor.pin_memory)
+    tensor.__repr__ = _printed(tensor.__repr__)
+    torch.Generator = _Generator
+    torch.serialization.register_package(5, lambda storage: None, _restored)
+    for name in ("__deepcopy__", "__getitem__", "__setitem__", "clone", "copy_", "cpu", "fill_", "tolist"):
+        setattr(torch.UntypedStorage, name, _needs_memory(getattr(torch.UntypedStorage, name)))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a remote tensor, and none of another type that only speaks of one, as in torch.compile."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == TYPE
+
+
+def _deepcopy(original: Any) -> Any:
+    """Copies on the device. Tensors that share a storage share the copy's."""
+
+    @functools.wraps(original)
+    def deepcopy(self: Any, memo: dict[Any, Any]) -> Any:
+        if not _is_plain(self) or not self.is_leaf:
+            return original(self, memo)
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            key = ("skyfab storage", self.device.index, self.untyped_storage().data_ptr())
+            whole = memo.get(key)
+            if whole is None:
+                size = self.untyped_storage().nbytes() // self.element_size()
+                whole = memo[key] = self.detach().as_strided((size,), (1,), 0).clone()
+            flat = whole if whole.dtype == self.dtype else whole.view(self.dtype)
+            copy = flat.as_strided(self.shape, self.stride(), self.storage_offset())
+        if type(self) is torch.nn.Parameter:
+            copy = torch.nn.Parameter(copy, self.requires_grad)
+        else:
+            copy.requires_grad_(self.requires_grad)
+        memo[id(self)] = copy
+        if self.grad is not None:
+            copy.grad = self.grad.__deepcopy__(memo)
+        return copy
+
+    return deepcopy
+
+
+def _reduce(original: Any) -> Any:
+    """Pickles the values: a pickle outlives the device."""
+
+    @functools.wraps(original)
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        if not _is_plain(self):
+            return original(self, protocol)
+        here = special.fetch(self)
+        if type(self) is torch.nn.Parameter:
+            return torch.nn.Parameter(here, self.requires_grad).__reduce_ex__(protocol)
+        return original(here.requires_grad_(self.requires_grad), protocol)
+
+    return reduce_ex
+
+
+def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """What ``torch.load(…, map_location=device)`` has read, on the device."""
+    if location.partition(":")[0] != TYPE:
+        return None
+    here = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return here.to(location).untyped_storage()
+
+
+def _needs_memory(original: Any) -> Any:
+    """Refuses to read or write the memory of a remote storage: nothing is at its address."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type == TYPE:
+            raise RuntimeError(
+                f"the memory of a storage on {self.device} is not here: copy the tensor, not its storage"
+            )
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _unless_remote(original: Any) -> Any:
+    """Does nothing where there is nothing to do: an upload copies the memory anyway."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self if tensors.streams else original(self, *args, **kwargs)
+
+    return method
+
+
+def _printed(original: Any) -> Any:
+    """Prints the values with one wait in place of several."""
+
+    @functools.wraps(original)
+    def shown(self: Any, *, tensor_contents: str | None = None) -> str:
+        if not _is_plain(self) or tensor_contents is not None:
+            return str(original(self, tensor_contents=tensor_contents))
+        here = special.fetch(self)
+        text = str(original(here))
+        suffix = f", device='{self.device}'"
+        if self.grad_fn is not None:
+            suffix += f", grad_fn=<{type(self.grad_fn).__name__}>"
+        elif self.requires_grad:
+            suffix += ", requires_grad=True"
+        return f"{text[:-1]}{suffix})" if text.endswith(")") else text
+
+    return shown
+
+
+_OwnGenerator: Any = torch.Generator
+
+
+class _AnyGenerator(type(_OwnGenerator)):  # type: ignore[misc]
+    """Generators of this machine are instances too."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _OwnGenerator)
+
+
+class _Generator(_OwnGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
+    """`torch.Generator` for remote devices too."""
+
+    remote_id: int
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        device = torch.device(device)
+        if device.type != TYPE:
+            return _OwnGenerator(device)
+        made = _OwnGenerator.__new__(cls, "cpu")
+        stream = tensors.streams[device.index or 0]
+        made.remote_id = kernels.remote_generators[made._cdata] = tensors.new_id()
+        made.stream = stream
+        stream.emit([wire.GENERATOR, made.remote_id])
+        return made
+
+    def __init__(self, device: Any = "cpu") -> None:
+        pass
+
+    def __del__(self) -> None:
+        if kernels.remote_generators.pop(self._cdata, None) is not None:
+            self.stream.freed.append(self.remote_id)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(TYPE, self.stream.index)
+
+    def manual_seed(self, seed: int) -> Any:
+        self.stream.emit([wire.SEED, seed % (1 << 64), self.remote_id])
+        return super().manual_seed(seed)
+
+    def get_state(self) -> torch.Tensor:
+        return special.random_state(self.stream, self.remote_id)
+
+    def set_state(self, new_state: torch.Tensor) -> Any:
+        special.set_random_state(self.stream, self.remote_id, new_state)
+        return self
+
+
+def explain_own_backward(name: str) -> None:
+    """Turns PyTorch's assertion in a backward over the machine's own accelerator into an explanation."""
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except RuntimeError as error:
+            if "opt_ready_stream" not in str(error):
+                raise
+            raise RuntimeError(
+                f"backward() over tensors on {name} is not possible in a process with a remote device: PyTorch has one "
+                "accelerator in a process. Train on this machine's own GPU in another process."
+            ) from error
+
+    torch.autograd.backward = backward

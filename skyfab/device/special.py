@@ -1,0 +1,267 @@
+"""Kernels that are not generated: memory, views, copies, values, and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Final
+
+import torch
+
+from skyfab.device import tensors, wire
+from skyfab.device.kernels import make_kernel
+from skyfab.device.stream import Batch, DeviceStream
+from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, index_of, is_remote, layout_of, operand, stream_of
+from skyfab.errors import ProtocolError
+
+_aten: Final = torch.ops.aten
+
+
+def kernels() -> dict[str, Callable[..., Any]]:
+    """All of them, by operator."""
+    return {
+        "as_strided": _as_strided,
+        "view": _view,
+        "_reshape_alias": _as_strided,
+        "unfold": _unfold,
+        "empty.memory_format": _empty,
+        "empty_strided": _empty_strided,
+        "copy_": _copy,
+        "_copy_from": lambda source, target, non_blocking=False: _copy(target, source),
+        "_copy_from_and_resize": lambda source, target: _copy(target.resize_(source.shape), source),
+        "clone": _clone,
+        "_local_scalar_dense": _item,
+        "equal": _equal,
+        "resize_": _resize,
+        "view_as_real": _like_cpu(_aten.view_as_real.default),
+        "view_as_complex": _like_cpu(_aten.view_as_complex.default),
+        "set_.source_Storage_storage_offset": _like_cpu(_aten.set_.source_Storage_storage_offset),
+        "set_.source_Tensor": _like_cpu(_aten.set_.source_Tensor),
+        "set_.source_Storage": _like_cpu(_aten.set_.source_Storage),
+    }
+
+
+def _like_cpu(op: Any) -> Callable[..., Any]:
+    """PyTorch's kernel for the CPU, for operators that change only what a tensor says about its memory."""
+    call = op._handle.redispatch_boxed
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return lambda *args, **kwargs: call(keys, *args, **kwargs)
+
+
+# ---- memory and views
+
+
+def _stream(device: torch.device | None) -> DeviceStream:
+    return tensors.streams[0 if device is None else device.index or 0]
+
+
+def _empty(
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    if memory_format is None or memory_format is torch.contiguous_format:
+        stride, step = [], 1
+        for length in reversed(size):
+            stride.append(step)
+            step *= max(length, 1)
+        return _empty_strided(size, stride[::-1], dtype=dtype, device=device)
+    meta = torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format)
+    return _empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+
+
+def _empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> torch.Tensor:
+    stream = _stream(device)
+    found = layout_of(tuple(size), tuple(stride), dtype or torch.get_default_dtype(), stream.index)
+    tensor, ident = found.new()
+    stream.emit([wire.EMPTY, ident, found.shape, found.stride, DTYPE_NUMBERS[found.dtype]])
+    return tensor
+
+
+def _as_strided(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
+    result = self.detach()
+    result.as_strided_(size, stride, self.storage_offset() if storage_offset is None else storage_offset)
+    return result
+
+
+_views: Final[dict[Any, Any]] = {}
+
+
+def _view(self: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    key = (self.shape, self.stride(), tuple(size))
+    found = _views.get(key)
+    if found is None:
+        if len(_views) > 100_000:
+            _views.clear()
+        meta = torch.empty_strided(self.shape, self.stride(), device="meta").view(size)
+        found = _views[key] = (tuple(meta.shape), meta.stride())
+    return _as_strided(self, *found)
+
+
+def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
+    meta = torch.empty_strided(self.shape, self.stride(), device="meta").unfold(dimension, size, step)
+    return _as_strided(self, meta.shape, meta.stride(), self.storage_offset() + meta.storage_offset())
+
+
+def _resize(self: torch.Tensor, size: Sequence[int], *, memory_format: Any = None) -> torch.Tensor:
+    meta = torch.empty(size, device="meta")
+    if meta.numel() * self.element_size() <= self.untyped_storage().nbytes():
+        self.as_strided_(meta.shape, meta.stride(), 0)
+        return self
+    new = torch.empty(size, dtype=self.dtype, device=self.device)
+    if self.numel():
+        new.view(-1)[: self.numel()].copy_(self.reshape(-1))
+    self.set_(new.untyped_storage(), 0, new.shape, new.stride())
+    return self
+
+
+# ---- copies and values
+
+_copy_kernel: Final = make_kernel(_aten.copy_.default)
+_clone_kernel: Final = make_kernel(_aten.clone.default)
+
+
+def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not is_remote(self):
+        return self.copy_(fetch(source))
+    if self.is_conj():
+        _copy(self.conj(), source.conj())
+        return self
+    if self.is_neg():
+        _copy(self._neg_view(), -source)
+        return self
+    if is_remote(source):
+        source = source.resolve_conj().resolve_neg()
+        if index_of(source) == index_of(self):
+            return _copy_kernel(self, source, non_blocking)
+        source = fetch(source)
+    stream_of(self).upload(operand(self)[1], _snapshot(source, self.shape, self.dtype))
+    return self
+
+
+def _snapshot(source: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> memoryview:
+    """The elements of a tensor of this machine in memory that nobody else writes to."""
+    copy = torch.empty(shape, dtype=dtype)
+    copy.copy_(source)
+    return memoryview(copy.reshape(-1).view(torch.uint8).numpy()) if copy.numel() else memoryview(b"")
+
+
+def _clone(self: torch.Tensor, *, memory_format: torch.memory_format | None = None) -> torch.Tensor:
+    if self.is_conj():
+        return _aten._conj_physical(self.conj())
+    if self.is_neg():
+        return _aten.neg(self._neg_view())
+    if memory_format is None:
+        return _clone_kernel(self)
+    return _clone_kernel(self, memory_format=memory_format)
+
+
+def fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in this machine's memory. Waits for it."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    result = torch.empty(tensor.shape, dtype=tensor.dtype)
+    if result.numel():
+        batch = stream_of(tensor).ask([wire.FETCH, operand(tensor)[1]])
+        batch.value()
+        fill(result, batch.buffers)
+    return result
+
+
+def fetch_later(tensor: torch.Tensor) -> Future[torch.Tensor]:
+    """Starts to copy a tensor to this machine's memory."""
+    future: Future[torch.Tensor] = Future()
+    future.set_running_or_notify_cancel()
+    if not is_remote(tensor):
+        future.set_result(tensor.detach().clone())
+        return future
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+
+    def arrived(batch: Batch, error: Exception | None) -> None:
+        try:
+            if error is not None:
+                raise error
+            batch.value()
+            result = torch.empty(tensor.shape, dtype=tensor.dtype)
+            fill(result, batch.buffers)
+            future.set_result(result)
+        except Exception as found:
+            future.set_exception(found)
+
+    stream_of(tensor).ask_later([wire.FETCH, operand(tensor)[1]], arrived)
+    return future
+
+
+def fill(result: torch.Tensor, buffers: Sequence[memoryview]) -> None:
+    """Writes what a host sent into a new tensor. Raises ProtocolError if it is not as long as that."""
+    size = result.numel() * result.element_size()
+    if len(buffers) != 1 or len(buffers[0]) != size:
+        raise ProtocolError(f"a device sent {[*map(len, buffers)]} bytes for a tensor of {size}")
+    memoryview(result.reshape(-1).view(torch.uint8).numpy())[:] = buffers[0]
+
+
+def _item(self: torch.Tensor) -> Any:
+    return fetch(self).item()
+
+
+def _equal(self: torch.Tensor, other: torch.Tensor) -> bool:
+    if self.shape != other.shape or self.dtype != other.dtype:
+        return False
+    return bool((self == other).all().item())
+
+
+# ---- the device
+
+
+def _streams(device: Any) -> Sequence[DeviceStream]:
+    if device is None:
+        return tensors.streams
+    device = torch.device(TYPE, device) if isinstance(device, int) else torch.device(device)
+    return [_stream(device)]
+
+
+def synchronize(device: Any = None) -> None:
+    """Waits until everything has been executed; on all devices, or one."""
+    for stream in _streams(device):
+        if not stream.is_lost:
+            stream.ask([wire.SYNC]).value()
+
+
+def seed_all(seed: int) -> None:
+    for stream in tensors.streams:
+        if not stream.is_lost:
+            stream.emit([wire.SEED, seed % (1 << 64), 0])
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    (stream,) = _streams(device if device is not None else 0)
+    return random_state(stream, 0)
+
+
+def random_state(stream: DeviceStream, ident: int) -> torch.Tensor:
+    """The state of a generator."""
+    batch = stream.ask([wire.STATE, ident])
+    batch.value()
+    result = torch.empty(len(batch.buffers[0]) if batch.buffers else 0, dtype=torch.uint8)
+    fill(result, batch.buffers)
+    return result
+
+
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    (stream,) = _streams(device if device is not None else 0)
+    set_random_state(stream, 0, state)
+
+
+def set_random_state(stream: DeviceStream, ident: int, state: torch.Tensor) -> None:
+    stream.ask([wire.STATE, ident], _snapshot(state, state.shape, torch.uint8))

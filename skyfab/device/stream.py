@@ -1,0 +1,407 @@
+"""The stream of a device: instructions go out in batches, replies and errors come back.
+
+Instructions are collected and sent when there are enough of them, when a reply is needed, or a few milliseconds later.
+The program is not held up by the host, except where it needs a value, or is too far ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from skyfab.device import wire
+from skyfab.errors import DeviceError, HostLost, ProtocolError, SkyfabError, UsageError, WorkerDied
+from skyfab.protocol import codec, messages
+
+if TYPE_CHECKING:
+    import torch
+
+BATCH: Final = 128
+"""Instructions in a batch."""
+_MOST_AHEAD: Final = 32
+"""Batches that have no reply yet. A program that is further ahead waits."""
+_MOST_BYTES: Final = 256 * 1024 * 1024
+"""Bytes of uploads that have no reply yet."""
+_TICK: Final = 0.003
+_IDLE_TICK: Final = 0.05
+_IDLE_AFTER: Final = 1.0
+"""Seconds between looks at instructions that wait: while there are some, and when there have been none for a while."""
+
+Where = tuple[CodeType, int] | None
+"""The place in the program that an instruction comes from: a code object, and the last bytecode in it."""
+Entry = tuple[Sequence[Any], Where]
+
+
+class Link(Protocol):
+    """The host of a device, as its stream sees it."""
+
+    @property
+    def name(self) -> str:
+        """The host's name."""
+
+    def send(self, payload: codec.Payload, batch: Batch) -> None:
+        """Sends a batch; its `answered` or `failed` is called once. Raises HostLost."""
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Reads until `done()`, or the connection has ended."""
+
+    def close(self) -> None:
+        """Ends the worker."""
+
+
+class Batch:
+    """Instructions that were sent, until their reply. It is the `Caller` of its call."""
+
+    def __init__(self, stream: DeviceStream, entries: Sequence[Entry], size: int) -> None:
+        self._stream = stream
+        self.entries = entries
+        self.size = size
+        self.done = False
+        self.document: Any = None
+        self.buffers: list[memoryview] = []
+        self.then: Callable[[Exception | None], None] | None = None
+        """Called when the reply is there, on the thread that reads; with the error if there is none."""
+
+    def value(self) -> Any:
+        """What the host replied. Raises ProtocolError."""
+        if not isinstance(self.document, dict) or "value" not in self.document:
+            raise ProtocolError(f"a device replied {self.document!r:.200}")
+        return self.document["value"]
+
+    def is_wanted(self) -> bool:
+        return True
+
+    def sent(self, stream: int) -> None:
+        pass
+
+    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        error: Exception | None = None
+        if isinstance(message, messages.Result) and buffers:
+            try:
+                self.document = wire.decode(buffers[0]) if len(buffers[0]) else None
+                self.buffers = buffers[1:]
+            except SkyfabError as broken:
+                error = broken
+        elif isinstance(message, messages.Raised):
+            error = self._stream.gone(f"{message.kind}: {message.text}")
+        elif isinstance(message, messages.Ended):
+            error = self._stream.gone(message.text or f"its process ended ({message.why})")
+        self._stream.replied(self, error)
+
+    def failed(self, error: Exception) -> None:
+        self._stream.replied(self, error)
+
+
+class DeviceStream:
+    """The stream of instructions to one device. Any thread may emit."""
+
+    def __init__(self, index: int, device: str, link: Link) -> None:
+        self.index = index
+        """The device's index in torch."""
+        self.device = device
+        """The device's name on its host."""
+        self.link = link
+        self.freed: list[int] = []
+        """Ids that are not used any more. The garbage collector appends to it."""
+        self.limit = BATCH
+        """How many instructions are sent at once; 0 while an error waits to be raised."""
+        self.buffer: list[Entry] = []
+        self.syncs = 0
+        """How often the program had to wait for a value."""
+        self.operations = 0
+        self._lock = threading.RLock()
+        self._ahead: deque[Batch] = deque()
+        self._bytes = 0
+        self._error: Exception | None = None
+        self._lost: Exception | None = None
+        """Why the device can no longer be used."""
+        self._uploads: list[memoryview] = []
+        self._size = 0
+        _ticker.watch(self)
+
+    @property
+    def torch_device(self) -> torch.device:
+        import torch
+
+        return torch.device("sky", self.index)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the device can no longer be used."""
+        return self._lost is not None
+
+    # ---- sending
+
+    def emit(self, instruction: Sequence[Any]) -> None:
+        """Adds an instruction. Raises the error of an earlier one."""
+        self.buffer.append((instruction, where()))
+        if len(self.buffer) >= self.limit:
+            self.flush()
+
+    def upload(self, ident: int, data: memoryview) -> None:
+        """Adds an instruction that writes bytes into a tensor. The memory must not change any more."""
+        with self._lock:
+            self.buffer.append(((wire.UPLOAD, ident, len(self._uploads)), where()))
+            self._uploads.append(data)
+            self._size += len(data)
+        if self._size > 1 << 20 or len(self.buffer) >= self.limit:
+            self.flush()
+
+    def flush(self) -> Batch | None:
+        """Sends what has been emitted. Waits if too much is under way; raises the error of an earlier instruction."""
+        with self._lock:
+            self._raise()
+            self._wait_for_room()
+            return self._send()
+
+    def tick(self) -> bool:
+        """Sends what has been emitted, unless another thread is at it. Returns whether there was something."""
+        if not (self.buffer or self.freed) or self._error is not None or self._lost is not None:
+            return False
+        if self._lock.acquire(blocking=False):
+            try:
+                if len(self._ahead) < _MOST_AHEAD and self._error is None:
+                    self._send()
+            except SkyfabError:
+                pass  # `_lost` has it
+            finally:
+                self._lock.release()
+        return True
+
+    def ask(self, instruction: Sequence[Any], *uploads: memoryview) -> Batch:
+        """Sends an instruction that replies, and waits for the reply. Raises the error of an earlier one."""
+        with self._lock:
+            self._raise()
+            self.syncs += 1
+            if uploads:
+                first = len(self._uploads)
+                instruction = [*instruction, *range(first, first + len(uploads))]
+                self._uploads += uploads
+            self.buffer.append((instruction, where()))
+            batch = self._send()
+            assert batch is not None
+        self.link.wait(functools.partial(self._is_over, batch))
+        with self._lock:
+            self._raise()
+        if not batch.done:
+            raise HostLost("the connection has ended", host=self.link.name)
+        return batch
+
+    def consume(self, error: Exception) -> None:
+        """The program has been told of this error already: it need not be raised again."""
+        with self._lock:
+            if self._error is error:
+                with contextlib.suppress(type(error)):
+                    self._raise()
+
+    def check(self) -> None:
+        """Raises the error of an earlier instruction, if there is one."""
+        with self._lock:
+            self._raise()
+
+    def forget_plans(self) -> None:
+        """The host may forget all plans."""
+        if self._lost is None:
+            self.emit([wire.FORGET])
+
+    def ask_later(self, instruction: Sequence[Any], then: Callable[[Batch, Exception | None], None]) -> None:
+        """Sends an instruction that replies. `then` is called with the reply, on the thread that reads."""
+        with self._lock:
+            self._raise()
+            self._wait_for_room()
+            self.buffer.append((instruction, where()))
+            batch = self._send(then)
+            assert batch is not None
+
+    def _wait_for_room(self) -> None:
+        while len(self._ahead) >= _MOST_AHEAD or self._bytes > _MOST_BYTES:
+            first = self._ahead[0]
+            self.link.wait(functools.partial(self._is_over, first))
+            self._raise()
+
+    def _is_over(self, batch: Batch) -> bool:
+        return batch.done or self._lost is not None
+
+    def _send(self, then: Callable[[Batch, Exception | None], None] | None = None) -> Batch | None:
+        freed = self.freed[:]  # before the buffer: what uses them is already in it
+        entries = self.buffer[:]
+        del self.freed[: len(freed)], self.buffer[: len(entries)]  # other threads append meanwhile
+        uploads, self._uploads = self._uploads, []
+        size, self._size = self._size, 0
+        instructions: list[Sequence[Any]] = [instruction for instruction, _ in entries]
+        if freed:
+            instructions.append((wire.FREE, *freed))
+        if not instructions:
+            return None
+        self.operations += len(instructions)
+        buffers: list[memoryview] = []
+        wrapped = [pickle.PickleBuffer(upload) for upload in uploads]
+        data = pickle.dumps((self.device, instructions, *wrapped, None), 5, buffer_callback=_beside(buffers))
+        batch = Batch(self, entries, size)
+        if then is not None:
+            batch.then = functools.partial(then, batch)
+        self._ahead.append(batch)
+        self._bytes += size
+        try:
+            self.link.send(codec.Payload(data, buffers), batch)
+        except SkyfabError as error:
+            self._lost = self._lost or error
+            self.limit = 0
+            raise
+        return batch
+
+    # ---- replies
+
+    def replied(self, batch: Batch, error: Exception | None) -> None:
+        """A batch was answered, or never will be. Called by the thread that reads."""
+        if self._ahead and self._ahead[0] is batch:
+            self._ahead.popleft()
+        elif batch in self._ahead:
+            self._ahead.remove(batch)
+        self._bytes -= batch.size
+        if error is not None:
+            if self._lost is None and self._error is None:
+                self._lost = error
+        elif isinstance(batch.document, dict) and "error" in batch.document and self._error is None:
+            self._error = self._explain(batch)
+        if self._error is not None or self._lost is not None:
+            self.limit = 0
+        batch.entries = ()
+        batch.done = True
+        if batch.then is not None:
+            batch.then(self._lost or self._error)
+
+    def _explain(self, batch: Batch) -> Exception:
+        found = batch.document["error"]
+        if not isinstance(found, dict):
+            return DeviceError("it failed, and does not say how", host=self.link.name)
+        at = found.get("at")
+        place = None
+        if isinstance(at, int) and 0 <= at < len(batch.entries):
+            place = describe(batch.entries[at][1])
+        op = str(found.get("op", "")).removeprefix("aten::")
+        inputs = found.get("inputs")
+        shapes = ", ".join(map(str, inputs)) if isinstance(inputs, list) else ""
+        text = f"{found.get('kind', 'error')}: {found.get('text', '')}"
+        where_text = f" of {place}" if place else ""
+        return DeviceError(f"{op or 'an operation'}({shapes}){where_text} failed there: {text}", host=self.link.name)
+
+    def gone(self, why: str) -> Exception:
+        """The error for a device whose process has ended."""
+        return WorkerDied(
+            f"the worker of {self.device} ended, and its tensors are gone: {why}",
+            host=self.link.name,
+            hint="ask for the device again: compute.device(…)",
+        )
+
+    def _raise(self) -> None:
+        if self._lost is not None:
+            raise self._lost.with_traceback(None)
+        if self._error is not None:
+            error, self._error = self._error, None
+            self.limit = BATCH
+            self.buffer[:] = [((wire.RESUME,), None)]
+            self._uploads, self._size = [], 0
+            raise error
+
+    def close(self) -> None:
+        """The pool closes: the device cannot be used any more."""
+        with self._lock:
+            self._lost = self._lost or UsageError(
+                "the pool of this device is closed, and its tensors are gone", host=self.link.name
+            )
+            self.limit = 0
+            self.buffer.clear()
+
+
+def _beside(into: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if len(view) < codec.IN_BAND:
+            return True
+        into.append(view)
+        return False
+
+    return keep
+
+
+# ---- the user's line
+
+_internal: Final[dict[CodeType, bool]] = {}
+
+
+def where() -> Where:
+    """The innermost frame that is neither torch's nor ours."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        hidden = _internal.get(code)
+        if hidden is None:
+            hidden = _internal[code] = _is_internal(code.co_filename)
+        if not hidden:
+            return code, frame.f_lasti
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _is_internal(file: str) -> bool:
+    return "/torch/" in file or "/skyfab/device/" in file or file.startswith("<")
+
+
+def describe(place: Where) -> str | None:
+    """File and line of a place."""
+    if place is None:
+        return None
+    code, last = place
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= last < end and number is not None:
+            line = number
+    return f"{code.co_filename}:{line}"
+
+
+# ---- what waits is sent a little later
+
+
+class _Ticker:
+    """Sends instructions that have waited for a few milliseconds, for all devices. One thread."""
+
+    def __init__(self) -> None:
+        self._streams: list[DeviceStream] = []
+        self._lock = threading.Lock()
+        self._is_running = False
+
+    def watch(self, stream: DeviceStream) -> None:
+        with self._lock:
+            self._streams.append(stream)
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name="skyfab-device", daemon=True).start()
+
+    def _open_streams(self) -> list[DeviceStream]:
+        with self._lock:
+            self._streams = [stream for stream in self._streams if not stream.is_lost]
+            self._is_running = bool(self._streams)
+            return self._streams
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while streams := self._open_streams():
+            found = False
+            for stream in streams:
+                found |= stream.tick()
+            now = time.monotonic()
+            if found:
+                last = now
+            time.sleep(_TICK if now - last < _IDLE_AFTER else _IDLE_TICK)
+
+
+_ticker: Final = _Ticker()

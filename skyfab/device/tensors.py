@@ -1,0 +1,283 @@
+"""Remote tensors as the client has them: ordinary `torch.Tensor` objects without memory here.
+
+Each storage has an address that nothing is at, from which its record is found, and an id on the host. The record is a
+weak reference: when the storage is gone here, its tensors are freed there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from skyfab.device import wire
+from skyfab.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from skyfab.device.stream import DeviceStream
+
+TYPE: Final = "sky"
+"""The name of the device type in torch."""
+_MOST_VIEWS: Final = 4096
+"""Views of one storage that the host keeps; then the older half is dropped, and made again when it is used."""
+_FIRST_ADDRESS: Final = 1 << 58
+_DLPACK_DEVICE: Final = 12
+"""DLPack's number for the device type that torch maps to PrivateUse1."""
+_DLPACK_DTYPES: Final = {
+    torch.float32: (2, 32),
+    torch.float64: (2, 64),
+    torch.float16: (2, 16),
+    torch.bfloat16: (4, 16),
+    torch.int64: (0, 64),
+    torch.int32: (0, 32),
+    torch.int16: (0, 16),
+    torch.int8: (0, 8),
+    torch.uint8: (1, 8),
+    torch.bool: (6, 8),
+    torch.complex64: (5, 64),
+    torch.complex128: (5, 128),
+    torch.uint16: (1, 16),
+    torch.uint32: (1, 32),
+    torch.uint64: (1, 64),
+    torch.float8_e4m3fn: (10, 8),
+    torch.float8_e5m2: (12, 8),
+    torch.complex32: (5, 32),
+}
+DTYPE_NUMBERS: Final = {getattr(torch, name): number for number, name in enumerate(wire.DTYPES)}
+DTYPES: Final = tuple(DTYPE_NUMBERS)
+
+
+class _DLTensor(ctypes.Structure):
+    """DLPack's DLManagedTensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype = ctypes.py_object
+_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_from_dlpack = torch._C._from_dlpack
+
+streams: Final[list[DeviceStream]] = []
+"""The devices of this process, by their index in torch."""
+new_id: Final = itertools.count(1).__next__
+new_block: Final = itertools.count(1 << 40, 1 << 20).__next__
+"""The first of many ids that the host may use: for results of which only the host knows how many there are."""
+records: Final[dict[int, Record]] = {}
+"""By the address of the storage."""
+_lock = threading.Lock()
+_next_address = _FIRST_ADDRESS
+
+
+class Layout:
+    """Shape, strides and dtype of a tensor on one device, with the DLPack structure that makes such a tensor."""
+
+    __slots__ = ("_address", "_data", "_keep", "_step", "_struct", "dtype", "nbytes", "shape", "stream", "stride")
+
+    def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, index: int) -> None:
+        self.shape = shape
+        self.stride = stride
+        self.dtype = dtype
+        self.stream = streams[index]
+        if dtype not in _DLPACK_DTYPES:
+            raise TypeError(f"a {dtype} tensor cannot be on {TYPE}:{index}")
+        struct = self._struct = _DLTensor()
+        struct.device_type, struct.device_id, struct.ndim = _DLPACK_DEVICE, index, len(shape)
+        struct.code, struct.bits = _DLPACK_DTYPES[dtype]
+        struct.lanes = 1
+        sizes = ctypes.c_int64 * max(len(shape), 1)
+        self._keep = (sizes(*shape), sizes(*stride))
+        struct.shape, struct.strides = map(ctypes.addressof, self._keep)
+        self._address = ctypes.c_void_p(ctypes.addressof(struct))
+        self._data = ctypes.c_uint64.from_address(ctypes.addressof(struct))
+        extent = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        self.nbytes = extent * dtype.itemsize
+        self._step = (self.nbytes + 1023) & ~511
+
+    def new(self, ident: int = 0) -> tuple[torch.Tensor, int]:
+        """A new tensor of this layout, and its id, which may be given. The host knows nothing of it yet."""
+        global _next_address
+        with _lock:
+            address = _next_address
+            _next_address = address + self._step
+            self._data.value = address
+            tensor = _from_dlpack(_capsule(self._address, b"dltensor", None))
+        record = Record(tensor.untyped_storage(), _freed)
+        record.id = ident = ident or new_id()
+        record.layout = self
+        record.views = None
+        record.address = address
+        records[address] = record
+        return tensor, ident
+
+
+_layouts: Final[dict[tuple[Any, ...], Layout]] = {}
+
+
+def layout_of(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, index: int) -> Layout:
+    """The layout; equal ones are one object."""
+    key = (shape, stride, dtype, index)
+    found = _layouts.get(key)
+    if found is None:
+        found = _layouts[key] = Layout(*key)
+    return found
+
+
+def has_tensors(stream: DeviceStream) -> bool:
+    """Whether the program still has tensors of a device."""
+    return any(record.layout.stream is stream for record in list(records.values()))
+
+
+def forget_layouts(index: int) -> None:
+    """The device of that index is another one now."""
+    for key in [key for key in _layouts if key[3] == index]:
+        del _layouts[key]
+
+
+class Record(weakref.ref[Any]):
+    """What is known of a remote storage. It is the weak reference to the storage's object here."""
+
+    __slots__ = ("address", "id", "layout", "views")
+
+    id: int
+    """The id of the tensor that was made with the storage."""
+    layout: Layout
+    views: dict[Any, tuple[Layout, int]] | None
+    """Other tensors of the same storage: their layouts and ids."""
+    address: int
+
+
+def _freed(record: Record) -> None:
+    """The garbage collector may call this at any time, on any thread: it only appends."""
+    records.pop(record.address, None)
+    freed = record.layout.stream.freed
+    freed.append(record.id)
+    if record.views:
+        freed.extend([ident for _, ident in record.views.values() if ident != record.id])
+
+
+def is_remote(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == TYPE
+
+
+def index_of(tensor: torch.Tensor) -> int:
+    return tensor.device.index or 0
+
+
+def stream_of(tensor: torch.Tensor) -> DeviceStream:
+    return streams[index_of(tensor)]
+
+
+def operand(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """What an instruction has in place of a tensor, and its layout, for any tensor; kernels have a faster way.
+
+    A tensor without dimensions that is in this process's memory is sent by value. Raises RuntimeError for others.
+    """
+    if tensor.device.type != TYPE:
+        if tensor.dim():
+            raise RuntimeError(
+                f"expected all tensors to be on a {TYPE} device, found one of shape {list(tensor.shape)} "
+                f"on {tensor.device}: move it with .to(device)"
+            )
+        return (wire.SCALAR_TENSOR, tensor.dtype), (DTYPE_NUMBERS[tensor.dtype], tensor.item())
+    offset = tensor.storage_offset() * tensor.element_size()
+    address = tensor.data_ptr()
+    record = records.get(address - offset) if address else None
+    if record is None:
+        record = records[tensor.untyped_storage().data_ptr()]
+    return view(tensor, record, offset)
+
+
+def view(tensor: torch.Tensor, record: Record, offset: int) -> tuple[Layout, int]:
+    """The layout and id of a tensor that is a view of a storage, at an offset in bytes. The host learns of new ones."""
+    key = (tensor.shape, tensor.stride(), tensor.dtype, offset)
+    views = record.views
+    if views is None:
+        views = record.views = {}
+    found = views.get(key)
+    if found is None:
+        stream = record.layout.stream
+        if len(views) >= _MOST_VIEWS:
+            for old in list(itertools.islice(views, _MOST_VIEWS // 2)):
+                ident = views.pop(old)[1]
+                if ident != record.id:
+                    stream.freed.append(ident)
+        layout = layout_of(tuple(key[0]), key[1], key[2], stream.index)
+        if layout is record.layout and not offset:
+            found = (layout, record.id)
+        else:
+            found = (layout, new_id())
+            number = DTYPE_NUMBERS[layout.dtype]
+            at = offset // layout.dtype.itemsize
+            stream.emit([wire.VIEW, found[1], record.id, layout.shape, layout.stride, at, number])
+        views[key] = found
+    return found
+
+
+def operands(tensors: Any, into: list[Any]) -> tuple[Any, ...]:
+    """Appends the operands of a list of tensors; returns their layouts."""
+    found: list[Any] = []
+    for tensor in tensors:
+        if tensor is None:
+            found.append(None)
+            continue
+        record = records.get(tensor.data_ptr())
+        if (
+            record is not None
+            and tensor.shape == (layout := record.layout).shape
+            and tensor.stride() == layout.stride
+            and tensor.dtype is layout.dtype
+        ):
+            found.append(layout)
+            into.append(record.id)
+        else:
+            layout, ident = operand(tensor)
+            found.append(layout)
+            into.append(ident)
+    return tuple(found)
+
+
+# ---- what hosts tell of results
+
+
+def restore(document: Any, first: int, index: int) -> Any:
+    """The value that a host describes; its tensors stay there, with ids from `first` on. Raises ProtocolError."""
+    try:
+        return _restore(document, itertools.count(first), index)
+    except (AttributeError, IndexError, KeyError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+        raise ProtocolError(f"a device's result that is none: {document!r:.200}") from error
+
+
+def _restore(document: Any, ids: Any, index: int) -> Any:
+    ((kind, value),) = document.items()
+    if kind == "tensor":
+        shape, stride, number = value
+        if not all(type(n) is int and n >= 0 for n in (*shape, *stride, number)) or len(shape) != len(stride):
+            raise ValueError("not a layout")
+        return layout_of(tuple(shape), tuple(stride), DTYPES[number], index).new(next(ids))[0]
+    if kind == "plain":
+        return value
+    if kind == "complex":
+        return complex(*value)
+    if kind == "dict":
+        return {_restore(key, ids, index): _restore(item, ids, index) for key, item in value}
+    if kind in ("tuple", "list"):
+        return (tuple if kind == "tuple" else list)(_restore(item, ids, index) for item in value)
+    raise ValueError(f"not a kind of value: {kind!r:.80}")

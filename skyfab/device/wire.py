@@ -1,0 +1,106 @@
+"""What the client and the worker of a device agree on: instructions, dtypes, and the encoding of replies.
+
+A batch is a list of instructions. The first item of each is the number of a plan, from 0 on, or one of the negative
+codes below. Batches are pickled, because a host trusts its client. Replies are JSON and raw bytes: the client parses
+nothing that could run code.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from skyfab.errors import ProtocolError
+
+VIEW: Final = -1
+"""id, id of the storage's first tensor, shape, strides, offset, dtype: another view of the same storage."""
+FREE: Final = -2
+"""ids: they are not used any more."""
+PLAN: Final = -3
+"""number, operator, arguments, keyword arguments, layouts of the outputs: how to execute a kind of instruction."""
+DYNAMIC: Final = -4
+"""operator, arguments, keyword arguments, operands, first id: executes it and replies with what it returned."""
+EMPTY: Final = -5
+"""id, shape, strides, dtype: allocates a tensor."""
+UPLOAD: Final = -6
+"""id, number of the buffer: writes bytes into a tensor."""
+FETCH: Final = -7
+"""ids: replies with their bytes."""
+SEED: Final = -8
+"""seed, id of the generator or 0 for the default one."""
+SYNC: Final = -9
+"""Replies when everything before it has been executed, with the use of memory."""
+RESUME: Final = -10
+"""The program knows of the error: instructions that follow are executed again."""
+RUN: Final = -11
+"""number of the buffer, first id: calls a function with tensors as they are here, and replies with what it returned."""
+GENERATOR: Final = -12
+"""id: makes a random number generator."""
+STATE: Final = -13
+"""id of a generator or 0: replies with its state; with the number of a buffer, sets it."""
+FORGET: Final = -14
+"""All plans are forgotten."""
+HELLO: Final = -15
+"""Replies with what the device is."""
+NEXT: Final = -16
+"""id of a generator that RUN has returned, first id: replies with its next value, or that it is over."""
+MODULE: Final = -17
+"""digest, number of the buffer: keeps a module that has no tensors of its own."""
+
+DTYPES: Final = (
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+    "complex128",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "complex32",
+)
+"""A dtype's number is its place here."""
+
+# Kinds of arguments in a plan. Operands are items of the instruction, in order; the others are part of the plan.
+TENSOR: Final = "t"
+"""An operand: the id of a tensor."""
+SCALAR_TENSOR: Final = "c"
+"""An operand: the dtype and value of a tensor without dimensions that is in the client's memory."""
+VALUE: Final = "v"
+"""An operand: a number, or a list of numbers."""
+GENERATOR_ID: Final = "g"
+"""An operand: the id of a generator, 0 for the default one."""
+LIST: Final = "l"
+"""A list of arguments."""
+CONSTANT: Final = "k"
+"""A constant: None, a number, a string, or a list of them."""
+NAMED: Final = "n"
+"""A dtype, layout or memory format, by its name in torch."""
+DEVICE: Final = "d"
+"""The device itself."""
+
+_LARGEST: Final = 1 << 24
+"""Bytes of JSON in a reply."""
+
+
+def encode(document: Any) -> bytes:
+    """Encodes the document of a reply."""
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def decode(data: bytes | memoryview) -> Any:
+    """Decodes the document of a reply. Raises ProtocolError for anything else."""
+    if len(data) > _LARGEST:
+        raise ProtocolError(f"a device's reply of {len(data)} bytes")
+    try:
+        return json.loads(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError("a device's reply that is not JSON") from error

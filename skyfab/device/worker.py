@@ -1,0 +1,431 @@
+"""The worker of a device: executes the client's instructions with real tensors on a host.
+
+It is an ordinary worker process whose calls are batches of instructions. After an error it skips everything until the
+client has told its program: the state stays as if the program had stopped at that instruction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import keyword
+import pickle
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from skyfab.agent import cuda
+from skyfab.device import fused, wire
+from skyfab.protocol import codec
+
+_DTYPES: Final = tuple(getattr(torch, name, None) for name in wire.DTYPES)
+_NUMBERS: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_TEXT: Final = 8000
+_END: Final = object()
+
+
+class _Plan:
+    """How to execute one kind of instruction."""
+
+    __slots__ = ("call", "checked", "first_output", "layouts", "name", "single")
+
+    def __init__(self, name: str, call: Callable[[Sequence[Any]], Any], first_output: int, layouts: Any) -> None:
+        self.name = name
+        self.call = call
+        self.first_output = first_output
+        """Where the ids of the outputs begin in an instruction."""
+        self.layouts = layouts
+        self.single = False
+        """It returns one tensor and no list of them."""
+        self.checked = False
+        """The outputs have the predicted layout."""
+
+
+class Lost(RuntimeError):
+    """An instruction needs a tensor that was never computed, because of an earlier error."""
+
+
+class _Tensors(dict[int, torch.Tensor]):
+    """The tensors of a device, by id."""
+
+    def __missing__(self, ident: int) -> torch.Tensor:
+        raise Lost("a tensor that it needs was never computed, because of an earlier error")
+
+
+class Executor:
+    """The tensors and plans of one device."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._tensors: dict[int, torch.Tensor] = _Tensors()
+        self._plans: dict[int, _Plan] = {}
+        self._generators: dict[int, torch.Generator] = {}
+        self._iterators: dict[int, Any] = {}
+        """Generators of functions that a program iterates over."""
+        self._failed = False
+        self._reply: Any = None
+        self._buffers: list[memoryview] = []
+        self._special: dict[int, Callable[[Sequence[Any], Sequence[memoryview]], None]] = {
+            wire.VIEW: self._view,
+            wire.FREE: self._free,
+            wire.PLAN: self._plan,
+            wire.DYNAMIC: self._dynamic,
+            wire.EMPTY: self._empty,
+            wire.UPLOAD: self._upload,
+            wire.FETCH: self._fetch,
+            wire.SEED: self._seed,
+            wire.SYNC: self._sync,
+            wire.RUN: self._run,
+            wire.GENERATOR: self._make_generator,
+            wire.STATE: self._state,
+            wire.FORGET: self._forget,
+            wire.HELLO: self._hello,
+            wire.NEXT: self._next,
+            wire.MODULE: self._module,
+        }
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def execute(self, batch: Sequence[Sequence[Any]], buffers: Sequence[memoryview]) -> codec.Payload:
+        """Executes a batch. The reply is empty, or what the last instruction that replies has to say."""
+        self._reply, self._buffers = None, []
+        plans, tensors = self._plans, self._tensors
+        at = 0
+        with torch.no_grad():
+            for at, instruction in enumerate(batch):
+                try:
+                    number = instruction[0]
+                    if number < 0:
+                        self._execute_special(number, instruction, buffers)
+                    elif not self._failed:
+                        plan = plans[number]
+                        result = plan.call(instruction)
+                        if not plan.checked:
+                            result = self._check(plan, result)
+                        if plan.single:
+                            tensors[instruction[plan.first_output]] = result
+                        elif plan.layouts:
+                            for ident, tensor in zip(instruction[plan.first_output :], result, strict=False):
+                                if ident:
+                                    tensors[ident] = tensor
+                except Exception as error:
+                    if cuda.is_unusable(error):
+                        raise  # the process ends, and the client learns that its tensors are gone
+                    self._failed = True
+                    self._reply, self._buffers = {"error": self._describe(error, instruction, at)}, []
+                    error.__traceback__ = None
+        data = b"" if self._reply is None else wire.encode(self._reply)
+        return codec.Payload(data, self._buffers)
+
+    def _execute_special(self, code: int, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        if code == wire.RESUME:
+            self._failed = False
+        elif not self._failed or code in (wire.FREE, wire.PLAN, wire.FORGET):
+            self._special[code](instruction, buffers)
+        elif code == wire.VIEW and instruction[2] in self._tensors:
+            self._view(instruction, buffers)
+
+    def _describe(self, error: Exception, instruction: Sequence[Any], at: int) -> dict[str, Any]:
+        plan = self._plans.get(instruction[0])
+        name = plan.name if plan is not None else instruction[1] if instruction[0] == wire.DYNAMIC else ""
+        operands = instruction[1 : plan.first_output] if plan is not None else ()
+        return {
+            "at": at,
+            "kind": type(error).__name__,
+            "text": str(error)[:_TEXT],
+            "op": name,
+            "inputs": [
+                _shape(self._tensors[ident]) for ident in operands if type(ident) is int and ident in self._tensors
+            ],
+            **self._memory(),
+        }
+
+    # ---- plans
+
+    def _plan(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, number, name, args, kwargs, layouts = instruction
+        call, first_output = self._compile(name, args, kwargs, first=1)
+        plan = self._plans[number] = _Plan(name, call, first_output, layouts)
+        if name not in fused.FUNCTIONS:  # those return tuples
+            returns = _operator(name)._schema.returns
+            plan.single = len(layouts) == 1 and len(returns) == 1 and not str(returns[0].type).startswith("List")
+
+    def _forget(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        self._plans.clear()
+
+    def _compile(self, name: str, args: Any, kwargs: Any, *, first: int) -> tuple[Callable[[Any], Any], int]:
+        """A function of an instruction that calls the operator; and the place after its operands.
+
+        The source has nothing of what was sent: constants are names in its scope.
+        """
+        scope: dict[str, Any] = {
+            "tensors": self._tensors,
+            "scalar": _scalar,
+            "generator": self._generator,
+            "operator": fused.FUNCTIONS.get(name) or _operator(name),
+        }
+        place = first
+
+        def operand() -> str:
+            nonlocal place
+            place += 1
+            return f"i[{place - 1}]"
+
+        def source(argument: Any) -> str:
+            kind = argument[0]
+            if kind == wire.TENSOR:
+                return f"tensors[{operand()}]"
+            if kind == wire.SCALAR_TENSOR:
+                return f"scalar({operand()})"
+            if kind == wire.VALUE:
+                return operand()
+            if kind == wire.GENERATOR_ID:
+                return f"generator({operand()})"
+            if kind == wire.LIST:
+                return f"[{','.join(map(source, argument[1]))}]"
+            value = (
+                getattr(torch, argument[1]) if kind == wire.NAMED else argument[1] if kind == wire.CONSTANT else None
+            )
+            constant = f"c{len(scope)}"
+            scope[constant] = self._device if kind == wire.DEVICE else value
+            return constant
+
+        words = [source(argument) for argument in args]
+        for key, argument in kwargs:
+            if key not in [argument.name for argument in scope["operator"]._schema.arguments]:
+                raise RuntimeError(f"{name} has no argument {key!r:.80}")
+            words.append(
+                f"**{{{key!r}: {source(argument)}}}" if keyword.iskeyword(key) else f"{key}={source(argument)}"
+            )
+        code = f"lambda i: operator({', '.join(words)})"
+        return eval(code, scope), place  # noqa: S307
+
+    def _check(self, plan: _Plan, result: Any) -> Any:
+        """Makes the outputs as the client predicts them: their strides may differ between devices.
+
+        A plan whose outputs need no change on its first execution is not checked again.
+        """
+        outputs = [result] if plan.single else list(result) if plan.layouts else []
+        changed = False
+        for at, (tensor, layout) in enumerate(zip(outputs, plan.layouts, strict=False)):
+            if tensor is None or layout is None:
+                continue
+            shape, strides, dtype = layout
+            if tuple(tensor.shape) != tuple(shape) or _NUMBERS[tensor.dtype] != dtype:
+                expected = f"{wire.DTYPES[dtype]}{list(shape)}"
+                raise RuntimeError(f"its result is {_shape(tensor)} here and was predicted as {expected}")
+            same = all(a == b or n <= 1 for a, b, n in zip(tensor.stride(), strides, shape, strict=True))
+            if tensor.numel() and (not same or tensor.storage_offset() or tensor.is_conj() or tensor.is_neg()):
+                changed = True
+                outputs[at] = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(
+                    tensor
+                )
+        plan.checked = not changed
+        return outputs[0] if plan.single else outputs
+
+    def _dynamic(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, name, args, kwargs, operands, ident = instruction
+        call, _ = self._compile(name, args, kwargs, first=0)
+        result = call(operands)
+        self._reply = {"value": self._keep(result, ident)}
+
+    def _keep(self, value: Any, first: int) -> Any:
+        """Keeps the tensors of a result under new ids; returns what the client is told of the result."""
+        number = first - 1
+
+        def describe(value: Any) -> Any:
+            nonlocal number
+            if isinstance(value, torch.Tensor):
+                value = value.detach().to(self._device)
+                value = value.resolve_conj().resolve_neg()
+                if value.storage_offset() or not _is_dense(value):
+                    value = value.clone(memory_format=torch.contiguous_format)
+                number += 1
+                self._tensors[number] = value
+                return {"tensor": [list(value.shape), list(value.stride()), _NUMBERS[value.dtype]]}
+            if value is None or isinstance(value, bool | int | float | str):
+                return {"plain": value}
+            if isinstance(value, complex):
+                return {"complex": [value.real, value.imag]}
+            if isinstance(value, dict):
+                return {"dict": [[describe(key), describe(item)] for key, item in value.items()]}
+            if isinstance(value, tuple | list):
+                return {type(value).__name__ if type(value) in (list, tuple) else "tuple": [*map(describe, value)]}
+            raise TypeError(f"a {type(value).__qualname__} cannot stay on a device, or be told to the program")
+
+        return describe(value)
+
+    def _hello(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
+        self._reply = {"value": {"torch": torch.__version__, "name": name}}
+
+    # ---- tensors
+
+    def _view(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, ident, base, shape, strides, offset, dtype = instruction
+        tensor = self._tensors[base]
+        if tensor.dtype is _DTYPES[dtype]:
+            self._tensors[ident] = torch.as_strided(tensor, shape, strides, offset)
+        else:
+            empty = torch.empty(0, dtype=_DTYPES[dtype], device=self._device)
+            self._tensors[ident] = empty.set_(tensor.untyped_storage(), offset, shape, strides)
+
+    def _free(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        for ident in instruction[1:]:
+            self._tensors.pop(ident, None)
+            self._generators.pop(ident, None)
+            self._iterators.pop(ident, None)
+
+    def _empty(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, ident, shape, strides, dtype = instruction
+        self._tensors[ident] = torch.empty_strided(shape, strides, dtype=_DTYPES[dtype], device=self._device)
+
+    def _upload(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, ident, number = instruction
+        tensor = self._tensors[ident]
+        if tensor.numel():
+            data = torch.frombuffer(buffers[number], dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+            tensor.copy_(data)
+
+    def _fetch(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        for ident in instruction[1:]:
+            tensor = self._tensors[ident]
+            self._buffers.append(_bytes(tensor))
+        self._reply = {"value": None}
+
+    def _sync(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._reply = {"value": None, **self._memory()}
+
+    def _memory(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"tensors": len(self._tensors)}
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            found |= {"allocated": torch.cuda.memory_allocated(self._device), "free": free, "total": total}
+        else:
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._tensors.values()}
+            found |= {"allocated": sum(storages.values()), **_system_memory()}
+        return found
+
+    # ---- random numbers
+
+    def _generator(self, ident: int) -> torch.Generator | None:
+        return self._generators[ident] if ident else None
+
+    def _default_generator(self, ident: int) -> torch.Generator:
+        if ident:
+            return self._generators[ident]
+        return (
+            torch.cuda.default_generators[self._device.index]
+            if self._device.type == "cuda"
+            else torch.default_generator
+        )
+
+    def _make_generator(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        self._generators[instruction[1]] = torch.Generator(self._device)
+
+    def _seed(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, seed, ident = instruction
+        self._default_generator(ident).manual_seed(seed)
+
+    def _state(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        generator = self._default_generator(instruction[1])
+        if len(instruction) > 2:
+            generator.set_state(torch.frombuffer(buffers[instruction[2]], dtype=torch.uint8).clone())
+        else:
+            self._buffers.append(_bytes(generator.get_state()))
+            self._reply = {"value": None}
+
+    # ---- regions
+
+    def _run(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, ident, number = instruction
+        with torch.enable_grad():
+            function, args, kwargs = _Unpickler(buffers[number], self._tensors).load()
+            result = function(*args, **kwargs)
+        if isinstance(result, types.GeneratorType):
+            self._iterators[ident] = result
+            self._reply = {"value": {"iterator": None}}
+        else:
+            self._reply = {"value": self._keep(result, ident)}
+
+    def _next(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, iterator, ident = instruction
+        found = self._iterators.get(iterator)
+        value = _END
+        if found is not None:  # else it is over, and this was asked for ahead
+            with torch.enable_grad():
+                value = next(found, _END)
+        if value is _END:
+            self._iterators.pop(iterator, None)
+            self._reply = {"value": {"end": None}}
+        else:
+            self._reply = {"value": self._keep(value, ident)}
+
+    def _module(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, digest, number = instruction
+        fused.MODULES[digest] = _Unpickler(buffers[number], self._tensors).load()
+        self._reply = {"value": None}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles a function and its arguments; remote tensors are references to tensors here."""
+
+    def __init__(self, data: memoryview, tensors: dict[int, torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors = tensors
+
+    def persistent_load(self, reference: Any) -> torch.Tensor:
+        ident, requires_grad, is_parameter = reference
+        tensor = self._tensors[ident].detach()
+        return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+def _operator(name: str) -> Any:
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def _scalar(operand: Sequence[Any]) -> torch.Tensor:
+    return torch.tensor(operand[1], dtype=_DTYPES[operand[0]])
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool(tensor.numel() == 0 or extent == tensor.numel())
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements in order, in memory of this process."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    here = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return memoryview(here.reshape(-1).view(torch.uint8).numpy()) if here.numel() else memoryview(b"")
+
+
+def _system_memory() -> dict[str, int]:
+    found = {}
+    with contextlib.suppress(OSError):  # not Linux
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name in ("MemTotal", "MemAvailable"):
+                found["total" if name == "MemTotal" else "free"] = int(rest.split()[0]) * 1024
+    return found
+
+
+_EXECUTORS: Final[dict[str, Executor]] = {}
+
+
+def execute(device: str, batch: Sequence[Sequence[Any]], *buffers: memoryview) -> codec.Payload:
+    """What the worker's calls run: a batch of instructions."""
+    executor = _EXECUTORS.get(device)
+    if executor is None:
+        executor = _EXECUTORS[device] = Executor(device)
+    return executor.execute(batch, buffers)

@@ -1,0 +1,205 @@
+"""Functions and modules that run as a whole on the host of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+
+torch = pytest.importorskip("torch")
+nn, F = torch.nn, torch.nn.functional
+
+pytestmark = pytest.mark.lab
+
+
+def test_a_function_has_remote_tensors_as_its_own(device: Any) -> None:
+    a = torch.arange(6.0).view(2, 3).to(device)
+
+    def work(x: Any, scale: float) -> Any:
+        assert x.device.type == "cpu"
+        return {"product": x @ x.T * scale, "rows": len(x), "parts": [x[0], None, "text"]}
+
+    found = sky.run_on(device, work, a, scale=2.0)
+    assert found["product"].device == device
+    assert torch.equal(found["product"].cpu(), a.cpu() @ a.cpu().T * 2)
+    assert (found["rows"], found["parts"][1:]) == (2, [None, "text"])
+    assert found["parts"][0].tolist() == [0, 1, 2]
+
+
+def test_a_function_changes_a_remote_tensor(device: Any) -> None:
+    a = torch.zeros(3, device=device)
+
+    def change(x: Any) -> None:
+        x.add_(1)
+
+    assert sky.run_on(device, change, a[:2]) is None
+    assert a.tolist() == [1, 1, 0]
+
+
+def test_what_a_function_raises(device: Any) -> None:
+    def fail() -> None:
+        raise KeyError("no such weight")
+
+    with pytest.raises(sky.DeviceError, match="no such weight"):
+        sky.run_on(device, fail)
+    with pytest.raises(sky.DeviceError, match="cannot stay"):
+        sky.run_on(device, lambda: {1, 2})
+    with pytest.raises(sky.UsageError, match="not a remote device"):
+        sky.run_on(torch.device("cpu"), fail)
+    assert sky.run_on(device, lambda: 1) == 1
+
+
+def test_tensors_of_other_devices_are_refused(device: Any, other: Any) -> None:
+    with pytest.raises(sky.UsageError, match=str(other)):
+        sky.run_on(device, lambda x: x, torch.ones(1, device=other))
+
+
+def test_weights_are_loaded_there(device: Any) -> None:
+    def weights() -> Any:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    with torch.device("meta"):
+        model = weights()
+    model.load_state_dict(sky.load_on(device, weights), assign=True)
+    assert {parameter.device for parameter in model.parameters()} == {device}
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(model(x.to(device)).cpu(), weights()(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x.to(device)).sum().backward()
+    optimizer.step()
+    with pytest.raises(sky.UsageError, match="not a module or a state dict"):
+        sky.load_on(device, lambda: 3)
+
+
+def test_a_generator_yields_as_the_values_come(device: Any) -> None:
+    a = torch.ones(2, device=device)
+
+    def tokens(x: Any, count: int) -> Iterator[Any]:
+        for number in range(count):
+            x = x + 1
+            yield number, x
+
+    found = list(sky.run_on(device, tokens, a, 40))
+    assert [number for number, _ in found] == list(range(40))
+    assert found[-1][1].tolist() == [41, 41]
+    endless = sky.run_on(device, tokens, a, 10**9)
+    assert [next(endless)[0] for _ in range(3)] == [0, 1, 2]
+    endless.close()
+    assert list(endless) == []
+    assert a.tolist() == [1, 1]
+
+
+def test_a_generator_that_raises(device: Any) -> None:
+    def tokens() -> Iterator[int]:
+        yield 1
+        raise ValueError("out of words")
+
+    found = sky.run_on(device, tokens)
+    assert next(found) == 1
+    with pytest.raises(sky.DeviceError, match="out of words"):
+        next(found)
+    assert torch.ones(2, device=device).sum().item() == 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+
+    def forward(self, x: Any, *, scale: float = 1.0) -> Any:
+        hidden = self.norm(self.first(x)).relu()
+        return {"out": self.second(hidden) * scale, "hidden": (hidden,)}
+
+
+def test_a_module_is_one_instruction_each_way(device: Any) -> None:
+    from skyfab.device import tensors
+
+    x = torch.randn(8, 6)
+    torch.manual_seed(0)
+    here = Block()
+    torch.manual_seed(0)
+    there = Block().to(device)
+    fast = sky.remote(there)
+    stream = tensors.streams[device.index]
+    losses = []
+    for model, inputs in ((here, x), (fast, x.to(device))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses.append([])
+        for step in range(4):
+            optimizer.zero_grad()
+            stream.flush()
+            before = stream.operations
+            found = model(inputs, scale=2.0)
+            loss = found["out"].pow(2).mean() + found["hidden"][0].sum() * 0.01
+            stream.flush()
+            if model is fast and step == 3:
+                assert stream.operations - before < 12
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    torch.testing.assert_close(there.norm.running_mean.cpu(), here.norm.running_mean)
+    here.eval()
+    fast.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x.to(device))["out"].cpu(), here(x)["out"], rtol=1e-3, atol=1e-4)
+
+
+def test_gradients_reach_the_input_of_a_remote_module(device: Any) -> None:
+    module = nn.Linear(3, 3).to(device)
+    x = torch.randn(2, 3).to(device).requires_grad_()
+    sky.remote(module)(x).sum().backward()
+    expected = module.weight.detach().cpu().sum(0).expand(2, 3)
+    torch.testing.assert_close(x.grad.cpu(), expected)
+
+
+def test_a_remote_module_needs_a_remote_device() -> None:
+    with pytest.raises(sky.UsageError, match="one remote device"):
+        sky.remote(nn.Linear(2, 2))
+
+
+def test_a_module_sees_what_an_optimizer_does(device: Any, syncs: Callable[[], int]) -> None:
+    module = nn.Linear(3, 1, bias=False).to(device)
+    fast = sky.remote(module)
+    x = torch.ones(1, 3, device=device)
+    fast(x)
+    before = syncs()
+    with torch.no_grad():
+        module.weight.fill_(2)
+    out = fast(x)
+    assert syncs() == before
+    assert out.item() == 6
+
+
+def test_values_are_fetched_while_the_program_goes_on(device: Any) -> None:
+    a = torch.arange(10.0).to(device)
+    future = sky.fetch(a)
+    a.add_(1)
+    assert future.result(30).tolist() == list(range(10))
+    assert a[0].item() == 1
+
+
+def test_a_loader_is_read_ahead(device: Any) -> None:
+    batches = [(torch.full((2,), float(n)), {"label": n}) for n in range(5)]
+    found = list(sky.prefetch(batches, device))
+    assert [x.tolist() for x, _ in found] == [[n, n] for n in range(5)]
+    assert [about["label"] for _, about in found] == list(range(5))
+    assert found[0][0].device == device
+    with pytest.raises(sky.UsageError, match="depth"):
+        next(sky.prefetch(batches, device, depth=0))
+
+
+def test_memory(device: Any) -> None:
+    before = sky.memory(device)
+    big = torch.zeros(1 << 20, device=device)
+    now = sky.memory(device)
+    assert now["allocated"] - before["allocated"] == 4 << 20
+    assert now["tensors"] == before["tensors"] + 1
+    assert 0 < now["free"] <= now["total"]
+    del big
+    assert sky.memory(device)["allocated"] == before["allocated"]
+    sky.synchronize()

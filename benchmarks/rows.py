@@ -8,6 +8,7 @@ from typing import Protocol
 from benchmarks.arena import Arena
 from benchmarks.bulk import Bulk
 from benchmarks.cold import Cold
+from benchmarks.device import Device
 from benchmarks.distributed import Distributed
 from benchmarks.environment import Environment
 from benchmarks.many import Many
@@ -29,4 +30,15 @@ class Row(Protocol):
         """Measures, and yields a line of the table for each figure. Raises Skip if that is not possible."""
 
 
-ROWS: tuple[Row, ...] = (Warm(), Cold(), Map(), Bulk(), Lines(), Environment(), Distributed(), Reconnect(), Many())
+ROWS: tuple[Row, ...] = (
+    Warm(),
+    Cold(),
+    Map(),
+    Bulk(),
+    Lines(),
+    Environment(),
+    Distributed(),
+    Reconnect(),
+    Many(),
+    Device(),
+)

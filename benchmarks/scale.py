@@ -52,6 +52,8 @@ class Scale:
     broadcasts: int = 50
     items: int = 10_000
     """Items of a map, in each pool."""
+    device: int = 5
+    """Measurements of each figure of a remote device."""
 
 
 TASTE = Scale(
@@ -78,6 +80,7 @@ TASTE = Scale(
     cuts=1,
     hosts=(1, 2),
     openings=1,
+    device=1,
     broadcasts=3,
     items=100,
 )

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from skyfab.device import composed
 from skyfab.device.tensors import TYPE, is_remote
 
 _LOWER: Final = (
@@ -84,6 +85,9 @@ _FLOAT32: Final = (
 """As PyTorch does it for CUDA."""
 
 
+_KEYS: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+
 def register() -> list[torch.library.Library]:
     """Registers the casts. What has none runs in the precision of its arguments."""
     rest = torch.library.Library("_", "IMPL")
@@ -93,19 +97,27 @@ def register() -> list[torch.library.Library]:
         for name in names:
             base, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, base), overload or "default")
-            library.impl(name, _casting(op, lower=lower), "AutocastPrivateUse1")
+            if name != "linear":
+                library.impl(name, _casting(op, lower=lower), "AutocastPrivateUse1")
+    library.impl("linear", _linear, "AutocastPrivateUse1")
     return [rest, library]
 
 
 def _casting(op: Any, *, lower: bool) -> Callable[..., Any]:
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(TYPE) if lower else torch.float32
-        with torch._C._ExcludeDispatchKeyGuard(keys):
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             return op(*(_cast(v, dtype) for v in args), **{name: _cast(v, dtype) for name, v in kwargs.items()})
 
     return kernel
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    given = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        if all(is_remote(t) and t.dtype in (torch.float32, torch.float16, torch.bfloat16) for t in given):
+            return composed.cast_linear(x, weight, bias, torch.get_autocast_dtype(TYPE))
+        return torch.ops.aten.linear.default(*given)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

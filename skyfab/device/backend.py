@@ -20,7 +20,6 @@ from skyfab.errors import UsageError
 
 _OWN_WAY: Final = frozenset(
     (
-        "_to_copy",
         "lift",
         "lift_fresh",
         "lift_fresh_copy",
@@ -80,6 +79,16 @@ class _Module:
         special.set_rng_state(state, device)
 
 
+_PRIVATE: Final = torch._C._autograd.DeviceType.PrivateUse1
+
+
+class _Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc]
+    """PyTorch asks it several times for each operation."""
+
+    def type_(self) -> Any:
+        return _PRIVATE
+
+
 def is_registered() -> bool:
     return bool(_libraries)
 
@@ -106,7 +115,7 @@ def register() -> None:
             file=sys.stderr,
         )
         patches.explain_own_backward(str(own))
-    setup(TYPE, backend_module=_Module())
+    setup(TYPE, backend_module=_Module(), device_guard=_Guard())
     torch.autograd.set_multithreading_enabled(False)
     torch.__future__.set_swap_module_params_on_conversion(True)
     library = torch.library.Library("aten", "IMPL")

@@ -97,6 +97,40 @@ def _linear_backward(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, 
     return call("linear_backward", [[x, grad, weight], wanted], outputs, x.device)
 
 
+class _CastLinear(torch.autograd.Function):  # type: ignore[misc]
+    """A linear layer in lower precision: the casts are part of the instruction, each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.dtype, ctx.bias = dtype, None if bias is None else bias.dtype
+        shape = (*x.shape[:-1], weight.shape[0])
+        name = str(dtype).removeprefix("torch.")
+        outputs = lambda: [torch.empty(shape, dtype=dtype, device="meta")]  # noqa: E731
+        return call("cast_linear", [[x, weight, bias], name], outputs, x.device)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        wanted = tuple(ctx.needs_input_grad[:3])
+
+        def outputs() -> list[torch.Tensor | None]:
+            kinds = ((x.shape, x), (weight.shape, weight), (weight.shape[:1], weight))
+            return [
+                _meta(shape, like) if is_wanted else None
+                for (shape, like), is_wanted in zip(kinds, wanted, strict=True)
+            ]
+
+        name = str(ctx.dtype).removeprefix("torch.")
+        return (*call("cast_linear_backward", [[x, grad, weight], name, wanted], outputs, x.device), None)
+
+
+def cast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
+    """A linear layer in lower precision."""
+    return _CastLinear.apply(x, weight, bias, dtype)
+
+
 def _composed(op: Any) -> Callable[..., Any]:
     """A kernel that calls the whole operator on the host."""
     name = op._schema.name + kernels.overload(op)

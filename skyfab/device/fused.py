@@ -102,6 +102,24 @@ def composed(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> Tensors:
     return _with_graph(function, tensors, wanted)
 
 
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def cast_linear(tensors: Tensors, dtype: str) -> Tensors:
+    """A linear layer in lower precision. `tensors`: input, weight and bias."""
+    lower = _dtype(dtype)
+    return (torch.nn.functional.linear(*(None if t is None else t.to(lower) for t in tensors)),)
+
+
+def cast_linear_backward(tensors: Sequence[torch.Tensor], dtype: str, mask: Sequence[bool]) -> Tensors:
+    """Its gradients, in the dtypes of input, weight and bias. `tensors`: input, gradient, weight."""
+    x, grad, weight = tensors
+    lower = _dtype(dtype)
+    found = linear_backward((x.to(lower), grad.to(lower), weight.to(lower)), mask)
+    return tuple(None if t is None else t.to(like.dtype) for t, like in zip(found, (x, weight, weight), strict=True))
+
+
 # ---- modules
 
 MODULES: Final[dict[str, torch.nn.Module]] = {}
@@ -145,6 +163,8 @@ class Loader:
 
 FUNCTIONS: Final[dict[str, Callable[..., Tensors]]] = {
     "sky::linear_backward": linear_backward,
+    "sky::cast_linear": cast_linear,
+    "sky::cast_linear_backward": cast_linear_backward,
     "sky::composed": composed,
     "sky::module": module,
     "sky::backward": backward,

@@ -19,8 +19,8 @@ from skyfab.protocol.blobs import name_of
 if TYPE_CHECKING:
     from skyfab.device.stream import Batch, DeviceStream
 
-_AHEAD: Final = 16
-"""Values of a generator that are asked for before they are needed."""
+_AHEAD: Final = 4
+"""Requests for values of a generator that are sent before the values are needed."""
 
 
 def run(stream: DeviceStream, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -58,17 +58,25 @@ class _RemoteIterator(Iterator[Any]):
         self._stream = stream
         self._ident = ident
         self._waiting: deque[Future[Any]] = deque()
+        self._values: deque[Any] = deque()
         self._is_over = False
 
     def __next__(self) -> Any:
-        while not self._is_over and len(self._waiting) < _AHEAD:
-            self._ask()
-        if not self._waiting:
-            raise StopIteration
+        while not self._values:
+            if self._is_over:
+                raise StopIteration
+            while len(self._waiting) < _AHEAD:
+                self._ask()
+            self._receive()
+        return self._values.popleft()
+
+    def _receive(self) -> None:
+        """Waits for more values."""
         future = self._waiting.popleft()
         self._stream.link.wait(future.done)
         try:
-            value, first = future.result(0)
+            batch, first = future.result(0)
+            values = tensors.restore(batch.value(), first, self._stream.index)
         except TimeoutError:
             self._stream.check()
             raise
@@ -76,10 +84,9 @@ class _RemoteIterator(Iterator[Any]):
             self.close()
             self._stream.consume(error)
             raise
-        if value == {"end": None}:
-            self.close()
-            raise StopIteration
-        return tensors.restore(value, first, self._stream.index)
+        if batch.document.get("over"):
+            self._end()
+        self._values.extend(values)
 
     def _ask(self) -> None:
         future: Future[Any] = Future()
@@ -89,7 +96,7 @@ class _RemoteIterator(Iterator[Any]):
             try:
                 if error is not None:
                     raise error
-                future.set_result((batch.value(), first))
+                future.set_result((batch, first))
             except Exception as found:
                 future.set_exception(found)
 
@@ -97,7 +104,11 @@ class _RemoteIterator(Iterator[Any]):
         self._waiting.append(future)
 
     def close(self) -> None:
-        """Ends the generator on the host."""
+        """Ends the generator on the host. It yields nothing more here."""
+        self._values.clear()
+        self._end()
+
+    def _end(self) -> None:
         if not self._is_over:
             self._is_over = True
             self._waiting.clear()

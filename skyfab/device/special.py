@@ -30,6 +30,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
         "_copy_from": lambda source, target, non_blocking=False: _copy(target, source),
         "_copy_from_and_resize": lambda source, target: _copy(target.resize_(source.shape), source),
         "clone": _clone,
+        "_to_copy": _to_copy,
         "_local_scalar_dense": _item,
         "equal": _equal,
         "resize_": _resize,
@@ -131,6 +132,7 @@ def _resize(self: torch.Tensor, size: Sequence[int], *, memory_format: Any = Non
 
 _copy_kernel: Final = make_kernel(_aten.copy_.default)
 _clone_kernel: Final = make_kernel(_aten.clone.default)
+_to_copy_kernel: Final = make_kernel(_aten._to_copy.default)
 
 
 def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -147,7 +149,8 @@ def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
         if index_of(source) == index_of(self):
             return _copy_kernel(self, source, non_blocking)
         source = fetch(source)
-    stream_of(self).upload(operand(self)[1], _snapshot(source, self.shape, self.dtype))
+    if self.numel():
+        stream_of(self).upload((wire.UPLOAD, operand(self)[1]), _snapshot(source, self.shape, self.dtype))
     return self
 
 
@@ -166,6 +169,44 @@ def _clone(self: torch.Tensor, *, memory_format: torch.memory_format | None = No
     if memory_format is None:
         return _clone_kernel(self)
     return _clone_kernel(self, memory_format=memory_format)
+
+
+def _to_copy(
+    self: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    """``Tensor.to``. A conversion on the device is one instruction; a copy to another place is written to there."""
+    if layout is not None and layout is not torch.strided:
+        raise NotImplementedError(f"a {layout} tensor cannot be on a {TYPE} device")
+    self = self.resolve_conj().resolve_neg()
+    memory_format = memory_format or torch.preserve_format
+    device = device or self.device
+    if is_remote(self) and device.type == TYPE and (device.index or 0) == index_of(self):
+        return _to_copy_kernel(self, dtype=dtype or self.dtype, memory_format=memory_format)
+    if device.type == TYPE and self.is_cpu and self.is_contiguous() and self.numel() and memory_format in _AS_IS:
+        return _make(self, dtype or self.dtype, device)
+    meta = torch.empty_strided(self.shape, self.stride(), dtype=dtype or self.dtype, device="meta")
+    meta = torch.empty_like(meta, memory_format=memory_format)
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device).copy_(self)
+
+
+_AS_IS: Final = (torch.preserve_format, torch.contiguous_format)
+
+
+def _make(source: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor on a device, of one on this machine."""
+    stream = _stream(device)
+    data = _snapshot(source, source.shape, dtype)
+    layout = layout_of(tuple(source.shape), source.stride(), dtype, stream.index)
+    tensor, ident = layout.new()
+    stream.upload((wire.MAKE, ident, layout.shape, DTYPE_NUMBERS[dtype]), data)
+    return tensor
 
 
 def fetch(tensor: torch.Tensor) -> torch.Tensor:

@@ -146,10 +146,10 @@ class DeviceStream:
         if len(self.buffer) >= self.limit:
             self.flush()
 
-    def upload(self, ident: int, data: memoryview) -> None:
-        """Adds an instruction that writes bytes into a tensor. The memory must not change any more."""
+    def upload(self, instruction: Sequence[Any], data: memoryview) -> None:
+        """Adds an instruction whose last item is the number of a buffer. The memory must not change any more."""
         with self._lock:
-            self.buffer.append(((wire.UPLOAD, ident, len(self._uploads)), where()))
+            self.buffer.append(((*instruction, len(self._uploads)), where()))
             self._uploads.append(data)
             self._size += len(data)
         if self._size > 1 << 20 or len(self.buffer) >= self.limit:

@@ -49,6 +49,7 @@ _DLPACK_DTYPES: Final = {
 }
 DTYPE_NUMBERS: Final = {getattr(torch, name): number for number, name in enumerate(wire.DTYPES)}
 DTYPES: Final = tuple(DTYPE_NUMBERS)
+_SCALARS: Final = {dtype: ((wire.SCALAR_TENSOR, dtype), number) for dtype, number in DTYPE_NUMBERS.items()}
 
 
 class _DLTensor(ctypes.Structure):
@@ -190,13 +191,14 @@ def operand(tensor: torch.Tensor) -> tuple[Any, Any]:
 
     A tensor without dimensions that is in this process's memory is sent by value. Raises RuntimeError for others.
     """
-    if tensor.device.type != TYPE:
+    if tensor.is_cpu or tensor.device.type != TYPE:
         if tensor.dim():
             raise RuntimeError(
                 f"expected all tensors to be on a {TYPE} device, found one of shape {list(tensor.shape)} "
                 f"on {tensor.device}: move it with .to(device)"
             )
-        return (wire.SCALAR_TENSOR, tensor.dtype), (DTYPE_NUMBERS[tensor.dtype], tensor.item())
+        kind, number = _SCALARS[tensor.dtype]
+        return kind, (number, tensor.item())
     offset = tensor.storage_offset() * tensor.element_size()
     address = tensor.data_ptr()
     record = records.get(address - offset) if address else None

@@ -20,6 +20,8 @@ PLAN: Final = -3
 """number, operator, arguments, keyword arguments, layouts of the outputs: how to execute a kind of instruction."""
 DYNAMIC: Final = -4
 """operator, arguments, keyword arguments, operands, first id: executes it and replies with what it returned."""
+MAKE: Final = -18
+"""id, shape, dtype, number of the buffer: makes a tensor of bytes that were sent."""
 EMPTY: Final = -5
 """id, shape, strides, dtype: allocates a tensor."""
 UPLOAD: Final = -6
@@ -43,7 +45,7 @@ FORGET: Final = -14
 HELLO: Final = -15
 """Replies with what the device is."""
 NEXT: Final = -16
-"""id of a generator that RUN has returned, first id: replies with its next value, or that it is over."""
+"""id of a generator that RUN has returned, first id: replies with the values of the next moments, and if it is over."""
 MODULE: Final = -17
 """digest, number of the buffer: keeps a module that has no tensors of its own."""
 

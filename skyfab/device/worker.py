@@ -10,8 +10,9 @@ import contextlib
 import io
 import keyword
 import pickle
+import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +25,9 @@ from skyfab.protocol import codec
 _DTYPES: Final = tuple(getattr(torch, name, None) for name in wire.DTYPES)
 _NUMBERS: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _TEXT: Final = 8000
-_END: Final = object()
+_MOMENT: Final = 0.01
+_MOST_VALUES: Final = 64
+"""Values of a generator in one reply: as many as it yields in so many seconds, but at least one."""
 
 
 class _Plan:
@@ -74,6 +77,7 @@ class Executor:
             wire.PLAN: self._plan,
             wire.DYNAMIC: self._dynamic,
             wire.EMPTY: self._empty,
+            wire.MAKE: self._make,
             wire.UPLOAD: self._upload,
             wire.FETCH: self._fetch,
             wire.SEED: self._seed,
@@ -283,6 +287,11 @@ class Executor:
         _, ident, shape, strides, dtype = instruction
         self._tensors[ident] = torch.empty_strided(shape, strides, dtype=_DTYPES[dtype], device=self._device)
 
+    def _make(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, ident, shape, dtype, number = instruction
+        data = torch.frombuffer(buffers[number], dtype=torch.uint8).view(_DTYPES[dtype]).view(shape)
+        self._tensors[ident] = data.to(self._device)
+
     def _upload(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         _, ident, number = instruction
         tensor = self._tensors[ident]
@@ -355,16 +364,23 @@ class Executor:
 
     def _next(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         _, iterator, ident = instruction
-        found = self._iterators.get(iterator)
-        value = _END
-        if found is not None:  # else it is over, and this was asked for ahead
-            with torch.enable_grad():
-                value = next(found, _END)
-        if value is _END:
-            self._iterators.pop(iterator, None)
-            self._reply = {"value": {"end": None}}
-        else:
-            self._reply = {"value": self._keep(value, ident)}
+        found = self._iterators.get(iterator)  # None: it is over, and this was asked for ahead
+        values: list[Any] = []
+        until = time.monotonic() + _MOMENT
+        while found is not None and len(values) < _MOST_VALUES:
+            try:
+                with torch.enable_grad():
+                    values.append(next(found))
+            except StopIteration:
+                found = self._iterators.pop(iterator, None) and None
+            except Exception as error:
+                if not values:
+                    raise
+                self._iterators[iterator] = _raising(error)  # after the values that it has yielded
+                break
+            if time.monotonic() >= until:
+                break
+        self._reply = {"value": self._keep(values, ident), "over": found is None}
 
     def _module(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         _, digest, number = instruction
@@ -383,6 +399,11 @@ class _Unpickler(pickle.Unpickler):
         ident, requires_grad, is_parameter = reference
         tensor = self._tensors[ident].detach()
         return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    raise error
+    yield
 
 
 def _operator(name: str) -> Any:

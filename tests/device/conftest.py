@@ -35,6 +35,12 @@ def other(remote_pool: sky.Compute) -> torch.device:
 
 
 @pytest.fixture
+def same_numbers() -> bool:
+    """Whether the device has the random numbers of this machine's CPU."""
+    return True
+
+
+@pytest.fixture
 def syncs(device: torch.device) -> Callable[[], int]:
     """How often the program has waited for a value of the device so far."""
     from skyfab.device import tensors

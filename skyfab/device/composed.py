@@ -55,32 +55,50 @@ def call(
     `outputs` makes meta tensors as the function will return them; `key` is what they depend on besides `args`.
     """
     instruction: list[Any] = [0]
-    keys: list[Any] = [name, device.index, key]
-    template: list[Any] = []
-    for value in args:
-        if isinstance(value, list):
-            layouts = operands(value, instruction)
-            keys.append(layouts)
-            kinds = (
-                (wire.CONSTANT, None) if t is None else (wire.TENSOR if is_remote(t) else wire.SCALAR_TENSOR,)
-                for t in value
-            )
-            template.append((wire.LIST, tuple(kinds)))
-        else:
-            keys.append((type(value), value))
-            template.append((wire.CONSTANT, value))
-    plan = _cache.get(tuple(keys))
+    keys, template = _encode(args, instruction)
+    keys = (name, device.index, key, *keys)
+    plan = _cache.get(keys)
     if plan is None:
         kernels.before_plan()
         index = device.index or 0
         found = [None if t is None else layout_of(tuple(t.shape), t.stride(), t.dtype, index) for t in outputs()]
         plan = Plan(kernels.new_number(), tensors.streams[index], found, list(range(len(found))))
         plan.single = None
-        plan.stream.emit([wire.PLAN, plan.number, f"sky::{name}", tuple(template), (), kernels.layouts(found)])
-        kernels.remember(_cache, tuple(keys), plan)
+        plan.stream.emit([wire.PLAN, plan.number, f"sky::{name}", template, (), kernels.layouts(found)])
+        kernels.remember(_cache, keys, plan)
     instruction[0] = plan.number
     result = finish(plan, instruction, ())
     return result if isinstance(result, tuple) else (result,)
+
+
+def call_first(name: str, args: Sequence[Any], device: torch.device) -> Any:
+    """The same, and waits for what the function returns: only the host can tell its layouts."""
+    operands_: list[Any] = []
+    _, template = _encode(args, operands_)
+    first = tensors.new_block()
+    stream = tensors.streams[device.index or 0]
+    batch = stream.ask([wire.DYNAMIC, f"sky::{name}", template, (), operands_, first])
+    return tensors.restore(batch.value(), first, stream.index)
+
+
+def _encode(args: Sequence[Any], instruction: list[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Adds the operands to an instruction. Returns what a plan depends on, and the plan's arguments."""
+    keys: list[Any] = []
+    template: list[Any] = []
+    for value in args:
+        if isinstance(value, list):
+            keys.append(operands(value, instruction))
+            template.append((wire.LIST, tuple(map(_kind, value))))
+        else:
+            keys.append((type(value), value))
+            template.append((wire.CONSTANT, value))
+    return tuple(keys), tuple(template)
+
+
+def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    if tensor is None:
+        return (wire.CONSTANT, None)
+    return (wire.TENSOR,) if is_remote(tensor) else (wire.SCALAR_TENSOR,)
 
 
 def _meta(shape: Any, like: torch.Tensor) -> torch.Tensor:

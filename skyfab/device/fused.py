@@ -6,6 +6,7 @@ graph of the forward. The client frees it like any other tensor, and with it the
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -127,23 +128,34 @@ MODULES: Final[dict[str, torch.nn.Module]] = {}
 
 
 def call_module(module: torch.nn.Module, spec: Any, tensors: Sequence[Any]) -> Any:
-    """Calls a module with other tensors: its inputs, then its parameters, then its buffers."""
-    _, parameters, buffers, arguments = spec
-    names = (*parameters, *buffers)
+    """Calls a module with other tensors: its inputs, then its parameters and buffers.
+
+    The specification has its digest, the names of parameters and buffers, the arguments, and the dtype of autocast.
+    """
+    _, names, arguments, autocast = spec
     count = len(tensors) - len(names)
     args, kwargs = fill_in(arguments, tensors[:count])
-    return torch.func.functional_call(module, dict(zip(names, tensors[count:], strict=True)), args, kwargs)
+    device = tensors[-1].device.type
+    with torch.autocast(device, _dtype(autocast)) if autocast else contextlib.nullcontext():
+        return torch.func.functional_call(module, dict(zip(names, tensors[count:], strict=True)), args, kwargs)
 
 
 def module(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> Tensors:
-    """Calls a module; returns the tensors of its result."""
+    """Calls a module; returns the tensors of its result, and a handle."""
+    return module_first(tensors, spec, wanted)[0]
+
+
+def module_first(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> tuple[Tensors, Any]:
+    """The same, with a template of what the module returned."""
+    structure: Any = None
 
     def function(*values: torch.Tensor) -> Any:
+        nonlocal structure
         results: list[torch.Tensor] = []
-        template(call_module(MODULES[spec[0]], spec, values), results)
+        structure = template(call_module(MODULES[spec[0]], spec, values), results)
         return tuple(results)
 
-    return _with_graph(function, tensors, wanted)
+    return _with_graph(function, tensors, wanted), structure
 
 
 def itself(value: Any) -> Any:
@@ -161,11 +173,12 @@ class Loader:
         return found.state_dict() if hasattr(found, "state_dict") else found
 
 
-FUNCTIONS: Final[dict[str, Callable[..., Tensors]]] = {
+FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "sky::linear_backward": linear_backward,
     "sky::cast_linear": cast_linear,
     "sky::cast_linear_backward": cast_linear_backward,
     "sky::composed": composed,
     "sky::module": module,
+    "sky::module_first": module_first,
     "sky::backward": backward,
 }

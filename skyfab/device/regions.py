@@ -139,17 +139,22 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         _device_of(module)
         self._digests: dict[Any, str] = {}
         """What the host has of the module, for each state of `training` of its parts."""
+        self._known: dict[Any, Any] = {}
+        """Results as meta tensors, and what the module returns, for each kind of call. The first one waits."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         device = _device_of(self.module)
-        parameters = dict(self.module.named_parameters())
-        buffers = dict(self.module.named_buffers())
+        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         inputs: list[torch.Tensor] = []
         template = fused.template((args, kwargs), inputs)
-        spec = (self._on_host(device), tuple(parameters), tuple(buffers), template)
-        found = (*inputs, *parameters.values(), *buffers.values())
-        results = _Forward.apply(self.module, spec, device, *found)
-        return fused.fill_in(_structures[_key(spec, found)], results)
+        autocast = ""
+        if torch.is_autocast_enabled(tensors.TYPE):
+            autocast = str(torch.get_autocast_dtype(tensors.TYPE)).removeprefix("torch.")
+        spec = (self._on_host(device), tuple(own), template, autocast)
+        found = (*inputs, *own.values())
+        key = (device.index, spec, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in found))
+        results = _Forward.apply(self._known, key, spec, device, *found)
+        return fused.fill_in(self._known[key][1], results)
 
     def _on_host(self, device: torch.device) -> str:
         """Sends the module without its tensors, once. Returns its digest."""
@@ -188,35 +193,24 @@ def _device_of(module: torch.nn.Module) -> torch.device:
     return next(iter(found))
 
 
-_structures: Final[dict[Any, Any]] = {}
-"""What modules return, with numbers in place of tensors."""
-
-
-def _key(spec: Any, inputs: Sequence[torch.Tensor]) -> Any:
-    return (spec, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs))
-
-
 class _Forward(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, module: torch.nn.Module, spec: Any, device: torch.device, *inputs: torch.Tensor) -> Any:
-        wanted = ctx.needs_input_grad[3:]
-
-        def outputs() -> list[torch.Tensor]:
-            results: list[torch.Tensor] = []
-            value = fused.call_module(module, spec, [to_meta(tensor) for tensor in inputs])
-            _structures[_key(spec, inputs)] = fused.template(value, results)
-            return [*results, torch.empty(0, device="meta")]
-
-        *results, handle = composed.call("module", [list(inputs), spec, wanted], outputs, device)
+    def forward(ctx: Any, known: dict[Any, Any], key: Any, spec: Any, device: torch.device, *inputs: Any) -> Any:
+        ctx.wanted = wanted = ctx.needs_input_grad[4:]
+        args = [list(inputs), spec, wanted]
+        if key in known:
+            *results, handle = composed.call("module", args, lambda: known[key][0], device)
+        else:
+            (*results, handle), structure = composed.call_first("module_first", args, device)
+            known[key] = ([to_meta(tensor) for tensor in (*results, handle)], structure)
         ctx.save_for_backward(handle, *inputs)
-        ctx.wanted = wanted
         return tuple(results)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         handle, *inputs = ctx.saved_tensors
-        return (None, None, None, *composed.gradients(handle, list(grads), inputs, ctx.wanted))
+        return (None, None, None, None, *composed.gradients(handle, list(grads), inputs, ctx.wanted))
 
 
 def remote(module: torch.nn.Module) -> RemoteModule:

@@ -243,10 +243,10 @@ class Executor:
         def describe(value: Any) -> Any:
             nonlocal number
             if isinstance(value, torch.Tensor):
-                value = value.detach().to(self._device)
-                value = value.resolve_conj().resolve_neg()
-                if value.storage_offset() or not _is_dense(value):
-                    value = value.clone(memory_format=torch.contiguous_format)
+                if not hasattr(value, "graph"):
+                    value = value.detach().to(self._device).resolve_conj().resolve_neg()
+                    if value.storage_offset() or not _is_dense(value):
+                        value = value.clone(memory_format=torch.contiguous_format)
                 number += 1
                 self._tensors[number] = value
                 return {"tensor": [list(value.shape), list(value.stride()), _NUMBERS[value.dtype]]}

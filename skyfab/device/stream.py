@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pickle
 import sys
 import threading
@@ -291,6 +292,8 @@ class DeviceStream:
         inputs = found.get("inputs")
         shapes = ", ".join(map(str, inputs)) if isinstance(inputs, list) else ""
         text = f"{found.get('kind', 'error')}: {found.get('text', '')}"
+        if "memory" in text and isinstance(found.get("free"), int) and isinstance(found.get("total"), int):
+            text += f" ({found['free'] / 2**30:.1f} GiB free of {found['total'] / 2**30:.1f})"
         where_text = f" of {place}" if place else ""
         return DeviceError(f"{op or 'an operation'}({shapes}){where_text} failed there: {text}", host=self.link.name)
 
@@ -311,6 +314,13 @@ class DeviceStream:
             self.buffer[:] = [((wire.RESUME,), None)]
             self._uploads, self._size = [], 0
             raise error
+
+    def leave_to_parent(self) -> None:
+        """This process was forked: the device belongs to the parent."""
+        self._lock = threading.RLock()
+        self._lost = UsageError("this device belongs to the process that this one was forked from")
+        self.limit = 0
+        self.buffer.clear()
 
     def close(self) -> None:
         """The pool closes: the device cannot be used any more."""
@@ -403,5 +413,14 @@ class _Ticker:
                 last = now
             time.sleep(_TICK if now - last < _IDLE_AFTER else _IDLE_TICK)
 
+    def forked(self) -> None:
+        """This is a child process: it has neither the thread nor the devices."""
+        streams, self._streams = self._streams, []
+        self._lock = threading.Lock()
+        self._is_running = False
+        for stream in streams:
+            stream.leave_to_parent()
+
 
 _ticker: Final = _Ticker()
+os.register_at_fork(after_in_child=_ticker.forked)

@@ -1,0 +1,278 @@
+"""What goes wrong on a device, its host or its link: typed errors at the right line, and nothing silently wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+from skyfab.lab import Lab
+
+torch = pytest.importorskip("torch")
+nn, F = torch.nn, torch.nn.functional
+
+pytestmark = pytest.mark.lab
+
+
+def line() -> int:
+    """The caller's line."""
+    return sys._getframe(1).f_lineno
+
+
+def steps(device: Any, count: int, between: Callable[[int], None] = lambda _: None) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    x = torch.linspace(-1, 1, 80).view(10, 8).to(device)
+    losses = []
+    for number in range(count):
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss)
+        between(number)
+    return [loss.item() for loss in losses]
+
+
+# ---- errors of operations
+
+
+def test_wrong_shapes_and_dtypes_are_errors_at_once(device: Any, syncs: Callable[[], int]) -> None:
+    before = syncs()
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        torch.ones(2, 3, device=device) @ torch.ones(2, 3, device=device)
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.ones(2, 2, device=device) @ torch.ones(2, 2, device=device, dtype=torch.float64)
+    with pytest.raises(IndexError):
+        torch.ones(2, device=device)[5]
+    assert syncs() == before
+
+
+def test_a_failure_there_names_the_operation_and_the_line(device: Any) -> None:
+    table = torch.zeros(3, 4, device=device)
+    index = torch.tensor([7]).to(device)
+    found, place = table[index], line()
+    with pytest.raises(sky.DeviceError) as caught:
+        found.cpu()
+    text = str(caught.value)
+    assert "index" in text
+    assert "float32[3, 4], int64[1]" in text
+    assert f"{__file__}:{place}" in text
+    assert "out of bounds" in text
+    assert caught.value.host
+
+
+def test_after_a_failure_everything_is_as_if_the_program_had_stopped_there(device: Any) -> None:
+    kept = torch.zeros(3, device=device)
+    bad = torch.zeros(3, device=device)[torch.tensor([9]).to(device)]
+    kept.add_(1)
+    made = torch.full((2,), 5.0, device=device)
+    with pytest.raises(sky.DeviceError, match="out of bounds"):
+        sky.synchronize()
+    assert kept.tolist() == [0, 0, 0]
+    with pytest.raises(sky.DeviceError, match="never computed"):
+        bad.sum().item()
+    with pytest.raises(sky.DeviceError, match="never computed"):
+        made.tolist()
+    kept.add_(2)
+    assert kept.tolist() == [2, 2, 2]
+
+
+def test_an_error_is_raised_by_the_next_operations_too(device: Any) -> None:
+    torch.zeros(3, device=device)[torch.tensor([9]).to(device)]
+
+    def go_on() -> None:
+        for _ in range(100_000):
+            torch.ones(2, device=device)
+
+    with pytest.raises(sky.DeviceError, match="out of bounds"):
+        go_on()
+
+
+def test_too_little_memory_says_how_much_there_is(device: Any) -> None:
+    with pytest.raises(sky.DeviceError, match="GiB free"):
+        torch.empty(1 << 50, device=device, dtype=torch.uint8).fill_(1).sum().item()
+    assert torch.ones(2, device=device).sum().item() == 2
+
+
+# ---- the worker, the link, the host
+
+
+def worker_of(lab: Lab, name: str) -> Any:
+    """The process of the device on a host: the one with torch, which none of the others has."""
+    machine = lab[name]
+    return max(machine.processes(), key=lambda process: _memory(process.outside))
+
+
+def _memory(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+
+
+@pytest.fixture
+def own_pool(lent_lab: Lab) -> Iterator[Callable[..., sky.Compute]]:
+    inventory = sky.Inventory.load(lent_lab.inventory)
+    pools = []
+
+    def opened(count: int = 1, **options: Any) -> sky.Compute:
+        pools.append(sky.Compute(list(inventory.hosts.values())[:count], ui="none", **options))
+        pools[-1].open()
+        return pools[-1]
+
+    yield opened
+    for host in lent_lab.hosts:
+        host.restore()
+    for pool in pools:
+        pool.close()
+
+
+def test_a_killed_worker_is_an_error_within_two_seconds(lent_lab: Lab, own_pool: Callable[..., sky.Compute]) -> None:
+    pool = own_pool(2)
+    first, second = (pool.device("cpu", on=host.name) for host in pool.hosts)
+    kept = torch.ones(2, device=second)
+    killed: list[float] = []
+
+    def kill(number: int) -> None:
+        if number == 20:
+            os.kill(worker_of(lent_lab, pool.hosts[0].name).outside, signal.SIGKILL)
+            killed.append(time.monotonic())
+
+    with pytest.raises(sky.WorkerDied, match="tensors are gone") as caught:
+        steps(first, 100_000, kill)
+    assert time.monotonic() - killed[0] < 2
+    assert caught.value.host == pool.hosts[0].name
+    assert (kept + 1).tolist() == [2, 2]
+    again = pool.device("cpu", on=pool.hosts[0].name)
+    assert torch.ones(3, device=again).sum().item() == 3
+
+
+def test_a_cut_in_the_middle_of_training_changes_nothing(lent_lab: Lab, own_pool: Callable[..., sky.Compute]) -> None:
+    pool = own_pool(1, lease=60)
+    device = pool.device("cpu")
+    expected = steps(device, 60)
+    machine = lent_lab[pool.hosts[0].name]
+
+    def cut(number: int) -> None:
+        if number == 30:
+            machine.cut()
+            threading.Timer(5, machine.restore).start()
+
+    assert steps(device, 60, cut) == expected
+
+
+def test_a_lost_host_is_an_error_and_others_go_on(lent_lab: Lab, own_pool: Callable[..., sky.Compute]) -> None:
+    pool = own_pool(2, lease=3, heartbeat_timeout=2)
+    first, second = (pool.device("cpu", on=host.name) for host in pool.hosts)
+    a, b = torch.ones(2, device=first), torch.ones(2, device=second)
+    assert a.sum().item() == 2
+    lent_lab[pool.hosts[0].name].cut()
+
+    def go_on() -> None:
+        for _ in range(10_000):
+            a.add_(1)
+            time.sleep(0.01)
+
+    with pytest.raises(sky.HostLost):
+        go_on()
+    assert (b + 1).tolist() == [2, 2]
+
+
+def test_a_closed_pool(own_pool: Callable[..., sky.Compute]) -> None:
+    pool = own_pool()
+    tensor = torch.ones(2, device=pool.device("cpu"))
+    pool.close()
+    with pytest.raises(sky.UsageError, match="closed"):
+        tensor.sum().item()
+    with pytest.raises(sky.UsageError, match="not open"):
+        pool.device("cpu")
+    del tensor
+
+
+def test_what_a_device_cannot_be(remote_pool: sky.Compute) -> None:
+    with pytest.raises(sky.HostUnfit, match="no GPU"):
+        remote_pool.device("cuda")
+    for kind in ("tpu", "cuda:x", "cpu:1", ""):
+        with pytest.raises(sky.UsageError, match="kind of device"):
+            remote_pool.device(kind)
+    with pytest.raises(sky.UsageError, match="no host"):
+        remote_pool.device("cpu", on="nobody")
+    assert remote_pool.device() == remote_pool.device("cpu")
+
+
+# ---- threads, forks, numbers
+
+
+def test_threads_share_a_device(device: Any) -> None:
+    found: dict[int, list[float]] = {}
+
+    def work(number: int) -> None:
+        torch.autograd.set_multithreading_enabled(False)
+        a = torch.full((4, 4), float(number), device=device, requires_grad=True)
+        for _ in range(50):
+            b = (a * 2).t()[1:3].sum()
+            b.backward()
+        found[number] = a.grad.sum().tolist()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == dict.fromkeys(range(4), 50 * 2 * 8)
+
+
+def test_a_forked_child_cannot_use_it(device: Any) -> None:
+    tensor = torch.ones(2, device=device)
+    assert tensor.sum().item() == 2
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            tensor.sum().item()
+        except sky.UsageError:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert tensor.sum().item() == 2
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_the_number_of_remote_tensors_stays(device: Any, count: int) -> None:
+    model = nn.Linear(4, 4).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.ones(2, 4, device=device)
+
+    def train(number: int) -> int:
+        for _ in range(number):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        return sky.memory(device)["tensors"]
+
+    before = train(20)
+    assert train(count) == before
+
+
+def test_skyfab_does_not_import_torch() -> None:
+    code = "import sys, skyfab; skyfab.Compute; skyfab.fetch; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_host_with_another_torch_is_refused(remote_pool: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.1.0")
+    fresh = sky.Compute([remote_pool.hosts[0].host], ui="none")
+    with fresh, pytest.raises(sky.HostUnfit, match=r"2\.1\.0"):
+        fresh.device("cpu")

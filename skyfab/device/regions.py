@@ -11,6 +11,7 @@ import torch
 
 from skyfab.device import composed, fused, tensors, wire
 from skyfab.device.kernels import to_meta
+from skyfab.device.stream import where
 from skyfab.device.tensors import is_remote, operand
 from skyfab.errors import NotPicklable, UsageError
 from skyfab.protocol import codec
@@ -66,7 +67,7 @@ class _RemoteIterator(Iterator[Any]):
         if not self._waiting:
             raise StopIteration
         future = self._waiting.popleft()
-        self._stream.link.wait(future.done)
+        self._stream.wait(future.done, where())
         try:
             value, first = future.result(0)
         except TimeoutError:

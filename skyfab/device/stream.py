@@ -57,6 +57,22 @@ class Link(Protocol):
         """Ends the worker."""
 
 
+class Observer(Protocol):
+    """Learns what all streams do (profile.py)."""
+
+    def sent(self, instructions: Sequence[Sequence[Any]], size: int) -> None:
+        """A batch was sent: so many bytes."""
+
+    def received(self, size: int) -> None:
+        """A reply has come."""
+
+    def waited(self, place: Where, seconds: float) -> None:
+        """The program has waited at a place."""
+
+
+observers: Final[list[Observer]] = []
+
+
 class Batch:
     """Instructions that were sent, until their reply. It is the `Caller` of its call."""
 
@@ -84,6 +100,8 @@ class Batch:
 
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
         error: Exception | None = None
+        for observer in observers:
+            observer.received(sum(map(len, buffers)))
         if isinstance(message, messages.Result) and buffers:
             try:
                 self.document = wire.decode(buffers[0]) if len(buffers[0]) else None
@@ -185,10 +203,11 @@ class DeviceStream:
                 first = len(self._uploads)
                 instruction = [*instruction, *range(first, first + len(uploads))]
                 self._uploads += uploads
-            self.buffer.append((instruction, where()))
+            place = where()
+            self.buffer.append((instruction, place))
             batch = self._send()
             assert batch is not None
-        self.link.wait(functools.partial(self._is_over, batch))
+        self.wait(functools.partial(self._is_over, batch), place)
         with self._lock:
             self._raise()
         if not batch.done:
@@ -221,10 +240,17 @@ class DeviceStream:
             batch = self._send(then)
             assert batch is not None
 
+    def wait(self, done: Callable[[], bool], place: Where) -> None:
+        """Waits for something of this device, for a place in the program."""
+        begin = time.perf_counter()
+        self.link.wait(done)
+        for observer in observers:
+            observer.waited(place, time.perf_counter() - begin)
+
     def _wait_for_room(self) -> None:
         while len(self._ahead) >= _MOST_AHEAD or self._bytes > _MOST_BYTES:
             first = self._ahead[0]
-            self.link.wait(functools.partial(self._is_over, first))
+            self.wait(functools.partial(self._is_over, first), where())
             self._raise()
 
     def _is_over(self, batch: Batch) -> bool:
@@ -245,6 +271,8 @@ class DeviceStream:
         buffers: list[memoryview] = []
         wrapped = [pickle.PickleBuffer(upload) for upload in uploads]
         data = pickle.dumps((self.device, instructions, *wrapped, None), 5, buffer_callback=_beside(buffers))
+        for observer in observers:
+            observer.sent(instructions, len(data) + sum(map(len, buffers)))
         batch = Batch(self, entries, size)
         if then is not None:
             batch.then = functools.partial(then, batch)
@@ -386,6 +414,10 @@ class _Ticker:
                 self._is_running = True
                 threading.Thread(target=self._run, name="skyfab-device", daemon=True).start()
 
+    def watched(self) -> list[DeviceStream]:
+        with self._lock:
+            return [stream for stream in self._streams if not stream.is_lost]
+
     def _open_streams(self) -> list[DeviceStream]:
         with self._lock:
             self._streams = [stream for stream in self._streams if not stream.is_lost]
@@ -405,3 +437,8 @@ class _Ticker:
 
 
 _ticker: Final = _Ticker()
+
+
+def open_streams() -> list[DeviceStream]:
+    """The streams of all devices that can be used."""
+    return _ticker.watched()

@@ -41,7 +41,9 @@ def _pack(stream: DeviceStream, value: Any) -> bytes:
         if not is_remote(item):
             return None
         if tensors.stream_of(item) is not stream:
-            raise UsageError(f"a tensor on {item.device} for a function on {stream.torch_device}")
+            raise UsageError(
+                f"a tensor on {item.device} for a function on {stream.torch_device}", hint="tensor.to(device)"
+            )
         return (operand(item.detach())[1], item.requires_grad, isinstance(item, torch.nn.Parameter))
 
     try:
@@ -112,7 +114,7 @@ def load(stream: DeviceStream, function: Callable[..., Any], args: Sequence[Any]
     """Calls a function that returns a module or a state dict; returns the state dict. Raises UsageError."""
     found = run(stream, fused.Loader(getattr(function, "fn", function)), args, kwargs)
     if not isinstance(found, dict):
-        raise UsageError(f"load_on: the function returned a {type(found).__name__}, not a module or a state dict")
+        raise UsageError(f"load_on: the function returned {type(found).__name__}, not a module or a state dict")
     return found
 
 

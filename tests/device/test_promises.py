@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from stage.spot import until
 
 import skyfab as sky
 
@@ -41,6 +44,8 @@ WAITS_NOT: dict[str, Callable[[Any], Any]] = {
     "an index of numbers": lambda a: a[torch.tensor([1, 0])],
     "upload": lambda a: torch.ones(300, 300).to(a.device),
     "fetch": sky.fetch,
+    "deepcopy": copy.deepcopy,
+    "load_state_dict": lambda a: nn.Linear(2, 2).to(a.device).load_state_dict(nn.Linear(2, 2).state_dict()),
     "seed": lambda a: torch.manual_seed(1),
     "random numbers": lambda a: torch.rand_like(a),
     "multinomial": lambda a: torch.multinomial(torch.ones_like(a), 1),
@@ -131,6 +136,24 @@ def test_tensors_go_with_the_pool() -> None:
         a = torch.ones(2, device=compute.device("cpu"))
     with pytest.raises(sky.UsageError, match="pool of this device is closed"):
         a.tolist()
+
+
+def test_a_copy_between_hosts_waits(device: Any, other: Any) -> None:
+    assert waits_of(device, lambda a: a.to(other)) == 1
+
+
+def test_a_generator_that_is_dropped_ends_there(tmp_path: Path) -> None:
+    def numbers(note: Path) -> Iterator[int]:
+        try:
+            yield from range(10**9)
+        finally:
+            note.touch()
+
+    with sky.Compute("local", ui="none") as compute:
+        found = sky.run_on(compute.device("cpu"), numbers, tmp_path / "ended")
+        assert next(found) == 0
+        del found
+        until((tmp_path / "ended").exists)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

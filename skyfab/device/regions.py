@@ -205,10 +205,17 @@ class _Forward(torch.autograd.Function):  # type: ignore[misc]
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         handle, *inputs = ctx.saved_tensors
-        return (None, None, None, *composed.gradients(handle, list(grads), inputs, ctx.wanted))
+        with torch.no_grad():
+            found = composed.gradients(handle, list(grads), inputs, ctx.wanted)
+        return (None, None, None, *(_only_once(found) if torch.is_grad_enabled() else found))
+
+
+def _only_once(grads: Sequence[torch.Tensor | None]) -> Any:
+    """The gradients; differentiating them again raises an error, where constants would give wrong numbers."""
+    fail = torch._C._functions.DelayedError(b"sky.remote has no second derivatives: call the module itself", len(grads))
+    return fail(*(None if grad is None else grad.detach().requires_grad_() for grad in grads))
 
 
 def remote(module: torch.nn.Module) -> RemoteModule:

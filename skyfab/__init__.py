@@ -19,6 +19,7 @@ TYPE_CHECKING = False  # a cold host has no time for `typing`
 if TYPE_CHECKING:
     from typing import Any
 
+    from skyfab import device as device
     from skyfab import lab as lab
     from skyfab.calls.call import Call as Call
     from skyfab.calls.call import Function as Function
@@ -106,6 +107,7 @@ _HOMES = {
     "inventory.inventory": ("Inventory",),
     "calls.refs": ("Ref",),
 }
+_MODULES = ("device", "lab", "plugins")
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: PLE0604  # made from the table above, and pinned by a test
@@ -119,10 +121,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"skyfab.{_HOME[name]}"), name)
         globals()[name] = value
         return value
-    if name in ("lab", "plugins"):
+    if name in _MODULES:
         return importlib.import_module(f"skyfab.{name}")
     raise AttributeError(f"module 'skyfab' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME, "lab", "plugins"])
+    return sorted([*globals(), *_HOME, *_MODULES])

@@ -50,7 +50,7 @@ LARGEST = {
     "ui": 800,
     "cli": 1700,
     "lab": 2050,
-    "device": 3200,
+    "device": 3600,
 }
 """Lines of a whole package."""
 MOST_PARAMETERS = 6
@@ -77,7 +77,15 @@ OUTSIDE = {
 
 ONLY_INSIDE_FUNCTIONS = {"torch", "jax", "numpy", "rich"}
 """They take long to import, or are not everywhere: whoever does not need them does not wait for them."""
-WITHOUT_TORCH = {"device", "device.devices", "device.entry", "device.stream", "device.wire"}
+WITHOUT_TORCH = {
+    "device",
+    "device.devices",
+    "device.entry",
+    "device.places",
+    "device.profile",
+    "device.stream",
+    "device.wire",
+}
 """What the other packages import of `device`. Its other modules are imported when a device is asked for."""
 
 

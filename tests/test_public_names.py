@@ -69,8 +69,8 @@ NAMES = [
 ]
 """A name is added or taken away here on purpose, or not at all."""
 
-MODULES = ["lab", "plugins"]
-"""Reached as ``sky.lab`` and ``sky.plugins``."""
+MODULES = ["device", "lab", "plugins"]
+"""Reached as ``sky.device``, ``sky.lab`` and ``sky.plugins``."""
 
 SOURCE = Path(skyfab.__file__)
 

@@ -890,7 +890,7 @@ def test_this_program_listens_nowhere(open_pool: Callable[..., sky.Compute]) -> 
 # ---- the document
 
 
-@pytest.mark.parametrize("document", ["security.md", "reliability.md"])
+@pytest.mark.parametrize("document", ["security.md", "reliability.md", "remote_device.md"])
 def test_the_documents_name_tests_that_are_there(document: str) -> None:
     """A promise without its test is none."""
     root = next(folder for folder in Path(__file__).parents if (folder / "docs").is_dir())

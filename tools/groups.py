@@ -37,6 +37,7 @@ SECONDS = {
     "faults/test_losses.py": 25,
     "faults/test_model.py": 20,
     "faults/test_slow_links.py": 20,
+    "device/test_device_examples.py": 100,
     "inventory/test_inventory.py": 10,
     "lab/test_kinds.py": 20,
     "lab/test_lab.py": 10,

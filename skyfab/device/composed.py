@@ -128,7 +128,6 @@ class _CastLinear(torch.autograd.Function):  # type: ignore[misc]
         return call("cast_linear", [[x, weight, bias], name], outputs, x.device)[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad[:3])
@@ -141,7 +140,9 @@ class _CastLinear(torch.autograd.Function):  # type: ignore[misc]
             ]
 
         name = str(ctx.dtype).removeprefix("torch.")
-        return (*call("cast_linear_backward", [[x, grad, weight], name, wanted], outputs, x.device), None)
+        with torch.no_grad():
+            found = call("cast_linear_backward", [[x, grad, weight], name, wanted], outputs, x.device)
+        return (*only_once(found, "linear with autocast"), None)
 
 
 def cast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
@@ -178,14 +179,15 @@ class _Composed(torch.autograd.Function):  # type: ignore[misc]
 
         *results, handle = call("composed", [list(inputs), spec, wanted], outputs, device)
         ctx.save_for_backward(handle, *inputs)
-        ctx.wanted = wanted
+        ctx.wanted, ctx.name = wanted, spec[0].removeprefix("aten::")
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         handle, *inputs = ctx.saved_tensors
-        return (None, None, None, *gradients(handle, list(grads), inputs, ctx.wanted))
+        with torch.no_grad():
+            found = gradients(handle, list(grads), inputs, ctx.wanted)
+        return (None, None, None, *only_once(found, ctx.name))
 
 
 def gradients(handle: torch.Tensor, grads: list[Any], inputs: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
@@ -198,3 +200,12 @@ def gradients(handle: torch.Tensor, grads: list[Any], inputs: Sequence[Any], wan
 
     found = iter(call("backward", [[handle], grads], outputs, handle.device, shapes))
     return [next(found) if is_wanted else None for is_wanted in wanted]
+
+
+def only_once(grads: Sequence[torch.Tensor | None], name: str) -> Sequence[torch.Tensor | None]:
+    """The gradients; differentiating them again raises an error, where constants would give wrong numbers."""
+    if not torch.is_grad_enabled():
+        return grads
+    fail = torch._C._functions.DelayedError(f"{name} on a remote device has no second derivatives".encode(), len(grads))
+    found: Sequence[torch.Tensor | None] = fail(*(t if t is None else t.detach().requires_grad_() for t in grads))
+    return found

@@ -47,6 +47,7 @@ def open_device(name: str, link: Link) -> DeviceStream:
             host=link.name,
             hint=f'Image(pip=["torch=={torch.__version__.split("+")[0]}"])',
         )
+    stream.emit([wire.SEED, torch.initial_seed() % (1 << 64), 0])  # torch.manual_seed may have come before
     return stream
 
 
@@ -118,6 +119,8 @@ def run_on(device: torch.device, function: Callable[..., Any], *args: Any, **kwa
     """Calls a function on the host of a device. Remote tensors among its arguments are the host's own there.
 
     Tensors that it returns stay there. Numbers, strings, None, and lists, tuples and dicts of all these come back.
+    A generator function returns an iterator, and what it yields comes back as it is yielded. Raises DeviceError if the
+    function raises, and NotPicklable.
     """
     from skyfab.device import regions
 

@@ -38,6 +38,13 @@ _VALUED: Final = frozenset(("arange", "linspace", "logspace", "range"))
 """Factories whose numbers decide the shape."""
 
 
+_SAME_DTYPE: Final = frozenset(
+    f"aten::{name}"
+    for name in ("mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "linear", "convolution")
+)
+"""Operators whose tensors must have one dtype, which PyTorch does not check on its meta device."""
+
+
 class _Missing:
     """The default of an argument that was not given."""
 
@@ -298,6 +305,8 @@ def generator_operand(generator: torch.Generator, instruction: list[Any]) -> str
 def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_operand: bool) -> Any:
     """A new plan; None if PyTorch cannot tell the layout of the results; "again" if an out= tensor was resized."""
     before_plan()
+    if op._schema.name in _SAME_DTYPE:
+        _check_dtypes(op, args)
     index = common_device(args, kwargs)
     stream = tensors.streams[index]
     meta_args = [to_meta(value) for value in args]
@@ -335,6 +344,12 @@ def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_op
     plan = Plan(new_number(), stream, outputs, results or None)
     stream.emit([wire.PLAN, plan.number, op._schema.name + overload(op), *template, layouts(outputs)])
     return plan
+
+
+def _check_dtypes(op: Any, args: Sequence[Any]) -> None:
+    found = [value.dtype for value in args if isinstance(value, torch.Tensor)]
+    if len(set(found)) > 1:
+        raise RuntimeError(f"{op._schema.name}: expected tensors of one dtype, but got {', '.join(map(str, found))}")
 
 
 def layouts(outputs: Sequence[Layout | None]) -> list[Any]:

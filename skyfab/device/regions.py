@@ -11,6 +11,7 @@ import torch
 
 from skyfab.device import composed, fused, tensors, wire
 from skyfab.device.kernels import to_meta
+from skyfab.device.places import where
 from skyfab.device.tensors import is_remote, operand
 from skyfab.errors import NotPicklable, UsageError
 from skyfab.protocol import codec
@@ -40,7 +41,9 @@ def _pack(stream: DeviceStream, value: Any) -> bytes:
         if not is_remote(item):
             return None
         if tensors.stream_of(item) is not stream:
-            raise UsageError(f"a tensor on {item.device} for a function on {stream.torch_device}")
+            raise UsageError(
+                f"a tensor on {item.device} for a function on {stream.torch_device}", hint="tensor.to(device)"
+            )
         return (operand(item.detach())[1], item.requires_grad, isinstance(item, torch.nn.Parameter))
 
     try:
@@ -73,7 +76,7 @@ class _RemoteIterator(Iterator[Any]):
     def _receive(self) -> None:
         """Waits for more values."""
         future = self._waiting.popleft()
-        self._stream.link.wait(future.done)
+        self._stream.wait(future.done, where())
         try:
             batch, first = future.result(0)
             values = tensors.restore(batch.value(), first, self._stream.index)
@@ -122,7 +125,7 @@ def load(stream: DeviceStream, function: Callable[..., Any], args: Sequence[Any]
     """Calls a function that returns a module or a state dict; returns the state dict. Raises UsageError."""
     found = run(stream, fused.Loader(getattr(function, "fn", function)), args, kwargs)
     if not isinstance(found, dict):
-        raise UsageError(f"load_on: the function returned a {type(found).__name__}, not a module or a state dict")
+        raise UsageError(f"load_on: the function returned {type(found).__name__}, not a module or a state dict")
     return found
 
 
@@ -207,10 +210,11 @@ class _Forward(torch.autograd.Function):  # type: ignore[misc]
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:
         handle, *inputs = ctx.saved_tensors
-        return (None, None, None, None, *composed.gradients(handle, list(grads), inputs, ctx.wanted))
+        with torch.no_grad():
+            found = composed.gradients(handle, list(grads), inputs, ctx.wanted)
+        return (None, None, None, None, *composed.only_once(found, "sky.remote"))
 
 
 def remote(module: torch.nn.Module) -> RemoteModule:

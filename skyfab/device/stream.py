@@ -10,15 +10,14 @@ import contextlib
 import functools
 import os
 import pickle
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from skyfab.device import wire
+from skyfab.device.places import Where, describe, where
 from skyfab.errors import DeviceError, HostLost, ProtocolError, SkyfabError, UsageError, WorkerDied
 from skyfab.protocol import codec, messages
 
@@ -36,8 +35,6 @@ _IDLE_TICK: Final = 0.05
 _IDLE_AFTER: Final = 1.0
 """Seconds between looks at instructions that wait: while there are some, and when there have been none for a while."""
 
-Where = tuple[CodeType, int] | None
-"""The place in the program that an instruction comes from: a code object, and the last bytecode in it."""
 Entry = tuple[Sequence[Any], Where]
 
 
@@ -56,6 +53,22 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Ends the worker."""
+
+
+class Observer(Protocol):
+    """Learns what all streams do (profile.py)."""
+
+    def sent(self, instructions: Sequence[Sequence[Any]], size: int) -> None:
+        """A batch was sent: so many bytes."""
+
+    def received(self, size: int) -> None:
+        """A reply has come."""
+
+    def waited(self, place: Where, seconds: float) -> None:
+        """The program has waited at a place."""
+
+
+observers: Final[list[Observer]] = []
 
 
 class Batch:
@@ -85,6 +98,8 @@ class Batch:
 
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
         error: Exception | None = None
+        for observer in observers:
+            observer.received(sum(map(len, buffers)))
         if isinstance(message, messages.Result) and buffers:
             try:
                 self.document = wire.decode(buffers[0]) if len(buffers[0]) else None
@@ -186,10 +201,11 @@ class DeviceStream:
                 first = len(self._uploads)
                 instruction = [*instruction, *range(first, first + len(uploads))]
                 self._uploads += uploads
-            self.buffer.append((instruction, where()))
+            place = where()
+            self.buffer.append((instruction, place))
             batch = self._send()
             assert batch is not None
-        self.link.wait(functools.partial(self._is_over, batch))
+        self.wait(functools.partial(self._is_over, batch), place)
         with self._lock:
             self._raise()
         if not batch.done:
@@ -222,10 +238,17 @@ class DeviceStream:
             batch = self._send(then)
             assert batch is not None
 
+    def wait(self, done: Callable[[], bool], place: Where) -> None:
+        """Waits for something of this device, for a place in the program."""
+        begin = time.perf_counter()
+        self.link.wait(done)
+        for observer in observers:
+            observer.waited(place, time.perf_counter() - begin)
+
     def _wait_for_room(self) -> None:
         while len(self._ahead) >= _MOST_AHEAD or self._bytes > _MOST_BYTES:
             first = self._ahead[0]
-            self.link.wait(functools.partial(self._is_over, first))
+            self.wait(functools.partial(self._is_over, first), where())
             self._raise()
 
     def _is_over(self, batch: Batch) -> bool:
@@ -246,6 +269,8 @@ class DeviceStream:
         buffers: list[memoryview] = []
         wrapped = [pickle.PickleBuffer(upload) for upload in uploads]
         data = pickle.dumps((self.device, instructions, *wrapped, None), 5, buffer_callback=_beside(buffers))
+        for observer in observers:
+            observer.sent(instructions, len(data) + sum(map(len, buffers)))
         batch = Batch(self, entries, size)
         if then is not None:
             batch.then = functools.partial(then, batch)
@@ -311,7 +336,9 @@ class DeviceStream:
         if self._error is not None:
             error, self._error = self._error, None
             self.limit = BATCH
-            self.buffer[:] = [((wire.RESUME,), None)]
+            entries = self.buffer[:]
+            kept = [entry for entry in entries if entry[0][0] in wire.REMEMBERED]
+            self.buffer[: len(entries)] = [*kept, ((wire.RESUME,), None)]
             self._uploads, self._size = [], 0
             raise error
 
@@ -343,41 +370,6 @@ def _beside(into: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
     return keep
 
 
-# ---- the user's line
-
-_internal: Final[dict[CodeType, bool]] = {}
-
-
-def where() -> Where:
-    """The innermost frame that is neither torch's nor ours."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        hidden = _internal.get(code)
-        if hidden is None:
-            hidden = _internal[code] = _is_internal(code.co_filename)
-        if not hidden:
-            return code, frame.f_lasti
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def _is_internal(file: str) -> bool:
-    return "/torch/" in file or "/skyfab/device/" in file or file.startswith("<")
-
-
-def describe(place: Where) -> str | None:
-    """File and line of a place."""
-    if place is None:
-        return None
-    code, last = place
-    line = code.co_firstlineno
-    for start, end, number in code.co_lines():
-        if start <= last < end and number is not None:
-            line = number
-    return f"{code.co_filename}:{line}"
-
-
 # ---- what waits is sent a little later
 
 
@@ -395,6 +387,10 @@ class _Ticker:
             if not self._is_running:
                 self._is_running = True
                 threading.Thread(target=self._run, name="skyfab-device", daemon=True).start()
+
+    def watched(self) -> list[DeviceStream]:
+        with self._lock:
+            return [stream for stream in self._streams if not stream.is_lost]
 
     def _open_streams(self) -> list[DeviceStream]:
         with self._lock:
@@ -424,3 +420,8 @@ class _Ticker:
 
 _ticker: Final = _Ticker()
 os.register_at_fork(after_in_child=_ticker.forked)
+
+
+def open_streams() -> list[DeviceStream]:
+    """The streams of all devices that can be used."""
+    return _ticker.watched()

@@ -49,6 +49,9 @@ NEXT: Final = -16
 MODULE: Final = -17
 """digest, number of the buffer: keeps a module that has no tensors of its own."""
 
+REMEMBERED: Final = frozenset((VIEW, FREE, PLAN, GENERATOR, FORGET))
+"""Instructions that are executed after an error too: both sides remember them, and they change no values."""
+
 DTYPES: Final = (
     "float32",
     "float64",

@@ -6,25 +6,26 @@ client has told its program: the state stays as if the program had stopped at th
 
 from __future__ import annotations
 
-import contextlib
 import io
 import keyword
 import pickle
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from skyfab.agent import cuda
 from skyfab.device import fused, wire
+from skyfab.device.memory import Tensors, bytes_of, is_dense
 from skyfab.protocol import codec
 
 _DTYPES: Final = tuple(getattr(torch, name, None) for name in wire.DTYPES)
 _NUMBERS: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _TEXT: Final = 8000
+_NAMES: Final = {wire.RUN: "run_on", wire.NEXT: "run_on", wire.EMPTY: "empty", wire.MODULE: "remote"}
+"""What a program called, where it was no operator."""
 _MOMENT: Final = 0.01
 _MOST_VALUES: Final = 64
 """Values of a generator in one reply: as many as it yields in so many seconds, but at least one."""
@@ -47,23 +48,12 @@ class _Plan:
         """The outputs have the predicted layout."""
 
 
-class Lost(RuntimeError):
-    """An instruction needs a tensor that was never computed, because of an earlier error."""
-
-
-class _Tensors(dict[int, torch.Tensor]):
-    """The tensors of a device, by id."""
-
-    def __missing__(self, ident: int) -> torch.Tensor:
-        raise Lost("a tensor that it needs was never computed, because of an earlier error")
-
-
 class Executor:
     """The tensors and plans of one device."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._tensors: dict[int, torch.Tensor] = _Tensors()
+        self._tensors = Tensors()
         self._plans: dict[int, _Plan] = {}
         self._generators: dict[int, torch.Generator] = {}
         self._iterators: dict[int, Any] = {}
@@ -127,14 +117,14 @@ class Executor:
     def _execute_special(self, code: int, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         if code == wire.RESUME:
             self._failed = False
-        elif not self._failed or code in (wire.FREE, wire.PLAN, wire.FORGET):
+        elif not self._failed or (code in wire.REMEMBERED and (code != wire.VIEW or instruction[2] in self._tensors)):
             self._special[code](instruction, buffers)
-        elif code == wire.VIEW and instruction[2] in self._tensors:
-            self._view(instruction, buffers)
 
     def _describe(self, error: Exception, instruction: Sequence[Any], at: int) -> dict[str, Any]:
         plan = self._plans.get(instruction[0])
-        name = plan.name if plan is not None else instruction[1] if instruction[0] == wire.DYNAMIC else ""
+        name = plan.name if plan is not None else _NAMES.get(instruction[0], "")
+        if instruction[0] == wire.DYNAMIC:
+            name = instruction[1]
         operands = instruction[1 : plan.first_output] if plan is not None else ()
         return {
             "at": at,
@@ -144,7 +134,7 @@ class Executor:
             "inputs": [
                 _shape(self._tensors[ident]) for ident in operands if type(ident) is int and ident in self._tensors
             ],
-            **self._memory(),
+            **self._tensors.usage(self._device),
         }
 
     # ---- plans
@@ -245,7 +235,7 @@ class Executor:
             if isinstance(value, torch.Tensor):
                 if not hasattr(value, "graph"):
                     value = value.detach().to(self._device).resolve_conj().resolve_neg()
-                    if value.storage_offset() or not _is_dense(value):
+                    if value.storage_offset() or not is_dense(value):
                         value = value.clone(memory_format=torch.contiguous_format)
                 number += 1
                 self._tensors[number] = value
@@ -302,23 +292,13 @@ class Executor:
     def _fetch(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         for ident in instruction[1:]:
             tensor = self._tensors[ident]
-            self._buffers.append(_bytes(tensor))
+            self._buffers.append(bytes_of(tensor))
         self._reply = {"value": None}
 
     def _sync(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._reply = {"value": None, **self._memory()}
-
-    def _memory(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"tensors": len(self._tensors)}
-        if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
-            found |= {"allocated": torch.cuda.memory_allocated(self._device), "free": free, "total": total}
-        else:
-            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._tensors.values()}
-            found |= {"allocated": sum(storages.values()), **_system_memory()}
-        return found
+        self._reply = {"value": None, **self._tensors.usage(self._device)}
 
     # ---- random numbers
 
@@ -346,7 +326,7 @@ class Executor:
         if len(instruction) > 2:
             generator.set_state(torch.frombuffer(buffers[instruction[2]], dtype=torch.uint8).clone())
         else:
-            self._buffers.append(_bytes(generator.get_state()))
+            self._buffers.append(bytes_of(generator.get_state()))
             self._reply = {"value": None}
 
     # ---- regions
@@ -417,28 +397,6 @@ def _scalar(operand: Sequence[Any]) -> torch.Tensor:
 
 def _shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return bool(tensor.numel() == 0 or extent == tensor.numel())
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements in order, in memory of this process."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    here = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-    return memoryview(here.reshape(-1).view(torch.uint8).numpy()) if here.numel() else memoryview(b"")
-
-
-def _system_memory() -> dict[str, int]:
-    found = {}
-    with contextlib.suppress(OSError):  # not Linux
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name in ("MemTotal", "MemAvailable"):
-                found["total" if name == "MemTotal" else "free"] = int(rest.split()[0]) * 1024
-    return found
 
 
 _EXECUTORS: Final[dict[str, Executor]] = {}

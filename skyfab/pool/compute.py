@@ -7,6 +7,7 @@ import functools
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -33,7 +34,7 @@ from skyfab.pool.futures import CallFuture, refuse_to_block
 from skyfab.pool.gang import GangCache, GangSpec, remaining
 from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
-from skyfab.pool.node import Node, WorkerSpec
+from skyfab.pool.node import Node
 from skyfab.pool.nodes import Nodes, PoolOwner, close_all, named, open_all
 from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.rendezvous import RendezvousFinder
@@ -128,12 +129,12 @@ class Compute:
             PoolOwner(self.events, self._gang_cache, self._scheduler),
             self._sync.take_back,
         )
+        self._solo_spec = functools.partial(solo_spec, self._env_of, self._pool, len(self.selected))
         self._devices = Devices(self._solo_spec)
         self._open = False
         self._is_parents = False  # in a forked child it is True: the pool belongs to the parent process
         self._closers: list[Callable[[], None]] = []
-        self.hosts: Sequence[Node] = ()
-        """The nodes of the pool, once it is open."""
+        self.hosts: Sequence[Node] = ()  # once the pool is open
 
     # ---- opening and closing
 
@@ -165,6 +166,8 @@ class Compute:
             SIGINT_GUARD.leave()
             raise
         self.hosts = tuple(nodes)
+        for node in nodes:
+            node.open_device = weakref.WeakMethod(self.device)
         self._scheduler.open(
             Slot(node, f"solo.{number}", self._solo_spec(node, ""))
             for number in range(max(host.slots for host in self.selected))
@@ -441,9 +444,6 @@ class Compute:
     def _replan(self, tree: str) -> None:
         """Later calls need workers that import the new code."""
         self._scheduler.replan(lambda slot: self._solo_spec(slot.node, tree))
-
-    def _solo_spec(self, node: Node, tree: str) -> WorkerSpec:
-        return solo_spec(node, tree, self._env_of(node), job=self._pool, total_nodes=len(self.selected))
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from skyfab.calls.pack import PackedFunction
 from skyfab.calls.project import Tree
-from skyfab.errors import CallCancelled, HostError, HostLost, HostUnfit, SkyfabError
+from skyfab.errors import CallCancelled, HostError, HostLost, HostUnfit, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.workdir import Workdir
@@ -29,6 +30,7 @@ from skyfab.session.session import Session
 
 if TYPE_CHECKING:
     import fabric
+    import torch
 
 _FUNCTIONS: Final = 256
 """Functions that a host caches; the least recently used is dropped first."""
@@ -115,6 +117,8 @@ class Node:
         """Blobs that are being sent, with the callbacks that wait for them."""
         self._seen: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._connection: Any = None
+        self.open_device: weakref.WeakMethod[Callable[..., torch.device]] | None = None
+        """The pool's own method, once it is open."""
 
     @property
     def agent(self) -> AgentHello:
@@ -134,6 +138,13 @@ class Node:
 
             self._connection = connection(self.host, self._inventory, password=Passwords.known(self.host))
         return self._connection
+
+    def device(self, kind: str = "auto") -> torch.device:
+        """A device of this host: see `Compute.device`."""
+        opened = self.open_device() if self.open_device is not None else None
+        if opened is None:
+            raise UsageError("the pool is not open", host=self.name)
+        return opened(kind, on=self.name)
 
     def note_lost(self, error: Exception) -> None:
         """A call failed because the host is lost. Ignored if the error is about an earlier session."""

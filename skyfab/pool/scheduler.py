@@ -380,7 +380,9 @@ class Scheduler:
             self._finish(task, None, CallCancelled(f"{task.label} had not begun when the pool was closed"))
 
 
-def solo_spec(node: Node, tree: str, env: Mapping[str, str], *, job: str, total_nodes: int) -> WorkerSpec:
+def solo_spec(
+    env_of: Callable[[Node], Mapping[str, str]], job: str, total_nodes: int, node: Node, tree: str
+) -> WorkerSpec:
     """The worker spec for solo calls on a node: a world of size 1."""
     info = {
         "node": node.index,
@@ -392,7 +394,7 @@ def solo_spec(node: Node, tree: str, env: Mapping[str, str], *, job: str, total_
         "peers": [node.agent.address],
         "job_id": job,
     }
-    env = dict(env)
+    env = dict(env_of(node))
     if node.host.gpus != "auto":
         env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, node.host.gpus)))
     return WorkerSpec(tree=tree, env=env, info=info)

@@ -9,13 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import skyfab as sky
 from skyfab.lab import Lab
+from skyfab.lab.process import LabProcess
 
 torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional
@@ -73,10 +73,13 @@ def test_a_failure_there_names_the_operation_and_the_line(device: Any) -> None:
 
 
 def test_after_a_failure_everything_is_as_if_the_program_had_stopped_there(device: Any) -> None:
+    from skyfab.device import tensors
+
     kept = torch.zeros(3, device=device)
-    bad = torch.zeros(3, device=device)[torch.tensor([9]).to(device)]
-    kept.add_(1)
-    made = torch.full((2,), 5.0, device=device)
+    with tensors.streams[device.index]._lock:  # nothing is sent by itself meanwhile
+        bad = torch.zeros(3, device=device)[torch.tensor([9]).to(device)]
+        kept.add_(1)
+        made = torch.full((2,), 5.0, device=device)
     with pytest.raises(sky.DeviceError, match="out of bounds"):
         sky.synchronize()
     assert kept.tolist() == [0, 0, 0]
@@ -86,6 +89,24 @@ def test_after_a_failure_everything_is_as_if_the_program_had_stopped_there(devic
         made.tolist()
     kept.add_(2)
     assert kept.tolist() == [2, 2, 2]
+
+
+def test_an_error_breaks_no_later_operation(device: Any) -> None:
+    """What was planned while the error was on its way is known to both sides afterwards."""
+    from skyfab.device import tensors
+
+    stream = tensors.streams[device.index]
+    base = torch.arange(7.0, device=device)
+    with stream._lock:  # nothing is sent by itself meanwhile
+        base[torch.tensor([9]).to(device)]
+        stream.flush()
+        torch.special.bessel_j0(base[2:5])  # a new kind of operation, and a new view
+        stream.link.wait(lambda: stream.limit == 0)
+    with pytest.raises(sky.DeviceError, match="out of bounds"):
+        torch.ones(1, device=device)
+    torch.testing.assert_close(
+        torch.special.bessel_j0(base[2:5]).cpu(), torch.special.bessel_j0(torch.arange(2.0, 5.0))
+    )
 
 
 def test_an_error_is_raised_by_the_next_operations_too(device: Any) -> None:
@@ -108,17 +129,12 @@ def test_too_little_memory_says_how_much_there_is(device: Any) -> None:
 # ---- the worker, the link, the host
 
 
-def worker_of(lab: Lab, name: str) -> Any:
-    """The process of the device on a host: the one with torch, which none of the others has."""
-    machine = lab[name]
-    return max(machine.processes(), key=lambda process: _memory(process.outside))
-
-
-def _memory(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except OSError:
-        return 0
+def worker_of(lab: Lab, host: Any) -> LabProcess:
+    """The process of the only device of a pool on a host: the child of its agent's only child."""
+    found = lab[host.name].processes()
+    (zygote,) = [process.pid for process in found if process.ppid == host.agent.pid]
+    (worker,) = [process for process in found if process.ppid == zygote]
+    return worker
 
 
 @pytest.fixture
@@ -127,7 +143,7 @@ def own_pool(lent_lab: Lab) -> Iterator[Callable[..., sky.Compute]]:
     pools = []
 
     def opened(count: int = 1, **options: Any) -> sky.Compute:
-        pools.append(sky.Compute(list(inventory.hosts.values())[:count], ui="none", **options))
+        pools.append(sky.Compute(list(inventory.hosts.values())[2 : 2 + count], ui="none", **options))
         pools[-1].open()
         return pools[-1]
 
@@ -146,7 +162,7 @@ def test_a_killed_worker_is_an_error_within_two_seconds(lent_lab: Lab, own_pool:
 
     def kill(number: int) -> None:
         if number == 20:
-            os.kill(worker_of(lent_lab, pool.hosts[0].name).outside, signal.SIGKILL)
+            os.kill(worker_of(lent_lab, pool.hosts[0]).outside, signal.SIGKILL)
             killed.append(time.monotonic())
 
     with pytest.raises(sky.WorkerDied, match="tensors are gone") as caught:
@@ -208,7 +224,8 @@ def test_what_a_device_cannot_be(remote_pool: sky.Compute) -> None:
             remote_pool.device(kind)
     with pytest.raises(sky.UsageError, match="no host"):
         remote_pool.device("cpu", on="nobody")
-    assert remote_pool.device() == remote_pool.device("cpu")
+    assert remote_pool.device() == remote_pool.device("cpu") == remote_pool.hosts[0].device()
+    assert remote_pool.hosts[1].device("cpu") == remote_pool.device("cpu", on=remote_pool.hosts[1].name)
 
 
 # ---- threads, forks, numbers

@@ -1,0 +1,88 @@
+"""The examples of remote devices, run on hosts as a reader would run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skyfab.lab import Lab
+
+pytest.importorskip("torch")
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "device"
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run(lent_lab: Lab, tmp_path: Path) -> Run:
+    """``run("gpt", "node1")``: the lines that an example prints, with its device on a host of the lab."""
+
+    def example(name: str, hosts: str, *options: str) -> list[str]:
+        words = [sys.executable, str(EXAMPLES / f"{name}.py"), f"--hosts={hosts}", *options]
+        env = {**os.environ, "SKYFAB_INVENTORY": str(lent_lab.inventory)}
+        ran = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout.splitlines()
+
+    return example
+
+
+def percent(line: str) -> int:
+    """The last percentage of a line."""
+    return int(re.findall(r"(\d+)%", line)[-1])
+
+
+def losses(lines: list[str]) -> list[float]:
+    return [float(found[1]) for line in lines if (found := re.search(r"loss (\d+\.\d+)$", line))]
+
+
+def test_a_classifier_is_trained_and_comes_back(run: Run) -> None:
+    before, *lines, after = run("classifier", "node1")
+    assert percent(before) < 30 and percent(after) > 85
+    assert len(losses(lines)) == 4
+    assert " of it in 4 waits" in lines[4]
+    assert lines[-1].split()[0] == "4" and "loss.item()" in lines[-1]
+
+
+def test_a_gpt_learns_a_text(run: Run) -> None:
+    *lines, right = run("gpt", "node1")
+    first, *_, last = losses(lines)
+    assert len(losses(lines)) == 4 and last < first / 2
+    assert percent(right) > 25
+
+
+def test_a_model_on_two_hosts_learns(run: Run) -> None:
+    first, second, *lines, right = run("two_hosts", "node1,node2")
+    assert [first.split(":")[:2], second.split(":")[:2]] == [["sky", "0"], ["sky", "1"]]
+    assert losses(lines)[-1] < losses(lines)[0]
+    assert percent(right) > 75
+
+
+def test_weights_are_never_here(run: Run) -> None:
+    """And the second run finds on the host what the first has learnt."""
+    size, before, after = run("load_there", "node1")
+    held, moved = (int(word) for word in re.findall(r"\d{3,}", size))
+    assert held > 300_000 and moved < 10_000
+    assert percent(before) < 30 and percent(after) > 85
+    _, again, _ = run("load_there", "node1")
+    assert percent(again) == percent(after)
+
+
+def test_tokens_come_from_a_loop_on_the_host(run: Run) -> None:
+    (line,) = run("generate", "node1")
+    assert len(line) == 88
+    assert ("the quick brown fox jumps over the lazy dog. " * 2).startswith(line)
+
+
+def test_every_example_is_run() -> None:
+    tried = set(re.findall(r'run\("(\w+)"', Path(__file__).read_text()))
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == tried

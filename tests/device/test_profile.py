@@ -1,0 +1,172 @@
+"""What a profile of remote devices counts, and the lines that it names."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from stage.spot import until
+
+import skyfab as sky
+from skyfab.device import stream, wire
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.lab
+
+
+def here() -> int:
+    """The caller's line."""
+    frame = inspect.currentframe()
+    assert frame is not None and frame.f_back is not None
+    return frame.f_back.f_lineno
+
+
+def test_operations_plans_and_batches_are_counted(device: Any) -> None:
+    a = torch.ones(3, 5, device=device)
+    with sky.device.profile() as first:
+        for _ in range(300):
+            a = a * 2.5
+    with sky.device.profile() as second:
+        for _ in range(300):
+            a = a * 2.5
+    assert (first.operations, first.plans) == (300, 1)
+    assert (second.operations, second.plans) == (300, 0)
+    assert 3 <= second.batches < 300
+    assert second.waits == 0
+    assert 300 * 3 < second.bytes_sent < 300 * 100
+    assert second.seconds > 0
+
+
+def test_what_came_before_and_comes_after_is_not_counted(device: Any) -> None:
+    a = torch.ones(2, device=device)
+    a + 1
+    with sky.device.profile() as found:
+        a + 1
+    a + 1
+    torch.ones(2, device=device).tolist()
+    assert (found.operations, found.waits) == (1, 0)
+    assert not stream.observers
+
+
+def test_bytes_are_counted_each_way(device: Any) -> None:
+    data = torch.zeros(1000, 1000)
+    with sky.device.profile() as found:
+        there = data.to(device)
+        there[:500].cpu()
+    assert 4_000_000 < found.bytes_sent < 4_010_000
+    assert 2_000_000 < found.bytes_received < 2_010_000
+
+
+def test_lines_that_waited_are_named_the_slowest_first(device: Any) -> None:
+    def slow() -> None:
+        import time
+
+        time.sleep(0.2)
+
+    a = torch.ones(2, device=device)
+    with sky.device.profile() as found:
+        for _ in range(3):
+            quick = here() + 1
+            a.sum().item()
+        slept = here() + 1
+        sky.run_on(device, slow)
+    lines = [(line.place, line.waits) for line in found.lines]
+    assert lines == [(f"{__file__}:{slept}", 1), (f"{__file__}:{quick}", 3)]
+    assert found.lines[0].longest > 0.2 > found.lines[1].seconds
+    assert found.waits == 4
+
+
+def test_waits_for_a_generator_are_found(device: Any) -> None:
+    def numbers() -> Iterator[int]:
+        import time
+
+        for number in range(3):
+            time.sleep(0.05)
+            yield number
+
+    with sky.device.profile() as found:
+        values = sky.run_on(device, numbers)
+        line = here() + 1
+        for _ in values:
+            pass
+    assert found.lines[0].place == f"{__file__}:{line}"
+    assert found.lines[0].seconds > 0.1
+
+
+def test_a_program_that_is_too_far_ahead_waits(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_MOST_AHEAD", 1)
+    a = torch.ones(300, 300, device=device)
+    with sky.device.profile() as found:
+        for _ in range(500):
+            line = here() + 1
+            a @ a
+    assert f"{__file__}:{line}" in [found.place for found in found.lines]
+
+
+def test_all_devices_are_counted_together(device: Any, other: Any) -> None:
+    a, b = torch.ones(2, device=device), torch.ones(2, device=other)
+    with sky.device.profile() as outer:
+        a + 1
+        with sky.device.profile() as inner:
+            b + 1
+            b + 1
+    assert (outer.operations, inner.operations) == (3, 2)
+
+
+def test_the_table(device: Any) -> None:
+    with sky.device.profile() as found:
+        torch.ones(2, device=device).sum().item()
+    first, second, third, empty, head, line = str(found).splitlines()
+    assert first.endswith(" s of it in 1 wait")
+    assert re.fullmatch(r"2 operations, \d plans? made, \d other instructions?, in \d batch(es)?", second)
+    assert third.endswith(" received")
+    assert (empty, head.split()) == ("", ["waits", "seconds", "longest", "line"])
+    assert line.split()[0] == "1"
+    assert line.endswith("  torch.ones(2, device=device).sum().item()")
+
+
+def test_an_error_of_an_operation_is_raised_at_the_end(device: Any) -> None:
+    index = torch.tensor([7], device=device)
+    (mine,) = (one for one in stream.open_streams() if one.index == device.index)
+
+    def program() -> None:
+        with found:
+            torch.ones(3, device=device)[index]
+            mine.flush()
+            until(lambda: mine.limit == 0)
+
+    found = sky.device.profile()
+    with pytest.raises(sky.DeviceError, match="index"):
+        program()
+    assert found.operations == 2
+    assert not stream.observers
+
+
+def test_an_error_of_the_program_is_its_own(device: Any) -> None:
+    with pytest.raises(ZeroDivisionError), sky.device.profile() as found:
+        torch.ones(3, device=device) / (1 / 0)
+    assert found.operations == 1
+    assert not stream.observers
+
+
+def test_numbers_are_readable() -> None:
+    found = sky.device.Profile()
+    found.sent([[3, 1], [wire.PLAN, 1], [wire.DYNAMIC, "unique"], [wire.FREE, 1]], 12_345_678)
+    found.received(512)
+    assert "2 operations, 1 plan made, 1 other instruction, in 1 batch\n12.3 MB sent, 512 bytes received" in str(found)
+
+
+def test_a_profile_needs_no_torch() -> None:
+    code = (
+        "import sys, skyfab as sky\n"
+        "with sky.device.profile() as found: pass\n"
+        "assert '0 operations' in str(found)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,172 @@
+"""Promises of docs/remote_device.md about all operators: what waits, errors, seeds, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage.spot import until
+
+import skyfab as sky
+
+torch = pytest.importorskip("torch")
+nn, F = torch.nn, torch.nn.functional
+
+pytestmark = pytest.mark.lab
+
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda a: a[0, 0].item(),
+    "float": lambda a: float(a[0, 0]),
+    "if": lambda a: bool((a > 0).any()),
+    "tolist": lambda a: a.tolist(),
+    "cpu": lambda a: a.cpu(),
+    "print": str,
+    "a mask as an index": lambda a: a[a > 0],
+    "nonzero": lambda a: a.nonzero(),
+    "unique": torch.unique,
+    "equal": lambda a: torch.equal(a, a),
+    "pickle": lambda a: a.__reduce_ex__(2),
+    "synchronize": lambda a: sky.synchronize(),
+    "memory": lambda a: sky.memory(a.device),
+    "run_on": lambda a: sky.run_on(a.device, len, a),
+}
+WAITS_NOT: dict[str, Callable[[Any], Any]] = {
+    "shape": lambda a: (a.shape, a.dtype, len(a)),
+    "arithmetic": lambda a: a @ a + 1,
+    "a view": lambda a: a.t()[1:].unsqueeze(0),
+    "in place": lambda a: a.add_(0),
+    "where": lambda a: torch.where(a > 0, a, 0.0),
+    "masked_fill": lambda a: a.masked_fill(a > 5, 0),
+    "an index of numbers": lambda a: a[torch.tensor([1, 0])],
+    "upload": lambda a: torch.ones(300, 300).to(a.device),
+    "fetch": sky.fetch,
+    "deepcopy": copy.deepcopy,
+    "load_state_dict": lambda a: nn.Linear(2, 2).to(a.device).load_state_dict(nn.Linear(2, 2).state_dict()),
+    "seed": lambda a: torch.manual_seed(1),
+    "random numbers": lambda a: torch.rand_like(a),
+    "multinomial": lambda a: torch.multinomial(torch.ones_like(a), 1),
+}
+
+
+def waits_of(device: Any, program: Callable[[Any], Any]) -> int:
+    a = torch.ones(4, 4, device=device)
+    with sky.device.profile() as found:
+        program(a)
+    sky.synchronize()
+    return found.waits
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_waits(remote_pool: sky.Compute, device: Any, name: str) -> None:
+    devices = len(remote_pool.hosts) if name == "synchronize" else 1
+    assert waits_of(device, WAITS[name]) == devices
+
+
+@pytest.mark.parametrize("name", WAITS_NOT)
+def test_what_does_not_wait(device: Any, name: str) -> None:
+    assert waits_of(device, WAITS_NOT[name]) == 0
+
+
+def test_shapes_are_checked_at_once(device: Any) -> None:
+    with pytest.raises(RuntimeError, match="broadcast") as raised:
+        torch.ones(3, device=device) + torch.ones(4, device=device)
+    assert not isinstance(raised.value, sky.DeviceError)
+
+
+def test_an_error_of_the_host_names_operator_shapes_host_and_line(device: Any, remote_pool: sky.Compute) -> None:
+    a, index = torch.ones(3, device=device), torch.tensor([7], device=device)
+    a[index]
+    line = test_an_error_of_the_host_names_operator_shapes_host_and_line.__code__.co_firstlineno + 2
+    with pytest.raises(sky.DeviceError) as raised:
+        sky.synchronize()
+    text = str(raised.value)
+    assert text.startswith(f"{remote_pool.hosts[0].name}: index.Tensor(float32[3], int64[1])")
+    assert f"{__file__}:{line}" in text
+    assert "index 7 is out of bounds" in text
+
+
+def test_after_an_error_tensors_are_as_if_the_program_had_stopped_there(device: Any) -> None:
+    a, index = torch.ones(3, device=device), torch.tensor([7], device=device)
+    a.add_(1)
+    never = a[index]
+    a.add_(10)
+    with pytest.raises(sky.DeviceError, match="out of bounds"):
+        sky.synchronize()
+    assert a.tolist() == [2, 2, 2]
+    with pytest.raises(sky.DeviceError, match="never computed"):
+        never.tolist()
+    assert (a + 1).tolist() == [3, 3, 3]
+
+
+def test_a_seed_from_before_the_device_counts() -> None:
+    torch.manual_seed(11)
+    expected = torch.randn(3)
+    torch.manual_seed(11)
+    with sky.Compute("local", ui="none") as compute:
+        assert torch.randn(3, device=compute.device("cpu")).tolist() == expected.tolist()
+
+
+def test_versions_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
+    with (
+        sky.Compute("local", ui="none") as compute,
+        pytest.raises(sky.HostUnfit, match="the first two numbers must be equal") as raised,
+    ):
+        compute.device("cpu")
+    assert "torch==2.7.1" in str(raised.value.hint)
+
+
+def test_a_worker_that_ends_takes_its_tensors_along() -> None:
+    with sky.Compute("local", ui="none") as compute:
+        device = compute.device("cpu")
+        a = torch.ones(2, device=device)
+        with pytest.raises(sky.WorkerDied, match="tensors are gone"):
+            sky.run_on(device, os._exit, 3)
+        with pytest.raises(sky.WorkerDied):
+            a + 1
+        assert torch.ones(2, device=compute.device("cpu")).tolist() == [1, 1]
+
+
+def test_tensors_go_with_the_pool() -> None:
+    with sky.Compute("local", ui="none") as compute:
+        a = torch.ones(2, device=compute.device("cpu"))
+    with pytest.raises(sky.UsageError, match="pool of this device is closed"):
+        a.tolist()
+
+
+def test_a_copy_between_hosts_waits(device: Any, other: Any) -> None:
+    assert waits_of(device, lambda a: a.to(other)) == 1
+
+
+def test_a_generator_that_is_dropped_ends_there(tmp_path: Path) -> None:
+    def numbers(note: Path) -> Iterator[int]:
+        try:
+            yield from range(10**9)
+        finally:
+            note.touch()
+
+    with sky.Compute("local", ui="none") as compute:
+        found = sky.run_on(compute.device("cpu"), numbers, tmp_path / "ended")
+        assert next(found) == 0
+        del found
+        until((tmp_path / "ended").exists)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    ],
+    ids=["sparse", "nested", "quantized"],
+)
+def test_other_layouts_are_refused(device: Any, make: Callable[[], Any]) -> None:
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        make().to(device)
+    assert torch.ones(2, device=device).tolist() == [1, 1]

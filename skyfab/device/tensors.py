@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +26,9 @@ TYPE: Final = "sky"
 _MOST_VIEWS: Final = 4096
 """Views of one storage that the host keeps; then the older half is dropped, and made again when it is used."""
 _FIRST_ADDRESS: Final = 1 << 58
+_LARGEST: Final = 1 << 48
+_MOST_DIMENSIONS: Final = 64
+"""Limits of what a host may say of a tensor: PyTorch aborts the process where numbers of bytes overflow."""
 _DLPACK_DEVICE: Final = 12
 """DLPack's number for the device type that torch maps to PrivateUse1."""
 _DLPACK_DTYPES: Final = {
@@ -271,8 +275,12 @@ def _restore(document: Any, ids: Any, index: int) -> Any:
     ((kind, value),) = document.items()
     if kind == "tensor":
         shape, stride, number = value
-        if not all(type(n) is int and n >= 0 for n in (*shape, *stride, number)) or len(shape) != len(stride):
+        if not all(type(n) is int and 0 <= n <= _LARGEST for n in (*shape, *stride, number)):
+            raise ValueError("not numbers of a layout")
+        if len(shape) != len(stride) or len(shape) > _MOST_DIMENSIONS or math.prod(max(n, 1) for n in shape) > _LARGEST:
             raise ValueError("not a layout")
+        if sum(n * s for n, s in zip(shape, stride, strict=True)) > _LARGEST:
+            raise ValueError("a tensor that no memory has room for")
         return layout_of(tuple(shape), tuple(stride), DTYPES[number], index).new(next(ids))[0]
     if kind == "plain":
         return value

@@ -1,0 +1,112 @@
+"""Whatever a host sends as a reply of a device is a value or a typed error here, and never more than that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import skyfab as sky
+from skyfab.device.stream import Batch, DeviceStream
+from skyfab.protocol import codec, messages
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.lab
+
+SIZES = st.one_of(st.integers(-3, 5), st.sampled_from([2**31, 2**62, 2**63, 2**64, 10**30]))
+PLAIN = st.one_of(st.none(), st.booleans(), SIZES, st.floats(), st.text(max_size=5))
+DOCUMENTS = st.recursive(
+    PLAIN,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(
+            st.sampled_from(["tensor", "plain", "complex", "dict", "tuple", "list", "value", "error", "over", "x"]),
+            inner,
+            max_size=2,
+        ),
+        st.fixed_dictionaries({"tensor": st.tuples(st.lists(SIZES, max_size=3), st.lists(SIZES, max_size=3), SIZES)}),
+    ),
+    max_leaves=12,
+)
+often = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+class Silent:
+    """A host that is sent batches and answers when it is told to."""
+
+    name = "silent"
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+
+    def send(self, payload: codec.Payload, batch: Batch) -> None:
+        self.batches.append(batch)
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        assert done(), "it would wait for ever"
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def stream() -> Iterator[DeviceStream]:
+    made = DeviceStream(99, "cpu", Silent())
+    yield made
+    made.close()
+
+
+@often
+@given(DOCUMENTS)
+def test_any_description_of_a_result(device: Any, document: Any) -> None:
+    from skyfab.device import tensors
+
+    try:
+        found = tensors.restore(document, tensors.new_block(), device.index)
+    except sky.ProtocolError:
+        return
+    leaves = torch.utils._pytree.tree_leaves(found)
+    assert all(leaf is None or isinstance(leaf, bool | int | float | str | complex | torch.Tensor) for leaf in leaves)
+
+
+@often
+@given(st.one_of(DOCUMENTS.map(lambda document: json.dumps(document).encode()), st.binary(max_size=50)))
+def test_any_reply(stream: DeviceStream, data: bytes) -> None:
+    fresh = DeviceStream(99, "cpu", Silent())
+    fresh.emit([-9])
+    fresh.flush()
+    (batch,) = fresh.link.batches  # type: ignore[attr-defined]
+    batch.answered(messages.Result(parts=[len(data)]), [memoryview(data)])
+    assert batch.done
+    for look in (fresh.check, batch.value):
+        try:
+            look()
+        except sky.SkyfabError:
+            pass
+    fresh.close()
+
+
+@pytest.mark.parametrize(
+    ("buffers", "size"), [([], 4), ([b"123"], 4), ([b"12345"], 4), ([b"1234", b""], 4), ([b""], 4)]
+)
+def test_bytes_of_another_length(device: Any, buffers: list[bytes], size: int) -> None:
+    from skyfab.device import special
+
+    with pytest.raises(sky.ProtocolError, match="bytes for a tensor"):
+        special.fill(torch.empty(size, dtype=torch.uint8), [memoryview(buffer) for buffer in buffers])
+
+
+@pytest.mark.parametrize("why", ["died", "exit", "unstarted", "nonsense"])
+def test_a_worker_that_ends(stream: DeviceStream, why: str) -> None:
+    stream.emit([-9])
+    stream.flush()
+    (batch,) = stream.link.batches  # type: ignore[attr-defined]
+    batch.answered(messages.Ended(why=why), [])
+    with pytest.raises(sky.WorkerDied, match="tensors are gone"):
+        stream.emit([-9])
+    assert stream.is_lost

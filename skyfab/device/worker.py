@@ -218,7 +218,7 @@ class Executor:
                 expected = f"{wire.DTYPES[dtype]}{list(shape)}"
                 raise RuntimeError(f"its result is {_shape(tensor)} here and was predicted as {expected}")
             same = all(a == b or n <= 1 for a, b, n in zip(tensor.stride(), strides, shape, strict=True))
-            if tensor.numel() and (not same or tensor.storage_offset() or tensor.is_conj() or tensor.is_neg()):
+            if tensor.numel() and (not same or tensor.storage_offset() or _is_special(tensor)):
                 changed = True
                 outputs[at] = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(
                     tensor
@@ -240,8 +240,7 @@ class Executor:
             nonlocal number
             if isinstance(value, torch.Tensor):
                 value = value.detach().to(self._device)
-                value = value.resolve_conj().resolve_neg()
-                if value.storage_offset() or not _is_dense(value):
+                if value.storage_offset() or not _is_dense(value) or _is_special(value):
                     value = value.clone(memory_format=torch.contiguous_format)
                 number += 1
                 self._tensors[number] = value
@@ -401,6 +400,11 @@ def _shape(tensor: torch.Tensor) -> str:
 def _is_dense(tensor: torch.Tensor) -> bool:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return bool(tensor.numel() == 0 or extent == tensor.numel())
+
+
+def _is_special(tensor: torch.Tensor) -> bool:
+    """Whether its elements are not what is in its memory."""
+    return bool(tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -57,8 +57,11 @@ def call(
     instruction: list[Any] = [0]
     keys: list[Any] = [name, device.index, key]
     template: list[Any] = []
+    plain: list[torch.Tensor | None] = []  # kept until the instruction has been emitted
     for value in args:
         if isinstance(value, list):
+            value = [t if t is None else t.resolve_conj().resolve_neg() for t in value]
+            plain += value
             layouts = operands(value, instruction)
             keys.append(layouts)
             kinds = (

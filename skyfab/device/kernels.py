@@ -51,11 +51,12 @@ _SHAPED_BY_DEVICE: Final = frozenset(
         "_native_batch_norm_legit_no_training",
         "_batch_norm_no_update",
         "_batch_norm_with_update",
+        "native_layer_norm",
         "_embedding_bag",
         "_embedding_bag_forward_only",
     )
 )
-"""Operators some of whose results have other shapes on CPUs. PyTorch's meta device has those of GPUs."""
+"""Operators some of whose results have other shapes or dtypes on CPUs. PyTorch's meta device has those of GPUs."""
 
 
 class _Missing:

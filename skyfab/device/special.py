@@ -33,7 +33,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
         "_copy_from_and_resize": lambda source, target: _copy(target.resize_(source.shape), source),
         "clone": _clone,
         "_to_copy": _to_copy,
-        "_efficientzerotensor": lambda size, **options: torch.zeros(size, **options),
+        "_efficientzerotensor": torch.zeros,  # an ordinary tensor: the host has no other ones
         "_local_scalar_dense": _item,
         "equal": _equal,
         "resize_": _resize,
@@ -158,7 +158,7 @@ def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
         _copy(self.conj(), source.conj())
         return self
     if self.is_neg():
-        _copy(self._neg_view(), -source)
+        _copy(self._neg_view(), -source.to(self.dtype))
         return self
     if is_remote(source):
         source = source.resolve_conj().resolve_neg()

@@ -35,6 +35,9 @@ _IDLE_TICK: Final = 0.05
 _IDLE_AFTER: Final = 1.0
 """Seconds between looks at instructions that wait: while there are some, and when there have been none for a while."""
 
+_KEPT: Final = (wire.PLAN, wire.FORGET, wire.VIEW)
+"""Instructions that are sent after an error too: the client relies on them later."""
+
 Where = tuple[CodeType, int] | None
 """The place in the program that an instruction comes from: a code object, and the last bytecode in it."""
 Entry = tuple[Sequence[Any], Where]
@@ -308,7 +311,8 @@ class DeviceStream:
         if self._error is not None:
             error, self._error = self._error, None
             self.limit = BATCH
-            self.buffer[:] = [((wire.RESUME,), None)]
+            known = [entry for entry in self.buffer if entry[0][0] in _KEPT]
+            self.buffer[:] = [*known, ((wire.RESUME,), None)]
             self._uploads, self._size = [], 0
             raise error
 

@@ -102,9 +102,7 @@ class Executor:
                         self._execute_special(number, instruction, buffers)
                     elif not self._failed:
                         plan = plans[number]
-                        result = plan.call(instruction)
-                        if not plan.checked:
-                            result = self._check(plan, result)
+                        result = plan.call(instruction) if plan.checked else self._check(plan, instruction)
                         if plan.single:
                             tensors[instruction[plan.first_output]] = result
                         elif plan.layouts:
@@ -131,17 +129,19 @@ class Executor:
     def _describe(self, error: Exception, instruction: Sequence[Any], at: int) -> dict[str, Any]:
         plan = self._plans.get(instruction[0])
         name = plan.name if plan is not None else instruction[1] if instruction[0] == wire.DYNAMIC else ""
-        operands = instruction[1 : plan.first_output] if plan is not None else ()
         return {
             "at": at,
             "kind": type(error).__name__,
             "text": str(error)[:_TEXT],
             "op": name,
-            "inputs": [
-                _shape(self._tensors[ident]) for ident in operands if type(ident) is int and ident in self._tensors
-            ],
+            "inputs": [_shape(tensor) for tensor in self._operands(plan, instruction)],
             **self._memory(),
         }
+
+    def _operands(self, plan: _Plan | None, instruction: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors that an instruction names. A number may be taken for one too."""
+        operands = instruction[1 : plan.first_output] if plan is not None else ()
+        return [self._tensors[ident] for ident in operands if type(ident) is int and ident in self._tensors]
 
     # ---- plans
 
@@ -203,11 +203,16 @@ class Executor:
         code = f"lambda i: operator({', '.join(words)})"
         return eval(code, scope), place  # noqa: S307
 
-    def _check(self, plan: _Plan, result: Any) -> Any:
-        """Makes the outputs as the client predicts them: their strides may differ between devices.
+    def _check(self, plan: _Plan, instruction: Sequence[Any]) -> Any:
+        """Executes it and makes the outputs as the client predicts them: their strides may differ between devices.
 
         A plan whose outputs need no change on its first execution is not checked again.
         """
+        inputs = self._operands(plan, instruction)
+        shapes = [tensor.shape for tensor in inputs]
+        result = plan.call(instruction)
+        if shapes != [tensor.shape for tensor in inputs]:
+            raise RuntimeError("it has resized a tensor that it was given, and was not expected to")
         outputs = [result] if plan.single else list(result) if plan.layouts else []
         changed = False
         for at, (tensor, layout) in enumerate(zip(outputs, plan.layouts, strict=False)):

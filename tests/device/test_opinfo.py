@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+
+import skyfab as sky
 
 torch = pytest.importorskip("torch")
 
@@ -17,13 +21,31 @@ SAMPLES = 3
 SPREAD = 12
 """The default form takes one of so many entries."""
 
-FORWARD: dict[str, str] = {}
+NOT_SPARSE = "there are no sparse tensors on remote devices"
+INDICES_HERE = "PyTorch wants these indices on the CPU, as it does for CUDA"
+BACKWARD = {
+    "sparse.mm.reduce": NOT_SPARSE,
+    "sparse.sampled_addmm": NOT_SPARSE,
+    "tensor_split": INDICES_HERE,
+    "to_sparse": NOT_SPARSE,
+}
 """What fails, and why."""
-
-BACKWARD: dict[str, str] = {}
+FORWARD = {
+    **BACKWARD,
+    "_native_batch_norm_legit": "with out=: PyTorch's meta device does not resize it; the host refuses",
+}
 
 SHAPES_ONLY = frozenset(
-    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_")
+    (
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "resize_as_",
+    )
 )
 """Entries whose results have elements that nothing was written to."""
 
@@ -99,10 +121,9 @@ def samples(op: Any, dtype: Any, backward: bool) -> Iterator[Any]:
         found = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=backward), SAMPLES))
     except Exception:  # there are none for this dtype
         return
-    for sample in found:
-        yield sample
-    for sample in found[-1:]:
-        yield sample.noncontiguous()
+    yield from found
+    if "batch_norm" not in op.name:  # PyTorch itself reads the wrong elements of statistics that are not contiguous
+        yield from (sample.noncontiguous() for sample in found[-1:])
 
 
 def outcome(op: Any, device: Any, backward: bool) -> str | None:
@@ -125,22 +146,65 @@ def outcome(op: Any, device: Any, backward: bool) -> str | None:
             torch.manual_seed(0)
             try:
                 found = form(op, there, **options)
-                agree(op, (found, there.input), (expected, here.input), device)
+                agree(op, (found, there.input), (expected, here.input))
             except Exception as error:
                 return f"{form.__name__}: {type(error).__name__}: {' '.join(str(error).split())}"
             compared = True
     return "" if compared else None
 
 
-def agree(op: Any, found: Any, expected: Any, device: Any) -> None:
+def agree(op: Any, found: Any, expected: Any) -> None:
     theirs, mine = leaves(found), leaves(expected)
     assert len(theirs) == len(mine), "another number of results"
     for there, here in zip(theirs, mine, strict=True):
-        assert there.shape == here.shape and there.dtype == here.dtype, f"{there.shape} {there.dtype}, not {here.shape} {here.dtype}"
+        assert (there.shape, there.dtype, there.layout) == (here.shape, here.dtype, here.layout)
         values = there.detach().cpu()
-        if here.layout is torch.strided and op.name not in SHAPES_ONLY:
-            torch.testing.assert_close(values, here.detach(), rtol=1e-3, atol=1e-3, equal_nan=True)
+        if op.name not in SHAPES_ONLY:
+            torch.testing.assert_close(values, here.detach(), rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def name_of(op: Any) -> str:
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+def is_chosen(op: Any) -> bool:
+    return zlib.crc32(name_of(op).encode()) % SPREAD == 0
+
+
+def failures(ops: Sequence[Any], device: Any, backward: bool) -> tuple[dict[str, str], int]:
+    """What fails, and how many entries the CPU supports."""
+    found, count = {}, 0
+    for op in ops:
+        result = outcome(op, device, backward)
+        count += result is not None
+        if result:
+            found[name_of(op)] = result
+        with contextlib.suppress(sky.DeviceError):
+            torch.sky.synchronize()
+    return found, count
+
+
+@pytest.fixture(scope="module")
+def entries() -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    assert len({*map(name_of, op_db)}) == len(op_db)
+    return list(op_db)
+
+
+@pytest.mark.parametrize(("backward", "expected"), [(False, FORWARD), (True, BACKWARD)], ids=["forward", "backward"])
+def test_some_operators(device: Any, entries: list[Any], backward: bool, expected: dict[str, str]) -> None:
+    chosen = [op for op in entries if is_chosen(op)]
+    found, count = failures(chosen, device, backward)
+    assert found.keys() == expected.keys() & {*map(name_of, chosen)}, found
+    assert count > 30
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("backward", "expected"), [(False, FORWARD), (True, BACKWARD)], ids=["forward", "backward"])
+def test_all_operators(device: Any, entries: list[Any], backward: bool, expected: dict[str, str]) -> None:
+    found, count = failures(entries, device, backward)
+    assert found.keys() == expected.keys(), found
+    assert len(found) <= 0.02 * count

@@ -34,7 +34,17 @@ _OWN_WAY: Final = frozenset(
     )
 )
 """Operators that PyTorch composes of others, or that mean nothing here."""
-_OTHER_LAYOUTS: Final = ("_sparse", "_nested", "sparse_", "q_", "quantize", "_mkldnn", "mkldnn", "_cudnn_init")
+_OTHER_LAYOUTS: Final = (
+    "_sparse",
+    "_to_sparse",
+    "_nested",
+    "sparse_",
+    "q_",
+    "quantize",
+    "_mkldnn",
+    "mkldnn",
+    "_cudnn_init",
+)
 """Beginnings of the names of operators for tensors that cannot be on a remote device."""
 _libraries: Final[list[torch.library.Library]] = []
 """Kernels are registered as long as these objects exist."""

@@ -55,7 +55,8 @@ def call(
     `outputs` makes meta tensors as the function will return them; `key` is what they depend on besides `args`.
     """
     instruction: list[Any] = [0]
-    keys, template = _encode(args, instruction)
+    plain: list[torch.Tensor | None] = []  # kept until the instruction has been emitted
+    keys, template = _encode(args, instruction, plain)
     keys = (name, device.index, key, *keys)
     plan = _cache.get(keys)
     if plan is None:
@@ -74,19 +75,27 @@ def call(
 def call_first(name: str, args: Sequence[Any], device: torch.device) -> Any:
     """The same, and waits for what the function returns: only the host can tell its layouts."""
     operands_: list[Any] = []
-    _, template = _encode(args, operands_)
+    plain: list[torch.Tensor | None] = []  # kept until the instruction has been emitted
+    _, template = _encode(args, operands_, plain)
     first = tensors.new_block()
     stream = tensors.streams[device.index or 0]
     batch = stream.ask([wire.DYNAMIC, f"sky::{name}", template, (), operands_, first])
     return tensors.restore(batch.value(), first, stream.index)
 
 
-def _encode(args: Sequence[Any], instruction: list[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Adds the operands to an instruction. Returns what a plan depends on, and the plan's arguments."""
+def _encode(
+    args: Sequence[Any], instruction: list[Any], plain: list[torch.Tensor | None]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Adds the operands to an instruction, and the tensors that they stand for to `plain`.
+
+    Returns what a plan depends on, and the plan's arguments.
+    """
     keys: list[Any] = []
     template: list[Any] = []
     for value in args:
         if isinstance(value, list):
+            value = [t if t is None else t.resolve_conj().resolve_neg() for t in value]
+            plain += value
             keys.append(operands(value, instruction))
             template.append((wire.LIST, tuple(map(_kind, value))))
         else:

@@ -66,14 +66,14 @@ def template(value: Any, into: list[torch.Tensor]) -> Any:
     """A value with numbers in place of its tensors, which are appended to `into`. It is hashable."""
     if isinstance(value, torch.Tensor):
         if value.dim() == 1 and value.device.type == "cpu":
-            return ("numbers", tuple(value.tolist()))  # as the sizes of the batches in a packed sequence
+            return ("numbers", (value.dtype, tuple(value.tolist())))  # as the sizes of batches in a packed sequence
         into.append(value)
         return ("tensor", len(into) - 1)
     if isinstance(value, dict):
         return ("dict", tuple((key, template(item, into)) for key, item in value.items()))
     if isinstance(value, list | tuple):
         return ("list" if isinstance(value, list) else "tuple", tuple(template(item, into) for item in value))
-    return ("plain", value)
+    return ("plain", (type(value).__name__, value))  # True, 1 and 1.0 are equal, and not the same argument
 
 
 def fill_in(made: Any, tensors: Sequence[Any]) -> Any:
@@ -82,12 +82,12 @@ def fill_in(made: Any, tensors: Sequence[Any]) -> Any:
     if kind == "tensor":
         return tensors[value]
     if kind == "numbers":
-        return torch.tensor(value)
+        return torch.tensor(value[1], dtype=value[0])
     if kind == "dict":
         return {key: fill_in(item, tensors) for key, item in value}
     if kind in ("list", "tuple"):
         return (list if kind == "list" else tuple)(fill_in(item, tensors) for item in value)
-    return value
+    return value[1]
 
 
 def composed(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> Tensors:

@@ -10,6 +10,7 @@ take several times as long.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -43,6 +44,24 @@ _SAME_DTYPE: Final = frozenset(
     for name in ("mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "linear", "convolution")
 )
 """Operators whose tensors must have one dtype, which PyTorch does not check on its meta device."""
+_LAZY: Final = ("Conjugate", "Negative")
+"""Dispatch keys of views that are conjugated or negated when they are read. PyTorch does so before most kernels; those
+that have a kernel of their own for such a key are given the views as they are."""
+_PHYSICAL: Final = frozenset(("conj_physical_", "neg_"))
+"""They do the same with the memory of such a view as with that of any tensor."""
+_SHAPED_BY_DEVICE: Final = frozenset(
+    (
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_native_batch_norm_legit_no_training",
+        "_batch_norm_no_update",
+        "_batch_norm_with_update",
+        "native_layer_norm",
+        "_embedding_bag",
+        "_embedding_bag_forward_only",
+    )
+)
+"""Operators some of whose results have other shapes or dtypes on CPUs. PyTorch's meta device has those of GPUs."""
 
 
 class _Missing:
@@ -145,6 +164,9 @@ def make_kernel(op: Any) -> Callable[..., Any]:
     schema = op._schema
     name = schema.name.removeprefix("aten::")
     is_valued, is_indexed = name in _VALUED, name in _INDEXED
+    is_lazy = name not in _PHYSICAL and any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(schema.name + overload(op), key) for key in _LAZY
+    )
     is_dynamic = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
     parameters: list[str] = []
     names: list[str] = []
@@ -158,6 +180,12 @@ def make_kernel(op: Any) -> Callable[..., Any]:
             word = argument.name
         names.append(word)
         parameters.append(f"{word}=MISSING" if argument.has_default_value() else word)
+        if is_lazy and str(argument.type) == "Tensor":
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            lines += [
+                f"if {word}.is_conj() or {word}.is_neg():",
+                f"    {word} = {'refuse_lazy' if is_written else 'resolve'}({word})",
+            ]
         lines += _lines(str(argument.type), word, at, is_operand=not is_valued)
         keys.append(f"k{at}")
     args = f"({', '.join(names)},)" if names else "()"
@@ -226,6 +254,8 @@ def make_kernel(op: Any) -> Callable[..., Any]:
         "plans": plans,
         "view": tensors.view,
         "add_generator": generator_operand,
+        "resolve": _resolve,
+        "refuse_lazy": _refuse_lazy,
     }
     exec(compile(source, f"<kernel of {schema.name}>", "exec"), scope)
     kernel: Callable[..., Any] = scope["kernel"]  # type: ignore[assignment]
@@ -277,6 +307,14 @@ def _lines(kind: str, word: str, at: int, *, is_operand: bool) -> list[str]:
     return [f"{key} = {word}"]
 
 
+def _resolve(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _refuse_lazy(tensor: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError(f"on a {TYPE} device this cannot be written into a conjugated or negated view: clone it")
+
+
 def _move_indices(tensor: torch.Tensor, indices: Any) -> Any:
     """Indices may be in this process's memory, as they may be for CUDA: they are uploaded."""
     if type(indices) not in (list, tuple):
@@ -309,15 +347,19 @@ def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_op
         _check_dtypes(op, args)
     index = common_device(args, kwargs)
     stream = tensors.streams[index]
-    meta_args = [to_meta(value) for value in args]
-    meta_kwargs = {name: to_meta(value) for name, value in kwargs.items()}
+    _require_remote_results(op, args, kwargs)
+    device, mode = "meta", contextlib.nullcontext()
+    if stream.device == "cpu" and op._schema.name.removeprefix("aten::") in _SHAPED_BY_DEVICE:
+        device, mode = "cpu", _fake_tensors()
     try:
-        result = op(*meta_args, **meta_kwargs)
+        with mode:
+            meta_args = [to_meta(value, device) for value in args]
+            meta_kwargs = {name: to_meta(value, device) for name, value in kwargs.items()}
+            result = op(*meta_args, **meta_kwargs)
     except NotImplementedError:
         return None
     resized = False
-    pairs = [*zip(args, meta_args, strict=True), *((kwargs[name], meta_kwargs[name]) for name in kwargs)]
-    for real, meta in pairs:
+    for real, meta in zip(_flat((*args, *kwargs.values())), _flat((*meta_args, *meta_kwargs.values())), strict=True):
         if is_remote(real) and meta.shape != real.shape:
             real.resize_(meta.shape)
             resized = True
@@ -352,6 +394,29 @@ def _check_dtypes(op: Any, args: Sequence[Any]) -> None:
         raise RuntimeError(f"{op._schema.name}: expected tensors of one dtype, but got {', '.join(map(str, found))}")
 
 
+def _flat(values: Sequence[Any]) -> list[Any]:
+    """The values, with the items of lists in place of the lists."""
+    return [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
+
+
+def _require_remote_results(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises RuntimeError if something would be written into this machine's memory: the host only has a copy."""
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for value in _flat((args[at] if at < len(args) else kwargs.get(argument.name),)):
+                if isinstance(value, torch.Tensor) and not is_remote(value):
+                    raise RuntimeError(
+                        f"{op._schema.name} of tensors on a {TYPE} device cannot write into one on {value.device}"
+                    )
+
+
+def _fake_tensors() -> Any:
+    """PyTorch's mode in which tensors have no memory, on any device: slower than the meta device, and more exact."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
 def layouts(outputs: Sequence[Layout | None]) -> list[Any]:
     """The layouts of outputs as the host is sent them."""
     return [None if out is None else (out.shape, out.stride, DTYPE_NUMBERS[out.dtype]) for out in outputs]
@@ -384,15 +449,15 @@ def common_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return next(iter(found or wanted or {0}))
 
 
-def to_meta(value: Any) -> Any:
+def to_meta(value: Any, device: str = "meta") -> Any:
     if isinstance(value, torch.Tensor):
         if value.device.type != TYPE:
             return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     if isinstance(value, list | tuple):
-        return type(value)(map(to_meta, value))
+        return type(value)(to_meta(item, device) for item in value)
     if isinstance(value, torch.device):
-        return torch.device("meta")
+        return torch.device(device)
     return None if isinstance(value, torch.Generator) else value
 
 
@@ -429,6 +494,7 @@ def _template(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_ope
 
 def execute_dynamic(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Executes an operator on the host and waits: only the host can tell the shape of its results."""
+    _require_remote_results(op, args, kwargs)
     stream = tensors.streams[common_device(args, kwargs)]
     template = _template(op, args, kwargs, is_operand=False)
     found: list[Any] = []
@@ -447,4 +513,23 @@ def execute_dynamic(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     name = op._schema.name + overload(op)
     first = tensors.new_block()
     batch = stream.ask([wire.DYNAMIC, name, *template, found, first])
-    return tensors.restore(batch.value(), first, stream.index)
+    value = tensors.restore(batch.value(), first, stream.index)
+    returns = op._schema.returns
+    if not returns:
+        return None
+    results = [
+        _write_back(op, returned, result, args, kwargs)
+        for returned, result in zip(returns, (value,) if len(returns) == 1 else value or (), strict=True)
+    ]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _write_back(op: Any, returned: Any, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call returns for one result of the host: the argument that it was written into, if there is one."""
+    if returned.alias_info is None or not returned.alias_info.is_write:
+        return result
+    at = _written_argument(op, returned)
+    target = args[at] if at < len(args) else kwargs[op._schema.arguments[at].name]
+    if target.shape != result.shape:  # the host has resized its own; here it becomes another one
+        target.resize_(result.shape).copy_(result)
+    return target

@@ -17,6 +17,8 @@ def apply() -> None:
     tensor.__deepcopy__ = _deepcopy(tensor.__deepcopy__)
     torch.nn.Parameter.__deepcopy__ = _deepcopy(torch.nn.Parameter.__deepcopy__)
     tensor.__reduce_ex__ = _reduce(tensor.__reduce_ex__)
+    tensor.new_tensor = _on_own_device(tensor.new_tensor)
+    tensor.new = _on_own_device(tensor.new)
     tensor.pin_memory = _unless_remote(tensor.pin_memory)
     tensor.__repr__ = _printed(tensor.__repr__)
     torch.Generator = _Generator
@@ -91,6 +93,18 @@ def _needs_memory(original: Any) -> Any:
             raise RuntimeError(
                 f"the memory of a storage on {self.device} is not here: copy the tensor, not its storage"
             )
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _on_own_device(original: Any) -> Any:
+    """Makes the new tensor on the device of the old one: PyTorch asks for the current device, and here is none."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_plain(self) and kwargs.get("device") is None:
+            kwargs["device"] = self.device
         return original(self, *args, **kwargs)
 
     return method

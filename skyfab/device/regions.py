@@ -44,6 +44,8 @@ def _pack(stream: DeviceStream, value: Any) -> bytes:
             raise UsageError(
                 f"a tensor on {item.device} for a function on {stream.torch_device}", hint="tensor.to(device)"
             )
+        if item.is_conj() or item.is_neg():
+            raise UsageError("a conjugated or negated view for a function on a device", hint="clone it")
         return (operand(item.detach())[1], item.requires_grad, isinstance(item, torch.nn.Parameter))
 
     try:
@@ -182,7 +184,9 @@ class _Skeleton:
         memo: dict[int, Any] = {}
         for tensor in (*self._module.parameters(), *self._module.buffers()):
             meta = to_meta(tensor.detach())
-            memo[id(tensor)] = torch.nn.Parameter(meta) if isinstance(tensor, torch.nn.Parameter) else meta
+            memo[id(tensor)] = (
+                torch.nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else meta
+            )
         return fused.itself, (copy.deepcopy(self._module, memo),)
 
 

@@ -15,6 +15,8 @@ from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, index_of, is_remote, layo
 from skyfab.errors import ProtocolError
 
 _aten: Final = torch.ops.aten
+_ONE_TENSOR: Final = 2
+"""Uses of a storage that has one tensor: the tensor's, and that of the storage's object here."""
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
@@ -31,6 +33,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
         "_copy_from_and_resize": lambda source, target: _copy(target.resize_(source.shape), source),
         "clone": _clone,
         "_to_copy": _to_copy,
+        "_efficientzerotensor": torch.zeros,  # an ordinary tensor: the host has no other ones
         "_local_scalar_dense": _item,
         "equal": _equal,
         "resize_": _resize,
@@ -117,15 +120,27 @@ def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.T
 
 
 def _resize(self: torch.Tensor, size: Sequence[int], *, memory_format: Any = None) -> torch.Tensor:
-    meta = torch.empty(size, device="meta")
-    if meta.numel() * self.element_size() <= self.untyped_storage().nbytes():
-        self.as_strided_(meta.shape, meta.stride(), 0)
-        return self
-    new = torch.empty(size, dtype=self.dtype, device=self.device)
-    if self.numel():
-        new.view(-1)[: self.numel()].copy_(self.reshape(-1))
-    self.set_(new.untyped_storage(), 0, new.shape, new.stride())
+    if tuple(size) != self.shape:
+        meta = torch.empty(size, device="meta")
+        storage, offset = self.untyped_storage(), self.storage_offset()
+        if meta.numel() and (offset + meta.numel()) * self.element_size() > storage.nbytes():
+            storage = _larger(storage, (offset + meta.numel()) * self.element_size(), self.device)
+        self.set_(storage, offset, meta.shape, meta.stride())
+    if memory_format is not None:
+        meta = torch.empty(size, device="meta").to(memory_format=memory_format)
+        self.as_strided_(meta.shape, meta.stride())
     return self
+
+
+def _larger(storage: torch.UntypedStorage, size: int, device: torch.device) -> torch.UntypedStorage:
+    """A new storage of so many bytes that begins with those of another one, of which there must be one tensor only."""
+    if torch._C._storage_Use_Count(storage._cdata) > _ONE_TENSOR:
+        raise RuntimeError(f"a tensor on {device} cannot grow while others share its memory: resize_ a clone of it")
+    new = torch.empty(size, dtype=torch.uint8, device=device)
+    if storage.nbytes():
+        old = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
+        new[: storage.nbytes()].copy_(old)
+    return new.untyped_storage()
 
 
 # ---- copies and values
@@ -142,7 +157,7 @@ def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
         _copy(self.conj(), source.conj())
         return self
     if self.is_neg():
-        _copy(self._neg_view(), -source)
+        _copy(self._neg_view(), -source.to(self.dtype))
         return self
     if is_remote(source):
         source = source.resolve_conj().resolve_neg()
@@ -162,12 +177,11 @@ def _snapshot(source: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> me
 
 
 def _clone(self: torch.Tensor, *, memory_format: torch.memory_format | None = None) -> torch.Tensor:
-    if self.is_conj():
-        return _aten._conj_physical(self.conj())
-    if self.is_neg():
-        return _aten.neg(self._neg_view())
-    if memory_format is None:
-        return _clone_kernel(self)
+    is_new = self.is_conj() or self.is_neg()
+    if is_new:
+        self = _aten._conj_physical(self.conj()) if self.is_conj() else _aten.neg(self._neg_view())
+    if memory_format is None or (is_new and memory_format is torch.preserve_format):
+        return self if is_new else _clone_kernel(self)
     return _clone_kernel(self, memory_format=memory_format)
 
 

@@ -96,9 +96,7 @@ class Executor:
                         self._execute_special(number, instruction, buffers)
                     elif not self._failed:
                         plan = plans[number]
-                        result = plan.call(instruction)
-                        if not plan.checked:
-                            result = self._check(plan, result)
+                        result = plan.call(instruction) if plan.checked else self._check(plan, instruction)
                         if plan.single:
                             tensors[instruction[plan.first_output]] = result
                         elif plan.layouts:
@@ -125,17 +123,19 @@ class Executor:
         name = plan.name if plan is not None else _NAMES.get(instruction[0], "")
         if instruction[0] == wire.DYNAMIC:
             name = instruction[1]
-        operands = instruction[1 : plan.first_output] if plan is not None else ()
         return {
             "at": at,
             "kind": type(error).__name__,
             "text": str(error)[:_TEXT],
             "op": name,
-            "inputs": [
-                _shape(self._tensors[ident]) for ident in operands if type(ident) is int and ident in self._tensors
-            ],
+            "inputs": [_shape(tensor) for tensor in self._operands(plan, instruction)],
             **self._tensors.usage(self._device),
         }
+
+    def _operands(self, plan: _Plan | None, instruction: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors that an instruction names. A number may be taken for one too."""
+        operands = instruction[1 : plan.first_output] if plan is not None else ()
+        return [self._tensors[ident] for ident in operands if type(ident) is int and ident in self._tensors]
 
     # ---- plans
 
@@ -197,11 +197,16 @@ class Executor:
         code = f"lambda i: operator({', '.join(words)})"
         return eval(code, scope), place  # noqa: S307
 
-    def _check(self, plan: _Plan, result: Any) -> Any:
-        """Makes the outputs as the client predicts them: their strides may differ between devices.
+    def _check(self, plan: _Plan, instruction: Sequence[Any]) -> Any:
+        """Executes it and makes the outputs as the client predicts them: their strides may differ between devices.
 
         A plan whose outputs need no change on its first execution is not checked again.
         """
+        inputs = self._operands(plan, instruction)
+        shapes = [tensor.shape for tensor in inputs]
+        result = plan.call(instruction)
+        if shapes != [tensor.shape for tensor in inputs]:
+            raise RuntimeError("it has resized a tensor that it was given, and was not expected to")
         outputs = [result] if plan.single else list(result) if plan.layouts else []
         changed = False
         for at, (tensor, layout) in enumerate(zip(outputs, plan.layouts, strict=False)):
@@ -212,7 +217,7 @@ class Executor:
                 expected = f"{wire.DTYPES[dtype]}{list(shape)}"
                 raise RuntimeError(f"its result is {_shape(tensor)} here and was predicted as {expected}")
             same = all(a == b or n <= 1 for a, b, n in zip(tensor.stride(), strides, shape, strict=True))
-            if tensor.numel() and (not same or tensor.storage_offset() or tensor.is_conj() or tensor.is_neg()):
+            if tensor.numel() and (not same or tensor.storage_offset() or _is_special(tensor)):
                 changed = True
                 outputs[at] = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(
                     tensor
@@ -234,8 +239,8 @@ class Executor:
             nonlocal number
             if isinstance(value, torch.Tensor):
                 if not hasattr(value, "graph"):
-                    value = value.detach().to(self._device).resolve_conj().resolve_neg()
-                    if value.storage_offset() or not is_dense(value):
+                    value = value.detach().to(self._device)
+                    if value.storage_offset() or not is_dense(value) or _is_special(value):
                         value = value.clone(memory_format=torch.contiguous_format)
                 number += 1
                 self._tensors[number] = value
@@ -397,6 +402,11 @@ def _scalar(operand: Sequence[Any]) -> torch.Tensor:
 
 def _shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _is_special(tensor: torch.Tensor) -> bool:
+    """Whether its elements are not what is in its memory."""
+    return bool(tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
 
 
 _EXECUTORS: Final[dict[str, Executor]] = {}

@@ -10,12 +10,13 @@ from typing import Any, Final
 
 import torch
 
-from skyfab.device import fused, kernels, tensors, wire
-from skyfab.device.kernels import Plan, finish, make_kernel
+from skyfab.device import fused, kernels, meta, plans, tensors, wire
+from skyfab.device.kernels import make_kernel
+from skyfab.device.plans import Plan, finish
 from skyfab.device.tensors import is_remote, layout_of, operands
 
 _aten: Final = torch.ops.aten
-_cache: Final = kernels.new_cache()
+_cache: Final = plans.new_cache()
 _OPERATORS: Final = (
     _aten.scaled_dot_product_attention.default,
     _aten.lstm.input,
@@ -60,13 +61,13 @@ def call(
     keys = (name, device.index, key, *keys)
     plan = _cache.get(keys)
     if plan is None:
-        kernels.before_plan()
+        plans.before_plan()
         index = device.index or 0
         found = [None if t is None else layout_of(tuple(t.shape), t.stride(), t.dtype, index) for t in outputs()]
-        plan = Plan(kernels.new_number(), tensors.streams[index], found, list(range(len(found))))
+        plan = Plan(plans.new_number(), tensors.streams[index], found, list(range(len(found))))
         plan.single = None
         plan.stream.emit([wire.PLAN, plan.number, f"sky::{name}", template, (), kernels.layouts(found)])
-        kernels.remember(_cache, keys, plan)
+        plans.remember(_cache, keys, plan)
     instruction[0] = plan.number
     result = finish(plan, instruction, ())
     return result if isinstance(result, tuple) else (result,)
@@ -179,7 +180,7 @@ class _Composed(torch.autograd.Function):  # type: ignore[misc]
         wanted = ctx.needs_input_grad[3:]
 
         def outputs() -> list[torch.Tensor]:
-            args, kwargs = fused.fill_in(spec[1], [kernels.to_meta(tensor) for tensor in inputs])
+            args, kwargs = fused.fill_in(spec[1], [meta.to_meta(tensor) for tensor in inputs])
             result = op(*args, **kwargs)
             if op is _aten.scaled_dot_product_attention.default and result.dim() == 4:
                 result = result.transpose(1, 2).contiguous().transpose(1, 2)  # as the fast kernels of GPUs return it

@@ -23,7 +23,7 @@ def open_device(name: str, link: Link) -> DeviceStream:
         import torch
     except ImportError as error:
         raise UsageError("a remote device needs torch in this program too", hint="pip install torch") from error
-    from skyfab.device import backend, kernels, tensors, wire
+    from skyfab.device import backend, plans, tensors, wire
     from skyfab.device.stream import DeviceStream
 
     backend.register()
@@ -35,7 +35,7 @@ def open_device(name: str, link: Link) -> DeviceStream:
     stream = DeviceStream(index, name, link)
     if index < len(tensors.streams):  # the plans and layouts of the closed device refer to it
         tensors.forget_layouts(index)
-        kernels.forget_plans()
+        plans.forget_plans()
     tensors.streams[index : index + 1] = [stream]
     told = stream.ask([wire.HELLO]).value()
     theirs = str(told.get("torch", "")) if isinstance(told, dict) else ""

@@ -62,17 +62,18 @@ def backward(handles: Sequence[torch.Tensor], grads: Tensors) -> Tensors:
     )
 
 
-def template(value: Any, into: list[torch.Tensor]) -> Any:
+def template(value: Any, into: list[torch.Tensor], *, is_argument: bool = True) -> Any:
     """A value with numbers in place of its tensors, which are appended to `into`. It is hashable."""
     if isinstance(value, torch.Tensor):
-        if value.dim() == 1 and value.device.type == "cpu":
+        if is_argument and value.dim() == 1 and value.device.type == "cpu":
             return ("numbers", (value.dtype, tuple(value.tolist())))  # as the sizes of batches in a packed sequence
         into.append(value)
         return ("tensor", len(into) - 1)
     if isinstance(value, dict):
-        return ("dict", tuple((key, template(item, into)) for key, item in value.items()))
+        return ("dict", tuple((key, template(item, into, is_argument=is_argument)) for key, item in value.items()))
     if isinstance(value, list | tuple):
-        return ("list" if isinstance(value, list) else "tuple", tuple(template(item, into) for item in value))
+        items = tuple(template(item, into, is_argument=is_argument) for item in value)
+        return ("list" if isinstance(value, list) else "tuple", items)
     return ("plain", (type(value).__name__, value))  # True, 1 and 1.0 are equal, and not the same argument
 
 
@@ -152,7 +153,7 @@ def module_first(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> tuple[T
     def function(*values: torch.Tensor) -> Any:
         nonlocal structure
         results: list[torch.Tensor] = []
-        structure = template(call_module(MODULES[spec[0]], spec, values), results)
+        structure = template(call_module(MODULES[spec[0]], spec, values), results, is_argument=False)
         return tuple(results)
 
     return _with_graph(function, tensors, wanted), structure

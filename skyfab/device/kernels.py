@@ -10,19 +10,15 @@ take several times as long.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from skyfab.device import tensors, wire
-from skyfab.device.stream import DeviceStream
+from skyfab.device import meta, tensors, wire
+from skyfab.device.plans import Plan, before_plan, finish, new_cache, new_number, remember
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, Layout, is_remote, layout_of, operand, operands
 
-_MOST_PLANS: Final = 20_000
-"""Plans that are kept. A program whose shapes never repeat makes new ones all the time."""
 _NUMBERS: Final = frozenset((int, float, bool, complex))
 _PARAMETERS: Final = frozenset(
     ("number", "float", "Optional[number]", "Optional[float]", "List[number]", "List[float]", "Optional[List[float]]")
@@ -49,19 +45,6 @@ _LAZY: Final = ("Conjugate", "Negative")
 that have a kernel of their own for such a key are given the views as they are."""
 _PHYSICAL: Final = frozenset(("conj_physical_", "neg_"))
 """They do the same with the memory of such a view as with that of any tensor."""
-_SHAPED_BY_DEVICE: Final = frozenset(
-    (
-        "native_batch_norm",
-        "_native_batch_norm_legit",
-        "_native_batch_norm_legit_no_training",
-        "_batch_norm_no_update",
-        "_batch_norm_with_update",
-        "native_layer_norm",
-        "_embedding_bag",
-        "_embedding_bag_forward_only",
-    )
-)
-"""Operators some of whose results have other shapes or dtypes on CPUs. PyTorch's meta device has those of GPUs."""
 
 
 class _Missing:
@@ -74,86 +57,11 @@ class _Missing:
 _MISSING: Final = _Missing()
 
 
-class Plan:
-    """How a kind of call is executed."""
-
-    __slots__ = ("number", "outputs", "results", "single", "stream")
-
-    def __init__(self, number: int, stream: DeviceStream, outputs: Sequence[Layout | None], results: Any) -> None:
-        self.number = number
-        self.stream = stream
-        self.outputs = outputs
-        """The layouts of the new tensors."""
-        self.results = results
-        """What the call returns: outputs by place (int, or a list), or arguments ("name", place)."""
-        self.single = outputs[0] if results == [0] else None
-        """The layout of the only result, if it is one new tensor."""
-
-
 class _Answer:
     """The result of a call for which no plan could be made."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-new_number: Final = itertools.count().__next__
-"""The number of a new plan."""
-_caches: Final[list[dict[Any, Plan]]] = []
-_plans = 0
-
-
-def forget_plans() -> None:
-    """Forgets all plans, here and on the hosts."""
-    global _plans
-    _plans = 0
-    for cache in _caches:
-        cache.clear()
-    for stream in tensors.streams:
-        stream.forget_plans()
-
-
-def new_cache() -> dict[Any, Plan]:
-    """A cache of plans."""
-    cache: dict[Any, Plan] = {}
-    _caches.append(cache)
-    return cache
-
-
-def remember(cache: dict[Any, Plan], key: Any, plan: Plan) -> None:
-    global _plans
-    cache[key] = plan
-    _plans += 1
-
-
-def before_plan() -> None:
-    """Makes room: must be called before a plan is made, and not while an instruction is being built for another."""
-    if _plans >= _MOST_PLANS:
-        forget_plans()
-
-
-def finish(plan: Plan, instruction: list[Any], args: Sequence[Any]) -> Any:
-    """Makes the outputs of a call, emits the instruction, and returns what the call returns."""
-    made: list[torch.Tensor | None] = []
-    for layout in plan.outputs:
-        if layout is None:
-            made.append(None)
-            instruction.append(0)
-        else:
-            tensor, ident = layout.new()
-            made.append(tensor)
-            instruction.append(ident)
-    plan.stream.emit(instruction)
-    if plan.results is None:
-        return None
-    found = [_result(result, made, args) for result in plan.results]
-    return found[0] if len(found) == 1 else tuple(found)
-
-
-def _result(result: Any, made: Sequence[Any], args: Sequence[Any]) -> Any:
-    if type(result) is int:
-        return made[result]
-    return [made[at] for at in result] if type(result) is list else args[result[1]]
 
 
 # ---- generated kernels
@@ -348,20 +256,16 @@ def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_op
     index = common_device(args, kwargs)
     stream = tensors.streams[index]
     _require_remote_results(op, args, kwargs)
-    device, mode = "meta", contextlib.nullcontext()
-    if stream.device == "cpu" and op._schema.name.removeprefix("aten::") in _SHAPED_BY_DEVICE:
-        device, mode = "cpu", _fake_tensors()
     try:
-        with mode:
-            meta_args = [to_meta(value, device) for value in args]
-            meta_kwargs = {name: to_meta(value, device) for name, value in kwargs.items()}
-            result = op(*meta_args, **meta_kwargs)
+        result, meta_args, meta_kwargs = meta.predict(op, args, kwargs, stream.device)
     except NotImplementedError:
         return None
     resized = False
-    for real, meta in zip(_flat((*args, *kwargs.values())), _flat((*meta_args, *meta_kwargs.values())), strict=True):
-        if is_remote(real) and meta.shape != real.shape:
-            real.resize_(meta.shape)
+    for real, predicted in zip(
+        _flat((*args, *kwargs.values())), _flat((*meta_args, *meta_kwargs.values())), strict=True
+    ):
+        if is_remote(real) and predicted.shape != real.shape:
+            real.resize_(predicted.shape)
             resized = True
     if resized:
         return "again"
@@ -410,13 +314,6 @@ def _require_remote_results(op: Any, args: Sequence[Any], kwargs: Mapping[str, A
                     )
 
 
-def _fake_tensors() -> Any:
-    """PyTorch's mode in which tensors have no memory, on any device: slower than the meta device, and more exact."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode()
-
-
 def layouts(outputs: Sequence[Layout | None]) -> list[Any]:
     """The layouts of outputs as the host is sent them."""
     return [None if out is None else (out.shape, out.stride, DTYPE_NUMBERS[out.dtype]) for out in outputs]
@@ -447,18 +344,6 @@ def common_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         names = " and ".join(f"{TYPE}:{index} ({tensors.streams[index].link.name})" for index in sorted(found))
         raise RuntimeError(f"expected all tensors to be on one device, found {names}: move one with .to(device)")
     return next(iter(found or wanted or {0}))
-
-
-def to_meta(value: Any, device: str = "meta") -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.device.type != TYPE:
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    if isinstance(value, list | tuple):
-        return type(value)(to_meta(item, device) for item in value)
-    if isinstance(value, torch.device):
-        return torch.device(device)
-    return None if isinstance(value, torch.Generator) else value
 
 
 def _template(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_operand: bool) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from skyfab.device import composed, fused, tensors, wire
-from skyfab.device.kernels import to_meta
+from skyfab.device.meta import to_meta
 from skyfab.device.places import where
 from skyfab.device.tensors import is_remote, operand
 from skyfab.errors import NotPicklable, UsageError

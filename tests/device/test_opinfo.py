@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.lab, pytest.mark.filterwarnings("ignore")]
 
 SAMPLES = 3
-SPREAD = 12
+SPREAD = 20
 """The default form takes one of so many entries."""
 
 NOT_SPARSE = "there are no sparse tensors on remote devices"
@@ -198,7 +198,7 @@ def test_some_operators(device: Any, entries: list[Any], backward: bool, expecte
     chosen = [op for op in entries if is_chosen(op)]
     found, count = failures(chosen, device, backward)
     assert found.keys() == expected.keys() & {*map(name_of, chosen)}, found
-    assert count > 30
+    assert count > 15
 
 
 @pytest.mark.soak

@@ -1,0 +1,60 @@
+"""Predicts the layout of results with PyTorch's tensors that have a layout and no memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from skyfab.device.tensors import TYPE
+
+_SHAPED_BY_DEVICE: Final = frozenset(
+    (
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_native_batch_norm_legit_no_training",
+        "_batch_norm_no_update",
+        "_batch_norm_with_update",
+        "native_layer_norm",
+        "_embedding_bag",
+        "_embedding_bag_forward_only",
+    )
+)
+"""Operators some of whose results have other shapes or dtypes on CPUs. PyTorch's meta device has those of GPUs."""
+
+
+def predict(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: str
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    """The results of an operator on a device of a host, and the arguments after it: some may have been resized.
+
+    Raises NotImplementedError if PyTorch cannot tell.
+    """
+    where, mode = "meta", contextlib.nullcontext()
+    if device == "cpu" and op._schema.name.removeprefix("aten::") in _SHAPED_BY_DEVICE:
+        where, mode = "cpu", _fake_tensors()
+    with mode:
+        meta_args = [to_meta(value, where) for value in args]
+        meta_kwargs = {name: to_meta(value, where) for name, value in kwargs.items()}
+        return op(*meta_args, **meta_kwargs), meta_args, meta_kwargs
+
+
+def _fake_tensors() -> Any:
+    """PyTorch's mode in which tensors have no memory, on any device: slower than the meta device, and more exact."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def to_meta(value: Any, device: str = "meta") -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.device.type != TYPE:
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    if isinstance(value, list | tuple):
+        return type(value)(to_meta(item, device) for item in value)
+    if isinstance(value, torch.device):
+        return torch.device(device)
+    return None if isinstance(value, torch.Generator) else value

@@ -1,0 +1,91 @@
+"""Plans: how a kind of call is executed, as the client and the host have agreed on it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from skyfab.device import tensors
+from skyfab.device.stream import DeviceStream
+from skyfab.device.tensors import Layout
+
+_MOST_PLANS: Final = 20_000
+"""Plans that are kept. A program whose shapes never repeat makes new ones all the time."""
+
+
+class Plan:
+    """How a kind of call is executed."""
+
+    __slots__ = ("number", "outputs", "results", "single", "stream")
+
+    def __init__(self, number: int, stream: DeviceStream, outputs: Sequence[Layout | None], results: Any) -> None:
+        self.number = number
+        self.stream = stream
+        self.outputs = outputs
+        """The layouts of the new tensors."""
+        self.results = results
+        """What the call returns: outputs by place (int, or a list), or arguments ("name", place)."""
+        self.single = outputs[0] if results == [0] else None
+        """The layout of the only result, if it is one new tensor."""
+
+
+new_number: Final = itertools.count().__next__
+"""The number of a new plan."""
+_caches: Final[list[dict[Any, Plan]]] = []
+_plans = 0
+
+
+def forget_plans() -> None:
+    """Forgets all plans, here and on the hosts."""
+    global _plans
+    _plans = 0
+    for cache in _caches:
+        cache.clear()
+    for stream in tensors.streams:
+        stream.forget_plans()
+
+
+def new_cache() -> dict[Any, Plan]:
+    """A cache of plans."""
+    cache: dict[Any, Plan] = {}
+    _caches.append(cache)
+    return cache
+
+
+def remember(cache: dict[Any, Plan], key: Any, plan: Plan) -> None:
+    global _plans
+    cache[key] = plan
+    _plans += 1
+
+
+def before_plan() -> None:
+    """Makes room: must be called before a plan is made, and not while an instruction is being built for another."""
+    if _plans >= _MOST_PLANS:
+        forget_plans()
+
+
+def finish(plan: Plan, instruction: list[Any], args: Sequence[Any]) -> Any:
+    """Makes the outputs of a call, emits the instruction, and returns what the call returns."""
+    made: list[torch.Tensor | None] = []
+    for layout in plan.outputs:
+        if layout is None:
+            made.append(None)
+            instruction.append(0)
+        else:
+            tensor, ident = layout.new()
+            made.append(tensor)
+            instruction.append(ident)
+    plan.stream.emit(instruction)
+    if plan.results is None:
+        return None
+    found = [_result(result, made, args) for result in plan.results]
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _result(result: Any, made: Sequence[Any], args: Sequence[Any]) -> Any:
+    if type(result) is int:
+        return made[result]
+    return [made[at] for at in result] if type(result) is list else args[result[1]]

@@ -36,6 +36,7 @@ def test_after_an_error_new_kinds_of_operations_work(device: Any) -> None:
         torch.arange(3, device=device)[torch.tensor([5], device=device)]
         for size in range(300, 600):
             base[:size].softmax(0)
+        sky.synchronize()
 
     with pytest.raises(sky.DeviceError, match="out of bounds"):
         fail()

@@ -107,9 +107,9 @@ class Batch:
             except SkyfabError as broken:
                 error = broken
         elif isinstance(message, messages.Raised):
-            error = self._stream.gone(f"{message.kind}: {message.text}")
+            error = self._stream.gone(f"{message.kind}: {message.text}", self.entries)
         elif isinstance(message, messages.Ended):
-            error = self._stream.gone(message.text or f"its process ended ({message.why})")
+            error = self._stream.gone(message.text or f"its process ended ({message.why})", self.entries)
         self._stream.replied(self, error)
 
     def failed(self, error: Exception) -> None:
@@ -322,10 +322,12 @@ class DeviceStream:
         where_text = f" of {place}" if place else ""
         return DeviceError(f"{op or 'an operation'}({shapes}){where_text} failed there: {text}", host=self.link.name)
 
-    def gone(self, why: str) -> Exception:
-        """The error for a device whose process has ended."""
+    def gone(self, why: str, entries: Sequence[Entry]) -> Exception:
+        """The error for a device whose process has ended, while or after it executed these instructions."""
+        lines = list(dict.fromkeys(filter(None, (describe(place) for _, place in (*entries[:1], *entries[-1:])))))
+        after = f", with what it was sent from {' to '.join(lines)}" if lines else ""
         return WorkerDied(
-            f"the worker of {self.device} ended, and its tensors are gone: {why}",
+            f"the worker of {self.device} ended{after}, and its tensors are gone: {why}",
             host=self.link.name,
             hint="ask for the device again: compute.device(…)",
         )

@@ -10,7 +10,9 @@ take several times as long.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any, Final
 
 import torch
@@ -165,9 +167,15 @@ def make_kernel(op: Any) -> Callable[..., Any]:
         "resolve": _resolve,
         "refuse_lazy": _refuse_lazy,
     }
-    exec(compile(source, f"<kernel of {schema.name}>", "exec"), scope)
+    exec(_compiled(source), scope)
     kernel: Callable[..., Any] = scope["kernel"]  # type: ignore[assignment]
     return kernel
+
+
+@functools.cache
+def _compiled(source: str) -> CodeType:
+    """Many operators have arguments of the same types, and so the same source."""
+    return compile(source, "<kernel of a remote device>", "exec")
 
 
 def _lines(kind: str, word: str, at: int, *, is_operand: bool) -> list[str]:

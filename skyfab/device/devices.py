@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyfab.errors import HostUnfit, UsageError
+from skyfab.errors import HostUnfit, UsageError, WorkerDied
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,13 @@ def open_device(name: str, link: Link) -> DeviceStream:
         tensors.forget_layouts(index)
         plans.forget_plans()
     tensors.streams[index : index + 1] = [stream]
-    told = stream.ask([wire.HELLO]).value()
+    hint = f'Image(pip=["torch=={torch.__version__.split("+")[0]}"])'
+    try:
+        told = stream.ask([wire.HELLO]).value()
+    except WorkerDied as error:
+        if "No module named 'torch'" in str(error):
+            raise HostUnfit("its Python has no torch", host=link.name, hint=hint) from None
+        raise
     theirs = str(told.get("torch", "")) if isinstance(told, dict) else ""
     if theirs.split(".")[:2] != torch.__version__.split(".")[:2]:
         stream.close()
@@ -45,7 +51,7 @@ def open_device(name: str, link: Link) -> DeviceStream:
         raise HostUnfit(
             f"it has torch {theirs}, and this program {torch.__version__}: the first two numbers must be equal",
             host=link.name,
-            hint=f'Image(pip=["torch=={torch.__version__.split("+")[0]}"])',
+            hint=hint,
         )
     stream.emit([wire.SEED, torch.initial_seed() % (1 << 64), 0])  # torch.manual_seed may have come before
     return stream

@@ -198,6 +198,13 @@ def test_a_closed_pool(own_pool: Callable[..., sky.Compute]) -> None:
     del tensor
 
 
+def test_a_host_without_torch_says_what_to_write(hosts_of: Callable[..., list[sky.Host]]) -> None:
+    with sky.Compute(hosts_of("openssh", 1), ui="none") as pool:
+        with pytest.raises(sky.HostUnfit, match="no torch") as caught:
+            pool.device("cpu")
+        assert "Image(pip=" in str(caught.value.hint)
+
+
 def test_what_a_device_cannot_be(remote_pool: sky.Compute) -> None:
     with pytest.raises(sky.HostUnfit, match="no GPU"):
         remote_pool.device("cuda")

@@ -68,7 +68,7 @@ class _Module:
         return 0
 
     def device_count(self) -> int:
-        return len(tensors.streams)
+        return max((stream.index + 1 for stream in tensors.streams if not stream.is_lost), default=0)
 
     def manual_seed_all(self, seed: int) -> None:
         special.seed_all(seed)

@@ -301,7 +301,7 @@ def seed_all(seed: int) -> None:
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
     (stream,) = _streams(device if device is not None else 0)
-    return random_state(stream, 0)
+    return torch.empty(0, dtype=torch.uint8) if stream.is_lost else random_state(stream, 0)
 
 
 def random_state(stream: DeviceStream, ident: int) -> torch.Tensor:
@@ -315,7 +315,8 @@ def random_state(stream: DeviceStream, ident: int) -> torch.Tensor:
 
 def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
     (stream,) = _streams(device if device is not None else 0)
-    set_random_state(stream, 0, state)
+    if not stream.is_lost:  # PyTorch saves and restores the states of all devices
+        set_random_state(stream, 0, state)
 
 
 def set_random_state(stream: DeviceStream, ident: int, state: torch.Tensor) -> None:

@@ -196,6 +196,8 @@ def test_a_closed_pool(own_pool: Callable[..., sky.Compute]) -> None:
     with pytest.raises(sky.UsageError, match="not open"):
         pool.device("cpu")
     del tensor
+    with torch.random.fork_rng(devices=range(torch.sky.device_count()), device_type="sky"):
+        torch.manual_seed(1)
 
 
 def test_a_host_without_torch_says_what_to_write(hosts_of: Callable[..., list[sky.Host]]) -> None:

@@ -97,6 +97,7 @@ def test_content_is_sent_to_each_host_once_whatever_uses_it(
 def test_calls_that_begin_together_wait_for_the_same_content(pool: sky.Compute) -> None:
     array = random(8 * MB)
     ref = pool.put(array)
+    pool.submit(total(random(8)), on="head").result()  # the project's files are there
     before = moved(pool)[0]
     futures = [pool.submit(total(ref, n), on="head") for n in range(8)]
     assert [future.result(60) for future in futures] == [int(array.sum()) + n for n in range(8)]
@@ -105,6 +106,7 @@ def test_calls_that_begin_together_wait_for_the_same_content(pool: sky.Compute) 
 
 def test_equal_content_is_sent_once_however_often_it_is_put(pool: sky.Compute) -> None:
     array = random(2 * MB)
+    pool.submit(total(random(8)), on="head").result()  # the project's files are there
     before = moved(pool)[0]
     for _ in range(3):
         assert pool.submit(total(pool.put(array)), on="head").result() == int(array.sum())

@@ -170,7 +170,7 @@ def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
 
 
 def _snapshot(source: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> memoryview:
-    """The elements of a tensor of this machine in memory that nobody else writes to."""
+    """The elements of a tensor of this machine in memory that nothing else writes to."""
     copy = torch.empty(shape, dtype=dtype)
     copy.copy_(source)
     return memoryview(copy.reshape(-1).view(torch.uint8).numpy()) if copy.numel() else memoryview(b"")

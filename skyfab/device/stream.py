@@ -278,8 +278,9 @@ class DeviceStream:
         self._bytes += size
         try:
             self.link.send(codec.Payload(data, buffers), batch)
-        except SkyfabError as error:
-            self._lost = self._lost or error
+        except BaseException as error:  # Ctrl-C too: what is lost on the way must not be missing without a word
+            found = error if isinstance(error, SkyfabError) else self.gone("sending was interrupted", entries)
+            self._lost = self._lost or found
             self.limit = 0
             raise
         return batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -30,7 +31,6 @@ class DeviceLink:
         self._session = node.session
         self._worker = worker
         self._spec = spec
-        self._is_closed = False
 
     def send(self, payload: codec.Payload, batch: Batch) -> None:
         if self._node.session is not self._session:  # the host was lost, and has a new agent
@@ -50,16 +50,18 @@ class Devices:
     def __init__(self, spec_of: Callable[[Node, str], WorkerSpec]) -> None:
         self._spec_of = spec_of
         self._streams: dict[tuple[str, str], DeviceStream] = {}
+        self._lock = threading.Lock()
 
     def open(self, node: Node, kind: str, tree: str) -> torch.device:
         """The device of a host. The same one is the same device. Raises UsageError and HostUnfit."""
         name = _device_name(node, kind)
-        stream = self._streams.get((node.name, name))
-        if stream is None or stream.is_lost:
-            worker = f"device.{name.replace(':', '.')}"
-            spec = replace(self._spec_of(node, tree), pipelined=True)
-            stream = self._streams[node.name, name] = devices.open_device(name, DeviceLink(node, worker, spec))
-        return stream.torch_device
+        with self._lock:  # threads that ask for one device at once get the same one
+            stream = self._streams.get((node.name, name))
+            if stream is None or stream.is_lost:
+                worker = f"device.{name.replace(':', '.')}"
+                spec = replace(self._spec_of(node, tree), pipelined=True)
+                stream = self._streams[node.name, name] = devices.open_device(name, DeviceLink(node, worker, spec))
+            return stream.torch_device
 
     def close(self) -> None:
         """The pool closes."""

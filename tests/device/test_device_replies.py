@@ -110,3 +110,14 @@ def test_a_worker_that_ends(stream: DeviceStream, why: str) -> None:
     with pytest.raises(sky.WorkerDied, match="tensors are gone"):
         stream.emit([-9])
     assert stream.is_lost
+
+
+def test_sending_that_is_interrupted_is_not_silent(stream: DeviceStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(payload: codec.Payload, batch: Batch) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stream.link, "send", interrupted)
+    with stream._lock, pytest.raises(KeyboardInterrupt):  # nothing is sent by itself meanwhile
+        stream.ask([-9])
+    with pytest.raises(sky.WorkerDied, match="interrupted"):
+        stream.emit([-9])

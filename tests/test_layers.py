@@ -40,7 +40,7 @@ LARGEST_MODULE = 450
 LARGEST = {
     "protocol": 2250,
     "agent": 3950,
-    "session": 3750,
+    "session": 3800,
     "pool": 3700,
     "env": 2600,
     "calls": 1300,

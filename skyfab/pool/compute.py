@@ -175,6 +175,7 @@ class Compute:
             if number < node.host.slots
         )
         self._broadcasts.open()
+        self._sync.open(self.hosts)
         self._open = True
         open_pools.add(self)
         try:
@@ -300,7 +301,7 @@ class Compute:
             if elastic is not None:
                 return retry(start, lambda error, number: may_go_on(error, number, elastic, retries), in_order)
             return retry(start, lambda _, number: number < retries) if retries else start(0)
-        node = None if on == "one" else self.hosts[0] if on == "head" else named(self.hosts, on)
+        node = None if on == "one" else named(self.hosts, on)
         task = Task(function, arguments, label=label, timeout=timeout, on=node, retries=call.function.retries)
         task.future.pool = self
         self._scheduler.add(task)
@@ -333,9 +334,7 @@ class Compute:
         It has workers of its own. Returns once the hosts have all they need; ``sky.attach(run.id)`` reconnects to it.
         """
         function, arguments, tree = self._pack(call)
-        chosen = (
-            list(self.hosts) if on == "all" else [named(self.hosts, on) if on not in ("one", "head") else self.hosts[0]]
-        )
+        chosen = list(self.hosts) if on == "all" else [named(self.hosts, on)]
         if on == "all" and self._elastic is not None:
             chosen = remaining(chosen, self._elastic)
         nodes = self._nodes.copies(chosen)
@@ -405,7 +404,7 @@ class Compute:
         `kind`: "cuda", "cuda:1", "cpu", or "auto" for the first GPU or else the CPU. `on`: a host, or else the first.
         """
         self._check_open()
-        return self._devices.open(self.hosts[0] if on is None else named(self.hosts, on), kind, self._sync_tree())
+        return self._devices.open(named(self.hosts, on or "head"), kind, self._sync_tree())
 
     def _pack(self, call: Call[Any]) -> tuple[PackedFunction, codec.Payload, str]:
         """The packed function, its arguments, and the digest of the project tree, which every host has by then."""
@@ -439,7 +438,7 @@ class Compute:
 
     def _sync_tree(self) -> str:
         """Syncs the project's files to every host; returns the tree's digest."""
-        return self._sync.digest(self.hosts, self._replan)
+        return self._sync.digest(self._replan)
 
     def _replan(self, tree: str) -> None:
         """Later calls need workers that import the new code."""

@@ -156,9 +156,9 @@ def _pool_name() -> str:
 
 
 def named(nodes: Sequence[Node], name: str) -> Node:
-    """The node of that name. Raises UsageError."""
+    """The node of that name; the first for "one" and "head". Raises UsageError."""
     for node in nodes:
-        if node.name == name:
+        if name in (node.name, "one", "head"):
             return node
     names = ", ".join(node.name for node in nodes)
     raise UsageError(f"no host {name!r} in this pool", hint=f'on is "one", "all", "head" or one of: {names}')

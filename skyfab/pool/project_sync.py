@@ -20,13 +20,19 @@ class ProjectSync:
     def __init__(self, project: Project) -> None:
         self._project = project
         self._lock = threading.Lock()
+        self._nodes: Sequence[Node] | None = None  # None while the pool is not open
         self.tree: Tree | None = None
         """The tree that every node has; None before the first call, and if a node may lack something."""
 
     def begin(self) -> None:
-        """The nodes will be new, and have nothing yet. Raises UsageError where no pool can be opened."""
+        """Forgets the nodes: new ones will have nothing yet. Raises UsageError where no pool can be opened."""
         self._project.check()
-        self.tree = None
+        with self._lock:
+            self._nodes = self.tree = None
+
+    def open(self, nodes: Sequence[Node]) -> None:
+        """Calls from now on are for these nodes, those that wait since before the pool was closed included."""
+        self._nodes = nodes
 
     def close(self) -> None:
         self._project.close()
@@ -37,15 +43,20 @@ class ProjectSync:
             for _ in range(2):  # new folders are read, watched, and then read again
                 self._project.tree()
 
-    def digest(self, nodes: Sequence[Node], replan: Callable[[str], None]) -> str:
-        """Syncs every node; returns the tree's digest. `replan` is called with the digest if the tree is a new one."""
+    def digest(self, replan: Callable[[str], None]) -> str:
+        """Syncs every node; returns the tree's digest. `replan` is called with the digest if the tree is a new one.
+
+        Raises UsageError if the pool was closed meanwhile.
+        """
         tree = self._project.tree()
         if tree is self.tree:
             return tree.digest
         refuse_to_block()  # other threads wait for replies here, which the thread of a subscriber would have to read
         with self._lock:
+            if self._nodes is None:
+                raise UsageError("the pool was closed")
             tree = self._project.tree()  # read again: another thread may have sent a newer one meanwhile
-            behind = [node for node in nodes if node.lost is None and not node.knows(tree)]
+            behind = [node for node in self._nodes if node.lost is None and not node.knows(tree)]
             while not all(results_of(for_each_host(functools.partial(_learns, tree), behind))):
                 tree = self._project.tree(anew=True)  # a file has changed since the tree was read
             self.tree = tree

@@ -28,6 +28,9 @@ class FakeProject:
     def __init__(self) -> None:
         self.now = FakeTree("old")
 
+    def check(self) -> None:
+        pass
+
     def tree(self, *, anew: bool = False) -> FakeTree:
         return self.now
 
@@ -66,20 +69,49 @@ def test_a_thread_that_read_an_older_version_does_not_bring_it_back(sync: Projec
     """It waits for its turn while another thread sends the newer one."""
     node, plans, turn = FakeNode(), list[str](), threading.Event()
     node.learning = lambda: turn.wait(30)
-    first = threading.Thread(target=sync.digest, args=([node], plans.append))
+    sync.open([node])  # type: ignore[list-item]
+    first = threading.Thread(target=sync.digest, args=(plans.append,))
     first.start()
     until(lambda: sync._lock.locked())
-    second = threading.Thread(target=sync.digest, args=([node], plans.append))
+    second = threading.Thread(target=sync.digest, args=(plans.append,))
     second.start()  # it has read the old one, and waits
     until(lambda: second.is_alive())
     project.now = FakeTree("new")
-    third = threading.Thread(target=sync.digest, args=([node], plans.append))
+    third = threading.Thread(target=sync.digest, args=(plans.append,))
     third.start()
     turn.set()
     for thread in (first, second, third):
         thread.join(30)
     assert plans[0] == "old"
     assert set(plans[1:]) == {"new"}
+
+
+def test_a_thread_that_waits_while_the_pool_is_closed_and_opened_again_syncs_the_new_nodes(
+    sync: ProjectSync, project: FakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It noted that the old nodes had everything, and the new ones were called without the project's files."""
+    before, after, plans = FakeNode(), FakeNode(), list[str]()
+    before.lost = sky.HostLost("closed", host="node1")
+    sync.open([before])  # type: ignore[list-item]
+    read = project.tree
+
+    def reopen() -> FakeTree:
+        monkeypatch.undo()
+        sync.begin()
+        sync.open([after])  # type: ignore[list-item]
+        return read()
+
+    monkeypatch.setattr(project, "tree", reopen)
+    sync.digest(plans.append)
+    sync.digest(plans.append)
+    assert after.known == {"old"}
+    assert plans == ["old"]
+
+
+def test_a_thread_that_waits_while_the_pool_is_closed_is_told(sync: ProjectSync) -> None:
+    sync.begin()
+    with pytest.raises(sky.UsageError, match="the pool was closed"):
+        sync.digest(lambda digest: None)
 
 
 def test_a_host_that_is_lost_while_it_is_sent_files_is_nothing_to_the_others(sync: ProjectSync) -> None:
@@ -89,7 +121,8 @@ def test_a_host_that_is_lost_while_it_is_sent_files_is_nothing_to_the_others(syn
         raise sky.HostLost("gone", host="node1")
 
     lost.learning = vanish
-    assert sync.digest([lost, there], lambda digest: None) == "old"  # type: ignore[list-item]
+    sync.open([lost, there])  # type: ignore[list-item]
+    assert sync.digest(lambda digest: None) == "old"
     assert lost.lost is not None
     assert there.known == {"old"}
 
@@ -98,13 +131,14 @@ def test_a_change_while_a_node_is_taken_back_reaches_it_before_calls_do(
     sync: ProjectSync, project: FakeProject
 ) -> None:
     other, back = FakeNode(), FakeNode()
-    sync.digest([other], lambda digest: None)  # type: ignore[list-item]
+    sync.open([other])  # type: ignore[list-item]
+    sync.digest(lambda digest: None)
     known: list[set[str]] = []
 
     def edit() -> None:
         back.learning = None
         project.now = FakeTree("new")
-        sync.digest([other], lambda digest: None)  # type: ignore[list-item]
+        sync.digest(lambda digest: None)
 
     back.learning = edit
     sync.take_back(back, lambda: known.append(set(back.known)))  # type: ignore[arg-type]
@@ -150,7 +184,8 @@ def test_a_file_that_is_added_between_reading_new_folders_and_watching_them_is_s
 def test_the_thread_that_reads_cannot_wait_for_hosts_to_have_new_files(sync: ProjectSync, project: FakeProject) -> None:
     """A subscriber that submitted a call after an edit stopped its pool for ever."""
     node, told = FakeNode(), list[BaseException]()
-    sync.digest([node], lambda tree: None)  # type: ignore[list-item]
+    sync.open([node])  # type: ignore[list-item]
+    sync.digest(lambda tree: None)
     reader, said = SharedReader(), os.pipe()
 
     class Subscriber:
@@ -162,9 +197,9 @@ def test_the_thread_that_reads_cannot_wait_for_hosts_to_have_new_files(sync: Pro
 
         def submit(self) -> None:
             try:
-                sync.digest([node], lambda tree: None)  # type: ignore[list-item]
+                sync.digest(lambda tree: None)
                 project.now = FakeTree("new")
-                sync.digest([node], lambda tree: None)  # type: ignore[list-item]
+                sync.digest(lambda tree: None)
             except sky.UsageError as error:
                 told.append(error)
 

@@ -23,6 +23,7 @@ import paramiko
 import pytest
 from stage.remote import flood_link
 from stage.spot import Spot, until
+from stage.threads import begin
 
 import skyfab as sky
 from skyfab.lab import Lab
@@ -408,6 +409,35 @@ def pool_of(host: sky.Host, *others: sky.Host) -> sky.Compute:
     """A pool of one host, in an inventory of several."""
     inventory = sky.Inventory(hosts={each.name: each for each in (host, *others)})
     return sky.Compute([host], inventory=inventory, image=sky.Image(excludes=("*",)), ui="none")
+
+
+@pytest.mark.parametrize("jumps", [0, 1])
+def test_sending_by_fabric_does_not_wait_for_a_network_that_is_down(
+    namespaces: Lab, hosts_of: Hosts, jumps: int
+) -> None:
+    """paramiko waited for the socket, and with it the thread that serves all hosts."""
+    host, jump = hosts_of("fabric", 2)
+    host = replace(host, jump=jump.name) if jumps else host
+    way = transport_for(host, sky.Inventory(hosts={host.name: host, jump.name: jump}))
+    stream = way.open("cat > /dev/null")
+    first = namespaces[jump.name if jumps else host.name]
+    try:
+        stream._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)  # type: ignore[attr-defined]
+        first.cut()
+
+        def fill() -> int:
+            sent = 0
+            while True:
+                try:
+                    sent += stream.send([bytes(MB)])
+                except BlockingIOError:
+                    return sent
+
+        assert begin(fill).result(20) < 4 * MB
+    finally:
+        first.restore()
+        stream.close()
+        way.close()
 
 
 @both

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import select
 import socket
 import sys
 import threading
@@ -38,6 +39,8 @@ from skyfab.session.transport.openssh import (
 
 _PACKET: Final = 1024 * 1024
 """paramiko becomes very slow with larger pieces."""
+_WIDE: Final = 256 * 1024
+"""Size of a socket's buffer, a third of which holds a packet of 32 kB and the kernel's overhead."""
 
 
 def connection(host: Host, inventory: Inventory, *, password: str | None = None) -> fabric.Connection:
@@ -263,6 +266,13 @@ class Passwords:
             return cls._known[who]
 
 
+def _first_socket(channel: Any) -> socket.socket | None:
+    """The socket to the first machine, behind all channels through jump hosts; None for a ProxyCommand."""
+    while isinstance(channel, paramiko.Channel):
+        channel = channel.get_transport().sock
+    return channel if isinstance(channel, socket.socket) else None
+
+
 class ChannelStream:
     """A non-blocking paramiko channel."""
 
@@ -270,6 +280,10 @@ class ChannelStream:
         self._channel = channel
         self._host = host
         channel.settimeout(0.0)
+        self._socket = _first_socket(channel)
+        self._writable = select.poll()
+        if self._socket is not None:
+            self._writable.register(self._socket, select.POLLOUT)
         self._fd: int = channel.fileno()
         self._said = b""
         self._held = memoryview(b"")
@@ -308,8 +322,9 @@ class ChannelStream:
 
     def send(self, buffers: Sequence[Buffer]) -> int:
         """Sends small buffers together: a frame in two packets costs a delayed acknowledgement."""
+        room = self._room()
         data = buffers[0] if len(buffers) == 1 else b"".join(buffers[:64])
-        view = memoryview(data)[:_PACKET]
+        view = memoryview(data)[:room]
         try:
             sent: int = self._channel.send(view)
         except TimeoutError:
@@ -319,6 +334,18 @@ class ChannelStream:
         if not sent:
             raise BrokenPipeError("the channel is closed")
         return sent
+
+    def _room(self) -> int:
+        """How many bytes paramiko may be given. Raises BlockingIOError if the socket's buffer is full.
+
+        Whatever the channel's timeout, paramiko waits until the socket has taken a packet: with all locks held, and
+        for as long as the network is down. Linux reports a socket as writable if a third of its buffer is free.
+        """
+        if self._socket is None:
+            return _PACKET
+        if not self._writable.poll(0):
+            raise BlockingIOError
+        return _PACKET if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > _WIDE else 8192
 
     def explain(self) -> Exception:
         said = self._said.decode(errors="replace").strip().rpartition("\n")[2]

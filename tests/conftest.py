@@ -81,10 +81,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 SLOW = 15.0
 """Seconds from which a test carries the marker `slow`."""
-SLOW_FOLDERS = ("examples", "faults", "gpu", "lab", "plugins")
-"""Not in the fast tier: each needs a framework, or minutes."""
+SLOW_FOLDERS = ("device", "faults", "gpu", "lab", "plugins")
+"""Not in the fast tier, and not even imported for it: each needs a framework, or minutes."""
 SLOW_FIXTURES = {"lent_lab", "namespaces"}
 """What only tests have that take long."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    folder = collection_path.relative_to(Path(__file__).parent).parts[:1]
+    return True if config.getoption("--fast") and folder and folder[0] in SLOW_FOLDERS else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -114,9 +119,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _is_fast(item: pytest.Item) -> bool:
     if item.get_closest_marker("slow") or item.get_closest_marker("soak") or item.get_closest_marker("torch"):
         return False
-    folder = item.path.relative_to(Path(__file__).parent).parts[0]
     fixtures = set(getattr(item, "fixturenames", ()))
-    if folder in SLOW_FOLDERS or SLOW_FIXTURES & fixtures:
+    if SLOW_FIXTURES & fixtures:
         return False
     callspec = getattr(item, "callspec", None)
     return "lab" not in fixtures or (callspec is not None and callspec.params.get("transport") == "local")

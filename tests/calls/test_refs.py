@@ -375,7 +375,7 @@ def test_a_disk_without_room_fails_the_call_and_the_pool_goes_on(
 
 
 def test_a_host_that_is_lost_fails_the_calls_that_wait_for_content(open_pool: Callable[..., sky.Compute]) -> None:
-    pool = open_pool("openssh", lease=1)
+    pool = open_pool("openssh", lease=5)
     ref = pool.put(random(64 * MB))
     assert identity(1) >> pool == 1
     futures = [pool.submit(total(ref)) for _ in range(4)]

@@ -272,6 +272,7 @@ class Workers:
                 if what == "started":
                     worker.group = value
                 elif what == "failed":
+                    self.not_started[worker.name] = (worker.rank, _not_started(value))  # for calls still in flight
                     self._reap(worker, None, _not_started(value))
                 else:
                     self._reap(worker, value)

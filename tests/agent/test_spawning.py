@@ -20,6 +20,7 @@ import skyfab as sky
 from skyfab.agent import zygote
 from skyfab.agent.handlers import Handlers
 from skyfab.agent.run_folder import RunFolder
+from skyfab.agent.workers import Workers
 from skyfab.agent.zygote import Zygote
 from skyfab.lab import Lab
 from skyfab.protocol import messages
@@ -148,6 +149,25 @@ def test_at_a_limit_of_processes_a_call_says_so_and_others_go_on(
     assert limit_processes(before) >> pool == (own, 1)
     assert add(1) @ pool == [11]
     assert limit_processes(before) >> pool == (own, before)
+
+
+def test_a_call_that_arrives_after_its_process_could_not_be_started_is_told_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was told that it had not begun, and a broadcast failed without a reason."""
+    workers = Workers.__new__(Workers)
+    workers._zygote = SimpleNamespace(notices=lambda: [("failed", 7, "no room")])  # type: ignore[assignment]
+    workers._workers = {"gang1.0": SimpleNamespace(number=7, name="gang1.0", rank=3)}  # type: ignore[dict-item]
+    workers.not_started = {}
+    monkeypatch.setattr(Workers, "_reap", lambda self, worker, exitcode, text: self._workers.clear())
+    workers._on_zygote()
+    sent: list[tuple[int, bytes]] = []
+    workers.mux = SimpleNamespace(send=lambda stream, head: sent.append((stream, head)))  # type: ignore[assignment]
+    nothing: Any = None
+    Handlers(nothing, workers, nothing, nothing, run="", cache="")._refuse(5, "gang1.0")
+    assert [(stream, messages.decode(head)) for stream, head in sent] == [
+        (5, messages.Ended(why="died", text="its process could not be started: no room"))
+    ]
 
 
 def test_a_detached_run_whose_process_cannot_be_started_has_failed_and_says_why(tmp_path: Path) -> None:

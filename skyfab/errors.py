@@ -212,9 +212,13 @@ class RemoteTraceback(Exception):
         self.host = host
         self.rank = rank
 
+    @property
+    def place(self) -> str:
+        """Host and rank: ``node1[0]``."""
+        return self.host if self.rank is None else f"{self.host}[{self.rank}]"
+
     def __str__(self) -> str:
-        where = self.host if self.rank is None else f"{self.host}[{self.rank}]"
-        return printable(f"on {where}\n{self.text.rstrip()}")
+        return printable(f"on {self.place}\n{self.text.rstrip()}")
 
 
 class _Group(ExceptionGroup[Exception], SkyfabError):
@@ -227,7 +231,8 @@ class _Group(ExceptionGroup[Exception], SkyfabError):
         self.host = self.rank = self.hint = None
 
     def __str__(self) -> str:
-        return printable("\n".join([self.message, *(f"  {_indent(error)}" for error in self.exceptions)]))
+        lines = dict.fromkeys(f"  {_indent(error)}" for error in self.exceptions)
+        return printable("\n".join([self.message, *lines]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, list(self.exceptions))
@@ -243,7 +248,7 @@ class PoolError(_Group):
 
 
 class BroadcastError(_Group):
-    """Some ranks of a gang failed; `.exceptions` begins with the first failure."""
+    """Some ranks of a gang failed; `.exceptions` begins with the first failure, without ranks that were stopped."""
 
     def __init__(self, message: str, errors: Sequence[Exception], results: Sequence[Any] = ()) -> None:
         super().__init__(message, errors)
@@ -257,6 +262,19 @@ class BroadcastError(_Group):
         return BroadcastError(self.message, excs, self.results)
 
 
+def broadcast_error(label: str, failures: Sequence[Exception], results: Sequence[Any]) -> BroadcastError:
+    """The error for a broadcast whose ranks failed. Those that were stopped because another one failed did not."""
+    failed = [failure for failure in failures if not isinstance(failure, CallCancelled)]
+    stopped = len(failures) - len(failed) if failed else 0
+    text = f"{label} failed on {len(failed) or len(failures)} of {len(results)} ranks"
+    return BroadcastError(text + (f"; {stopped} stopped" if stopped else ""), failed or failures, results)
+
+
 def _indent(error: Exception) -> str:
-    text = str(error) if isinstance(error, SkyfabError) else f"{type(error).__name__}: {error}"
+    cause = error.__cause__
+    text = str(error)
+    if not isinstance(error, SkyfabError):
+        text = f"{type(error).__name__}: {text}"
+        if isinstance(cause, RemoteTraceback):
+            text = f"{cause.place} {text}"
     return text.replace("\n", "\n  ")

@@ -11,7 +11,9 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
-from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Final, Generic, NoReturn, ParamSpec, Protocol, TypeVar, overload
+
+from skyfab.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,6 +72,11 @@ class Function(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<sky.function {self.label}>"
+
+    def _uncalled(self, compute: object) -> NoReturn:
+        raise not_a_call(self)
+
+    __rshift__ = __matmul__ = __gt__ = __and__ = _uncalled
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Pickled by name if a host can import it, as functions are; else by value."""
@@ -203,3 +210,15 @@ def as_function(fn: Any) -> Function[..., Any]:
     if not callable(fn):
         raise TypeError(f"not a function: {fn!r:.80}")
     return Function(fn)
+
+
+def not_a_call(value: object) -> UsageError:
+    """The error for a value where a call was expected."""
+    if isinstance(value, Function):
+        what = f"{value.label} is a function, not a call: write {value.label}(…), with its arguments"
+    elif callable(value):
+        name = getattr(value, "__qualname__", "f")
+        what = f"{name} is a plain function: decorate it with @sky.function, and write {name}(…)"
+    else:
+        what = f"{value!r:.80} is a value, not a call: is the function that returned it decorated with @sky.function?"
+    return UsageError(what)

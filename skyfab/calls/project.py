@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import site
 import sys
 import sysconfig
@@ -159,6 +160,7 @@ class Project:
         if stamps != self._stamps:
             self._stamps = stamps
             self._tree = self._pack(found, stamps)
+            _note_sent(self._tree.digest, [str(root.path) for root in roots])
         self._watched = [(file, _stamp(file)) for file in self._loaded]
 
     def _pack(self, found: dict[str, Path], stamps: dict[Path, Stamp]) -> Tree:
@@ -177,6 +179,33 @@ class Project:
         if not files:
             return EMPTY
         return Tree(name_of(*(os.fsencode(f"{inner}\0{name}\n") for inner, name in files)), tuple(files), sources)
+
+
+_SENT: Final[dict[str, Sequence[str]]] = {}
+"""The folders of the latest trees, by digest."""
+_MOST_SENT: Final = 256
+_THERE: Final = re.compile(r'(?<=File ")[^"\n]*/trees/([0-9a-f]{64})/([0-9]{3})/')
+"""The beginning of a path in a tree on a host, as tracebacks have it."""
+
+
+def _note_sent(digest: str, folders: Sequence[str]) -> None:
+    _SENT.pop(digest, None)
+    _SENT[digest] = folders
+    while len(_SENT) > _MOST_SENT:
+        del _SENT[next(iter(_SENT))]
+
+
+def with_local_paths(trace: str) -> str:
+    """A host's traceback with the files of the project named as they are here: an editor can open them.
+
+    Files of a tree that another program sent are named without the host's folder.
+    """
+    return _THERE.sub(lambda found: _folder_here(found[1], int(found[2])), trace)
+
+
+def _folder_here(digest: str, number: int) -> str:
+    folders = _SENT.get(digest, ())
+    return f"{folders[number]}{os.sep}" if number < len(folders) else ""
 
 
 def _stamp(path: str) -> Stamp:

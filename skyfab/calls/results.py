@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from skyfab.calls.project import with_local_paths
 from skyfab.errors import (
     CallCancelled,
     CallTimeout,
@@ -45,9 +46,11 @@ def unpack_result(
         return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label, untrusted=untrusted)
     if isinstance(message, messages.Raised):
         found = _exception(message, buffers, host, rank, untrusted)
-        raise found from RemoteTraceback(message.traceback + _noted(found, host), host, rank)
+        trace = with_local_paths(message.traceback)
+        raise found from RemoteTraceback(trace + _noted(found, host), host, rank)
     if isinstance(message, messages.Ended):
-        cause = RemoteTraceback(message.traceback, host, rank) if message.traceback else None
+        trace = with_local_paths(message.traceback)
+        cause = RemoteTraceback(trace, host, rank) if trace else None
         raise _ending(message, host, rank, label) from cause
     if isinstance(message, messages.Failed):
         raise WorkerDied(message.text, host=host, rank=rank, hint=message.hint)

@@ -160,6 +160,6 @@ def _reported(body: Callable[[], int | None]) -> int | None:
     except Exception as error:
         if not report.is_expected(error):
             raise
-        if os.environ.get("SKYFAB_DEBUG"):
+        if os.environ.get("SKYFAB_TRACE"):
             traceback.print_exc()
         raise Exit(report.text(error), code=report.exit_code(error)) from error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Option, RunName, command
-from skyfab.ui.terminal import clean
+from skyfab.ui.terminal import clean, counted
 
 if TYPE_CHECKING:
     from skyfab.detached.folder import Part
@@ -39,7 +39,7 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None) -> int:
 
 
 def _lines(run: Run) -> list[str]:
-    ranks = report.counted(run.world_size, "rank")
+    ranks = counted(run.world_size, "rank")
     state = run.state
     where = ", ".join(run.hosts)
     if run.unasked:

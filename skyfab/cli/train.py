@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import skyfab
 from skyfab.cli.command import Detach, Hosts, InventoryFile, Option, Ranks, command
-from skyfab.cli.report import counted
 from skyfab.errors import BroadcastError, RemoteTraceback, UsageError
+from skyfab.ui.terminal import counted
 
 if TYPE_CHECKING:
     from skyfab.calls.call import Call

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 from skyfab.calls.results import in_order, unpack_result
 from skyfab.detached.folder import About, LogCursor, Part, State, new_lines, read_parts, stop
 from skyfab.detached.written import event
-from skyfab.errors import BroadcastError, HostLost, SkyfabError, UsageError
+from skyfab.errors import HostLost, SkyfabError, UsageError, broadcast_error
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol import messages
@@ -236,8 +236,7 @@ class Run:
             return values[0]
         if failures:
             results = [value.error if isinstance(value, _Failed) else value for value in values]
-            count = f"{len(failures)} of {len(values)} ranks"
-            raise BroadcastError(f"{self.function} failed on {count}", failures, results)
+            raise broadcast_error(self.function, failures, results)
         return in_order(values) if about.elastic else values
 
     def stop(self) -> None:

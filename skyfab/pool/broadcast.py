@@ -11,7 +11,15 @@ from typing import Any, Final
 
 from skyfab.calls.pack import PackedFunction
 from skyfab.calls.results import not_unpickled, unpack_result
-from skyfab.errors import BroadcastError, CallCancelled, HostLost, ProtocolError, RemoteTraceback, SkyfabError
+from skyfab.errors import (
+    BroadcastError,
+    CallCancelled,
+    HostLost,
+    ProtocolError,
+    RemoteTraceback,
+    SkyfabError,
+    broadcast_error,
+)
 from skyfab.plugins.base import Elastic
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.gang import Gang, Member
@@ -174,9 +182,7 @@ class GangCall:
             self.future.on_cancel = None
             return
         _fold(self._failures)
-        count, total = len(self._failures), len(self._results)
-        label = self.broadcast.label
-        self.fail(BroadcastError(f"{label} failed on {count} of {total} ranks", self._failures, self._results))
+        self.fail(broadcast_error(self.broadcast.label, self._failures, self._results))
 
 
 class _RankCall:
@@ -205,7 +211,7 @@ class _RankCall:
                 message, buffers, host=member.node.name, rank=member.rank, label=label, untrusted=untrusted
             )
         except Exception as error:
-            call.note(member, error, failed=True)
+            call.note(member, error.with_traceback(None), failed=True)  # Python prints the frames of each in a group
         except BaseException as error:  # raised by unpickling the result, or by a signal handler of the program
             call.note(member, not_unpickled(error, host=member.node.name, rank=member.rank, label=label), failed=True)
             raise
@@ -224,8 +230,8 @@ def _fold(failures: Sequence[Exception]) -> None:
         if isinstance(cause, RemoteTraceback):
             first = seen.setdefault((type(failure), cause.text), cause)
             if first is not cause:
-                where = first.host if first.rank is None else f"{first.host}[{first.rank}]"
-                failure.__cause__ = RemoteTraceback(f"[the traceback is that of {where}]", cause.host, cause.rank)
+                text = f"[the traceback is that of {first.place}]"
+                failure.__cause__ = RemoteTraceback(text, cause.host, cause.rank)
 
 
 Start = Callable[[GangCall], None]

@@ -10,10 +10,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 from skyfab.calls import nesting
-from skyfab.calls.call import Call, Function, Group, as_function
+from skyfab.calls.call import Call, Function, Group, as_function, not_a_call
 from skyfab.calls.image import Image
 from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function
 from skyfab.calls.project import Project
@@ -30,7 +30,7 @@ from skyfab.pool.cloud import refuses_rent
 from skyfab.pool.detach import Detacher
 from skyfab.pool.devices import Devices
 from skyfab.pool.fastpath import NOT_TAKEN, fastpath
-from skyfab.pool.futures import CallFuture, refuse_to_block
+from skyfab.pool.futures import CallFuture, refuse_to_block, wait_for
 from skyfab.pool.gang import GangCache, GangSpec, remaining
 from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
@@ -44,6 +44,7 @@ from skyfab.pool.workdir import Workdirs, tell_files
 from skyfab.protocol import codec
 from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.session.timing import Timing
+from skyfab.ui import failure
 from skyfab.ui.events import Events, HostState, emitting
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ class Compute:
         )
         self._broadcasts.open()
         self._sync.open(self.hosts)
+        failure.install()
         self._open = True
         open_pools.add(self)
         try:
@@ -251,7 +253,7 @@ class Compute:
         """Runs a call on one worker and waits for it: ``call >> compute``."""
         function, arguments, _ = self._pack(call)
         if call.function.stall is not None or call.function.retries:
-            return self._wait(self.submit(call))
+            return wait_for(self.submit(call), self.hosts)
         timeout, label = self._timeout_of(call.function), call.function.label
         if emitting:
             refuse_to_block()
@@ -259,7 +261,7 @@ class Compute:
         if result is NOT_TAKEN:
             task = Task(function, arguments, label=label, timeout=timeout)
             self._scheduler.add(task)
-            result = self._wait(task.future)
+            result = wait_for(task.future, self.hosts)
         return result
 
     def broadcast(self, call: Call[R]) -> list[R]:
@@ -268,7 +270,7 @@ class Compute:
         Raises BroadcastError if a rank fails; it has the results of the others.
         """
         future: Future[Any] = self.submit(call, on="all")
-        results: list[R] = self._wait(future)
+        results: list[R] = wait_for(future, self.hosts)
         return results
 
     def submit(self, call: Call[R], *, on: str = "one") -> Future[R]:
@@ -388,7 +390,7 @@ class Compute:
         self._sync_tree()
         slots = sum(node.host.slots for node in self.hosts)
         future = MapCall(self._scheduler, packed, calls, slots=slots, timeout=self._timeout_of(fn)).start()
-        return self._wait(future)
+        return wait_for(future, self.hosts)
 
     def put(self, obj: T) -> Ref[T]:
         """A reference to pass to several calls in place of the object, which is sent to each host only once.
@@ -409,20 +411,19 @@ class Compute:
     def _pack(self, call: Call[Any]) -> tuple[PackedFunction, codec.Payload, str]:
         """The packed function, its arguments, and the digest of the project tree, which every host has by then."""
         if not isinstance(call, Call):
-            raise UsageError(f"{call!r:.80} is not a call", hint="decorate the function with @sky.function and call it")
+            raise not_a_call(call)
         if not self._open:
             self._check_open()
         return pack_function(call.function, self._plugins), pack_arguments(call), self._sync_tree()
 
-    def _wait(self, future: Future[R]) -> R:
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
-
     def _timeout_of(self, function: Function[..., Any]) -> float | None:
         return self._timeout if function.timeout is None else function.timeout
+
+    def _not_a_call(self, value: object) -> NoReturn:
+        raise not_a_call(value)
+
+    __rrshift__ = __rmatmul__ = __lt__ = _not_a_call
+    __array_ufunc__ = None  # else numpy would apply the operator to each element of an array
 
     # ---- internals
 

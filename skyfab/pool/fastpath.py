@@ -42,6 +42,8 @@ def fastpath(
             slot.node.session.await_reply(reply)
         except BaseException as error:
             _give_up(scheduler, slot, reply)
+            if isinstance(error, KeyboardInterrupt):
+                vars(error)["stopped"] = f"stopped on {host}"
             ended(CallCancelled("interrupted") if isinstance(error, KeyboardInterrupt) else error)
             raise
         scheduler.release(slot)

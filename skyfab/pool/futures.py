@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import CANCELLED
-from typing import Any
+from typing import Any, TypeVar
 
 from skyfab.errors import UsageError
 from skyfab.pool.node import Node
 from skyfab.session.reader import refuse_nested_wait
 from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.ui.events import emitting
+
+R = TypeVar("R")
 
 
 def refuse_to_block() -> None:
@@ -90,3 +92,13 @@ class CallFuture(Future[Any]):
                 raise
         if self._waiter is not None and self._waiter[0] != threading.get_ident():
             self._waiter[1].session.poke()  # this thread is not the one that waits and reads: wake that
+
+
+def wait_for(future: Future[R], nodes: Sequence[Node]) -> R:
+    """The result. Ctrl-C stops the call, and says on which hosts."""
+    try:
+        return future.result()
+    except KeyboardInterrupt as error:
+        future.cancel()
+        vars(error)["stopped"] = f"stopped on {', '.join(node.name for node in nodes)}"
+        raise

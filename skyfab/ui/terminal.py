@@ -34,6 +34,14 @@ def clean_lines(text: str) -> str:
     return "\n".join(clean(line, colour=False) for line in text.split("\n"))
 
 
+def counted(count: int, noun: str) -> str:
+    """
+    >>> counted(1, "rank"), counted(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def is_rich(*files: TextIO | None) -> bool:
     """All files are a terminal that can move its cursor, in UTF-8, and NO_COLOR is not set."""
     return (

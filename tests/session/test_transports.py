@@ -440,6 +440,17 @@ def test_sending_by_fabric_does_not_wait_for_a_network_that_is_down(
         way.close()
 
 
+def test_sending_by_fabric_after_the_connection_was_reset_is_a_broken_pipe(hosts_of: Hosts) -> None:
+    host = hosts_of("fabric", 1)[0]
+    way = transport_for(host, sky.Inventory(hosts={host.name: host}))
+    stream = way.open("cat")
+    way._connection.client.get_transport().close()  # type: ignore[attr-defined]
+    with pytest.raises(BrokenPipeError):
+        stream.send([b"x"])
+    stream.close()
+    way.close()
+
+
 @both
 def test_a_jump_host_of_the_inventory(namespaces: Lab, hosts_of: Hosts, by: str) -> None:
     """node2 is reached from node1, each with its own user and host key."""

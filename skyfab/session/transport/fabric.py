@@ -322,12 +322,10 @@ class ChannelStream:
 
     def send(self, buffers: Sequence[Buffer]) -> int:
         """Sends small buffers together: a frame in two packets costs a delayed acknowledgement."""
-        room = self._room()
         data = buffers[0] if len(buffers) == 1 else b"".join(buffers[:64])
-        view = memoryview(data)[:room]
         try:
-            sent: int = self._channel.send(view)
-        except TimeoutError:
+            sent: int = self._channel.send(memoryview(data)[: self._room()])
+        except (BlockingIOError, TimeoutError):
             raise BlockingIOError from None
         except (EOFError, OSError, paramiko.SSHException) as error:
             raise BrokenPipeError(str(error)) from error

@@ -1,0 +1,197 @@
+"""Formats a failure for people: their own frames, then the host's, and on the last line the cause, with host and rank.
+
+Python prints an uncaught exception with every frame of skyfab, and several ranks' failures as a tree whose last line is
+any of them. `install` replaces that for errors that have to do with a pool; SKYFAB_TRACE=1 keeps Python's own form.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from skyfab.errors import BroadcastError, RemoteTraceback, SkyfabError
+from skyfab.ui.terminal import clean_lines, counted
+
+_HEADER: Final = "Traceback (most recent call last):"
+_HIDDEN: Final = (
+    *(f"{path}{os.sep}" for path in (Path(__file__).absolute().parents[1], Path(concurrent.futures.__file__).parent)),
+    pickle.__file__,
+)
+_CHAIN: Final = {
+    True: "\nThe above exception was the direct cause of the following exception:\n",
+    False: "\nDuring handling of the above exception, another exception occurred:\n",
+}
+
+
+def text(error: BaseException) -> str:
+    """What an uncaught exception shows. It may quote a host, so terminal control sequences are removed."""
+    return clean_lines("\n".join(_chain(error, set())))
+
+
+def summary(error: BaseException, prefix: str = "") -> str:
+    """The host's frames and the cause, without frames of this program."""
+    return clean_lines("\n".join([*_remote(_first(error)), *_ending(error, prefix)]))
+
+
+def is_from_pool(error: BaseException) -> bool:
+    """It was raised by skyfab, or by a call."""
+    return any(
+        isinstance(one, (SkyfabError, RemoteTraceback)) or any(_is_hidden(frame) for frame in _frames(one))
+        for one in _causes(error)
+    )
+
+
+# ---- parts
+
+
+def _first(error: BaseException) -> BaseException:
+    return error.exceptions[0] if isinstance(error, BroadcastError) else error
+
+
+def _chain(error: BaseException, seen: set[int]) -> Iterator[str]:
+    seen.add(id(error))
+    before = error.__cause__ if error.__cause__ or error.__suppress_context__ else error.__context__
+    if before is not None and not isinstance(before, RemoteTraceback) and id(before) not in seen:
+        yield from _chain(before, seen)
+        yield _CHAIN[before is error.__cause__]
+    frames = [frame for frame in _frames(error) if not _is_hidden(frame)]
+    if frames:
+        yield _HEADER
+        yield "".join(traceback.format_list(frames)).rstrip()
+    yield from _remote(_first(error))
+    yield from _ending(error)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The exception and what it came from, once each."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting += [one.__cause__, None if one.__suppress_context__ else one.__context__]
+
+
+def _frames(error: BaseException) -> Sequence[traceback.FrameSummary]:
+    return traceback.extract_tb(error.__traceback__)
+
+
+def _is_hidden(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(_HIDDEN) or Path(frame.filename).parent.name == "cloudpickle"
+
+
+def _remote(error: BaseException) -> Iterator[str]:
+    """The frames on the host. A chain of exceptions there is shown as it is."""
+    cause = error.__cause__
+    if not isinstance(cause, RemoteTraceback):
+        return
+    lines = cause.text.rstrip().split("\n")
+    if lines[0] == _HEADER and lines.count(_HEADER) == 1:
+        lines = lines[1:]
+        lines = lines[: next((n for n, line in enumerate(lines) if not line.startswith(" ")), len(lines))]
+    if lines:
+        yield f"on {_place(error)}:"
+        yield "\n".join(lines)
+
+
+def _ending(error: BaseException, prefix: str = "") -> Iterator[str]:
+    """What happened, the cause on the last line, and what to do about it."""
+    if isinstance(error, BroadcastError):
+        yield f"{prefix}{error.message}"
+        first = _kind(_first(error))
+        alike = Counter(map(_kind, error.exceptions))
+        for kind in sorted(alike, key=first.__eq__):  # the first failure is the last line
+            one = next(failure for failure in error.exceptions if _kind(failure) == kind)
+            more = alike[kind] - 1
+            yield _line(one, typed=not prefix) + (f" (and {counted(more, 'more rank')} alike)" if more else "")
+        yield from _hints(error) or _hints(_first(error))
+    elif isinstance(error, SkyfabError) and hasattr(error, "exceptions"):
+        yield f"{prefix}{error}"
+    elif isinstance(error, SkyfabError) or isinstance(error.__cause__, RemoteTraceback):
+        yield f"{prefix}{_line(error, typed=not prefix)}"
+        yield from _hints(error)
+    else:
+        yield prefix + "".join(traceback.format_exception_only(type(error), error)).rstrip()
+
+
+def _kind(error: BaseException) -> tuple[type, str]:
+    return type(error), error.message if isinstance(error, SkyfabError) else str(error)
+
+
+def _line(error: BaseException, *, typed: bool) -> str:
+    """Host, rank, type and message; at the command line, without the type of skyfab's own errors."""
+    place, kind, message = _place(error), *_kind(error)
+    if isinstance(error, SkyfabError) and not typed:
+        return f"{place}: {message}" if place else message
+    return " ".join(filter(None, [place, f"{kind.__name__}: {message}" if message else kind.__name__]))
+
+
+def _place(error: BaseException) -> str:
+    cause = error.__cause__
+    host, rank = (cause.host, cause.rank) if isinstance(cause, RemoteTraceback) else (None, None)
+    if isinstance(error, SkyfabError):
+        host, rank = error.host or host, rank if error.rank is None else error.rank
+    return "" if not host else host if rank is None else f"{host}[{rank}]"
+
+
+def _hints(error: BaseException) -> list[str]:
+    hint = getattr(error, "hint", None)
+    return [f"hint: {hint}"] if hint else [str(note) for note in getattr(error, "__notes__", ())]
+
+
+# ---- where Python prints uncaught exceptions
+
+
+def install() -> None:
+    """Formats uncaught exceptions that have to do with a pool, from now on. Leaves hooks of the program alone."""
+    if os.environ.get("SKYFAB_TRACE"):
+        return
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _hook
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _thread_hook
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None and not shell.custom_exceptions:
+        shell.set_custom_exc((BaseException,), _show_in_ipython)
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not _show(error):
+        sys.__excepthook__(kind, error, trace)
+
+
+def _thread_hook(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is None or not _show(args.exc_value, f"in thread {args.thread.name if args.thread else '?'}:\n"):
+        threading.__excepthook__(args)
+
+
+def _show_in_ipython(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any) -> None:
+    if not _show(error):
+        lines = shell.InteractiveTB.structured_traceback(kind, error, trace, tb_offset=tb_offset)
+        shell._showtraceback(kind, error, lines)
+
+
+def _show(error: BaseException, before: str = "") -> bool:
+    """Prints it if it has to do with a pool; returns whether it did."""
+    try:
+        if not is_from_pool(error):
+            return False
+        if isinstance(error, KeyboardInterrupt):
+            shown = ": ".join(["interrupted", *filter(None, [getattr(error, "stopped", "")])])
+        else:
+            shown = text(error)
+    except Exception:  # an exception of the program whose parts cannot be printed: Python copes with these
+        return False
+    print(f"{before}{shown}", file=sys.stderr)
+    return True

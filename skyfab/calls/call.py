@@ -222,3 +222,14 @@ def not_a_call(value: object) -> UsageError:
     else:
         what = f"{value!r:.80} is a value, not a call: is the function that returned it decorated with @sky.function?"
     return UsageError(what)
+
+
+class TakesCalls:
+    """Base of pools: an operator with anything but a call on its left raises an error that says what to write."""
+
+    __array_ufunc__ = None  # else numpy would apply the operator to each element of an array
+
+    def __rrshift__(self, value: object) -> NoReturn:
+        raise not_a_call(value)
+
+    __rmatmul__ = __lt__ = __rrshift__

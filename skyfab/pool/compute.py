@@ -10,10 +10,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from skyfab.calls import nesting
-from skyfab.calls.call import Call, Function, Group, as_function, not_a_call
+from skyfab.calls.call import Call, Function, Group, TakesCalls, as_function, not_a_call
 from skyfab.calls.image import Image
 from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function
 from skyfab.calls.project import Project
@@ -54,7 +54,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Compute:
+class Compute(TakesCalls):
     """A pool of hosts. Opened by ``with``; on closing, all of its processes on the hosts are terminated.
 
     >>> with Compute("local") as compute:
@@ -253,15 +253,16 @@ class Compute:
         """Runs a call on one worker and waits for it: ``call >> compute``."""
         function, arguments, _ = self._pack(call)
         if call.function.stall is not None or call.function.retries:
-            return wait_for(self.submit(call), self.hosts)
+            return wait_for(self.submit(call), self.hosts, self.events.waiting)
         timeout, label = self._timeout_of(call.function), call.function.label
         if emitting:
             refuse_to_block()
-        result: R = fastpath(self._scheduler, function, arguments, label=label, timeout=timeout)
+        with self.events.waiting:
+            result: R = fastpath(self._scheduler, function, arguments, label=label, timeout=timeout)
         if result is NOT_TAKEN:
             task = Task(function, arguments, label=label, timeout=timeout)
             self._scheduler.add(task)
-            result = wait_for(task.future, self.hosts)
+            result = wait_for(task.future, self.hosts, self.events.waiting)
         return result
 
     def broadcast(self, call: Call[R]) -> list[R]:
@@ -270,7 +271,7 @@ class Compute:
         Raises BroadcastError if a rank fails; it has the results of the others.
         """
         future: Future[Any] = self.submit(call, on="all")
-        results: list[R] = wait_for(future, self.hosts)
+        results: list[R] = wait_for(future, self.hosts, self.events.waiting)
         return results
 
     def submit(self, call: Call[R], *, on: str = "one") -> Future[R]:
@@ -320,7 +321,7 @@ class Compute:
         gang = self._gang_cache.current(spec, job=jobs[0] if jobs else None)
         jobs.append(gang.job)
         with SIGINT_GUARD:
-            call.begin(gang, self.events.call(call.broadcast.label, *(node.name for node in nodes)))
+            call.begin(gang, self.events.call(call.broadcast.label, *(node.name for node in nodes), ranks=spec.ranks))
 
     def _gang_spec(self, nodes: Sequence[Node], ranks: Iterable[int], tree: str, attempt: int = 0) -> GangSpec:
         elastic = self._elastic is not None
@@ -389,8 +390,9 @@ class Compute:
         packed = pack_function(fn, self._plugins)
         self._sync_tree()
         slots = sum(node.host.slots for node in self.hosts)
-        future = MapCall(self._scheduler, packed, calls, slots=slots, timeout=self._timeout_of(fn)).start()
-        return wait_for(future, self.hosts)
+        told = self.events.progress(fn.label, len(calls))
+        future = MapCall(self._scheduler, packed, calls, slots=slots, timeout=self._timeout_of(fn), told=told).start()
+        return wait_for(future, self.hosts, self.events.waiting)
 
     def put(self, obj: T) -> Ref[T]:
         """A reference to pass to several calls in place of the object, which is sent to each host only once.
@@ -418,12 +420,6 @@ class Compute:
 
     def _timeout_of(self, function: Function[..., Any]) -> float | None:
         return self._timeout if function.timeout is None else function.timeout
-
-    def _not_a_call(self, value: object) -> NoReturn:
-        raise not_a_call(value)
-
-    __rrshift__ = __rmatmul__ = __lt__ = _not_a_call
-    __array_ufunc__ = None  # else numpy would apply the operator to each element of an array
 
     # ---- internals
 

@@ -14,7 +14,7 @@ from skyfab.errors import UsageError
 from skyfab.pool.node import Node
 from skyfab.session.reader import refuse_nested_wait
 from skyfab.session.sigint import SIGINT_GUARD
-from skyfab.ui.events import emitting
+from skyfab.ui.events import Waiting, emitting
 
 R = TypeVar("R")
 
@@ -94,10 +94,11 @@ class CallFuture(Future[Any]):
             self._waiter[1].session.poke()  # this thread is not the one that waits and reads: wake that
 
 
-def wait_for(future: Future[R], nodes: Sequence[Node]) -> R:
+def wait_for(future: Future[R], nodes: Sequence[Node], waiting: Waiting) -> R:
     """The result. Ctrl-C stops the call, and says on which hosts."""
     try:
-        return future.result()
+        with waiting:
+            return future.result()
     except KeyboardInterrupt as error:
         future.cancel()
         vars(error)["stopped"] = f"stopped on {', '.join(node.name for node in nodes)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -22,6 +22,8 @@ from skyfab.protocol import codec
 _WORTH: Final = 0.010
 """Seconds of work that a group should have at least."""
 _GROWTH: Final = 4
+_PACE: Final = 0.1
+"""Seconds between two reports of progress."""
 _BYTES: Final = 1024 * 1024
 """Groups stay below this size."""
 
@@ -37,9 +39,11 @@ class MapCall:
         *,
         slots: int,
         timeout: float | None,
+        told: Callable[[int, bool], None],
     ) -> None:
+        """`told` is called with the number of items that have a result, now and then, and whether the map failed."""
         self.future = CallFuture()
-        self.future.on_cancel = self._stop
+        self.future.on_cancel = self._cancel
         self._scheduler = scheduler
         self._function = function
         self._calls = calls
@@ -54,6 +58,8 @@ class MapCall:
         """Largest group. With a timeout, which applies to one item, every item is a call of its own."""
         self._running: set[Task] = set()
         self._failed = False
+        self._told = told
+        self._tell_at = 0.0
 
     def start(self) -> CallFuture:
         """Gives every slot its first item. The future's result is a list in the items' order."""
@@ -107,7 +113,11 @@ class MapCall:
             self._results[first : first + count] = values
             self._left -= count
             done = not self._left
-            self._size = self._worthwhile(count, spent, time.monotonic() - task.started)
+            now = time.monotonic()
+            self._size = self._worthwhile(count, spent, now - task.started)
+        if done or now >= self._tell_at:
+            self._tell_at = now + _PACE
+            self._told(len(self._calls) - self._left, False)
         if done:
             self.future.settle(self._results)
             return
@@ -127,8 +137,13 @@ class MapCall:
         with self._lock:
             first, self._failed = not self._failed, True
         if first:
+            self._told(len(self._calls) - self._left, True)
             self.future.settle(None, error)
             self._stop()
+
+    def _cancel(self) -> None:
+        self._told(len(self._calls) - self._left, True)
+        self._stop()
 
     def _stop(self) -> None:
         with self._lock:

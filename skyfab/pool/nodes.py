@@ -66,9 +66,12 @@ class PoolOwner:
 
     def on_disconnect(self, node: Node, reason: str) -> None:
         others = [other for other in self.nodes if other is not node and other.lost is None]
-        if others and not self.others_respond(node):
+        others_respond = self.others_respond(node)
+        if others and not others_respond:
             reason += "; no host answers: is this machine's network up?"
-        self.events.emit(HostState(host=node.name, state="reconnecting", detail=reason))
+        timing = node.session.connection.timing
+        limit = timing.heartbeat_timeout if others_respond else timing.lease
+        self.events.emit(HostState(host=node.name, state="reconnecting", detail=reason, limit=limit))
 
     def on_reconnect(self, node: Node, seconds: float) -> None:
         self.events.emit(HostState(host=node.name, state="ready", detail=f"back after {seconds:.1f} s"))

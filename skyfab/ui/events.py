@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -32,9 +32,12 @@ class HostState(Event):
     state: State
     detail: str = ""
     """Details for the user: a version, a size, a reason."""
+    limit: float | None = None
+    """While reconnecting: the seconds without an answer after which the host is lost."""
 
     def __str__(self) -> str:
-        return f"{self.host}: {self.state}" + (f" ({self.detail})" if self.detail else "")
+        limit = "" if self.limit is None else f"; lost after {self.limit:g} s"
+        return f"{self.host}: {self.state}" + (f" ({self.detail}{limit})" if self.detail else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,7 @@ class CallStarted(Event):
 
     call: int
     function: str
+    ranks: int = 1
 
     def __str__(self) -> str:
         return f"{self.host}: {self.function} started"
@@ -78,6 +82,19 @@ class CallEnded(Event):
     def __str__(self) -> str:
         how = "done" if self.error is None else f"raised {self.error}"
         return f"{self.host}: {self.function} {how} after {self.seconds:.2f} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapped(Event):
+    """Progress of a `map`: how many of its items have a result. At its end, all; or it has failed."""
+
+    function: str
+    done: int
+    total: int
+    failed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.function}: {self.done:,} of {self.total:,}{' (failed)' if self.failed else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +158,35 @@ emitting: Final[set[int]] = set()
 os.register_at_fork(after_in_child=lambda: emitting.intersection_update({threading.get_ident()}))
 
 
+class Waiting:
+    """A context in which a thread waits for a call; true while any thread does. Thread-safe."""
+
+    __slots__ = ("_threads", "over")
+
+    def __init__(self) -> None:
+        self._threads: list[None] = []  # a list, because it can be changed atomically without a lock
+        self.over: Callable[[], None] | None = None
+        """Called when no thread waits any more: a view that has drawn something for them erases it."""
+
+    def __enter__(self) -> None:
+        self._threads.append(None)
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.pop()
+        if self.over is not None and not self._threads:
+            self.over()
+
+    def __bool__(self) -> bool:
+        return bool(self._threads)
+
+
 class Events:
     """Delivers each event to every subscriber, in order of emission per host."""
 
     def __init__(self) -> None:
         self._subscribers: tuple[Subscriber, ...] = ()
         self._lock = threading.Lock()
+        self.waiting = Waiting()
 
     def subscribe(self, callback: Subscriber) -> Callable[[], None]:
         """Calls `callback` with each event from now on, on the thread that emits it.
@@ -167,13 +207,16 @@ class Events:
         """There are subscribers."""
         return bool(self._subscribers)
 
-    def call(self, function: str, *hosts: str) -> Callable[[BaseException | None], None]:
-        """Emits that a call started on these hosts; returns a function that emits that it ended, with its error."""
+    def call(self, function: str, *hosts: str, ranks: Sequence[int] = ()) -> Callable[[BaseException | None], None]:
+        """Emits that a call started on these hosts; returns a function that emits that it ended, with its error.
+
+        `ranks` is how many ranks each host has; one if it is not given.
+        """
         if not self._subscribers:
             return _nobody
         number, began = next(_calls), time.monotonic()
-        for host in hosts:
-            self.emit(CallStarted(host=host, call=number, function=function))
+        for host, count in zip(hosts, ranks or itertools.repeat(1)):  # noqa: B905
+            self.emit(CallStarted(host=host, call=number, function=function, ranks=count))
 
         def ended(error: BaseException | None) -> None:
             kind = None if error is None else type(error).__name__
@@ -182,6 +225,10 @@ class Events:
                 self.emit(CallEnded(host=host, call=number, function=function, seconds=seconds, error=kind))
 
         return ended
+
+    def progress(self, function: str, total: int) -> Callable[[int, bool], None]:
+        """Returns a function that emits how many items of a `map` are done, and whether it failed."""
+        return lambda done, failed: self.emit(Mapped(host="", function=function, done=done, total=total, failed=failed))
 
     def emit(self, event: Event) -> None:
         """Calls all subscribers. One that raises, SystemExit included, is reported and does not affect the others."""

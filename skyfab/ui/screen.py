@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, Literal, TextIO
 
-from skyfab.ui.events import Events, HostState, Moved, Output, State
+from skyfab.ui.calls import Calls
+from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Mapped, Moved, Output, State, Waiting
 from skyfab.ui.terminal import RESET, Live, clean, echoes, is_rich, put
 from skyfab.ui.view import TIMEOUT, Line, View
 
@@ -39,7 +40,7 @@ def attach(
     """
     files = stdout or sys.stdout, stderr or sys.stderr
     rich = kind == "rich" or (kind == "auto" and is_rich(*files))
-    view: View = Screen(files[0], clock, timeout) if rich else Plain(stdout, stderr, clock, timeout)
+    view: View = Screen(files[0], clock, timeout, events.waiting) if rich else Plain(stdout, stderr, clock, timeout)
     unsubscribe = events.subscribe(view)
 
     def detach() -> None:
@@ -92,6 +93,14 @@ class Plain(View):
             self._shown[event.host, None] = now
             self._say("stderr", clean(str(event)) + "\n")
 
+    def _running(self, event: CallStarted | CallEnded | Mapped) -> None:
+        """Shows a map's progress every few seconds."""
+        if isinstance(event, Mapped) and not event.failed and event.done < event.total:
+            now = self._clock()
+            if now - self._shown.setdefault((event.function, -1), now) >= _SPARSE:
+                self._shown[event.function, -1] = now
+                self._say("stderr", clean(str(event)) + "\n")
+
     def _write(self, lines: list[Line]) -> None:
         for stream, group in itertools.groupby(lines, key=lambda line: line[0]):
             put(self._files[stream] or getattr(sys, stream), "".join(text for _, text in group))
@@ -100,8 +109,17 @@ class Plain(View):
 class Screen(View):
     """A terminal: lines with a coloured prefix for each host; below them live progress, redrawn in place."""
 
-    def __init__(self, file: TextIO, clock: Callable[[], float], timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self,
+        file: TextIO,
+        clock: Callable[[], float],
+        timeout: float = TIMEOUT,
+        waiting: Waiting | None = None,
+    ) -> None:
+        """`waiting` is true while the program waits for a call, and so prints nothing itself."""
         super().__init__(clock, timeout)
+        self._calls = Calls(clock)
+        self._waits = Waiting() if waiting is None else waiting
         self._file = file
         self._live = Live()
         self._width = 0
@@ -110,6 +128,8 @@ class Screen(View):
         """Hosts that are connecting or being prepared, and the current step."""
         self._amounts: dict[str, tuple[int, int]] = {}
         """Bytes transferred and in total, for each of them."""
+        self._silent: dict[str, tuple[float, float]] = {}
+        """Hosts that do not answer: since when, and for how many seconds they are waited for."""
         self._ready: list[str] = []
         self._since = 0.0
 
@@ -130,11 +150,14 @@ class Screen(View):
 
     def _state(self, event: HostState, before: State | None) -> None:
         self._colour(event.host)
+        self._silent.pop(event.host, None)
         if event.state in ("connecting", "preparing", "reconnecting"):
             if event.host != "local":
                 if not self._details:
                     self._since, self._ready = self._clock(), []
                 self._details[event.host] = clean(f"{event.host} {event.detail or event.state}", colour=False)
+                if event.limit is not None:
+                    self._silent[event.host] = (self._clock(), event.limit)
         elif event.state in ("failed", "lost"):
             self._details.pop(event.host, None)
             self._say("stderr", f"{_RED}✗{RESET} {clean(str(event))}\n")
@@ -148,6 +171,17 @@ class Screen(View):
         if event.host in self._details:
             self._details[event.host] = clean(str(event), colour=False).replace(": ", " ", 1)
             self._amounts[event.host] = (event.done, event.total)
+            self._waiting += 1
+
+    def _step(self, host: str) -> str:
+        """What a host is doing; of one that does not answer, for how long, and when it is lost."""
+        if host not in self._silent:
+            return self._details[host]
+        since, limit = self._silent[host]
+        return f"{self._details[host]} · {self._clock() - since:.0f} s ago · lost after {limit:g} s without an answer"
+
+    def _running(self, event: CallStarted | CallEnded | Mapped) -> None:
+        if self._calls.take(event):
             self._waiting += 1
 
     def _total(self) -> list[str]:
@@ -172,7 +206,10 @@ class Screen(View):
     def _write(self, lines: list[Line]) -> None:
         with self._lock:
             spinner = _SPINNER[int(self._clock() / _TICK) % len(_SPINNER)]
-            live = [f"{spinner} {detail}" for detail in self._details.values()] + self._total()
+            live = [f"{spinner} {self._step(host)}" for host in self._details] + self._total()
+            calls = self._calls.lines() if self._waits else []
+            self._waits.over = self.flush if calls else None
+            live += [f"{spinner} {call}" for call in calls]
             bars = sorted(self._bars.values(), key=lambda bar: bar.rank or 0)
             live += [f"{self._prefix(bar)} {clean(bar.text, colour=False)}" for bar in bars]
         put(self._file, self._live.frame("".join(text for _, text in lines), live))
@@ -186,7 +223,7 @@ class Screen(View):
         return _TICK if self._details or self._bars else super()._pace()
 
     def _restless(self) -> float | None:
-        return _TICK if self._details else None
+        return _TICK if self._details or self._calls else None
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:

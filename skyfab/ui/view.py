@@ -15,7 +15,20 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from skyfab.ui.events import CallEnded, Event, FilesWritten, HostState, Moved, Notice, Output, Stalled, State
+from skyfab.ui.events import (
+    CallEnded,
+    CallStarted,
+    Event,
+    FilesWritten,
+    HostState,
+    Mapped,
+    Moved,
+    Notice,
+    Output,
+    Stalled,
+    State,
+)
+from skyfab.ui.noise import is_noise
 from skyfab.ui.terminal import clean_lines
 
 Line = tuple[str, str]
@@ -28,6 +41,8 @@ _MOST: Final = 16 * 1024 * 1024
 """Most characters that are buffered for a slow output. Beyond that the emitting thread waits for it."""
 _PIECE: Final = 256 * 1024
 """Characters that are written at once."""
+_MOST_HELD: Final = 200
+"""Lines that are held back."""
 _OVERHEAD: Final = 100
 """Memory that a line takes besides its characters."""
 
@@ -42,6 +57,8 @@ class View(ABC):
         """The last state of each host, in the order of their first events."""
         self._bars: dict[tuple[str, int | None, str], Output] = {}
         """Progress bars: lines to be overwritten that have not been yet, one for each rank and stream."""
+        self._held: deque[Output] = deque(maxlen=_MOST_HELD)
+        """Lines of frameworks that say nothing unless the call fails."""
         self._lines: deque[Line] = deque()
         self._waiting = 0
         self._dropped = 0
@@ -83,15 +100,29 @@ class View(ABC):
             self._state(event, before)
         elif isinstance(event, Moved):
             self._moved(event)
-        elif isinstance(event, CallEnded):
-            self._settle(event.host)
+        elif isinstance(event, (CallStarted, CallEnded, Mapped)):
+            self._running(event)
+            if isinstance(event, CallEnded):
+                self._settle(event.host)
+                self._release(event)
         elif isinstance(event, (Notice, Stalled, FilesWritten)):
             self._say("stderr", f"{clean_lines(str(event))}\n")
 
     def _output(self, event: Output) -> None:
+        if is_noise(event.text):
+            self._held.append(event)
+            return
         bar = self._bars.pop((event.host, event.rank, event.stream), None) if self._bars else None
         # An empty line after a bar only ends it; any other line replaces the bar.
         self._say(event.stream, self._line(event if bar is None or event.text else bar))
+
+    def _release(self, event: CallEnded) -> None:
+        """Shows the lines that were held back for a host whose call failed, and forgets those of one that did not."""
+        held = [one for one in self._held if one.host == event.host]
+        for one in held:
+            self._held.remove(one)
+            if event.error is not None:
+                self._say(one.stream, self._line(one))
 
     def _settle(self, host: str | None = None) -> None:
         """Writes the progress bars of a host, or of all, as they are: nothing will update them any more."""
@@ -122,6 +153,10 @@ class View(ABC):
     @abstractmethod
     def _moved(self, event: Moved) -> None:
         """A transfer to a host made progress."""
+
+    @abstractmethod
+    def _running(self, event: CallStarted | CallEnded | Mapped) -> None:
+        """A call started or ended, or a map made progress."""
 
     # ---- output
 

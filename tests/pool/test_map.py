@@ -34,7 +34,15 @@ class Stage:
         function = sky.function(retries=retries)(len)
         calls = [function(item) for item in items]
         packed = PackedFunction("digest", codec.Payload(b""))
-        self.call = MapCall(self.scheduler, packed, calls, slots=slots, timeout=timeout)  # type: ignore[arg-type]
+        self.told: list[tuple[int, bool]] = []
+        self.call = MapCall(
+            self.scheduler,  # type: ignore[arg-type]
+            packed,
+            calls,
+            slots=slots,
+            timeout=timeout,
+            told=lambda done, failed: self.told.append((done, failed)),
+        )
         self.future = self.call.start()
 
     @property
@@ -133,6 +141,7 @@ def test_a_failure_stops_the_rest() -> None:
     assert str(stage.future.exception(0)) == "first"
     assert [task.future.cancelled() for task in stage.scheduler.tasks] == [True, False, True]
     assert len(stage.scheduler.tasks) == 3
+    assert stage.told == [(0, True)]
 
 
 def test_two_groups_may_fail_and_the_first_counts() -> None:
@@ -149,6 +158,15 @@ def test_cancelling_stops_what_runs_and_begins_nothing() -> None:
     assert stage.future.cancel()
     assert [task.future.cancelled() for task in stage.scheduler.tasks] == [False] + [True] * (running - 1)
     assert len(stage.scheduler.tasks) == running
+    assert stage.told == [(1, False), (1, True)]
+
+
+def test_progress_is_told_now_and_then_and_at_the_end(at: SimpleNamespace) -> None:
+    stage = Stage(list(range(6)), timeout=1.0)
+    for number in range(6):
+        stage.answer(number, 0.01)
+        at.now += 0.06
+    assert stage.told == [(1, False), (3, False), (5, False), (6, False)]
 
 
 def test_an_item_that_cannot_be_pickled_ends_the_map() -> None:

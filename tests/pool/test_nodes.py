@@ -22,6 +22,7 @@ class FakeSession:
         self.error = error
         self.responds = True
         self.closed = False
+        self.connection = SimpleNamespace(timing=Timing(lease=60, heartbeat_timeout=10))
 
     def open(self) -> Any:
         if self.error is not None:
@@ -136,6 +137,7 @@ def test_where_no_host_answers_the_network_here_is_suspected(stage: Stage, other
     assert found.state == "reconnecting"
     assert found.detail.startswith("no heartbeat")
     assert ("this machine's network" in found.detail) is ours
+    assert found.limit == (10 if "responds" in others else 60)
 
 
 def test_a_host_that_is_back_is_told(stage: Stage) -> None:

@@ -20,7 +20,8 @@ from stage.threads import begin
 
 from skyfab.ui import screen as screen_module
 from skyfab.ui import view
-from skyfab.ui.events import CallEnded, Events, HostState, Output
+from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Mapped, Output, Waiting
+from skyfab.ui.noise import is_noise
 from skyfab.ui.screen import Plain, Screen, attach, table
 from skyfab.ui.terminal import Live, clean, clean_lines, is_rich
 
@@ -120,15 +121,20 @@ def plain(stdout: Recorder, stderr: Recorder, clock: Clock, monkeypatch: pytest.
 
 
 @pytest.fixture
-def screen(stdout: Recorder, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
+def screen(stdout: Recorder, clock: Clock, waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
     monkeypatch.setattr(Screen, "_soon", lambda self: None)
     monkeypatch.setattr(Screen, "_wait", lambda self, done: self.flush())
     monkeypatch.setattr(screen_module, "echoes", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
-    made = Screen(stdout, clock)
+    made = Screen(stdout, clock, waiting=waiting)
     yield made
     made.close()
+
+
+@pytest.fixture
+def waiting() -> Waiting:
+    return Waiting()
 
 
 def seen(file: io.StringIO) -> list[str]:
@@ -649,3 +655,119 @@ def test_a_rich_table_takes_cells_as_they_are(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("NO_COLOR", raising=False)
     table(("host", "state"), [("node[1]", "[bold]not markup[/bold]")])
     assert "node[1]" in file.getvalue() and "[bold]not markup[/bold]" in file.getvalue()
+
+
+# ---- what runs
+
+
+def over(function: str, host: str = "node1", call: int = 1, error: str | None = None) -> CallEnded:
+    return CallEnded(host=host, call=call, function=function, seconds=1.0, error=error)
+
+
+def test_a_call_that_takes_long_has_a_line_while_the_program_waits_for_it(
+    screen: Screen, stdout: Recorder, clock: Clock, waiting: Waiting
+) -> None:
+    with waiting:
+        for host in ("node1", "node2"):
+            screen(CallStarted(host=host, call=1, function="train", ranks=4))
+        screen.flush()
+        assert seen(stdout) == [], "most calls are short"
+        clock.now += 72
+        screen.flush()
+        (line,) = seen(stdout)
+        assert line[2:] == "train · 8 ranks · 1:12"
+        screen(out("epoch 1"))
+        screen.flush()
+        assert [line[-22:] for line in seen(stdout)] == ["node1[0] │ epoch 1", "train · 8 ranks · 1:12"]
+    assert seen(stdout) == ["node1[0] │ epoch 1"], "what the program prints next stands alone"
+    clock.now += 10
+    screen.flush()
+    assert seen(stdout) == ["node1[0] │ epoch 1"], "it may print"
+
+
+def test_a_call_that_has_ended_has_no_line(screen: Screen, stdout: Recorder, clock: Clock, waiting: Waiting) -> None:
+    with waiting:
+        for call in (1, 2):
+            screen(CallStarted(host="node1", call=call, function="f"))
+        clock.now += 2
+        screen(over("f"))
+        screen.flush()
+        assert [line[2:] for line in seen(stdout)] == ["f · 1 rank · 0:02"]
+        screen(over("f", call=2))
+        screen(over("unknown", call=3))
+        screen.flush()
+        assert seen(stdout) == []
+
+
+def test_many_functions_have_few_lines(screen: Screen, stdout: Recorder, clock: Clock, waiting: Waiting) -> None:
+    with waiting:
+        for number in range(9):
+            screen(CallStarted(host="node1", call=number, function=f"f{number}"))
+        clock.now += 2
+        screen.flush()
+        assert [line[2:] for line in seen(stdout)][-2:] == ["f2 · 1 rank · 0:02", "6 more"]
+
+
+def test_a_map_says_how_far_it_is_and_how_long_it_takes(
+    screen: Screen, stdout: Recorder, clock: Clock, waiting: Waiting
+) -> None:
+    with waiting:
+        screen(Mapped(host="", function="square", done=1, total=1000))
+        screen(CallStarted(host="node1", call=1, function="square"))
+        clock.now += 10
+        screen(Mapped(host="", function="square", done=250, total=1000))
+        screen.flush()
+        assert [line[2:] for line in seen(stdout)] == ["square · 250 of 1,000 · 25/s · 0:30 left"]
+        screen(over("square"))
+        screen(Mapped(host="", function="square", done=250, total=1000, failed=True))
+        screen.flush()
+        assert seen(stdout) == []
+
+
+def test_a_map_in_a_file_says_now_and_then_how_far_it_is(plain: Plain, stderr: Recorder, clock: Clock) -> None:
+    for done in range(1, 13):
+        plain(Mapped(host="", function="square", done=done, total=12))
+        clock.now += 1
+    plain.flush()
+    assert stderr.getvalue() == "square: 6 of 12\nsquare: 11 of 12\n"
+
+
+def test_a_host_that_does_not_answer_counts_its_seconds(screen: Screen, stdout: Recorder, clock: Clock) -> None:
+    screen(HostState(host="node2", state="reconnecting", detail="no heartbeat for 3 s", limit=10.0))
+    clock.now += 4
+    screen.flush()
+    assert [line[2:] for line in seen(stdout)] == [
+        "node2 no heartbeat for 3 s · 4 s ago · lost after 10 s without an answer"
+    ]
+    assert "lost after 10 s" in str(HostState(host="a", state="reconnecting", detail="x", limit=10.0))
+
+
+NOISE = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+
+
+def test_what_frameworks_say_at_their_start_is_shown_only_if_the_call_fails(plain: Plain, stdout: Recorder) -> None:
+    for error in (None, "ValueError"):
+        plain(out(NOISE))
+        plain(out(NOISE, "node2"))
+        plain(out("epoch 1"))
+        plain(over("train", error=error))
+    plain.flush()
+    assert stdout.getvalue().splitlines() == ["node1[0] epoch 1", "node1[0] epoch 1", f"node1[0] {NOISE}"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        NOISE,
+        "[W1116 10:00:00.123456789 socket.cpp:767] [c10d] The hostname of the client socket cannot be retrieved.",
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+        "E0000 00:00:1731750000.123456    4242 cuda_dnn.cc:8310] Unable to register cuDNN factory",
+    ],
+)
+def test_noise(line: str) -> None:
+    assert is_noise(line)
+
+
+@pytest.mark.parametrize("line", ["", "Warning: loss is nan", "[W] mine", "E1 failed", "Rank 0 is connected to 1"])
+def test_no_noise(line: str) -> None:
+    assert not is_noise(line)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from skyfab.errors import UsageError
 from skyfab.inventory.host import variables
+from skyfab.notebook import ShownAsTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class PipIndex:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Image:
+class Image(ShownAsTable):
     """The interpreter, packages, variables and project code that a function needs."""
 
     python: str = "auto"
@@ -44,6 +45,14 @@ class Image:
     """A pylock.toml file to use as it is."""
     install: Literal["auto", "push", "fetch"] = "auto"
     """``"push"``: packages are sent from here. ``"fetch"``: hosts download them. ``"auto"``: what works there."""
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+        given = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        return ("field", "value"), [(name, value) for name, value in given if value not in ((), None, {}, "auto")]
+
+    def __repr__(self) -> str:
+        _, rows = self._table()
+        return f"Image({', '.join(f'{name}={value!r}' for name, value in rows)})"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|/.+|\d+\.\d+(\.\d+)?", self.python, re.DOTALL):

@@ -20,6 +20,7 @@ from skyfab.detached.written import event
 from skyfab.errors import HostLost, SkyfabError, UsageError, broadcast_error
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
+from skyfab.notebook import ShownAsTable
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import split
 from skyfab.session.shell import ScriptFailed, Shell
@@ -36,7 +37,7 @@ _MOMENT: Final = 10.0
 """Extra seconds for a query that is in progress when the timeout expires."""
 
 
-class Run:
+class Run(ShownAsTable):
     """A run on its hosts: its `id` and `name`, the names of its `hosts`, its `status`."""
 
     def __init__(
@@ -62,6 +63,9 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<run {self.id[:8]} {self.name}: {self.state}>"
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+        return ("host", "state"), [(part.host, part.state) for part in self._parts]
 
     @property
     def parts(self) -> list[Part]:

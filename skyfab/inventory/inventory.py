@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,10 +11,11 @@ from skyfab.errors import InventoryError, UnknownHost, UsageError
 from skyfab.inventory.file import read
 from skyfab.inventory.host import LOCAL, Address, Host, expanded
 from skyfab.inventory.selection import Names, choose
+from skyfab.notebook import ShownAsTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inventory:
+class Inventory(ShownAsTable):
     """Hosts by name, in the order of the file, and groups of them.
 
     >>> inventory = Inventory.parse('[hosts."node[1-4]"]')
@@ -27,6 +28,17 @@ class Inventory:
     """The names of each group's hosts; nested groups are resolved."""
     source: Path | None = None
     """The file; None if there is none: then any word may be an ssh_config alias."""
+
+    def __repr__(self) -> str:
+        sizes = [(len(self.hosts), "host"), *([(len(self.groups), "group")] if self.groups else [])]
+        counts = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in sizes)
+        return f"<Inventory {self.source or 'of no file'}: {counts}>"
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+        groups = {host: [name for name, of in self.groups.items() if host in of] for host in self.hosts}
+        return ("host", "login", "groups"), [
+            (host.name, host.login, ", ".join(groups[host.name])) for host in self.hosts.values()
+        ]
 
     def __post_init__(self) -> None:
         for group, members in self.groups.items():

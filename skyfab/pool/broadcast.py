@@ -52,6 +52,7 @@ class GangCall:
         """`ended` is called once every rank has replied, before the future is resolved."""
         self.broadcast = broadcast
         self.future = CallFuture()
+        self.future.label = broadcast.label
         self.gang: Gang | None = None
         """The gang that runs it, once it has begun."""
         self._ended = ended

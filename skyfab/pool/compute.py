@@ -39,6 +39,7 @@ from skyfab.pool.nodes import Nodes, PoolOwner, close_all, named, open_all
 from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.rendezvous import RendezvousFinder
 from skyfab.pool.scheduler import Scheduler, Slot, Task, solo_spec
+from skyfab.pool.shown import ShownPool
 from skyfab.pool.stall import Place, watch
 from skyfab.pool.workdir import Workdirs, tell_files
 from skyfab.protocol import codec
@@ -54,7 +55,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Compute(TakesCalls):
+class Compute(ShownPool, TakesCalls):
     """A pool of hosts. Opened by ``with``; on closing, all of its processes on the hosts are terminated.
 
     >>> with Compute("local") as compute:

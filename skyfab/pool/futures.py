@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import CANCELLED
 from typing import Any, TypeVar
 
 from skyfab.errors import UsageError
 from skyfab.pool.node import Node
+from skyfab.pool.shown import ShownFuture
 from skyfab.session.reader import refuse_nested_wait
 from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.ui.events import Waiting, emitting
@@ -29,18 +30,25 @@ def refuse_to_block() -> None:
     refuse_nested_wait()
 
 
-class CallFuture(Future[Any]):
+class CallFuture(ShownFuture):
     """The future of a call. A thread that waits for it reads meanwhile; cancelling it stops the call on the host."""
 
     def __init__(self) -> None:
         super().__init__()
         self.node: Node | None = None
+        self.label = ""
         self.pool: object = None
         """The pool that runs it: a reference, so that it is not garbage-collected while a caller waits."""
         self._process = os.getpid()
         self.on_cancel: Callable[[], object] | None = None
         self._waiter: tuple[int, Node] | None = None
         """The waiting thread, and the node whose session it uses to read."""
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """``await (f(x) > compute)``: the event loop goes on meanwhile. Cancelling the task cancels the call."""
+        import asyncio
+
+        return asyncio.wrap_future(self).__await__()
 
     def result(self, timeout: float | None = None) -> Any:
         return super().result(self._read(timeout))

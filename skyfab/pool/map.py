@@ -43,6 +43,7 @@ class MapCall:
     ) -> None:
         """`told` is called with the number of items that have a result, now and then, and whether the map failed."""
         self.future = CallFuture()
+        self.future.label = calls[0].function.label if calls else ""
         self.future.on_cancel = self._cancel
         self._scheduler = scheduler
         self._function = function

@@ -19,6 +19,7 @@ from skyfab.calls.project import Tree
 from skyfab.errors import CallCancelled, HostError, HostLost, HostUnfit, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
+from skyfab.pool.shown import ShownHost
 from skyfab.pool.workdir import Workdir
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import LARGE, name_of
@@ -89,7 +90,7 @@ class Owner(Protocol):
         """Another host has responded recently."""
 
 
-class Node:
+class Node(ShownHost):
     """One host of the pool: `name`, `host`, `agent` (what the agent reported), `connection`.
 
     It is the listener of its own session.

@@ -72,6 +72,7 @@ class Task:
         self.each = False
         """The one argument is a list of argument tuples; the result is the seconds it took and a list of results."""
         self.future = CallFuture()
+        self.future.label = label
         self.ended: Callable[[BaseException | None], None] | None = None
         self.slot: Slot | None = None
         self.returned = 0

@@ -138,9 +138,10 @@ backend-path = ["."]
 [project]
 name = "sample"
 version = "1"
+dependencies = ["invoke"]
 optional-dependencies = { torch = ["torch>=2.6"] }
 [dependency-groups]
-dev = ["invoke"]
+dev = ["linter"]
 """
 BACKEND = """
 import shutil
@@ -162,7 +163,8 @@ def checkout(tmp_path: Path) -> Checkout:
     (made.folder / "backend.py").write_text(BACKEND)
     (made.folder / "constraints.txt").touch()
     (made.folder / "tasks.py").write_text("import invoke\n\ninvoke.main()\n")
-    wheel(made.folder, "sample", "1")
+    wheel(made.folder, "sample", "1", requires=("invoke", "torch>=2.6; extra == 'torch'"), extras=("torch",))
+    wheel(made.index / "linter", "linter", "1")
     wheel(made.index / "invoke", "invoke", "2.2", files={"invoke.py": INVOKE}, scripts="invoke = invoke:main")
     wheel(made.index / "torch", "torch", "3.0", requires=("nvidia-everything",))
     wheel(made.index / "nvidia-everything", "nvidia_everything", "1")
@@ -186,11 +188,13 @@ def wheel(
     requires: tuple[str, ...] = (),
     files: dict[str, str] | None = None,
     scripts: str = "",
+    extras: tuple[str, ...] = (),
 ) -> None:
     """Write a wheel, and the page that lists it."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
     needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+    needs += "".join(f"Provides-Extra: {extra}\n" for extra in extras)
     content = {
         **(files or {}),
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
@@ -213,6 +217,16 @@ def test_the_first_run_sets_up_and_the_second_says_nothing(checkout: Checkout, t
     assert first.stdout == f"{tmp_path}|train|--epochs=1\n"
     second = checkout.inv(cwd=tmp_path)
     assert (second.stderr, second.stdout) == ("", f"{tmp_path}|--list\n")
+
+
+def test_tools_for_development_come_with_the_tasks_that_need_them(checkout: Checkout) -> None:
+    first = checkout.inv("train")
+    assert first.stderr.endswith("/bin/activate\n"), "how to have skyfab and python from now on"
+    assert checkout.installed("linter") == []
+    assert "inv: installing" in checkout.inv("test").stderr
+    assert checkout.installed("linter") == ["linter-1"]
+    assert checkout.inv("train").stderr == "", "an environment for development is enough for everything"
+    assert checkout.installed("linter") == ["linter-1"]
 
 
 def test_without_a_gpu_no_cuda_is_installed(checkout: Checkout) -> None:

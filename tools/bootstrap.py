@@ -15,6 +15,7 @@ import importlib.util
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -47,7 +48,8 @@ def main(stamp: str) -> None:
             return  # another ./inv made it while this one waited
         started = time.monotonic()
         build(stamp)
-        say(f"ready after {time.monotonic() - started:.0f} s")
+        say(f"ready after {time.monotonic() - started:.0f} s; for skyfab and python in this shell:")
+        say(f"  source {_shown(VENV)}/bin/activate")
 
 
 def build(stamp: str) -> None:
@@ -59,8 +61,9 @@ def build(stamp: str) -> None:
         shutil.rmtree(VENV, ignore_errors=True)
         uv("venv", "--quiet", "--no-project", "--python", sys.executable, str(VENV))
     say("choosing versions")
-    pins, options = resolve(uv)
-    say("installing into .venv")
+    groups = ("--group", "dev") if stamp.endswith("\ndev") else ()
+    pins, options = resolve(uv, groups)
+    say("installing into .venv, and compiling: a minute or so")
     # Compiled once here: ranks import torch in half the time.
     uv("pip", "sync", "--compile-bytecode", "--python", str(VENV), *options, "-", text=pins, show=True)
     STAMP.write_bytes(os.fsencode(stamp))
@@ -97,13 +100,13 @@ def find_python(uv: Uv, version: str) -> str:
 # Versions: everything in one resolution, so that what was looked at is what is installed.
 
 
-def resolve(uv: Uv) -> tuple[str, tuple[str, ...]]:
+def resolve(uv: Uv, groups: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """Pins for the whole environment, and the options to install them with."""
     gpu = has_gpu()
     refused = []
     for choice in torch_choices(uv, gpu=gpu):
         try:
-            pins = compile_pins(uv, f"-e .[torch]\n{choice.pin}\n", *choice.options)
+            pins = compile_pins(uv, f"-e .[torch]\n{choice.pin}\n", *groups, *choice.options)
         except SetupError as error:  # no build for this Python and platform there, or out of reach
             refused.append(f"torch {choice.source}: {str(error).splitlines()[0]}")
             continue
@@ -111,7 +114,7 @@ def resolve(uv: Uv) -> tuple[str, tuple[str, ...]]:
             say(f"torch {_version(pins, 'torch')} {choice.source}")
             return pins, choice.options
         refused.append(f"torch {choice.source}: is built for CUDA, and no GPU is here")
-    pins = compile_pins(uv, "-e .\n")
+    pins = compile_pins(uv, "-e .\n", *groups)
     say("\n".join(refused))
     say("going on without torch: what needs it will be missing")
     say("hint: put a build for this machine where pip looks (PIP_FIND_LINKS), remove .venv and start ./inv again")
@@ -119,8 +122,7 @@ def resolve(uv: Uv) -> tuple[str, tuple[str, ...]]:
 
 
 def compile_pins(uv: Uv, requirements: str, *options: str) -> str:
-    groups = ("--group", "dev", "--constraints", "constraints.txt")
-    return uv("pip", "compile", *COMPILE, *groups, *options, "-", text=requirements)
+    return uv("pip", "compile", *COMPILE, "--constraints", "constraints.txt", *options, "-", text=requirements)
 
 
 COMPILE = ("--quiet", "--no-header", "--no-annotate", "--python", str(VENV))
@@ -319,6 +321,12 @@ def exclusive(path: Path) -> Iterator[None]:
         yield
 
 
+def _shown(path: Path) -> str:
+    """A path as it is typed in the caller's folder."""
+    folder = Path.cwd()
+    return shlex.quote(str(path.relative_to(folder) if path.is_relative_to(folder) else path))
+
+
 def _version(pins: str, package: str) -> str:
     found = re.search(rf"^{package}==(\S+)", pins, re.MULTILINE)
     return found[1] if found else ""
@@ -346,5 +354,5 @@ if __name__ == "__main__":
         say(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
-        say("interrupted: the next ./inv starts the set-up again")
+        say("interrupted: the next ./inv continues, and what was downloaded is kept")
         sys.exit(130)

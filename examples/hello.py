@@ -1,4 +1,6 @@
-"""A function here, its calls elsewhere: python examples/hello.py"""
+"""A function here, its calls elsewhere: python examples/hello.py [node1,node2]"""
+
+import sys
 
 import skyfab as sky
 
@@ -11,6 +13,7 @@ def mean(numbers):
 
 
 if __name__ == "__main__":
-    with sky.Compute("local", ranks=2) as compute:  # or "node1,node2", over SSH
+    hosts = sys.argv[1] if len(sys.argv) > 1 else "local"
+    with sky.Compute(hosts, ranks=2) as compute:
         print(mean([1, 2, 3, 4]) >> compute)  # one call: all of the numbers
         print(mean([1, 2, 3, 4]) @ compute)  # every rank: its share of them

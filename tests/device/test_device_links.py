@@ -554,12 +554,8 @@ def test_nothing_listens_and_no_key_is_left(
 ) -> None:
     from skyfab.device import copies
 
-    made: list[str] = []
-
-    def noted() -> tuple[str, str]:
-        found = certificate()
-        made.append(found[1].splitlines()[1])
-        return found
+    made = certificate()
+    key = made[1].splitlines()[1]
 
     def listening() -> list[int]:
         files = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
@@ -569,9 +565,8 @@ def test_nothing_listens_and_no_key_is_left(
     copies._channels.clear()
     first, second = linked
     with monkeypatch.context() as patched:
-        patched.setattr(copies, "_certificate", noted)
+        patched.setattr(copies, "_certificate", lambda: made)
         same(torch.ones(3, device=first).to(second), torch.ones(3))
-    (key,) = made
     folders = ["/tmp", "/root", "/home", "/run", "/dev/shm", "/var/tmp"]
     for device, host in zip(linked, remote_pool.hosts, strict=True):
         until(functools.partial(lambda device: set(sky.run_on(device, listening)) == {22}, device))

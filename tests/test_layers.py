@@ -42,7 +42,7 @@ LARGEST = {
     "protocol": 2250,
     "agent": 3950,
     "session": 3800,
-    "pool": 3840,
+    "pool": 3950,
     "env": 2600,
     "calls": 1350,
     "inventory": 1000,
@@ -51,7 +51,7 @@ LARGEST = {
     "ui": 1200,
     "cli": 1700,
     "lab": 2050,
-    "device": 3750,
+    "device": 4310,
 }
 """Lines of a whole package."""
 MOST_PARAMETERS = 6
@@ -59,6 +59,7 @@ MOST_PARAMETERS = 6
 
 OUTSIDE = {
     # A library, and the only modules that may import it.
+    "cryptography": {"device.copies"},  # paramiko brings it
     "cloudpickle": {"protocol.codec", "session.bundle", "session.bootstrap"},
     "exceptiongroup": {"errors"},
     "fabric": {"session.transport.fabric"},

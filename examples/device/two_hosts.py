@@ -1,7 +1,7 @@
 """A model on two hosts, half of its layers on each: python examples/device/two_hosts.py [--hosts=node1,node2]
 
-`.to(device)` between the halves copies from one host to the other, through this program, and the gradient goes back the
-same way. One optimizer has the parameters of both.
+`.to(device)` between the halves copies from one host to the other, directly where they reach each other, and the
+gradient goes back the same way. One optimizer has the parameters of both.
 """
 
 from __future__ import annotations

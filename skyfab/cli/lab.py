@@ -29,7 +29,8 @@ def up(
     path = lab.up(count, python=python)
     for host in lab.status():
         print(host, file=sys.stderr)
-    print(f"hint: export SKYFAB_INVENTORY={path}", file=sys.stderr)
+    if sys.stdout.isatty():  # else the path goes to a variable already
+        print(f"hint: export SKYFAB_INVENTORY={path}", file=sys.stderr)
     print(path, flush=True)
 
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Final
 
 import torch
+
+from skyfab.device import wire
+
+DTYPES: Final = tuple(getattr(torch, name, None) for name in wire.DTYPES)
+"""By their number; None where this torch has no such one."""
 
 
 class Lost(RuntimeError):

@@ -37,6 +37,9 @@ class Profile:
         self.batches = 0
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.copies = 0
+        """Tensors that one host was told to send to another, without this program. Through here, copies are waits."""
+        self.bytes_copied = 0
         self.seconds = 0.0
         """How long the block took."""
         self._lines: dict[str, Line] = {}
@@ -81,12 +84,15 @@ class Profile:
         codes = [instruction[0] for instruction in instructions]
         operations = sum(code >= 0 or code == wire.DYNAMIC for code in codes)
         plans = codes.count(wire.PLAN)
+        copied = [instruction[-1] for instruction in instructions if instruction[0] == wire.RECEIVE]
         with self._lock:
             self.operations += operations
             self.plans += plans
             self.others += len(codes) - operations - plans
             self.batches += 1
             self.bytes_sent += size
+            self.copies += len(copied)
+            self.bytes_copied += sum(copied)
 
     def received(self, size: int) -> None:
         """A reply has come."""
@@ -113,6 +119,8 @@ class Profile:
             f"{_count(self.others, 'other instruction')}, in {_count(self.batches, 'batch', 'batches')}",
             f"{_size(self.bytes_sent)} sent, {_size(self.bytes_received)} received",
         ]
+        if self.copies:
+            text.append(f"{_count(self.copies, 'copy', 'copies')} from host to host, {_size(self.bytes_copied)}")
         if lines:
             text += ["", "  waits  seconds  longest  line"]
         for line in lines:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from skyfab.device import tensors, wire
+from skyfab.device import copies, tensors, wire
 from skyfab.device.kernels import make_kernel
 from skyfab.device.stream import Batch, DeviceStream
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, index_of, is_remote, layout_of, operand, stream_of
@@ -163,6 +163,9 @@ def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
         source = source.resolve_conj().resolve_neg()
         if index_of(source) == index_of(self):
             return _copy_kernel(self, source, non_blocking)
+        if channel := copies.channel_between(stream_of(source), stream_of(self)):
+            copies.copy(channel, self, source)
+            return self
         source = fetch(source)
     if self.numel():
         stream_of(self).upload((wire.UPLOAD, operand(self)[1]), _snapshot(source, self.shape, self.dtype))
@@ -207,6 +210,12 @@ def _to_copy(
         return _make(self, dtype or self.dtype, device)
     meta = torch.empty_strided(self.shape, self.stride(), dtype=dtype or self.dtype, device="meta")
     meta = torch.empty_like(meta, memory_format=memory_format)
+    if is_remote(self) and device.type == TYPE and self.numel():
+        stream = _stream(device)
+        if channel := copies.channel_between(stream_of(self), stream):
+            made, _ = layout_of(tuple(meta.shape), meta.stride(), meta.dtype, stream.index).new()
+            copies.copy(channel, made, self, is_new=True)
+            return made
     return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device).copy_(self)
 
 

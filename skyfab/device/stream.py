@@ -45,6 +45,12 @@ class Link(Protocol):
     def name(self) -> str:
         """The host's name."""
 
+    def addresses_for(self, other: Any) -> Sequence[str]:
+        """Addresses at which the host of another device may reach this one; the likeliest first."""
+
+    def notice(self, text: str) -> None:
+        """Tells the user something about the host."""
+
     def send(self, payload: codec.Payload, batch: Batch) -> None:
         """Sends a batch; its `answered` or `failed` is called once. Raises HostLost."""
 
@@ -133,6 +139,8 @@ class DeviceStream:
         self.syncs = 0
         """How often the program had to wait for a value."""
         self.operations = 0
+        self.broken: set[int] = set()
+        """Channels from other devices that have failed."""
         self._lock = threading.RLock()
         self._ahead: deque[Batch] = deque()
         self._bytes = 0
@@ -310,6 +318,8 @@ class DeviceStream:
         found = batch.document["error"]
         if not isinstance(found, dict):
             return DeviceError("it failed, and does not say how", host=self.link.name)
+        if type(found.get("channel")) is int:
+            self.broken.add(found["channel"])
         at = found.get("at")
         place = None
         if isinstance(at, int) and 0 <= at < len(batch.entries):

@@ -48,9 +48,21 @@ NEXT: Final = -16
 """id of a generator that RUN has returned, first id: replies with the values of the next moments, and if it is over."""
 MODULE: Final = -17
 """digest, number of the buffer: keeps a module that has no tensors of its own."""
+LISTEN: Final = -19
+"""id of a new channel, name of the other host, certificate, key, addresses: waits for the other end of the channel at
+a port of each address, and replies with the ports."""
+CONNECT: Final = -20
+"""id of a new channel, name of the other host, certificate, key, pairs of address and port: connects to the other end,
+and replies whether it was there."""
+SEND: Final = -21
+"""id of a channel, number of the transfer, id of a tensor: sends it to another device."""
+RECEIVE: Final = -22
+"""id of a channel, number of the transfer, id of a tensor, its shape, strides and dtype if it is a new one (else None),
+shape and dtype of what comes, and its size in bytes."""
 
-REMEMBERED: Final = frozenset((VIEW, FREE, PLAN, GENERATOR, FORGET))
-"""Instructions that are executed after an error too: both sides remember them, and they change no values."""
+REMEMBERED: Final = frozenset((VIEW, FREE, PLAN, GENERATOR, FORGET, SEND, RECEIVE))
+"""Instructions that are executed after an error too, and change no values then: both sides remember their ids; the
+other end of a channel is told that a transfer does not take place."""
 
 DTYPES: Final = (
     "float32",

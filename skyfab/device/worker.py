@@ -18,13 +18,16 @@ import torch
 
 from skyfab.agent import cuda
 from skyfab.device import fused, wire
-from skyfab.device.memory import Tensors, bytes_of, is_dense
+from skyfab.device.channels import ChannelBroken
+from skyfab.device.memory import DTYPES, Tensors, bytes_of, is_dense
+from skyfab.device.transfers import Transfers
 from skyfab.protocol import codec
 
-_DTYPES: Final = tuple(getattr(torch, name, None) for name in wire.DTYPES)
-_NUMBERS: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_NUMBERS: Final = {dtype: number for number, dtype in enumerate(DTYPES)}
 _TEXT: Final = 8000
-_NAMES: Final = {wire.RUN: "run_on", wire.NEXT: "run_on", wire.EMPTY: "empty", wire.MODULE: "remote"}
+_NAMES: Final = {wire.RUN: "run_on", wire.NEXT: "run_on", wire.EMPTY: "empty", wire.MODULE: "remote"} | dict.fromkeys(
+    (wire.SEND, wire.RECEIVE), "copy_"
+)
 """What a program called, where it was no operator."""
 _MOMENT: Final = 0.01
 _MOST_VALUES: Final = 64
@@ -58,7 +61,9 @@ class Executor:
         self._generators: dict[int, torch.Generator] = {}
         self._iterators: dict[int, Any] = {}
         """Generators of functions that a program iterates over."""
-        self._failed = False
+        self._transfers = Transfers(self._tensors, self._device)
+        self._failed = ""
+        """Why instructions are not executed; empty if they are."""
         self._reply: Any = None
         self._buffers: list[memoryview] = []
         self._special: dict[int, Callable[[Sequence[Any], Sequence[memoryview]], None]] = {
@@ -79,6 +84,10 @@ class Executor:
             wire.HELLO: self._hello,
             wire.NEXT: self._next,
             wire.MODULE: self._module,
+            wire.LISTEN: self._listen,
+            wire.CONNECT: self._connect,
+            wire.SEND: self._send,
+            wire.RECEIVE: self._receive,
         }
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -106,7 +115,7 @@ class Executor:
                 except Exception as error:
                     if cuda.is_unusable(error):
                         raise  # the process ends, and the client learns that its tensors are gone
-                    self._failed = True
+                    self._failed = f"{type(error).__name__}: {error}"
                     self._reply, self._buffers = {"error": self._describe(error, instruction, at)}, []
                     error.__traceback__ = None
         data = b"" if self._reply is None else wire.encode(self._reply)
@@ -114,7 +123,7 @@ class Executor:
 
     def _execute_special(self, code: int, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         if code == wire.RESUME:
-            self._failed = False
+            self._failed = ""
         elif not self._failed or (code in wire.REMEMBERED and (code != wire.VIEW or instruction[2] in self._tensors)):
             self._special[code](instruction, buffers)
 
@@ -124,6 +133,7 @@ class Executor:
         if instruction[0] == wire.DYNAMIC:
             name = instruction[1]
         return {
+            **({"channel": instruction[1]} if isinstance(error, ChannelBroken) else {}),
             "at": at,
             "kind": type(error).__name__,
             "text": str(error)[:_TEXT],
@@ -266,10 +276,10 @@ class Executor:
     def _view(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         _, ident, base, shape, strides, offset, dtype = instruction
         tensor = self._tensors[base]
-        if tensor.dtype is _DTYPES[dtype]:
+        if tensor.dtype is DTYPES[dtype]:
             self._tensors[ident] = torch.as_strided(tensor, shape, strides, offset)
         else:
-            empty = torch.empty(0, dtype=_DTYPES[dtype], device=self._device)
+            empty = torch.empty(0, dtype=DTYPES[dtype], device=self._device)
             self._tensors[ident] = empty.set_(tensor.untyped_storage(), offset, shape, strides)
 
     def _free(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
@@ -277,14 +287,15 @@ class Executor:
             self._tensors.pop(ident, None)
             self._generators.pop(ident, None)
             self._iterators.pop(ident, None)
+            self._transfers.close(ident)
 
     def _empty(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         _, ident, shape, strides, dtype = instruction
-        self._tensors[ident] = torch.empty_strided(shape, strides, dtype=_DTYPES[dtype], device=self._device)
+        self._tensors[ident] = torch.empty_strided(shape, strides, dtype=DTYPES[dtype], device=self._device)
 
     def _make(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         _, ident, shape, dtype, number = instruction
-        data = torch.frombuffer(buffers[number], dtype=torch.uint8).view(_DTYPES[dtype]).view(shape)
+        data = torch.frombuffer(buffers[number], dtype=torch.uint8).view(DTYPES[dtype]).view(shape)
         self._tensors[ident] = data.to(self._device)
 
     def _upload(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
@@ -333,6 +344,20 @@ class Executor:
         else:
             self._buffers.append(bytes_of(generator.get_state()))
             self._reply = {"value": None}
+
+    # ---- other devices
+
+    def _listen(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        self._reply = {"value": self._transfers.listen(instruction)}
+
+    def _connect(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        self._reply = {"value": self._transfers.connect(instruction)}
+
+    def _send(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        self._transfers.send(instruction, self._failed)
+
+    def _receive(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        self._transfers.receive(instruction, self._failed)
 
     # ---- regions
 
@@ -397,7 +422,7 @@ def _operator(name: str) -> Any:
 
 
 def _scalar(operand: Sequence[Any]) -> torch.Tensor:
-    return torch.tensor(operand[1], dtype=_DTYPES[operand[0]])
+    return torch.tensor(operand[1], dtype=DTYPES[operand[0]])
 
 
 def _shape(tensor: torch.Tensor) -> str:

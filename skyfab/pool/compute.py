@@ -132,7 +132,7 @@ class Compute(ShownPool, TakesCalls):
             self._sync.take_back,
         )
         self._solo_spec = functools.partial(solo_spec, self._env_of, self._pool, len(self.selected))
-        self._devices = Devices(self._solo_spec)
+        self._devices = Devices(self._solo_spec, self.events)
         self._open = False
         self._is_parents = False  # in a forked child it is True: the pool belongs to the parent process
         self._closers: list[Callable[[], None]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,10 @@ from skyfab.calls.pack import PackedFunction, pack_function
 from skyfab.device import devices
 from skyfab.device.entry import execute
 from skyfab.errors import HostLost, HostUnfit, UsageError
+from skyfab.pool.addresses import Candidates
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.protocol import codec
+from skyfab.ui.events import Events, Notice
 
 if TYPE_CHECKING:
     import torch
@@ -25,12 +27,24 @@ if TYPE_CHECKING:
 class DeviceLink:
     """The worker of a device, as the device's stream sees it."""
 
-    def __init__(self, node: Node, worker: str, spec: WorkerSpec) -> None:
+    def __init__(self, node: Node, worker: str, spec: WorkerSpec, events: Events) -> None:
         self.name = node.name
         self._node = node
         self._session = node.session
         self._worker = worker
         self._spec = spec
+        self._events = events
+
+    def addresses_for(self, other: object) -> Sequence[str]:
+        if not isinstance(other, DeviceLink):
+            return ()
+        candidates = Candidates([self._node, other._node])
+        if candidates.one_machine:
+            return ("127.0.0.1",)
+        return [place.address for place in candidates.of(self._node)]
+
+    def notice(self, text: str) -> None:
+        self._events.emit(Notice(host=self.name, text=text))
 
     def send(self, payload: codec.Payload, batch: Batch) -> None:
         if self._node.session is not self._session:  # the host was lost, and has a new agent
@@ -47,8 +61,9 @@ class DeviceLink:
 class Devices:
     """The open devices of a pool, by host and name."""
 
-    def __init__(self, spec_of: Callable[[Node, str], WorkerSpec]) -> None:
+    def __init__(self, spec_of: Callable[[Node, str], WorkerSpec], events: Events) -> None:
         self._spec_of = spec_of
+        self._events = events
         self._streams: dict[tuple[str, str], DeviceStream] = {}
         self._lock = threading.Lock()
 
@@ -60,7 +75,8 @@ class Devices:
             if stream is None or stream.is_lost:
                 worker = f"device.{name.replace(':', '.')}"
                 spec = replace(self._spec_of(node, tree), pipelined=True)
-                stream = self._streams[node.name, name] = devices.open_device(name, DeviceLink(node, worker, spec))
+                link = DeviceLink(node, worker, spec, self._events)
+                stream = self._streams[node.name, name] = devices.open_device(name, link)
             return stream.torch_device
 
     def close(self) -> None:

@@ -50,6 +50,12 @@ class Silent:
     def wait(self, done: Callable[[], bool]) -> None:
         assert done(), "it would wait for ever"
 
+    def addresses_for(self, other: object) -> list[str]:
+        return []
+
+    def notice(self, text: str) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

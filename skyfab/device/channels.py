@@ -1,0 +1,323 @@
+"""Channels: the worker of one device sends tensors to the worker of another, and their client does not see the bytes.
+
+A channel is a TLS connection between two workers. Tensors go one way over it. Both ends present the certificate that
+the client has made for this channel, and accept no other one. The end that receives asks for each tensor by its number,
+and is sent as many bytes as it expects, or the reason why there are none. So neither end has to hold more than it was
+told to, and one that waits is waiting for a machine that is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import ssl
+
+TIMEOUT: Final = 5.0
+"""Seconds for a connection, and for each step of its handshake."""
+_LISTENING: Final = 30.0
+"""Seconds for which a port is open if the right one does not connect."""
+_MOST_GUESTS: Final = 16
+"""Connections that may be in a handshake at once: any machine can connect to a port."""
+_MOST_WAITING: Final = 256 * 1024 * 1024
+"""Bytes that may wait to be sent. A worker that has more to send waits, but one tensor may have any size."""
+_CHUNK: Final = 1 << 24
+_SILENCE: Final = 60
+"""Seconds after which a machine that is not heard of is given up."""
+_TEXT: Final = 2000
+_ASKED: Final = struct.Struct("!Q?")
+"""From the end that receives: a tensor's number, and if it is wanted. It needs no earlier one any more."""
+_SENT: Final = struct.Struct("!Q?Q")
+"""A tensor's number, if it is there, and the length of what follows: its bytes, or the reason."""
+_READY: Final = b"\1"
+"""The end that listens has taken this connection. In TLS 1.3 the other one would not know."""
+
+
+class ChannelBroken(RuntimeError):
+    """The channel cannot be used any more."""
+
+
+class NotSent(RuntimeError):
+    """The other worker has nothing to send: it has failed before."""
+
+
+class Channel:
+    """One end of a channel."""
+
+    def __init__(self, peer: str, certificate: str, key: str) -> None:
+        self._peer = peer
+        """The name of the other host."""
+        self._certificate = certificate
+        self._key = key
+        self._socket: ssl.SSLSocket | None = None
+        self._is_taken = False
+        """A connection with the other end was accepted."""
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._sender: threading.Thread | None = None
+        self._waiting: dict[int, memoryview | str] = {}
+        """Tensors to be sent, or reasons, by their number."""
+        self._size = 0
+        """Bytes of those that wait."""
+        self._unwanted = 0
+        """The last number that will not be asked for."""
+
+    # ---- connecting
+
+    def listen(self, addresses: Sequence[str]) -> list[int]:
+        """Waits for the other end on a thread, at a port of each address. Returns the ports; 0 where there is none."""
+        context = self._context(server=True)
+        servers: list[socket.socket | None] = []
+        for address in addresses:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            try:
+                servers.append(socket.create_server((address, 0), family=family))
+            except OSError:
+                servers.append(None)
+        found = [server for server in servers if server is not None]
+        threading.Thread(target=self._accept, args=(context, found), daemon=True).start()
+        return [0 if server is None else int(server.getsockname()[1]) for server in servers]
+
+    def _accept(self, context: ssl.SSLContext, servers: Sequence[socket.socket]) -> None:
+        until = time.monotonic() + _LISTENING
+        guests: set[ssl.SSLSocket] = set()
+
+        def greet(guest: ssl.SSLSocket) -> None:
+            self._shake_hands(guest)
+            guests.discard(guest)
+
+        poll = select.poll()
+        for server in servers:
+            poll.register(server, select.POLLIN)
+        while self._socket is None and not self._is_closed and time.monotonic() < until:
+            ready = {fd for fd, _ in poll.poll(100)}
+            for server in servers:
+                if server.fileno() in ready:
+                    with contextlib.suppress(OSError):
+                        connection, _ = server.accept()
+                        guest = _wrapped(context, connection, server=True)
+                        if len(guests) < _MOST_GUESTS:
+                            guests.add(guest)
+                            threading.Thread(target=greet, args=(guest,), daemon=True).start()
+                        else:
+                            guest.close()
+        for server in servers:
+            server.close()
+        for guest in list(guests):
+            if guest is not self._socket:
+                _stop(guest)  # its thread ends
+
+    def connect(self, places: Sequence[tuple[str, int]]) -> bool:
+        """Tries all places (address, port) at once. Returns whether the other end was there."""
+        context = self._context(server=False)
+        missing = len(places)
+
+        def call(place: tuple[str, int]) -> None:
+            nonlocal missing
+            try:
+                self._shake_hands(_wrapped(context, socket.create_connection(place, TIMEOUT), server=False))
+            except OSError:
+                pass
+            finally:
+                with self._changed:
+                    missing -= 1
+                    self._changed.notify_all()
+
+        for place in places:
+            threading.Thread(target=call, args=(place,), daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._socket is not None or not missing, 2 * TIMEOUT)
+            return self._socket is not None
+
+    def _shake_hands(self, guest: ssl.SSLSocket) -> None:
+        """Finds out if it is the other end. A connection with anyone else is closed."""
+        try:
+            guest.do_handshake()
+            if guest.server_side:
+                with self._changed:
+                    is_first, self._is_taken = not self._is_taken, True
+                if is_first:
+                    guest.sendall(_READY)
+                    self._use(guest)
+            elif guest.recv(1) == _READY:
+                self._use(guest)
+        except (OSError, ValueError):
+            pass
+        if guest is not self._socket:
+            guest.close()
+
+    def _use(self, connection: ssl.SSLSocket) -> None:
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("KEEPIDLE", 10), ("KEEPINTVL", 10), ("KEEPCNT", 5), ("USER_TIMEOUT", _SILENCE * 1000)):
+            if hasattr(socket, f"TCP_{option}"):  # not everywhere
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
+        with self._changed:
+            if not self._is_closed:
+                self._socket = connection
+                self._changed.notify_all()
+
+    def _context(self, *, server: bool) -> ssl.SSLContext:
+        import ssl
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # the certificate is for this channel, not for a name
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self._certificate)
+        with _file_of(self._certificate + self._key) as path:
+            context.load_cert_chain(path)
+        return context
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._waiting.clear()
+            self._size = 0
+            self._changed.notify_all()
+        if self._socket is not None:
+            _stop(self._socket)
+
+    # ---- sending
+
+    def send(self, number: int, data: memoryview | str) -> None:
+        """Keeps the bytes of a tensor, or the reason why there are none, until the other end asks for it.
+
+        If the channel is broken nothing happens: the other end reports that.
+        """
+        with self._changed:
+            if self._sender is None:
+                self._sender = threading.Thread(target=self._send_all, daemon=True)
+                self._sender.start()
+            self._changed.wait_for(
+                lambda: self._is_closed or not self._waiting or self._size + len(data) <= _MOST_WAITING
+            )
+            if not self._is_closed and number > self._unwanted:
+                self._waiting[number] = data
+                self._size += len(data)
+                self._changed.notify_all()
+
+    def _send_all(self) -> None:
+        try:
+            while True:
+                number, is_wanted = _ASKED.unpack(self._read(bytearray(_ASKED.size)))
+                self._drop(number - is_wanted)
+                if is_wanted:
+                    data = self._next(number)
+                    there = not isinstance(data, str)
+                    content = memoryview(data.encode()[:_TEXT]) if isinstance(data, str) else data
+                    self._write(_SENT.pack(number, there, len(content)))
+                    for at in range(0, len(content), _CHUNK):
+                        self._write(content[at : at + _CHUNK])
+                    del data, content
+        except (OSError, ValueError):
+            self.close()
+
+    def _drop(self, last: int) -> None:
+        with self._changed:
+            self._unwanted = max(self._unwanted, last)
+            for number in [number for number in self._waiting if number <= last]:
+                self._size -= len(self._waiting.pop(number))
+            self._changed.notify_all()
+
+    def _next(self, number: int) -> memoryview | str:
+        """Waits until the tensor is there. They come in the order of their numbers."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._waiting)
+            if self._is_closed:
+                raise ConnectionError("closed")
+            if number not in self._waiting:
+                return "it never came to that"
+            data = self._waiting.pop(number)
+            self._size -= len(data)
+            self._changed.notify_all()
+            return data
+
+    # ---- receiving
+
+    def receive(self, number: int, into: memoryview) -> None:
+        """Fills memory with a tensor. Raises NotSent if the other worker has none, and ChannelBroken."""
+        try:
+            self._write(_ASKED.pack(number, True))
+            found, is_there, length = _SENT.unpack(self._read(bytearray(_SENT.size)))
+            if found != number or (length != len(into) if is_there else length > _TEXT):
+                raise ValueError("it sent something else than was expected")
+            reason = self._read(into if is_there else bytearray(length))
+        except (OSError, ValueError) as error:
+            self.close()
+            raise ChannelBroken(f"the connection from {self._peer} has ended: {error}") from None
+        except BaseException:
+            self.close()  # in the middle of a tensor
+            raise
+        if not is_there:
+            raise NotSent(f"{self._peer} has not sent it: {bytes(reason).decode(errors='replace')}")
+
+    def skip(self, number: int) -> None:
+        """A tensor is not wanted any more."""
+        try:
+            self._write(_ASKED.pack(number, False))
+        except OSError:
+            self.close()
+
+    # ---- bytes
+
+    def _connection(self) -> ssl.SSLSocket:
+        with self._changed:
+            self._changed.wait_for(lambda: self._socket is not None or self._is_closed, TIMEOUT)
+            if self._socket is None or self._is_closed:
+                raise ConnectionError("there is no connection")
+            return self._socket
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._connection().sendall(data)
+
+    def _read(self, into: bytearray | memoryview) -> bytearray | memoryview:
+        connection = self._connection()
+        view, at = memoryview(into), 0
+        while at < len(view):
+            size = connection.recv_into(view[at:])
+            if not size:
+                raise ConnectionError("it was closed")
+            at += size
+        return into
+
+
+def _wrapped(context: ssl.SSLContext, connection: socket.socket, *, server: bool) -> ssl.SSLSocket:
+    """A connection before its handshake. Raises OSError."""
+    connection.settimeout(TIMEOUT)
+    with connection:  # afterwards the descriptor is that of the result
+        return context.wrap_socket(connection, server_side=server, do_handshake_on_connect=False)
+
+
+def _stop(connection: socket.socket) -> None:
+    """Whoever reads or writes it is not held up any longer."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _file_of(text: str) -> Iterator[str]:
+    """A path at which the text can be read by this process for a moment: in memory where the system can do that."""
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").exists():
+        fd = os.memfd_create("certificate")
+        try:
+            os.write(fd, text.encode())
+            yield f"/proc/self/fd/{fd}"
+        finally:
+            os.close(fd)
+    else:
+        with tempfile.NamedTemporaryFile("w") as file:  # 0600
+            file.write(text)
+            file.flush()
+            yield file.name

@@ -562,7 +562,7 @@ def test_lab_up_prints_an_inventory_that_works(tmp_path: Path) -> None:
         code, out, err = program("lab.up", "--count=1", cwd=tmp_path, **place)
         assert code == 0, err
         [path] = out.splitlines()
-        assert f"export SKYFAB_INVENTORY={path}" in err
+        assert "node1" in err and "hint" not in err, "the path goes to a variable"
         assert program("hosts", cwd=tmp_path, SKYFAB_INVENTORY=path).code == 0
         assert program("lab.status", cwd=tmp_path, **place).out.startswith("node1 ")
     finally:

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "detached": "errors scripts context protocol inventory calls session ui",
     "env": "errors scripts protocol inventory calls session detached",
     "ui": "",
-    "device": "errors protocol agent",  # one half of it runs on hosts
+    "device": "errors context protocol agent",  # one half of it runs on hosts
     "pool": "errors scripts context protocol inventory calls plugins session detached env ui device",
     "cli": "errors context protocol inventory calls plugins session detached env ui pool lab",
     "lab": "errors scripts",  # it makes machines and does not use them, so that tests of anything can use it
@@ -41,7 +41,7 @@ LARGEST = {
     "protocol": 2250,
     "agent": 3950,
     "session": 3800,
-    "pool": 3700,
+    "pool": 3980,
     "env": 2600,
     "calls": 1300,
     "inventory": 1000,
@@ -50,7 +50,7 @@ LARGEST = {
     "ui": 800,
     "cli": 1700,
     "lab": 2050,
-    "device": 3750,
+    "device": 3810,
 }
 """Lines of a whole package."""
 MOST_PARAMETERS = 6

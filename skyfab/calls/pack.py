@@ -46,7 +46,7 @@ def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = ()) -
     if (main := sys.modules.get("__mp_main__")) is not None:
         codec.send_by_value(main)
     try:
-        payload = codec.dumps((function if by_name else fn, by_name, {} if by_name else _sources(fn), plugins))
+        payload = codec.dumps((function if by_name else fn, by_name, sources_of(function), plugins))
     except Exception as error:
         raise NotPicklable(f"{function.label} cannot be pickled: {error}", hint=_culprit(fn)) from error
     packed = PackedFunction(_digest(payload), payload)
@@ -130,10 +130,10 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
-def _sources(fn: Any) -> dict[str, str]:
+def sources_of(function: Function[..., Any]) -> dict[str, str]:
     """The source file of a function that is pickled by value, for its tracebacks on the host."""
-    code = getattr(fn, "__code__", None)
-    if code is None:
+    code = getattr(function.fn, "__code__", None)
+    if code is None or function.is_importable:
         return {}
     text = "".join(linecache.getlines(code.co_filename))
     return {code.co_filename: text} if 0 < len(text) < _SOURCE else {}

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 
+from skyfab.errors import DeviceError
 
-class Lost(RuntimeError):
-    """An instruction needs a tensor that was never computed, because of an earlier error."""
+
+class Lost(DeviceError):
+    """Something needs a tensor that was never computed, or was not executed, because of an earlier error."""
 
 
 class Tensors(dict[int, torch.Tensor]):

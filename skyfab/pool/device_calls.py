@@ -34,6 +34,12 @@ class DeviceFuture(CallFuture):
             self._stream.consume(error)  # the program knows of it now
             raise
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        if isinstance(error, DeviceError):
+            self._stream.consume(error)
+        return error
+
 
 class DeviceCall:
     """One call: its future, and what becomes of its reply. It is the `Caller` of its node."""
@@ -101,10 +107,10 @@ class DeviceCall:
         value = document.get("value") if isinstance(document, dict) else None
         return tensors.restore(value, self._first, self._stream.index)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         self._finish(None, error)
 
-    def _finish(self, result: Any, error: Exception | None) -> None:
+    def _finish(self, result: Any, error: BaseException | None) -> None:
         if self._ended is not None:
             self._ended(error)  # before threads that wait for the future continue
         self.future.settle(result, error)

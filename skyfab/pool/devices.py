@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from skyfab.calls.call import Call, as_function
 from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function, sources_of
 from skyfab.device import devices, entry
-from skyfab.errors import HostLost, HostUnfit, SkyfabError, UsageError, WorkerDied
+from skyfab.errors import DeviceError, HostLost, HostUnfit, SkyfabError, UsageError, WorkerDied
 from skyfab.pool.device_calls import DeviceCall
 from skyfab.pool.node import Caller, Node, WorkerSpec
 from skyfab.protocol import codec
@@ -118,7 +118,7 @@ class Devices:
     def start(
         self, stream: DeviceStream, call: Call[Any], on: Node | None, tree: str, *, timeout: float | None, keep: bool
     ) -> DeviceCall:
-        """Starts a call in the worker of a device. Raises UsageError, NotPicklable, and errors of earlier instructions.
+        """Starts a call in the worker of a device. Raises UsageError, NotPicklable, and the error of an earlier one.
 
         Tensors of other devices on which it might run are refused, any other ones are copied.
         """
@@ -138,13 +138,15 @@ class Devices:
 
         def send() -> None:
             with SIGINT_GUARD:
-                started.begin(self._events)
-                try:
-                    link.call(function, arguments, timeout, started)
-                except SkyfabError as error:
-                    started.failed(error)
+                link.call(function, arguments, timeout, started)
 
-        stream.send_between(send)
+        started.begin(self._events)
+        try:
+            stream.send_between(send)
+        except BaseException as error:
+            started.failed(error)
+            if isinstance(error, DeviceError) or not isinstance(error, SkyfabError):
+                raise  # an error that is raised once must not wait in a future; the device's end is found again
         return started
 
 

@@ -84,17 +84,18 @@ def test_a_call_runs_in_order_with_operations(remote_pool: sky.Compute, device: 
 
 
 def test_tensors_are_found_wherever_pickle_finds_them(remote_pool: sky.Compute, device: Any) -> None:
-    x = torch.zeros(2, device=device)
+    x, used = torch.zeros(2, device=device), torch.zeros(2, device=device)
 
     @sky.function
     def change(pair: Any, *, more: Any) -> Any:
+        used.add_(5)
         pair.left["deep"][0].add_(1)
         more[0].add_(2)
         return pair.left["deep"][0] is more[0], more[1].data_ptr() == more[0].data_ptr(), os.getpid()
 
     again, shared, process = change(Pair({"deep": [x]}, None), more=(x, x[:1])) >> remote_pool
     assert (again, shared, process) == (True, True, worker_of(device))
-    assert x.tolist() == [3, 3]
+    assert (x.tolist(), used.tolist()) == ([3, 3], [5, 5])
 
 
 def test_a_module_with_remote_parameters(remote_pool: sky.Compute, device: Any) -> None:
@@ -177,10 +178,38 @@ def test_an_async_function_and_its_output(remote_pool: sky.Compute, device: Any)
     assert talk(x) >> remote_pool == 2
     stop()
     lines = [str(event) for event in events]
+    assert not any("files of the project" in line for line in lines)
     assert f"{remote_pool.hosts[0].name} sum 2.0" in lines
     started, ended = (event for event in events if hasattr(event, "call"))
     assert "talk" in started.function
     assert (ended.call, ended.error) == (started.call, None)
+
+
+def test_large_arguments_and_references(remote_pool: sky.Compute, device: Any) -> None:
+    """They travel beside the pickle. What is changed there is not changed here."""
+    x, big = torch.ones(1, device=device), torch.ones(1 << 18)
+    ref = remote_pool.put(torch.full((1 << 16,), 2.0))
+
+    def total(x: Any, big: Any, put: Any) -> float:
+        return float(big.add_(x).sum() + put.add_(x).sum())
+
+    expected = 2.0 * (1 << 18) + 3.0 * (1 << 16)
+    for _ in range(2):
+        assert sky.function(total)(x, big, ref) >> remote_pool == expected
+        assert sky.run_on(device, total, x, big, ref) == expected
+    assert big.sum().item() == 1 << 18
+
+
+def test_changed_files_are_told(remote_pool: sky.Compute, device: Any) -> None:
+    """The worker of a device goes on with the code that it has, and the program learns it once."""
+    link = remote_pool._devices.streams[remote_pool.hosts[0].name, "cpu"].link
+    link.tree = "another"  # as if a file had been edited since the device was opened
+    events: list[Any] = []
+    stop = remote_pool.events.subscribe(events.append)
+    for _ in range(2):
+        process_of(torch.ones(2, device=device)) >> remote_pool
+    stop()
+    assert sum("files of the project have changed" in str(event) for event in events) == 1
 
 
 # ---- several hosts
@@ -341,6 +370,7 @@ def test_what_cannot_be_pickled_is_named(remote_pool: sky.Compute, device: Any) 
         where(torch.ones(2, device=device), threading.Lock()) >> remote_pool
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_in_a_call(own_pool: sky.Compute) -> None:
     x = torch.ones(2, device=own_pool.device("cpu"))
     future = own_pool.submit(sky.function(lambda x: os._exit(7))(x))
@@ -360,6 +390,7 @@ def test_a_worker_that_ends_in_a_call(own_pool: sky.Compute) -> None:
         add(x, 1.0) >> own_pool
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_between_calls(own_pool: sky.Compute) -> None:
     """Its tensors are not taken for those of a new worker."""
     device = own_pool.device("cpu")

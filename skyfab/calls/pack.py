@@ -43,8 +43,7 @@ def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = ()) -
         if known is not None and known[0] == state and known[2] is plugins:
             return known[1]  # type: ignore[no-any-return]  # only this module sets it
     by_name = function.is_importable
-    if (main := sys.modules.get("__mp_main__")) is not None:
-        codec.send_by_value(main)
+    send_main_by_value()
     try:
         payload = codec.dumps((function if by_name else fn, by_name, sources_of(function), plugins))
     except Exception as error:
@@ -59,6 +58,7 @@ def pack_arguments(call: Call[Any]) -> codec.Payload:
     """The pickled arguments. Raises NotPicklable, naming the argument that cannot be pickled."""
     if not call.args and not call.kwargs:
         return _NOTHING
+    send_main_by_value()
     try:
         return codec.dumps((*call.args, call.kwargs or None))
     except Exception as error:
@@ -72,6 +72,12 @@ def pack_arguments(call: Call[Any]) -> codec.Payload:
                     hint="make it inside the function, or pass what it is made from",
                 ) from error
         raise NotPicklable(f"the arguments of {call.function.label} cannot be pickled: {error}") from error
+
+
+def send_main_by_value() -> None:
+    """Hosts cannot import the main module of a spawned child, which has a name of its own."""
+    if (main := sys.modules.get("__mp_main__")) is not None:
+        codec.send_by_value(main)
 
 
 def _digest(payload: codec.Payload) -> str:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from skyfab.calls.call import Call, as_function
-from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function, sources_of
+from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function, send_main_by_value, sources_of
 from skyfab.device import devices, entry
 from skyfab.errors import DeviceError, HostLost, HostUnfit, SkyfabError, UsageError, WorkerDied
 from skyfab.pool.device_calls import DeviceCall
@@ -105,6 +105,7 @@ class Devices:
         """
         from skyfab.device import regions
 
+        send_main_by_value()
         try:
             return regions.find((*call.args, call.kwargs or None), self._on(node))
         except SkyfabError:  # a tensor that is copied cannot be
@@ -132,8 +133,8 @@ class Devices:
             self._events.emit(Notice(host=link.name, text=text))
         first = tensors.new_block() if keep else 0
         values = (stream.device, first, call.function, sources_of(call.function), call.args, call.kwargs, None)
-        arguments = regions.pack(stream, values, self._on(on))
         function = pack_function(self._caller, self._plugins)
+        arguments = regions.pack(stream, values, self._on(on))
         started = DeviceCall(stream, link.node, link.worker, call.function.label, first, untrusted=self._untrusted)
 
         def send() -> None:

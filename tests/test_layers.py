@@ -41,7 +41,7 @@ LARGEST = {
     "protocol": 2250,
     "agent": 3950,
     "session": 3800,
-    "pool": 3980,
+    "pool": 3990,
     "env": 2600,
     "calls": 1300,
     "inventory": 1000,

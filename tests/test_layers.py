@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "detached": "errors notebook scripts context protocol inventory calls session ui",
     "env": "errors scripts protocol inventory calls session detached",
     "ui": "errors",
-    "device": "errors protocol agent",  # one half of it runs on hosts
+    "device": "errors context protocol agent",  # one half of it runs on hosts
     "pool": "errors notebook scripts context protocol inventory calls plugins session detached env ui device",
     "cli": "errors context protocol inventory calls plugins session detached env ui pool lab",
     "lab": "errors scripts",  # it makes machines and does not use them, so that tests of anything can use it
@@ -42,7 +42,7 @@ LARGEST = {
     "protocol": 2250,
     "agent": 3950,
     "session": 3800,
-    "pool": 3950,
+    "pool": 4200,
     "env": 2600,
     "calls": 1350,
     "inventory": 1000,
@@ -51,7 +51,7 @@ LARGEST = {
     "ui": 1200,
     "cli": 1700,
     "lab": 2050,
-    "device": 4310,
+    "device": 4450,
 }
 """Lines of a whole package."""
 MOST_PARAMETERS = 6

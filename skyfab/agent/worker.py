@@ -29,7 +29,7 @@ from skyfab.protocol.mux import SMALL
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
     from skyfab.protocol.frames import Buffer
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 _TEXT = 16 * 1024
 _MOST_HEADS = 1024
 _COROUTINE = types.CoroutineType
+_OURS = (__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "device", ""))
+"""Files whose frames come before the user's: this one, and those of device workers."""
 
 
 def main(source: int, sink: int, request: dict[str, Any]) -> None:
@@ -255,10 +257,7 @@ class Worker:
             if plugins:
                 function = self._surround(function, plugins)
             context.close_listener()  # from now on the function can listen on that port
-            for filename, text in sources.items():  # so that tracebacks show the lines
-                import linecache
-
-                linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+            show_lines(sources)
             found = self._functions[digest] = function
         return found
 
@@ -367,6 +366,14 @@ class Worker:
                 pending[0] = memoryview(pending[0])[sent:]
 
 
+def show_lines(sources: Mapping[str, str]) -> None:
+    """Makes tracebacks show the lines of files that are not on this host."""
+    for filename, text in sources.items():
+        import linecache
+
+        linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+
+
 def _each(function: Any, again: Callable[[], Any] | None, items: list[tuple[Any, ...]]) -> tuple[float, list[Any]]:
     """Calls a function for every item. With `again`, each item is unpickled anew, so that in-place changes by one call
     are not visible to the next."""
@@ -407,6 +414,6 @@ def _trace(error: BaseException) -> str:
     import traceback
 
     shown = error.__traceback__
-    while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
+    while shown is not None and shown.tb_frame.f_code.co_filename.startswith(_OURS):
         shown = shown.tb_next
     return "".join(traceback.format_exception(type(error), error, shown))

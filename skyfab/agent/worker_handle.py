@@ -105,7 +105,7 @@ class WorkerHandle:
         if (len(self.calls) > 1 and not self.pipelined) or self.stopping:
             call.held.append(_opening(call.stream, head, data))
             return
-        if call.timeout is not None:
+        if call.timeout is not None and len(self.calls) == 1:
             self._begin()
         piece = _opening(call.stream, head, data)
         if self._out or data is None:

@@ -43,10 +43,9 @@ def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = ()) -
         if known is not None and known[0] == state and known[2] is plugins:
             return known[1]  # type: ignore[no-any-return]  # only this module sets it
     by_name = function.is_importable
-    if (main := sys.modules.get("__mp_main__")) is not None:
-        codec.send_by_value(main)
+    send_main_by_value()
     try:
-        payload = codec.dumps((function if by_name else fn, by_name, {} if by_name else _sources(fn), plugins))
+        payload = codec.dumps((function if by_name else fn, by_name, sources_of(function), plugins))
     except Exception as error:
         raise NotPicklable(f"{function.label} cannot be pickled: {error}", hint=_culprit(fn)) from error
     packed = PackedFunction(_digest(payload), payload)
@@ -59,6 +58,7 @@ def pack_arguments(call: Call[Any]) -> codec.Payload:
     """The pickled arguments. Raises NotPicklable, naming the argument that cannot be pickled."""
     if not call.args and not call.kwargs:
         return _NOTHING
+    send_main_by_value()
     try:
         return codec.dumps((*call.args, call.kwargs or None))
     except Exception as error:
@@ -72,6 +72,12 @@ def pack_arguments(call: Call[Any]) -> codec.Payload:
                     hint="make it inside the function, or pass what it is made from",
                 ) from error
         raise NotPicklable(f"the arguments of {call.function.label} cannot be pickled: {error}") from error
+
+
+def send_main_by_value() -> None:
+    """Hosts cannot import the main module of a spawned child, which has a name of its own."""
+    if (main := sys.modules.get("__mp_main__")) is not None:
+        codec.send_by_value(main)
 
 
 def _digest(payload: codec.Payload) -> str:
@@ -130,10 +136,10 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
-def _sources(fn: Any) -> dict[str, str]:
+def sources_of(function: Function[..., Any]) -> dict[str, str]:
     """The source file of a function that is pickled by value, for its tracebacks on the host."""
-    code = getattr(fn, "__code__", None)
-    if code is None:
+    code = getattr(function.fn, "__code__", None)
+    if code is None or function.is_importable:
         return {}
     text = "".join(linecache.getlines(code.co_filename))
     return {code.co_filename: text} if 0 < len(text) < _SOURCE else {}

@@ -9,13 +9,14 @@ from typing import Final
 import torch
 
 from skyfab.device import wire
+from skyfab.errors import DeviceError
 
 DTYPES: Final = tuple(getattr(torch, name, None) for name in wire.DTYPES)
 """By their number; None where this torch has no such one."""
 
 
-class Lost(RuntimeError):
-    """An instruction needs a tensor that was never computed, because of an earlier error."""
+class Lost(DeviceError):
+    """Something needs a tensor that was never computed, or was not executed, because of an earlier error."""
 
 
 class Tensors(dict[int, torch.Tensor]):

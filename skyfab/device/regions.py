@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from skyfab.device import composed, fused, tensors, wire
+from skyfab.device import composed, entry, fused, tensors, wire
 from skyfab.device.meta import to_meta
 from skyfab.device.places import where
 from skyfab.device.tensors import is_remote, operand
-from skyfab.errors import NotPicklable, UsageError
+from skyfab.errors import NotPicklable, SkyfabError, UsageError
 from skyfab.protocol import codec
 from skyfab.protocol.blobs import name_of
 
@@ -27,33 +27,60 @@ _AHEAD: Final = 4
 def run(stream: DeviceStream, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Calls a function on the host and waits. If it is a generator function, returns an iterator."""
     first = tensors.new_block()
-    data = _pack(stream, (getattr(function, "fn", function), tuple(args), dict(kwargs)))
-    value = stream.ask([wire.RUN, first], memoryview(data)).value()
+    packed = pack(stream, (getattr(function, "fn", function), tuple(args), dict(kwargs)), tensors.streams)
+    value = stream.ask([wire.RUN, first], memoryview(packed.data), *packed.buffers).value()
     if value == {"iterator": None}:
         return _RemoteIterator(stream, first)
     return tensors.restore(value, first, stream.index)
 
 
-def _pack(stream: DeviceStream, value: Any) -> bytes:
-    """Pickles a value; remote tensors become references to the host's. Raises NotPicklable."""
+def pack(stream: DeviceStream, value: Any, refused: Collection[DeviceStream]) -> codec.Payload:
+    """Pickles a value. Tensors of the device become references to the host's; those of other devices are copied.
 
-    def reference(item: Any) -> Any:
+    Raises UsageError for tensors of a refused device, and NotPicklable.
+    """
+
+    def reference(item: Any) -> tuple[Any, ...] | None:
         if not is_remote(item):
             return None
-        if tensors.stream_of(item) is not stream:
-            raise UsageError(
-                f"a tensor on {item.device} for a function on {stream.torch_device}", hint="tensor.to(device)"
-            )
+        other = tensors.stream_of(item)
+        if other is not stream:
+            if other in refused:
+                raise UsageError(
+                    f"a tensor on {item.device} ({other.link.name}) for a function on {stream.torch_device} "
+                    f"({stream.link.name})",
+                    hint="tensor.to(device); or tensor.cpu(), for a copy of its values",
+                )
+            return None
         if item.is_conj() or item.is_neg():
             raise UsageError("a conjugated or negated view for a function on a device", hint="clone it")
-        return (operand(item.detach())[1], item.requires_grad, isinstance(item, torch.nn.Parameter))
+        ident = operand(item.detach())[1]
+        return entry.tensor, (stream.device, ident, item.requires_grad, isinstance(item, torch.nn.Parameter))
 
     try:
-        return codec.dumps_with_references(value, reference)
-    except UsageError:
+        return codec.dumps(value, reference)
+    except SkyfabError:
         raise
     except Exception as error:
         raise NotPicklable(f"the function or its arguments cannot be pickled: {error}") from error
+
+
+class _Found(Exception):
+    def __init__(self, stream: DeviceStream) -> None:
+        self.stream = stream
+
+
+def find(value: Any, streams: Collection[DeviceStream]) -> DeviceStream | codec.Payload:
+    """The one of these devices that has the first remote tensor in a value; if there is none, the pickled value."""
+
+    def reference(item: Any) -> None:
+        if is_remote(item) and (stream := tensors.stream_of(item)) in streams:
+            raise _Found(stream)
+
+    try:
+        return codec.dumps(value, reference)
+    except _Found as found:
+        return found.stream
 
 
 class _RemoteIterator(Iterator[Any]):
@@ -166,9 +193,9 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         state = (device.index, tuple(part.training for part in self.module.modules()))
         if state not in self._digests:
             stream = tensors.streams[device.index]
-            data = _pack(stream, _Skeleton(self.module))
-            self._digests[state] = digest = name_of(data)
-            stream.ask([wire.MODULE, digest], memoryview(data)).value()
+            packed = pack(stream, _Skeleton(self.module), tensors.streams)
+            self._digests[state] = digest = name_of(packed.data, *packed.buffers)
+            stream.ask([wire.MODULE, digest], memoryview(packed.data), *packed.buffers).value()
         return self._digests[state]
 
 

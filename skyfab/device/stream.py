@@ -57,6 +57,9 @@ class Link(Protocol):
     def wait(self, done: Callable[[], bool]) -> None:
         """Reads until `done()`, or the connection has ended."""
 
+    def is_alive(self) -> bool:
+        """Whether the worker still is the process that has the tensors."""
+
     def close(self) -> None:
         """Ends the worker."""
 
@@ -220,6 +223,17 @@ class DeviceStream:
             raise HostLost("the connection has ended", host=self.link.name)
         return batch
 
+    def send_between(self, send: Callable[[], None]) -> None:
+        """Sends what has been emitted, then something else to the same worker. Raises the error of an earlier one."""
+        with self._lock:
+            self.flush()
+            send()
+
+    @property
+    def earlier_error(self) -> Exception | None:
+        """What the program has not been told of yet."""
+        return self._lost or self._error
+
     def consume(self, error: Exception) -> None:
         """The program has been told of this error already: it need not be raised again."""
         with self._lock:
@@ -342,6 +356,11 @@ class DeviceStream:
             host=self.link.name,
             hint="ask for the device again: compute.device(…)",
         )
+
+    def end(self, why: str) -> None:
+        """The device's process has ended."""
+        self._lost = self._lost or self.gone(why, ())
+        self.limit = 0
 
     def _raise(self) -> None:
         if self._lost is not None:

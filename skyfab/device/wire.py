@@ -35,7 +35,7 @@ SYNC: Final = -9
 RESUME: Final = -10
 """The program knows of the error: instructions that follow are executed again."""
 RUN: Final = -11
-"""number of the buffer, first id: calls a function with tensors as they are here, and replies with what it returned."""
+"""first id, numbers of buffers: calls a function with tensors as they are there, and replies with what it returned."""
 GENERATOR: Final = -12
 """id: makes a random number generator."""
 STATE: Final = -13
@@ -47,7 +47,7 @@ HELLO: Final = -15
 NEXT: Final = -16
 """id of a generator that RUN has returned, first id: replies with the values of the next moments, and if it is over."""
 MODULE: Final = -17
-"""digest, number of the buffer: keeps a module that has no tensors of its own."""
+"""digest, numbers of buffers: keeps a module that has no tensors of its own."""
 LISTEN: Final = -19
 """id of a new channel, name of the other host, certificate, key, addresses: waits for the other end of the channel at
 a port of each address, and replies with the ports."""

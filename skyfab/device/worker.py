@@ -6,20 +6,20 @@ client has told its program: the state stays as if the program had stopped at th
 
 from __future__ import annotations
 
-import io
 import keyword
-import pickle
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
+from skyfab import context
 from skyfab.agent import cuda
+from skyfab.agent.worker import show_lines
 from skyfab.device import fused, wire
 from skyfab.device.channels import ChannelBroken
-from skyfab.device.memory import DTYPES, Tensors, bytes_of, is_dense
+from skyfab.device.memory import DTYPES, Lost, Tensors, bytes_of, is_dense
 from skyfab.device.transfers import Transfers
 from skyfab.protocol import codec
 
@@ -362,9 +362,9 @@ class Executor:
     # ---- regions
 
     def _run(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
-        _, ident, number = instruction
+        _, ident, *numbers = instruction
         with torch.enable_grad():
-            function, args, kwargs = _Unpickler(buffers[number], self._tensors).load()
+            function, args, kwargs = _unpickled(numbers, buffers)
             result = function(*args, **kwargs)
         if isinstance(result, types.GeneratorType):
             self._iterators[ident] = result
@@ -393,22 +393,27 @@ class Executor:
         self._reply = {"value": self._keep(values, ident), "over": found is None}
 
     def _module(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
-        _, digest, number = instruction
-        fused.MODULES[digest] = _Unpickler(buffers[number], self._tensors).load()
+        _, digest, *numbers = instruction
+        fused.MODULES[digest] = _unpickled(numbers, buffers)
         self._reply = {"value": None}
 
+    # ---- calls between batches
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickles a function and its arguments; remote tensors are references to tensors here."""
+    def call(self, first: int, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a function. If `first` is not 0, the tensors of its result stay, with ids from `first` on."""
+        if self._failed:
+            raise Lost("it was not called, because of an earlier error")
+        result = context.awaited(function(*args, **kwargs))
+        return codec.Payload(wire.encode({"value": self._keep(result, first)})) if first else result
 
-    def __init__(self, data: memoryview, tensors: dict[int, torch.Tensor]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._tensors = tensors
+    def tensor(self, ident: int) -> torch.Tensor:
+        return self._tensors[ident].detach()
 
-    def persistent_load(self, reference: Any) -> torch.Tensor:
-        ident, requires_grad, is_parameter = reference
-        tensor = self._tensors[ident].detach()
-        return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+def _unpickled(numbers: Sequence[int], buffers: Sequence[memoryview]) -> Any:
+    """What was pickled into these buffers."""
+    data, *beside = (buffers[number] for number in numbers)
+    return codec.loads(data, beside)
 
 
 def _raising(error: Exception) -> Iterator[Any]:
@@ -438,8 +443,27 @@ _EXECUTORS: Final[dict[str, Executor]] = {}
 
 
 def execute(device: str, batch: Sequence[Sequence[Any]], *buffers: memoryview) -> codec.Payload:
-    """What the worker's calls run: a batch of instructions."""
+    """What most of the worker's calls run: a batch of instructions."""
     executor = _EXECUTORS.get(device)
     if executor is None:
         executor = _EXECUTORS[device] = Executor(device)
     return executor.execute(batch, buffers)
+
+
+def call(
+    device: str,
+    first: int,
+    function: Any,
+    sources: Mapping[str, str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What the other ones run: a function of the program. Batches have been executed before."""
+    show_lines(sources)
+    return _EXECUTORS[device].call(first, getattr(function, "fn", function), args, kwargs)
+
+
+def tensor(device: str, ident: int, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+    """The tensor that a remote one stands for: a leaf, with the same memory. Raises Lost."""
+    found = _EXECUTORS[device].tensor(ident)
+    return torch.nn.Parameter(found, requires_grad) if is_parameter else found.requires_grad_(requires_grad)

@@ -18,20 +18,21 @@ from skyfab.calls.image import Image
 from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function
 from skyfab.calls.project import Project
 from skyfab.calls.refs import Ref, put
-from skyfab.calls.results import in_order
 from skyfab.detached.run import Results, Run, attach
 from skyfab.errors import UsageError
 from skyfab.inventory.host import Host, variables
 from skyfab.inventory.inventory import Inventory
 from skyfab.plugins.base import Plugin, check_together
 from skyfab.pool import open_pools
-from skyfab.pool.broadcast import Broadcast, BroadcastQueue, GangCall, may_go_on, retry
+from skyfab.pool.broadcast import Broadcast
 from skyfab.pool.cloud import refuses_rent
 from skyfab.pool.detach import Detacher
+from skyfab.pool.device_calls import DeviceCall
 from skyfab.pool.devices import Devices
 from skyfab.pool.fastpath import NOT_TAKEN, fastpath
-from skyfab.pool.futures import CallFuture, refuse_to_block, wait_for
-from skyfab.pool.gang import GangCache, GangSpec, remaining
+from skyfab.pool.futures import refuse_to_block, wait_for
+from skyfab.pool.gang import GangCache
+from skyfab.pool.gangs import Broadcasts
 from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
 from skyfab.pool.node import Node
@@ -40,7 +41,7 @@ from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.rendezvous import RendezvousFinder
 from skyfab.pool.scheduler import Scheduler, Slot, Task, solo_spec
 from skyfab.pool.shown import ShownPool
-from skyfab.pool.stall import Place, watch
+from skyfab.pool.stall import watch
 from skyfab.pool.workdir import Workdirs, tell_files
 from skyfab.protocol import codec
 from skyfab.session.sigint import SIGINT_GUARD
@@ -50,6 +51,8 @@ from skyfab.ui.events import Events, HostState, emitting
 
 if TYPE_CHECKING:
     import torch
+
+    from skyfab.device.stream import DeviceStream
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -106,9 +109,8 @@ class Compute(ShownPool, TakesCalls):
         self._image = image or Image()
         self._plugins = tuple(plugins)
         check_together(self._plugins)
-        self._elastic = next((plugin.elastic for plugin in self._plugins if plugin.elastic), None)
+        elastic = next((plugin.elastic for plugin in self._plugins if plugin.elastic), None)
         self._images = HostImages(self.selected, self._image, self._plugins)
-        self._ranks = ranks
         self._env = variables(env or {}, "env")
         self._lease = lease
         self._timeout = timeout
@@ -122,7 +124,7 @@ class Compute(ShownPool, TakesCalls):
         self._env_of = functools.partial(self._images.variables, self._env)
         self._pool = secrets.token_hex(8)  # prefix of the job names of its gangs
         self._gang_cache = GangCache(self._env_of, self._pool, RendezvousFinder.of(self._plugins, self.events))
-        self._broadcasts = BroadcastQueue()
+        self._broadcasts = Broadcasts(self._gang_cache, ranks, elastic, self.events, untrusted=self._untrusted)
         self._nodes = Nodes(
             self.inventory,
             self._images,
@@ -132,10 +134,10 @@ class Compute(ShownPool, TakesCalls):
             self._sync.take_back,
         )
         self._solo_spec = functools.partial(solo_spec, self._env_of, self._pool, len(self.selected))
-        self._devices = Devices(self._solo_spec, self.events)
+        self._devices = Devices(self._solo_spec, self._plugins, self.events, untrusted=self._untrusted)
         self._open = False
         self._is_parents = False  # in a forked child it is True: the pool belongs to the parent process
-        self._closers: list[Callable[[], None]] = []
+        self._screen = contextlib.ExitStack()
         self.hosts: Sequence[Node] = ()  # once the pool is open
 
     # ---- opening and closing
@@ -164,7 +166,7 @@ class Compute(ShownPool, TakesCalls):
             nodes = self._connect()
         except BaseException:
             self._sync.close()
-            self._hide()
+            self._screen.close()
             SIGINT_GUARD.leave()
             raise
         self.hosts = tuple(nodes)
@@ -210,7 +212,7 @@ class Compute(ShownPool, TakesCalls):
                 close_all(self._nodes.all)  # stops another thread that may be connecting
         finally:
             self._sync.close()
-            self._hide()
+            self._screen.close()
 
     def _leave(self) -> None:
         try:
@@ -234,27 +236,23 @@ class Compute(ShownPool, TakesCalls):
         if self._ui != "none":
             from skyfab.ui.screen import attach
 
-            self._closers.append(attach(self.events, self._ui, timeout=self._lease / 4))
-
-    def _hide(self) -> None:
-        while self._closers:
-            self._closers.pop()()
+            self._screen.callback(attach(self.events, self._ui, timeout=self._lease / 4))
 
     # ---- running
 
     @property
     def world_size(self) -> int:
         """Number of ranks of a broadcast."""
-        return sum(self._ranks_on(node) for node in self.hosts)
-
-    def _ranks_on(self, node: Node) -> int:
-        return self._ranks if self._ranks != "auto" else max(1, len(node.gpus))
+        return sum(map(self._broadcasts.ranks_on, self.hosts))
 
     def run(self, call: Call[R]) -> R:
         """Runs a call on one worker and waits for it: ``call >> compute``."""
-        function, arguments, _ = self._pack(call)
-        if call.function.stall is not None or call.function.retries:
+        if not self._open or not isinstance(call, Call):
+            self._check_call(call)
+        arguments = self._pack_arguments(call, None)
+        if call.function.stall is not None or call.function.retries or not isinstance(arguments, codec.Payload):
             return wait_for(self.submit(call), self.hosts, self.events.waiting)
+        function = self._pack_function(call.function)[0]
         timeout, label = self._timeout_of(call.function), call.function.label
         if emitting:
             refuse_to_block()
@@ -275,79 +273,57 @@ class Compute(ShownPool, TakesCalls):
         results: list[R] = wait_for(future, self.hosts, self.events.waiting)
         return results
 
-    def submit(self, call: Call[R], *, on: str = "one") -> Future[R]:
+    def submit(self, call: Call[R], *, on: str = "one", keep: bool = False) -> Future[R]:
         """Starts a call: ``call > compute``. `on` is "one", "all", "head" or a host's name.
 
-        Arrays and tensors are not copied: do not modify them until the future is done. Raises NotPicklable for a
-        function or argument that cannot be pickled.
+        Arrays and tensors are not copied: do not modify them until the future is done. If there are tensors of a remote
+        device of that host among the arguments, the call runs in the worker of the device and has the tensors
+        themselves. With `keep` it always runs in such a worker; the tensors of its result stay there, and the result
+        has remote tensors (docs/remote_device.md). Raises NotPicklable for a function or argument that cannot be
+        pickled.
         """
-        function, arguments, tree = self._pack(call)
-        timeout, label = self._timeout_of(call.function), call.function.label
+        self._check_call(call)
+        timeout = self._timeout_of(call.function)
         if on == "all":
-            elastic = self._elastic
-            broadcast = Broadcast(
-                function=function,
-                arguments=arguments,
-                label=label,
-                timeout=timeout,
-                min_hosts=None if elastic is None else elastic.min_hosts,
-                untrusted=self._untrusted,
-            )
-            jobs: list[str] = []
-
-            def start(attempt: int) -> CallFuture:
-                begun = self._broadcasts.add(broadcast, lambda call: self._begin_broadcast(call, tree, attempt, jobs))
-                begun.future.pool = self
-                self._watch(call.function, begun.future, begun.places)
-                return begun.future
-
-            retries = call.function.retries
-            if elastic is not None:
-                return retry(start, lambda error, number: may_go_on(error, number, elastic, retries), in_order)
-            return retry(start, lambda _, number: number < retries) if retries else start(0)
+            if keep:
+                hint = "[compute.submit(call, on=host.name, keep=True) for host in compute.hosts]"
+                raise UsageError("keep=True is for a call to one host, and this one is a broadcast", hint=hint)
+            function, tree = self._pack_function(call.function)
+            packed = (function, pack_arguments(call), tree)
+            return self._broadcasts.submit(call.function, packed, self.hosts, timeout=timeout, pool=self)
         node = None if on == "one" else named(self.hosts, on)
-        task = Task(function, arguments, label=label, timeout=timeout, on=node, retries=call.function.retries)
+        found = self._pack_arguments(call, node)
+        task: Task | DeviceCall
+        if keep or not isinstance(found, codec.Payload):
+            tree = self._sync_tree()
+            if isinstance(found, codec.Payload):
+                found = self._devices.open(node or self.hosts[0], "auto", tree)
+            task = self._devices.start(found, call, node, tree, timeout=timeout, keep=keep)
+        else:
+            function, _ = self._pack_function(call.function)
+            label, retries = call.function.label, call.function.retries
+            task = Task(function, found, label=label, timeout=timeout, on=node, retries=retries)
+            self._scheduler.add(task)
         task.future.pool = self
-        self._scheduler.add(task)
-        self._watch(call.function, task.future, task.places)
+        watch(task.future, task.places, call.function, self.events)
         return task.future
-
-    def _begin_broadcast(self, call: GangCall, tree: str, attempt: int, jobs: list[str]) -> None:
-        """Sends a broadcast to the ranks of the available hosts. Raises their errors.
-
-        `jobs` keeps the job's name across attempts, so that a retry finds what an earlier attempt saved under it.
-        """
-        nodes = self.hosts if self._elastic is None else remaining(self.hosts, self._elastic)
-        spec = self._gang_spec(nodes, map(self._ranks_on, nodes), tree, attempt)
-        gang = self._gang_cache.current(spec, job=jobs[0] if jobs else None)
-        jobs.append(gang.job)
-        with SIGINT_GUARD:
-            call.begin(gang, self.events.call(call.broadcast.label, *(node.name for node in nodes), ranks=spec.ranks))
-
-    def _gang_spec(self, nodes: Sequence[Node], ranks: Iterable[int], tree: str, attempt: int = 0) -> GangSpec:
-        elastic = self._elastic is not None
-        return GangSpec(nodes=tuple(nodes), ranks=tuple(ranks), tree=tree, attempt=attempt, elastic_agents=elastic)
-
-    def _watch(self, function: Function[..., Any], future: CallFuture, places: Callable[[], Sequence[Place]]) -> None:
-        if function.stall is not None:
-            watch(future, places, function.stall, function.label, self.events)
 
     def launch(self, call: Call[Any], *, on: str = "all", name: str | None = None) -> Run:
         """Starts a call that outlives this program: the hosts keep its output and result. `on` is as in `submit`.
 
         It has workers of its own. Returns once the hosts have all they need; ``sky.attach(run.id)`` reconnects to it.
         """
-        function, arguments, tree = self._pack(call)
-        chosen = list(self.hosts) if on == "all" else [named(self.hosts, on)]
-        if on == "all" and self._elastic is not None:
-            chosen = remaining(chosen, self._elastic)
+        self._check_call(call)
+        function, tree = self._pack_function(call.function)
+        arguments = pack_arguments(call)
+        chosen = self._broadcasts.available(self.hosts) if on == "all" else [named(self.hosts, on)]
         nodes = self._nodes.copies(chosen)
-        ranks = [self._ranks_on(node) if on == "all" else 1 for node in chosen]
+        ranks = [self._broadcasts.ranks_on(node) if on == "all" else 1 for node in chosen]
         label, timeout = call.function.label, self._timeout_of(call.function)
         detacher = Detacher(nodes, ranks, label=label, name=name or label)
         if on == "all":
             gang_cache = GangCache(self._env_of, detacher.id, RendezvousFinder.of(self._plugins, self.events))
-            spec = self._gang_spec(nodes, ranks, tree)
+            spec = self._broadcasts.spec(nodes, ranks, tree)
             broadcast = Broadcast(function=function, arguments=arguments, label=label, timeout=timeout)
             detacher.start_gang(lambda: gang_cache.current(spec), self._sync.tree, broadcast)
         else:
@@ -366,7 +342,8 @@ class Compute(ShownPool, TakesCalls):
         self._scheduler.fail_all()  # only this broadcast continues; queued calls would count as part of the run
         self._broadcasts.close()
         nodes, label = call.gang.nodes, call.broadcast.label
-        detacher = Detacher(nodes, [self._ranks_on(node) for node in nodes], label=label, name=name or label)
+        ranks = [*map(self._broadcasts.ranks_on, nodes)]
+        detacher = Detacher(nodes, ranks, label=label, name=name or label)
         detacher.take_over(call)
         self.close()
         results: Results = "data" if self._untrusted else "any"
@@ -388,8 +365,7 @@ class Compute(ShownPool, TakesCalls):
         self._check_open()
         fn = as_function(function)
         calls = [fn(*arguments) for arguments in zip(*items, strict=False)]
-        packed = pack_function(fn, self._plugins)
-        self._sync_tree()
+        packed = self._pack_function(fn)[0]
         slots = sum(node.host.slots for node in self.hosts)
         told = self.events.progress(fn.label, len(calls))
         future = MapCall(self._scheduler, packed, calls, slots=slots, timeout=self._timeout_of(fn), told=told).start()
@@ -409,15 +385,20 @@ class Compute(ShownPool, TakesCalls):
         `kind`: "cuda", "cuda:1", "cpu", or "auto" for the first GPU or else the CPU. `on`: a host, or else the first.
         """
         self._check_open()
-        return self._devices.open(named(self.hosts, on or "head"), kind, self._sync_tree())
+        return self._devices.open(named(self.hosts, on or "head"), kind, self._sync_tree()).torch_device
 
-    def _pack(self, call: Call[Any]) -> tuple[PackedFunction, codec.Payload, str]:
-        """The packed function, its arguments, and the digest of the project tree, which every host has by then."""
+    def _check_call(self, call: Call[Any]) -> None:
         if not isinstance(call, Call):
             raise not_a_call(call)
-        if not self._open:
-            self._check_open()
-        return pack_function(call.function, self._plugins), pack_arguments(call), self._sync_tree()
+        self._check_open()
+
+    def _pack_arguments(self, call: Call[Any], node: Node | None) -> codec.Payload | DeviceStream:
+        """The packed arguments; or the device in whose worker the call must run to have its tensors themselves."""
+        return self._devices.find(call, node) if self._devices.streams else pack_arguments(call)
+
+    def _pack_function(self, function: Function[..., Any]) -> tuple[PackedFunction, str]:
+        """The packed function, and the digest of the project tree, which every host has by then."""
+        return pack_function(function, self._plugins), self._sync_tree()
 
     def _timeout_of(self, function: Function[..., Any]) -> float | None:
         return self._timeout if function.timeout is None else function.timeout

@@ -1,4 +1,8 @@
-"""The remote devices of a pool: for each a worker of its own, whose calls are batches of instructions."""
+"""The remote devices of a pool: for each a worker of its own, whose calls are batches of instructions.
+
+A call of the program that has remote tensors among its arguments runs in the same worker, between two batches: it has
+the tensors themselves, and everything that was sent before it has been executed.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,20 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from skyfab.calls.call import as_function
-from skyfab.calls.pack import PackedFunction, pack_function
-from skyfab.device import devices
-from skyfab.device.entry import execute
-from skyfab.errors import HostLost, HostUnfit, UsageError
+from skyfab.calls.call import Call, as_function
+from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function, send_main_by_value, sources_of
+from skyfab.device import devices, entry
+from skyfab.errors import DeviceError, HostLost, HostUnfit, SkyfabError, UsageError, WorkerDied
 from skyfab.pool.addresses import Candidates
-from skyfab.pool.node import Node, WorkerSpec
+from skyfab.pool.device_calls import DeviceCall
+from skyfab.pool.node import Caller, Node, WorkerSpec
 from skyfab.protocol import codec
+from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.ui.events import Events, Notice
 
 if TYPE_CHECKING:
-    import torch
-
     from skyfab.device.stream import Batch, DeviceStream
 
 
@@ -29,67 +32,143 @@ class DeviceLink:
 
     def __init__(self, node: Node, worker: str, spec: WorkerSpec, events: Events) -> None:
         self.name = node.name
-        self._node = node
+        self.node = node
+        self.worker = worker
+        self.tree = spec.tree
+        """The project's files that the worker imports, or those that the program was last told not to be these."""
         self._session = node.session
-        self._worker = worker
         self._spec = spec
         self._events = events
+        self._generation = 0
 
     def addresses_for(self, other: object) -> Sequence[str]:
         if not isinstance(other, DeviceLink):
             return ()
-        candidates = Candidates([self._node, other._node])
+        candidates = Candidates([self.node, other.node])
         if candidates.one_machine:
             return ("127.0.0.1",)
-        return [place.address for place in candidates.of(self._node)]
+        return [place.address for place in candidates.of(self.node)]
 
     def notice(self, text: str) -> None:
         self._events.emit(Notice(host=self.name, text=text))
 
     def send(self, payload: codec.Payload, batch: Batch) -> None:
-        if self._node.session is not self._session:  # the host was lost, and has a new agent
+        self.call(_executor(), payload, None, batch)
+
+    def call(self, function: PackedFunction, arguments: codec.Payload, timeout: float | None, caller: Caller) -> None:
+        """Sends a call. Raises HostLost and WorkerDied."""
+        if self.node.session is not self._session:  # the host was lost, and has a new agent
             raise HostLost("it was lost, and the tensors there are gone", host=self.name)
-        self._node.call_in_order(self._worker, self._spec, _executor(), payload, batch)
+        if not self.is_alive():
+            hint = "ask for the device again: compute.device(…)"
+            raise WorkerDied("its worker ended, and the tensors there are gone", host=self.name, hint=hint)
+        self._generation = self.node.call_in_order(
+            self.worker, self._spec, function, arguments, timeout=timeout, caller=caller
+        )
+
+    def is_alive(self) -> bool:
+        return not self._generation or self.node.has_worker(self.worker, self._generation)
 
     def wait(self, done: Callable[[], bool]) -> None:
         self._session.wait(done)
 
     def close(self) -> None:
-        self._node.release(self._worker)
+        self.node.release(self.worker)
 
 
 class Devices:
     """The open devices of a pool, by host and name."""
 
-    def __init__(self, spec_of: Callable[[Node, str], WorkerSpec], events: Events) -> None:
+    def __init__(
+        self, spec_of: Callable[[Node, str], WorkerSpec], plugins: tuple[Any, ...], events: Events, *, untrusted: bool
+    ) -> None:
         self._spec_of = spec_of
+        self._plugins = plugins
         self._events = events
-        self._streams: dict[tuple[str, str], DeviceStream] = {}
+        self._untrusted = untrusted
+        self._caller = as_function(entry.call)
         self._lock = threading.Lock()
+        self.streams: dict[tuple[str, str], DeviceStream] = {}
 
-    def open(self, node: Node, kind: str, tree: str) -> torch.device:
+    def open(self, node: Node, kind: str, tree: str) -> DeviceStream:
         """The device of a host. The same one is the same device. Raises UsageError and HostUnfit."""
         name = _device_name(node, kind)
         with self._lock:  # threads that ask for one device at once get the same one
-            stream = self._streams.get((node.name, name))
+            stream = self.streams.get((node.name, name))
+            if stream is not None and not stream.is_lost and not stream.link.is_alive():
+                stream.end("its process ended")
             if stream is None or stream.is_lost:
                 worker = f"device.{name.replace(':', '.')}"
                 spec = replace(self._spec_of(node, tree), pipelined=True)
                 link = DeviceLink(node, worker, spec, self._events)
-                stream = self._streams[node.name, name] = devices.open_device(name, link)
-            return stream.torch_device
+                stream = self.streams[node.name, name] = devices.open_device(name, link)
+            return stream
 
     def close(self) -> None:
         """The pool closes."""
-        streams, self._streams = self._streams, {}
+        streams, self.streams = self.streams, {}
         for stream in streams.values():
             stream.close()
+
+    # ---- calls
+
+    def find(self, call: Call[Any], node: Node | None) -> DeviceStream | codec.Payload:
+        """The device in whose worker a call runs; its packed arguments, if they have no tensor of the pool's devices.
+
+        With a node, only devices of that host count. Raises NotPicklable, and errors of devices.
+        """
+        from skyfab.device import regions
+
+        send_main_by_value()
+        try:
+            return regions.find((*call.args, call.kwargs or None), self._on(node))
+        except SkyfabError:  # a tensor that is copied cannot be
+            raise
+        except Exception:
+            return pack_arguments(call)  # raises it again, with the name of the argument
+
+    def _on(self, node: Node | None) -> list[DeviceStream]:
+        return [stream for (host, _), stream in self.streams.items() if node is None or host == node.name]
+
+    def start(
+        self, stream: DeviceStream, call: Call[Any], on: Node | None, tree: str, *, timeout: float | None, keep: bool
+    ) -> DeviceCall:
+        """Starts a call in the worker of a device. Raises UsageError, NotPicklable, and the error of an earlier one.
+
+        Tensors of other devices on which it might run are refused, any other ones are copied.
+        """
+        from skyfab.device import regions, tensors
+
+        link = stream.link
+        assert isinstance(link, DeviceLink)
+        if tree != link.tree:
+            link.tree = tree
+            text = f"files of the project have changed, and the worker of {stream.device} goes on with those it has"
+            self._events.emit(Notice(host=link.name, text=text))
+        first = tensors.new_block() if keep else 0
+        values = (stream.device, first, call.function, sources_of(call.function), call.args, call.kwargs, None)
+        function = pack_function(self._caller, self._plugins)
+        arguments = regions.pack(stream, values, self._on(on))
+        started = DeviceCall(stream, link.node, link.worker, call.function.label, first, untrusted=self._untrusted)
+
+        def send() -> None:
+            with SIGINT_GUARD:
+                link.call(function, arguments, timeout, started)
+
+        started.begin(self._events)
+        try:
+            stream.send_between(send)
+        except BaseException as error:
+            started.failed(error)
+            if isinstance(error, DeviceError) or not isinstance(error, SkyfabError):
+                raise  # an error that is raised once must not wait in a future; the device's end is found again
+        return started
 
 
 @functools.cache
 def _executor() -> PackedFunction:
     """What workers of devices run."""
-    return pack_function(as_function(execute))
+    return pack_function(as_function(entry.execute))
 
 
 def _device_name(node: Node, kind: str) -> str:

@@ -258,15 +258,27 @@ class Node(ShownHost):
             return self.session.request(head, data, worker)
 
     def call_in_order(
-        self, worker: str, plan: WorkerSpec, function: PackedFunction, arguments: codec.Payload, caller: Caller
-    ) -> None:
-        """Sends a call at once: nothing goes to the store, so that calls begin in their order. Raises HostLost."""
+        self,
+        worker: str,
+        plan: WorkerSpec,
+        function: PackedFunction,
+        arguments: codec.Payload,
+        *,
+        timeout: float | None,
+        caller: Caller,
+    ) -> int:
+        """Sends a call at once: calls begin in their order. Returns the worker's generation. Raises HostLost."""
         with self._lock:
             self._worker(worker, plan)
             self._send_function(function, {})
-            parts, inline = _parts(arguments, {})
-            head = messages.Call(worker=worker, function=function.digest, parts=parts).encode()
+            parts, inline = _parts(arguments, {})  # nothing goes to the store, which would take time
+            head = messages.Call(worker=worker, function=function.digest, parts=parts, timeout=timeout).encode()
             self.session.send(head, inline, answer=caller.answered, failure=caller.failed, worker=worker)
+            return self._workers[worker][1]
+
+    def has_worker(self, worker: str, generation: int) -> bool:
+        """Whether a worker still is the process of that generation, as far as is known here."""
+        return self._workers.get(worker, (None, 0))[1] == generation
 
     def cancel(self, stream: int) -> None:
         self.session.send(messages.Cancel(stream=stream))

@@ -63,28 +63,18 @@ class Packed:
     memory: memoryview
 
 
-def dumps(value: Any) -> Payload:
+def dumps(value: Any, reference: Callable[[Any], tuple[Any, ...] | None] | None = None) -> Payload:
     """Pickles `value`. The buffers are views of its memory: do not change it until they are sent.
 
+    An object for which `reference` returns a function and its arguments is unpickled as what that function returns.
     Raises whatever pickling raises.
     """
     if type(value) in _ATOMS or (type(value) is tuple and all(type(v) in _ATOMS for v in value)):
         return Payload(pickle.dumps(value, protocol=5))  # faster, and cloudpickle is not needed for these types
     file, beside = io.BytesIO(), _Beside()
-    _Pickler(file, beside).dump(value)
-    return Payload(file.getvalue(), beside.buffers, beside.refs or _NO_REFS)
-
-
-def dumps_with_references(value: Any, reference: Callable[[Any], Any]) -> bytes:
-    """Pickles `value` in one piece. Objects for which `reference` returns something are replaced by that.
-
-    Raises whatever pickling raises.
-    """
-    file = io.BytesIO()
-    pickler = _Pickler(file, None)
-    pickler.persistent_id = reference
+    pickler = _Pickler(file, beside) if reference is None else _ReferringPickler(file, beside, reference)
     pickler.dump(value)
-    return file.getvalue()
+    return Payload(file.getvalue(), beside.buffers, beside.refs or _NO_REFS)
 
 
 def loads(data: Buffer, buffers: Sequence[memoryview] = ()) -> Any:
@@ -154,9 +144,8 @@ def send_by_value(module: Any) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    def __init__(self, file: io.BytesIO, beside: _Beside | None) -> None:
-        """Without `beside`, buffers are part of the pickle."""
-        self._packed = {} if beside is None else beside.packed
+    def __init__(self, file: io.BytesIO, beside: _Beside) -> None:
+        self._packed = beside.packed
         self._storages: dict[int, _Storage] = {}
         torch = sys.modules.get("torch")
         self._typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
@@ -191,6 +180,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def _holder(self, untyped: Any) -> _Storage:
         """One holder per storage, so that pickle's memo sends it once and restores the sharing."""
         return self._storages.setdefault(untyped._cdata, _Storage(untyped))
+
+
+class _ReferringPickler(_Pickler):
+    def __init__(self, file: io.BytesIO, beside: _Beside, reference: Callable[[Any], tuple[Any, ...] | None]) -> None:
+        super().__init__(file, beside)
+        self._reference = reference
+
+    def reducer_override(self, obj: Any) -> Any:
+        found = self._reference(obj)
+        return super().reducer_override(obj) if found is None else found
 
 
 def _is_plain(kind: type[BaseException]) -> bool:

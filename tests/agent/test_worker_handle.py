@@ -94,3 +94,33 @@ def test_a_process_that_wants_no_more_calls_and_stays_is_ended(
     agent.time += 10.0
     agent.look()
     assert agent.signals == [signal.SIGKILL]
+
+
+def test_the_time_of_a_pipelined_call_begins_when_those_before_it_have_replies(
+    agent: Agent, worker: WorkerHandle, process: Process
+) -> None:
+    """It is in the process already, and waits there."""
+    worker.pipelined = True
+    give(worker, 1)
+    give(worker, 3, timeout=5.0)
+    agent.time = 6.0
+    agent.look()
+    assert agent.signals == []
+    process.answer(1)
+    worker.output.read()
+    agent.time = 10.0
+    agent.look()
+    assert agent.signals == []
+    agent.time = 11.5
+    agent.look()
+    assert agent.signals == [signal.SIGTERM]
+
+
+def test_a_pipelined_call_gives_none_before_it_more_time(agent: Agent, worker: WorkerHandle, process: Process) -> None:
+    worker.pipelined = True
+    give(worker, 1, timeout=5.0)
+    agent.time = 4.0
+    give(worker, 3, timeout=5.0)
+    agent.time = 5.5
+    agent.look()
+    assert agent.signals == [signal.SIGTERM]

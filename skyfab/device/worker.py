@@ -9,15 +9,15 @@ from __future__ import annotations
 import io
 import keyword
 import pickle
-import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
 from skyfab.agent import cuda
 from skyfab.device import fused, wire
+from skyfab.device.generators import RunningGenerator
 from skyfab.device.memory import Tensors, bytes_of, is_dense
 from skyfab.protocol import codec
 
@@ -26,9 +26,6 @@ _NUMBERS: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _TEXT: Final = 8000
 _NAMES: Final = {wire.RUN: "run_on", wire.NEXT: "run_on", wire.EMPTY: "empty", wire.MODULE: "remote"}
 """What a program called, where it was no operator."""
-_MOMENT: Final = 0.01
-_MOST_VALUES: Final = 64
-"""Values of a generator in one reply: as many as it yields in so many seconds, but at least one."""
 
 
 class _Plan:
@@ -56,7 +53,7 @@ class Executor:
         self._tensors = Tensors()
         self._plans: dict[int, _Plan] = {}
         self._generators: dict[int, torch.Generator] = {}
-        self._iterators: dict[int, Any] = {}
+        self._iterators: dict[int, RunningGenerator] = {}
         """Generators of functions that a program iterates over."""
         self._failed = False
         self._reply: Any = None
@@ -276,7 +273,8 @@ class Executor:
         for ident in instruction[1:]:
             self._tensors.pop(ident, None)
             self._generators.pop(ident, None)
-            self._iterators.pop(ident, None)
+            if ident in self._iterators:
+                self._iterators.pop(ident).close()
 
     def _empty(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         _, ident, shape, strides, dtype = instruction
@@ -342,7 +340,7 @@ class Executor:
             function, args, kwargs = _Unpickler(buffers[number], self._tensors).load()
             result = function(*args, **kwargs)
         if isinstance(result, types.GeneratorType):
-            self._iterators[ident] = result
+            self._iterators[ident] = RunningGenerator(result)
             self._reply = {"value": {"iterator": None}}
         else:
             self._reply = {"value": self._keep(result, ident)}
@@ -350,22 +348,10 @@ class Executor:
     def _next(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         _, iterator, ident = instruction
         found = self._iterators.get(iterator)  # None: it is over, and this was asked for ahead
-        values: list[Any] = []
-        until = time.monotonic() + _MOMENT
-        while found is not None and len(values) < _MOST_VALUES:
-            try:
-                with torch.enable_grad():
-                    values.append(next(found))
-            except StopIteration:
-                found = self._iterators.pop(iterator, None) and None
-            except Exception as error:
-                if not values:
-                    raise
-                self._iterators[iterator] = _raising(error)  # after the values that it has yielded
-                break
-            if time.monotonic() >= until:
-                break
-        self._reply = {"value": self._keep(values, ident), "over": found is None}
+        values, over = found.next() if found is not None else ([], True)
+        if over:
+            self._iterators.pop(iterator, None)
+        self._reply = {"value": self._keep(values, ident), "over": over}
 
     def _module(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         _, digest, number = instruction
@@ -384,11 +370,6 @@ class _Unpickler(pickle.Unpickler):
         ident, requires_grad, is_parameter = reference
         tensor = self._tensors[ident].detach()
         return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
-
-
-def _raising(error: Exception) -> Iterator[Any]:
-    raise error
-    yield
 
 
 def _operator(name: str) -> Any:

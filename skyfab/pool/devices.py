@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -50,12 +51,15 @@ class Devices:
     def __init__(self, spec_of: Callable[[Node, str], WorkerSpec]) -> None:
         self._spec_of = spec_of
         self._streams: dict[tuple[str, str], DeviceStream] = {}
+        self._opening: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
 
     def open(self, node: Node, kind: str, tree: str) -> torch.device:
         """The device of a host. The same one is the same device. Raises UsageError and HostUnfit."""
         name = _device_name(node, kind)
-        with self._lock:  # threads that ask for one device at once get the same one
+        with self._lock:
+            opening = self._opening[node.name, name]
+        with opening:  # threads that ask for one device at once get the same one, and do not wait for other hosts
             stream = self._streams.get((node.name, name))
             if stream is None or stream.is_lost:
                 worker = f"device.{name.replace(':', '.')}"

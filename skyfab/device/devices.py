@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from skyfab.errors import HostUnfit, UsageError, WorkerDied
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from skyfab.device.stream import DeviceStream, Link
 
 T = TypeVar("T")
+_registering: Final = threading.Lock()
+"""Held while a device gets its index."""
 
 
 def open_device(name: str, link: Link) -> DeviceStream:
@@ -26,17 +29,18 @@ def open_device(name: str, link: Link) -> DeviceStream:
     from skyfab.device import backend, plans, tensors, wire
     from skyfab.device.stream import DeviceStream
 
-    backend.register()
-    index = next(
-        (old.index for old in tensors.streams if old.is_lost and not tensors.has_tensors(old)), len(tensors.streams)
-    )
-    if index > 127:
-        raise UsageError("a process can have 128 remote devices", hint="close pools that are not used any more")
-    stream = DeviceStream(index, name, link)
-    if index < len(tensors.streams):  # the plans and layouts of the closed device refer to it
-        tensors.forget_layouts(index)
-        plans.forget_plans()
-    tensors.streams[index : index + 1] = [stream]
+    with _registering:
+        backend.register()
+        index = next(
+            (old.index for old in tensors.streams if old.is_lost and not tensors.has_tensors(old)), len(tensors.streams)
+        )
+        if index > 127:
+            raise UsageError("a process can have 128 remote devices", hint="close pools that are not used any more")
+        stream = DeviceStream(index, name, link)
+        if index < len(tensors.streams):  # the plans and layouts of the closed device refer to it
+            tensors.forget_layouts(index)
+            plans.forget_plans()
+        tensors.streams[index : index + 1] = [stream]
     hint = f'Image(pip=["torch=={torch.__version__.split("+")[0]}"])'
     try:
         told = stream.ask([wire.HELLO]).value()

@@ -7,9 +7,8 @@ client has told its program: the state stays as if the program had stopped at th
 from __future__ import annotations
 
 import keyword
-import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,6 +18,7 @@ from skyfab.agent import cuda
 from skyfab.agent.worker import show_lines
 from skyfab.device import fused, wire
 from skyfab.device.channels import ChannelBroken
+from skyfab.device.generators import RunningGenerator
 from skyfab.device.memory import DTYPES, Lost, Tensors, bytes_of, is_dense
 from skyfab.device.transfers import Transfers
 from skyfab.protocol import codec
@@ -29,9 +29,6 @@ _NAMES: Final = {wire.RUN: "run_on", wire.NEXT: "run_on", wire.EMPTY: "empty", w
     (wire.SEND, wire.RECEIVE), "copy_"
 )
 """What a program called, where it was no operator."""
-_MOMENT: Final = 0.01
-_MOST_VALUES: Final = 64
-"""Values of a generator in one reply: as many as it yields in so many seconds, but at least one."""
 
 
 class _Plan:
@@ -59,7 +56,7 @@ class Executor:
         self._tensors = Tensors()
         self._plans: dict[int, _Plan] = {}
         self._generators: dict[int, torch.Generator] = {}
-        self._iterators: dict[int, Any] = {}
+        self._iterators: dict[int, RunningGenerator] = {}
         """Generators of functions that a program iterates over."""
         self._transfers = Transfers(self._tensors, self._device)
         self._failed = ""
@@ -286,7 +283,8 @@ class Executor:
         for ident in instruction[1:]:
             self._tensors.pop(ident, None)
             self._generators.pop(ident, None)
-            self._iterators.pop(ident, None)
+            if ident in self._iterators:
+                self._iterators.pop(ident).close()
             self._transfers.close(ident)
 
     def _empty(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
@@ -367,7 +365,7 @@ class Executor:
             function, args, kwargs = _unpickled(numbers, buffers)
             result = function(*args, **kwargs)
         if isinstance(result, types.GeneratorType):
-            self._iterators[ident] = result
+            self._iterators[ident] = RunningGenerator(result)
             self._reply = {"value": {"iterator": None}}
         else:
             self._reply = {"value": self._keep(result, ident)}
@@ -375,22 +373,10 @@ class Executor:
     def _next(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         _, iterator, ident = instruction
         found = self._iterators.get(iterator)  # None: it is over, and this was asked for ahead
-        values: list[Any] = []
-        until = time.monotonic() + _MOMENT
-        while found is not None and len(values) < _MOST_VALUES:
-            try:
-                with torch.enable_grad():
-                    values.append(next(found))
-            except StopIteration:
-                found = self._iterators.pop(iterator, None) and None
-            except Exception as error:
-                if not values:
-                    raise
-                self._iterators[iterator] = _raising(error)  # after the values that it has yielded
-                break
-            if time.monotonic() >= until:
-                break
-        self._reply = {"value": self._keep(values, ident), "over": found is None}
+        values, over = found.next() if found is not None else ([], True)
+        if over:
+            self._iterators.pop(iterator, None)
+        self._reply = {"value": self._keep(values, ident), "over": over}
 
     def _module(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         _, digest, *numbers = instruction
@@ -414,11 +400,6 @@ def _unpickled(numbers: Sequence[int], buffers: Sequence[memoryview]) -> Any:
     """What was pickled into these buffers."""
     data, *beside = (buffers[number] for number in numbers)
     return codec.loads(data, beside)
-
-
-def _raising(error: Exception) -> Iterator[Any]:
-    raise error
-    yield
 
 
 def _operator(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Base class of lab hosts: address and credentials, inspection, and fault injection (kill, cut, slow, block)."""
+"""Base class of lab hosts: address and credentials, inspection, and fault injection (kill, cut, slow, delay, block)."""
 
 from __future__ import annotations
 
@@ -164,6 +164,13 @@ class LabHost:
     def slow(self, mbit: float | None) -> None:
         """Limits its interfaces, in each direction, to so many megabits per second; None removes the limit."""
         self._cannot("be slowed")
+
+    def delay(self, milliseconds: float | None) -> None:
+        """Lets a round trip to it, on any network, take so much longer, half in each direction; None ends that.
+
+        Bandwidth stays as it is, also that of `slow`. What is on its way when the delay changes is lost.
+        """
+        self._cannot("be delayed")
 
     def block(self, other: LabHost) -> None:
         """Drops everything that this host sends to another one, on any network."""

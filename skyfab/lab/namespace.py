@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,10 +14,22 @@ from typing import ClassVar
 
 from skyfab.errors import Unreachable
 
-from . import accounts, relay, root, sshd
+from . import accounts, delay, relay, root, sshd
 from .boot import Start
 from .host import LabHost, Plan
-from .network import GATEWAY, GUEST, INTERFACE, NAT_CABLE, Network, free_ports, ip, make_room_for_neighbours, shape
+from .network import (
+    GATEWAY,
+    GUEST,
+    INTERFACE,
+    NAT_CABLE,
+    Network,
+    divert,
+    divert_no_more,
+    free_ports,
+    ip,
+    make_room_for_neighbours,
+    shape,
+)
 from .process import LabProcess, Process, listed, spawn
 from .root import PATH
 
@@ -63,12 +75,16 @@ class NamespaceHost(LabHost):
             os.chown(file, account.uid, account.gid)
 
     def kill(self) -> None:
-        for role in ("init", "parent", "nat"):
-            process = self.recorded(role)
-            if process is not None:
-                process.end()
-                (self.folder / f"{role}.pid").unlink(missing_ok=True)
+        delays = [path.stem for path in self.folder.glob("delay.*.pid")]
+        for role in ("init", "parent", "nat", *delays):
+            self._end(role)
         self.network.unplug(self.number)
+
+    def _end(self, role: str) -> None:
+        process = self.recorded(role)
+        if process is not None:
+            process.end()
+            (self.folder / f"{role}.pid").unlink(missing_ok=True)
 
     def reboot(self) -> None:
         self.kill()
@@ -85,10 +101,15 @@ class NamespaceHost(LabHost):
         self._switch(interface, "up")
 
     def slow(self, mbit: float | None) -> None:
-        for interface in self.network.interfaces:
-            cable = self.network.cable(self.number, interface)
-            shape(cable, mbit, inside=self._beyond(cable))
-            shape(interface, mbit, inside=self._enter("net"))
+        for device, inside in self._ends():
+            shape(device, mbit, inside=inside)
+
+    def delay(self, milliseconds: float | None) -> None:
+        for device, inside in self._ends():
+            divert_no_more(device, inside=inside)
+            self._end(f"delay.{device}")
+            if milliseconds is not None:
+                self._hold(device, milliseconds / 2000, inside)
 
     def block(self, other: LabHost) -> None:
         for address in self._sees(other):
@@ -115,6 +136,20 @@ class NamespaceHost(LabHost):
 
     def _enter(self, *spaces: str) -> list[str]:
         return ["nsenter", f"--target={self.init.pid}", *(f"--{space}" for space in spaces)]
+
+    def _ends(self) -> Iterator[tuple[str, list[str]]]:
+        """Both ends of each of its cables, each with the command prefix for its network namespace."""
+        for interface in self.network.interfaces:
+            cable = self.network.cable(self.number, interface)
+            yield cable, self._beyond(cable)
+            yield interface, self._enter("net")
+
+    def _hold(self, device: str, seconds: float, inside: Sequence[str]) -> None:
+        """Holds back, for so long, what one end of a cable sends."""
+        tap = f"{device}d"
+        argv = [*inside, sys.executable, "-I", "-S", delay.__file__, tap, str(seconds)]
+        _run(self, f"delay.{device}", argv, "it cannot be delayed")
+        divert(device, tap, inside=inside)
 
     def _beyond(self, cable: str) -> list[str]:
         """The command prefix that runs a command in the network namespace of the cable's other end."""
@@ -206,19 +241,25 @@ def _nat(host: NamespaceHost) -> int:
 
     The port is bound in this machine's namespace. The NAT has its own namespace, in which the host's address is unique.
     """
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", host.port), backlog=128))
-        told, tells = os.pipe()
-        stack.callback(os.close, told)
+    with socket.create_server(("127.0.0.1", host.port), backlog=128) as listener:
         argv = ["unshare", "--net", sys.executable, "-I", "-S", relay.__file__, GUEST, "22"]
+        return _run(host, "nat", argv, "its port could not be forwarded", stdin=listener.fileno()).pid
+
+
+def _run(host: NamespaceHost, role: str, argv: Sequence[str], failure: str, *, stdin: int | None = None) -> Process:
+    """Starts a program of the lab for a host, and returns when it has said that it is up."""
+    told, tells = os.pipe()
+    try:
         try:
-            process = spawn(argv, env={"PATH": PATH}, stdin=listener.fileno(), stdout=tells, log=host.log)
+            process = spawn(argv, env={"PATH": PATH}, stdin=stdin, stdout=tells, log=host.log)
         finally:
             os.close(tells)
-        host.record("nat", process)
+        host.record(role, process)
         if not os.read(told, 32):
-            raise Unreachable(f"its port could not be forwarded: {sshd.last_words(host.log)}", host=host.name)
-    return process.pid
+            raise Unreachable(f"{failure}: {sshd.last_words(host.log)}", host=host.name)
+    finally:
+        os.close(told)
+    return process
 
 
 def _first(host: NamespaceHost, start: Start) -> int:

@@ -183,6 +183,29 @@ def shape(device: str, mbit: float | None, *, inside: Sequence[str] = ()) -> Non
         raise UsageError(f"tc cannot slow {device}: {done.stderr.strip()}")
 
 
+def divert(device: str, tap: str, *, inside: Sequence[str] = ()) -> None:
+    """Sends to a tap device what a device would send, and by the device what is written to the tap.
+
+    A limit of `shape` comes after that. Raises UsageError.
+    """
+    everything = "protocol all u32 match u32 0 0"
+    ip(f"link set {tap} txqueuelen 10000 up", inside=inside)
+    lines = [
+        f"qdisc add dev {tap} clsact",
+        f"filter add dev {tap} ingress {everything} action mirred egress redirect dev {device}",
+        f"qdisc add dev {device} clsact",
+        f"filter add dev {device} egress pref 1 {everything} indev {tap} flowid :1",
+        f"filter add dev {device} egress pref 2 {everything} action mirred egress redirect dev {tap}",
+    ]
+    done = _batch("tc", lines, inside)
+    if done.returncode:
+        raise UsageError(f"tc cannot delay {device}: {done.stderr.strip()}")
+
+
+def divert_no_more(device: str, *, inside: Sequence[str] = ()) -> None:
+    _batch("tc", [f"qdisc del dev {device} clsact"], inside)
+
+
 def ip(*lines: str, inside: Sequence[str] = ()) -> None:
     """Runs `ip` commands in one process. Raises UsageError with its error output if one fails."""
     done = _ip(*lines, inside=inside)
@@ -191,5 +214,9 @@ def ip(*lines: str, inside: Sequence[str] = ()) -> None:
 
 
 def _ip(*lines: str, inside: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    words = [*inside, "ip", "-batch", "-"]
+    return _batch("ip", lines, inside)
+
+
+def _batch(program: str, lines: Sequence[str], inside: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    words = [*inside, program, "-batch", "-"]
     return subprocess.run(words, input="\n".join(lines) + "\n", capture_output=True, text=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -87,13 +88,16 @@ class Devices:
         self._events = events
         self._untrusted = untrusted
         self._caller = as_function(entry.call)
+        self._opening: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
         self.streams: dict[tuple[str, str], DeviceStream] = {}
 
     def open(self, node: Node, kind: str, tree: str) -> DeviceStream:
         """The device of a host. The same one is the same device. Raises UsageError and HostUnfit."""
         name = _device_name(node, kind)
-        with self._lock:  # threads that ask for one device at once get the same one
+        with self._lock:
+            opening = self._opening[node.name, name]
+        with opening:  # threads that ask for one device at once get the same one, and do not wait for other hosts
             stream = self.streams.get((node.name, name))
             if stream is not None and not stream.is_lost and not stream.link.is_alive():
                 stream.end("its process ended")

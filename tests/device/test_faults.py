@@ -156,7 +156,10 @@ def test_a_killed_worker_is_an_error_within_two_seconds(lent_lab: Lab, own_pool:
     assert torch.ones(3, device=again).sum().item() == 3
 
 
-def test_a_cut_in_the_middle_of_training_changes_nothing(lent_lab: Lab, own_pool: Callable[..., sky.Compute]) -> None:
+@pytest.mark.parametrize("seconds", [5, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.soak])])
+def test_a_cut_in_the_middle_of_training_changes_nothing(
+    lent_lab: Lab, own_pool: Callable[..., sky.Compute], seconds: float
+) -> None:
     pool = own_pool(1, lease=60)
     device = pool.device("cpu")
     expected = steps(device, 60)
@@ -165,7 +168,7 @@ def test_a_cut_in_the_middle_of_training_changes_nothing(lent_lab: Lab, own_pool
     def cut(number: int) -> None:
         if number == 30:
             machine.cut()
-            threading.Timer(5, machine.restore).start()
+            threading.Timer(seconds, machine.restore).start()
 
     assert steps(device, 60, cut) == expected
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,6 +104,30 @@ def test_a_generator_that_raises(device: Any) -> None:
     with pytest.raises(sky.DeviceError, match="out of words"):
         next(found)
     assert torch.ones(2, device=device).sum().item() == 2
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "autocast"])
+def test_what_a_generator_sets_for_its_thread_is_its_own(device: Any, mode: str) -> None:
+    def modes() -> Iterator[tuple[bool, bool, bool]]:
+        with torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else getattr(torch, mode)():
+            while True:
+                time.sleep(0.05)  # a reply for each value
+                yield torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+
+    expected = (mode == "autocast", mode == "inference_mode", mode == "autocast")
+    a = torch.ones(2, 2, device=device)
+    found = sky.run_on(device, modes)
+    for _ in range(8):
+        assert next(found) == expected
+        product = a @ a
+        assert product.tolist() == [[2, 2], [2, 2]]
+        assert not any(sky.run_on(device, lambda x: (x.is_inference(), torch.is_autocast_enabled("cpu")), product))
+    found.close()
+    sky.synchronize()
+    assert sky.run_on(device, lambda: (torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"))) == (
+        False,
+        False,
+    )
 
 
 class Block(nn.Module):

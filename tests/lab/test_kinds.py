@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from stage.labs import answers, python_to_lend, ssh, start, until
+from stage.labs import answers, greeting, python_to_lend, ssh, start, until
 
 import skyfab as sky
 from skyfab.errors import UsageError
@@ -103,6 +103,15 @@ def test_calls_reach_hosts_behind_forwarded_ports(forwarded: Lab) -> None:
     with sky.Compute("lab", inventory=forwarded.inventory, ui="none") as compute:
         assert compute.map(len, ["a" * 3_000_000, "bb"]) == [3_000_000, 2]
         assert [host.name for host in compute.hosts] == ["node1", "node2"]
+
+
+def test_a_host_behind_a_forwarded_port_can_be_delayed(forwarded: Lab) -> None:
+    host = forwarded.hosts[0]
+    assert greeting(host) < 0.5
+    host.delay(500)
+    assert greeting(host) >= 0.74
+    host.delay(None)
+    assert greeting(host) < 0.5
 
 
 def test_a_cut_behind_a_forwarded_port_is_silence_and_a_reboot_keeps_the_port(forwarded: Lab) -> None:

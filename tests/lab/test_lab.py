@@ -14,7 +14,7 @@ from pathlib import Path
 
 import paramiko
 import pytest
-from stage.labs import answers, ssh, start, until
+from stage.labs import answers, greeting, ssh, start, until
 
 from skyfab import lab as lab_module
 from skyfab.errors import Unreachable, UsageError
@@ -47,6 +47,13 @@ def node(lab: Lab) -> Iterator[LabHost]:
 
 def links() -> set[str]:
     return {entry.name for entry in Path("/sys/class/net").iterdir()}
+
+
+def cables(host: LabHost) -> set[str]:
+    """The links of this machine that belong to a host's lab."""
+    assert isinstance(host, NamespaceHost)
+    bridge = host.network.bridge
+    return {name for name in links() if name == bridge or name.startswith(f"{bridge}n")}
 
 
 def mentions(text: str) -> list[str]:
@@ -267,6 +274,36 @@ def test_a_slow_link_is_slow_both_ways(node: LabHost) -> None:
     assert "tbf" not in limits()
 
 
+def test_a_delayed_host_takes_a_longer_round_trip(node: LabHost, lab: Lab) -> None:
+    """A greeting takes a round trip and a half, of which nothing can be missing; the least of three is compared."""
+    other = lab.hosts[1]
+    before = cables(node)
+    assert greeting(node) < 0.5
+    node.delay(500)
+    assert greeting(node) >= 0.74
+    assert greeting(other) < 0.5
+    node.slow(100)  # both at once
+    assert greeting(node) >= 0.74
+    node.delay(1000)
+    assert greeting(node) >= 1.49
+    node.delay(None)
+    assert greeting(node) < 0.5
+    assert "tbf" in node.run(["tc", "qdisc", "show", "dev", "eth0"]).stdout
+    assert cables(node) == before
+    assert not list(node.folder.glob("delay.*"))
+
+
+def test_a_delay_ends_with_the_host(node: LabHost) -> None:
+    before = cables(node)
+    node.delay(500)
+    holders = [Process.parse(path.read_text()) for path in node.folder.glob("delay.*.pid")]
+    assert len(holders) == 2
+    node.reboot()
+    assert not any(holder.alive for holder in holders)
+    assert cables(node) == before
+    assert greeting(node) < 0.5
+
+
 def test_a_host_can_be_kept_from_a_peer_only(node: LabHost, lab: Lab) -> None:
     other = lab.hosts[1]
     greet = f"import socket; socket.create_connection(('{other.address}', 22), 2)"
@@ -431,7 +468,8 @@ def test_loopback_hosts_answer_and_say_what_they_cannot_show(tmp_path: Path) -> 
         assert Lab.load(lab.folder) == lab
         caches = [host["cache"] for host in tomllib.loads(lab.inventory.read_text())["hosts"].values()]
         assert len(set(caches)) == 2
-        for cannot in (first.cut, lambda: first.slow(1), lambda: first.add_user("x"), lambda: first.block(second)):
+        harm = (first.cut, lambda: first.slow(1), lambda: first.delay(1), lambda: first.block(second))
+        for cannot in (*harm, lambda: first.add_user("x")):
             with pytest.raises(UsageError, match="a loopback host cannot"):
                 cannot()
     assert children() == before

@@ -1,0 +1,78 @@
+"""Generators of functions that run on a host: the worker asks them for values while it does other things too."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator, Iterator
+from typing import Any, Final
+
+import torch
+
+_FIRST, _LATER, _MOST = 0.01, 0.04, 64
+"""Values in one reply: as many as a generator yields in so many seconds, but at least one. Replies cost it time: the
+first one is early, and each takes twice as long as the one before, up to a limit."""
+_AUTOCAST: Final = ("cpu", "cuda")
+
+
+class RunningGenerator:
+    """A generator, with what it has set for its thread: no_grad, inference mode, autocast.
+
+    It finds that again when it goes on, and what the worker executes meanwhile does not.
+    """
+
+    def __init__(self, generator: Generator[Any, Any, Any]) -> None:
+        self._generator = generator
+        self._error: Exception | None = None
+        self._moment = _FIRST
+        self._grad, self._inference, self._autocast = True, False, _autocast()
+
+    def next(self) -> tuple[list[Any], bool]:
+        """What it yields in the next moments, and whether it is over. Raises what it raised, after the values."""
+        values: list[Any] = []
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        until = time.monotonic() + self._moment
+        self._moment = min(2 * self._moment, _LATER)
+        with self._modes():
+            while len(values) < _MOST and not (values and time.monotonic() >= until):
+                try:
+                    values.append(next(self._generator))
+                except StopIteration:
+                    return values, True
+                except Exception as error:
+                    if not values:
+                        raise
+                    self._error = error
+                    break
+        return values, False
+
+    def close(self) -> None:
+        """Ends it where it is."""
+        with self._modes():
+            self._generator.close()
+
+    @contextlib.contextmanager
+    def _modes(self) -> Iterator[None]:
+        outside = _autocast()
+        try:
+            with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad):
+                _set_autocast(self._autocast)
+                try:
+                    yield
+                finally:
+                    self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+                    self._autocast = _autocast()
+        finally:
+            _set_autocast(outside)
+
+
+def _autocast() -> list[tuple[bool, torch.dtype]]:
+    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST]
+
+
+def _set_autocast(state: list[tuple[bool, torch.dtype]]) -> None:
+    for kind, (enabled, dtype) in zip(_AUTOCAST, state, strict=True):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)

@@ -30,12 +30,14 @@ from skyfab.pool.cloud import refuses_rent
 from skyfab.pool.detach import Detacher
 from skyfab.pool.devices import Devices
 from skyfab.pool.fastpath import NOT_TAKEN, fastpath
+from skyfab.pool.files import Files, Report
 from skyfab.pool.futures import CallFuture, refuse_to_block
 from skyfab.pool.gang import GangCache, GangSpec, remaining
 from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
 from skyfab.pool.node import Node
 from skyfab.pool.nodes import Nodes, PoolOwner, close_all, named, open_all
+from skyfab.pool.options import check_options
 from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.rendezvous import RendezvousFinder
 from skyfab.pool.scheduler import Scheduler, Slot, Task, solo_spec
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 T = TypeVar("T")
+Path = str | os.PathLike[str]
 
 
 class Compute:
@@ -90,14 +93,7 @@ class Compute:
 
         Raises InventoryError and UsageError for invalid arguments.
         """
-        if ranks != "auto" and ranks < 1:
-            raise UsageError(f"ranks={ranks!r}: a number from 1 on, or 'auto'")
-        if not lease >= 1 or not heartbeat_timeout > 0:
-            raise UsageError(
-                f"lease={lease!r}, heartbeat_timeout={heartbeat_timeout!r}: a second at least, more than 0"
-            )
-        if results not in ("any", "data"):
-            raise UsageError(f"results={results!r}: 'any', or 'data' where hosts are not trusted")
+        check_options(ranks=ranks, lease=lease, heartbeat_timeout=heartbeat_timeout, results=results)
         self.inventory = Inventory.of(inventory)
         self.selected = self.inventory.select(hosts, nodes=nodes)
         """The selected hosts."""
@@ -131,6 +127,7 @@ class Compute:
         )
         self._solo_spec = functools.partial(solo_spec, self._env_of, self._pool, len(self.selected))
         self._devices = Devices(self._solo_spec)
+        self._files = Files(self._solo_spec, self.events)
         self._open = False
         self._is_parents = False  # in a forked child it is True: the pool belongs to the parent process
         self._closers: list[Callable[[], None]] = []
@@ -397,6 +394,25 @@ class Compute:
         NotPicklable.
         """
         return put(obj)
+
+    def upload(self, path: Path, *, to: Path | None = None, on: str = "all") -> list[Report]:
+        """Copies a file or folder to hosts, where `to` is relative to the working directory (docs/files.md).
+
+        Without `to`, it has the same place there as in the current folder here. What is there already is not sent.
+        """
+        return self._files.upload(path, to, self._chosen(on))
+
+    def download(self, path: Path | Sequence[Path], *, to: Path = ".", on: str = "all") -> list[Report]:
+        """Copies files and folders from hosts into the folder `to`; patterns such as ``ckpt/*`` are allowed.
+
+        From several hosts, each into a folder of the host's name.
+        """
+        paths = [path] if isinstance(path, (str, os.PathLike)) else path
+        return self._files.download(paths, to, self._chosen(on), apart=on == "all" and len(self.hosts) > 1)
+
+    def _chosen(self, on: str) -> Sequence[Node]:
+        self._check_open()
+        return self.hosts if on == "all" else [named(self.hosts, on)]
 
     def device(self, kind: str = "auto", *, on: str | None = None) -> torch.device:
         """A device of a host as a `torch.device`: tensors and modules work on it unmodified.

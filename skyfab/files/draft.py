@@ -8,7 +8,7 @@ import os
 import time
 import zlib
 
-from skyfab.files.entries import PART
+from skyfab.files.entries import PART, is_part
 from skyfab.files.source import digest_of
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 _PATIENCE: Final = 15.0
 """Seconds to wait for a transfer of the same file that makes no progress: its program may have been killed."""
 _PAUSE: Final = 0.5
+_STALE: Final = 24 * 3600.0
+"""Seconds after which a file under a name of its own is left over: writing to it would change its time."""
+_OWN: Final = len(PART[0]) + 16 + len(PART[1])
+"""Length of such a name."""
 _OPEN: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -26,27 +30,37 @@ def part_of(name: bytes) -> bytes:
     return b"%s%08x%s" % (PART[0], zlib.crc32(name), PART[1])
 
 
+def own_part() -> bytes:
+    """A name for an incomplete file that no other transfer uses."""
+    return b"%s%s%s" % (PART[0], os.urandom(8).hex().encode(), PART[1])
+
+
+def sweep(folder: int) -> None:
+    """Removes what killed transfers have left under names of their own: `part_of` is found again, these are not."""
+    with contextlib.suppress(OSError), os.scandir(folder) as found:
+        for child in found:
+            if len(child.name) != _OWN or not is_part(os.fsencode(child.name)):
+                continue
+            if time.time() - child.stat(follow_symlinks=False).st_ctime > _STALE:
+                os.unlink(child.name, dir_fd=folder)
+
+
 class Draft:
-    """An incomplete file. Its name depends on the final name alone, so a later transfer finds it and goes on with it.
+    """An incomplete large file. Its name depends on the final name alone: a later transfer finds it and goes on there.
 
     It is locked: a second transfer of the same file at the same time writes a draft of its own.
     """
 
-    def __init__(self, folder: int, name: bytes, mode: int, *, resume: bool = False) -> None:
-        """`folder` is a file descriptor. With `resume`, what was written before is kept."""
-        self._folder = os.dup(folder) if resume else folder
-        self._owned = self._folder if resume else -1
+    def __init__(self, folder: int, name: bytes, mode: int) -> None:
+        """`folder` is a file descriptor."""
+        self._folder = os.dup(folder)
         self._name = name
         self._part = part_of(name)
         self.fd = -1
         try:
-            self._take(mode, time.monotonic() + _PATIENCE if resume else 0.0)
-            about = os.fstat(self.fd)
-            self.size = about.st_size
-            if self.size and not resume:
-                self.cut(0)
-            if about.st_mode & 0o777 != mode:
-                os.fchmod(self.fd, mode)
+            self._take(mode, time.monotonic() + _PATIENCE)
+            self.size = os.fstat(self.fd).st_size
+            os.fchmod(self.fd, mode)
         except BaseException:
             self.close()
             raise
@@ -72,14 +86,12 @@ class Draft:
             if time.monotonic() > deadline or -1 < before < size:
                 break
             time.sleep(_PAUSE)
-        self._part = b"%s%s%s" % (PART[0], os.urandom(8).hex().encode(), PART[1])
+        self._part = own_part()
         self.fd = os.open(self._part, _OPEN | os.O_EXCL, mode | 0o600, dir_fd=self._folder)
 
     def _is_there(self) -> bool:
         try:
-            return os.path.samestat(
-                os.fstat(self.fd), os.stat(self._part, dir_fd=self._folder, follow_symlinks=False)
-            )
+            return os.path.samestat(os.fstat(self.fd), os.stat(self._part, dir_fd=self._folder, follow_symlinks=False))
         except FileNotFoundError:
             return False
 
@@ -115,6 +127,6 @@ class Draft:
 
     def close(self) -> None:
         """Leaves what was written for a later transfer."""
-        for fd in {self.fd, self._owned} - {-1}:
+        for fd in {self.fd, self._folder} - {-1}:
             os.close(fd)
-        self.fd = self._owned = -1
+        self.fd = self._folder = -1

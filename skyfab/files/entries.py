@@ -54,10 +54,10 @@ class Entry:
         return [text(self.path), self.kind, self.size, self.time, self.mode, text(self.link)]
 
     @classmethod
-    def parse(cls, row: object) -> Entry:
+    def parse(cls, row: Any) -> Entry:
         """The entry of a row. Raises ProtocolError for a row that could lead out of the target."""
         try:
-            path, kind, size, time, mode, link = row  # type: ignore[misc, has-type]
+            path, kind, size, time, mode, link = row
             entry = cls(name(path), kind, size, time, mode, name(link))
         except (TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"not a file: {row!r:.200}") from error

@@ -34,7 +34,7 @@ class Source:
         self._skipped = skipped
         self._paths: list[bytes] = []
 
-    def rows(self) -> tuple[list[Row], list[Sequence[str]]]:
+    def rows(self) -> tuple[list[Row], list[tuple[str, str]]]:
         """The next entries, and what was left out meanwhile. Empty: there are no more."""
         rows: list[Row] = []
         for entry, path in self._found:
@@ -50,7 +50,7 @@ class Source:
 
     def digest(self, number: int, size: int) -> str:
         """The sha256 of the first `size` bytes of a file; empty if it has fewer."""
-        fd = self._open(number)
+        fd, _ = self._open(number)
         try:
             return digest_of(fd, size)
         finally:
@@ -65,26 +65,25 @@ class Source:
         contents: list[bytes] = []
         for number in numbers:
             try:
-                fd = self._open(number)
+                fd, about = self._open(number)
             except FileNotFoundError:
                 found.append([number, GONE, 0])
                 continue
             try:
-                time = os.fstat(fd).st_mtime_ns
-                content = os.read(fd, SMALL + 1)
+                content = os.read(fd, min(about.st_size, SMALL) + 1)
             finally:
                 os.close(fd)
             if len(content) > SMALL:
                 found.append([number, GONE, 0])
             else:
-                found.append([number, len(content), time])
+                found.append([number, len(content), about.st_mtime_ns])
                 contents.append(content)
         data = contents[0] if len(contents) == 1 else b"".join(contents)
         return found, zlib.crc32(data), data
 
     def piece(self, number: int, at: int, size: int) -> tuple[int, bytes]:
         """A part of a large file, with its checksum."""
-        fd = self._open(number)
+        fd, _ = self._open(number)
         try:
             data = os.pread(fd, size, at)
             while 0 < len(data) < size and (more := os.pread(fd, size - len(data), at + len(data))):
@@ -95,12 +94,13 @@ class Source:
             raise OSError(5, "it became shorter while it was read", self._paths[number])
         return zlib.crc32(data), data
 
-    def _open(self, number: int) -> int:
+    def _open(self, number: int) -> tuple[int, os.stat_result]:
         fd = os.open(self._paths[number], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):  # replaced since it was listed
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode):  # replaced since it was listed
             os.close(fd)
             raise FileNotFoundError(2, "it is no file any more", self._paths[number])
-        return fd
+        return fd, about
 
 
 def digest_of(fd: int, size: int) -> str:

@@ -8,7 +8,7 @@ import stat
 import zlib
 
 from skyfab.errors import ProtocolError
-from skyfab.files.draft import Draft, part_of
+from skyfab.files.draft import Draft, own_part, part_of, sweep
 from skyfab.files.entries import FILE, FOLDER, LINK, MOST_ENTRIES, Entry, is_part, shown, text
 from skyfab.files.source import SMALL, digest_of
 
@@ -29,6 +29,7 @@ _FOLDERS: Final = 64
 """Folders that are kept open."""
 _SECOND: Final = 1_000_000_000
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _INNER: Final = _OPEN | os.O_NOFOLLOW
 
 
@@ -43,6 +44,12 @@ class Target:
         self._entries: list[Entry] = []
         self._seen: set[bytes] = set()
         self._drafts: dict[int, Draft] = {}
+        self._part = own_part()
+        self._modes: dict[int, bool] = {}
+        """Whether a new file gets just this mode."""
+        self._new: set[bytes] = set()
+        """Folders that this transfer has made."""
+        self._written: set[bytes] = set()
 
     def close(self) -> None:
         for draft in self._drafts.values():
@@ -84,6 +91,8 @@ class Target:
 
     def _look(self, entry: Entry) -> tuple[str, int, str] | None:
         folder, name = self._place(entry)
+        if entry.path[: -len(name) - 1] in self._new:
+            return MISSING, 0, ""
         begun = self._size(folder, part_of(name)) if entry.size > SMALL else 0
         try:
             about = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -139,18 +148,41 @@ class Target:
             content = data[at : at + size]
             if size > SMALL or len(content) != size:
                 raise ProtocolError(f"{size} bytes of {shown(entry.path)} are not there")
-            folder, name = self._place(entry)
-            draft = Draft(folder, name, entry.mode)
-            draft.write(content)
-            self._commit(draft, entry, time)
+            self._write(entry, content, time)
             at += size
         if at != len(data):
             raise ProtocolError(f"{len(data) - at} bytes that belong to no file")
 
+    def _write(self, entry: Entry, content: memoryview, time: int) -> None:
+        """Writes a small file, with as few system calls as possible."""
+        folder, name = self._place(entry)
+        above = entry.path[: -len(name)]
+        if above not in self._written:
+            self._written.add(above)
+            if above[:-1] not in self._new:
+                sweep(folder)
+        fd = os.open(self._part, _WRITE, entry.mode, dir_fd=folder)
+        try:
+            try:
+                while content:
+                    content = content[os.write(fd, content) :]
+                if self._modes.get(entry.mode) is None:  # the umask may have taken something away
+                    self._modes[entry.mode] = os.fstat(fd).st_mode & 0o777 == entry.mode
+                if not self._modes[entry.mode]:
+                    os.fchmod(fd, entry.mode)
+                os.utime(fd, ns=(time, time))
+            finally:
+                os.close(fd)
+            os.rename(self._part, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(self._part, dir_fd=folder)
+            raise OSError(error.errno, error.strerror, self._shown(entry)) from None
+
     def begin(self, number: int) -> tuple[int, str]:
         """Opens the draft of a large file: how much of it an earlier transfer has left, and its digest."""
         entry = self._file(number)
-        draft = self._drafts[number] = Draft(*self._place(entry), entry.mode, resume=True)
+        draft = self._drafts[number] = Draft(*self._place(entry), entry.mode)
         if draft.size > entry.size:
             draft.cut(0)
         return draft.size, draft.digest() if draft.size else ""
@@ -226,6 +258,7 @@ class Target:
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o755, dir_fd=parent)
+                self._new.add(path)
             fd = os.open(name, _INNER, dir_fd=parent)
         except OSError as error:
             is_link = error.errno in (20, 40, 62)  # ENOTDIR, ELOOP of Linux and of macOS

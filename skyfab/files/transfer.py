@@ -195,8 +195,8 @@ class Transfer:
             if following is not None:
                 begun.append(self._target.ask("begin", following))
             self._advance(at)
-            for at in range(at, size, PIECE) if at < size else (size,):
-                self._read("piece", number, at, min(PIECE, size - at))
+            for place in range(at, size, PIECE) if at < size else (size,):  # nothing may be missing but its name
+                self._read("piece", number, place, min(PIECE, size - place))
             self._pass_all_on()
             self.report.sent += 1
         while self._writing:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import secrets
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,8 +18,9 @@ from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function
 from skyfab.calls.project import Project
 from skyfab.calls.refs import Ref, put
 from skyfab.calls.results import in_order
-from skyfab.detached.run import Results, Run, attach
+from skyfab.detached.run import Run, attach
 from skyfab.errors import UsageError
+from skyfab.files.transfer import Report
 from skyfab.inventory.host import Host, variables
 from skyfab.inventory.inventory import Inventory
 from skyfab.plugins.base import Plugin, check_together
@@ -30,8 +30,8 @@ from skyfab.pool.cloud import refuses_rent
 from skyfab.pool.detach import Detacher
 from skyfab.pool.devices import Devices
 from skyfab.pool.fastpath import NOT_TAKEN, fastpath
-from skyfab.pool.files import Files, Report
-from skyfab.pool.futures import CallFuture, refuse_to_block
+from skyfab.pool.files import AnyPath, Files
+from skyfab.pool.futures import CallFuture, refuse_to_block, wait_for
 from skyfab.pool.gang import GangCache, GangSpec, remaining
 from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
@@ -40,10 +40,11 @@ from skyfab.pool.nodes import Nodes, PoolOwner, close_all, named, open_all
 from skyfab.pool.options import check_options
 from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.rendezvous import RendezvousFinder
-from skyfab.pool.scheduler import Scheduler, Slot, Task, solo_spec
+from skyfab.pool.scheduler import Scheduler, Task, slots_of, solo_spec
 from skyfab.pool.stall import Place, watch
 from skyfab.pool.workdir import Workdirs, tell_files
 from skyfab.protocol import codec
+from skyfab.session.fanout import meanwhile
 from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.session.timing import Timing
 from skyfab.ui.events import Events, HostState, emitting
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 T = TypeVar("T")
-Path = str | os.PathLike[str]
 
 
 class Compute:
@@ -110,7 +110,7 @@ class Compute:
         self.events = Events()
         self._sync = ProjectSync(Project(self._image))
         self._around = contextlib.ExitStack()
-        self._untrusted = results == "data"
+        self._results, self._untrusted = results, results == "data"
         self._scheduler = Scheduler(self.events.call, untrusted=self._untrusted)
         # Does not reference the pool: threads hold this function, and must not keep a dropped pool alive.
         self._env_of = functools.partial(self._images.variables, self._env)
@@ -127,7 +127,7 @@ class Compute:
         )
         self._solo_spec = functools.partial(solo_spec, self._env_of, self._pool, len(self.selected))
         self._devices = Devices(self._solo_spec)
-        self._files = Files(self._solo_spec, self.events)
+        self.files = Files(self._solo_spec, self.events)
         self._open = False
         self._is_parents = False  # in a forked child it is True: the pool belongs to the parent process
         self._closers: list[Callable[[], None]] = []
@@ -165,12 +165,7 @@ class Compute:
         self.hosts = tuple(nodes)
         for node in nodes:
             node.open_device = weakref.WeakMethod(self.device)
-        self._scheduler.open(
-            Slot(node, f"solo.{number}", self._solo_spec(node, ""))
-            for number in range(max(host.slots for host in self.selected))
-            for node in nodes
-            if number < node.host.slots
-        )
+        self._scheduler.open(slots_of(nodes, self._solo_spec))
         self._broadcasts.open()
         self._sync.open(self.hosts)
         self._open = True
@@ -184,12 +179,8 @@ class Compute:
 
     def _connect(self) -> Sequence[Node]:
         nodes = self._nodes.make_nodes(self.selected)
-        ahead = threading.Thread(target=self._sync.read_ahead, daemon=True)
-        ahead.start()
-        try:
+        with meanwhile(self._sync.read_ahead):
             open_all(nodes, self.events, failed=lambda node: self._images.failed(node.host))
-        finally:
-            ahead.join()
         return nodes
 
     def close(self) -> None:
@@ -248,7 +239,7 @@ class Compute:
         """Runs a call on one worker and waits for it: ``call >> compute``."""
         function, arguments, _ = self._pack(call)
         if call.function.stall is not None or call.function.retries:
-            return self._wait(self.submit(call))
+            return wait_for(self.submit(call))
         timeout, label = self._timeout_of(call.function), call.function.label
         if emitting:
             refuse_to_block()
@@ -256,7 +247,7 @@ class Compute:
         if result is NOT_TAKEN:
             task = Task(function, arguments, label=label, timeout=timeout)
             self._scheduler.add(task)
-            result = self._wait(task.future)
+            result = wait_for(task.future)
         return result
 
     def broadcast(self, call: Call[R]) -> list[R]:
@@ -265,7 +256,7 @@ class Compute:
         Raises BroadcastError if a rank fails; it has the results of the others.
         """
         future: Future[Any] = self.submit(call, on="all")
-        results: list[R] = self._wait(future)
+        results: list[R] = wait_for(future)
         return results
 
     def submit(self, call: Call[R], *, on: str = "one") -> Future[R]:
@@ -331,7 +322,7 @@ class Compute:
         It has workers of its own. Returns once the hosts have all they need; ``sky.attach(run.id)`` reconnects to it.
         """
         function, arguments, tree = self._pack(call)
-        chosen = list(self.hosts) if on == "all" else [named(self.hosts, on)]
+        chosen = self._chosen(on)
         if on == "all" and self._elastic is not None:
             chosen = remaining(chosen, self._elastic)
         nodes = self._nodes.copies(chosen)
@@ -347,8 +338,7 @@ class Compute:
             detacher.start_one(
                 lambda node: self._solo_spec(node, tree), self._sync.tree, function, arguments, timeout=timeout
             )
-        results: Results = "data" if self._untrusted else "any"
-        return attach(detacher.id, [node.host for node in chosen], inventory=self.inventory, results=results)
+        return attach(detacher.id, [node.host for node in chosen], inventory=self.inventory, results=self._results)
 
     def detach(self, *, name: str | None = None) -> Run:
         """Detaches the running broadcast: it continues on the hosts when this program ends. Closes the pool."""
@@ -362,8 +352,7 @@ class Compute:
         detacher = Detacher(nodes, [self._ranks_on(node) for node in nodes], label=label, name=name or label)
         detacher.take_over(call)
         self.close()
-        results: Results = "data" if self._untrusted else "any"
-        return attach(detacher.id, [node.host for node in nodes], inventory=self.inventory, results=results)
+        return attach(detacher.id, [node.host for node in nodes], inventory=self.inventory, results=self._results)
 
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
         """Runs calls in parallel: ``(f(1) & g(2)) >> compute``."""
@@ -385,7 +374,7 @@ class Compute:
         self._sync_tree()
         slots = sum(node.host.slots for node in self.hosts)
         future = MapCall(self._scheduler, packed, calls, slots=slots, timeout=self._timeout_of(fn)).start()
-        return self._wait(future)
+        return wait_for(future)
 
     def put(self, obj: T) -> Ref[T]:
         """A reference to pass to several calls in place of the object, which is sent to each host only once.
@@ -395,20 +384,20 @@ class Compute:
         """
         return put(obj)
 
-    def upload(self, path: Path, *, to: Path | None = None, on: str = "all") -> list[Report]:
+    def upload(self, path: AnyPath, *, to: AnyPath | None = None, on: str = "all") -> list[Report]:
         """Copies a file or folder to hosts, where `to` is relative to the working directory (docs/files.md).
 
         Without `to`, it has the same place there as in the current folder here. What is there already is not sent.
         """
-        return self._files.upload(path, to, self._chosen(on))
+        return self.files.upload(path, to, self._chosen(on))
 
-    def download(self, path: Path | Sequence[Path], *, to: Path = ".", on: str = "all") -> list[Report]:
+    def download(self, path: AnyPath | Sequence[AnyPath], *, to: AnyPath = ".", on: str = "all") -> list[Report]:
         """Copies files and folders from hosts into the folder `to`; patterns such as ``ckpt/*`` are allowed.
 
         From several hosts, each into a folder of the host's name.
         """
         paths = [path] if isinstance(path, (str, os.PathLike)) else path
-        return self._files.download(paths, to, self._chosen(on), apart=on == "all" and len(self.hosts) > 1)
+        return self.files.download(paths, to, self._chosen(on), apart=on == "all" and len(self.hosts) > 1)
 
     def _chosen(self, on: str) -> Sequence[Node]:
         self._check_open()
@@ -429,13 +418,6 @@ class Compute:
         if not self._open:
             self._check_open()
         return pack_function(call.function, self._plugins), pack_arguments(call), self._sync_tree()
-
-    def _wait(self, future: Future[R]) -> R:
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
 
     def _timeout_of(self, function: Function[..., Any]) -> float | None:
         return self._timeout if function.timeout is None else function.timeout

@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from skyfab.calls.call import as_function
 from skyfab.calls.pack import PackedFunction, pack_function
+from skyfab.calls.project import files_of
 from skyfab.calls.results import unpack_result
 from skyfab.errors import CallCancelled, HostLost, HostUnfit, ProtocolError, SkyfabError, UsageError
 from skyfab.files.entries import Entry, name, walk
@@ -40,8 +42,12 @@ _PACE: Final = 0.1
 """Seconds between two events of progress."""
 _SHOWN: Final = 20
 """Paths that are left out and shown."""
+_MOST_FILES: Final = 50_000
+_MOST_BYTES: Final = 20_000_000_000
+"""What is laid out before a run."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _workers = itertools.count(1)
+AnyPath = str | os.PathLike[str]
 
 
 class Files:
@@ -51,18 +57,34 @@ class Files:
         self._spec_of = spec_of
         self._events = events
 
-    def upload(self, path: str | os.PathLike[str], to: str | os.PathLike[str] | None, nodes: Sequence[Node]) -> list[Report]:
+    def upload(self, path: AnyPath, to: AnyPath | None, nodes: Sequence[Node]) -> list[Report]:
         """Copies a file or folder to hosts. Raises OSError for what cannot be read here."""
-        top = os.fsencode(os.path.abspath(os.path.expanduser(path)))
+        top = Path(path).expanduser().absolute()
+        base = os.fsencode(top.name)
         skipped: list[Skip] = []
-        is_file = not os.path.isdir(top)
-        found = list(walk(top, os.path.basename(top) if is_file else b"", skipped))
-        place = os.fsencode(to) if to is not None else _place(top)
-        return self._send(found, skipped, place, os.path.basename(top), is_file, nodes)
+        is_file = not top.is_dir()
+        found = list(walk(os.fsencode(top), base if is_file else b"", skipped))
+        place = os.fsencode(to if to is not None else _place(top, elsewhere=top.name))
+        return self._send(found, skipped, place, base, is_file, nodes)
 
-    def lay_out(self, found: Sequence[tuple[Entry, bytes]], place: bytes, nodes: Sequence[Node]) -> list[Report]:
-        """Copies these files into a folder on hosts."""
-        return self._send(found, [], place, b"", False, nodes)
+    def lay_out(self, folder: Path, nodes: Sequence[Node]) -> list[Report]:
+        """Copies what .gitignore allows of a folder into the working directory on hosts, to the same place as here.
+
+        Raises UsageError for a folder that is too large.
+        """
+        skipped: list[Skip] = []
+        found: list[tuple[Entry, bytes]] = []
+        for path in files_of(folder):
+            found += walk(os.fsencode(path), os.fsencode(path.relative_to(folder)), skipped)
+        size = sum(entry.size for entry, _ in found)
+        if len(found) > _MOST_FILES or size > _MOST_BYTES:
+            raise UsageError(
+                f"{folder} has {len(found)} files, {size / 1e6:.0f} MB: too much to send",
+                hint="leave some out, in .gitignore; what stays the same is sent once: skyfab put",
+            )
+        place = os.fsencode(_place(folder, elsewhere="."))
+        there = [node for node in nodes if not node.workdir.callers]  # where it is not this folder itself
+        return self._send(found, skipped, place, b"", False, there)
 
     def _send(
         self,
@@ -83,22 +105,21 @@ class Files:
 
         return self._on_each(send, nodes)
 
-    def download(
-        self, paths: Sequence[str | os.PathLike[str]], to: str | os.PathLike[str], nodes: Sequence[Node], *, apart: bool
-    ) -> list[Report]:
+    def download(self, paths: Sequence[AnyPath], to: AnyPath, nodes: Sequence[Node], *, apart: bool) -> list[Report]:
         """Copies files and folders from hosts; with `apart`, each host's into a folder of its name.
 
         Raises UsageError if there is nothing to copy on any host.
         """
-        folder = os.path.abspath(os.path.expanduser(to))
-        is_new = not os.path.isdir(folder)
+        folder = Path(to).expanduser().absolute()
+        is_new = not folder.is_dir()
         places: dict[str, str] = {}
 
         def fetch(node: Node, stopped: threading.Event) -> Report:
             with self._remote(node, stopped) as remote:
                 patterns = [os.fsencode(path) for path in paths]
                 places[node.name] = check("send", remote.ask("send", patterns).result())
-                target = Target(os.fsencode(os.path.join(folder, node.name) if apart else folder))
+                place = folder / node.name if apart else folder
+                target = Target(os.fsencode(place))
                 try:
                     transfer = self._transfer(node, "fetching files", remote, Here(target))
                     transfer.run(functools.partial(_fits, target.room, ""))
@@ -106,7 +127,7 @@ class Files:
                     target.close()
                 if not transfer.report.entries and (apart or is_new):
                     with suppress(OSError):  # it is not empty
-                        os.rmdir(target.path)
+                        place.rmdir()
                 return transfer.report
 
         reports = self._on_each(fetch, nodes)
@@ -156,7 +177,7 @@ class Files:
                 raise
 
         try:
-            outcomes = [act(nodes[0])] if len(nodes) == 1 else for_each_host(act, nodes)
+            outcomes: Sequence[Report | Raised] = [act(nodes[0])] if len(nodes) == 1 else for_each_host(act, nodes)
         finally:
             stopped.set()  # after Ctrl-C, threads end with their next request
         errors = [outcome.error for outcome in outcomes if isinstance(outcome, Raised)]
@@ -256,12 +277,11 @@ def _fits(room: int, host: str, size: int) -> None:
     raise _unfit(errno.ENOSPC, text, host) if host else OSError(errno.ENOSPC, text)
 
 
-def _place(top: bytes) -> bytes:
-    """Where a path lies in working directories: as in the current folder here; of another one, its name."""
-    inner = os.path.relpath(top)
-    return os.path.basename(top) if inner.split(b"/")[0] == b".." else inner
+def _place(path: Path, *, elsewhere: str) -> str:
+    """Where a path of this machine lies in working directories: as in the current folder."""
+    path, here = Path(os.path.normpath(path)), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else elsewhere
 
 
 def _renamed(entry: Entry, called: bytes) -> Entry:
     return Entry(called, entry.kind, entry.size, entry.time, entry.mode, entry.link)
-

@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import CANCELLED
-from typing import Any
+from typing import Any, TypeVar
 
 from skyfab.errors import UsageError
 from skyfab.pool.node import Node
 from skyfab.session.reader import refuse_nested_wait
 from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.ui.events import emitting
+
+R = TypeVar("R")
 
 
 def refuse_to_block() -> None:
@@ -90,3 +92,12 @@ class CallFuture(Future[Any]):
                 raise
         if self._waiter is not None and self._waiter[0] != threading.get_ident():
             self._waiter[1].session.poke()  # this thread is not the one that waits and reads: wake that
+
+
+def wait_for(future: Future[R]) -> R:
+    """The result of a future; Ctrl-C cancels it."""
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        future.cancel()
+        raise

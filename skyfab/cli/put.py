@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli.command import Hosts, InventoryFile, Option, command
+from skyfab.errors import SkyfabError, UsageError
 
 if TYPE_CHECKING:
     from skyfab.files.transfer import Report
@@ -30,6 +33,8 @@ def put(
         skyfab put data --hosts=gpu
         skyfab put model.pt --hosts=node1 --to=/scratch/models/
     """
+    if not Path(path).expanduser().exists():
+        raise UsageError(f"there is no {path} here")
     with _pool(hosts, inventory) as compute:
         _tell(compute.upload(path, to=to))
 
@@ -54,11 +59,20 @@ def get(
         _tell(compute.download(path, to=to))
 
 
-def _pool(hosts: str | None, inventory: str | None) -> Compute:
+@contextmanager
+def _pool(hosts: str | None, inventory: str | None) -> Iterator[Compute]:
+    """A pool whose hosts are sent no modules. An error of this machine's files is a message, as one of a host's is."""
     from skyfab.calls.image import Image
+    from skyfab.files.entries import words
     from skyfab.pool.compute import Compute
 
-    return Compute(hosts, inventory=inventory, image=Image(excludes=("*",)))  # no modules are sent
+    try:
+        with Compute(hosts, inventory=inventory, image=Image(excludes=("*",))) as compute:
+            yield compute
+    except OSError as error:
+        if isinstance(error, SkyfabError):
+            raise
+        raise SkyfabError(words(error)) from error
 
 
 def _tell(reports: Sequence[Report]) -> None:

@@ -24,7 +24,7 @@ MOST_ENTRIES: Final = 1_000_000
 """Entries of one transfer."""
 _LARGEST: Final = 1 << 50
 _LONGEST: Final = 4096
-_LATEST: Final = 1 << 63
+_LATEST: Final = 1 << 62
 PART: Final = (b".skyfab-", b".part")
 """How the names of incomplete files begin and end. They are never transferred."""
 
@@ -64,7 +64,7 @@ class Entry:
         numbers = (size, _LARGEST), (time, _LATEST), (mode, 0o777)
         if kind not in (FILE, FOLDER, LINK) or not all(type(value) is int for value, _ in numbers):
             raise ProtocolError(f"not a file: {row!r:.200}")
-        if not is_inner(entry.path) or not all(0 <= abs(value) <= most for value, most in numbers) or size < 0:
+        if not is_inner(entry.path) or not all(abs(value) <= most for value, most in numbers) or min(size, mode) < 0:
             raise ProtocolError(f"a path, size or time that no file has: {row!r:.200}")
         if (kind == LINK) != bool(link) or (link and not leads_inside(entry.path, entry.link)):
             raise ProtocolError(f"a link that leads out of its folder: {row!r:.200}")
@@ -84,6 +84,13 @@ def name(path: str) -> bytes:
 def shown(path: bytes) -> str:
     """A path for people."""
     return ascii(text(path))[1:-1] if not text(path).isprintable() else text(path)
+
+
+def words(error: OSError) -> str:
+    """An error for people, whatever its path is made of."""
+    path = error.filename
+    where = "" if path is None else f": {shown(path) if isinstance(path, bytes) else path}"
+    return f"{error.strerror or error}{where}"
 
 
 def is_inner(path: bytes) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 
-from skyfab.files.entries import is_inner, shown
+from skyfab.files.entries import is_inner, words
 from skyfab.files.source import Source, matching
 from skyfab.files.target import Target
 from skyfab.protocol.codec import Payload
@@ -27,18 +27,12 @@ def serve(request: str, *arguments: Any) -> Payload:
     try:
         found = _REQUESTS[request](*arguments) if request in _REQUESTS else getattr(_side, request)(*arguments)
     except OSError as error:
-        return Payload(json.dumps({"errno": error.errno, "text": _words(error)}).encode())
+        return Payload(json.dumps({"errno": error.errno, "text": words(error)}).encode())
     data: Sequence[memoryview] = ()
     if isinstance(found, tuple) and isinstance(found[-1], bytes):
         *found, content = found
         data = [memoryview(content)]
     return Payload(json.dumps({"value": found}).encode(), data)
-
-
-def _words(error: OSError) -> str:
-    path = error.filename
-    where = "" if path is None else f": {shown(path) if isinstance(path, bytes) else path}"
-    return f"{error.strerror or error}{where}"
 
 
 def _receive(to: bytes, name: bytes, is_file: bool) -> tuple[str, str, int]:

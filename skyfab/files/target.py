@@ -10,7 +10,7 @@ import zlib
 from skyfab.errors import ProtocolError
 from skyfab.files.draft import Draft, own_part, part_of, sweep
 from skyfab.files.entries import FILE, FOLDER, LINK, MOST_ENTRIES, Entry, is_part, shown, text
-from skyfab.files.source import SMALL, digest_of
+from skyfab.files.source import GONE, SMALL, digest_of
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
 if TYPE_CHECKING:
@@ -140,18 +140,13 @@ class Target:
     def store(self, found: Sequence[Sequence[int]], check: int, data: Buffer) -> None:
         """Writes small files, as `Source.pack` returns them. Raises ProtocolError for other data."""
         data = self._verified(check, data)
+        there = [(self._file(number), size, time) for number, size, time in found if size != GONE]
+        if any(not 0 <= size <= SMALL for _, size, _ in there) or sum(size for _, size, _ in there) != len(data):
+            raise ProtocolError(f"{len(data)} bytes that are not these {len(there)} files")
         at = 0
-        for number, size, time in found:
-            if size < 0:
-                continue
-            entry = self._file(number)
-            content = data[at : at + size]
-            if size > SMALL or len(content) != size:
-                raise ProtocolError(f"{size} bytes of {shown(entry.path)} are not there")
-            self._write(entry, content, time)
+        for entry, size, time in there:
+            self._write(entry, data[at : at + size], time)
             at += size
-        if at != len(data):
-            raise ProtocolError(f"{len(data) - at} bytes that belong to no file")
 
     def _write(self, entry: Entry, content: memoryview, time: int) -> None:
         """Writes a small file, with as few system calls as possible."""

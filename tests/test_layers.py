@@ -50,7 +50,7 @@ LARGEST = {
     "files": 1150,
     "plugins": 1100,
     "ui": 800,
-    "cli": 1800,
+    "cli": 1820,
     "lab": 2050,
     "device": 3750,
 }

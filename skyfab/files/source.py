@@ -56,13 +56,14 @@ class Source:
         finally:
             os.close(fd)
 
-    def pack(self, numbers: Sequence[int]) -> tuple[list[list[int]], int, bytes]:
+    def pack(self, numbers: Sequence[int], most: int) -> tuple[list[list[int]], int, bytes]:
         """Small files as they are now, one after another: number, size and time of each; and a checksum of it all.
 
-        A file that is gone, or is not small any more, has the size `GONE`.
+        A file that is gone, or has grown so that all together have more than `most` bytes, has the size `GONE`.
         """
         found: list[list[int]] = []
         contents: list[bytes] = []
+        room = most
         for number in numbers:
             try:
                 fd, about = self._open(number)
@@ -73,9 +74,10 @@ class Source:
                 content = os.read(fd, min(about.st_size, SMALL) + 1)
             finally:
                 os.close(fd)
-            if len(content) > SMALL:
+            if len(content) > min(room, SMALL):
                 found.append([number, GONE, 0])
             else:
+                room -= len(content)
                 found.append([number, len(content), about.st_mtime_ns])
                 contents.append(content)
         data = contents[0] if len(contents) == 1 else b"".join(contents)

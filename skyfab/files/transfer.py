@@ -23,6 +23,8 @@ _LOOKS_AHEAD: Final = 16
 """Small requests that are sent ahead."""
 _FILES: Final = 512
 """Files of one pack."""
+_PACK: Final = 2 * SMALL
+"""Bytes of one pack at most: files may have grown since they were listed."""
 _NOTES: Final = 1000
 
 
@@ -179,12 +181,12 @@ class Transfer:
         room = SMALL
         for number in numbers:
             if pack and (self._size(number) > room or len(pack) == _FILES):
-                self._read("pack", pack)
+                self._read("pack", pack, _PACK)
                 pack, room = [], SMALL
             pack.append(number)
             room -= self._size(number)
         if pack:
-            self._read("pack", pack)
+            self._read("pack", pack, _PACK)
         self._pass_all_on()
 
     def _send_large(self, numbers: Sequence[int]) -> None:
@@ -223,13 +225,13 @@ class Transfer:
         request, arguments, reply = self._reading.popleft()
         found = check(request, reply.result())
         if request == "pack":
-            self._pass_pack(arguments[0], *found)
+            self._pass_pack(*arguments, *found)
         else:
             self._pass_piece(*arguments, *found)
         self._wait_for_writing(_AHEAD)
 
-    def _pass_pack(self, numbers: list[int], found: list[list[int]], checksum: int, data: Any) -> None:
-        if [number for number, _, _ in found] != numbers:
+    def _pass_pack(self, numbers: list[int], most: int, found: list[list[int]], checksum: int, data: Any) -> None:
+        if [number for number, _, _ in found] != numbers or len(data) > most:
             raise ProtocolError("other files than were asked for")
         for number, size, _ in found:
             if size == GONE:

@@ -31,6 +31,7 @@ from skyfab.pool.futures import refuse_to_block
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.protocol import codec, messages
 from skyfab.session.fanout import Raised, for_each_host, one_error
+from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.ui.events import Events, Moved, Notice
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class Remote:
         self._node = node
         self._session = node.session
         self._worker = f"files.{next(_workers)}"
-        self._spec = replace(spec, pipelined=True)
+        self._spec = replace(spec, pipelined=True, reported=False)
         self._stopped = stopped
 
     def ask(self, request: str, *arguments: Any) -> Answer:
@@ -211,11 +212,13 @@ class Remote:
         if isinstance(last, (bytes, memoryview)) and request in ("store", "piece"):
             last = pickle.PickleBuffer(last)
         answer = Answer(self._node, request)
-        self._node.call_in_order(self._worker, self._spec, _server(), codec.dumps((*words, last, None)), answer)
+        payload = codec.dumps((*words, last, None))
+        with SIGINT_GUARD:
+            self._node.call_in_order(self._worker, self._spec, _server(), payload, answer)
         return answer
 
     def close(self) -> None:
-        with suppress(SkyfabError):
+        with SIGINT_GUARD, suppress(SkyfabError):
             self._node.release(self._worker)
 
 

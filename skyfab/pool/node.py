@@ -49,6 +49,8 @@ class WorkerSpec:
     """A listening port that the host's agent holds, and passes on to the process."""
     pipelined: bool = False
     """Calls are passed on to the process before those before them have replies."""
+    reported: bool = True
+    """Whether the user is told which files it has written."""
 
 
 class Caller(Protocol):
@@ -297,6 +299,7 @@ class Node:
                 workdir=self.workdir.told,
                 include=not self.workdir.callers,
                 pipelined=plan.pipelined,
+                reported=plan.reported,
             )
         )
         self._workers[worker] = (plan, self._generation)

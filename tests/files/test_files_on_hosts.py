@@ -311,6 +311,7 @@ def test_put_and_get(here: Path, listed: Path) -> None:
         "node1: 1 file, 0.0 MB; sent 1, 0.0 MB,",
         "node2: 1 file, 0.0 MB; sent 1, 0.0 MB,",
     ]
+    assert done.stderr == ""  # what was sent is not told of as written there
     done = skyfab(here, "get", "data/*", "--hosts=node1", "--to=back", inventory=listed)
     assert done.returncode == 0, done.stderr
     assert (here / "back" / "data" / "-odd name").read_text() == "x"

@@ -18,7 +18,7 @@ from skyfab.errors import ProtocolError
 from skyfab.files import draft
 from skyfab.files.draft import Draft, part_of
 from skyfab.files.entries import FILE, FOLDER, LINK, Entry, walk
-from skyfab.files.source import PIECE, SMALL, Source, matching
+from skyfab.files.source import GONE, PIECE, SMALL, Source, matching
 from skyfab.files.target import Target
 from skyfab.files.transfer import Here, Report, Transfer
 
@@ -242,6 +242,21 @@ def test_a_file_that_goes_while_it_is_read_is_left_out(tmp_path: Path) -> None:
     assert transfer.report.skipped == [("a", "gone, or changed while it was read")]
 
 
+def test_files_that_grow_while_they_are_read(tmp_path: Path) -> None:
+    """One that has grown a little arrives as it is; many that have grown much are left for the next time."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_text(name)
+    source = Source(list(walk(os.fsencode(tmp_path), b"", [])), [])
+    source.rows()
+    (tmp_path / "a").write_text("grown")
+    (tmp_path / "b").write_bytes(bytes(SMALL))
+    (tmp_path / "c").write_bytes(bytes(SMALL + 1))
+    found, _, data = source.pack([0, 1, 2], 2 * SMALL)
+    assert ([size for _, size, _ in found], len(data)) == ([5, SMALL, GONE], 5 + SMALL)
+    found, _, data = source.pack([1, 0], SMALL)
+    assert ([size for _, size, _ in found], len(data)) == ([SMALL, GONE], SMALL)
+
+
 def test_a_large_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes(2 * PIECE))
     source = Source(list(walk(os.fsencode(tmp_path / "large"), b"large", [])), [])
@@ -333,6 +348,10 @@ def pack(*found: list[int], data: bytes) -> Any:
         ([file(b"a")], {"pack": pack([0, 3, 1], data=b"ab")}),
         ([file(b"a")], {"pack": pack([1, 3, 1], data=b"abc")}),
         ([file(b"a")], {"pack": pack(data=b"")}),
+        (
+            [file(b"%d" % n) for n in range(3)],
+            {"pack": pack(*([n, SMALL, 1] for n in range(3)), data=bytes(3 * SMALL))},
+        ),
         ([file(b"a")], {"pack": pack([0, -5, 1], data=b"abc")}),
         ([file(b"a")], {"pack": [[[0, 3, 1]], 7, b"abc"]}),
         ([file(b"a")], {"pack": [[[0, 3, 1]], "x", b"abc"]}),

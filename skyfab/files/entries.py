@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 
 from skyfab.errors import ProtocolError
@@ -25,6 +26,7 @@ MOST_ENTRIES: Final = 1_000_000
 _LARGEST: Final = 1 << 50
 _LONGEST: Final = 4096
 _LATEST: Final = 1 << 62
+_OUTER: Final = re.compile(rb"(?:^|/)\.{0,2}(?:/|\Z)|\0")
 PART: Final = (b".skyfab-", b".part")
 """How the names of incomplete files begin and end. They are never transferred."""
 
@@ -61,10 +63,10 @@ class Entry:
             entry = cls(name(path), kind, size, time, mode, name(link))
         except (TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"not a file: {row!r:.200}") from error
-        numbers = (size, _LARGEST), (time, _LATEST), (mode, 0o777)
-        if kind not in (FILE, FOLDER, LINK) or not all(type(value) is int for value, _ in numbers):
+        if kind not in (FILE, FOLDER, LINK) or not type(size) is type(time) is type(mode) is int:
             raise ProtocolError(f"not a file: {row!r:.200}")
-        if not is_inner(entry.path) or not all(abs(value) <= most for value, most in numbers) or min(size, mode) < 0:
+        fits = 0 <= size <= _LARGEST and -_LATEST <= time <= _LATEST and 0 <= mode <= 0o777
+        if not fits or not is_inner(entry.path):
             raise ProtocolError(f"a path, size or time that no file has: {row!r:.200}")
         if (kind == LINK) != bool(link) or (link and not leads_inside(entry.path, entry.link)):
             raise ProtocolError(f"a link that leads out of its folder: {row!r:.200}")
@@ -95,8 +97,7 @@ def words(error: OSError) -> str:
 
 def is_inner(path: bytes) -> bool:
     """Whether it is a path below a folder, without anything that leads up or is empty."""
-    words = path.split(b"/")
-    return len(path) <= _LONGEST and b"\0" not in path and not any(word in (b"", b".", b"..") for word in words)
+    return len(path) <= _LONGEST and _OUTER.search(path) is None
 
 
 def leads_inside(path: bytes, link: bytes) -> bool:

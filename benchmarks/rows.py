@@ -11,6 +11,7 @@ from benchmarks.cold import Cold
 from benchmarks.device import Device
 from benchmarks.distributed import Distributed
 from benchmarks.environment import Environment
+from benchmarks.files import Files
 from benchmarks.many import Many
 from benchmarks.map import Map
 from benchmarks.output import Lines
@@ -35,6 +36,7 @@ ROWS: tuple[Row, ...] = (
     Cold(),
     Map(),
     Bulk(),
+    Files(),
     Lines(),
     Environment(),
     Distributed(),

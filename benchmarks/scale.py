@@ -54,6 +54,12 @@ class Scale:
     """Items of a map, in each pool."""
     device: int = 5
     """Measurements of each figure of a remote device."""
+    files: int = 10_000
+    """Files of a folder that is sent."""
+    file: int = 512
+    """MiB of the large file."""
+    trips: int = 5
+    """Transfers of each."""
 
 
 TASTE = Scale(
@@ -83,5 +89,8 @@ TASTE = Scale(
     device=1,
     broadcasts=3,
     items=100,
+    files=50,
+    file=8,
+    trips=1,
 )
 """Runs everything in seconds: checks that the benchmarks work, not how fast skyfab is."""

@@ -111,17 +111,23 @@ class Written:
     def __init__(self) -> None:
         self._folders: dict[str, tuple[str, float, set[str]]] = {}
         """For each working directory, by the client's name: its path, since when, and the folders of included files."""
+        self._noted: set[str] = set()
 
-    def begin(self, workdir: str, path: str, included: str) -> None:
-        """A process is about to start in this working directory.
+    def begin(self, workdir: str, path: str, included: str, *, reported: bool = True) -> None:
+        """A process is about to start in this working directory. If not `reported`, it is one that transfers files.
 
         Notes it in the current directory, which is the pool's run folder: there gc looks for what is in use.
         """
+        if workdir not in self._noted:
+            with contextlib.suppress(OSError), open("files", "a") as note:
+                note.write(f"{workdir}\n")
+            self._noted.add(workdir)
+        if not reported:
+            return
         if workdir not in self._folders:
             since = time.time()
             with contextlib.suppress(OSError):
-                with open("files", "a") as note:
-                    note.write(f"{workdir}\n")
+                os.utime("files")
                 since = os.stat("files").st_mtime  # by the clock of the file system
             self._folders[workdir] = (path, since, set())
         self._folders[workdir][2].add(included)

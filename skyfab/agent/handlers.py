@@ -78,7 +78,7 @@ class Handlers:
             folder = place(message.workdir, self._cache)
             included = self._store.included(message.tree) if message.include else ""
             if folder:
-                self._written.begin(message.workdir, folder, included)
+                self._written.begin(message.workdir, folder, included, reported=message.reported)
             request = {
                 "env": message.env,
                 "info": message.info,

@@ -11,13 +11,13 @@ import functools
 import linecache
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from skyfab.calls.call import Call, Function
 from skyfab.errors import NotPicklable
-from skyfab.protocol import codec
+from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import name_of
 
 _ATOMS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
@@ -164,3 +164,19 @@ def _culprit(fn: Any) -> str | None:
         except Exception:
             return f"it uses {name!r}, a {type(value).__qualname__}: make that inside the function"
     return None
+
+
+def parts_of(payload: codec.Payload, names: Mapping[int, str]) -> tuple[tuple[messages.Part, ...], Sequence[Any]]:
+    """Splits a payload into references to blobs in the store, by name, and inline buffers."""
+    if not names:
+        return (len(payload.data), *map(len, payload.buffers)), (payload.data, *payload.buffers)
+    parts: list[messages.Part] = [len(payload.data)]
+    inline: list[Any] = [payload.data]
+    for buffer in payload.buffers:
+        name = names.get(id(buffer))
+        if name is None:
+            parts.append(len(buffer))
+            inline.append(buffer)
+        else:
+            parts.append((name, len(buffer)))
+    return tuple(parts), inline

@@ -319,13 +319,19 @@ def _included(word: str) -> Root:
 # ---- which files
 
 
+def files_of(folder: Path) -> list[Path]:
+    """The files below a folder, of any kind, that .gitignore allows. Raises UsageError if they are too many."""
+    return list(_Walk(Root(folder, everything=True), _patterns(()), ignoring=True).files())
+
+
 class _Walk:
     """The files below a root that are sent."""
 
-    def __init__(self, root: Root, excludes: pathspec.GitIgnoreSpec) -> None:
+    def __init__(self, root: Root, excludes: pathspec.GitIgnoreSpec, *, ignoring: bool = False) -> None:
         self._root = root
         self._excludes = excludes
-        above = [] if root.everything else _up_to_repository(root.path)  # .gitignore does not apply to `includes`
+        is_free = root.everything and not ignoring  # .gitignore does not apply to `includes`
+        above = [] if is_free else _up_to_repository(root.path)
         self._ignores = [(folder, spec) for folder in reversed(above) if (spec := _ignore_file(folder))]
         self._found: list[tuple[Path, list[Path]]] | None = None
 
@@ -358,7 +364,7 @@ class _Walk:
         if len(self._found) > _MOST_FOLDERS:
             raise UsageError(
                 f"{self._root.path} has more than {_MOST_FOLDERS} folders: too much to look through",
-                hint="leave some out: Image(excludes=[…]) takes patterns as in .gitignore",
+                hint="leave some out, in .gitignore, or Image(excludes=[…]) with patterns as there",
             )
         package = any(entry.name == "__init__.py" for entry in entries)
         for entry in entries:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli.command import Detach, Hosts, InventoryFile, Option, Ranks, command
-from skyfab.errors import UsageError
+from skyfab.errors import BroadcastError, UsageError
+
+if TYPE_CHECKING:
+    from skyfab.pool.compute import Compute
 
 
 @command
@@ -21,16 +25,24 @@ def run(
     workdir: Annotated[
         str, Option("where relative paths lead: a folder on the hosts, temp, or auto", "FOLDER")
     ] = "auto",
+    sync: Annotated[
+        bool, Option("first lay out the script's folder there, data included, as .gitignore allows")
+    ] = False,
+    get: Annotated[
+        Sequence[str], Option("bring these files back when it has ended; may be given several times", "PATTERN")
+    ] = (),
     detach: Detach = False,
 ) -> None:
     """Run a script on every rank, as torchrun would.
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the like are set, so a script written for torchrun needs no change.
-    The modules beside the script travel with it; data does not. Files that it writes stay: on a host in a folder that
-    stands for this one, and at the end you are told how to fetch them. --workdir=temp for a folder that goes. Without
-    hosts: two ranks on this machine, in this folder. Ends with 1 when it failed anywhere.
+    The modules beside the script travel with it; data does so with --sync. Files that it writes stay: on a host in a
+    folder that stands for this one. --get brings them back, from several hosts each into a folder of the host's name;
+    without it you are told how to fetch them. --workdir=temp for a folder that goes. Without hosts: two ranks on this
+    machine, in this folder. Ends with 1 when it failed anywhere.
 
         skyfab run --hosts=node1,node2 train.py -- --epochs 3
+        skyfab run --hosts=node1 --sync --get='ckpt/*' train.py
         skyfab run --hosts=gpu --ranks=2 experiment.py:main
     """
     from skyfab.calls.call import as_function
@@ -41,6 +53,8 @@ def run(
     from skyfab.pool.compute import Compute
 
     script, function = _parsed(target)
+    if detach and get:
+        raise UsageError("--get needs the end of the run, and --detach does not wait", hint="later: skyfab get PATTERN")
     if hosts is None and inventory is None:
         hosts, ranks = "local", ranks or 2
     # Makes the script the main module, so that the modules beside it are sent as its project.
@@ -52,9 +66,24 @@ def run(
         started = as_function(perform)
         started.label = target
         call = started(script.name, function, list(arguments))
-        found = compute.launch(call) if detach else broadcast(compute, call, name=target)
+        if sync:
+            compute.files.lay_out(script.parent, compute.hosts)
+        try:
+            found = compute.launch(call) if detach else broadcast(compute, call, name=target)
+        except BroadcastError:
+            _bring_back(compute, get)
+            raise
+        if not isinstance(found, Run):
+            _bring_back(compute, get)
     if isinstance(found, Run):
         tell_how_to_attach(found)
+
+
+def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:
+    """Fetches files that the run has written, also when it failed: they may say why."""
+    if patterns and not all(node.workdir.callers for node in compute.hosts):
+        for report in compute.download(patterns):
+            print(report, file=sys.stderr)
 
 
 def _parsed(target: str) -> tuple[Path, str]:

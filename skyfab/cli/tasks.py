@@ -22,6 +22,7 @@ from skyfab.cli.gc import gc
 from skyfab.cli.hosts import hosts
 from skyfab.cli.lab import down, status, up
 from skyfab.cli.prepare import prepare
+from skyfab.cli.put import get, put
 from skyfab.cli.run import run
 from skyfab.cli.runs import attach, logs, runs, stop
 from skyfab.cli.sigterm import SIGTERM
@@ -31,7 +32,7 @@ from skyfab.cli.trust import trust
 
 namespace = Collection(
     *(train, run, runs, logs, attach, stop),
-    *(hosts, stacks, exec_, trust, prepare, gc),
+    *(hosts, stacks, exec_, put, get, trust, prepare, gc),
     Collection("lab", up, down, status),
 )
 """All tasks of skyfab. To use them in your own tasks.py: ``from skyfab.cli import namespace``."""

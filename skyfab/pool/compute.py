@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import secrets
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,8 +17,9 @@ from skyfab.calls.image import Image
 from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function
 from skyfab.calls.project import Project
 from skyfab.calls.refs import Ref, put
-from skyfab.detached.run import Results, Run, attach
+from skyfab.detached.run import Run, attach
 from skyfab.errors import UsageError
+from skyfab.files.transfer import Report
 from skyfab.inventory.host import Host, variables
 from skyfab.inventory.inventory import Inventory
 from skyfab.plugins.base import Plugin, check_together
@@ -30,6 +30,7 @@ from skyfab.pool.detach import Detacher
 from skyfab.pool.device_calls import DeviceCall
 from skyfab.pool.devices import Devices
 from skyfab.pool.fastpath import NOT_TAKEN, fastpath
+from skyfab.pool.files import AnyPath, Files
 from skyfab.pool.futures import refuse_to_block, wait_for
 from skyfab.pool.gang import GangCache
 from skyfab.pool.gangs import Broadcasts
@@ -37,13 +38,15 @@ from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
 from skyfab.pool.node import Node
 from skyfab.pool.nodes import Nodes, PoolOwner, close_all, named, open_all
+from skyfab.pool.options import check_options
 from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.rendezvous import RendezvousFinder
-from skyfab.pool.scheduler import Scheduler, Slot, Task, solo_spec
+from skyfab.pool.scheduler import Scheduler, Task, slots_of, solo_spec
 from skyfab.pool.shown import ShownPool
 from skyfab.pool.stall import watch
 from skyfab.pool.workdir import Workdirs, tell_files
 from skyfab.protocol import codec
+from skyfab.session.fanout import meanwhile
 from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.session.timing import Timing
 from skyfab.ui import failure
@@ -95,14 +98,7 @@ class Compute(ShownPool, TakesCalls):
 
         Raises InventoryError and UsageError for invalid arguments.
         """
-        if ranks != "auto" and ranks < 1:
-            raise UsageError(f"ranks={ranks!r}: a number from 1 on, or 'auto'")
-        if not lease >= 1 or not heartbeat_timeout > 0:
-            raise UsageError(
-                f"lease={lease!r}, heartbeat_timeout={heartbeat_timeout!r}: a second at least, more than 0"
-            )
-        if results not in ("any", "data"):
-            raise UsageError(f"results={results!r}: 'any', or 'data' where hosts are not trusted")
+        check_options(ranks=ranks, lease=lease, heartbeat_timeout=heartbeat_timeout, results=results)
         self.inventory = Inventory.of(inventory)
         self.selected = self.inventory.select(hosts, nodes=nodes)
         """The selected hosts."""
@@ -118,7 +114,7 @@ class Compute(ShownPool, TakesCalls):
         self.events = Events()
         self._sync = ProjectSync(Project(self._image))
         self._around = contextlib.ExitStack()
-        self._untrusted = results == "data"
+        self._results, self._untrusted = results, results == "data"
         self._scheduler = Scheduler(self.events.call, untrusted=self._untrusted)
         # Does not reference the pool: threads hold this function, and must not keep a dropped pool alive.
         self._env_of = functools.partial(self._images.variables, self._env)
@@ -135,6 +131,7 @@ class Compute(ShownPool, TakesCalls):
         )
         self._solo_spec = functools.partial(solo_spec, self._env_of, self._pool, len(self.selected))
         self._devices = Devices(self._solo_spec, self._plugins, self.events, untrusted=self._untrusted)
+        self.files = Files(self._solo_spec, self.events)
         self._open = False
         self._is_parents = False  # in a forked child it is True: the pool belongs to the parent process
         self._screen = contextlib.ExitStack()
@@ -172,12 +169,7 @@ class Compute(ShownPool, TakesCalls):
         self.hosts = tuple(nodes)
         for node in nodes:
             node.open_device = weakref.WeakMethod(self.device)
-        self._scheduler.open(
-            Slot(node, f"solo.{number}", self._solo_spec(node, ""))
-            for number in range(max(host.slots for host in self.selected))
-            for node in nodes
-            if number < node.host.slots
-        )
+        self._scheduler.open(slots_of(nodes, self._solo_spec))
         self._broadcasts.open()
         self._sync.open(self.hosts)
         failure.install()
@@ -192,12 +184,8 @@ class Compute(ShownPool, TakesCalls):
 
     def _connect(self) -> Sequence[Node]:
         nodes = self._nodes.make_nodes(self.selected)
-        ahead = threading.Thread(target=self._sync.read_ahead, daemon=True)
-        ahead.start()
-        try:
+        with meanwhile(self._sync.read_ahead):
             open_all(nodes, self.events, failed=lambda node: self._images.failed(node.host))
-        finally:
-            ahead.join()
         return nodes
 
     def close(self) -> None:
@@ -330,8 +318,7 @@ class Compute(ShownPool, TakesCalls):
             detacher.start_one(
                 lambda node: self._solo_spec(node, tree), self._sync.tree, function, arguments, timeout=timeout
             )
-        results: Results = "data" if self._untrusted else "any"
-        return attach(detacher.id, [node.host for node in chosen], inventory=self.inventory, results=results)
+        return attach(detacher.id, [node.host for node in chosen], inventory=self.inventory, results=self._results)
 
     def detach(self, *, name: str | None = None) -> Run:
         """Detaches the running broadcast: it continues on the hosts when this program ends. Closes the pool."""
@@ -346,8 +333,7 @@ class Compute(ShownPool, TakesCalls):
         detacher = Detacher(nodes, ranks, label=label, name=name or label)
         detacher.take_over(call)
         self.close()
-        results: Results = "data" if self._untrusted else "any"
-        return attach(detacher.id, [node.host for node in nodes], inventory=self.inventory, results=results)
+        return attach(detacher.id, [node.host for node in nodes], inventory=self.inventory, results=self._results)
 
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
         """Runs calls in parallel: ``(f(1) & g(2)) >> compute``."""
@@ -378,6 +364,25 @@ class Compute(ShownPool, TakesCalls):
         NotPicklable.
         """
         return put(obj)
+
+    def upload(self, path: AnyPath, *, to: AnyPath | None = None, on: str = "all") -> list[Report]:
+        """Copies a file or folder to hosts, where `to` is relative to the working directory (docs/files.md).
+
+        Without `to`, it has the same place there as in the current folder here. What is there already is not sent.
+        """
+        return self.files.upload(path, to, self._chosen(on))
+
+    def download(self, path: AnyPath | Sequence[AnyPath], *, to: AnyPath = ".", on: str = "all") -> list[Report]:
+        """Copies files and folders from hosts into the folder `to`; patterns such as ``ckpt/*`` are allowed.
+
+        From several hosts, each into a folder of the host's name.
+        """
+        paths = [path] if isinstance(path, (str, os.PathLike)) else path
+        return self.files.download(paths, to, self._chosen(on), apart=on == "all" and len(self.hosts) > 1)
+
+    def _chosen(self, on: str) -> Sequence[Node]:
+        self._check_open()
+        return self.hosts if on == "all" else [named(self.hosts, on)]
 
     def device(self, kind: str = "auto", *, on: str | None = None) -> torch.device:
         """A device of a host as a `torch.device`: tensors and modules work on it unmodified.

@@ -10,11 +10,11 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from skyfab.calls.pack import PackedFunction
+from skyfab.calls.pack import PackedFunction, parts_of
 from skyfab.calls.project import Tree
 from skyfab.errors import CallCancelled, HostError, HostLost, HostUnfit, SkyfabError, UsageError
 from skyfab.inventory.host import Host
@@ -50,6 +50,8 @@ class WorkerSpec:
     """A listening port that the host's agent holds, and passes on to the process."""
     pipelined: bool = False
     """Calls are passed on to the process before those before them have replies."""
+    reported: bool = True
+    """Whether the user is told which files it has written."""
 
 
 class Caller(Protocol):
@@ -230,7 +232,7 @@ class Node(ShownHost):
                 if wanted:
                     self._worker(worker, plan)
                     self._send_function(function, names)
-                    parts, inline = _parts(arguments, names)
+                    parts, inline = parts_of(arguments, names)
                     head = messages.Call.head(
                         worker=worker, function=function.digest, parts=parts, timeout=timeout, each=each
                     )
@@ -271,7 +273,7 @@ class Node(ShownHost):
         with self._lock:
             self._worker(worker, plan)
             self._send_function(function, {})
-            parts, inline = _parts(arguments, {})  # nothing goes to the store, which would take time
+            parts, inline = parts_of(arguments, {})  # nothing goes to the store, which would take time
             head = messages.Call(worker=worker, function=function.digest, parts=parts, timeout=timeout).encode()
             self.session.send(head, inline, answer=caller.answered, failure=caller.failed, worker=worker)
             return self._workers[worker][1]
@@ -310,6 +312,7 @@ class Node(ShownHost):
                 workdir=self.workdir.told,
                 include=not self.workdir.callers,
                 pipelined=plan.pipelined,
+                reported=plan.reported,
             )
         )
         self._workers[worker] = (plan, self._generation)
@@ -318,7 +321,7 @@ class Node(ShownHost):
         if function.digest in self._functions:
             self._functions.move_to_end(function.digest)
             return
-        parts, inline = _parts(function.payload, names)
+        parts, inline = parts_of(function.payload, names)
         self.session.send(messages.Function(digest=function.digest, parts=parts), inline, urgent=True)
         self._functions[function.digest] = None
         if len(self._functions) > _FUNCTIONS:
@@ -432,19 +435,3 @@ class Node(ShownHost):
 
 def _is_large(buffer: memoryview, shared: bool) -> bool:
     return len(buffer) >= LARGE
-
-
-def _parts(payload: codec.Payload, names: Mapping[int, str]) -> tuple[tuple[messages.Part, ...], Sequence[Any]]:
-    """Splits a payload into references to blobs in the store, by name, and inline buffers."""
-    if not names:
-        return (len(payload.data), *map(len, payload.buffers)), (payload.data, *payload.buffers)
-    parts: list[messages.Part] = [len(payload.data)]
-    inline: list[Any] = [payload.data]
-    for buffer in payload.buffers:
-        name = names.get(id(buffer))
-        if name is None:
-            parts.append(len(buffer))
-            inline.append(buffer)
-        else:
-            parts.append((name, len(buffer)))
-    return tuple(parts), inline

@@ -10,7 +10,7 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from skyfab.calls.pack import PackedFunction
@@ -399,3 +399,10 @@ def solo_spec(
     if node.host.gpus != "auto":
         env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, node.host.gpus)))
     return WorkerSpec(tree=tree, env=env, info=info)
+
+
+def slots_of(nodes: Sequence[Node], spec_of: Callable[[Node, str], WorkerSpec]) -> list[Slot]:
+    """The slots of all nodes, the first of each before the second of any."""
+    most = max(node.host.slots for node in nodes)
+    numbered = ((number, node) for number in range(most) for node in nodes if number < node.host.slots)
+    return [Slot(node, f"solo.{number}", spec_of(node, "")) for number, node in numbered]

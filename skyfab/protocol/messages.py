@@ -126,6 +126,8 @@ class Spawn(Message):
     """Whether the tree's files for the working directory are copied into it."""
     pipelined: bool = False
     """Calls are passed on to the process as they arrive, and not one by one after the reply to the one before."""
+    reported: bool = True
+    """Whether Written tells of files that appear in the working directory from now on."""
 
 
 class Call(Message):

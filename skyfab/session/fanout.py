@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from skyfab.errors import PoolError, SkyfabError, UsageError
@@ -44,6 +45,17 @@ def for_each_host(action: Callable[[S], T], items: Sequence[S]) -> list[T | Rais
     for thread in threads:
         thread.join()
     return [outcomes[place] for place in range(len(items))]
+
+
+@contextmanager
+def meanwhile(action: Callable[[], None]) -> Iterator[None]:
+    """Runs the action on a thread during the block, which waits for it at its end."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def results_of(outcomes: Sequence[T | Raised]) -> list[T]:

@@ -168,10 +168,16 @@ class Screen(View):
             self._summary()
 
     def _moved(self, event: Moved) -> None:
-        if event.host in self._details:
+        """Shows a transfer while its host is being prepared, and of files later, until it is complete."""
+        is_ready = self._states.get(event.host) == "ready"
+        if is_ready and event.done >= event.total:
+            self._details.pop(event.host, None)
+            if not self._details:
+                self._amounts = {}
+        elif is_ready or event.host in self._details:
             self._details[event.host] = clean(str(event), colour=False).replace(": ", " ", 1)
             self._amounts[event.host] = (event.done, event.total)
-            self._waiting += 1
+        self._waiting += 1
 
     def _step(self, host: str) -> str:
         """What a host is doing; of one that does not answer, for how long, and when it is lost."""
@@ -190,7 +196,12 @@ class Screen(View):
             return []
         done, total = (sum(amounts) for amounts in zip(*self._amounts.values(), strict=True))
         ready, all_ = len(self._ready), len(self._ready) + len(self._details)
-        return [f"  {ready} of {all_} ready, {done / 1e6:.0f} of {total / 1e6:.0f} MB"]
+        state = f"{ready} of {all_} ready, " if self._ready or not self._is_moving() else ""
+        return [f"  {state}{done / 1e6:.0f} of {total / 1e6:.0f} MB"]
+
+    def _is_moving(self) -> bool:
+        """Whether all that is shown are transfers of files."""
+        return all(self._states.get(host) == "ready" for host in self._details)
 
     def _summary(self) -> None:
         """All hosts are ready or have failed. Not shown after a failure: the error has more details."""

@@ -1,0 +1,132 @@
+"""`Draft`: a file that is being written, under a temporary name beside its own until it is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+import zlib
+
+from skyfab.files.entries import PART, is_part
+from skyfab.files.source import digest_of
+
+TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
+if TYPE_CHECKING:
+    from typing import Final
+
+_PATIENCE: Final = 15.0
+"""Seconds to wait for a transfer of the same file that makes no progress: its program may have been killed."""
+_PAUSE: Final = 0.5
+_STALE: Final = 24 * 3600.0
+"""Seconds after which a file under a name of its own is left over: writing to it would change its time."""
+_OWN: Final = len(PART[0]) + 16 + len(PART[1])
+"""Length of such a name."""
+_OPEN: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def part_of(name: bytes) -> bytes:
+    """The name of a file while it is incomplete."""
+    return b"%s%08x%s" % (PART[0], zlib.crc32(name), PART[1])
+
+
+def own_part() -> bytes:
+    """A name for an incomplete file that no other transfer uses."""
+    return b"%s%s%s" % (PART[0], os.urandom(8).hex().encode(), PART[1])
+
+
+def sweep(folder: int) -> None:
+    """Removes what killed transfers have left under names of their own: `part_of` is found again, these are not."""
+    with contextlib.suppress(OSError), os.scandir(folder) as found:
+        for child in found:
+            if len(child.name) != _OWN or not is_part(os.fsencode(child.name)):
+                continue
+            if time.time() - child.stat(follow_symlinks=False).st_ctime > _STALE:
+                os.unlink(child.name, dir_fd=folder)
+
+
+class Draft:
+    """An incomplete large file. Its name depends on the final name alone: a later transfer finds it and goes on there.
+
+    It is locked: a second transfer of the same file at the same time writes a draft of its own.
+    """
+
+    def __init__(self, folder: int, name: bytes, mode: int) -> None:
+        """`folder` is a file descriptor."""
+        self._folder = os.dup(folder)
+        self._name = name
+        self._part = part_of(name)
+        self.fd = -1
+        try:
+            self._take(mode, time.monotonic() + _PATIENCE)
+            self.size = os.fstat(self.fd).st_size
+            os.fchmod(self.fd, mode)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take(self, mode: int, deadline: float) -> None:
+        """Opens and locks the file."""
+        size = -1
+        while True:
+            self.fd = os.open(self._part, _OPEN, mode | 0o600, dir_fd=self._folder)
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_there():
+                    return
+                before = size
+            except BlockingIOError:
+                before, size = size, os.fstat(self.fd).st_size
+            except OSError:  # a file system without locks
+                return
+            os.close(self.fd)
+            self.fd = -1
+            if before == size == -1:
+                continue  # it was renamed in between
+            if time.monotonic() > deadline or -1 < before < size:
+                break
+            time.sleep(_PAUSE)
+        self._part = own_part()
+        self.fd = os.open(self._part, _OPEN | os.O_EXCL, mode | 0o600, dir_fd=self._folder)
+
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.stat(self._part, dir_fd=self._folder, follow_symlinks=False))
+        except FileNotFoundError:
+            return False
+
+    def digest(self) -> str:
+        return digest_of(self.fd, self.size)
+
+    def cut(self, size: int) -> None:
+        """Drops what comes after `size` bytes."""
+        os.ftruncate(self.fd, size)
+        self.size = size
+
+    def write(self, data: memoryview) -> None:
+        """Appends data."""
+        try:
+            while data:
+                sent = os.pwrite(self.fd, data, self.size)
+                self.size += sent
+                data = data[sent:]
+        except OSError:  # as a rule a full disk
+            self.discard()
+            raise
+
+    def commit(self, time: int) -> None:
+        """The file is complete, and gets its name and the time of its last modification."""
+        os.utime(self.fd, ns=(time, time))
+        os.rename(self._part, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        self.close()
+
+    def discard(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._part, dir_fd=self._folder)
+        self.close()
+
+    def close(self) -> None:
+        """Leaves what was written for a later transfer."""
+        for fd in {self.fd, self._folder} - {-1}:
+            os.close(fd)
+        self.fd = self._folder = -1

@@ -1,0 +1,65 @@
+"""What a worker on a host runs for a transfer: one source or target, and the requests to it.
+
+A reply is JSON and, beside it, the content of files: nothing that comes from a host is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from skyfab.files.entries import is_inner, words
+from skyfab.files.source import Source, matching
+from skyfab.files.target import Target
+from skyfab.protocol.codec import Payload
+
+TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+_side: Source | Target | None = None
+"""Of this process: a transfer has a worker of its own."""
+
+
+def serve(request: str, *arguments: Any) -> Payload:
+    """Carries out a request. Data of files, if any, is the last argument or part of the reply."""
+    try:
+        found = _REQUESTS[request](*arguments) if request in _REQUESTS else getattr(_side, request)(*arguments)
+    except OSError as error:
+        return Payload(json.dumps({"errno": error.errno, "text": words(error)}).encode())
+    data: Sequence[memoryview] = ()
+    if isinstance(found, tuple) and isinstance(found[-1], bytes):
+        *found, content = found
+        data = [memoryview(content)]
+    return Payload(json.dumps({"value": found}).encode(), data)
+
+
+def _receive(to: bytes, name: bytes, is_file: bool) -> tuple[str, str, int]:
+    """Opens the target of an upload: its path, the name of a file in it, and how many bytes are free.
+
+    `to` is the thing itself, or with a slash at its end the folder that it goes into. A file goes into a folder that is
+    there.
+    """
+    global _side
+    to = os.path.expanduser(to)
+    into = to.endswith(b"/") or (is_file and os.path.isdir(to))
+    if is_file:
+        folder, name = (to, name) if into else (os.path.dirname(to), os.path.basename(to))
+    else:
+        folder = os.path.join(to, name) if into else to
+    if is_file and not is_inner(name):
+        raise FileNotFoundError(2, "not the name of a file", to)
+    _side = Target(os.path.abspath(folder or b"."))
+    return os.fsdecode(_side.path), name.decode("utf-8", "surrogateescape"), _side.room
+
+
+def _send(patterns: Sequence[bytes]) -> str:
+    """Opens the source of a download: files and folders, or patterns; relative to the working directory."""
+    global _side
+    skipped: list[Any] = []
+    _side = Source(matching(patterns, skipped), skipped)
+    return os.fsdecode(os.getcwdb())
+
+
+_REQUESTS: dict[str, Any] = {"receive": _receive, "send": _send}

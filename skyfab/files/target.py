@@ -1,0 +1,274 @@
+"""`Target`: the folder into which the files of a transfer are written. Nothing is written outside of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import zlib
+
+from skyfab.errors import ProtocolError
+from skyfab.files.draft import Draft, own_part, part_of, sweep
+from skyfab.files.entries import FILE, FOLDER, LINK, MOST_ENTRIES, Entry, is_part, shown, text
+from skyfab.files.source import GONE, SMALL, digest_of
+
+TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Final
+
+    from skyfab.protocol.frames import Buffer
+
+MISSING: Final = "missing"
+"""The content must be sent."""
+DIFFERS: Final = "differs"
+"""As `MISSING`; a file with other content is there."""
+EQUAL_SIZE: Final = "equal size"
+"""Another time, but perhaps the same content: its digest decides."""
+_FOLDERS: Final = 64
+"""Folders that are kept open."""
+_SECOND: Final = 1_000_000_000
+_OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_INNER: Final = _OPEN | os.O_NOFOLLOW
+
+
+class Target:
+    """A folder. The folder itself may be reached through links; below it none is followed."""
+
+    def __init__(self, folder: bytes) -> None:
+        """Makes the folder if it is not there. Raises OSError."""
+        os.makedirs(folder, exist_ok=True)
+        self.path = folder
+        self._open = {b"": os.open(folder, _OPEN)}
+        self._entries: list[Entry] = []
+        self._seen: set[bytes] = set()
+        self._drafts: dict[int, Draft] = {}
+        self._part = own_part()
+        self._modes: dict[int, bool] = {}
+        """Whether a new file gets just this mode."""
+        self._new: set[bytes] = set()
+        """Folders that this transfer has made."""
+        self._written: set[bytes] = set()
+
+    def close(self) -> None:
+        for draft in self._drafts.values():
+            draft.close()
+        for fd in self._open.values():
+            os.close(fd)
+        self._drafts, self._open = {}, {}
+
+    @property
+    def room(self) -> int:
+        """Free bytes."""
+        found = os.fstatvfs(self._open[b""])
+        return found.f_frsize * (found.f_bavail if os.geteuid() else found.f_bfree)
+
+    # ---- comparing
+
+    def compare(self, rows: Sequence[object]) -> list[list[object]]:
+        """Takes the next entries: makes folders and links, and returns what files are needed.
+
+        For each of these: its number, `MISSING`, `DIFFERS` or `EQUAL_SIZE`, how many bytes of it are there, complete
+        or not, and the digest of a complete file.
+        Raises ProtocolError for entries that no source lists, and OSError.
+        """
+        wanted: list[list[object]] = []
+        for row in rows:
+            entry = Entry.parse(row)
+            number = len(self._entries)
+            if entry.path in self._seen or number >= MOST_ENTRIES or is_part(os.path.basename(entry.path)):
+                raise ProtocolError(f"{shown(entry.path)} is listed twice, or more than a transfer may have")
+            self._seen.add(entry.path)
+            self._entries.append(entry)
+            if entry.kind == FOLDER:
+                self._folder(entry.path)
+            elif entry.kind == LINK:
+                self._link(entry)
+            elif (found := self._look(entry)) is not None:
+                wanted.append([number, *found])
+        return wanted
+
+    def _look(self, entry: Entry) -> tuple[str, int, str] | None:
+        folder, name = self._place(entry)
+        if entry.path[: -len(name) - 1] in self._new:
+            return MISSING, 0, ""
+        begun = self._size(folder, part_of(name)) if entry.size > SMALL else 0
+        try:
+            about = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return MISSING, begun, ""
+        if stat.S_ISDIR(about.st_mode):
+            raise IsADirectoryError(21, "a folder is where a file should be", self._shown(entry))
+        if not stat.S_ISREG(about.st_mode) or about.st_size != entry.size:
+            return DIFFERS, about.st_size + begun, ""
+        if _same_time(about.st_mtime_ns, entry.time):
+            if about.st_mode & 0o777 != entry.mode:
+                self._settle(folder, name, entry, about.st_mtime_ns)
+            return None
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        except PermissionError:
+            return DIFFERS, about.st_size + begun, ""
+        try:
+            return EQUAL_SIZE, about.st_size + begun, digest_of(fd, entry.size)
+        finally:
+            os.close(fd)
+
+    def _size(self, folder: int, name: bytes) -> int:
+        try:
+            return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return 0
+
+    def adopt(self, number: int) -> None:
+        """What is there has the same content: it gets the mode and the time of the entry."""
+        entry = self._file(number)
+        self._settle(*self._place(entry), entry, entry.time)
+
+    def _settle(self, folder: int, name: bytes, entry: Entry, time: int) -> None:
+        with contextlib.suppress(OSError):  # it belongs to another user
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                os.fchmod(fd, entry.mode)
+                os.utime(fd, ns=(time, time))
+            finally:
+                os.close(fd)
+
+    # ---- writing
+
+    def store(self, found: Sequence[Sequence[int]], check: int, data: Buffer) -> None:
+        """Writes small files, as `Source.pack` returns them. Raises ProtocolError for other data."""
+        data = self._verified(check, data)
+        there = [(self._file(number), size, time) for number, size, time in found if size != GONE]
+        if any(not 0 <= size <= SMALL for _, size, _ in there) or sum(size for _, size, _ in there) != len(data):
+            raise ProtocolError(f"{len(data)} bytes that are not these {len(there)} files")
+        at = 0
+        for entry, size, time in there:
+            self._write(entry, data[at : at + size], time)
+            at += size
+
+    def _write(self, entry: Entry, content: memoryview, time: int) -> None:
+        """Writes a small file, with as few system calls as possible."""
+        folder, name = self._place(entry)
+        above = entry.path[: -len(name)]
+        if above not in self._written:
+            self._written.add(above)
+            if above[:-1] not in self._new:
+                sweep(folder)
+        fd = os.open(self._part, _WRITE, entry.mode, dir_fd=folder)
+        try:
+            try:
+                while content:
+                    content = content[os.write(fd, content) :]
+                if self._modes.get(entry.mode) is None:  # the umask may have taken something away
+                    self._modes[entry.mode] = os.fstat(fd).st_mode & 0o777 == entry.mode
+                if not self._modes[entry.mode]:
+                    os.fchmod(fd, entry.mode)
+                os.utime(fd, ns=(time, time))
+            finally:
+                os.close(fd)
+            os.rename(self._part, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(self._part, dir_fd=folder)
+            raise OSError(error.errno, error.strerror, self._shown(entry)) from None
+
+    def begin(self, number: int) -> tuple[int, str]:
+        """Opens the draft of a large file: how much of it an earlier transfer has left, and its digest."""
+        entry = self._file(number)
+        draft = self._drafts[number] = Draft(*self._place(entry), entry.mode)
+        if draft.size > entry.size:
+            draft.cut(0)
+        return draft.size, draft.digest() if draft.size else ""
+
+    def piece(self, number: int, at: int, check: int, data: Buffer) -> None:
+        """The next piece of a large file; with the last one it is complete."""
+        entry, draft = self._file(number), self._drafts[number]
+        data = self._verified(check, data)
+        if at > draft.size or at + len(data) > entry.size:
+            raise ProtocolError(f"a piece of {shown(entry.path)} that is not the next one")
+        if at < draft.size:
+            draft.cut(at)
+        draft.write(data)
+        if draft.size == entry.size:
+            self._commit(self._drafts.pop(number), entry, entry.time)
+
+    def _commit(self, draft: Draft, entry: Entry, time: int) -> None:
+        try:
+            draft.commit(time)
+        except OSError as error:
+            draft.discard()
+            raise OSError(error.errno, error.strerror, self._shown(entry)) from None
+
+    def finish(self) -> None:
+        """Everything is there: folders get their modes and times, the deepest first."""
+        for entry in sorted(self._entries, key=lambda entry: -entry.path.count(b"/")):
+            if entry.kind == FOLDER:
+                fd = self._folder(entry.path)
+                with contextlib.suppress(OSError):  # it belongs to another user
+                    os.fchmod(fd, entry.mode)
+                    os.utime(fd, ns=(entry.time, entry.time))
+
+    def _file(self, number: int) -> Entry:
+        entry = self._entries[number] if 0 <= number < len(self._entries) else None
+        if entry is None or entry.kind != FILE:
+            raise ProtocolError(f"there is no file {number} in this transfer")
+        return entry
+
+    def _verified(self, check: int, data: Buffer) -> memoryview:
+        """SSH protects data on its way; this notices mistakes before and after."""
+        if zlib.crc32(data) != check:
+            raise ProtocolError("data that is not what was read")
+        return memoryview(data)
+
+    def _link(self, entry: Entry) -> None:
+        folder, name = self._place(entry)
+        try:
+            if os.readlink(name, dir_fd=folder) == entry.link:
+                return
+        except OSError:  # it is not there, or not a link
+            pass
+        draft = b".skyfab-%s.part" % os.urandom(8).hex().encode()
+        os.symlink(entry.link, draft, dir_fd=folder)
+        try:
+            os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError as error:
+            os.unlink(draft, dir_fd=folder)
+            raise OSError(error.errno, error.strerror, self._shown(entry)) from None
+
+    # ---- folders
+
+    def _place(self, entry: Entry) -> tuple[int, bytes]:
+        """The folder of an entry, as a file descriptor, and its name there."""
+        above, _, name = entry.path.rpartition(b"/")
+        return self._folder(above), name
+
+    def _folder(self, path: bytes) -> int:
+        fd = self._open.get(path)
+        if fd is not None:
+            return fd
+        above, _, name = path.rpartition(b"/")
+        parent = self._folder(above)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o755, dir_fd=parent)
+                self._new.add(path)
+            fd = os.open(name, _INNER, dir_fd=parent)
+        except OSError as error:
+            is_link = error.errno in (20, 40, 62)  # ENOTDIR, ELOOP of Linux and of macOS
+            what = "a link or a file is where a folder should be" if is_link else error.strerror
+            raise OSError(error.errno, what, os.path.join(self.path, path)) from None
+        while len(self._open) > _FOLDERS:
+            oldest = next(key for key in self._open if key)
+            os.close(self._open.pop(oldest))
+        self._open[path] = fd
+        return fd
+
+    def _shown(self, entry: Entry) -> str:
+        return text(os.path.join(self.path, entry.path))
+
+
+def _same_time(one: int, other: int) -> bool:
+    """Whether two times are equal, on file systems that keep whole seconds too."""
+    return one == other or (one // _SECOND == other // _SECOND and not (one % _SECOND and other % _SECOND))

@@ -1,0 +1,258 @@
+"""Moves what differs from a source to a target: compares, packs small files together, sends large ones in pieces.
+
+Requests to the side that is on a host are sent ahead, so that neither side waits for the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, Final, Protocol
+
+from skyfab.errors import ProtocolError
+from skyfab.files.entries import FILE, name, shown
+from skyfab.files.replies import check
+from skyfab.files.source import GONE, PIECE, SMALL, Source
+from skyfab.files.target import EQUAL_SIZE, Target
+
+_AHEAD: Final = 4
+"""Packs and pieces that are read ahead, and as many that are written."""
+_LOOKS_AHEAD: Final = 16
+"""Small requests that are sent ahead."""
+_FILES: Final = 512
+"""Files of one pack."""
+_PACK: Final = 2 * SMALL
+"""Bytes of one pack at most: files may have grown since they were listed."""
+_NOTES: Final = 1000
+
+
+class Reply(Protocol):
+    """The reply to a request, which may not have come yet."""
+
+    def result(self) -> Any:
+        """Waits for it."""
+
+
+class Side(Protocol):
+    """A source or target, here or on a host."""
+
+    def ask(self, request: str, *arguments: Any) -> Reply:
+        """Sends a request: a method of `Source` or `Target` and its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    value: Any
+
+    def result(self) -> Any:
+        return self.value
+
+
+class Here:
+    """A source or target on this machine."""
+
+    def __init__(self, side: Source | Target) -> None:
+        self._side = side
+
+    def ask(self, request: str, *arguments: Any) -> Reply:
+        return _Ready(getattr(self._side, request)(*arguments))
+
+
+@dataclass(slots=True)
+class Report:
+    """What a transfer to or from one host has done."""
+
+    host: str = ""
+    entries: int = 0
+    """Files, folders and links."""
+    files: int = 0
+    size: int = 0
+    """Bytes of all files."""
+    sent: int = 0
+    """Files whose content was sent."""
+    sent_size: int = 0
+    seconds: float = 0.0
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    """Paths that were left out, and why."""
+
+    def __str__(self) -> str:
+        """
+        >>> str(Report("node1", files=1200, size=34_000_000, sent=1, sent_size=500_000, seconds=0.3))
+        'node1: 1200 files, 34.0 MB; sent 1, 0.5 MB, in 0.3 s'
+        """
+        count = f"{self.files} file{'' if self.files == 1 else 's'}, {self.size / 1e6:.1f} MB"
+        what = f"sent {self.sent}, {self.sent_size / 1e6:.1f} MB," if self.sent else "nothing to send,"
+        return f"{self.host}: {count}; {what} in {self.seconds:.1f} s"
+
+    def note(self, path: str, why: str) -> None:
+        if len(self.skipped) < _NOTES:
+            self.skipped.append((shown(name(path)), why))
+
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that were moved so far, and with those of all files that are moved."""
+
+
+class Transfer:
+    """One transfer, from `source` to `target`."""
+
+    def __init__(self, source: Side, target: Side, progress: Progress) -> None:
+        self._source = source
+        self._target = target
+        self._progress = progress
+        self.report = Report()
+        self._rows: list[Any] = []
+        self._reading: deque[tuple[str, tuple[Any, ...], Reply]] = deque()
+        self._writing: deque[tuple[Reply, int]] = deque()
+        self._done = self._total = 0
+
+    def run(self, fits: Callable[[int], None]) -> None:
+        """Moves everything. `fits` raises if there is no room for so many bytes."""
+        wanted = self._compare()
+        self._total = sum(self._size(number) for number, _ in wanted)
+        fits(sum(self._size(number) - there for number, there in wanted))
+        self._progress(0, self._total)
+        self._send_small([number for number, _ in wanted if self._size(number) <= SMALL])
+        self._send_large([number for number, _ in wanted if self._size(number) > SMALL])
+        self._target.ask("finish").result()
+        self._progress(self._total, self._total)
+
+    def _size(self, number: int) -> int:
+        size: int = self._rows[number][2]
+        return size
+
+    # ---- what is needed
+
+    def _compare(self) -> list[tuple[int, int]]:
+        """The numbers of the files to send, each with how many bytes of it are there."""
+        lists = deque(self._source.ask("rows") for _ in range(2))
+        compared: deque[Reply] = deque()
+        wanted: list[tuple[int, int]] = []
+        while True:
+            rows, skipped = check("rows", lists.popleft().result())
+            for path, why in skipped:
+                self.report.note(path, why)
+            if not rows:
+                break
+            lists.append(self._source.ask("rows"))
+            compared.append(self._target.ask("compare", rows))
+            self._rows += rows
+            while len(compared) > _AHEAD:
+                wanted += self._judge(compared.popleft())
+        for answer in compared:
+            wanted += self._judge(answer)
+        files = [row for row in self._rows if row[1] == FILE]
+        self.report.entries = len(self._rows)
+        self.report.files, self.report.size = len(files), sum(row[2] for row in files)
+        if len({number for number, _ in wanted}) < len(wanted):
+            raise ProtocolError("a file that is wanted twice")
+        return wanted
+
+    def _judge(self, answer: Reply) -> Iterator[tuple[int, int]]:
+        """Of the files that are needed, those whose content differs."""
+        asked: deque[tuple[int, int, str, Reply]] = deque()
+
+        def settle() -> Iterator[tuple[int, int]]:
+            number, there, digest, reply = asked.popleft()
+            if check("digest", reply.result()) == digest and digest:
+                self._writing.append((self._target.ask("adopt", number), 0))
+                self._wait_for_writing(_LOOKS_AHEAD)
+            else:
+                yield number, there
+
+        for number, state, there, digest in check("compare", answer.result()):
+            if not 0 <= number < len(self._rows) or self._rows[number][1] != FILE or there < 0:
+                raise ProtocolError(f"there is no file {number} in this transfer")
+            if state == EQUAL_SIZE:
+                asked.append((number, there, digest, self._source.ask("digest", number, self._size(number))))
+                if len(asked) > _LOOKS_AHEAD:
+                    yield from settle()
+            else:
+                yield number, there
+        while asked:
+            yield from settle()
+
+    # ---- content
+
+    def _send_small(self, numbers: Sequence[int]) -> None:
+        pack: list[int] = []
+        room = SMALL
+        for number in numbers:
+            if pack and (self._size(number) > room or len(pack) == _FILES):
+                self._read("pack", pack, _PACK)
+                pack, room = [], SMALL
+            pack.append(number)
+            room -= self._size(number)
+        if pack:
+            self._read("pack", pack, _PACK)
+        self._pass_all_on()
+
+    def _send_large(self, numbers: Sequence[int]) -> None:
+        begun = deque(self._target.ask("begin", number) for number in numbers[:1])
+        for number, following in zip_longest(numbers, numbers[1:]):
+            size = self._size(number)
+            at = self._resumed(number, *check("begin", begun.popleft().result()))
+            if following is not None:
+                begun.append(self._target.ask("begin", following))
+            self._advance(at)
+            for place in range(at, size, PIECE) if at < size else (size,):  # nothing may be missing but its name
+                self._read("piece", number, place, min(PIECE, size - place))
+            self._pass_all_on()
+            self.report.sent += 1
+        while self._writing:
+            self._wait_for_writing(0)
+
+    def _resumed(self, number: int, size: int, digest: str) -> int:
+        """Where to go on: after what an earlier transfer has left, if that is the beginning of the file."""
+        if not 0 < size <= self._size(number):
+            return 0
+        return size if check("digest", self._source.ask("digest", number, size).result()) == digest else 0
+
+    def _read(self, request: str, *arguments: Any) -> None:
+        self._reading.append((request, arguments, self._source.ask(request, *arguments)))
+        if len(self._reading) > _AHEAD:
+            self._pass_on()
+
+    def _pass_all_on(self) -> None:
+        while self._reading:
+            self._pass_on()
+        self._wait_for_writing(_AHEAD)
+
+    def _pass_on(self) -> None:
+        """Has the target write what was read first."""
+        request, arguments, reply = self._reading.popleft()
+        found = check(request, reply.result())
+        if request == "pack":
+            self._pass_pack(*arguments, *found)
+        else:
+            self._pass_piece(*arguments, *found)
+        self._wait_for_writing(_AHEAD)
+
+    def _pass_pack(self, numbers: list[int], most: int, found: list[list[int]], checksum: int, data: Any) -> None:
+        if [number for number, _, _ in found] != numbers or len(data) > most:
+            raise ProtocolError("other files than were asked for")
+        for number, size, _ in found:
+            if size == GONE:
+                self.report.note(self._rows[number][0], "gone, or changed while it was read")
+                self._advance(self._size(number))
+            else:
+                self.report.sent += 1
+        self._writing.append((self._target.ask("store", found, checksum, data), len(data)))
+
+    def _pass_piece(self, number: int, at: int, size: int, checksum: int, data: Any) -> None:
+        if len(data) != size:
+            raise ProtocolError(f"{len(data)} bytes where {size} were asked for")
+        self._writing.append((self._target.ask("piece", number, at, checksum, data), len(data)))
+
+    def _wait_for_writing(self, most: int) -> None:
+        while len(self._writing) > most:
+            reply, size = self._writing.popleft()
+            reply.result()
+            self.report.sent_size += size
+            self._advance(size)
+
+    def _advance(self, size: int) -> None:
+        self._done = min(self._done + size, self._total)
+        self._progress(self._done, self._total)

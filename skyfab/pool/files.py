@@ -1,0 +1,290 @@
+"""Files and folders to the hosts of a pool and back: `Compute.upload` and `Compute.download`."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import json
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from skyfab.calls.call import as_function
+from skyfab.calls.pack import PackedFunction, pack_function
+from skyfab.calls.project import files_of
+from skyfab.calls.results import unpack_result
+from skyfab.errors import CallCancelled, HostLost, HostUnfit, ProtocolError, SkyfabError, UsageError
+from skyfab.files.entries import Entry, name, walk
+from skyfab.files.host import serve
+from skyfab.files.replies import check
+from skyfab.files.source import Source
+from skyfab.files.target import Target
+from skyfab.files.transfer import Here, Report, Side, Transfer
+from skyfab.pool.futures import refuse_to_block
+from skyfab.pool.node import Node, WorkerSpec
+from skyfab.protocol import codec, messages
+from skyfab.session.fanout import Raised, for_each_host, one_error
+from skyfab.session.sigint import SIGINT_GUARD
+from skyfab.ui.events import Events, Moved, Notice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from skyfab.files.entries import Skip
+
+_PACE: Final = 0.1
+"""Seconds between two events of progress."""
+_SHOWN: Final = 20
+"""Paths that are left out and shown."""
+_MOST_FILES: Final = 50_000
+_MOST_BYTES: Final = 20_000_000_000
+"""What is laid out before a run."""
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_workers = itertools.count(1)
+AnyPath = str | os.PathLike[str]
+
+
+class Files:
+    """The transfers of a pool."""
+
+    def __init__(self, spec_of: Callable[[Node, str], WorkerSpec], events: Events) -> None:
+        self._spec_of = spec_of
+        self._events = events
+
+    def upload(self, path: AnyPath, to: AnyPath | None, nodes: Sequence[Node]) -> list[Report]:
+        """Copies a file or folder to hosts. Raises OSError for what cannot be read here."""
+        top = Path(path).expanduser().absolute()
+        base = os.fsencode(top.name)
+        skipped: list[Skip] = []
+        is_file = not top.is_dir()
+        found = list(walk(os.fsencode(top), base if is_file else b"", skipped))
+        place = os.fsencode(to if to is not None else _place(top, elsewhere=top.name))
+        return self._send(found, skipped, place, base, is_file, nodes)
+
+    def lay_out(self, folder: Path, nodes: Sequence[Node]) -> list[Report]:
+        """Copies what .gitignore allows of a folder into the working directory on hosts, to the same place as here.
+
+        Raises UsageError for a folder that is too large.
+        """
+        skipped: list[Skip] = []
+        found: list[tuple[Entry, bytes]] = []
+        for path in files_of(folder):
+            found += walk(os.fsencode(path), os.fsencode(path.relative_to(folder)), skipped)
+        size = sum(entry.size for entry, _ in found)
+        if len(found) > _MOST_FILES or size > _MOST_BYTES:
+            raise UsageError(
+                f"{folder} has {len(found)} files, {size / 1e6:.0f} MB: too much to send",
+                hint="leave some out, in .gitignore; what stays the same is sent once: skyfab put",
+            )
+        place = os.fsencode(_place(folder, elsewhere="."))
+        there = [node for node in nodes if not node.workdir.callers]  # where it is not this folder itself
+        return self._send(found, skipped, place, b"", False, there)
+
+    def _send(
+        self,
+        found: Sequence[tuple[Entry, bytes]],
+        skipped: Sequence[Skip],
+        place: bytes,
+        base: bytes,
+        is_file: bool,
+        nodes: Sequence[Node],
+    ) -> list[Report]:
+        def send(node: Node, stopped: threading.Event) -> Report:
+            with self._remote(node, stopped) as remote:
+                _, called, room = check("receive", remote.ask("receive", place, base, is_file).result())
+                entries = [(_renamed(entry, name(called)), path) for entry, path in found] if is_file else found
+                transfer = self._transfer(node, "sending files", Here(Source(entries, list(skipped))), remote)
+                transfer.run(functools.partial(_fits, room, node.name))
+                return transfer.report
+
+        return self._on_each(send, nodes)
+
+    def download(self, paths: Sequence[AnyPath], to: AnyPath, nodes: Sequence[Node], *, apart: bool) -> list[Report]:
+        """Copies files and folders from hosts; with `apart`, each host's into a folder of its name.
+
+        Raises UsageError if there is nothing to copy on any host.
+        """
+        folder = Path(to).expanduser().absolute()
+        is_new = not folder.is_dir()
+        places: dict[str, str] = {}
+
+        def fetch(node: Node, stopped: threading.Event) -> Report:
+            with self._remote(node, stopped) as remote:
+                patterns = [os.fsencode(path) for path in paths]
+                places[node.name] = check("send", remote.ask("send", patterns).result())
+                place = folder / node.name if apart else folder
+                target = Target(os.fsencode(place))
+                try:
+                    transfer = self._transfer(node, "fetching files", remote, Here(target))
+                    transfer.run(functools.partial(_fits, target.room, ""))
+                finally:
+                    target.close()
+                if not transfer.report.entries and (apart or is_new):
+                    with suppress(OSError):  # it is not empty
+                        place.rmdir()
+                return transfer.report
+
+        reports = self._on_each(fetch, nodes)
+        empty = [report.host for report in reports if not report.entries]
+        if len(empty) == len(nodes):
+            words = ", ".join(map(str, paths))
+            raise UsageError(f"nothing there is called {words}", host=empty[0], hint=f"looked in {places[empty[0]]}")
+        for host in empty:
+            self._events.emit(Notice(host=host, text=f"nothing there is called {', '.join(map(str, paths))}"))
+        return reports
+
+    # ---- one host
+
+    @contextmanager
+    def _remote(self, node: Node, stopped: threading.Event) -> Iterator[Remote]:
+        remote = Remote(node, self._spec_of(node, ""), stopped)
+        try:
+            yield remote
+        finally:
+            remote.close()
+
+    def _transfer(self, node: Node, what: str, source: Side, target: Side) -> Transfer:
+        began = last = time.monotonic()
+        transfer: Transfer
+
+        def progress(done: int, total: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if total and (done == total or now - last > _PACE):
+                last = now
+                self._events.emit(Moved(host=node.name, what=what, done=done, total=total))
+            transfer.report.seconds = now - began
+
+        transfer = Transfer(source, target, progress)
+        transfer.report.host = node.name
+        return transfer
+
+    def _on_each(self, action: Callable[[Node, threading.Event], Report], nodes: Sequence[Node]) -> list[Report]:
+        refuse_to_block()
+        stopped = threading.Event()
+
+        def act(node: Node) -> Report:
+            try:
+                return action(node, stopped)
+            except ProtocolError as error:
+                error.host = error.host or node.name
+                raise
+
+        try:
+            outcomes: Sequence[Report | Raised] = [act(nodes[0])] if len(nodes) == 1 else for_each_host(act, nodes)
+        finally:
+            stopped.set()  # after Ctrl-C, threads end with their next request
+        errors = [outcome.error for outcome in outcomes if isinstance(outcome, Raised)]
+        if errors:
+            raise one_error(errors, len(nodes))
+        reports = [outcome for outcome in outcomes if isinstance(outcome, Report)]
+        for report in reports:
+            for path, why in report.skipped[:_SHOWN]:
+                self._events.emit(Notice(host=report.host, text=f"left out {path}: {why}"))
+            if len(report.skipped) > _SHOWN:
+                self._events.emit(Notice(host=report.host, text=f"left out {len(report.skipped) - _SHOWN} more"))
+        return reports
+
+
+class Remote:
+    """The source or target on a host: a worker of its own, which is asked with calls."""
+
+    def __init__(self, node: Node, spec: WorkerSpec, stopped: threading.Event) -> None:
+        self._node = node
+        self._session = node.session
+        self._worker = f"files.{next(_workers)}"
+        self._spec = replace(spec, pipelined=True, reported=False)
+        self._stopped = stopped
+
+    def ask(self, request: str, *arguments: Any) -> Answer:
+        if self._stopped.is_set():
+            raise CallCancelled("the transfer was interrupted", host=self._node.name)
+        if self._node.session is not self._session:
+            raise HostLost("it was lost during the transfer", host=self._node.name, hint="the next one goes on there")
+        *words, last = (request, *arguments)
+        if isinstance(last, (bytes, memoryview)) and request in ("store", "piece"):
+            last = pickle.PickleBuffer(last)
+        answer = Answer(self._node, request)
+        payload = codec.dumps((*words, last, None))
+        with SIGINT_GUARD:
+            self._node.call_in_order(self._worker, self._spec, _server(), payload, timeout=None, caller=answer)
+        return answer
+
+    def close(self) -> None:
+        with SIGINT_GUARD, suppress(SkyfabError):
+            self._node.release(self._worker)
+
+
+class Answer:
+    """The reply of a host to one request."""
+
+    def __init__(self, node: Node, request: str) -> None:
+        self._node = node
+        self._session = node.session
+        self._request = request
+        self._found: tuple[messages.Message, list[memoryview]] | None = None
+        self._error: Exception | None = None
+
+    def is_wanted(self) -> bool:
+        return True
+
+    def sent(self, stream: int) -> None: ...
+
+    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        self._found = (message, buffers)
+
+    def failed(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> Any:
+        """Waits for the reply. Raises HostUnfit for an error of the host's system."""
+        host = self._node.name
+        self._session.wait(lambda: self._found is not None or self._error is not None)
+        if self._found is None:
+            raise self._error or HostLost("the pool was closed", host=host)
+        message, buffers = self._found
+        if not isinstance(message, messages.Result) or not buffers:
+            return unpack_result(message, buffers, host=host, rank=None, label="a transfer", untrusted=True)
+        try:
+            found = json.loads(bytes(buffers[0]))
+            if "value" not in found:
+                raise _unfit(int(found["errno"] or 0), str(found["text"]), host)
+            return found["value"] if len(buffers) == 1 else [*found["value"], *buffers[1:]]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ProtocolError(f"not a reply to {self._request}", host=host) from error
+
+
+@functools.cache
+def _server() -> PackedFunction:
+    """What workers of transfers run."""
+    return pack_function(as_function(serve))
+
+
+def _unfit(number: int, text: str, host: str) -> HostUnfit:
+    hint = "free some space there, or send to another disk (to=…, --to=…)" if number in _FULL else None
+    return HostUnfit(text, host=host, hint=hint)
+
+
+def _fits(room: int, host: str, size: int) -> None:
+    """Raises HostUnfit, or OSError for this machine, if so many bytes do not fit."""
+    if size <= room:
+        return
+    text = f"no room for these files: they need {size / 1e6:.0f} MB, {room / 1e6:.0f} MB are free"
+    raise _unfit(errno.ENOSPC, text, host) if host else OSError(errno.ENOSPC, text)
+
+
+def _place(path: Path, *, elsewhere: str) -> str:
+    """Where a path of this machine lies in working directories: as in the current folder."""
+    path, here = Path(os.path.normpath(path)), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else elsewhere
+
+
+def _renamed(entry: Entry, called: bytes) -> Entry:
+    return Entry(called, entry.kind, entry.size, entry.time, entry.mode, entry.link)

@@ -1,0 +1,340 @@
+"""Files to hosts and back, over SSH: odd names, what is sent, interruptions, full disks, and the command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage import labs
+from stage.projects import inventory, skyfab
+from stage.spot import until
+from test_transfer import state
+from test_transfer import top as top  # a fixture
+
+import skyfab as sky
+from skyfab.errors import HostUnfit, UsageError
+from skyfab.files.draft import part_of
+from skyfab.files.source import PIECE
+from skyfab.lab import Lab, LabHost
+from skyfab.pool.workdir import project
+from skyfab.ui.events import Event, Moved, Notice
+
+pytestmark = pytest.mark.lab
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, for which each host has a working folder."""
+    made = tmp_path / "here"
+    made.mkdir()
+    monkeypatch.chdir(made)
+    return made
+
+
+def read(name: str) -> str:
+    return Path(name).read_text()
+
+
+def sent(pool: sky.Compute) -> int:
+    """Bytes that have gone to the host."""
+    return sum(node.session.moved[0] for node in pool.hosts)
+
+
+def test_there_and_back(here: Path, top: Path, open_pool: Callable[..., sky.Compute], transport: str) -> None:
+    pool = open_pool(transport, count=1)
+    up = pool.upload(top, to="copy")
+    assert [report.sent for report in up] == [report.files for report in up]
+    down = pool.download("copy", to="back")
+    assert state(here / "back" / "copy") == state(top)
+    assert down[0].sent_size == down[0].size == up[0].size
+
+
+def test_a_relative_place_is_that_of_functions(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("openssh", count=2)
+    (here / "data").mkdir()
+    (here / "data" / "x.csv").write_text("1,2")
+    pool.upload("data")
+    assert sky.function(read)("data/x.csv") @ pool == ["1,2"] * 2
+    pool.upload("data/x.csv", to="y.csv", on="head")
+    assert sky.function(read)("y.csv") >> pool == "1,2"
+    pool.upload("data/x.csv", to="into/")
+    pool.upload("data/x.csv", to="data")  # a folder that is there
+    assert sky.function(read)("into/x.csv") >> pool == "1,2"
+
+
+def test_what_is_there_is_not_sent_again(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("openssh", count=1)
+    (here / "data").mkdir()
+    for number in range(300):
+        (here / "data" / f"{number}.bin").write_bytes(os.urandom(5000))
+    pool.upload("data")
+    before = sent(pool)
+    assert pool.upload("data")[0].sent == 0
+    assert sent(pool) - before < 50_000
+    (here / "data" / "7.bin").write_bytes(os.urandom(100_000))
+    before = sent(pool)
+    assert (pool.upload("data")[0].sent, pool.upload("data")[0].sent) == (1, 0)
+    assert 100_000 < sent(pool) - before < 200_000
+    assert pool.download("data", to="back")[0].sent == 300
+    received = pool.hosts[0].session.moved[1]
+    assert pool.download("data", to="back")[0].sent == 0
+    assert pool.hosts[0].session.moved[1] - received < 50_000
+
+
+def test_from_several_hosts_into_folders_of_their_names(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("openssh", count=2)
+    events: list[Event] = []
+    pool.events.subscribe(events.append)
+
+    def write() -> None:
+        info = sky.instance_info()
+        Path("ckpt").mkdir(exist_ok=True)
+        Path(f"ckpt/{info.rank}.pt").write_text(str(info.rank))
+        if info.rank == 0:
+            Path("only").write_text("x")
+
+    sky.function(write)() @ pool
+    pool.download("ckpt/*.pt", to="all")
+    assert sorted(str(path.relative_to(here)) for path in here.rglob("*.pt")) == [
+        "all/node1/ckpt/0.pt",
+        "all/node2/ckpt/1.pt",
+    ]
+    pool.download("ckpt", to="one", on="node2")
+    assert (here / "one" / "ckpt" / "1.pt").read_text() == "1"
+    pool.download(["only", "ckpt"], to="some")
+    pool.download("only", to="lone")
+    assert [path.name for path in (here / "lone").iterdir()] == ["node1"]
+    assert [event.host for event in events if isinstance(event, Notice)] == ["node2"]
+    with pytest.raises(UsageError, match="nothing there is called missing"):
+        pool.download("missing", to="none")
+    assert not (here / "none" / "node1").exists()
+
+
+def test_progress_is_told(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("openssh", count=1)
+    events: list[Event] = []
+    pool.events.subscribe(events.append)
+    (here / "large").write_bytes(os.urandom(3 * PIECE))
+    pool.upload("large")
+    moved = [event for event in events if isinstance(event, Moved)]
+    assert moved[-1] == Moved(host="node1", what="sending files", done=3 * PIECE, total=3 * PIECE)
+    assert [event.done for event in moved] == sorted(event.done for event in moved)
+
+
+def test_two_uploads_at_once(here: Path, tmp_path: Path, open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("openssh", count=1)
+    contents = {}
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        for number in range(200):
+            (tmp_path / name / str(number)).write_text(name * 100)
+        contents[name] = os.urandom(2 * PIECE)
+        (tmp_path / name / "large").write_bytes(contents[name])
+    threads = [threading.Thread(target=pool.upload, args=(tmp_path / n,), kwargs={"to": "same"}) for n in contents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pool.download("same", to="back")
+    found = {path.name: path.read_bytes() for path in (here / "back" / "same").iterdir()}
+    assert found.pop("large") in contents.values()
+    assert set(found.values()) <= {b"one" * 100, b"other" * 100}
+    assert len(found) == 200
+
+
+# ---- what fails
+
+
+@pytest.fixture(scope="module")
+def breakable() -> Iterator[Lab]:
+    """A host of this module's own."""
+    with labs.start_for_calls(1) as lab:
+        yield lab
+
+
+def test_a_full_disk(namespaces: Lab, breakable: Lab, here: Path, tmp_path: Path) -> None:
+    host = breakable.hosts[0]
+    host.run(["mkdir", "-p", "/small"])
+    host.small_disk("/small", 16)
+    (here / "data").mkdir()
+    for number in range(12):
+        (here / "data" / str(number)).write_bytes(os.urandom(MB))
+    (here / "large").write_bytes(os.urandom(12 * MB))
+    with sky.Compute(inventory=breakable.inventory, ui="none") as pool:
+        pool.upload("large", to="/small/")
+        with pytest.raises(HostUnfit, match=r"they need 13 MB, .* MB are free"):
+            pool.upload("data", to="/small/data")
+        host.run(["rm", "/small/large"])
+        filling = threading.Event()
+
+        def fill(event: Event) -> None:
+            if isinstance(event, Moved) and not filling.is_set():
+                filling.set()
+                host.run(["sh", "-c", "cat /dev/zero >/small/fill"], check=False)
+
+        unsubscribe = pool.events.subscribe(fill)
+        with pytest.raises(HostUnfit, match="No space left") as caught:
+            pool.upload("large", to="/small/large")
+        unsubscribe()
+        assert "free some space" in (caught.value.hint or "")
+        assert host.run(["find", "/small", "-type", "f"]).stdout.split() == ["/small/fill"]
+        host.run(["rm", "/small/fill"])
+        assert pool.upload("data", to="/small/data")[0].sent == 12
+    host.run(["umount", "/small"])
+
+
+def test_no_room_here(breakable: Lab, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "file").write_bytes(bytes(MB))
+    with sky.Compute(inventory=breakable.inventory, ui="none") as pool:
+        pool.upload("file")
+        monkeypatch.setattr("skyfab.files.target.Target.room", 1000)
+        with pytest.raises(OSError, match="no room for these files"):
+            pool.download("file", to="back")
+    assert not (here / "back" / "file").exists()
+
+
+def parts(host: LabHost, folder: Path, name: bytes) -> Path:
+    cache = host.path("/root/.cache/skyfab/files")
+    return cache / project(str(folder)) / os.fsdecode(part_of(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
+def test_an_upload_goes_on_where_it_stopped(
+    namespaces: Lab, breakable: Lab, here: Path, number: signal.Signals
+) -> None:
+    host = breakable.hosts[0]
+    content = os.urandom(64 * MB)
+    (here / f"large{number}").write_bytes(content)
+    part = parts(host, here, f"large{number}".encode())
+    command = [sys.executable, "-m", "skyfab", "put", f"large{number}", f"--inventory={breakable.inventory}"]
+    host.slow(100)
+    try:
+        with subprocess.Popen(command, cwd=here, stderr=subprocess.DEVNULL) as client:
+            until(lambda: part.exists() and part.stat().st_size >= 2 * PIECE, 60)
+            client.send_signal(number)
+    finally:
+        host.slow(None)
+    assert not part.with_name(f"large{number}").exists()
+    begun = part.stat().st_size
+    assert begun < len(content)
+    with sky.Compute(inventory=breakable.inventory, ui="none") as pool:
+        report = pool.upload(f"large{number}")[0]
+        assert report.sent_size <= len(content) - begun
+        assert part.with_name(f"large{number}").read_bytes() == content
+        assert not part.exists()
+
+
+@pytest.mark.slow
+def test_a_download_goes_on_where_it_stopped(namespaces: Lab, breakable: Lab, here: Path) -> None:
+    host = breakable.hosts[0]
+    content = os.urandom(64 * MB)
+    host.path("/tmp/large").write_bytes(content)
+    part = here / os.fsdecode(part_of(b"large"))
+    command = [sys.executable, "-m", "skyfab", "get", "/tmp/large", f"--inventory={breakable.inventory}"]
+    host.slow(100)
+    try:
+        with subprocess.Popen(command, cwd=here, stderr=subprocess.DEVNULL) as client:
+            until(lambda: part.exists() and part.stat().st_size >= 2 * PIECE, 60)
+            client.kill()
+    finally:
+        host.slow(None)
+    begun = part.stat().st_size
+    assert begun < len(content)
+    with sky.Compute(inventory=breakable.inventory, ui="none") as pool:
+        assert pool.download("/tmp/large")[0].sent_size == len(content) - begun
+    assert (here / "large").read_bytes() == content
+    assert not part.exists()
+
+
+def test_a_host_cannot_be_told_to_follow_links_out(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
+    """What a program there has linked elsewhere arrives as the file, and folders elsewhere do not."""
+    pool = open_pool("openssh", count=1)
+    events: list[Event] = []
+    pool.events.subscribe(events.append)
+
+    def link() -> None:
+        Path("out").mkdir()
+        Path("out/passwd").symlink_to("/etc/passwd")
+        Path("out/etc").symlink_to("/etc")
+
+    sky.function(link)() >> pool
+    pool.download("out")
+    assert [path.name for path in (here / "out").iterdir()] == ["passwd"]
+    assert not (here / "out" / "passwd").is_symlink()
+    assert "left out out/etc" in "".join(map(str, events))
+
+
+def test_a_target_that_cannot_be_written(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("openssh", count=1)
+    (here / "file").write_text("x")
+    with pytest.raises(HostUnfit, match="/proc/nothing"):
+        pool.upload("file", to="/proc/nothing/file")
+    assert pool.upload("file")[0].sent == 1
+
+
+# ---- the command line
+
+TRAINS = """
+import os
+from pathlib import Path
+
+text = Path("data/x.csv").read_text()
+Path("ckpt").mkdir(exist_ok=True)
+Path(f"ckpt/{os.environ['RANK']}.pt").write_text(text + os.environ["RANK"])
+if "fail" in text:
+    raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def listed(tmp_path: Path, hosts_of: Callable[..., list[Any]]) -> Path:
+    return inventory(tmp_path / "inventory.toml", hosts_of("openssh", 2))
+
+
+@pytest.mark.slow
+def test_put_and_get(here: Path, listed: Path) -> None:
+    (here / "data").mkdir()
+    (here / "data" / "-odd name").write_text("x")
+    done = skyfab(here, "put", "data", "--hosts=node1,node2", inventory=listed)
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(" in ")[0] for line in done.stdout.splitlines()] == [
+        "node1: 1 file, 0.0 MB; sent 1, 0.0 MB,",
+        "node2: 1 file, 0.0 MB; sent 1, 0.0 MB,",
+    ]
+    assert done.stderr == ""  # what was sent is not told of as written there
+    done = skyfab(here, "get", "data/*", "--hosts=node1", "--to=back", inventory=listed)
+    assert done.returncode == 0, done.stderr
+    assert (here / "back" / "data" / "-odd name").read_text() == "x"
+    done = skyfab(here, "get", "nothing", "--hosts=node1", inventory=listed)
+    assert done.returncode == 2
+    assert "node1: nothing there is called nothing" in done.stderr
+    done = skyfab(here, "put", "nothing", "--hosts=node1", inventory=listed)
+    assert (done.returncode, done.stderr) == (2, "error: there is no nothing here\n")
+    done = skyfab(here, "get", "data", "--hosts=node1", "--to=/proc/nothing", inventory=listed)
+    assert done.returncode == 1
+    assert "error: No such file or directory: /proc/nothing" in done.stderr
+
+
+@pytest.mark.parametrize("ends", ["well", "fail"])
+def test_run_sends_data_and_brings_results_back(here: Path, listed: Path, ends: str) -> None:
+    (here / "train.py").write_text(TRAINS)
+    (here / "data").mkdir()
+    (here / "data" / "x.csv").write_text(ends)
+    (here / "data" / "ignored.csv").write_text("not sent")
+    (here / ".gitignore").write_text("ignored.csv\n")
+    words = ("run", "--hosts=node1,node2", "--sync", "--get=ckpt/*", "--get=data", "train.py")
+    done = skyfab(here, *words, inventory=listed)
+    assert done.returncode == (0 if ends == "well" else 1), done.stderr
+    for rank in range(2):
+        assert (here / f"node{rank + 1}" / "ckpt" / f"{rank}.pt").read_text() == f"{ends}{rank}"
+        assert [path.name for path in (here / f"node{rank + 1}" / "data").iterdir()] == ["x.csv"]

@@ -1,0 +1,411 @@
+"""Transfers between two folders of this machine: what is sent, what is kept, and what no source can do to a target."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_entries import ODD
+
+from skyfab.errors import ProtocolError
+from skyfab.files import draft
+from skyfab.files.draft import Draft, part_of
+from skyfab.files.entries import FILE, FOLDER, LINK, Entry, walk
+from skyfab.files.source import GONE, PIECE, SMALL, Source, matching
+from skyfab.files.target import Target
+from skyfab.files.transfer import Here, Report, Transfer
+
+
+def move(top: Path, to: Path, *, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
+    skipped: list[Any] = []
+    target = Target(os.fsencode(to))
+    try:
+        source = Source(walk(os.fsencode(top), b"", skipped), skipped)
+        transfer = Transfer(Here(source), Here(target), progress)
+        transfer.run(lambda size: None)
+        return transfer.report
+    finally:
+        target.close()
+
+
+def state(top: Path) -> dict[bytes, Any]:
+    """Everything below a folder: content or link, mode and time."""
+    found: dict[bytes, Any] = {}
+    for path in top.rglob("*"):
+        about = path.lstat()
+        inner = os.fsencode(path.relative_to(top))
+        if stat.S_ISLNK(about.st_mode):
+            found[inner] = str(path.readlink())
+        else:
+            content = path.read_bytes() if stat.S_ISREG(about.st_mode) else None
+            found[inner] = (content, about.st_mode & 0o777, about.st_mtime_ns)
+    return found
+
+
+@pytest.fixture
+def top(tmp_path: Path) -> Path:
+    """A folder with something of everything."""
+    made = tmp_path / "top"
+    (made / "sub" / "empty").mkdir(parents=True)
+    for folder in (made, made / "sub"):
+        for number, odd in enumerate(ODD):
+            (folder / os.fsdecode(odd)).write_bytes(odd * number)
+    (made / "run.sh").write_text("#!/bin/sh\n")
+    (made / "run.sh").chmod(0o755)
+    (made / "secret").write_text("s")
+    (made / "secret").chmod(0o600)
+    (made / "large").write_bytes(os.urandom(2 * PIECE + 12345))
+    (made / "exact").write_bytes(os.urandom(2 * PIECE))
+    (made / "limit").write_bytes(os.urandom(SMALL))
+    (made / "sub" / "link").symlink_to("../large")
+    (made / "sub" / "empty").chmod(0o700)
+    for path in (made / "large", made / "sub"):
+        os.utime(path, ns=(10**18, 10**18 + 7))
+    return made
+
+
+def test_everything_arrives_as_it_was(top: Path, tmp_path: Path) -> None:
+    report = move(top, tmp_path / "to")
+    assert state(tmp_path / "to") == state(top)
+    assert report.sent == report.files == sum(1 for path in top.rglob("*") if path.is_file() and not path.is_symlink())
+    assert report.sent_size == report.size
+
+
+def test_a_second_time_nothing_is_sent(top: Path, tmp_path: Path) -> None:
+    move(top, tmp_path / "to")
+    report = move(top, tmp_path / "to")
+    assert (report.sent, report.sent_size) == (0, 0)
+    assert report.size == sum(
+        path.stat().st_size for path in top.rglob("*") if path.is_file() and not path.is_symlink()
+    )
+
+
+def test_only_what_has_changed_is_sent(top: Path, tmp_path: Path) -> None:
+    move(top, tmp_path / "to")
+    (top / "new").write_text("new!")
+    (top / "run.sh").write_text("#!/bin/sh\ntrue\n")
+    (top / "sub" / "plain").write_bytes(b"")  # the same, at another time
+    os.utime(top / "large")
+    (top / "secret").chmod(0o640)
+    report = move(top, tmp_path / "to")
+    assert (report.sent, report.sent_size) == (2, 4 + 15)
+    assert state(tmp_path / "to") == state(top)
+
+
+def test_equal_size_and_other_content_is_sent(tmp_path: Path) -> None:
+    for folder, content in (("from", b"abc"), ("to", b"xyz")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").write_bytes(content)
+        os.utime(tmp_path / folder / "file", ns=(1, len(folder)))
+    assert move(tmp_path / "from", tmp_path / "to").sent == 1
+    assert (tmp_path / "to" / "file").read_bytes() == b"abc"
+
+
+def test_other_files_of_the_target_stay(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    (tmp_path / "from" / "new").write_text("x")
+    (tmp_path / "to" / "other").write_text("y")
+    move(tmp_path / "from", tmp_path / "to")
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == ["new", "other"]
+
+
+class Cut(Exception):
+    """The program ends here."""
+
+
+def test_a_large_file_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "large").write_bytes(os.urandom(9 * PIECE + 1))
+
+    def progress(done: int, total: int) -> None:
+        if done >= 2 * PIECE:
+            raise Cut
+
+    with pytest.raises(Cut):
+        move(tmp_path / "from", tmp_path / "to", progress=progress)
+    assert not (tmp_path / "to" / "large").exists()
+    begun = (tmp_path / "to" / os.fsdecode(part_of(b"large"))).stat().st_size
+    assert 2 * PIECE <= begun < 9 * PIECE
+    report = move(tmp_path / "from", tmp_path / "to")
+    assert (report.sent, report.sent_size) == (1, 9 * PIECE + 1 - begun)
+    assert state(tmp_path / "to") == state(tmp_path / "from")
+
+
+@pytest.mark.parametrize("left", [b"other content", os.urandom(3 * PIECE)], ids=["other", "longer"])
+def test_what_another_file_has_left_is_not_taken(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    (tmp_path / "from" / "large").write_bytes(os.urandom(PIECE + 1))
+    (tmp_path / "to" / os.fsdecode(part_of(b"large"))).write_bytes(left)
+    move(tmp_path / "from", tmp_path / "to")
+    assert state(tmp_path / "to") == state(tmp_path / "from")
+
+
+def test_a_complete_draft_only_gets_its_name(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    content = os.urandom(PIECE + 1)
+    (tmp_path / "from" / "large").write_bytes(content)
+    (tmp_path / "to" / os.fsdecode(part_of(b"large"))).write_bytes(content)
+    report = move(tmp_path / "from", tmp_path / "to")
+    assert (report.sent, report.sent_size) == (1, 0)
+    assert state(tmp_path / "to") == state(tmp_path / "from")
+
+
+def test_two_at_once_write_drafts_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft, "_PATIENCE", 0.0)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        one, other = Draft(folder, b"name", 0o644), Draft(folder, b"name", 0o644)
+        one.write(memoryview(b"one"))
+        other.write(memoryview(b"the other"))
+        other.commit(1)
+        assert (tmp_path / "name").read_text() == "the other"
+        one.commit(1)
+        assert (tmp_path / "name").read_text() == "one"
+        assert [path.name for path in tmp_path.iterdir()] == ["name"]
+    finally:
+        os.close(folder)
+
+
+def test_a_draft_waits_for_one_that_makes_no_progress(tmp_path: Path) -> None:
+    """Its program may have been killed, and its worker ends soon."""
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        one = Draft(folder, b"name", 0o644)
+        one.write(memoryview(b"begun"))
+        ending = threading.Timer(0.3, one.close)
+        ending.start()
+        other = Draft(folder, b"name", 0o644)
+        ending.join()
+        assert other.size == 5
+        other.discard()
+    finally:
+        os.close(folder)
+
+
+def test_transfers_at_once_to_one_target_leave_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft, "_PATIENCE", 0.0)
+    contents = {}
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        for number in range(40):
+            (tmp_path / folder / str(number)).write_bytes(folder.encode() * 1000)
+        contents[folder] = os.urandom(3 * PIECE)
+        (tmp_path / folder / "large").write_bytes(contents[folder])
+    threads = [threading.Thread(target=move, args=(tmp_path / name, tmp_path / "to")) for name in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "to" / "large").read_bytes() in contents.values()
+    for number in range(40):
+        assert (tmp_path / "to" / str(number)).read_bytes() in (b"one" * 1000, b"other" * 1000)
+    assert not [path for path in (tmp_path / "to").iterdir() if path.name.startswith(".skyfab")]
+
+
+def test_what_killed_transfers_have_left_is_removed_after_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "new").write_text("x")
+    (tmp_path / "to").mkdir()
+    left = tmp_path / "to" / f".skyfab-{'0' * 16}.part"
+    left.write_text("left")
+    move(tmp_path / "from", tmp_path / "to")
+    assert left.exists()
+    monkeypatch.setattr(time, "time", lambda now=time.time: now() + 100_000)
+    (tmp_path / "from" / "new").write_text("newer")
+    move(tmp_path / "from", tmp_path / "to")
+    assert not left.exists()
+
+
+def test_a_file_that_goes_while_it_is_read_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "from" / name).write_text(name)
+    entries = list(walk(os.fsencode(tmp_path / "from"), b"", []))
+    (tmp_path / "from" / "a").unlink()
+    target = Target(os.fsencode(tmp_path / "to"))
+    transfer = Transfer(Here(Source(entries, [])), Here(target), lambda done, total: None)
+    transfer.run(lambda size: None)
+    target.close()
+    assert [path.name for path in (tmp_path / "to").iterdir()] == ["b"]
+    assert transfer.report.skipped == [("a", "gone, or changed while it was read")]
+
+
+def test_files_that_grow_while_they_are_read(tmp_path: Path) -> None:
+    """One that has grown a little arrives as it is; many that have grown much are left for the next time."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_text(name)
+    source = Source(list(walk(os.fsencode(tmp_path), b"", [])), [])
+    source.rows()
+    (tmp_path / "a").write_text("grown")
+    (tmp_path / "b").write_bytes(bytes(SMALL))
+    (tmp_path / "c").write_bytes(bytes(SMALL + 1))
+    found, _, data = source.pack([0, 1, 2], 2 * SMALL)
+    assert ([size for _, size, _ in found], len(data)) == ([5, SMALL, GONE], 5 + SMALL)
+    found, _, data = source.pack([1, 0], SMALL)
+    assert ([size for _, size, _ in found], len(data)) == ([SMALL, GONE], SMALL)
+
+
+def test_a_large_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(bytes(2 * PIECE))
+    source = Source(list(walk(os.fsencode(tmp_path / "large"), b"large", [])), [])
+    source.rows()
+    os.truncate(tmp_path / "large", PIECE)
+    source.piece(0, 0, PIECE)
+    with pytest.raises(OSError, match="shorter"):
+        source.piece(0, PIECE, PIECE)
+
+
+# ---- patterns
+
+
+def test_patterns_keep_the_place_of_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("ckpt/a.pt", "ckpt/b.pt", "ckpt/old/c.pt", "log.txt", "we[i]rd"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(path)
+
+    def found(*patterns: str) -> list[str]:
+        return sorted(
+            entry.path.decode() for entry, _ in matching([p.encode() for p in patterns], []) if entry.kind == FILE
+        )
+
+    assert found("ckpt/*.pt") == ["ckpt/a.pt", "ckpt/b.pt"]
+    assert found("ckpt") == ["ckpt/a.pt", "ckpt/b.pt", "ckpt/old/c.pt"]
+    assert found("ckpt/*", "ckpt/a.pt", "ckpt/old") == ["ckpt/a.pt", "ckpt/b.pt", "ckpt/old/c.pt"]
+    assert found("**/*.pt") == ["ckpt/a.pt", "ckpt/b.pt", "ckpt/old/c.pt"]
+    assert found("./ckpt/../log.txt") == ["log.txt"]
+    assert found(f"{tmp_path}/ckpt") == ["ckpt/a.pt", "ckpt/b.pt", "ckpt/old/c.pt"]
+    assert found(f"{tmp_path}/ckpt/old/*") == ["c.pt"]
+    assert found("we[i]rd") == ["we[i]rd"]
+    assert found(".") == ["ckpt/a.pt", "ckpt/b.pt", "ckpt/old/c.pt", "log.txt", "we[i]rd"]
+    assert found("nothing*") == []
+
+
+# ---- sources that are not to be trusted
+
+
+class Reply:
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def result(self) -> Any:
+        return self._value
+
+
+class Liar:
+    """A source that says what it likes."""
+
+    def __init__(self, listed: list[Any], **replies: Any) -> None:
+        self._rows = [(listed, []), ([], []), ([], [])]
+        self._replies = replies
+
+    def ask(self, request: str, *arguments: Any) -> Reply:
+        if request == "rows" and "rows" not in self._replies:
+            return Reply(self._rows.pop(0))
+        return Reply(self._replies[request])
+
+
+def receive(to: Path, liar: Liar) -> None:
+    target = Target(os.fsencode(to))
+    try:
+        Transfer(liar, Here(target), lambda done, total: None).run(lambda size: None)
+    finally:
+        target.close()
+
+
+def file(path: bytes, size: int = 3) -> list[Any]:
+    return Entry(path, FILE, size, 1, 0o644).row
+
+
+def pack(*found: list[int], data: bytes) -> Any:
+    return [list(found), zlib.crc32(data), data]
+
+
+@pytest.mark.parametrize(
+    ("rows", "replies"),
+    [
+        ([file(b"../out")], {}),
+        ([file(b"/tmp/out")], {}),
+        ([file(b"a"), file(b"a")], {}),
+        ([file(b".skyfab-00000000.part")], {}),
+        ([Entry(b"l", LINK, link=b"../..").row], {}),
+        ([], {"rows": "rows"}),
+        ([], {"rows": [[1], []]}),
+        ([], {"rows": [[], [[1, 2]]]}),
+        ([file(b"a")], {"pack": pack([0, 3, 1], data=b"abcd")}),
+        ([file(b"a")], {"pack": pack([0, 3, 1], data=b"ab")}),
+        ([file(b"a")], {"pack": pack([1, 3, 1], data=b"abc")}),
+        ([file(b"a")], {"pack": pack(data=b"")}),
+        (
+            [file(b"%d" % n) for n in range(3)],
+            {"pack": pack(*([n, SMALL, 1] for n in range(3)), data=bytes(3 * SMALL))},
+        ),
+        ([file(b"a")], {"pack": pack([0, -5, 1], data=b"abc")}),
+        ([file(b"a")], {"pack": [[[0, 3, 1]], 7, b"abc"]}),
+        ([file(b"a")], {"pack": [[[0, 3, 1]], "x", b"abc"]}),
+        ([file(b"a")], {"pack": [[[0, 3]], 7, b"abc"]}),
+        ([file(b"a", SMALL + 1)], {"piece": [0, b""]}),
+        ([file(b"a", SMALL + 1)], {"piece": [zlib.crc32(bytes(SMALL + 2)), bytes(SMALL + 2)]}),
+        ([file(b"a", SMALL + 1)], {"piece": [1, bytes(SMALL + 1)]}),
+        ([file(b"a", SMALL + 1)], {"piece": [bytes(SMALL + 1)]}),
+    ],
+)
+def test_a_lie_is_a_protocol_error_and_writes_nothing(tmp_path: Path, rows: list[Any], replies: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        receive(tmp_path / "to", Liar(rows, **replies))
+    assert [path.name for path in tmp_path.iterdir()] == ["to"]
+    assert not [path for path in (tmp_path / "to").iterdir() if not path.name.startswith(".skyfab-")]
+
+
+def test_too_many_entries_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyfab.files.target.MOST_ENTRIES", 3)
+    with pytest.raises(ProtocolError):
+        receive(tmp_path / "to", Liar([file(b"%d" % number) for number in range(4)]))
+
+
+@pytest.mark.parametrize("inner", [True, False], ids=["of the transfer", "of the user"])
+def test_nothing_is_written_through_a_link(tmp_path: Path, inner: bool) -> None:
+    """Neither through one that the source has sent, nor through one that was there."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "to").mkdir()
+    rows = [Entry(b"sub", FOLDER, 0, 1, 0o755).row, Entry(b"link", LINK, link=b"sub").row, file(b"link/a")]
+    if not inner:
+        (tmp_path / "to" / "link").symlink_to(tmp_path / "out")
+        del rows[1]
+    with pytest.raises(OSError, match="a link or a file is where a folder should be"):
+        receive(tmp_path / "to", Liar(rows, pack=pack([2 if inner else 1, 3, 1], data=b"abc")))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_link_that_is_there_is_replaced_by_a_file(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to" / "a").symlink_to(tmp_path / "out")
+    receive(tmp_path / "to", Liar([file(b"a")], pack=pack([0, 3, 1], data=b"abc")))
+    assert (tmp_path / "out").read_text() == "mine"
+    assert (tmp_path / "to" / "a").read_text() == "abc"
+    assert not (tmp_path / "to" / "a").is_symlink()
+
+
+def test_a_target_cannot_ask_for_what_was_not_offered(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a")
+
+    class Greedy:
+        def ask(self, request: str, *arguments: Any) -> Reply:
+            return Reply([[7, "missing", 0, ""]] if request == "compare" else None)
+
+    source = Source(walk(os.fsencode(tmp_path), b"", []), [])
+    with pytest.raises(ProtocolError):
+        Transfer(Here(source), Greedy(), lambda done, total: None).run(lambda size: None)

@@ -83,6 +83,7 @@ WITHOUT_TORCH = {
     "device.entry",
     "device.places",
     "device.profile",
+    "device.records",
     "device.stream",
     "device.wire",
 }

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from skyfab.device import wire
 from skyfab.device.places import Where, describe, where
+from skyfab.device.records import Record, forget
 from skyfab.errors import DeviceError, HostLost, ProtocolError, SkyfabError, UsageError, WorkerDied
 from skyfab.protocol import codec, messages
 
@@ -44,6 +45,10 @@ class Link(Protocol):
     @property
     def name(self) -> str:
         """The host's name."""
+
+    @property
+    def guard(self) -> contextlib.AbstractContextManager[None]:
+        """Holds back Ctrl-C until the end of a ``with`` block, or until `wait` waits inside it."""
 
     def send(self, payload: codec.Payload, batch: Batch) -> None:
         """Sends a batch; its `answered` or `failed` is called once. Raises HostLost."""
@@ -85,7 +90,9 @@ class Batch:
         """Called when the reply is there, on the thread that reads; with the error if there is none."""
 
     def value(self) -> Any:
-        """What the host replied. Raises ProtocolError."""
+        """What the host replied. Raises ProtocolError, and DeviceError if it has skipped the instruction."""
+        if self.document is None:
+            raise DeviceError("this was not executed, because of an earlier error", host=self._stream.link.name)
         if not isinstance(self.document, dict) or "value" not in self.document:
             raise ProtocolError(f"a device replied {self.document!r:.200}")
         return self.document["value"]
@@ -126,7 +133,9 @@ class DeviceStream:
         """The device's name on its host."""
         self.link = link
         self.freed: list[int] = []
-        """Ids that are not used any more. The garbage collector appends to it."""
+        """Ids that are not used any more."""
+        self.dead: list[Record] = []
+        """Storages that are gone. The garbage collector appends to it."""
         self.limit = BATCH
         """How many instructions are sent at once; 0 while an error waits to be raised."""
         self.buffer: list[Entry] = []
@@ -164,7 +173,7 @@ class DeviceStream:
 
     def upload(self, instruction: Sequence[Any], data: memoryview) -> None:
         """Adds an instruction whose last item is the number of a buffer. The memory must not change any more."""
-        with self._lock:
+        with self.link.guard, self._lock:
             self.buffer.append(((*instruction, len(self._uploads)), where()))
             self._uploads.append(data)
             self._size += len(data)
@@ -173,40 +182,48 @@ class DeviceStream:
 
     def flush(self) -> Batch | None:
         """Sends what has been emitted. Waits if too much is under way; raises the error of an earlier instruction."""
-        with self._lock:
+        with self.link.guard, self._lock:
             self._raise()
             self._wait_for_room()
             return self._send()
 
     def tick(self) -> bool:
         """Sends what has been emitted, unless another thread is at it. Returns whether there was something."""
-        if not (self.buffer or self.freed) or self._error is not None or self._lost is not None:
+        if not (self.buffer or self.freed or self.dead) or self._error is not None or self._lost is not None:
             return False
-        if self._lock.acquire(blocking=False):
-            try:
-                if len(self._ahead) < _MOST_AHEAD and self._error is None:
-                    self._send()
-            except SkyfabError:
-                pass  # `_lost` has it
-            finally:
-                self._lock.release()
+        with self.link.guard:
+            if self._lock.acquire(blocking=False):
+                try:
+                    if len(self._ahead) < _MOST_AHEAD and self._error is None:
+                        self._send()
+                except SkyfabError:
+                    pass  # `_lost` has it
+                finally:
+                    self._lock.release()
         return True
 
     def ask(self, instruction: Sequence[Any], *uploads: memoryview) -> Batch:
         """Sends an instruction that replies, and waits for the reply. Raises the error of an earlier one."""
-        with self._lock:
+        return self.receive(self.start(instruction, *uploads))
+
+    def start(self, instruction: Sequence[Any], *uploads: memoryview) -> Batch:
+        """Sends an instruction that replies. Raises the error of an earlier one."""
+        with self.link.guard, self._lock:
             self._raise()
-            self.syncs += 1
             if uploads:
                 first = len(self._uploads)
                 instruction = [*instruction, *range(first, first + len(uploads))]
                 self._uploads += uploads
-            place = where()
-            self.buffer.append((instruction, place))
+            self.buffer.append((instruction, where()))
             batch = self._send()
             assert batch is not None
-        self.wait(functools.partial(self._is_over, batch), place)
-        with self._lock:
+            return batch
+
+    def receive(self, batch: Batch) -> Batch:
+        """Waits for the reply."""
+        self.syncs += 1
+        self.wait(functools.partial(self._is_over, batch), where())
+        with self.link.guard, self._lock:
             self._raise()
         if not batch.done:
             raise HostLost("the connection has ended", host=self.link.name)
@@ -214,14 +231,14 @@ class DeviceStream:
 
     def consume(self, error: Exception) -> None:
         """The program has been told of this error already: it need not be raised again."""
-        with self._lock:
+        with self.link.guard, self._lock:
             if self._error is error:
                 with contextlib.suppress(type(error)):
                     self._raise()
 
     def check(self) -> None:
         """Raises the error of an earlier instruction, if there is one."""
-        with self._lock:
+        with self.link.guard, self._lock:
             self._raise()
 
     def forget_plans(self) -> None:
@@ -231,7 +248,7 @@ class DeviceStream:
 
     def ask_later(self, instruction: Sequence[Any], then: Callable[[Batch, Exception | None], None]) -> None:
         """Sends an instruction that replies. `then` is called with the reply, on the thread that reads."""
-        with self._lock:
+        with self.link.guard, self._lock:
             self._raise()
             self._wait_for_room()
             self.buffer.append((instruction, where()))
@@ -255,9 +272,9 @@ class DeviceStream:
         return batch.done or self._lost is not None
 
     def _send(self, then: Callable[[Batch, Exception | None], None] | None = None) -> Batch | None:
-        freed = self.freed[:]  # before the buffer: what uses them is already in it
+        freed = self.take_freed()  # before the buffer: what uses them is already in it
         entries = self.buffer[:]
-        del self.freed[: len(freed)], self.buffer[: len(entries)]  # other threads append meanwhile
+        del self.buffer[: len(entries)]  # other threads append meanwhile
         uploads, self._uploads = self._uploads, []
         size, self._size = self._size, 0
         instructions: list[Sequence[Any]] = [instruction for instruction, _ in entries]
@@ -278,12 +295,19 @@ class DeviceStream:
         self._bytes += size
         try:
             self.link.send(codec.Payload(data, buffers), batch)
-        except BaseException as error:  # Ctrl-C too: what is lost on the way must not be missing without a word
+        except BaseException as error:  # also what a handler of signals raises: nothing is missing without a word
             found = error if isinstance(error, SkyfabError) else self.gone("sending was interrupted", entries)
             self._lost = self._lost or found
             self.limit = 0
             raise
         return batch
+
+    def take_freed(self) -> list[int]:
+        """The ids that are not used any more, since this was called last."""
+        with self.link.guard, self._lock:
+            dead, freed = self.dead[:], self.freed[:]
+            del self.dead[: len(dead)], self.freed[: len(freed)]  # other threads append meanwhile
+            return freed + forget(dead)
 
     # ---- replies
 

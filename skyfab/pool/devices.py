@@ -15,6 +15,7 @@ from skyfab.device.entry import execute
 from skyfab.errors import HostLost, HostUnfit, UsageError
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.protocol import codec
+from skyfab.session.sigint import SIGINT_GUARD
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ class DeviceLink:
 
     def __init__(self, node: Node, worker: str, spec: WorkerSpec) -> None:
         self.name = node.name
+        self.guard = SIGINT_GUARD
         self._node = node
         self._session = node.session
         self._worker = worker

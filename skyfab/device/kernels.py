@@ -19,6 +19,7 @@ import torch
 
 from skyfab.device import meta, tensors, wire
 from skyfab.device.plans import Plan, before_plan, finish, new_cache, new_number, remember
+from skyfab.device.records import records
 from skyfab.device.refused import refuse_layout
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, Layout, is_remote, layout_of, operand, operands
 
@@ -70,9 +71,7 @@ class _Answer:
 # ---- generated kernels
 
 
-_unwritten: Final = compile(
-    "def kernel(*args, **kwargs):\n    write()\n    return kernel(*args, **kwargs)", "<kernel of a remote device>", "exec"
-)
+_UNWRITTEN: Final = "def kernel(*args, **kwargs):\n    write()\n    return kernel(*args, **kwargs)"
 
 
 def make_kernel(op: Any) -> Callable[..., Any]:
@@ -86,7 +85,7 @@ def make_kernel(op: Any) -> Callable[..., Any]:
         kernel.__code__ = written.__code__  # last: another thread may be calling it
 
     scope: dict[str, Any] = {"write": write}
-    exec(_unwritten, scope)
+    exec(_compiled(_UNWRITTEN), scope)
     kernel: FunctionType = scope["kernel"]
     return kernel
 
@@ -177,7 +176,7 @@ def _write(op: Any, kernel: Callable[..., Any]) -> FunctionType:
         "MISSING": _MISSING,
         "NUMBERS": _NUMBERS,
         "Answer": _Answer,
-        "find": tensors.records.get,
+        "find": records.get,
         "finish": finish,
         "make": make,
         "move_indices": _move_indices,
@@ -284,7 +283,8 @@ def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_op
     stream = tensors.streams[index]
     _require_remote_results(op, args, kwargs)
     try:
-        result, meta_args, meta_kwargs = meta.predict(op, args, kwargs, stream.device)
+        with stream.link.guard:  # PyTorch imports much when this is called first, and half an import stays one
+            result, meta_args, meta_kwargs = meta.predict(op, args, kwargs, stream.device)
     except NotImplementedError:
         return None
     resized = False

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from skyfab.device.tensors import Layout
+from typing import Any, Final
 
 
 class Record(weakref.ref[Any]):
@@ -21,8 +18,9 @@ class Record(weakref.ref[Any]):
 
     id: int
     """The id of the tensor that was made with the storage."""
-    layout: Layout
-    views: dict[Any, tuple[Layout, int]] | None
+    layout: Any
+    """The `Layout` of that tensor."""
+    views: dict[Any, tuple[Any, int]] | None
     """Other tensors of the same storage: their layouts and ids."""
     address: int
 

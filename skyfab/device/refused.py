@@ -1,4 +1,4 @@
-"""Tensors that cannot be on a remote device: sparse, nested and quantized ones. Making one there is an error at once."""
+"""Tensors that cannot be on a remote device: sparse, nested and quantized ones. Making one there is an error."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import pickle
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from skyfab.device import wire
 from skyfab.device.places import Where, describe, where
 from skyfab.device.records import Record, forget
+from skyfab.device.ticker import watch
 from skyfab.errors import DeviceError, HostLost, ProtocolError, SkyfabError, UsageError, WorkerDied
 from skyfab.protocol import codec, messages
 
@@ -31,10 +31,6 @@ _MOST_AHEAD: Final = 32
 """Batches that have no reply yet. A program that is further ahead waits."""
 _MOST_BYTES: Final = 256 * 1024 * 1024
 """Bytes of uploads that have no reply yet."""
-_TICK: Final = 0.003
-_IDLE_TICK: Final = 0.05
-_IDLE_AFTER: Final = 1.0
-"""Seconds between looks at instructions that wait: while there are some, and when there have been none for a while."""
 
 Entry = tuple[Sequence[Any], Where]
 
@@ -150,7 +146,7 @@ class DeviceStream:
         """Why the device can no longer be used."""
         self._uploads: list[memoryview] = []
         self._size = 0
-        _ticker.watch(self)
+        watch(self)
 
     @property
     def torch_device(self) -> torch.device:
@@ -395,60 +391,3 @@ def _beside(into: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
         return False
 
     return keep
-
-
-# ---- what waits is sent a little later
-
-
-class _Ticker:
-    """Sends instructions that have waited for a few milliseconds, for all devices. One thread."""
-
-    def __init__(self) -> None:
-        self._streams: list[DeviceStream] = []
-        self._lock = threading.Lock()
-        self._is_running = False
-
-    def watch(self, stream: DeviceStream) -> None:
-        with self._lock:
-            self._streams.append(stream)
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run, name="skyfab-device", daemon=True).start()
-
-    def watched(self) -> list[DeviceStream]:
-        with self._lock:
-            return [stream for stream in self._streams if not stream.is_lost]
-
-    def _open_streams(self) -> list[DeviceStream]:
-        with self._lock:
-            self._streams = [stream for stream in self._streams if not stream.is_lost]
-            self._is_running = bool(self._streams)
-            return self._streams
-
-    def _run(self) -> None:
-        last = time.monotonic()
-        while streams := self._open_streams():
-            found = False
-            for stream in streams:
-                found |= stream.tick()
-            now = time.monotonic()
-            if found:
-                last = now
-            time.sleep(_TICK if now - last < _IDLE_AFTER else _IDLE_TICK)
-
-    def forked(self) -> None:
-        """This is a child process: it has neither the thread nor the devices."""
-        streams, self._streams = self._streams, []
-        self._lock = threading.Lock()
-        self._is_running = False
-        for stream in streams:
-            stream.leave_to_parent()
-
-
-_ticker: Final = _Ticker()
-os.register_at_fork(after_in_child=_ticker.forked)
-
-
-def open_streams() -> list[DeviceStream]:
-    """The streams of all devices that can be used."""
-    return _ticker.watched()

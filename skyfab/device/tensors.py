@@ -97,8 +97,8 @@ _next_address = _FIRST_ADDRESS
 
 
 _Slot = tuple[Any, ctypes.c_uint64, ctypes.c_uint64]
-"""A capsule with a DLPack structure; the capsule's name, which PyTorch changes when it has read it, and so it can be read
-again when the name is set; and the address in the structure."""
+"""A capsule with a DLPack structure; the capsule's name, and the address in the structure. PyTorch reads a capsule
+once, and renames it: with its name set again it can be read again."""
 
 
 class Layout:

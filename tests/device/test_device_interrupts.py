@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: a remote device goes on, and its tensors are as if the program had stopped between two lines."""
+"""Ctrl-C at any moment: a device goes on, and its tensors are as if the program had stopped between two lines."""
 
 from __future__ import annotations
 

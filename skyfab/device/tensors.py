@@ -242,13 +242,14 @@ def view(tensor: torch.Tensor, record: Record, offset: int) -> tuple[Layout, int
                     stream.freed.append(ident)
         layout = layout_of(tuple(key[0]), key[1], key[2], stream.index)
         if layout is record.layout and not offset:
-            found = (layout, record.id)
+            found = views[key] = (layout, record.id)
         else:
             found = (layout, new_id())
             number = DTYPE_NUMBERS[layout.dtype]
             at = offset // layout.dtype.itemsize
-            stream.emit([wire.VIEW, found[1], record.id, layout.shape, layout.stride, at, number])
-        views[key] = found
+            with stream.link.guard:  # else Ctrl-C would leave a view there that nobody frees
+                stream.emit([wire.VIEW, found[1], record.id, layout.shape, layout.stride, at, number])
+                views[key] = found
     return found
 
 

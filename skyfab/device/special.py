@@ -251,9 +251,7 @@ class _Fetched(Future[torch.Tensor]):
         return error
 
     def result(self, timeout: float | None = None) -> torch.Tensor:
-        error = self.exception(timeout)
-        if error is not None:
-            raise error
+        self.exception(timeout)
         return super().result()
 
 
@@ -268,9 +266,10 @@ def fetch_later(tensor: torch.Tensor) -> Future[torch.Tensor]:
     tensor = tensor.detach().resolve_conj().resolve_neg()
 
     def arrived(batch: Batch, error: Exception | None) -> None:
+        if error is not None:
+            future.set_exception(error)
+            return
         try:
-            if error is not None:
-                raise error
             batch.value()
             result = torch.empty(tensor.shape, dtype=tensor.dtype)
             fill(result, batch.buffers)

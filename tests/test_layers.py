@@ -41,7 +41,7 @@ LARGEST_MODULE = 450
 """Lines."""
 LARGEST = {
     "protocol": 2250,
-    "agent": 3950,
+    "agent": 4000,
     "session": 3800,
     "pool": 4550,
     "env": 2600,
@@ -53,7 +53,7 @@ LARGEST = {
     "ui": 1250,
     "cli": 1900,
     "lab": 2140,
-    "device": 4500,
+    "device": 4800,
 }
 """Lines of a whole package."""
 MOST_PARAMETERS = 6
@@ -87,7 +87,9 @@ WITHOUT_TORCH = {
     "device.entry",
     "device.places",
     "device.profile",
+    "device.records",
     "device.stream",
+    "device.ticker",
     "device.wire",
 }
 """What the other packages import of `device`. Its other modules are imported when a device is asked for."""

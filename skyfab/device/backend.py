@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from skyfab.device import autocast, composed, patches, special, tensors
+from skyfab.device import autocast, composed, patches, refused, special, tensors
 from skyfab.device.kernels import make_kernel
 from skyfab.device.tensors import TYPE
 from skyfab.errors import UsageError
@@ -27,6 +27,7 @@ _OWN_WAY: Final = frozenset(
         "_fused_sdp_choice",
         "is_pinned",
         "_pin_memory",
+        "_cudnn_init_dropout_state",
         "_lazy_clone",
         "_pack_padded_sequence",
         "_unsafe_view",
@@ -34,18 +35,6 @@ _OWN_WAY: Final = frozenset(
     )
 )
 """Operators that PyTorch composes of others, or that mean nothing here."""
-_OTHER_LAYOUTS: Final = (
-    "_sparse",
-    "_to_sparse",
-    "_nested",
-    "sparse_",
-    "q_",
-    "quantize",
-    "_mkldnn",
-    "mkldnn",
-    "_cudnn_init",
-)
-"""Beginnings of the names of operators for tensors that cannot be on a remote device."""
 _libraries: Final[list[torch.library.Library]] = []
 """Kernels are registered as long as these objects exist."""
 
@@ -103,20 +92,28 @@ def is_registered() -> bool:
     return bool(_libraries)
 
 
-def register() -> None:
-    """Registers the device type, once. Raises UsageError if this PyTorch cannot have it."""
+def check() -> None:
+    """Raises UsageError if this PyTorch cannot have the device type."""
     if is_registered():
         return
-    setup = getattr(
-        __import__("torch.utils.backend_registration", fromlist=["_"]), "_setup_privateuseone_for_python_backend", None
-    )
-    if setup is None:
+    if _setup() is None:
         raise UsageError(f"torch {torch.__version__} has no device types in Python", hint="install torch 2.11 or newer")
     name = torch._C._get_privateuse1_backend_name()
     if name != "privateuseone":
         raise UsageError(
             f"the device type {name!r} is already registered in this process, and PyTorch has room for one"
         )
+
+
+def _setup() -> Any:
+    registration = __import__("torch.utils.backend_registration", fromlist=["_"])
+    return getattr(registration, "_setup_privateuseone_for_python_backend", None)
+
+
+def register() -> None:
+    """Registers the device type, once, after `check`."""
+    if is_registered():
+        return
     if torch.accelerator.is_available():
         own = torch.accelerator.current_accelerator()
         print(
@@ -125,7 +122,7 @@ def register() -> None:
             file=sys.stderr,
         )
         patches.explain_own_backward(str(own))
-    setup(TYPE, backend_module=_Module(), device_guard=_Guard())
+    _setup()(TYPE, backend_module=_Module(), device_guard=_Guard())
     torch.autograd.set_multithreading_enabled(False)
     torch.__future__.set_swap_module_params_on_conversion(True)
     library = torch.library.Library("aten", "IMPL")
@@ -134,23 +131,27 @@ def register() -> None:
     for operator, kernel in own_kernels.items():
         library.impl(operator, kernel, "PrivateUse1")
     for operator, op in _operators(own_kernels):
-        library.impl(operator, make_kernel(op), "PrivateUse1")
+        kind = refused.kind_of(operator)
+        library.impl(operator, refused.refusing(operator, kind) if kind else make_kernel(op), "PrivateUse1")
     for operator, kernel in composed.differentiable().items():
         library.impl(operator, kernel, "AutogradPrivateUse1")
-    _libraries.extend(autocast.register())
+    _libraries.extend((*autocast.register(), *refused.register()))
     patches.apply()
 
 
 def _operators(own: dict[str, Callable[..., Any]]) -> list[tuple[str, Any]]:
-    """The operators that get a generated kernel."""
+    """The operators that get a generated kernel, or are refused."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     found = []
     for full in torch._C._dispatch_get_all_op_names():
         name = full.removeprefix("aten::")
         base, _, overload = name.partition(".")
-        if name == full or name in own or base in _OWN_WAY or base.startswith(_OTHER_LAYOUTS):
+        if name == full or name in own or base in _OWN_WAY:
             continue
         op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        if refused.kind_of(base):
+            found.append((name, op))
+            continue
         if has(full, "CompositeImplicitAutograd") or torch.Tag.inplace_view in op.tags:
             continue
         if any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns):

@@ -63,8 +63,11 @@ def call(
     if plan is None:
         plans.before_plan()
         index = device.index or 0
-        found = [None if t is None else layout_of(tuple(t.shape), t.stride(), t.dtype, index) for t in outputs()]
-        plan = Plan(plans.new_number(), tensors.streams[index], found, list(range(len(found))))
+        stream = tensors.streams[index]
+        with stream.link.guard:
+            made = outputs()
+        found = [None if t is None else layout_of(tuple(t.shape), t.stride(), t.dtype, index) for t in made]
+        plan = Plan(plans.new_number(), stream, found, list(range(len(found))))
         plan.single = None
         plan.stream.emit([wire.PLAN, plan.number, f"sky::{name}", template, (), kernels.layouts(found)])
         plans.remember(_cache, keys, plan)

@@ -30,7 +30,7 @@ def open_device(name: str, link: Link) -> DeviceStream:
     from skyfab.device.stream import DeviceStream
 
     with _registering:
-        backend.register()
+        backend.check()
         index = next(
             (old.index for old in tensors.streams if old.is_lost and not tensors.has_tensors(old)), len(tensors.streams)
         )
@@ -43,7 +43,10 @@ def open_device(name: str, link: Link) -> DeviceStream:
         tensors.streams[index : index + 1] = [stream]
     hint = f'Image(pip=["torch=={torch.__version__.split("+")[0]}"])'
     try:
-        told = stream.ask([wire.HELLO]).value()
+        asked = stream.start([wire.HELLO])
+        with _registering:
+            backend.register()  # while the host imports torch
+        told = stream.receive(asked).value()
     except WorkerDied as error:
         if "No module named 'torch'" in str(error):
             raise HostUnfit("its Python has no torch", host=link.name, hint=hint) from None

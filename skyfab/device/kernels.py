@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, Final
 
 import torch
 
 from skyfab.device import meta, tensors, wire
 from skyfab.device.plans import Plan, before_plan, finish, new_cache, new_number, remember
+from skyfab.device.records import records
+from skyfab.device.refused import refuse_layout
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, Layout, is_remote, layout_of, operand, operands
 
 _NUMBERS: Final = frozenset((int, float, bool, complex))
@@ -69,8 +71,27 @@ class _Answer:
 # ---- generated kernels
 
 
+_UNWRITTEN: Final = "def kernel(*args, **kwargs):\n    write()\n    return kernel(*args, **kwargs)"
+
+
 def make_kernel(op: Any) -> Callable[..., Any]:
-    """The kernel of an operator."""
+    """The kernel of an operator. It is generated when it is called first: there are many, and a program uses few."""
+
+    def write() -> None:
+        written = _write(op, kernel)
+        scope.update(written.__globals__)
+        scope["kernel"] = kernel
+        kernel.__defaults__, kernel.__kwdefaults__ = written.__defaults__, written.__kwdefaults__
+        kernel.__code__ = written.__code__  # last: another thread may be calling it
+
+    scope: dict[str, Any] = {"write": write}
+    exec(_compiled(_UNWRITTEN), scope)
+    kernel: FunctionType = scope["kernel"]
+    return kernel
+
+
+def _write(op: Any, kernel: Callable[..., Any]) -> FunctionType:
+    """Generates the kernel of an operator. `kernel` is what it will be called as."""
     schema = op._schema
     name = schema.name.removeprefix("aten::")
     is_valued, is_indexed = name in _VALUED, name in _INDEXED
@@ -155,7 +176,7 @@ def make_kernel(op: Any) -> Callable[..., Any]:
         "MISSING": _MISSING,
         "NUMBERS": _NUMBERS,
         "Answer": _Answer,
-        "find": tensors.records.get,
+        "find": records.get,
         "finish": finish,
         "make": make,
         "move_indices": _move_indices,
@@ -168,8 +189,7 @@ def make_kernel(op: Any) -> Callable[..., Any]:
         "refuse_lazy": _refuse_lazy,
     }
     exec(_compiled(source), scope)
-    kernel: Callable[..., Any] = scope["kernel"]  # type: ignore[assignment]
-    return kernel
+    return scope["kernel"]  # type: ignore[return-value]
 
 
 @functools.cache
@@ -183,23 +203,20 @@ def _lines(kind: str, word: str, at: int, *, is_operand: bool) -> list[str]:
     key = f"k{at}"
     if kind in ("Tensor", "Optional[Tensor]"):
         return [
-            f"if {word} is None or {word} is MISSING:",
-            f"    {key} = {word}",
-            f"elif type({word}) in NUMBERS:",
+            f"if type({word}) in NUMBERS:",
             f"    {key} = type({word})",
             f"    _instruction.append({word})",
+            f"elif {word} is None or {word} is MISSING:",
+            f"    {key} = {word}",
+            f"elif (_record := find({word}.data_ptr())) is None:",
+            f"    {key}, _id = operand({word})",
+            "    _instruction.append(_id)",
+            f"elif {word}.shape == ({key} := _record.layout).shape and {word}.stride() == {key}.stride"
+            f" and {word}.dtype is {key}.dtype:",
+            "    _instruction.append(_record.id)",
             "else:",
-            f"    _record = find({word}.data_ptr())",
-            "    if _record is None:",
-            f"        {key}, _id = operand({word})",
-            "        _instruction.append(_id)",
-            f"    elif {word}.shape == (_layout := _record.layout).shape and {word}.stride() == _layout.stride"
-            f" and {word}.dtype is _layout.dtype:",
-            f"        {key} = _layout",
-            "        _instruction.append(_record.id)",
-            "    else:",
-            f"        {key}, _id = view({word}, _record, 0)",
-            "        _instruction.append(_id)",
+            f"    {key}, _id = view({word}, _record, 0)",
+            "    _instruction.append(_id)",
         ]
     if kind in _TENSOR_LISTS:
         return [f"{key} = {word} if {word} is None or {word} is MISSING else operands({word}, _instruction)"]
@@ -259,13 +276,15 @@ def generator_operand(generator: torch.Generator, instruction: list[Any]) -> str
 def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_operand: bool) -> Any:
     """A new plan; None if PyTorch cannot tell the layout of the results; "again" if an out= tensor was resized."""
     before_plan()
+    refuse_layout(op._schema.name.removeprefix("aten::"), kwargs.get("layout"))
     if op._schema.name in _SAME_DTYPE:
         _check_dtypes(op, args)
     index = common_device(args, kwargs)
     stream = tensors.streams[index]
     _require_remote_results(op, args, kwargs)
     try:
-        result, meta_args, meta_kwargs = meta.predict(op, args, kwargs, stream.device)
+        with stream.link.guard:  # PyTorch imports much when this is called first, and half an import stays one
+            result, meta_args, meta_kwargs = meta.predict(op, args, kwargs, stream.device)
     except NotImplementedError:
         return None
     resized = False

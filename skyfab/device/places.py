@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Final
 
 Where = tuple[CodeType, int] | None
 """A place in the program: a code object, and the last bytecode that was executed in it."""
 
 _OURS: Final = f"{Path(__file__).parents[1]}/"
-_internal: Final[dict[CodeType, bool]] = {}
+_internal: Final[dict[str, bool]] = {}
+"""By file."""
 
 
 def where() -> Where:
-    """The innermost frame that is neither torch's nor ours."""
-    frame = sys._getframe(2)
+    """The innermost frame that is neither torch's nor ours. The function that calls this, and its caller, are ours."""
+    try:
+        frame: FrameType | None = sys._getframe(3)
+    except ValueError:  # no more of them, on a thread of torch's own
+        return None
     while frame is not None:
         code = frame.f_code
-        hidden = _internal.get(code)
+        hidden = _internal.get(code.co_filename)
         if hidden is None:
-            hidden = _internal[code] = _is_internal(code.co_filename)
+            hidden = _internal[code.co_filename] = _is_internal(code.co_filename)
         if not hidden:
             return code, frame.f_lasti
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 

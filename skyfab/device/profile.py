@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from skyfab.device import places, stream, wire
+from skyfab.device import places, stream, ticker, wire
 
 
 class Line:
@@ -59,7 +59,7 @@ class Profile:
 
     def __enter__(self) -> Profile:
         """Raises the error of an operation before it."""
-        for one in stream.open_streams():
+        for one in ticker.open_streams():
             one.flush()  # what came before is not counted
         stream.observers.append(self)
         self._begin = time.perf_counter()
@@ -68,7 +68,7 @@ class Profile:
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         """Raises the error of an operation in it."""
         try:
-            for one in stream.open_streams():
+            for one in ticker.open_streams():
                 if kind is None:
                     one.flush()
                 else:

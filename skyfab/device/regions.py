@@ -104,8 +104,9 @@ class _RemoteIterator(Iterator[Any]):
 
     def _receive(self) -> None:
         """Waits for more values."""
-        future = self._waiting.popleft()
+        future = self._waiting[0]
         self._stream.wait(future.done, where())
+        self._waiting.popleft()  # not before: Ctrl-C may end the wait
         try:
             batch, first = future.result(0)
             values = tensors.restore(batch.value(), first, self._stream.index)

@@ -10,6 +10,7 @@ import torch
 
 from skyfab.device import copies, tensors, wire
 from skyfab.device.kernels import make_kernel
+from skyfab.device.refused import refuse_layout
 from skyfab.device.stream import Batch, DeviceStream
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, index_of, is_remote, layout_of, operand, stream_of
 from skyfab.errors import ProtocolError
@@ -68,6 +69,7 @@ def _empty(
     pin_memory: bool | None = None,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
+    refuse_layout("empty", layout)
     if memory_format is None or memory_format is torch.contiguous_format:
         stride, step = [], 1
         for length in reversed(size):
@@ -87,6 +89,7 @@ def _empty_strided(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
 ) -> torch.Tensor:
+    refuse_layout("empty_strided", layout)
     stream = _stream(device)
     found = layout_of(tuple(size), tuple(stride), dtype or torch.get_default_dtype(), stream.index)
     tensor, ident = found.new()
@@ -199,8 +202,7 @@ def _to_copy(
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
     """``Tensor.to``. A conversion on the device is one instruction; a copy to another place is written to there."""
-    if layout is not None and layout is not torch.strided:
-        raise NotImplementedError(f"a {layout} tensor cannot be on a {TYPE} device")
+    refuse_layout("to", layout)
     self = self.resolve_conj().resolve_neg()
     memory_format = memory_format or torch.preserve_format
     device = device or self.device
@@ -234,6 +236,7 @@ def _make(source: torch.Tensor, dtype: torch.dtype, device: torch.device) -> tor
 
 def fetch(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in this machine's memory. Waits for it."""
+    refuse_layout("a copy", tensor.layout)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     result = torch.empty(tensor.shape, dtype=tensor.dtype)
     if result.numel():
@@ -243,19 +246,39 @@ def fetch(tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
+class _Fetched(Future[torch.Tensor]):
+    """A copy that is on its way. Whoever asks for its result has been told of its error."""
+
+    def __init__(self, stream: DeviceStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        if isinstance(error, Exception):
+            self._stream.consume(error)
+        return error
+
+    def result(self, timeout: float | None = None) -> torch.Tensor:
+        self.exception(timeout)
+        return super().result()
+
+
 def fetch_later(tensor: torch.Tensor) -> Future[torch.Tensor]:
     """Starts to copy a tensor to this machine's memory."""
-    future: Future[torch.Tensor] = Future()
-    future.set_running_or_notify_cancel()
     if not is_remote(tensor):
-        future.set_result(tensor.detach().clone())
-        return future
+        copied: Future[torch.Tensor] = Future()
+        copied.set_result(tensor.detach().clone())
+        return copied
+    future = _Fetched(stream_of(tensor))
+    future.set_running_or_notify_cancel()
     tensor = tensor.detach().resolve_conj().resolve_neg()
 
     def arrived(batch: Batch, error: Exception | None) -> None:
+        if error is not None:
+            future.set_exception(error)
+            return
         try:
-            if error is not None:
-                raise error
             batch.value()
             result = torch.empty(tensor.shape, dtype=tensor.dtype)
             fill(result, batch.buffers)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import pickle
 import threading
 import time
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from skyfab.device import wire
 from skyfab.device.places import Where, describe, where
+from skyfab.device.records import Record, forget
+from skyfab.device.ticker import watch
 from skyfab.errors import DeviceError, HostLost, ProtocolError, SkyfabError, UsageError, WorkerDied
 from skyfab.protocol import codec, messages
 
@@ -30,10 +31,6 @@ _MOST_AHEAD: Final = 32
 """Batches that have no reply yet. A program that is further ahead waits."""
 _MOST_BYTES: Final = 256 * 1024 * 1024
 """Bytes of uploads that have no reply yet."""
-_TICK: Final = 0.003
-_IDLE_TICK: Final = 0.05
-_IDLE_AFTER: Final = 1.0
-"""Seconds between looks at instructions that wait: while there are some, and when there have been none for a while."""
 
 Entry = tuple[Sequence[Any], Where]
 
@@ -44,6 +41,10 @@ class Link(Protocol):
     @property
     def name(self) -> str:
         """The host's name."""
+
+    @property
+    def guard(self) -> contextlib.AbstractContextManager[None]:
+        """Holds back Ctrl-C until the end of a ``with`` block, or until `wait` waits inside it."""
 
     def addresses_for(self, other: Any) -> Sequence[str]:
         """Addresses at which the host of another device may reach this one; the likeliest first."""
@@ -94,7 +95,9 @@ class Batch:
         """Called when the reply is there, on the thread that reads; with the error if there is none."""
 
     def value(self) -> Any:
-        """What the host replied. Raises ProtocolError."""
+        """What the host replied. Raises ProtocolError, and DeviceError if it has skipped the instruction."""
+        if self.document is None:
+            raise DeviceError("this was not executed, because of an earlier error", host=self._stream.link.name)
         if not isinstance(self.document, dict) or "value" not in self.document:
             raise ProtocolError(f"a device replied {self.document!r:.200}")
         return self.document["value"]
@@ -135,7 +138,9 @@ class DeviceStream:
         """The device's name on its host."""
         self.link = link
         self.freed: list[int] = []
-        """Ids that are not used any more. The garbage collector appends to it."""
+        """Ids that are not used any more."""
+        self.dead: list[Record] = []
+        """Storages that are gone. The garbage collector appends to it."""
         self.limit = BATCH
         """How many instructions are sent at once; 0 while an error waits to be raised."""
         self.buffer: list[Entry] = []
@@ -152,7 +157,7 @@ class DeviceStream:
         """Why the device can no longer be used."""
         self._uploads: list[memoryview] = []
         self._size = 0
-        _ticker.watch(self)
+        watch(self)
 
     @property
     def torch_device(self) -> torch.device:
@@ -175,7 +180,7 @@ class DeviceStream:
 
     def upload(self, instruction: Sequence[Any], data: memoryview) -> None:
         """Adds an instruction whose last item is the number of a buffer. The memory must not change any more."""
-        with self._lock:
+        with self.link.guard, self._lock:
             self.buffer.append(((*instruction, len(self._uploads)), where()))
             self._uploads.append(data)
             self._size += len(data)
@@ -184,40 +189,48 @@ class DeviceStream:
 
     def flush(self) -> Batch | None:
         """Sends what has been emitted. Waits if too much is under way; raises the error of an earlier instruction."""
-        with self._lock:
+        with self.link.guard, self._lock:
             self._raise()
             self._wait_for_room()
             return self._send()
 
     def tick(self) -> bool:
         """Sends what has been emitted, unless another thread is at it. Returns whether there was something."""
-        if not (self.buffer or self.freed) or self._error is not None or self._lost is not None:
+        if not (self.buffer or self.freed or self.dead) or self._error is not None or self._lost is not None:
             return False
-        if self._lock.acquire(blocking=False):
-            try:
-                if len(self._ahead) < _MOST_AHEAD and self._error is None:
-                    self._send()
-            except SkyfabError:
-                pass  # `_lost` has it
-            finally:
-                self._lock.release()
+        with self.link.guard:
+            if self._lock.acquire(blocking=False):
+                try:
+                    if len(self._ahead) < _MOST_AHEAD and self._error is None:
+                        self._send()
+                except SkyfabError:
+                    pass  # `_lost` has it
+                finally:
+                    self._lock.release()
         return True
 
     def ask(self, instruction: Sequence[Any], *uploads: memoryview) -> Batch:
         """Sends an instruction that replies, and waits for the reply. Raises the error of an earlier one."""
-        with self._lock:
+        return self.receive(self.start(instruction, *uploads))
+
+    def start(self, instruction: Sequence[Any], *uploads: memoryview) -> Batch:
+        """Sends an instruction that replies. Raises the error of an earlier one."""
+        with self.link.guard, self._lock:
             self._raise()
-            self.syncs += 1
             if uploads:
                 first = len(self._uploads)
                 instruction = [*instruction, *range(first, first + len(uploads))]
                 self._uploads += uploads
-            place = where()
-            self.buffer.append((instruction, place))
+            self.buffer.append((instruction, where()))
             batch = self._send()
             assert batch is not None
-        self.wait(functools.partial(self._is_over, batch), place)
-        with self._lock:
+            return batch
+
+    def receive(self, batch: Batch) -> Batch:
+        """Waits for the reply."""
+        self.syncs += 1
+        self.wait(functools.partial(self._is_over, batch), where())
+        with self.link.guard, self._lock:
             self._raise()
         if not batch.done:
             raise HostLost("the connection has ended", host=self.link.name)
@@ -225,7 +238,7 @@ class DeviceStream:
 
     def send_between(self, send: Callable[[], None]) -> None:
         """Sends what has been emitted, then something else to the same worker. Raises the error of an earlier one."""
-        with self._lock:
+        with self.link.guard, self._lock:
             self.flush()
             send()
 
@@ -236,14 +249,14 @@ class DeviceStream:
 
     def consume(self, error: Exception) -> None:
         """The program has been told of this error already: it need not be raised again."""
-        with self._lock:
+        with self.link.guard, self._lock:
             if self._error is error:
                 with contextlib.suppress(type(error)):
                     self._raise()
 
     def check(self) -> None:
         """Raises the error of an earlier instruction, if there is one."""
-        with self._lock:
+        with self.link.guard, self._lock:
             self._raise()
 
     def forget_plans(self) -> None:
@@ -253,7 +266,7 @@ class DeviceStream:
 
     def ask_later(self, instruction: Sequence[Any], then: Callable[[Batch, Exception | None], None]) -> None:
         """Sends an instruction that replies. `then` is called with the reply, on the thread that reads."""
-        with self._lock:
+        with self.link.guard, self._lock:
             self._raise()
             self._wait_for_room()
             self.buffer.append((instruction, where()))
@@ -277,9 +290,9 @@ class DeviceStream:
         return batch.done or self._lost is not None
 
     def _send(self, then: Callable[[Batch, Exception | None], None] | None = None) -> Batch | None:
-        freed = self.freed[:]  # before the buffer: what uses them is already in it
+        freed = self.take_freed()  # before the buffer: what uses them is already in it
         entries = self.buffer[:]
-        del self.freed[: len(freed)], self.buffer[: len(entries)]  # other threads append meanwhile
+        del self.buffer[: len(entries)]  # other threads append meanwhile
         uploads, self._uploads = self._uploads, []
         size, self._size = self._size, 0
         instructions: list[Sequence[Any]] = [instruction for instruction, _ in entries]
@@ -300,12 +313,19 @@ class DeviceStream:
         self._bytes += size
         try:
             self.link.send(codec.Payload(data, buffers), batch)
-        except BaseException as error:  # Ctrl-C too: what is lost on the way must not be missing without a word
+        except BaseException as error:  # also what a handler of signals raises: nothing is missing without a word
             found = error if isinstance(error, SkyfabError) else self.gone("sending was interrupted", entries)
             self._lost = self._lost or found
             self.limit = 0
             raise
         return batch
+
+    def take_freed(self) -> list[int]:
+        """The ids that are not used any more, since this was called last."""
+        with self.link.guard, self._lock:
+            dead, freed = self.dead[:], self.freed[:]
+            del self.dead[: len(dead)], self.freed[: len(freed)]  # other threads append meanwhile
+            return freed + forget(dead)
 
     # ---- replies
 
@@ -400,60 +420,3 @@ def _beside(into: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
         return False
 
     return keep
-
-
-# ---- what waits is sent a little later
-
-
-class _Ticker:
-    """Sends instructions that have waited for a few milliseconds, for all devices. One thread."""
-
-    def __init__(self) -> None:
-        self._streams: list[DeviceStream] = []
-        self._lock = threading.Lock()
-        self._is_running = False
-
-    def watch(self, stream: DeviceStream) -> None:
-        with self._lock:
-            self._streams.append(stream)
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run, name="skyfab-device", daemon=True).start()
-
-    def watched(self) -> list[DeviceStream]:
-        with self._lock:
-            return [stream for stream in self._streams if not stream.is_lost]
-
-    def _open_streams(self) -> list[DeviceStream]:
-        with self._lock:
-            self._streams = [stream for stream in self._streams if not stream.is_lost]
-            self._is_running = bool(self._streams)
-            return self._streams
-
-    def _run(self) -> None:
-        last = time.monotonic()
-        while streams := self._open_streams():
-            found = False
-            for stream in streams:
-                found |= stream.tick()
-            now = time.monotonic()
-            if found:
-                last = now
-            time.sleep(_TICK if now - last < _IDLE_AFTER else _IDLE_TICK)
-
-    def forked(self) -> None:
-        """This is a child process: it has neither the thread nor the devices."""
-        streams, self._streams = self._streams, []
-        self._lock = threading.Lock()
-        self._is_running = False
-        for stream in streams:
-            stream.leave_to_parent()
-
-
-_ticker: Final = _Ticker()
-os.register_at_fork(after_in_child=_ticker.forked)
-
-
-def open_streams() -> list[DeviceStream]:
-    """The streams of all devices that can be used."""
-    return _ticker.watched()

@@ -1,7 +1,6 @@
 """Remote tensors as the client has them: ordinary `torch.Tensor` objects without memory here.
 
-Each storage has an address that nothing is at, from which its record is found, and an id on the host. The record is a
-weak reference: when the storage is gone here, its tensors are freed there.
+Each storage has an address that nothing is at, from which its record is found (records.py), and an id on the host.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ import ctypes
 import itertools
 import math
 import threading
-import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from skyfab.device import wire
+from skyfab.device.records import Record, records
 from skyfab.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ _FIRST_ADDRESS: Final = 1 << 58
 _LARGEST: Final = 1 << 48
 _MOST_DIMENSIONS: Final = 64
 """Limits of what a host may say of a tensor: PyTorch aborts the process where numbers of bytes overflow."""
+_ADDRESSES: Final = 64
+_LARGE: Final = 1 << 24
+"""How many addresses a layout takes at once, unless its tensors are so large."""
 _DLPACK_DEVICE: Final = 12
 """DLPack's number for the device type that torch maps to PrivateUse1."""
 _DLPACK_DTYPES: Final = {
@@ -77,7 +80,11 @@ class _DLTensor(ctypes.Structure):
 
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype = ctypes.py_object
-_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_capsule.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+_name: Final = ctypes.create_string_buffer(b"dltensor")
+_NAME: Final = ctypes.addressof(_name)
+_NAME_AT: Final = object.__basicsize__ + ctypes.sizeof(ctypes.c_void_p)
+"""Where a capsule has the address of its name, after that of its content."""
 _from_dlpack = torch._C._from_dlpack
 
 streams: Final[list[DeviceStream]] = []
@@ -85,16 +92,19 @@ streams: Final[list[DeviceStream]] = []
 new_id: Final = itertools.count(1).__next__
 new_block: Final = itertools.count(1 << 40, 1 << 20).__next__
 """The first of many ids that the host may use: for results of which only the host knows how many there are."""
-records: Final[dict[int, Record]] = {}
-"""By the address of the storage."""
 _lock = threading.Lock()
 _next_address = _FIRST_ADDRESS
 
 
-class Layout:
-    """Shape, strides and dtype of a tensor on one device, with the DLPack structure that makes such a tensor."""
+_Slot = tuple[Any, ctypes.c_uint64, ctypes.c_uint64]
+"""A capsule with a DLPack structure; the capsule's name, and the address in the structure. PyTorch reads a capsule
+once, and renames it: with its name set again it can be read again."""
 
-    __slots__ = ("_address", "_data", "_keep", "_step", "_struct", "dtype", "nbytes", "shape", "stream", "stride")
+
+class Layout:
+    """Shape, strides and dtype of a tensor on one device, with the DLPack structures that make such tensors."""
+
+    __slots__ = ("_addresses", "_dead", "_index", "_keep", "_slots", "dtype", "nbytes", "shape", "stream", "stride")
 
     def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, index: int) -> None:
         self.shape = shape
@@ -103,34 +113,61 @@ class Layout:
         self.stream = streams[index]
         if dtype not in _DLPACK_DTYPES:
             raise TypeError(f"a {dtype} tensor cannot be on {TYPE}:{index}")
-        struct = self._struct = _DLTensor()
-        struct.device_type, struct.device_id, struct.ndim = _DLPACK_DEVICE, index, len(shape)
-        struct.code, struct.bits = _DLPACK_DTYPES[dtype]
-        struct.lanes = 1
-        sizes = ctypes.c_int64 * max(len(shape), 1)
-        self._keep = (sizes(*shape), sizes(*stride))
-        struct.shape, struct.strides = map(ctypes.addressof, self._keep)
-        self._address = ctypes.c_void_p(ctypes.addressof(struct))
-        self._data = ctypes.c_uint64.from_address(ctypes.addressof(struct))
+        self._index = index
         extent = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
         self.nbytes = extent * dtype.itemsize
-        self._step = (self.nbytes + 1023) & ~511
+        self._dead = self.stream.dead.append
+        self._addresses: Iterator[int] = iter(())
+        self._slots: list[_Slot] = []
+        """Those that no thread uses just now."""
+        sizes = ctypes.c_int64 * max(len(shape), 1)
+        self._keep: list[Any] = [sizes(*shape), sizes(*stride)]
+        """The memory that the structures are in: PyTorch reads it again when it frees a tensor."""
 
     def new(self, ident: int = 0) -> tuple[torch.Tensor, int]:
         """A new tensor of this layout, and its id, which may be given. The host knows nothing of it yet."""
-        global _next_address
-        with _lock:
-            address = _next_address
-            _next_address = address + self._step
-            self._data.value = address
-            tensor = _from_dlpack(_capsule(self._address, b"dltensor", None))
-        record = Record(tensor.untyped_storage(), _freed)
+        address = next(self._addresses, 0) or self._next_address()
+        try:
+            slot = self._slots.pop()
+        except IndexError:
+            slot = self._new_slot()
+        capsule, name, data = slot
+        name.value = _NAME
+        data.value = address
+        tensor = _from_dlpack(capsule)
+        self._slots.append(slot)
+        record = Record(tensor.untyped_storage(), self._dead)
+        record.address = address
         record.id = ident = ident or new_id()
         record.layout = self
         record.views = None
-        record.address = address
-        records[address] = record
+        records[address] = record  # last: Ctrl-C may come between any two lines
         return tensor, ident
+
+    def _next_address(self) -> int:
+        """Takes a range of addresses, and returns the first of them."""
+        global _next_address
+        step = (self.nbytes + 1023) & ~511
+        count = _ADDRESSES if step < _LARGE else 1
+        with _lock:
+            first = _next_address
+            _next_address = first + count * step
+        self._addresses = iter(range(first + step, first + count * step, step))
+        return first
+
+    def _new_slot(self) -> _Slot:
+        struct = _DLTensor()
+        struct.device_type, struct.device_id, struct.ndim = _DLPACK_DEVICE, self._index, len(self.shape)
+        struct.code, struct.bits = _DLPACK_DTYPES[self.dtype]
+        struct.lanes = 1
+        struct.shape, struct.strides = map(ctypes.addressof, self._keep[:2])
+        self._keep.append(struct)
+        place = ctypes.addressof(struct)
+        capsule = _capsule(place, _NAME, None)
+        name = ctypes.c_uint64.from_address(id(capsule) + _NAME_AT)
+        if name.value != _NAME:
+            raise RuntimeError("remote devices need CPython, with capsules as they are from 3.10 to 3.13")
+        return capsule, name, ctypes.c_uint64.from_address(place)
 
 
 _layouts: Final[dict[tuple[Any, ...], Layout]] = {}
@@ -147,6 +184,7 @@ def layout_of(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtyp
 
 def has_tensors(stream: DeviceStream) -> bool:
     """Whether the program still has tensors of a device."""
+    stream.take_freed()
     return any(record.layout.stream is stream for record in list(records.values()))
 
 
@@ -154,28 +192,6 @@ def forget_layouts(index: int) -> None:
     """The device of that index is another one now."""
     for key in [key for key in _layouts if key[3] == index]:
         del _layouts[key]
-
-
-class Record(weakref.ref[Any]):
-    """What is known of a remote storage. It is the weak reference to the storage's object here."""
-
-    __slots__ = ("address", "id", "layout", "views")
-
-    id: int
-    """The id of the tensor that was made with the storage."""
-    layout: Layout
-    views: dict[Any, tuple[Layout, int]] | None
-    """Other tensors of the same storage: their layouts and ids."""
-    address: int
-
-
-def _freed(record: Record) -> None:
-    """The garbage collector may call this at any time, on any thread: it only appends."""
-    records.pop(record.address, None)
-    freed = record.layout.stream.freed
-    freed.append(record.id)
-    if record.views:
-        freed.extend([ident for _, ident in record.views.values() if ident != record.id])
 
 
 def is_remote(value: object) -> bool:
@@ -195,7 +211,11 @@ def operand(tensor: torch.Tensor) -> tuple[Any, Any]:
 
     A tensor without dimensions that is in this process's memory is sent by value. Raises RuntimeError for others.
     """
-    if tensor.is_cpu or tensor.device.type != TYPE:
+    offset = tensor.storage_offset() * tensor.element_size()
+    record = records.get(tensor.data_ptr() - offset)
+    if record is not None:
+        return view(tensor, record, offset)
+    if tensor.device.type != TYPE:
         if tensor.dim():
             raise RuntimeError(
                 f"expected all tensors to be on a {TYPE} device, found one of shape {list(tensor.shape)} "
@@ -203,12 +223,7 @@ def operand(tensor: torch.Tensor) -> tuple[Any, Any]:
             )
         kind, number = _SCALARS[tensor.dtype]
         return kind, (number, tensor.item())
-    offset = tensor.storage_offset() * tensor.element_size()
-    address = tensor.data_ptr()
-    record = records.get(address - offset) if address else None
-    if record is None:
-        record = records[tensor.untyped_storage().data_ptr()]
-    return view(tensor, record, offset)
+    return view(tensor, records[tensor.untyped_storage().data_ptr()], offset)  # without elements: at no address
 
 
 def view(tensor: torch.Tensor, record: Record, offset: int) -> tuple[Layout, int]:
@@ -227,13 +242,14 @@ def view(tensor: torch.Tensor, record: Record, offset: int) -> tuple[Layout, int
                     stream.freed.append(ident)
         layout = layout_of(tuple(key[0]), key[1], key[2], stream.index)
         if layout is record.layout and not offset:
-            found = (layout, record.id)
+            found = views[key] = (layout, record.id)
         else:
             found = (layout, new_id())
             number = DTYPE_NUMBERS[layout.dtype]
             at = offset // layout.dtype.itemsize
-            stream.emit([wire.VIEW, found[1], record.id, layout.shape, layout.stride, at, number])
-        views[key] = found
+            with stream.link.guard:  # else Ctrl-C would leave a view there that nobody frees
+                stream.emit([wire.VIEW, found[1], record.id, layout.shape, layout.stride, at, number])
+                views[key] = found
     return found
 
 

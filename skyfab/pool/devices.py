@@ -33,6 +33,7 @@ class DeviceLink:
 
     def __init__(self, node: Node, worker: str, spec: WorkerSpec, events: Events) -> None:
         self.name = node.name
+        self.guard = SIGINT_GUARD
         self.node = node
         self.worker = worker
         self.tree = spec.tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,6 +41,7 @@ class Silent:
     """A host that is sent batches and answers when it is told to."""
 
     name = "silent"
+    guard = contextlib.nullcontext()
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -116,6 +118,15 @@ def test_a_worker_that_ends(stream: DeviceStream, why: str) -> None:
     with pytest.raises(sky.WorkerDied, match="tensors are gone"):
         stream.emit([-9])
     assert stream.is_lost
+
+
+def test_an_instruction_that_was_skipped(stream: DeviceStream) -> None:
+    stream.emit([-9])
+    stream.flush()
+    (batch,) = stream.link.batches  # type: ignore[attr-defined]
+    batch.answered(messages.Result(parts=[0]), [memoryview(b"")])
+    with pytest.raises(sky.DeviceError, match="not executed"):
+        batch.value()
 
 
 def test_sending_that_is_interrupted_is_not_silent(stream: DeviceStream, monkeypatch: pytest.MonkeyPatch) -> None:

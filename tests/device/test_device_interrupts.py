@@ -1,0 +1,130 @@
+"""Ctrl-C at any moment: a device goes on, and its tensors are as if the program had stopped between two lines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+pytestmark = pytest.mark.slow
+
+BEGIN = """
+import os, random, signal, threading, time
+import skyfab as sky
+import torch
+
+def interrupted(action, after):
+    "Whether Ctrl-C has ended the action. It comes once, so many seconds after the action has begun."
+    arrived = threading.Event()
+    def press():
+        time.sleep(after)
+        os.kill(os.getpid(), signal.SIGINT)
+        arrived.set()
+    thread = threading.Thread(target=press)
+    try:
+        thread.start()
+        action()
+        arrived.wait()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        thread.join()
+    return False
+
+compute = sky.Compute("local", ui="none")
+compute.open()
+device = compute.device("cpu")
+"""
+
+
+def run(code: str) -> str:
+    """What a program prints that has a device of this machine."""
+    ended = subprocess.run(
+        [sys.executable, "-c", BEGIN + code + "\ncompute.close()"], capture_output=True, text=True, timeout=110
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+def test_between_operations() -> None:
+    """Each operation was executed once or, if it is the one that was interrupted, once or not at all."""
+    code = """
+number = torch.zeros(100, dtype=torch.int64, device=device)
+done = 0
+
+def count():
+    global done
+    while True:
+        number.add_(1)
+        done += 1
+
+for _ in range(60):
+    assert interrupted(count, random.uniform(0, 0.03))
+    found = set(number.tolist())
+    assert found in ({done}, {done + 1}), (found, done)
+    (done,) = found
+print("counted", done > 1000)
+"""
+    assert run(code) == "counted True\n"
+
+
+def test_while_tensors_are_made_and_sent() -> None:
+    code = """
+data = torch.arange(50_000)
+total = data.sum().item() - 45
+kept, most = [], 0
+
+def make(count=10**9):
+    for _ in range(count):
+        there = data.to(device)
+        kept.append((there * 2 - there)[10:].relu())
+        del kept[:-5]
+
+make(1)
+for _ in range(30):
+    assert interrupted(make, random.uniform(0, 0.05))
+    assert all(there.sum().item() == total for there in kept)
+    most = max(most, len(kept))
+kept.clear()
+print(most > 1, sky.memory(device)["tensors"])
+"""
+    assert run(code) == "True 0\n"
+
+
+def test_while_the_program_waits_for_a_value() -> None:
+    code = """
+a = torch.ones(3, device=device)
+
+def ask():
+    sky.run_on(device, time.sleep, 3)
+
+def sum_later():
+    with torch.no_grad():
+        a.add_(1)
+        a.sum().item()
+
+begin = time.monotonic()
+assert interrupted(ask, 0.5)
+assert interrupted(sum_later, 0.5)
+print("at once", time.monotonic() - begin < 2.5)
+print(a.tolist())
+"""
+    assert run(code) == "at once True\n[2.0, 2.0, 2.0]\n"
+
+
+def test_while_a_generator_is_waited_for() -> None:
+    code = """
+def numbers():
+    for number in range(4):
+        time.sleep(0.5)
+        yield number
+
+found, values = [], sky.run_on(device, numbers)
+for _ in range(3):
+    interrupted(lambda: found.append(next(values)), 0.2)
+print([*found, *values])
+"""
+    assert run(code) == "[0, 1, 2, 3]\n"

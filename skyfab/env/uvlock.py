@@ -1,0 +1,107 @@
+"""Reads a project's uv.lock: the versions, indexes and hashes that it fixes for a target."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from skyfab.calls.image import PipIndex
+from skyfab.env import uv
+from skyfab.env.facts import Target
+from skyfab.env.resolve import TORCH, LockError, Pins, sum_of
+from skyfab.env.wheels import applies
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_PYPI = "index.example"
+
+
+def is_uv_lock(path: str | None) -> bool:
+    """Whether it is a uv.lock, or that of a script, ``train.py.lock``, and not a pylock.toml."""
+    return path is not None and (Path(path).name == "uv.lock" or path.endswith(".py.lock"))
+
+
+def read_pins(path: str, target: Target) -> Pins:
+    """Raises LockError if uv cannot read the lock."""
+    file = Path(path).expanduser().absolute()
+    try:
+        text = _exported(file, sum_of(file.read_text(encoding="utf-8")))
+        packages = [one for one in tomllib.loads(text).get("packages", []) if applies(one.get("marker", ""), target)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise LockError(f"cannot read the lock {path}: {getattr(error, 'strerror', None) or error}") from None
+    except uv.UvFailed as failed:
+        raise LockError(f"{path}: {failed}", hint="uv lock writes it anew") from None
+    scopes: dict[str, list[str]] = {}
+    for one in packages:
+        if _has_own_index(one):
+            scopes.setdefault(one["index"], []).append(one["name"])
+    return Pins(
+        constraints=tuple(_constraint(one, file.parent) for one in packages),
+        indexes=tuple(PipIndex(url, tuple(names)) for url, names in scopes.items()),
+        hashes=tuple(sorted({pair for one in packages for pair in files_of(one)})),
+    )
+
+
+@cache
+def _exported(file: Path, _content: str) -> str:
+    """The lock as a pylock.toml, with all members of its workspace."""
+    which = ("--script", str(file.with_suffix(""))) if file.name != "uv.lock" else ("--all-packages",)
+    options = ("--frozen", "--no-emit-project", "--no-default-groups", "--no-editable", "--no-header")
+    return uv.run_uv(
+        *("export", "--format", "pylock.toml", *options, *which, "--python", sys.executable),
+        env={"UV_PYTHON_DOWNLOADS": "never"},
+        cwd=file.parent,
+    )
+
+
+def _has_own_index(package: Mapping[str, Any]) -> bool:
+    """Whether a package must come from its index in the lock.
+
+    Not from the default one, which may be a mirror here. And not torch, unless its build was chosen: each host has the
+    one that fits it.
+    """
+    url = package.get("index", "")
+    default = uv.configured(uv.environment())
+    if not url or urlsplit(url).hostname == _PYPI or url.rstrip("/") in {uv.bare(one).rstrip("/") for one in default}:
+        return False
+    if package["name"] in TORCH and "+" not in package["version"]:
+        return False
+    return not uv.is_local(url) or Path(unquote(urlsplit(url).path)).is_dir()
+
+
+def _constraint(package: Mapping[str, Any], base: Path) -> str:
+    name = package["name"]
+    source = package.get("vcs") or package.get("directory") or package.get("archive")
+    if source is None:
+        return f"{name}=={package['version']}"
+    url = source.get("url") or (base / source["path"]).resolve().as_uri()
+    inner = f"#subdirectory={source['subdirectory']}" if source.get("subdirectory") else ""
+    return f"{name} @ git+{url}@{source['commit-id']}{inner}" if "vcs" in package else f"{name} @ {url}{inner}"
+
+
+def files_of(package: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The files of a package in a pylock.toml: pairs of name and sha256."""
+    for one in (*package.get("wheels", ()), *(package[kind] for kind in ("sdist", "archive") if kind in package)):
+        filename = one.get("name") or unquote(urlsplit(one.get("url") or one["path"]).path).rpartition("/")[2]
+        if sha256 := one.get("hashes", {}).get("sha256", ""):
+            yield filename, sha256
+
+
+def check_files(text: str, pins: Pins) -> None:
+    """Raises LockError if a file of a pylock.toml has another sha256 than in the uv.lock."""
+    known = dict(pins.hashes)
+    for package in tomllib.loads(text).get("packages", []):
+        for filename, sha256 in files_of(package):
+            if known.get(filename, sha256) != sha256:
+                raise LockError(
+                    f"{filename} is not the file that uv.lock has\nsha256 {sha256}\nlocked {known[filename]}",
+                    hint="the file in the index has changed: ask who maintains the index, or: uv lock --upgrade-package"
+                    f" {package['name']}",
+                )

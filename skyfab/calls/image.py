@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from skyfab.errors import UsageError
-from skyfab.inventory.host import variables
+from skyfab.inventory.host import setup_lines, variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,11 @@ class Image:
     excludes: tuple[str, ...] = ()
     """Patterns, as in .gitignore, of project files that are not sent."""
     lock: str | None = None
-    """A pylock.toml file to use as it is."""
+    """A pylock.toml to use as it is; or a uv.lock, which fixes the versions of the packages in `pip`."""
     install: Literal["auto", "push", "fetch"] = "auto"
     """``"push"``: packages are sent from here. ``"fetch"``: hosts download them. ``"auto"``: what works there."""
+    setup: str = ""
+    """Shell lines that run on a host before Python, after those of the inventory: ``module load cuda``."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|/.+|\d+\.\d+(\.\d+)?", self.python, re.DOTALL):
@@ -56,6 +60,25 @@ class Image:
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         object.__setattr__(self, "env", variables(self.env, "Image(env=…)"))
+        object.__setattr__(self, "setup", setup_lines(self.setup, "Image(setup=…)"))
         for package in self.apt:
             if not re.fullmatch(r"[a-z0-9][a-z0-9+.:-]*(=[A-Za-z0-9.+:~-]+)?", package):
                 raise UsageError(f"Image(apt=…) names {package!r}, which is no Debian package")
+
+    @classmethod
+    def of_project(cls, path: str | os.PathLike[str] = ".") -> Image:
+        """The image that a script or project describes, as `skyfab run` finds it.
+
+        `path` is a script or a folder. Taken is the first of: the script's PEP 723 block; the pyproject.toml, with its
+        uv.lock, or the requirements.txt, of its folder or the nearest one above it in the repository. Raises UsageError
+        if there is none.
+        """
+        from skyfab.calls.manifest import find
+
+        found = find(Path(path).expanduser())
+        if found is None:
+            raise UsageError(
+                f"{path}: nothing says which packages it needs",
+                hint="a pyproject.toml, a requirements.txt, or a PEP 723 block at the top of the script",
+            )
+        return found.image

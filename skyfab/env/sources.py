@@ -79,7 +79,7 @@ class _Source:
     def of(cls, package: Mapping[str, Any], base: Path) -> _Source | None:
         """None for a package that has wheels."""
         found = package.get("vcs") or package.get("directory") or package.get("archive") or package.get("sdist")
-        if package.get("wheels") or found is None:
+        if package.get("wheels") or found is None or ("vcs" in package and "commit-id" not in found):
             return None
         url = found.get("url") or (base / found["path"]).absolute().as_uri()
         if url.endswith(".whl"):

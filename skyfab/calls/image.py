@@ -65,6 +65,11 @@ class Image:
             if not re.fullmatch(r"[a-z0-9][a-z0-9+.:-]*(=[A-Za-z0-9.+:~-]+)?", package):
                 raise UsageError(f"Image(apt=…) names {package!r}, which is no Debian package")
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether `lock` names every file: a pylock.toml, and not a uv.lock or that of a script, ``train.py.lock``."""
+        return self.lock is not None and not (Path(self.lock).name == "uv.lock" or self.lock.endswith(".py.lock"))
+
     @classmethod
     def of_project(cls, path: str | os.PathLike[str] = ".") -> Image:
         """The image that a script or project describes, as `skyfab run` finds it.

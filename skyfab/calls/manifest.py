@@ -1,4 +1,4 @@
-"""Finds what a project says about its environment: a PEP 723 block, pyproject.toml with uv.lock, or requirements.txt."""
+"""Finds what a project says about its environment: PEP 723 block, pyproject.toml with uv.lock, requirements.txt."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ class Manifest:
     source: str
     """For the user: ``pyproject.toml with uv.lock``."""
     image: Image
+    is_scripts: bool = False
+    """Whether the script itself describes it."""
 
 
 def find(path: Path) -> Manifest | None:
@@ -80,7 +82,7 @@ def _of_script(script: Path) -> Manifest | None:
     document = _parsed(content, shown)
     lock = script.with_name(f"{script.name}.lock")
     image = _image(document, document.get("tool", {}), shown, lock if lock.is_file() else None, script.parent)
-    return Manifest(f"{shown} (PEP 723)" + (f" with {lock.name}" if image.lock else ""), image)
+    return Manifest(f"{shown} (PEP 723)" + (f" with {lock.name}" if image.lock else ""), image, is_scripts=True)
 
 
 def _of_project(file: Path, script: Path | None) -> Manifest | None:
@@ -92,7 +94,7 @@ def _of_project(file: Path, script: Path | None) -> Manifest | None:
     lock = next((lock for folder in folders_above(file) if (lock := folder / "uv.lock").is_file()), None)
     image = _image(project, document.get("tool", {}), shown, lock, file.parent)
     own = _own_packages(file.parent, project, script) if "build-system" in document else ()
-    return Manifest(shown + (f" with {lock.name}" if lock else ""), replace(image, includes=tuple(own)))
+    return Manifest(shown + (f" with {lock.name}" if image.lock and lock else ""), replace(image, includes=tuple(own)))
 
 
 def _own_packages(folder: Path, project: Mapping[str, Any], script: Path | None) -> Sequence[str]:
@@ -110,7 +112,7 @@ def _image(document: Mapping[str, Any], tool: Mapping[str, Any], shown: str, loc
     if not isinstance(wanted, list) or not all(isinstance(text, str) for text in wanted):
         raise UsageError(f"{shown}: dependencies must be an array of strings")
     _check_python(document.get("requires-python"), shown)
-    if lock is not None:
+    if lock is not None and wanted:
         return Image(pip=tuple(wanted), lock=str(lock))
     pip, indexes = _Sources(tool.get("uv", {}), shown, base).translated(wanted)
     return Image(pip=pip, pip_indexes=indexes)
@@ -172,7 +174,7 @@ class _Sources:
             revision = next((source[key] for key in ("rev", "tag", "branch") if key in source), None)
             return f"git+{source['git']}" + (f"@{revision}" if revision else "") + inner
         if "path" in source:
-            return (self._base / source["path"]).resolve().as_uri() + inner
+            return Path(self._base, source["path"]).resolve().as_uri() + inner
         if "url" in source:
             return f"{source['url']}{inner}"
         raise self._refused(f"{name} is a part of its workspace")

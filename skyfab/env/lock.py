@@ -19,7 +19,7 @@ from skyfab.env import uv
 from skyfab.env.facts import Target
 from skyfab.env.resolve import LockError, Pins, Question, Resolver, clean, requirement, sum_of, text_of, toml
 from skyfab.env.sources import file_of, is_built, with_wheels
-from skyfab.env.uvlock import check_files, is_uv_lock, read_pins
+from skyfab.env.uvlock import check_files, read_pins
 from skyfab.env.wheels import Wheel, applies, tags
 
 if sys.version_info >= (3, 11):
@@ -81,7 +81,7 @@ def make_lock(
     `together` are all targets of a pool: torch has the same version on all of them. With `only_known`, returns None
     if uv would have to resolve. Raises LockError.
     """
-    if image.lock is not None and not is_uv_lock(image.lock):
+    if image.lock is not None and image.is_exact:
         return read_lock(image.lock, target)
     if not image.pip:
         return _lock(Lock(text="", wheels=(), digest="").placed(str), target)
@@ -135,7 +135,7 @@ def indexes(image: Image) -> tuple[str, ...]:
     """The URLs that a host must reach to install the image by itself: http(s), without credentials."""
     if not (image.pip or image.lock):
         return ()
-    if image.lock is not None and not is_uv_lock(image.lock):
+    if image.lock is not None and image.is_exact:
         places = re.findall(r"""\burl\s*=\s*["'](https?://[^/"']+)""", clean(text_of(image.lock)))
     else:
         places = [*(index.url for index in image.pip_indexes), *uv.configured(uv.environment())]
@@ -147,7 +147,7 @@ def needs_push(image: Image, wheels: Sequence[Wheel] = ()) -> bool:
     environ = uv.environment()
     known = uv.logins(environ)
     places = [wheel.url for wheel in wheels]
-    if image.pip and (image.lock is None or is_uv_lock(image.lock)):
+    if image.pip and not image.is_exact:
         places += [*(index.url for index in image.pip_indexes), *uv.configured(environ)]
     return any(
         uv.is_local(url) or uv.userinfo(url) or uv.origin(url) in known or uv.netrc_login(url, environ)

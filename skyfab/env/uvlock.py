@@ -23,11 +23,6 @@ else:
 _PYPI = "index.example"
 
 
-def is_uv_lock(path: str | None) -> bool:
-    """Whether it is a uv.lock, or that of a script, ``train.py.lock``, and not a pylock.toml."""
-    return path is not None and (Path(path).name == "uv.lock" or path.endswith(".py.lock"))
-
-
 def read_pins(path: str, target: Target) -> Pins:
     """Raises LockError if uv cannot read the lock."""
     file = Path(path).expanduser().absolute()

@@ -89,7 +89,7 @@ class Host:
     workdir: str = "auto"
     """The working directory of functions: ``"auto"``, ``"temp"`` or a path on the host, as for `Compute`."""
     setup: str = ""
-    """Shell lines that run on the host before Python, such as ``module load cuda``: their variables are the workers'."""
+    """Shell lines that run on the host before Python, as in ``module load cuda``: workers have their variables."""
     transport: Literal["auto", "openssh", "fabric", "local"] = "auto"
     interface: str = "auto"
     tags: tuple[str, ...] = ()

@@ -11,7 +11,6 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -29,7 +28,7 @@ from skyfab.ui.events import Event, HostState
 
 MINOR = f"{sys.version_info[0]}.{sys.version_info[1]}"
 SECRET = secrets.token_hex(12)
-_caches = count(1)
+pytestmark = pytest.mark.usefixtures("world")
 
 
 version_of = sky.function(remote.version_of)
@@ -56,26 +55,6 @@ def torch_wheels(monkeypatch: pytest.MonkeyPatch) -> str:
     pytest.skip(f"pip's configuration names no folder with torch {version}")
 
 
-@pytest.fixture(autouse=True)
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """uv sees nothing of this machine's settings and caches."""
-    for name in list(os.environ):
-        if name.upper().startswith(("UV_", "PIP_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
-    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
-
-
-@pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    """The default index, which no host can reach."""
-    with Index(tmp_path / "index") as found:
-        monkeypatch.setenv("PIP_INDEX_URL", found.url)
-        yield found
-
-
 @pytest.fixture
 def open_index(namespaces: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     """The default index, where hosts can reach it."""
@@ -89,22 +68,6 @@ def address_towards(host: LabHost) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host.address, 9))
         return str(probe.getsockname()[0])
-
-
-@pytest.fixture
-def fresh(namespaces: Lab, hosts_of: Callable[..., list[sky.Host]]) -> Iterator[Callable[..., list[sky.Host]]]:
-    """``fresh("openssh", 2)``: hosts on which nothing has been installed; they find an interpreter themselves."""
-    made: list[str] = []
-
-    def hosts(transport: str = "openssh", number: int = 1, **changes: object) -> list[sky.Host]:
-        cache = f"/var/tmp/skyfab cache {next(_caches)}"
-        made.append(cache)
-        return hosts_of(transport, number, **{"cache": cache, "python": "auto", **changes})
-
-    yield hosts
-    for host in namespaces.hosts:
-        for cache in made:
-            host.run(["sh", "-c", f"umount '{cache}' 2>/dev/null; rm -rf '{cache}'"])
 
 
 def pool(hosts: list[sky.Host], seen: list[Event] | None = None, **image: object) -> sky.Compute:

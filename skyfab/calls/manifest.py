@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +14,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
+from skyfab import toml
 from skyfab.calls.image import Image, PipIndex
 from skyfab.errors import UsageError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _BLOCK: Final = re.compile(r"(?m)^# /// script$\s(?P<content>(?:^#(?:| .*)$\s)+)^# ///$")
 """As PEP 723 has it."""
@@ -212,8 +207,7 @@ def read(file: Path) -> dict[str, Any]:
 
 def _parsed(text: str, shown: str) -> dict[str, Any]:
     try:
-        document: dict[str, Any] = tomllib.loads(text)
-        return document
+        return toml.loads(text)
     except ValueError as error:
         raise UsageError(f"{shown}: is not TOML: {error}") from None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,18 +13,14 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from packaging.markers import InvalidMarker
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
+from skyfab import toml
 from skyfab.calls.image import Image
 from skyfab.env import uv
 from skyfab.env.facts import Target
-from skyfab.env.resolve import LockError, Pins, Question, Resolver, clean, requirement, sum_of, text_of, toml
+from skyfab.env.resolve import LockError, Pins, Question, Resolver, clean, requirement, sum_of, text_of
 from skyfab.env.sources import file_of, is_built, with_wheels
 from skyfab.env.uvlock import check_files, read_pins
 from skyfab.env.wheels import Wheel, applies, tags
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 __all__ = ["Lock", "LockError", "Wheel", "indexes", "make_lock", "needs_push", "read_lock"]
 
@@ -46,10 +41,10 @@ class Lock:
         parts = ['lock-version = "1.0"\ncreated-by = "skyfab"\n', "" if self.wheels else "packages = []\n"]
         for wheel in self.wheels:
             path = place(wheel)
-            where = f"url = {toml(uv.bare(wheel.url))}" if path is None else f"path = {toml(path)}"
-            entry = f"name = {toml(wheel.filename)}, {where}"
+            where = f"url = {toml.dumps(uv.bare(wheel.url))}" if path is None else f"path = {toml.dumps(path)}"
+            entry = f"name = {toml.dumps(wheel.filename)}, {where}"
             parts.append(
-                f"\n[[packages]]\nname = {toml(wheel.package)}\nversion = {toml(wheel.version)}\n"
+                f"\n[[packages]]\nname = {toml.dumps(wheel.package)}\nversion = {toml.dumps(wheel.version)}\n"
                 f'wheels = [{{ {entry}, hashes = {{ sha256 = "{wheel.sha256}" }} }}]\n'
             )
         return "".join(parts)
@@ -160,10 +155,10 @@ def needs_push(image: Image, wheels: Sequence[Wheel] = ()) -> bool:
 
 def _lock(text: str, target: Target, *, base: Path | None = None) -> Lock:
     try:
-        packages = tomllib.loads(text).get("packages", [])
+        packages = toml.loads(text).get("packages", [])
         order = {tag: rank for rank, tag in enumerate(tags(target))}
         wheels = [_choose(one, target, order, base) for one in packages if applies(one.get("marker", ""), target)]
-    except (tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError, InvalidMarker) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, InvalidMarker) as error:
         raise LockError(f"not a pylock.toml: {error}") from error
     wheels.sort(key=lambda wheel: wheel.package)
     content = [target.python, uv.platform_of(target), *((one.package, one.version, one.sha256) for one in wheels)]

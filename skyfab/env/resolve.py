@@ -18,6 +18,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from skyfab import toml
 from skyfab.calls.image import Image, PipIndex
 from skyfab.env import builds, uv
 from skyfab.env.facts import Target
@@ -35,11 +36,6 @@ class LockError(UsageError):
 
 def sum_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def toml(value: object) -> str:
-    """A string or a list of strings in TOML, whose syntax for them is that of JSON."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def clean(text: str) -> str:
@@ -342,10 +338,10 @@ class Resolver:
         if question.torch:
             constraints = (*constraints, f"torch=={question.torch}")
         lines = ["[project]", 'name = "skyfab-image"', 'version = "0"']
-        lines += [f"dependencies = {toml([*question.pip, *sorted(also)])}"]
+        lines += [f"dependencies = {toml.dumps([*question.pip, *sorted(also)])}"]
         logins: dict[str, str] = {}
         for number, index in enumerate(question.indexes):
-            lines += ["[[tool.uv.index]]", f'name = "skyfab-{number}"', f"url = {toml(uv.bare(index.url))}"]
+            lines += ["[[tool.uv.index]]", f'name = "skyfab-{number}"', f"url = {toml.dumps(uv.bare(index.url))}"]
             lines += ["explicit = true", *(['format = "flat"'] if _is_flat(index.url) else [])]
             user, password = uv.userinfo(index.url) or ("", "")
             logins |= {f"UV_INDEX_SKYFAB_{number}_USERNAME": user, f"UV_INDEX_SKYFAB_{number}_PASSWORD": password}

@@ -15,15 +15,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from skyfab import toml
 from skyfab.env import uv
 from skyfab.env.facts import Target
-from skyfab.env.resolve import LockError, sum_of, toml
+from skyfab.env.resolve import LockError, sum_of
 from skyfab.env.wheels import Wheel, applies, fetch
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _SECONDS = 600
 """Timeout for git."""
@@ -42,7 +38,7 @@ def _built(block: str, target: Target, base: Path) -> str:
     if not re.search(r"(?m)^(\[packages\.)?(sdist|vcs|directory|archive)\b", block):
         return block
     try:
-        (package,) = tomllib.loads(block)["packages"]
+        (package,) = toml.loads(block)["packages"]
         source = _Source.of(package, base) if applies(package.get("marker", ""), target) else None
     except (ValueError, KeyError, TypeError, AttributeError):  # reading it as a lock reports the error
         return block
@@ -51,10 +47,11 @@ def _built(block: str, target: Target, base: Path) -> str:
     wheel = _wheel(source)
     if not wheel.name.endswith("-none-any.whl"):
         _check_platform(package["name"], target)
-    marker = f"marker = {toml(package['marker'])}\n" if "marker" in package else ""
-    entry = f"name = {toml(wheel.name)}, url = {toml(wheel.as_uri())}"
+    marker = f"marker = {toml.dumps(package['marker'])}\n" if "marker" in package else ""
+    entry = f"name = {toml.dumps(wheel.name)}, url = {toml.dumps(wheel.as_uri())}"
+    version = toml.dumps(wheel.name.split("-")[1])
     return (
-        f"[[packages]]\nname = {toml(package['name'])}\nversion = {toml(wheel.name.split('-')[1])}\n{marker}"
+        f"[[packages]]\nname = {toml.dumps(package['name'])}\nversion = {version}\n{marker}"
         f'wheels = [{{ {entry}, hashes = {{ sha256 = "{uv.digest_of(wheel)}" }} }}]\n\n'
     )
 

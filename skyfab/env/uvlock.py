@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from skyfab import toml
 from skyfab.calls.image import PipIndex
 from skyfab.env import uv
 from skyfab.env.facts import Target
 from skyfab.env.resolve import TORCH, LockError, Pins, sum_of
 from skyfab.env.wheels import applies
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _PYPI = "index.example"
 
@@ -28,7 +24,7 @@ def read_pins(path: str, target: Target) -> Pins:
     file = Path(path).expanduser().absolute()
     try:
         text = _exported(file, sum_of(file.read_text(encoding="utf-8")))
-        packages = [one for one in tomllib.loads(text).get("packages", []) if applies(one.get("marker", ""), target)]
+        packages = [one for one in toml.loads(text).get("packages", []) if applies(one.get("marker", ""), target)]
     except (OSError, UnicodeDecodeError) as error:
         raise LockError(f"cannot read the lock {path}: {getattr(error, 'strerror', None) or error}") from None
     except uv.UvFailed as failed:
@@ -92,7 +88,7 @@ def files_of(package: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def check_files(text: str, pins: Pins) -> None:
     """Raises LockError if a file of a pylock.toml has another sha256 than in the uv.lock."""
     known = dict(pins.hashes)
-    for package in tomllib.loads(text).get("packages", []):
+    for package in toml.loads(text).get("packages", []):
         for filename, sha256 in files_of(package):
             if known.get(filename, sha256) != sha256:
                 raise LockError(

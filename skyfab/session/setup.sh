@@ -17,14 +17,15 @@ set --
 skyfab_o=$(mktemp) || skyfab_o=/dev/null
 exec 4>&1 5>&2 >"$skyfab_o" 2>&1
 skyfab_hex() { od -An -v -tx1 | tr -cd 0-9a-f; }
-# shellcheck disable=SC2317,SC2329 # run by the trap, also if a line exits
+# shellcheck disable=SC2317 # run by the trap, also if a line exits
 skyfab_failed() {
   skyfab_s=$?
   set +eu
   exec >&4 2>&5
   # in two parts: the text of this command does not look like a reply
   printf %s "=sky""fab=$skyfab_8=setup $skyfab_s $(printf %s "$skyfab_1" | skyfab_hex) "
-  echo "$(tail -c 4000 "$skyfab_o" | skyfab_hex)"
+  tail -c 4000 "$skyfab_o" | skyfab_hex
+  echo
   test "$skyfab_o" = /dev/null || rm -f "$skyfab_o"
 }
 trap skyfab_failed EXIT

@@ -29,7 +29,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+def index(world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     """The default index, which no host can reach."""
     with Index(tmp_path / "index") as found:
         monkeypatch.setenv("PIP_INDEX_URL", found.url)

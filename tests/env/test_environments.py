@@ -56,7 +56,7 @@ def torch_wheels(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def open_index(namespaces: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+def open_index(world: None, namespaces: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     """The default index, where hosts can reach it."""
     with Index(tmp_path / "open", address=address_towards(namespaces.hosts[0])) as found:
         monkeypatch.setenv("PIP_INDEX_URL", found.url)

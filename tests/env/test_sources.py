@@ -104,7 +104,7 @@ def test_compiled_code_that_is_built_here_is_for_hosts_like_this_machine(index: 
 def test_a_source_that_cannot_be_built_says_why(index: Index, tmp_path: Path) -> None:
     source = make_source(tmp_path / "stone", "stone", "1.0")
     (source / "backend.py").write_text("def build_wheel(*_):\n    raise RuntimeError('no compiler here')\n")
-    with pytest.raises(LockError, match="(?s)stone cannot be built.*no compiler here"):
+    with pytest.raises(LockError, match=r"(?s)stone cannot be built.*no compiler here"):
         make_lock(Image(pip=[f"stone @ {source.as_uri()}"]), HERE)
     assert list((uv.home() / "built").iterdir()) == []
 

@@ -157,6 +157,9 @@ def test_a_host_of_a_detached_run_is_lost_and_that_is_all() -> None:
 class Images:
     """Notes for which sessions an interpreter is asked for."""
 
+    def setup(self, host: Host) -> str:
+        return ""
+
     def __init__(self) -> None:
         self.begun = 0
         self.sessions: list[str] = []

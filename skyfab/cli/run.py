@@ -68,9 +68,8 @@ def run(
 
     script, function = _parsed(target)
     settings = ProjectSettings.of(script)
-    if hosts is None and inventory is None:
-        hosts, inventory = settings.hosts, settings.inventory
-    ranks = ranks or settings.ranks
+    hosts = hosts or (settings.hosts if inventory is None else None)
+    inventory, ranks = inventory or settings.inventory, ranks or settings.ranks
     if hosts is None and inventory is None:
         hosts, ranks = "local", ranks or 2
     results.name_options()

@@ -152,6 +152,18 @@ def test_a_host_that_reaches_the_index_fetches_for_itself(
     assert found == ""
 
 
+def test_only_what_was_built_here_is_sent_to_a_host_that_reaches_the_index(
+    fresh: Callable[..., list[sky.Host]], open_index: Index, namespaces: Lab
+) -> None:
+    open_index.add("shelf", "1.0", requires=["stone"])
+    open_index.add_source("stone", "2.0")
+    hosts = fresh()
+    with pool(hosts, pip=["shelf"]) as compute:
+        assert [version_of("shelf") >> compute, version_of("stone") >> compute] == ["1.0", "2.0"]
+    found = namespaces[hosts[0].name].run(["find", f"{hosts[0].cache}/packages", "-name", "*.whl"]).stdout
+    assert [Path(line).name for line in found.splitlines()] == ["stone-2.0-py3-none-any.whl"]
+
+
 def test_pushing_can_be_asked_for(fresh: Callable[..., list[sky.Host]], open_index: Index, namespaces: Lab) -> None:
     open_index.add("shelf", "1.0")
     hosts = fresh()

@@ -157,6 +157,15 @@ def test_a_project_on_this_machine_uses_this_python(app: Path) -> None:
     assert folder != str(app)
 
 
+def test_hosts_of_the_project_settings(app: Path, run: Run) -> None:
+    """Options take their place; those of hosts leave the inventory."""
+    write(app / "train.py", "print('here')\n")
+    pyproject(app, more='[tool.skyfab]\nhosts = "node1"\ninventory = "../inventory.toml"\nranks = 2\n')
+    assert sorted(skyfab(app, "run", "train.py").stdout.splitlines()) == ["node1[0] here", "node1[1] here"]
+    assert skyfab(app, "run", "--hosts=!local", "--ranks=1", "train.py").stdout == "node1[0] here\n"
+    assert skyfab(app, "run", "--hosts=local", "--ranks=1", "train.py").stdout == "local[0] here\n"
+
+
 def test_a_detached_run_has_the_name_that_it_is_given(app: Path) -> None:
     write(app / "job.py", "print('done')\n")
     ran = skyfab(app, "run", "--ranks=1", "--detach", "--name=night", "job.py")

@@ -157,9 +157,6 @@ def test_a_host_of_a_detached_run_is_lost_and_that_is_all() -> None:
 class Images:
     """Notes for which sessions an interpreter is asked for."""
 
-    def setup(self, host: Host) -> str:
-        return ""
-
     def __init__(self) -> None:
         self.begun = 0
         self.sessions: list[str] = []
@@ -170,6 +167,9 @@ class Images:
     def interpreter(self, host: sky.Host, session: str, report: Any) -> tuple[str, None]:
         self.sessions.append(session)
         return "python3", None
+
+    def setup(self, host: sky.Host) -> str:
+        return ""
 
 
 def test_each_host_gets_a_node_with_a_session_and_a_working_folder(stage: Stage) -> None:

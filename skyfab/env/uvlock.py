@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -23,8 +24,9 @@ def read_pins(path: str, target: Target) -> Pins:
     """Raises LockError if uv cannot read the lock."""
     file = Path(path).expanduser().absolute()
     try:
-        text = _exported(file, sum_of(file.read_text(encoding="utf-8")))
-        packages = [one for one in toml.loads(text).get("packages", []) if applies(one.get("marker", ""), target)]
+        content = file.read_text(encoding="utf-8")
+        exported = toml.loads(_exported(file, sum_of(content))).get("packages", [])
+        packages = [_fitting(one, content) for one in exported if applies(one.get("marker", ""), target)]
     except (OSError, UnicodeDecodeError) as error:
         raise LockError(f"cannot read the lock {path}: {getattr(error, 'strerror', None) or error}") from None
     except uv.UvFailed as failed:
@@ -52,17 +54,24 @@ def _exported(file: Path, _content: str) -> str:
     )
 
 
-def _has_own_index(package: Mapping[str, Any]) -> bool:
-    """Whether a package must come from its index in the lock.
+def _fitting(package: Mapping[str, Any], content: str) -> Mapping[str, Any]:
+    """A package of the lock; torch without its build, unless the project names an index for it.
 
-    Not from the default one, which may be a mirror here. And not torch, unless its build was chosen: each host has the
-    one that fits it.
+    Each host has the build that fits it, and not the one that fits the machine where the lock was made.
     """
+    name = package["name"]
+    if name not in TORCH or "version" not in package or re.search(rf'{{ name = "{name}",[^{{}}]*\bindex = "', content):
+        return package
+    return {**package, "version": package["version"].partition("+")[0], "index": ""}
+
+
+def _has_own_index(package: Mapping[str, Any]) -> bool:
+    """Whether a package must come from its index in the lock: not from the default one, which may be a mirror here."""
     url = package.get("index", "")
     default = uv.configured(uv.environment())
+    if package["name"] in TORCH:
+        return bool(url)  # the project names it
     if not url or urlsplit(url).hostname == _PYPI or url.rstrip("/") in {uv.bare(one).rstrip("/") for one in default}:
-        return False
-    if package["name"] in TORCH and "+" not in package["version"]:
         return False
     return not uv.is_local(url) or Path(unquote(urlsplit(url).path)).is_dir()
 

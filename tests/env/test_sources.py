@@ -199,6 +199,22 @@ def test_each_host_has_the_torch_of_uv_lock_that_fits_it(index: Index, tmp_path:
     assert names(image) == ["torch 2.0+cpu"]
 
 
+def test_a_build_in_uv_lock_counts_only_if_the_project_names_its_index(index: Index, tmp_path: Path) -> None:
+    """Else it is the one that fitted the machine where the lock was made."""
+    gpu = replace(HERE, driver="580.10")
+    index.add("torch", "2.0+cpu")
+    image = locked(tmp_path / "app", "torch")
+    more = (
+        f'[[tool.uv.index]]\nname = "own"\nurl = "{index.url}"\nexplicit = true\n'
+        '[tool.uv.sources]\ntorch = { index = "own" }\n'
+    )
+    named = locked(tmp_path / "named", "torch", more=more)
+    index.add("torch", "2.0+cu128")
+    assert names(image, gpu) == ["torch 2.0+cu128"]
+    assert names(image) == ["torch 2.0+cpu"]
+    assert names(named, gpu) == ["torch 2.0+cpu"]
+
+
 def test_a_file_that_is_not_the_one_in_uv_lock_is_refused(index: Index, tmp_path: Path) -> None:
     index.add("shelf", "1.0")
     image = locked(tmp_path / "app", "shelf")

@@ -73,7 +73,7 @@ class Pins:
     constraints: tuple[str, ...] = ()
     """``name==version``, or ``name @ URL`` for a package that comes from a git address, a folder or a URL."""
     indexes: tuple[PipIndex, ...] = ()
-    """Indexes other than the default one, each with the packages that come from it."""
+    """Indexes that the project names, each with the packages that come from it."""
     hashes: tuple[tuple[str, str], ...] = ()
     """The sha256 of each file by its name."""
 

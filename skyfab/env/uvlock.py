@@ -14,10 +14,8 @@ from skyfab import toml
 from skyfab.calls.image import PipIndex
 from skyfab.env import uv
 from skyfab.env.facts import Target
-from skyfab.env.resolve import TORCH, LockError, Pins, sum_of
+from skyfab.env.resolve import TORCH, LockError, Pins, sum_of, text_of
 from skyfab.env.wheels import applies
-
-_PYPI = "index.example"
 
 
 def read_pins(path: str, target: Target) -> Pins:
@@ -26,14 +24,15 @@ def read_pins(path: str, target: Target) -> Pins:
     try:
         content = file.read_text(encoding="utf-8")
         exported = toml.loads(_exported(file, sum_of(content))).get("packages", [])
-        packages = [_fitting(one, content) for one in exported if applies(one.get("marker", ""), target)]
+        project = text_of(str(file.with_name("pyproject.toml") if file.name == "uv.lock" else file.with_suffix("")))
+        packages = [_fitting(one, content, project) for one in exported if applies(one.get("marker", ""), target)]
     except (OSError, UnicodeDecodeError) as error:
         raise LockError(f"cannot read the lock {path}: {getattr(error, 'strerror', None) or error}") from None
     except uv.UvFailed as failed:
         raise LockError(f"{path}: {failed}", hint="uv lock writes it anew") from None
     scopes: dict[str, list[str]] = {}
     for one in packages:
-        if _has_own_index(one):
+        if one.get("index"):
             scopes.setdefault(one["index"], []).append(one["name"])
     return Pins(
         constraints=tuple(_constraint(one, file.parent) for one in packages),
@@ -54,26 +53,17 @@ def _exported(file: Path, _content: str) -> str:
     )
 
 
-def _fitting(package: Mapping[str, Any], content: str) -> Mapping[str, Any]:
-    """A package of the lock; torch without its build, unless the project names an index for it.
+def _fitting(package: Mapping[str, Any], lock: str, project: str) -> Mapping[str, Any]:
+    """A package of the lock without its index, unless the project names that; and torch then without its build.
 
-    Each host has the build that fits it, and not the one that fits the machine where the lock was made.
+    The other indexes are those of the machine where the lock was made, as is the build that fitted it: here others are
+    configured, and each host has the build that fits it. `lock` and `project` are their texts.
     """
-    name = package["name"]
-    if name not in TORCH or "version" not in package or re.search(rf'{{ name = "{name}",[^{{}}]*\bindex = "', content):
+    name, url = package["name"], package.get("index", "").rstrip("/")
+    if not url or url in project or re.search(rf'{{ name = "{name}",[^{{}}]*\bindex = "', lock):
         return package
-    return {**package, "version": package["version"].partition("+")[0], "index": ""}
-
-
-def _has_own_index(package: Mapping[str, Any]) -> bool:
-    """Whether a package must come from its index in the lock: not from the default one, which may be a mirror here."""
-    url = package.get("index", "")
-    default = uv.configured(uv.environment())
-    if package["name"] in TORCH:
-        return bool(url)  # the project names it
-    if not url or urlsplit(url).hostname == _PYPI or url.rstrip("/") in {uv.bare(one).rstrip("/") for one in default}:
-        return False
-    return not uv.is_local(url) or Path(unquote(urlsplit(url).path)).is_dir()
+    version = package["version"].partition("+")[0] if name in TORCH else package["version"]
+    return {**package, "version": version, "index": ""}
 
 
 def _constraint(package: Mapping[str, Any], base: Path) -> str:

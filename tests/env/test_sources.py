@@ -182,6 +182,15 @@ def test_versions_are_those_of_uv_lock(index: Index, tmp_path: Path) -> None:
     assert names(Image(pip=["shelf"])) == ["shelf 2.0"]
 
 
+def test_versions_are_those_of_a_scripts_own_lock(index: Index, tmp_path: Path) -> None:
+    index.add("shelf", "1.0")
+    script = tmp_path / "train.py"
+    script.write_text('# /// script\n# requires-python = ">=3.10"\n# dependencies = ["shelf"]\n# ///\n')
+    uv.run_uv("lock", "--python", sys.executable, "--script", "train.py", cwd=tmp_path)
+    index.add("shelf", "2.0")
+    assert names(Image.of_project(script)) == ["shelf 1.0"]
+
+
 def test_groups_for_development_are_left_out(index: Index, tmp_path: Path) -> None:
     index.add("shelf", "1.0")
     index.add("linter", "1.0")

@@ -44,8 +44,9 @@ def read_pins(path: str, target: Target) -> Pins:
 @cache
 def _exported(file: Path, _content: str) -> str:
     """The lock as a pylock.toml, with all members of its workspace."""
-    which = ("--script", str(file.with_suffix(""))) if file.name != "uv.lock" else ("--all-packages",)
-    options = ("--frozen", "--no-emit-project", "--no-default-groups", "--no-editable", "--no-header")
+    project = ("--all-packages", "--no-emit-project", "--no-default-groups")
+    which = project if file.name == "uv.lock" else ("--script", str(file.with_suffix("")))
+    options = ("--frozen", "--no-editable", "--no-header")
     return uv.run_uv(
         *("export", "--format", "pylock.toml", *options, *which, "--python", sys.executable),
         env={"UV_PYTHON_DOWNLOADS": "never"},

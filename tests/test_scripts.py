@@ -52,7 +52,7 @@ def test_every_shell_can_read_what_is_sent(shell: Sequence[str]) -> None:
     """Without comments and indentation, and as one line where it is sent so."""
     for path in SENT:
         text = scripts.read(path)
-        for form in (text, scripts.one_line(text)) if path == "session/bootstrap.sh" else (text,):
+        for form in (text, scripts.one_line(text)) if path in ("session/bootstrap.sh", "session/setup.sh") else (text,):
             done = subprocess.run([*shell, "-n"], input=form, capture_output=True, text=True)
             assert done.returncode == 0, (path, done.stderr)
 

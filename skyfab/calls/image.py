@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Literal
 
 from skyfab.errors import UsageError
-from skyfab.inventory.host import variables
+from skyfab.inventory.host import setup_lines, variables
 from skyfab.notebook import ShownAsTable
 
 
@@ -42,13 +44,15 @@ class Image(ShownAsTable):
     excludes: tuple[str, ...] = ()
     """Patterns, as in .gitignore, of project files that are not sent."""
     lock: str | None = None
-    """A pylock.toml file to use as it is."""
+    """A pylock.toml to use as it is; or a uv.lock, which fixes the versions of the packages in `pip`."""
     install: Literal["auto", "push", "fetch"] = "auto"
     """``"push"``: packages are sent from here. ``"fetch"``: hosts download them. ``"auto"``: what works there."""
+    setup: str = ""
+    """Shell lines that run on a host before Python, after those of the inventory: ``module load cuda``."""
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         given = [(each.name, getattr(self, each.name)) for each in fields(self)]
-        return ("field", "value"), [(name, value) for name, value in given if value not in ((), None, {}, "auto")]
+        return ("field", "value"), [(name, value) for name, value in given if value not in ((), None, {}, "", "auto")]
 
     def __repr__(self) -> str:
         _, rows = self._table()
@@ -65,6 +69,30 @@ class Image(ShownAsTable):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         object.__setattr__(self, "env", variables(self.env, "Image(env=…)"))
+        object.__setattr__(self, "setup", setup_lines(self.setup, "Image(setup=…)"))
         for package in self.apt:
             if not re.fullmatch(r"[a-z0-9][a-z0-9+.:-]*(=[A-Za-z0-9.+:~-]+)?", package):
                 raise UsageError(f"Image(apt=…) names {package!r}, which is no Debian package")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `lock` names every file: a pylock.toml, and not a uv.lock or that of a script, ``train.py.lock``."""
+        return self.lock is not None and not (Path(self.lock).name == "uv.lock" or self.lock.endswith(".py.lock"))
+
+    @classmethod
+    def of_project(cls, path: str | os.PathLike[str] = ".") -> Image:
+        """The image that a script or project describes, as `skyfab run` finds it.
+
+        `path` is a script or a folder. Taken is the first of: the script's PEP 723 block; the pyproject.toml, with its
+        uv.lock, or the requirements.txt, of its folder or the nearest one above it in the repository. Raises UsageError
+        if there is none.
+        """
+        from skyfab.calls.manifest import find
+
+        found = find(Path(path).expanduser())
+        if found is None:
+            raise UsageError(
+                f"{path}: nothing says which packages it needs",
+                hint="a pyproject.toml, a requirements.txt, or a PEP 723 block at the top of the script",
+            )
+        return found.image

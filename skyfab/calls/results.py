@@ -33,6 +33,16 @@ _BESIDE: Final = re.compile(r"/trees/[0-9a-f]{64}/[0-9]{3}/(.+)")
 """A path inside a project tree on a host."""
 
 
+_by_option = False
+"""Whether hints name options of the command line."""
+
+
+def name_options() -> None:
+    """From now on, hints name options of `skyfab run` instead of arguments of `Image`."""
+    global _by_option
+    _by_option = True
+
+
 def unpack_result(
     message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str, untrusted: bool = False
 ) -> Any:
@@ -123,6 +133,8 @@ def _noted(error: BaseException, host: str) -> str:
 
 
 def _note(error: BaseException, host: str) -> str | None:
+    if isinstance(error, ModuleNotFoundError) and _by_option:
+        return f"hint: on {host}: --pip={_package(error.name)} installs it; your own modules lie beside the script"
     if isinstance(error, ModuleNotFoundError):
         return f"hint: on {host}: Image(pip=[…]) installs packages, Image(includes=[…]) sends your own"
     if isinstance(error, FileNotFoundError) and (here := _found_here(error.filename)):
@@ -131,6 +143,16 @@ def _note(error: BaseException, host: str) -> str | None:
     if type(error) is EOFError and str(error) == "EOF when reading a line":
         return f"hint: no keyboard is connected to processes on {host}: pass what input() should return as an argument"
     return None
+
+
+def _package(module: object) -> str:
+    """The package that a module belongs to, as far as this machine knows."""
+    if not isinstance(module, str) or not re.fullmatch(r"[A-Za-z_][\w.]{0,100}", module, re.ASCII):  # from the host
+        return "…"
+    from importlib.metadata import packages_distributions
+
+    top = module.partition(".")[0]
+    return min(packages_distributions().get(top, [top]))
 
 
 def _found_here(name: object) -> Path | None:

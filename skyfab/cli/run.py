@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli.command import Detach, Hosts, InventoryFile, Option, Ranks, command
+from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements
 from skyfab.errors import BroadcastError, UsageError
 
 if TYPE_CHECKING:
@@ -32,6 +33,22 @@ def run(
         Sequence[str], Option("bring these files back when it has ended; may be given several times", "PATTERN")
     ] = (),
     detach: Detach = False,
+    name: Annotated[str | None, Option("the name of a detached run", "NAME")] = None,
+    pip: Pip = (),
+    index: Index = (),
+    requirements: Requirements = None,
+    apt: Apt = (),
+    install: Install = "auto",
+    python: Python = "auto",
+    lock: Annotated[str | None, Option("the packages of this pylock.toml", "FILE")] = None,
+    env: Annotated[
+        Sequence[str], Option("a variable; without a value, the one of this shell; may be given again", "NAME[=VALUE]")
+    ] = (),
+    env_file: Annotated[Sequence[str], Option("a file with lines NAME=VALUE; may be given again", "FILE")] = (),
+    with_plugin: Annotated[
+        Sequence[str], Option("torch, jax, keras, huggingface or accelerate; may be given again", "PLUGIN")
+    ] = (),
+    no_project: Annotated[bool, Option("look for no PEP 723 block, pyproject.toml or requirements.txt")] = False,
 ) -> None:
     """Run a script on every rank, as torchrun would.
 
@@ -41,42 +58,66 @@ def run(
     without it you are told how to fetch them. --workdir=temp for a folder that goes. Without hosts: two ranks on this
     machine, in this folder. Ends with 1 when it failed anywhere.
 
+    Hosts get the packages of the options; else those of the script's PEP 723 block, of pyproject.toml with uv.lock, or
+    of requirements.txt; else their own Python is used. [tool.skyfab] in pyproject.toml has defaults for the options.
+
         skyfab run --hosts=node1,node2 train.py -- --epochs 3
         skyfab run --hosts=node1 --sync --get='ckpt/*' train.py
+        skyfab run --hosts=gpu --pip=torch,numpy --env=HF_TOKEN train.py
         skyfab run --hosts=gpu --ranks=2 experiment.py:main
     """
+    from skyfab.calls import results
     from skyfab.calls.call import as_function
     from skyfab.calls.script import perform
     from skyfab.cli.detach_key import broadcast, tell_how_to_attach
+    from skyfab.cli.project_settings import ProjectSettings
+    from skyfab.cli.run_environment import image_of, plugins_of, variables_of
     from skyfab.detached.run import Run
+    from skyfab.inventory.inventory import Inventory
     from skyfab.plugins.base import Torchrun
     from skyfab.pool.compute import Compute
 
     script, function = _parsed(target)
     if detach and get:
         raise UsageError("--get needs the end of the run, and --detach does not wait", hint="later: skyfab get PATTERN")
+    settings = ProjectSettings.of(script)
+    hosts = hosts or (settings.hosts if inventory is None else None)
+    inventory, ranks = inventory or settings.inventory, ranks or settings.ranks
     if hosts is None and inventory is None:
         hosts, ranks = "local", ranks or 2
+    results.name_options()
+    found = Inventory.of(inventory)
+    options = ImageOptions(
+        pip=pip, index=index, requirements=requirements, apt=apt, install=install, python=python, lock=lock
+    )
+    image = image_of(script, options, settings, found.select(hosts), no_project=no_project)
     # Makes the script the main module, so that the modules beside it are sent as its project.
     main = types.ModuleType("__main__")
     main.__file__ = str(script)
     sys.modules["__main__"] = main
-    plugins = [Torchrun()]
-    with Compute(hosts, inventory=inventory, ranks=ranks or "auto", plugins=plugins, workdir=workdir) as compute:
+    with Compute(
+        hosts,
+        inventory=found,
+        ranks=ranks or "auto",
+        image=image,
+        plugins=[Torchrun(), *plugins_of(with_plugin or settings.plugins)],
+        env=variables_of(env, env_file, settings),
+        workdir=settings.workdir if workdir == "auto" else workdir,
+    ) as compute:
         started = as_function(perform)
         started.label = target
         call = started(script.name, function, list(arguments))
         if sync:
             compute.files.lay_out(script.parent, compute.hosts)
         try:
-            found = compute.launch(call) if detach else broadcast(compute, call, name=target)
+            run = compute.launch(call, name=name) if detach else broadcast(compute, call, name=name or target)
         except BroadcastError:
             _bring_back(compute, get)
             raise
-        if not isinstance(found, Run):
+        if not isinstance(run, Run):
             _bring_back(compute, get)
-    if isinstance(found, Run):
-        tell_how_to_attach(found)
+    if isinstance(run, Run):
+        tell_how_to_attach(run)
 
 
 def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:

@@ -42,6 +42,7 @@ _WORDS: Final = {
     "files": "working folder",
     "drafts": "half-made thing",
     "wheels": "wheel",
+    "built": "built wheel",
     "locks": "lock",
     "tools": "tool",
     "hosts": "known host",
@@ -139,7 +140,7 @@ def sweep_here(days: int) -> Swept:
     """
     swept = Swept()
     now = time.time()
-    for kind in ("wheels", "locks", "tools", "pythons", "hosts", "busy"):
+    for kind in ("wheels", "built", "locks", "tools", "pythons", "hosts", "busy"):
         for path in _entries(home() / kind):
             half = path.name.startswith(".")
             if kind == "pythons" and not path.name.startswith(("cpython-", ".new-")):

@@ -7,13 +7,13 @@ environments have hard links). Everything is created under a temporary name, and
 
 from __future__ import annotations
 
-import hashlib
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from skyfab.env.uv import digest_of
 from skyfab.env.wheels import Wheel
 from skyfab.protocol.blobs import name_of
 from skyfab.scripts import given, read
@@ -46,7 +46,7 @@ class Package:
     @classmethod
     def of_file(cls, path: Path, *, sha256: str | None = None, program: bool = False) -> Package:
         if sha256 is None:
-            sha256 = _digest(path)
+            sha256 = digest_of(path)
         return cls(sha256=sha256, filename=path.name, size=path.stat().st_size, content=path, program=program)
 
     @classmethod
@@ -58,14 +58,6 @@ class Package:
     def of_text(cls, filename: str, text: str) -> Package:
         content = text.encode()
         return cls(sha256=name_of(content), filename=filename, size=len(content), content=content)
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_CHUNK):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 # ---- what the host has

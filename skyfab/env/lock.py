@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from packaging.markers import InvalidMarker, Marker, UndefinedEnvironmentName
+from packaging.markers import InvalidMarker
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
+from skyfab import toml
 from skyfab.calls.image import Image
 from skyfab.env import uv
 from skyfab.env.facts import Target
-from skyfab.env.resolve import LockError, Question, Resolver, clean, requirement, sum_of, text_of, toml
-from skyfab.env.wheels import Wheel, tags
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from skyfab.env.resolve import LockError, Pins, Question, Resolver, clean, requirement, sum_of, text_of
+from skyfab.env.sources import file_of, is_built, with_wheels
+from skyfab.env.uvlock import check_files, read_pins
+from skyfab.env.wheels import Wheel, applies, tags
 
 __all__ = ["Lock", "LockError", "Wheel", "indexes", "make_lock", "needs_push", "read_lock"]
 
@@ -39,13 +36,15 @@ class Lock:
     digest: str
     """Hash of the interpreter's minor version, the platform and the wheels, independent of where they come from."""
 
-    def placed(self, place: Callable[[Wheel], str]) -> str:
-        """A pylock.toml in which each wheel has the path returned by `place`, for ``uv pip sync --offline``."""
+    def placed(self, place: Callable[[Wheel], str | None]) -> str:
+        """A pylock.toml in which each wheel has the path returned by `place`; its URL where that returns None."""
         parts = ['lock-version = "1.0"\ncreated-by = "skyfab"\n', "" if self.wheels else "packages = []\n"]
         for wheel in self.wheels:
-            entry = f"name = {toml(wheel.filename)}, path = {toml(place(wheel))}"
+            path = place(wheel)
+            where = f"url = {toml.dumps(uv.bare(wheel.url))}" if path is None else f"path = {toml.dumps(path)}"
+            entry = f"name = {toml.dumps(wheel.filename)}, {where}"
             parts.append(
-                f"\n[[packages]]\nname = {toml(wheel.package)}\nversion = {toml(wheel.version)}\n"
+                f"\n[[packages]]\nname = {toml.dumps(wheel.package)}\nversion = {toml.dumps(wheel.version)}\n"
                 f'wheels = [{{ {entry}, hashes = {{ sha256 = "{wheel.sha256}" }} }}]\n'
             )
         return "".join(parts)
@@ -77,11 +76,12 @@ def make_lock(
     `together` are all targets of a pool: torch has the same version on all of them. With `only_known`, returns None
     if uv would have to resolve. Raises LockError.
     """
-    if image.lock is not None:
+    if image.lock is not None and image.is_exact:
         return read_lock(image.lock, target)
     if not image.pip:
         return _lock(Lock(text="", wheels=(), digest="").placed(str), target)
-    question = Question.of(image, target)
+    pins = Pins() if image.lock is None else read_pins(image.lock, target)
+    question = Question.of(image, target, pins)
     lock = _made(question, upgrade=upgrade, only_known=only_known)
     if lock and _torch(lock) and together and together[0] != target:
         first = make_lock(image, together[0], upgrade=upgrade, only_known=only_known)
@@ -102,6 +102,8 @@ def _made(question: Question, *, upgrade: bool, only_known: bool) -> Lock | None
             known = None if upgrade else _stored(path, question.target)  # another process may have made it meanwhile
             if known is None:
                 text = clean(Resolver(question, refresh=upgrade).run())
+                check_files(text, question.pins)
+                text = with_wheels(text, question.target)
                 known = _lock(text, question.target)
                 uv.write_whole(path, f"# {sum_of(text)}\n{text}".encode())
     return known
@@ -116,7 +118,8 @@ def read_lock(path: str | Path, target: Target) -> Lock:
     """Reads a lock that the user provides; it is used unchanged. Raises LockError."""
     file = Path(path).expanduser()
     try:
-        return _lock(file.read_text(encoding="utf-8"), target, base=file.absolute().parent)
+        base = file.absolute().parent
+        return _lock(with_wheels(file.read_text(encoding="utf-8"), target, base=base), target, base=base)
     except (OSError, UnicodeDecodeError) as error:
         raise LockError(f"cannot read the lock {path}: {getattr(error, 'strerror', None) or error}") from error
     except LockError as error:
@@ -127,7 +130,7 @@ def indexes(image: Image) -> tuple[str, ...]:
     """The URLs that a host must reach to install the image by itself: http(s), without credentials."""
     if not (image.pip or image.lock):
         return ()
-    if image.lock is not None:
+    if image.lock is not None and image.is_exact:
         places = re.findall(r"""\burl\s*=\s*["'](https?://[^/"']+)""", clean(text_of(image.lock)))
     else:
         places = [*(index.url for index in image.pip_indexes), *uv.configured(uv.environment())]
@@ -139,7 +142,7 @@ def needs_push(image: Image, wheels: Sequence[Wheel] = ()) -> bool:
     environ = uv.environment()
     known = uv.logins(environ)
     places = [wheel.url for wheel in wheels]
-    if image.pip and image.lock is None:
+    if image.pip and not image.is_exact:
         places += [*(index.url for index in image.pip_indexes), *uv.configured(environ)]
     return any(
         uv.is_local(url) or uv.userinfo(url) or uv.origin(url) in known or uv.netrc_login(url, environ)
@@ -152,11 +155,10 @@ def needs_push(image: Image, wheels: Sequence[Wheel] = ()) -> bool:
 
 def _lock(text: str, target: Target, *, base: Path | None = None) -> Lock:
     try:
-        packages = tomllib.loads(text).get("packages", [])
-        markers = _markers(target)
+        packages = toml.loads(text).get("packages", [])
         order = {tag: rank for rank, tag in enumerate(tags(target))}
-        wheels = [_choose(one, target, order, base) for one in packages if _applies(one.get("marker", ""), markers)]
-    except (tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError, InvalidMarker) as error:
+        wheels = [_choose(one, target, order, base) for one in packages if applies(one.get("marker", ""), target)]
+    except (ValueError, AttributeError, KeyError, TypeError, InvalidMarker) as error:
         raise LockError(f"not a pylock.toml: {error}") from error
     wheels.sort(key=lambda wheel: wheel.package)
     content = [target.python, uv.platform_of(target), *((one.package, one.version, one.sha256) for one in wheels)]
@@ -197,41 +199,16 @@ def _choose(package: Mapping[str, Any], target: Target, order: Mapping[Any, int]
     return best[1]
 
 
-def _markers(target: Target) -> dict[str, str]:
-    return {
-        "implementation_name": "cpython",
-        "implementation_version": f"{target.python}.0",
-        "os_name": "posix",
-        "platform_machine": target.arch,
-        "platform_python_implementation": "CPython",
-        "platform_release": "",
-        "platform_system": target.system,
-        "platform_version": "",
-        "python_full_version": f"{target.python}.0",
-        "python_version": target.python,
-        "sys_platform": target.system.lower(),
-    }
-
-
-def _applies(marker: str, environment: Mapping[str, str]) -> bool:
-    """Evaluates a marker; an image has no extras or dependency groups."""
-    if not marker:
-        return True
-    try:
-        return Marker(marker).evaluate(
-            {**environment, "extras": set(), "dependency_groups": set()}, context="lock_file"
-        )
-    except UndefinedEnvironmentName:
-        return False
-
-
 def _stored(path: Path, target: Target) -> Lock | None:
-    """Reads a stored lock; None if there is none, or it was changed."""
+    """Reads a stored lock; None if there is none, it was changed, or a wheel that was built for it is gone."""
     try:
         first, _, text = path.read_text(encoding="utf-8").partition("\n")
     except (OSError, UnicodeDecodeError):
         return None
-    return _lock(text, target) if first == f"# {sum_of(text)}" else None
+    lock = _lock(text, target) if first == f"# {sum_of(text)}" else None
+    return (
+        None if lock is None or any(is_built(wheel) and not file_of(wheel).exists() for wheel in lock.wheels) else lock
+    )
 
 
 def _with_logins(lock: Lock, image: Image) -> Lock:

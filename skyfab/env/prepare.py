@@ -90,10 +90,8 @@ class Preparation:
 
     def lock(self, target: Target, *, only_known: bool = False) -> Lock | None:
         """The image's lock for a target; None if `only_known` and there is none yet."""
-        from skyfab.env.lock import make_lock, read_lock
+        from skyfab.env.lock import make_lock
 
-        if self.image.lock:
-            return read_lock(self.image.lock, target)
         together = sorted(set(self._targets.values()), key=repr)
         return make_lock(self.image, target, together=together, only_known=only_known)
 
@@ -169,6 +167,7 @@ class _Steps:
     def _reachable(self, lock: Lock) -> tuple[bool, bool]:
         """Whether the host can download the packages, and an interpreter, by itself."""
         from skyfab.env.lock import indexes, needs_push
+        from skyfab.env.sources import is_built
         from skyfab.env.uv import origin
 
         image = self.plan.image
@@ -177,15 +176,19 @@ class _Steps:
         remote = [wheel.url for wheel in lock.wheels if wheel.url.startswith(("https:", "http:"))]
         asked = (*indexes(image), *dict.fromkeys(f"{origin(url)}/" for url in remote)) if lock.wheels else ()
         reached = set(self._probe((*asked, _PYTHONS)).reachable)
-        own = not needs_push(image, lock.wheels)
+        own = not needs_push(image, [wheel for wheel in lock.wheels if not is_built(wheel)])
         return image.install == "fetch" or (own and set(asked) <= reached), _PYTHONS in reached
 
     def _install(self, facts: Facts, target: Target, lock: Lock, own: str | None, digest: str) -> None:
         from skyfab.env.install import Package, build, discard, install_apt, unpack_python
+        from skyfab.env.sources import is_built
         from skyfab.env.tools import python_for
 
         packages_there, python_there = self._reachable(lock)
-        text = lock.text if packages_there else lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}")
+        pushed = [wheel for wheel in lock.wheels if not packages_there or is_built(wheel)]
+        text = lock.text
+        if pushed or not packages_there:
+            text = lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}" if wheel in pushed else None)
         listed = Package.of_text("pylock.toml", text)
         uv, tools = self._uv(facts, target)
         archive = None
@@ -193,7 +196,7 @@ class _Steps:
             self.report.step(f"fetching Python {target.python}")
             archive = Package.of_file(python_for(target))
             tools = [*tools, archive]
-        wheels = [] if packages_there else [Package.of_wheel(wheel) for wheel in lock.wheels]
+        wheels = [Package.of_wheel(wheel) for wheel in pushed]
         packages = [listed, *tools, *wheels]
         self._provide(facts, lock, packages)
         if self.plan.image.apt:

@@ -18,6 +18,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from skyfab import toml
 from skyfab.calls.image import Image, PipIndex
 from skyfab.env import builds, uv
 from skyfab.env.facts import Target
@@ -35,11 +36,6 @@ class LockError(UsageError):
 
 def sum_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def toml(value: object) -> str:
-    """A string or a list of strings in TOML, whose syntax for them is that of JSON."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def clean(text: str) -> str:
@@ -71,6 +67,18 @@ _SAID = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """What a uv.lock fixes for a target: see uvlock.py."""
+
+    constraints: tuple[str, ...] = ()
+    """``name==version``, or ``name @ URL`` for a package that comes from a git address, a folder or a URL."""
+    indexes: tuple[PipIndex, ...] = ()
+    """Indexes that the project names, each with the packages that come from it."""
+    hashes: tuple[tuple[str, str], ...] = ()
+    """The sha256 of each file by its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """Everything that a resolution depends on."""
 
@@ -82,9 +90,11 @@ class Question:
     """The version that torch must have, because another host of the pool has it."""
     first: str = ""
     """The platform of that host."""
+    pins: Pins = Pins()
 
     @classmethod
-    def of(cls, image: Image, target: Target) -> Question:
+    def of(cls, image: Image, target: Target, pins: Pins) -> Question:
+        """`pins` are those of the image's uv.lock."""
         for text in image.pip:
             requirement(text)
         scoped: set[str] = set()
@@ -95,7 +105,10 @@ class Question:
                 raise LockError(f"PipIndex({uv.redact(index.url)!r}): {what}", hint="each package has one index")
             scoped |= names
         places = tuple(PipIndex(_place(index.url), index.packages) for index in image.pip_indexes)
-        return cls(pip=image.pip, indexes=places, target=target, platform=uv.platform_of(target))
+        for index in pins.indexes:
+            others = tuple(name for name in index.packages if canonicalize_name(name) not in scoped)
+            places += (PipIndex(index.url, others),) if others else ()
+        return cls(pip=image.pip, indexes=places, target=target, platform=uv.platform_of(target), pins=pins)
 
     @property
     def names(self) -> set[str]:
@@ -114,7 +127,14 @@ class Question:
         scopes = [[uv.bare(index.url), *index.packages] for index in self.indexes]
         target, pip = self.target, [clean(text) for text in self.pip]
         parts = [_FORMAT, pip, scopes, self.platform, target.python, target.driver, target.rocm, self.torch]
+        parts += [self.pins.constraints, self.pins.hashes, *map(_stamp, (*pip, *self.pins.constraints))]
         return sum_of(json.dumps([*parts, uv.version(), sorted(said.items()), _uv_settings(environ)]))
+
+
+_NO_WHEELS = re.compile(
+    r"Building source distributions for `([\w.-]+)`|([\w.-]*\w)(?:[<>=!~]\S*)? ha(?:s|ve) no usable wheels"
+)
+"""What uv says of a package that has no wheels at all."""
 
 
 class Resolver:
@@ -125,6 +145,7 @@ class Resolver:
         self.target = question.target
         self.environ = uv.environment()
         self.refresh = refresh
+        self._sources: list[str] = []  # packages that may be built from source, because they have no wheels
 
     def run(self) -> str:
         """Returns the pylock.toml. Raises LockError with uv's reason."""
@@ -229,6 +250,7 @@ class Resolver:
         In a joint query, a newer torch of the default index, which requires CUDA, would hide the others.
         """
         asked = [text for text in self.question.pip if canonicalize_name(requirement(text).name) == package]
+        asked += [text for text in self.question.pins.constraints if text.startswith(f"{package}==")]
         asked += [f"torch=={self.question.torch}"] if self.question.torch and package == "torch" else []
         alone = {"UV_INDEX": "", "UV_EXTRA_INDEX_URL": "", "UV_INDEX_URL": "", "UV_TORCH_BACKEND": ""}
         sources = [{"UV_DEFAULT_INDEX": NO_INDEX}] if self.environ.get("UV_FIND_LINKS") else []
@@ -312,13 +334,14 @@ class Resolver:
         form: str = "pylock.toml",
     ) -> str:
         question = self.question
+        constraints = (*constraints, *question.pins.constraints)
         if question.torch:
             constraints = (*constraints, f"torch=={question.torch}")
         lines = ["[project]", 'name = "skyfab-image"', 'version = "0"']
-        lines += [f"dependencies = {toml([*question.pip, *sorted(also)])}"]
+        lines += [f"dependencies = {toml.dumps([*question.pip, *sorted(also)])}"]
         logins: dict[str, str] = {}
         for number, index in enumerate(question.indexes):
-            lines += ["[[tool.uv.index]]", f'name = "skyfab-{number}"', f"url = {toml(uv.bare(index.url))}"]
+            lines += ["[[tool.uv.index]]", f'name = "skyfab-{number}"', f"url = {toml.dumps(uv.bare(index.url))}"]
             lines += ["explicit = true", *(['format = "flat"'] if _is_flat(index.url) else [])]
             user, password = uv.userinfo(index.url) or ("", "")
             logins |= {f"UV_INDEX_SKYFAB_{number}_USERNAME": user, f"UV_INDEX_SKYFAB_{number}_PASSWORD": password}
@@ -332,7 +355,16 @@ class Resolver:
                 Path(folder, "constraints.txt").write_text("\n".join(constraints) + "\n", encoding="utf-8")
                 files = ["constraints.txt", *self.environ.get("UV_CONSTRAINT", "").split()]
                 options = [*options, *(word for file in files for word in ("--constraints", file))]
-            return self._uv(*options, "pyproject.toml", env={**logins, **(env or {})}, form=form, cwd=folder)
+            while True:
+                built = [word for name in self._sources for word in ("--no-binary", name)]
+                try:
+                    both = {**logins, **(env or {})}
+                    return self._uv(*options, *built, "pyproject.toml", env=both, form=form, cwd=folder)
+                except UvFailed as failed:
+                    more = sorted({"".join(found) for found in _NO_WHEELS.findall(str(failed))} - {*self._sources})
+                    if not more:
+                        raise
+                    self._sources += more
 
     def _uv(self, *arguments: str, env: Mapping[str, str], form: str, stdin: str = "", cwd: str | None = None) -> str:
         fixed = ["--format", form, "--no-header", "--only-binary", ":all:", "--python", sys.executable]
@@ -344,6 +376,13 @@ class Resolver:
             return uv.run_uv("pip", "compile", *fixed, *arguments, env={**never, **env}, stdin=stdin, cwd=cwd)
         with tempfile.TemporaryDirectory(prefix="skyfab-lock-") as folder:  # without the caller's pyproject.toml
             return uv.run_uv("pip", "compile", *fixed, *arguments, env={**never, **env}, stdin=stdin, cwd=folder)
+
+
+def _stamp(text: str) -> str:
+    """Changes with the files of a requirement that is a folder of this machine."""
+    url = requirement(text).url or ""
+    folder = Path(unquote(urlsplit(url).path))
+    return uv.stamp(folder) if url.startswith("file:") and folder.is_dir() else ""
 
 
 def requirement(text: str) -> Requirement:

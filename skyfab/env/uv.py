@@ -24,6 +24,10 @@ from skyfab.errors import UsageError
 _GLIBC = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
 """The minor versions of glibc for which uv has a platform, newest first."""
 
+_NO_SOURCE = frozenset({".git", ".venv", "__pycache__", "node_modules", "build", "dist"})
+"""Folders that are no part of a package's source."""
+_CHUNK = 1024 * 1024
+
 _NOISE = (
     "UV_NO_SOURCES",
     "UV_PROJECT",
@@ -250,6 +254,32 @@ def alone(key: str) -> Iterator[None]:
             except OSError:
                 pass  # a file system without locks: two processes may do the same work, and both rename complete files
             yield
+
+
+def digest_of(path: Path) -> str:
+    """The sha256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_CHUNK):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def stamp(folder: Path) -> str:
+    """Changes when a file below the folder changes."""
+    return hashlib.sha256(repr(sorted(_files(folder))).encode(errors="surrogatepass")).hexdigest()
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _NO_SOURCE and not name.endswith(".egg-info")]
+        for name in files:
+            path = Path(place, name)
+            try:
+                found = path.stat()
+            except OSError:
+                continue  # a dangling link, or deleted meanwhile
+            yield str(path), found.st_size, found.st_mtime_ns
 
 
 def write_whole(path: Path, content: bytes, *, mode: int = 0o644) -> None:

@@ -18,6 +18,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from packaging.markers import Marker, UndefinedEnvironmentName
 from packaging.tags import Tag, compatible_tags, cpython_tags, mac_platforms
 
 from skyfab.env import uv
@@ -78,6 +79,34 @@ def _platforms(target: Target) -> Iterator[str]:
     elif libc == "musl" and len(numbers) == 2:
         yield from (f"musllinux_1_{minor}_{arch}" for minor in range(numbers[1], -1, -1))
     yield f"linux_{arch}"
+
+
+def _markers(target: Target) -> dict[str, str]:
+    return {
+        "implementation_name": "cpython",
+        "implementation_version": f"{target.python}.0",
+        "os_name": "posix",
+        "platform_machine": target.arch,
+        "platform_python_implementation": "CPython",
+        "platform_release": "",
+        "platform_system": target.system,
+        "platform_version": "",
+        "python_full_version": f"{target.python}.0",
+        "python_version": target.python,
+        "sys_platform": target.system.lower(),
+    }
+
+
+def applies(marker: str, target: Target) -> bool:
+    """Evaluates a marker for a target; an image has no extras or dependency groups. Raises InvalidMarker."""
+    if not marker:
+        return True
+    try:
+        return Marker(marker).evaluate(
+            {**_markers(target), "extras": set(), "dependency_groups": set()}, context="lock_file"
+        )
+    except UndefinedEnvironmentName:
+        return False
 
 
 # ---- downloading

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
+from skyfab import toml
 from skyfab.errors import InventoryError, UsageError
 from skyfab.inventory.host import CHECKS, LOCAL, NAME, Address, Host, did_you_mean, kind
 from skyfab.inventory.selection import Names, choose, expand, place, split
@@ -38,13 +38,8 @@ def read(text: str, source: str) -> tuple[dict[str, Host], dict[str, tuple[str, 
 
 
 def _toml(text: str, source: str) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib  # imported here: hosts import this module without it
     try:
-        document: dict[str, Any] = tomllib.loads(text)
-        return document
+        return toml.loads(text)
     except ValueError as error:
         raise InventoryError(
             f"{source}: is not TOML: {error}", hint="tables go in [brackets], strings in quotes"

@@ -88,6 +88,8 @@ class Host:
     """``~`` is the home folder on the host, and is expanded there."""
     workdir: str = "auto"
     """The working directory of functions: ``"auto"``, ``"temp"`` or a path on the host, as for `Compute`."""
+    setup: str = ""
+    """Shell lines that run on the host before Python, as in ``module load cuda``: workers have their variables."""
     transport: Literal["auto", "openssh", "fabric", "local"] = "auto"
     interface: str = "auto"
     tags: tuple[str, ...] = ()
@@ -304,6 +306,14 @@ def _workdir(value: object) -> str:
     return text
 
 
+def _setup(value: object) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"must be a string, not {kind(value)}", hint="several lines go between three quotes")
+    if "\0" in value:
+        raise UsageError("has a NUL character", hint="no shell can read one")
+    return value.strip()
+
+
 def _transport(value: object) -> str:
     text = _text(value)
     choices = ("auto", "openssh", "fabric", "local")
@@ -348,6 +358,14 @@ def _env(value: object) -> Env:
     return Env(value)
 
 
+def setup_lines(given: object, where: str) -> str:
+    """Shell lines, checked as those of an inventory. Raises UsageError with `where` in its message."""
+    try:
+        return _setup(given)
+    except UsageError as error:
+        raise UsageError(f"{where} {error.message}", hint=error.hint) from None
+
+
 def variables(given: object, where: str) -> Env:
     """Environment variables, checked as those of an inventory. Raises UsageError with `where` in its message."""
     try:
@@ -369,6 +387,7 @@ CHECKS: Mapping[str, Callable[[object], Any]] = {
     "slots": _slots,
     "cache": _cache,
     "workdir": _workdir,
+    "setup": _setup,
     "transport": _transport,
     "interface": _interface,
     "tags": _tags,

@@ -30,7 +30,7 @@ def with_trainer(image: Image, host: Host) -> Image:
 
 def used_as_it_is(image: Image, host: Host) -> bool:
     """The user has chosen the interpreter or the packages: nothing is to be installed."""
-    if image.python.startswith("/") or image.lock:
+    if image.python.startswith("/") or image.is_exact:
         return True
     chosen = host.transport == "local" or (image.python == "auto" and host.python.startswith("/"))
     return chosen and not image.pip and not image.apt

@@ -35,6 +35,10 @@ class HostImages:
     def image_of(self, host: Host) -> Image:
         return self._images[host.name]
 
+    def setup(self, host: Host) -> str:
+        """The shell lines that run on a host before Python: its own, then its image's."""
+        return "\n".join(filter(None, (host.setup, self.image_of(host).setup)))
+
     def variables(self, env: Mapping[str, str], node: Node) -> dict[str, str]:
         """The environment variables of a node's workers; `env` are the pool's."""
         return {**node.host.env, **self.image_of(node.host).env, **env, **nesting.variables()}

@@ -145,7 +145,14 @@ class Nodes:
         name = f"{pool or _pool_name()}-{node.index}"  # unique per node: two hosts may be the same machine
         python, prepare = self._images.interpreter(host, name, Progress(self._owner.events, host.name))
         return Session(
-            Bootstrap(host=host, session=name, bundle=bundle(), python=python, prepare=prepare),
+            Bootstrap(
+                host=host,
+                session=name,
+                bundle=bundle(),
+                python=python,
+                prepare=prepare,
+                setup=self._images.setup(host),
+            ),
             lambda: transport_for(host, self._inventory),
             node,
             self._reader,

@@ -30,6 +30,7 @@ from skyfab.session.transport.logins import LOGINS
 from skyfab.session.transport.openssh import by_hand
 
 _SCRIPT: Final = one_line(read("session/bootstrap.sh"))
+_SETUP: Final = one_line(read("session/setup.sh"))
 _UNPACK: Final = read("session/unpack.py").encode()
 _OTHER: Final = 'name one that is there: Image(python="/usr/bin/python3"), or python = … in the inventory'
 
@@ -46,6 +47,8 @@ class Bootstrap:
     """A path on the host, or major.minor, or ``env/DIGEST/BOOT``, or ``none``."""
     prepare: Callable[[Shell], str | None] | None = None
     """Installs a missing interpreter, has the shell start it (`Shell.go`), and returns the shell's reply."""
+    setup: str = ""
+    """Shell lines that run first, in a login shell."""
 
     @property
     def marker(self) -> str:
@@ -54,7 +57,13 @@ class Bootstrap:
     def command(self, mode: Literal["start", "resume"] = "start") -> str:
         """The command line for the host's login shell."""
         words = (self.host.cache, self.python, self.bundle.digest, self.session, mode)
-        return f"exec /bin/sh -c '{_SCRIPT}' skyfab " + " ".join(f"'{spelled(word)}'" for word in words)
+        command = f"'{_SCRIPT}' skyfab " + " ".join(f"'{spelled(word)}'" for word in words)
+        if not self.setup:
+            return f"exec /bin/sh -c {command}"
+        # The first shell keeps stdin away from what a login shell reads.
+        login = 'exec 3<&0 </dev/null; b=$(command -v bash) || b=/bin/sh; exec "$b" -l -c "$@"'
+        lines = spelled(self.setup.replace("\\\n", " ") + "\n")
+        return f"exec /bin/sh -c '{login}' skyfab '{_SETUP}' skyfab '{spelled(chr(10))}' '{lines}' {command}"
 
     def join(
         self,
@@ -83,6 +92,8 @@ class Bootstrap:
             word, _, detail = answer.partition(" ")
             if word == "link":
                 return
+            if word == "setup":
+                raise _setup_failed(detail, self.host)
             if word == "bundle":
                 asked = True
                 self._push(shell)
@@ -127,8 +138,26 @@ def _greet(stream: Stream, shell: Shell) -> None:
     if answer is None:
         raise _silence(stream, shell)
     word, _, detail = answer.partition(" ")
+    if word == "setup":
+        raise _setup_failed(detail, shell.host)
     if word == "failed":
         raise HostUnfit(detail, host=shell.host.name, hint=_room(detail))
+
+
+def _setup_failed(detail: str, host: Host) -> HostUnfit:
+    """The error for a setup line: its exit status, the line and its output, both in hexadecimal."""
+    status, line, output = [*detail.split(" "), "", "", ""][:3]
+    by = "" if host.transport == "local" else f"; by hand: {by_hand(host, 'bash -l')}"
+    told = [re.sub(r"[^\n -~\xa0-\uffff]", "", _unhex(text)).strip() for text in (line, output)]
+    return HostUnfit(
+        f"its setup failed: {told[0]!r} ended with {status[:3]}" + (f"\n{told[1]}" if told[1] else ""),
+        host=host.name,
+        hint=f"setup = … in the inventory, or Image(setup=…){by}",
+    )
+
+
+def _unhex(text: str) -> str:
+    return bytes.fromhex(text).decode(errors="replace") if re.fullmatch("([0-9a-f]{2})*", text) else ""
 
 
 def _silence(stream: Stream, shell: Shell) -> Exception:

@@ -24,7 +24,7 @@ from skyfab.calls.call import as_function
 from skyfab.calls.image import Image, PipIndex
 from skyfab.cli import environment, host_keys, namespace, report, tasks
 from skyfab.cli.host_keys import Entry, Key
-from skyfab.cli.prepare import image_of
+from skyfab.cli.image_options import ImageOptions
 from skyfab.env.facts import Target
 from skyfab.env.lock import Lock
 from skyfab.errors import (
@@ -303,21 +303,24 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, task: list[st
     ],
 )
 def test_a_comma_before_a_name_begins_another_requirement(text: str, requirements: list[str]) -> None:
-    assert image_of([text], [], None, [], "auto").pip == tuple(requirements)
+    assert ImageOptions(pip=[text]).image().pip == tuple(requirements)
 
 
 def test_the_options_of_prepare_are_an_image(tmp_path: Path) -> None:
     file = tmp_path / "requirements.txt"
     file.write_text("# what we need\n\nnumpy >=1 # and no less\ntorch \\\n  ==2.6\n")
-    image = image_of(
-        ["a,b", "c"], ["https://i.example/s?x=1=a,b", "http://j/=c"], str(file), ["git, curl", "jq"], "push"
+    indexes = ["https://i.example/s?x=1=a,b", "http://j/=c"]
+    options = ImageOptions(
+        pip=["a,b", "c"], index=indexes, requirements=str(file), apt=["git, curl", "jq"], install="push", python="3.11"
     )
+    image = options.image()
+    assert image.python == "3.11"
     assert image.pip == ("a", "b", "c", "numpy >=1", "torch    ==2.6") and image.apt == ("git", "curl", "jq")
     assert image.pip_indexes == (PipIndex("https://i.example/s?x=1", ("a", "b")), PipIndex("http://j/", ("c",)))
     assert image.install == "push"
-    file.write_text("numpy\n-r other.txt\n")
-    with pytest.raises(UsageError, match=r"not '-r other.txt'"):
-        image_of([], [], str(file), [], "auto")
+    file.write_text("numpy\n-i https://i.example\n")
+    with pytest.raises(UsageError, match=r"not '-i https://i.example'"):
+        ImageOptions(requirements=str(file)).image()
 
 
 def test_hosts_that_need_different_locks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

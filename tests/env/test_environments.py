@@ -11,7 +11,6 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -29,7 +28,7 @@ from skyfab.ui.events import Event, HostState
 
 MINOR = f"{sys.version_info[0]}.{sys.version_info[1]}"
 SECRET = secrets.token_hex(12)
-_caches = count(1)
+pytestmark = pytest.mark.usefixtures("world")
 
 
 version_of = sky.function(remote.version_of)
@@ -56,28 +55,8 @@ def torch_wheels(monkeypatch: pytest.MonkeyPatch) -> str:
     pytest.skip(f"pip's configuration names no folder with torch {version}")
 
 
-@pytest.fixture(autouse=True)
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """uv sees nothing of this machine's settings and caches."""
-    for name in list(os.environ):
-        if name.upper().startswith(("UV_", "PIP_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
-    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
-
-
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    """The default index, which no host can reach."""
-    with Index(tmp_path / "index") as found:
-        monkeypatch.setenv("PIP_INDEX_URL", found.url)
-        yield found
-
-
-@pytest.fixture
-def open_index(namespaces: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+def open_index(world: None, namespaces: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     """The default index, where hosts can reach it."""
     with Index(tmp_path / "open", address=address_towards(namespaces.hosts[0])) as found:
         monkeypatch.setenv("PIP_INDEX_URL", found.url)
@@ -89,22 +68,6 @@ def address_towards(host: LabHost) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host.address, 9))
         return str(probe.getsockname()[0])
-
-
-@pytest.fixture
-def fresh(namespaces: Lab, hosts_of: Callable[..., list[sky.Host]]) -> Iterator[Callable[..., list[sky.Host]]]:
-    """``fresh("openssh", 2)``: hosts on which nothing has been installed; they find an interpreter themselves."""
-    made: list[str] = []
-
-    def hosts(transport: str = "openssh", number: int = 1, **changes: object) -> list[sky.Host]:
-        cache = f"/var/tmp/skyfab cache {next(_caches)}"
-        made.append(cache)
-        return hosts_of(transport, number, **{"cache": cache, "python": "auto", **changes})
-
-    yield hosts
-    for host in namespaces.hosts:
-        for cache in made:
-            host.run(["sh", "-c", f"umount '{cache}' 2>/dev/null; rm -rf '{cache}'"])
 
 
 def pool(hosts: list[sky.Host], seen: list[Event] | None = None, **image: object) -> sky.Compute:
@@ -187,6 +150,18 @@ def test_a_host_that_reaches_the_index_fetches_for_itself(
         assert version_of("shelf") >> compute == "1.0"
     found = namespaces[hosts[0].name].run(["find", f"{hosts[0].cache}/packages", "-name", "*.whl"]).stdout
     assert found == ""
+
+
+def test_only_what_was_built_here_is_sent_to_a_host_that_reaches_the_index(
+    fresh: Callable[..., list[sky.Host]], open_index: Index, namespaces: Lab
+) -> None:
+    open_index.add("shelf", "1.0", requires=["stone"])
+    open_index.add_source("stone", "2.0")
+    hosts = fresh()
+    with pool(hosts, pip=["shelf"]) as compute:
+        assert [version_of("shelf") >> compute, version_of("stone") >> compute] == ["1.0", "2.0"]
+    found = namespaces[hosts[0].name].run(["find", f"{hosts[0].cache}/packages", "-name", "*.whl"]).stdout
+    assert [Path(line).name for line in found.splitlines()] == ["stone-2.0-py3-none-any.whl"]
 
 
 def test_pushing_can_be_asked_for(fresh: Callable[..., list[sky.Host]], open_index: Index, namespaces: Lab) -> None:

@@ -170,6 +170,9 @@ class Images:
         self.sessions.append(session)
         return "python3", None
 
+    def setup(self, host: sky.Host) -> str:
+        return ""
+
 
 def test_each_host_gets_a_node_with_a_session_and_a_working_folder(stage: Stage) -> None:
     images, recovered = Images(), list[Any]()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
+import tarfile
 import threading
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -47,6 +49,45 @@ def make_wheel(
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
     return wheel
+
+
+BACKEND = """
+import base64, hashlib, os, zipfile
+
+NAME, VERSION, REQUIRES = {name!r}, {version!r}, {requires!r}
+
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    info = f"{{NAME}}-{{VERSION}}.dist-info"
+    files = {{
+        f"{{NAME}}.py": open("code.txt").read(),
+        f"{{info}}/METADATA": "\\n".join([f"Metadata-Version: 2.1\\nName: {{NAME}}\\nVersion: {{VERSION}}"]
+            + [f"Requires-Dist: {{one}}" for one in REQUIRES]) + "\\n",
+        f"{{info}}/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: {tag}\\n",
+    }}
+    record = "".join(
+        f"{{path}},sha256={{base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b'=').decode()}},"
+        f"{{len(text)}}\\n"
+        for path, text in files.items()
+    )
+    filename = f"{{NAME}}-{{VERSION}}-{tag}.whl"
+    with zipfile.ZipFile(os.path.join(folder, filename), "w") as archive:
+        for path, text in {{**files, f"{{info}}/RECORD": record + f"{{info}}/RECORD,,\\n"}}.items():
+            archive.writestr(path, text)
+    return filename
+"""
+
+
+def make_source(folder: Path, name: str, version: str, *, requires: Sequence[str] = (), tag: str = PURE) -> Path:
+    """The source of a package with one module that has `version`; it has a build backend of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backend = BACKEND.format(name=name, version=version, requires=list(requires), tag=tag)
+    project = f'name = "{name}"\nversion = "{version}"\ndependencies = {json.dumps(list(requires))}\n'
+    build = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    (folder / "backend.py").write_text(backend)
+    (folder / "code.txt").write_text(f"version = {version!r}\n")
+    (folder / "pyproject.toml").write_text(f"{build}[project]\n{project}")
+    (folder / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return folder
 
 
 def _tags(tag: str) -> str:
@@ -123,6 +164,15 @@ class Index:
         """Makes a wheel and serves it."""
         return make_wheel(self.folder, name, version, **options)  # type: ignore[arg-type]
 
+    def add_source(self, name: str, version: str, **options: object) -> Path:
+        """Makes a source archive and serves it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        source = make_source(self.folder.parent / "sources" / f"{name}-{version}", name, version, **options)  # type: ignore[arg-type]
+        archive = self.folder / f"{name}-{version}.tar.gz"
+        with tarfile.open(archive, "w:gz") as tar:
+            tar.add(source, f"{name}-{version}")
+        return archive
+
     def count(self, part: str) -> int:
         """How often something with `part` in its path was asked for."""
         return sum(part in path for path in self.requests)
@@ -145,7 +195,7 @@ class Index:
 
     def _page(self, name: str) -> str:
         links = []
-        for wheel in sorted(self.folder.glob("*.whl")):
+        for wheel in sorted([*self.folder.glob("*.whl"), *self.folder.glob("*.tar.gz")]):
             if re.sub(r"[-_.]+", "-", wheel.name.partition("-")[0]).lower() == name:
                 known = f"#sha256={sha256(wheel)}" if self.hashes else ""
                 links.append(f'<a href="/files/{quote(wheel.name)}{known}">{wheel.name}</a>\n')

@@ -1,0 +1,218 @@
+"""Finds what a project says about its environment: PEP 723 block, pyproject.toml with uv.lock, requirements.txt."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+
+from skyfab import toml
+from skyfab.calls.image import Image, PipIndex
+from skyfab.errors import UsageError
+
+_BLOCK: Final = re.compile(r"(?m)^# /// script$\s(?P<content>(?:^#(?:| .*)$\s)+)^# ///$")
+"""As PEP 723 has it."""
+_TORCH: Final = frozenset({"torch", "torchvision", "torchaudio"})
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """An environment, and where it is described."""
+
+    source: str
+    """For the user: ``pyproject.toml with uv.lock``."""
+    image: Image
+    is_scripts: bool = False
+    """Whether the script itself describes it."""
+
+
+def find(path: Path) -> Manifest | None:
+    """The environment of a script or folder: its own, or else the nearest project's. Raises UsageError."""
+    script = path.absolute() if path.is_file() else None
+    if script is not None and (manifest := _of_script(script)) is not None:
+        return manifest
+    for folder in folders_above(path):
+        if (file := folder / "pyproject.toml").is_file():
+            manifest = _of_project(file, script)
+            if manifest is not None:
+                return manifest
+        if (file := folder / "requirements.txt").is_file():
+            return Manifest(_shown(file), Image(pip=tuple(listed(file))))
+    return None
+
+
+def folders_above(path: Path) -> Iterator[Path]:
+    """The folder of a script, or the folder itself, and those above it, up to the repository or the home folder."""
+    start = path.absolute().parent if path.is_file() else path.absolute()
+    outside = {Path.home(), Path(start.anchor)} - {start}
+    for folder in (start, *start.parents):
+        if folder in outside:
+            return
+        yield folder
+        if (folder / ".git").exists():
+            return
+
+
+def _of_script(script: Path) -> Manifest | None:
+    try:
+        blocks = list(_BLOCK.finditer(script.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError):
+        return None  # running it reports the error
+    if not blocks:
+        return None
+    shown = _shown(script)
+    if len(blocks) > 1:
+        raise UsageError(f"{shown} has {len(blocks)} blocks '# /// script'", hint="keep one of them")
+    content = "".join(
+        line[2:] if line.startswith("# ") else line[1:] for line in blocks[0]["content"].splitlines(keepends=True)
+    )
+    document = _parsed(content, shown)
+    lock = script.with_name(f"{script.name}.lock")
+    image = _image(document, document.get("tool", {}), shown, lock if lock.is_file() else None, script.parent)
+    return Manifest(f"{shown} (PEP 723)" + (f" with {lock.name}" if image.lock else ""), image, is_scripts=True)
+
+
+def _of_project(file: Path, script: Path | None) -> Manifest | None:
+    """None if the file says nothing about packages: it may hold only the settings of tools."""
+    document, shown = read(file), _shown(file)
+    project = document.get("project")
+    if not isinstance(project, dict) or "dependencies" not in project:
+        return None
+    lock = next((lock for folder in folders_above(file) if (lock := folder / "uv.lock").is_file()), None)
+    image = _image(project, document.get("tool", {}), shown, lock, file.parent)
+    own = _own_packages(file.parent, project, script) if "build-system" in document else ()
+    return Manifest(shown + (f" with {lock.name}" if image.lock and lock else ""), replace(image, includes=tuple(own)))
+
+
+def _own_packages(folder: Path, project: Mapping[str, Any], script: Path | None) -> Sequence[str]:
+    """The project's own packages, which would be installed with it; those beside the script are sent anyway."""
+    if (folder / "src").is_dir():
+        return (str(folder / "src"),)
+    package = folder / re.sub(r"[-_.]+", "_", str(project.get("name", ""))).lower()
+    beside = script is None or script.parent == folder
+    return () if beside or not (package / "__init__.py").is_file() else (str(package),)
+
+
+def _image(document: Mapping[str, Any], tool: Mapping[str, Any], shown: str, lock: Path | None, base: Path) -> Image:
+    """The image for ``dependencies`` and ``requires-python`` of a project or PEP 723 block."""
+    wanted = document.get("dependencies", [])
+    if not isinstance(wanted, list) or not all(isinstance(text, str) for text in wanted):
+        raise UsageError(f"{shown}: dependencies must be an array of strings")
+    _check_python(document.get("requires-python"), shown)
+    if lock is not None and wanted:
+        return Image(pip=tuple(wanted), lock=str(lock))
+    pip, indexes = _Sources(tool.get("uv", {}), shown, base).translated(wanted)
+    return Image(pip=pip, pip_indexes=indexes)
+
+
+def _check_python(wanted: object, shown: str) -> None:
+    here = platform.python_version()
+    try:
+        fits = wanted is None or SpecifierSet(str(wanted)).contains(here, prereleases=True)
+    except InvalidSpecifier:
+        raise UsageError(f"{shown}: requires-python is {wanted!r}", hint='as in ">=3.11"') from None
+    if not fits:
+        raise UsageError(
+            f"{shown} requires Python {wanted}, and skyfab runs with {here}: hosts run the same Python",
+            hint="run skyfab with such a Python",
+        )
+
+
+class _Sources:
+    """Translates [tool.uv.sources] and [[tool.uv.index]] of a project that has no uv.lock."""
+
+    def __init__(self, settings: Mapping[str, Any], shown: str, base: Path) -> None:
+        self._shown, self._base = shown, base
+        self._sources = {canonicalize_name(name): value for name, value in settings.get("sources", {}).items()}
+        self._indexes = {str(one.get("name", "")): one for one in settings.get("index", [])}
+
+    def translated(self, wanted: Sequence[str]) -> tuple[tuple[str, ...], tuple[PipIndex, ...]]:
+        for name, index in self._indexes.items():
+            if not index.get("explicit"):
+                raise self._refused(f"its index {name or index.get('url')} serves all packages")
+        scopes: dict[str, list[str]] = {}
+        pip = [self._one(text, scopes) for text in wanted]
+        return tuple(pip), tuple(PipIndex(url, tuple(names)) for url, names in scopes.items())
+
+    def _one(self, text: str, scopes: dict[str, list[str]]) -> str:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            raise UsageError(f"{self._shown}: {text!r} is no requirement", hint='as in "numpy>=2"') from None
+        name = canonicalize_name(requirement.name)
+        source = self._sources.get(name)
+        if source is None or (name in _TORCH and isinstance(source, list)):  # each host has the torch that fits it
+            return text
+        if not isinstance(source, dict):
+            raise self._refused(f"{name} has several sources")
+        if "index" in source:
+            index = self._indexes.get(source["index"])
+            if index is None:
+                raise UsageError(f"{self._shown}: {name} is to come from {source['index']!r}, which is no index there")
+            scopes.setdefault(index["url"], []).append(requirement.name)
+            return text
+        extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+        marker = f" ; {requirement.marker}" if requirement.marker else ""
+        return f"{requirement.name}{extras} @ {self._url(name, source)}{marker}"
+
+    def _url(self, name: str, source: Mapping[str, Any]) -> str:
+        inner = f"#subdirectory={source['subdirectory']}" if "subdirectory" in source else ""
+        if "git" in source:
+            revision = next((source[key] for key in ("rev", "tag", "branch") if key in source), None)
+            return f"git+{source['git']}" + (f"@{revision}" if revision else "") + inner
+        if "path" in source:
+            return Path(self._base, source["path"]).resolve().as_uri() + inner
+        if "url" in source:
+            return f"{source['url']}{inner}"
+        raise self._refused(f"{name} is a part of its workspace")
+
+    def _refused(self, why: str) -> UsageError:
+        return UsageError(f"{self._shown} has no uv.lock, and {why}", hint="uv lock")
+
+
+def listed(path: Path) -> list[str]:
+    """The requirements in a file. Raises UsageError if it cannot be read or has options other than -r and --hash."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    found: list[str] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        line = re.sub(r"(^|\s)#.*", "", line).strip()
+        other = re.fullmatch(r"(?:-r\s*|--requirement[\s=]\s*)(\S.*)", line)
+        if other:
+            found += listed(path.parent / other[1])
+        elif line.startswith("-") and not re.fullmatch(r"(-e|--editable)\s*\.", line):
+            raise UsageError(f"{path}: it may have requirements only, not {line!r:.80}", hint="--index=URL=packages")
+        elif line not in ("", ".") and not line.startswith("-"):  # the project's own modules are sent anyway
+            found.append(re.sub(r"\s+--hash[=\s]\S+", "", line))
+    return found
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A pyproject.toml. Raises UsageError if it cannot be read."""
+    try:
+        return _parsed(file.read_text(encoding="utf-8"), _shown(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _parsed(text: str, shown: str) -> dict[str, Any]:
+    try:
+        return toml.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{shown}: is not TOML: {error}") from None
+
+
+def _shown(file: Path) -> str:
+    """A path for messages: relative to the current folder if it is inside it or near."""
+    near = os.path.relpath(file)
+    return near if near.count("..") < 3 else str(file)

@@ -1,0 +1,87 @@
+"""The options that describe an environment, for `skyfab prepare` and `skyfab run`, and the image for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+from skyfab.cli.command import Option
+from skyfab.errors import UsageError
+
+if TYPE_CHECKING:
+    from skyfab.calls.image import Image, PipIndex
+
+Pip = Annotated[
+    Sequence[str], Option("packages, as pip would take them: numpy,torch>=2.6; may be given again", "PACKAGES")
+]
+Index = Annotated[
+    Sequence[str], Option("an index for those packages and no others; may be given again", "URL=PACKAGES")
+]
+Requirements = Annotated[str | None, Option("a file with a requirement in each line", "FILE")]
+Apt = Annotated[Sequence[str], Option("Debian packages; may be given again", "PACKAGES")]
+Install = Annotated[str, Option("push (everything comes from this machine), fetch (from the indexes), or auto", "HOW")]
+Python = Annotated[
+    str, Option("a version, an interpreter on the hosts that is used as it is, or auto: this program's", "VERSION|PATH")
+]
+
+_INSTALL: Final[dict[str, Literal["auto", "push", "fetch"]]] = {"auto": "auto", "push": "push", "fetch": "fetch"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """The values of these options."""
+
+    pip: Sequence[str] = ()
+    index: Sequence[str] = ()
+    requirements: str | None = None
+    apt: Sequence[str] = ()
+    install: str = "auto"
+    python: str = "auto"
+    lock: str | None = None
+
+    @property
+    def name_packages(self) -> bool:
+        """Whether they say what is to be installed, or that nothing is."""
+        return bool(self.pip or self.requirements or self.apt or self.lock or self.python != "auto")
+
+    def image(self) -> Image:
+        """Raises UsageError."""
+        from skyfab.calls.image import Image
+        from skyfab.calls.manifest import listed
+
+        wanted = [one for text in self.pip for one in _requirements(text)]
+        if self.requirements is not None:
+            wanted += listed(Path(self.requirements).expanduser())
+        if self.install not in _INSTALL:
+            raise UsageError(f"--install={self.install}", hint="auto, push or fetch")
+        return Image(
+            python=self.python,
+            pip=tuple(wanted),
+            pip_indexes=tuple(map(_index, self.index)),
+            apt=tuple(name for text in self.apt for name in re.split(r"[,\s]+", text.strip()) if name),
+            install=_INSTALL[self.install],
+            lock=self.lock,
+        )
+
+
+def _requirements(text: str) -> list[str]:
+    """Splits at commas that are followed by a new name.
+
+    >>> _requirements("numpy>=1,<2,uvicorn[standard,x], torch")
+    ['numpy>=1,<2', 'uvicorn[standard,x]', 'torch']
+    """
+    parts = re.split(r",(?![^\[]*\])(?=\s*[A-Za-z0-9])", text)
+    return [part for part in (part.strip(", \t\n") for part in parts) if part]
+
+
+def _index(text: str) -> PipIndex:
+    from skyfab.calls.image import PipIndex
+
+    url, _, packages = text.rpartition("=")
+    names = tuple(name for name in re.split(r"[,\s]+", packages.strip()) if name)
+    if "://" not in url or not names:
+        raise UsageError(f"--index={text}", hint="--index=https://download.example/simple=torch,torchvision")
+    return PipIndex(url, names)

@@ -1,0 +1,128 @@
+"""The environment of `skyfab run`: that of the options, or else of the script, the project's settings, the project."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from skyfab.calls.image import Image
+from skyfab.calls.manifest import Manifest, find
+from skyfab.cli.image_options import ImageOptions
+from skyfab.cli.project_settings import ProjectSettings
+from skyfab.errors import UsageError
+from skyfab.inventory.host import Host, did_you_mean, variables
+from skyfab.plugins import accelerate, huggingface, jax, keras, torch
+from skyfab.plugins.base import Plugin
+
+_PLUGINS: Final[dict[str, Callable[[], Plugin]]] = {
+    "torch": torch,
+    "jax": jax,
+    "keras": keras,
+    "huggingface": huggingface,
+    "accelerate": accelerate,
+}
+
+
+def image_of(
+    script: Path, given: ImageOptions, settings: ProjectSettings, hosts: Sequence[Host], *, no_project: bool
+) -> Image:
+    """The image for a script on these hosts; says in a line where it comes from. Raises UsageError."""
+    found = _found(script, given, settings, hosts, no_project=no_project)
+    image = given.image()
+    if found is not None:
+        extra = {index for index in image.pip_indexes if index not in found.image.pip_indexes}
+        install = image.install if given.install != "auto" else found.image.install
+        image = replace(found.image, pip_indexes=(*extra, *found.image.pip_indexes), install=install)
+    if found is not None and (image.pip or image.lock or image.apt or image.python != "auto"):
+        print(f"environment: {_described(image)}, from {found.source}", file=sys.stderr)
+    return replace(image, setup=settings.setup)
+
+
+def _found(
+    script: Path, given: ImageOptions, settings: ProjectSettings, hosts: Sequence[Host], *, no_project: bool
+) -> Manifest | None:
+    if given.name_packages:
+        return Manifest("the command line", given.image())
+    manifest = None if no_project else find(script)
+    is_scripts = manifest is not None and manifest.is_scripts
+    if settings.image.name_packages and not is_scripts:
+        return Manifest("[tool.skyfab]", settings.image.image())
+    # This machine, and interpreters that the inventory names, have what the project needs.
+    if not is_scripts and all(host.transport == "local" or host.python.startswith("/") for host in hosts):
+        return None
+    return manifest
+
+
+def _described(image: Image) -> str:
+    if image.python.startswith("/"):
+        return image.python
+    names = [re.split(r"[^\w.-]", text.strip(), maxsplit=1)[0] for text in (*image.pip, *image.apt)]
+    if not names:
+        return image.lock or f"Python {image.python}"
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def plugins_of(names: Sequence[str]) -> list[Plugin]:
+    """The plugins with these names. Raises UsageError."""
+    for name in names:
+        if name not in _PLUGINS:
+            hint = did_you_mean(name, _PLUGINS) or f"there are {', '.join(_PLUGINS)}"
+            raise UsageError(f"there is no plugin {name!r}", hint=hint)
+    return [_PLUGINS[name]() for name in dict.fromkeys(names)]
+
+
+# ---- variables
+
+
+def variables_of(given: Sequence[str], files: Sequence[str], settings: ProjectSettings) -> Mapping[str, str]:
+    """The variables of --env, which override those of --env-file, which override the project's. Raises UsageError."""
+    found = dict(settings.env)
+    for file in (*settings.env_file, *files):
+        found |= read_file(Path(file).expanduser())
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals and name not in os.environ:
+            raise UsageError(f"--env={name}: it is not set here", hint=f"--env={name}=VALUE")
+        found[name] = value if equals else os.environ[name]
+    return variables(found, "--env")
+
+
+def read_file(path: Path) -> dict[str, str]:
+    """The variables of a file with a line ``NAME=VALUE`` for each. Raises UsageError, without the values.
+
+    ``export`` may come first and comments follow; in double quotes, ``\\n``, ``\\"``, ``\\$`` and ``\\\\`` are escapes,
+    and quoted values may have several lines. Nothing is expanded.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    found: dict[str, str] = {}
+    at = 0
+    while at < len(text):
+        match = _LINE.match(text, at)
+        if match is None:
+            raise UsageError(
+                f"{path}: line {text.count(chr(10), 0, at) + 1} sets no variable", hint="NAME=VALUE, or a comment: # …"
+            )
+        at = match.end()
+        name, plain, single, double = match.groups()
+        if name and double is not None:
+            found[name] = re.sub(r"\\(.)", lambda one: {"n": "\n", "t": "\t", "r": "\r"}.get(one[1], one[1]), double)
+        elif name:
+            found[name] = (plain or "").strip() if single is None else single
+    return found
+
+
+_LINE = re.compile(
+    r"""[ \t]*(?:
+        (?:export[ \t]+)?([A-Za-z_]\w*)[ \t]*=[ \t]*
+        (?: ((?!["'])(?:(?![ \t]\#)[^\n])*) | '([^']*)' | "((?:[^"\\]|\\.)*)" )
+    )?[ \t]*(?:(?<![^\s"'])\#[^\n]*)?\r?(?:\n|\Z)""",
+    re.VERBOSE | re.DOTALL | re.ASCII,
+)

@@ -1,0 +1,182 @@
+"""`Image.of_project`: what scripts and projects say about their packages."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import pytest
+
+import skyfab as sky
+from skyfab.calls.image import Image, PipIndex
+from skyfab.calls.manifest import find
+
+SCRIPT = """#!/usr/bin/env python
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#   "numpy>=2",
+#
+#   "rich",
+# ]
+# ///
+import numpy
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def project(folder: Path, *dependencies: str, more: str = "") -> Path:
+    listed = ", ".join(f'"{one}"' for one in dependencies)
+    return write(folder / "pyproject.toml", f'[project]\nname = "my-app"\ndependencies = [{listed}]\n{more}')
+
+
+def test_the_block_of_a_script_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    project(tmp_path, "pandas")
+    script = write(tmp_path / "train.py", SCRIPT)
+    found = find(script)
+    assert found is not None
+    assert (found.source, found.is_scripts) == ("train.py (PEP 723)", True)
+    assert found.image == Image(pip=["numpy>=2", "rich"]) == Image.of_project(script)
+    assert Image.of_project(tmp_path) == Image(pip=["pandas"])
+
+
+def test_a_script_may_have_a_lock_of_its_own(tmp_path: Path) -> None:
+    script = write(tmp_path / "train.py", SCRIPT)
+    lock = write(tmp_path / "train.py.lock", "version = 1\n")
+    image = Image.of_project(script)
+    assert image.lock == str(lock)
+    assert not image.is_exact
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (SCRIPT + "\n" + SCRIPT, "2 blocks"),
+        (SCRIPT.replace('"rich"', "rich"), "is not TOML"),
+        (SCRIPT.replace(">=3.10", ">=4"), f"requires Python >=4, and skyfab runs with {platform.python_version()}"),
+        (SCRIPT.replace(">=3.10", "new"), "requires-python is 'new'"),
+        ('# /// script\n# dependencies = "numpy"\n# ///\n', "array of strings"),
+        ('# /// script\n# dependencies = ["a b c"]\n# ///\n', "'a b c' is no requirement"),
+    ],
+)
+def test_a_wrong_block_is_an_error(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(sky.UsageError, match=r"train\.py") as raised:
+        find(write(tmp_path / "train.py", text))
+    assert said in raised.value.message
+
+
+def test_the_nearest_project_up_to_the_repository_is_taken(tmp_path: Path) -> None:
+    project(tmp_path, "outside")
+    (tmp_path / "repo" / ".git").mkdir(parents=True)
+    script = write(tmp_path / "repo" / "jobs" / "deep" / "train.py", "")
+    assert find(script) is None
+    with pytest.raises(sky.UsageError, match="nothing says which packages it needs"):
+        Image.of_project(script)
+    write(tmp_path / "repo" / "requirements.txt", "flask\n")
+    assert Image.of_project(script).pip == ("flask",)
+    project(tmp_path / "repo", "numpy")
+    assert Image.of_project(script).pip == ("numpy",)
+    write(tmp_path / "repo" / "jobs" / "requirements.txt", "nearer\n")
+    assert Image.of_project(script).pip == ("nearer",)
+
+
+@pytest.mark.parametrize(
+    "text", ["[tool.ruff]\nline-length = 120\n", '[project]\nname = "x"\ndynamic = ["dependencies"]\n']
+)
+def test_a_pyproject_that_does_not_list_packages_is_passed_over(tmp_path: Path, text: str) -> None:
+    write(tmp_path / "pyproject.toml", text)
+    write(tmp_path / "requirements.txt", "flask\n")
+    assert Image.of_project(tmp_path).pip == ("flask",)
+
+
+def test_a_lock_above_the_project_is_that_of_its_workspace(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    lock = write(tmp_path / "uv.lock", "version = 1\n")
+    project(tmp_path / "member", "numpy")
+    found = find(tmp_path / "member")
+    assert found is not None
+    assert found.image == Image(pip=["numpy"], lock=str(lock))
+    assert found.source.endswith("pyproject.toml with uv.lock")
+
+
+def test_sources_of_uv_are_translated(tmp_path: Path) -> None:
+    more = """
+[tool.uv.sources]
+one = { git = "https://git.example/one", tag = "v1", subdirectory = "py" }
+Two = { path = "libs/two" }
+three = { url = "https://files.example/three.tar.gz" }
+four = { index = "own" }
+torch = [{ index = "own", marker = "sys_platform == 'linux'" }, { index = "own", marker = "sys_platform != 'linux'" }]
+[[tool.uv.index]]
+name = "own"
+url = "https://own.example/simple"
+explicit = true
+"""
+    project(tmp_path, "one[gpu]>=1 ; python_version > '3'", "two", "three", "four", "torch", "five", more=more)
+    image = Image.of_project(tmp_path)
+    assert image.pip == (
+        'one[gpu] @ git+https://git.example/one@v1#subdirectory=py ; python_version > "3"',
+        f"two @ {(tmp_path / 'libs' / 'two').as_uri()}",
+        "three @ https://files.example/three.tar.gz",
+        *("four", "torch", "five"),
+    )
+    assert image.pip_indexes == (PipIndex("https://own.example/simple", ("four",)),)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("[tool.uv.sources]\none = { workspace = true }\n", "one is a part of its workspace"),
+        ('[tool.uv.sources]\none = [{ index = "a" }, { index = "b" }]\n', "one has several sources"),
+        ('[[tool.uv.index]]\nname = "own"\nurl = "https://own.example"\n', "index own serves all packages"),
+    ],
+)
+def test_what_only_a_lock_can_say_is_refused_without_one(tmp_path: Path, more: str, said: str) -> None:
+    project(tmp_path, "one", more=more)
+    with pytest.raises(sky.UsageError, match=said) as raised:
+        Image.of_project(tmp_path)
+    assert raised.value.hint == "uv lock"
+    write(tmp_path / "uv.lock", "version = 1\n")
+    assert Image.of_project(tmp_path).pip == ("one",)
+
+
+def test_the_packages_of_a_project_that_can_be_installed_are_sent(tmp_path: Path) -> None:
+    build = '[build-system]\nrequires = ["hatchling"]\n'
+    project(tmp_path, "numpy", more=build)
+    write(tmp_path / "my_app" / "__init__.py", "")
+    assert Image.of_project(write(tmp_path / "jobs" / "train.py", "")).includes == (str(tmp_path / "my_app"),)
+    assert Image.of_project(write(tmp_path / "train.py", "")).includes == (), "it lies beside the script"
+    (tmp_path / "src").mkdir()
+    assert Image.of_project(tmp_path / "train.py").includes == (str(tmp_path / "src"),)
+    project(tmp_path, "numpy")
+    assert Image.of_project(tmp_path / "jobs" / "train.py").includes == ()
+
+
+def test_a_file_of_requirements(tmp_path: Path) -> None:
+    write(tmp_path / "more" / "base.txt", "rich  # colours\n")
+    file = "numpy>=2 \\\n  --hash=sha256:aa --hash=sha256:bb\n-r more/base.txt\n\n# nothing\n-e .\nx @ https://e.example/#x\n"
+    write(tmp_path / "requirements.txt", file)
+    assert Image.of_project(tmp_path).pip == ("numpy>=2", "rich", "x @ https://e.example/#x")
+    write(tmp_path / "requirements.txt", "--extra-index-url https://e.example\nnumpy\n")
+    with pytest.raises(sky.UsageError, match="requirements only, not '--extra-index-url"):
+        Image.of_project(tmp_path)
+
+
+def test_the_current_folder_is_meant_without_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "requirements.txt", "numpy\n")
+    assert Image.of_project().pip == ("numpy",)
+
+
+def test_a_home_folder_is_no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "HOME", str(tmp_path))
+    write(tmp_path / "requirements.txt", "numpy\n")
+    assert find(write(tmp_path / "jobs" / "train.py", "")) is None
+    assert find(write(tmp_path / "train.py", "")) is not None, "a script that lies there belongs to it"

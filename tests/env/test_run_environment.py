@@ -1,0 +1,341 @@
+"""`skyfab run` on hosts without a route out: packages of options, scripts and projects; variables; [tool.skyfab]."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from stage.index import Index, make_source
+from stage.projects import inventory, skyfab
+
+import skyfab as sky
+from skyfab.cli.image_options import ImageOptions
+from skyfab.cli.project_settings import ProjectSettings
+from skyfab.cli.run_environment import image_of, plugins_of, read_file, variables_of
+from skyfab.env import uv
+
+pytestmark = pytest.mark.usefixtures("world")
+SCRIPT = "import shelf, book, os\nprint(shelf.version, book.version, os.environ.get('WORD'))\n"
+BLOCK = '# /// script\n# dependencies = ["shelf"]\n# ///\n'
+
+
+@pytest.fixture
+def app(tmp_path: Path, index: Index) -> Path:
+    """A project with a script that needs two packages of an index."""
+    index.add("shelf", "1.0", requires=["book"])
+    index.add("book", "1.0")
+    folder = tmp_path / "app"
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    return folder
+
+
+@pytest.fixture
+def run(app: Path, fresh: Callable[..., list[sky.Host]]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``run("--pip=shelf", "train.py")`` in the project's folder, on a host that has none of the packages."""
+    file = inventory(app.parent / "inventory.toml", [*fresh("openssh", 1, name="node1")])
+
+    def ran(*words: str) -> subprocess.CompletedProcess[str]:
+        return skyfab(app, "run", "--hosts=all", *words, inventory=file, timeout=100)
+
+    return ran
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def pyproject(app: Path, *dependencies: str, more: str = "") -> None:
+    listed = ", ".join(f'"{one}"' for one in dependencies)
+    write(
+        app / "pyproject.toml",
+        f'[project]\nname = "app"\nversion = "0"\nrequires-python = ">=3.10"\ndependencies = [{listed}]\n{more}',
+    )
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+# ---- where packages come from
+
+
+def test_packages_of_options(run: Run) -> None:
+    ran = run("--pip=shelf", "--env=WORD=two words", "train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 two words\n", ran.stderr
+    assert "environment: shelf, from the command line\n" in ran.stderr
+
+
+def test_packages_of_a_script(run: Run, app: Path) -> None:
+    pyproject(app, "nothing-like-it")
+    write(app / "train.py", BLOCK + SCRIPT)
+    ran = run("train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 None\n", ran.stderr
+    assert "environment: shelf, from train.py (PEP 723)\n" in ran.stderr
+
+
+@pytest.mark.slow
+def test_packages_of_a_project_with_its_lock(run: Run, app: Path, index: Index) -> None:
+    pyproject(app, "shelf")
+    uv.run_uv("lock", "--python", sys.executable, cwd=app)
+    index.add("book", "2.0")
+    ran = run("train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 None\n", ran.stderr
+    assert "environment: shelf, from pyproject.toml with uv.lock\n" in ran.stderr
+    (app / "uv.lock").unlink()
+    ran = run("train.py")
+    assert ran.stdout == "node1[0] 1.0 2.0 None\n", ran.stderr
+    assert "environment: shelf, from pyproject.toml\n" in ran.stderr
+
+
+def test_packages_of_a_file_of_requirements(run: Run, app: Path, index: Index) -> None:
+    """One of them is only a source."""
+    index.add_source("stone", "3.0")
+    write(app / "requirements.txt", "shelf\nstone\n")
+    write(app / "train.py", SCRIPT + "import stone; print(stone.version)\n")
+    ran = run("train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 None\nnode1[0] 3.0\n", ran.stderr
+    assert "environment: shelf, stone, from requirements.txt\n" in ran.stderr
+
+
+def test_packages_of_a_lock(run: Run, app: Path, index: Index) -> None:
+    index.add("book", "2.0")
+    lock = uv.run_uv(
+        "pip", "compile", "-q", "--format=pylock.toml", "--generate-hashes", "-", stdin="shelf\nbook==1.0", cwd=app
+    )
+    write(app / "pylock.toml", lock)
+    ran = run("--lock=pylock.toml", "train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 None\n", ran.stderr
+
+
+def test_packages_of_the_project_settings(run: Run, app: Path) -> None:
+    """They take the place of the project's, and options that of theirs; the script's own come before both."""
+    settings = '[tool.skyfab]\npip = ["shelf"]\nsetup = "export WORD=set"\n'
+    pyproject(app, "nothing-like-it", more=settings)
+    ran = run("train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 set\n", ran.stderr
+    assert "environment: shelf, from [tool.skyfab]\n" in ran.stderr
+
+
+def test_a_package_of_the_project_itself_is_sent(run: Run, app: Path) -> None:
+    make_source(app, "app", "0", requires=["shelf"])
+    (app / "src" / "app").mkdir(parents=True)
+    write(app / "src" / "app" / "__init__.py", "word = 'inside'\n")
+    (app / "jobs").mkdir()
+    write(app / "jobs" / "job.py", "import app, shelf\nprint(app.word, shelf.version)\n")
+    ran = run("jobs/job.py")
+    assert ran.stdout == "node1[0] inside 1.0\n", ran.stderr
+
+
+def test_without_packages_the_hosts_own_python_is_used(run: Run, app: Path) -> None:
+    write(app / "train.py", "import sys; print(sys.prefix)\n")
+    ran = run("train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert "environment:" not in ran.stderr
+    assert "/envs/" not in ran.stdout
+    write(app / "requirements.txt", "nothing-like-it\n")
+    ran = run("--no-project", "train.py")
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_missing_module_names_the_option_that_installs_it(run: Run, app: Path) -> None:
+    write(app / "train.py", "import shelf.inner\n")
+    ran = run("--ranks=1", "train.py")
+    assert ran.returncode == 1
+    assert "on node1: --pip=shelf installs it" in ran.stderr
+    assert "Image(" not in ran.stderr
+
+
+def test_a_project_on_this_machine_uses_this_python(app: Path) -> None:
+    pyproject(app, "nothing-like-it", more='[tool.skyfab]\nranks = 1\nenv = { WORD = "x" }\nworkdir = "temp"\n')
+    write(app / "train.py", "import os, sys\nprint(sys.prefix, os.environ['WORD'], os.getcwd())\n")
+    ran = skyfab(app, "run", "train.py")
+    place, prefix, word, folder = ran.stdout.split()
+    assert (place, prefix, word) == ("local[0]", sys.prefix, "x")
+    assert folder != str(app)
+
+
+def test_hosts_of_the_project_settings(app: Path, run: Run) -> None:
+    """Options take their place; those of hosts leave the inventory."""
+    write(app / "train.py", "print('here')\n")
+    pyproject(app, more='[tool.skyfab]\nhosts = "node1"\ninventory = "../inventory.toml"\nranks = 2\n')
+    assert sorted(skyfab(app, "run", "train.py").stdout.splitlines()) == ["node1[0] here", "node1[1] here"]
+    assert skyfab(app, "run", "--hosts=!local", "--ranks=1", "train.py").stdout == "node1[0] here\n"
+    assert skyfab(app, "run", "--hosts=local", "--ranks=1", "train.py").stdout == "local[0] here\n"
+
+
+def test_a_detached_run_has_the_name_that_it_is_given(app: Path) -> None:
+    write(app / "job.py", "print('done')\n")
+    ran = skyfab(app, "run", "--ranks=1", "--detach", "--name=night", "job.py")
+    assert ran.returncode == 0, ran.stderr
+    followed = skyfab(app, "attach", "night", "--hosts=local")
+    assert "night: done" in followed.stderr, followed.stderr
+
+
+# ---- choosing, without hosts
+
+HOST = sky.Host(name="node1")
+
+
+def chosen(app: Path, given: ImageOptions = ImageOptions(), hosts: tuple[sky.Host, ...] = (HOST,)) -> sky.Image:  # noqa: B008
+    script = app / "train.py"
+    return image_of(script, given, ProjectSettings.of(script), hosts, no_project=False)
+
+
+def test_what_comes_before_what(app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(app / "requirements.txt", "of-file\n")
+    assert chosen(app).pip == ("of-file",)
+    pyproject(app, "of-project")
+    assert chosen(app).pip == ("of-project",)
+    pyproject(app, "of-project", more='[tool.skyfab]\npip = "of-settings"\nsetup = "true"\n')
+    assert chosen(app) == sky.Image(pip=["of-settings"], setup="true")
+    write(app / "train.py", BLOCK)
+    assert chosen(app) == sky.Image(pip=["shelf"], setup="true")
+    assert chosen(app, ImageOptions(pip=["of-option"])) == sky.Image(pip=["of-option"], setup="true")
+    assert [line.partition(", from ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        *("app/requirements.txt", "app/pyproject.toml", "[tool.skyfab]", "app/train.py (PEP 723)", "the command line")
+    ]
+
+
+@pytest.fixture(autouse=True)
+def above(app: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(app.parent)
+
+
+def test_options_that_name_no_packages_change_what_is_found(app: Path) -> None:
+    pyproject(app, "shelf")
+    image = chosen(app, ImageOptions(install="push", index=["https://i.example=shelf"]))
+    assert (image.pip, image.install) == (("shelf",), "push")
+    assert image.pip_indexes == (sky.PipIndex("https://i.example", ("shelf",)),)
+
+
+def test_hosts_whose_python_is_chosen_are_used_as_they_are(app: Path) -> None:
+    pyproject(app, "shelf")
+    own = sky.Host(name="node2", python="/usr/bin/python3")
+    assert chosen(app, hosts=(own, sky.Host(name="local", transport="local"))) == sky.Image()
+    assert chosen(app, hosts=(own, HOST)).pip == ("shelf",)
+    write(app / "train.py", BLOCK)
+    assert chosen(app, hosts=(own,)).pip == ("shelf",), "a script says what it needs wherever it runs"
+
+
+# ---- variables
+
+
+def test_a_file_of_variables(tmp_path: Path) -> None:
+    file = tmp_path / ".env"
+    write(
+        file,
+        "\ufeff# a comment\n\nPLAIN = value with spaces   # and a comment\nHASH=a#b\n"
+        "export SINGLE='$HOME \\n # not one'  # one\r\n"
+        'DOUBLE="line\\none \\"quoted\\" \\$HOME \\\\ #"\nEMPTY=\nNONE=""\n  LINES="a\nb"\nLAST=x',
+    )
+    assert read_file(file) == {
+        "PLAIN": "value with spaces",
+        "HASH": "a#b",
+        "SINGLE": "$HOME \\n # not one",
+        "DOUBLE": 'line\none "quoted" $HOME \\ #',
+        "EMPTY": "",
+        "NONE": "",
+        "LINES": "a\nb",
+        "LAST": "x",
+    }
+
+
+@pytest.mark.parametrize(
+    "line", ["no variable", "1A=x", 'A="secret', "A='secret", 'A="secret" more', "=secret", "A-B=secret"]
+)
+def test_a_line_that_sets_nothing_is_named_without_its_content(tmp_path: Path, line: str) -> None:
+    file = tmp_path / ".env"
+    write(file, f"GOOD=1\n{line}\n")
+    with pytest.raises(sky.UsageError, match="line 2 sets no variable") as raised:
+        read_file(file)
+    assert "secret" not in str(raised.value)
+
+
+def test_variables_override_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):
+        write(tmp_path / name, f"A={name}\nB={name}\n{name.upper()}=1\n")
+    settings = ProjectSettings(env={"A": "settings", "C": "settings"}, env_file=(str(tmp_path / "first"),))
+    monkeypatch.setenv("FROM_HERE", "here")
+    found = variables_of(["A=given=x", "FROM_HERE"], [str(tmp_path / "second")], settings)
+    assert found == {"A": "given=x", "B": "second", "C": "settings", "FIRST": "1", "SECOND": "1", "FROM_HERE": "here"}
+    with pytest.raises(sky.UsageError, match="--env=NOT_SET_HERE: it is not set here"):
+        variables_of(["NOT_SET_HERE"], [], settings)
+    with pytest.raises(sky.UsageError, match="--env cannot set '1A'"):
+        variables_of(["1A=x"], [], settings)
+    with pytest.raises(sky.UsageError, match="cannot be read"):
+        variables_of([], [str(tmp_path / "none")], settings)
+
+
+def test_plugins_by_name() -> None:
+    assert [type(one).__name__ for one in plugins_of(["torch", "huggingface", "torch"])] == ["Torch", "HuggingFace"]
+    with pytest.raises(sky.UsageError, match="no plugin 'troch'") as raised:
+        plugins_of(["troch"])
+    assert raised.value.hint == "did you mean torch?"
+
+
+# ---- [tool.skyfab]
+
+
+def test_all_settings_of_a_project(app: Path) -> None:
+    text = """
+hosts = ["node1", "node[2-4]"]
+inventory = "hosts.toml"
+ranks = 2
+workdir = "/data"
+pip = ["numpy"]
+index = "https://i.example=numpy"
+requirements = "more.txt"
+apt = ["git"]
+install = "push"
+python = "3.11"
+lock = "pylock.toml"
+env = { A = "1" }
+env-file = ".env"
+setup = '''
+module load cuda
+'''
+plugins = ["torch"]
+"""
+    pyproject(app, more=f"[tool.skyfab]{text}")
+    (app / "jobs").mkdir()
+    write(app / "jobs" / "job.py", "")
+    write(app / "jobs" / "pyproject.toml", "[tool.other]\n")
+    assert ProjectSettings.of(app / "jobs" / "job.py") == ProjectSettings(
+        hosts="node1,node[2-4]",
+        inventory=str(app / "hosts.toml"),
+        ranks=2,
+        workdir="/data",
+        env={"A": "1"},
+        env_file=(str(app / ".env"),),
+        setup="module load cuda",
+        plugins=("torch",),
+        image=ImageOptions(
+            pip=("numpy",),
+            index=("https://i.example=numpy",),
+            requirements=str(app / "more.txt"),
+            apt=("git",),
+            install="push",
+            python="3.11",
+            lock=str(app / "pylock.toml"),
+        ),
+    )
+
+
+def test_every_mistake_in_the_settings_is_told_at_once(app: Path) -> None:
+    pyproject(app, more='[tool.skyfab]\nrank = 2\nranks = 0\nenv = ["A"]\npip = 3\nxyz = 1\nsetup = ["a"]\n')
+    with pytest.raises(sky.UsageError, match=r"pyproject\.toml: \[tool\.skyfab\]") as raised:
+        ProjectSettings.of(app / "train.py")
+    _, *told = raised.value.message.splitlines()
+    assert [line.split()[0] for line in told] == ["rank", "ranks", "env", "pip", "xyz", "setup"]
+    assert told[0].endswith("is no key of it (did you mean ranks?)")
+    assert "(the keys are hosts, " in told[4]
+
+
+def test_a_mistake_in_the_settings_ends_the_command(app: Path) -> None:
+    pyproject(app, more="[tool.skyfab]\nhost = 'node1'\n")
+    ran = skyfab(app, "run", "train.py")
+    assert ran.returncode == 2
+    assert "did you mean hosts?" in ran.stderr

@@ -43,7 +43,7 @@ LARGEST_MODULE = 450
 LARGEST = {
     "protocol": 2250,
     "agent": 4000,
-    "session": 3800,
+    "session": 3850,
     "pool": 4580,
     "env": 2950,
     "calls": 1700,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from skyfab.cli.command import Hosts, InventoryFile, Option, command
+from skyfab.cli.command import InventoryFile, Json, NamedHosts, Option, command
 from skyfab.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @command
 def prepare(
-    hosts: Hosts = None,
+    hosts: NamedHosts = None,
     inventory: InventoryFile = None,
     pip: Annotated[
         Sequence[str], Option("packages, as pip would take them: numpy,torch>=2.6; may be given again", "PACKAGES")
@@ -31,6 +31,7 @@ def prepare(
     ] = "auto",
     upgrade: Annotated[bool, Option("look for newer versions of what was resolved before")] = False,
     lock: Annotated[str | None, Option("write the versions to this pylock.toml, for Image(lock=…)", "FILE")] = None,
+    json_: Json = False,
 ) -> None:
     """Build an environment ahead, on all hosts at once.
 
@@ -41,18 +42,17 @@ def prepare(
         skyfab prepare --pip=torch --index=https://download.pytorch.org/whl/cu126=torch
     """
     from skyfab.cli.environment import build, look_for_newer, write_lock
-    from skyfab.inventory.inventory import Inventory
+    from skyfab.cli.selected import selected
 
     image = image_of(pip, index, requirements, apt, install)
-    found = Inventory.of(inventory)
-    selected = found.select(hosts)
     if lock is not None and not image.pip:
         raise UsageError("--lock writes down packages, and there are none", hint="name some: --pip=numpy")
+    found, chosen = selected(hosts, inventory, quiet=json_)
     if upgrade:
-        look_for_newer(image, selected, found)
-    build(image, selected, found)
+        look_for_newer(image, chosen, found)
+    build(image, chosen, found, as_json=json_)
     if lock is not None:
-        write_lock(Path(lock), image, selected)
+        write_lock(Path(lock), image, chosen, quiet=json_)
 
 
 _INSTALL: Final[dict[str, Literal["auto", "push", "fetch"]]] = {"auto": "auto", "push": "push", "fetch": "fetch"}

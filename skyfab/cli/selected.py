@@ -1,0 +1,28 @@
+"""Which hosts a command is for: those that were named, else all of the inventory, else this machine."""
+
+from __future__ import annotations
+
+import sys
+
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.selection import some
+from skyfab.ui.terminal import clean
+
+
+def selected(hosts: str | None, inventory: str | None, *, quiet: bool = False) -> tuple[Inventory, tuple[Host, ...]]:
+    """The inventory, and the hosts of it that a command is for. If none were named, prints which these are.
+
+    Raises InventoryError, UnknownHost or UsageError.
+    """
+    found = Inventory.of(inventory)
+    chosen = found.select(hosts)
+    if hosts is None and not quiet:
+        print(_line(found, chosen), file=sys.stderr, flush=True)
+    return found, chosen
+
+
+def _line(inventory: Inventory, hosts: tuple[Host, ...]) -> str:
+    if inventory.source is None:
+        return "on this machine: there is no inventory, and no --hosts"
+    return clean(f"on {some([host.name for host in hosts])}: all of {inventory.source}", colour=False)

@@ -22,7 +22,7 @@ from skyfab.session.bootstrap import local_python
 from skyfab.session.shell import Shell
 from skyfab.session.shell_pool import Shells
 from skyfab.ui.events import Event, HostState
-from skyfab.ui.screen import table
+from skyfab.ui.table import table
 
 
 def build(image: Image, hosts: Sequence[Host], inventory: Inventory, *, as_json: bool = False) -> None:

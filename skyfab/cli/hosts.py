@@ -34,7 +34,7 @@ def hosts(
 
     from skyfab.cli.fanout import fan_out
     from skyfab.cli.selected import selected
-    from skyfab.ui.screen import table
+    from skyfab.ui.table import table
 
     known, chosen = selected(hosts, inventory, quiet=json_)
     show = not json_ and is_rich(sys.stdout, sys.stderr)  # else the table is enough

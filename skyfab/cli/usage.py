@@ -30,7 +30,7 @@ def of_all(tasks: Mapping[str, Command], group: str = "") -> str:
             "Tasks:",
             *_columns([(name, _first_line(task)) for name, task in chosen.items()]),
             "",
-            "Options of every task:",
+            "General options:",
             *_columns(_GENERAL),
             "",
             *_wrapped(f"More about one of them: {program} TASK --help"),
@@ -49,7 +49,7 @@ def of_task(name: str, task: Command) -> str:
     lines += ["", "Examples:", *(_example(line) for line in examples)] if examples else []
     if task.parameters:
         lines += ["", "Options:", *_columns([(one.shown, one.help or "") for one in task.parameters])]
-    return "\n".join([*lines, "", "Options of every task:", *_columns(_GENERAL)])
+    return "\n".join([*lines, "", "General options:", *_columns(_GENERAL)])
 
 
 def _example(line: str) -> str:

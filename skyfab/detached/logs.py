@@ -209,16 +209,16 @@ class LogReader:
                     for offset, line in cursor.split(data):
                         cursor.time = self._time(host, file, cursor, offset)
                         yield LogLine(int(rank), stream, line.decode(errors="replace"), cursor.time)
+            if rest and cursor.rest and not cursor.cut:
+                cursor.time = self._time(host, files[name], cursor, max(0, cursor.offset - len(cursor.rest)))
+                text, cursor.rest = cursor.rest.decode(errors="replace"), b""
+                yield LogLine(int(rank), stream, text, cursor.time)
         except FileNotFoundError:  # the log was rotated just now: the next call continues with the new file
             return
         except PASSING:
             if not patient:
                 raise
             self.complete = False
-            return
-        if rest and cursor.rest and not cursor.cut:
-            text, cursor.rest = cursor.rest.decode(errors="replace"), b""
-            yield LogLine(int(rank), stream, text, cursor.time)
 
     def _time(self, host: Host, file: _File, cursor: _Cursor, offset: int) -> float:
         return cursor.times.at(offset, cursor.time, file.times, lambda *place: self._read(host, file, "times", *place))

@@ -13,6 +13,9 @@ from skyfab.ui.terminal import clean, is_rich, put
 _LEAST: Final = 24
 """Columns that the last cells of a table may be wrapped to; the others are not wrapped."""
 
+_BETWEEN: Final = 3
+"""Columns between two cells."""
+
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:
     """Prints a table to stdout; the columns that `right` names are aligned to the right."""
@@ -22,7 +25,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collecti
         return
     width = shutil.get_terminal_size().columns
     *fixed, last = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    if sum(fixed) + 2 * len(fixed) + min(last, _LEAST) > width:
+    if sum(fixed) + _BETWEEN * len(fixed) + min(last, _LEAST) > width:
         put(sys.stdout, _records(head, cells, width))
         return
     from rich.box import SIMPLE_HEAD
@@ -30,7 +33,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collecti
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=SIMPLE_HEAD, pad_edge=False)
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in head:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name != head[-1])
     for row in cells:

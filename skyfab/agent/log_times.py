@@ -36,7 +36,7 @@ class LogTimes:
         if not 0 <= now - self._last < _PACE:
             self._last = now
             with contextlib.suppress(OSError):
-                os.write(self._file, b"%015d %015d\n" % (offset, now * 1000))
+                os.write(self._file, b"%015d %015d\n" % (offset, round(now * 1000)))
 
     def turn_over(self) -> None:
         """The log was rotated."""

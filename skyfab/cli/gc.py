@@ -49,16 +49,13 @@ def gc(
     try:
         if hosts is not None or not here:
             known, chosen = selected(hosts, inventory, quiet=json_)
-            clean(chosen, known, days, lambda host, swept: _cleaned(host, swept, found if json_ else None))
+            clean(chosen, known, days, (lambda *one: found.append(_facts(*one))) if json_ else _print)
     finally:
         if json_:
             print(json.dumps(sorted(found, key=lambda facts: str(facts["host"])), indent=2, ensure_ascii=False))
 
 
-def _cleaned(host: str, swept: Swept, found: list[dict[str, object]] | None) -> None:
-    if found is not None:
-        found.append(_facts(host, swept))
-        return
+def _print(host: str, swept: Swept) -> None:
     sys.stdout.write(f"{host}: {swept}\n")  # a single write, since several threads may do so at the same time
     sys.stdout.flush()
 
@@ -68,8 +65,10 @@ def _facts(host: str, swept: Swept) -> dict[str, object]:
     return {"host": host, "removed": swept.counts, "bytes": swept.size, "folders": folders}
 
 
-def clean(hosts: Sequence[Host], inventory: Inventory, days: int, cleaned: Callable[[str, Swept], None]) -> None:
-    """Cleans the hosts' caches; calls `cleaned` for each host when it is done, on threads.
+def clean(
+    hosts: Sequence[Host], inventory: Inventory, days: int, cleaned: Callable[[str, Swept], None] = _print
+) -> None:
+    """Cleans the hosts' caches; `cleaned` is called for each host when it is done, on threads.
 
     Raises a HostError or PoolError for the hosts that could not be cleaned, after all others have been.
     """

@@ -38,19 +38,18 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
     """
     import json
 
+    from skyfab.cli.selected import selected
     from skyfab.detached.run import survey
-    from skyfab.inventory.inventory import Inventory
     from skyfab.ui.table import table
 
-    found, errors = survey(Inventory.of(inventory), hosts)
+    found, errors = survey(*selected(hosts, inventory, quiet=json_, here=True))
     if json_:
         print(json.dumps([_facts(run) for run in found], indent=2, ensure_ascii=False))
     elif found:
         head = ("run", "state", "started", "ranks", "GPUs", "hosts", "name", "last line")
         table(head, [_row(run) for run in found], right=("ranks",))
     elif not errors:
-        where = "the hosts of the inventory and this machine" if hosts is None else "these hosts"
-        print(f"no runs on {where}", file=sys.stderr)
+        print("no runs there", file=sys.stderr)
     for error in errors:
         print(report.text(error), file=sys.stderr)
     return 3 if errors else 0

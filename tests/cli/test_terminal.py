@@ -12,11 +12,13 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from skyfab.cli import detach_key
 from skyfab.lab import Lab
 
 PROGRAM = [sys.executable, "-m", "skyfab"]
@@ -257,6 +259,47 @@ def test_other_shells_take_their_scripts(folder: Path, shell: str) -> None:
     ran = subprocess.run([shell, "-c", script], cwd=folder, capture_output=True, text=True, timeout=60)
     assert ran.stdout.split()[-1] == "hosts", ran.stderr
     assert ran.stderr == ""
+
+
+# ---- the key d
+
+
+@pytest.mark.parametrize(
+    ("typed", "pause", "pressed"),
+    [
+        ("d", 0, True),
+        ("D", 0, True),
+        ("date\n", 0, False),
+        ("date\n", 0.1, False),
+        ("ls node1\n", 0.1, False),
+        ("cd x\n", 0.5, False),
+        ("x", 0, False),
+        ("xd", 0.1, False),
+        ("d\n", 0, False),
+    ],
+)
+def test_d_is_a_key_press_of_its_own_and_what_is_typed_ahead_stays(typed: str, pause: float, pressed: bool) -> None:
+    ours, theirs = pty.openpty()
+    watch = detach_key._Watch(theirs)
+    watch.begin()
+    found = False
+    for letter in typed:
+        os.write(ours, letter.encode())
+        for _ in range(1 + round(pause / 0.1)):
+            time.sleep(min(pause, 0.1))
+            found = found or watch.is_pressed()
+    deadline = time.monotonic() + 1
+    while not found and time.monotonic() < deadline:
+        found = watch.is_pressed()
+        time.sleep(0.05)
+    assert found is pressed
+    mode = termios.tcgetattr(theirs)  # as a shell reads
+    mode[3] &= ~termios.ICANON
+    mode[6][termios.VMIN] = 0
+    termios.tcsetattr(theirs, termios.TCSADRAIN, mode)
+    assert os.read(theirs, 100).decode() == ("" if pressed else typed)
+    for fd in (ours, theirs):
+        os.close(fd)
 
 
 # ---- hints

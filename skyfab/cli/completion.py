@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Final
 
 from skyfab.cli import launched
@@ -11,41 +12,8 @@ from skyfab.cli.command import Command, Option, Parameter, command
 from skyfab.cli.words import HELP, VERBOSE, known_hosts
 from skyfab.errors import UsageError
 
-_BASH: Final = """\
-_skyfab() {
-    local line=${COMP_LINE:0:COMP_POINT} word typed before=
-    typed=${line##*[[:space:]]}
-    # bash takes what follows a = for a word of its own
-    case $typed in *=*) before=${typed%=*}= ;; esac
-    COMPREPLY=()
-    while IFS= read -r word; do
-        COMPREPLY+=("${word#"$before"}")
-    done < <(skyfab --complete "$line" 2>/dev/null)
-    case ${COMPREPLY[0]-} in *=) compopt -o nospace ;; esac
-}
-complete -o default -F _skyfab skyfab
-"""
-_ZSH: Final = """\
-#compdef skyfab
-_skyfab() {
-    local -a found
-    found=(${(f)"$(skyfab --complete "$LBUFFER" 2>/dev/null)"})
-    if (( $#found )); then
-        compadd -S '' -- ${(M)found:#*=}
-        compadd -- ${found:#*=}
-    else
-        _files
-    fi
-}
-compdef _skyfab skyfab
-"""
-_FISH: Final = """\
-function __skyfab_words
-    skyfab --complete (commandline -cp | string collect) 2>/dev/null
-end
-complete -c skyfab -f -n 'count (__skyfab_words) >/dev/null' -a '(__skyfab_words)'
-"""
-_SCRIPTS: Final = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+_SHELLS: Final = ("bash", "zsh", "fish")
+"""Each has a script beside this module."""
 
 
 @command
@@ -59,9 +27,9 @@ def completion(shell: Annotated[str, Option("bash, zsh or fish", "SHELL")]) -> N
         eval "$(skyfab completion zsh)"
         skyfab completion fish | source
     """
-    if shell not in _SCRIPTS:
-        raise UsageError(f"no script for {shell!r}; there are {', '.join(_SCRIPTS)}", hint="skyfab completion bash")
-    print(_SCRIPTS[shell], end="")
+    if shell not in _SHELLS:
+        raise UsageError(f"no script for {shell!r}; there are {', '.join(_SHELLS)}", hint="skyfab completion bash")
+    print(Path(__file__).with_name(f"completion.{shell}").read_text(encoding="utf-8"), end="")
 
 
 def candidates(arguments: Sequence[str], tasks: Mapping[str, Command]) -> list[str]:
@@ -111,4 +79,4 @@ def _values(parameter: Parameter, words: Sequence[str], typed: str) -> list[str]
         return [before + name for name in sorted(known_hosts(words)) if name not in before.split(",")]
     if kind == "RUN":
         return launched.names()
-    return list(_SCRIPTS) if kind == "SHELL" else []
+    return list(_SHELLS) if kind == "SHELL" else []

@@ -54,9 +54,9 @@ def _is_at_terminal() -> bool:
     """There is a person at the keyboard: not in the background, where reading it would stop the program."""
     if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()):
         return False
-    with suppress(OSError):
+    with suppress(OSError):  # it is not the terminal that controls this program: there is no background
         return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    return False
+    return True
 
 
 class _Watch:

@@ -10,5 +10,5 @@ for f in *; do
   set -- $(ls -i "$f")
   n=$(wc -c <"$f")
   if test -r "../times/$f"; then t=$(wc -c <"../times/$f"); else t=0; fi
-  echo "$f $1" $n $t
+  echo "$f $1 $n $t"
 done

@@ -265,29 +265,26 @@ def test_other_shells_take_their_scripts(folder: Path, shell: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "pause", "pressed"),
+    ("typed", "slowly", "pressed"),
     [
-        ("d", 0, True),
-        ("D", 0, True),
-        ("date\n", 0, False),
-        ("date\n", 0.1, False),
-        ("ls node1\n", 0.1, False),
-        ("cd x\n", 0.5, False),
-        ("x", 0, False),
-        ("xd", 0.1, False),
-        ("d\n", 0, False),
+        ("d", False, True),
+        ("D", False, True),
+        ("date\n", False, False),
+        ("d\n", False, False),
+        ("x", False, False),
+        ("xd", True, False),
+        ("ls node1\n", True, False),
+        ("cd x\n", True, False),
     ],
 )
-def test_d_is_a_key_press_of_its_own_and_what_is_typed_ahead_stays(typed: str, pause: float, pressed: bool) -> None:
+def test_d_is_a_key_press_of_its_own_and_what_is_typed_ahead_stays(typed: str, slowly: bool, pressed: bool) -> None:
     ours, theirs = pty.openpty()
     watch = detach_key._Watch(theirs)
     watch.begin()
     found = False
-    for letter in typed:
-        os.write(ours, letter.encode())
-        for _ in range(1 + round(pause / 0.1)):
-            time.sleep(min(pause, 0.1))
-            found = found or watch.is_pressed()
+    for part in typed if slowly else [typed]:
+        os.write(ours, part.encode())
+        found = found or watch.is_pressed()
     deadline = time.monotonic() + 1
     while not found and time.monotonic() < deadline:
         found = watch.is_pressed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -126,6 +127,84 @@ def test_piped_output_has_columns_and_no_escapes(folder: Path) -> None:
     assert here.startswith("here  this machine      3.")
     assert dead.startswith("dead  root@127.0.0.1:1  –")
     assert "\x1b" not in ran.stdout + ran.stderr
+
+
+# ---- a run, as it lies on a host
+
+
+@pytest.fixture
+def night(folder: Path) -> Path:
+    """A run of two ranks on `here`, that is over; rank 0 wrote first and last, and its bar was overwritten."""
+    (folder / "inventory.toml").write_text(f'[hosts.here]\ntransport = "local"\ncache = "{folder}/here"\n')
+    run = folder / "here" / "runs" / "abcdef0123456789"
+    for name in ("logs", "times"):
+        (run / name).mkdir(parents=True)
+    (folder / "here").chmod(0o700)
+    about = {"id": run.name, "name": "night", "function": "train", "hosts": ["here"], "place": 0, "ranks": [0, 1]}
+    (run / "about").write_text(json.dumps({**about, "world": 2, "on": "all", "elastic": False}))
+    (run / "status").write_text(json.dumps({"state": "done", "started": 1e9}))
+    parts = [
+        ("0.out", 1, "first\n"),
+        ("1.out", 2, "\033[32msecond\033[0m\n"),
+        ("0.err", 3, "0 %\r100 %\n"),
+        ("0.out", 4, "last\n"),
+    ]
+    for name, second, line in parts:
+        with (run / "logs" / name).open("a") as log, (run / "times" / name).open("a") as times:
+            times.write(f"{log.tell():015d} {int((1e9 + second) * 1000):015d}\n")
+            log.write(line)
+    os.utime(run / "logs" / "0.out", (2e9, 2e9))
+    return folder
+
+
+RUNS = """\
+run       state  started           ranks  GPUs  hosts  name   last line
+abcdef01  done   2001-09-09 01:46      2  –     here   night  last
+"""
+
+
+@pytest.mark.parametrize("columns", [60, 100, 160, None])
+def test_runs_have_a_header_and_a_start(night: Path, columns: int | None) -> None:
+    if columns is None:
+        assert piped(night, "runs", "here", TZ="UTC").stdout == RUNS
+        return
+    lines = text(seen(night, columns, "runs", "here", TZ="UTC")[1]).rstrip().splitlines()
+    if columns == 60:
+        assert lines == [
+            "abcdef01",
+            *("  state: done", "  started: 2001-09-09 01:46", "  ranks: 2", "  GPUs: –", "  hosts: here"),
+            *("  name: night", "  last line: last"),
+        ]
+    else:
+        head, _, row = lines
+        for line, expected in zip((head, row), RUNS.splitlines(), strict=True):
+            assert re.split("  +", line) == re.split("  +", expected)
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_logs_are_shown_as_live_output_is(night: Path, columns: int) -> None:
+    code, said = seen(night, columns, "logs", "night", "--timestamps", TZ="UTC")
+    assert code == 0
+    assert "\x1b[32msecond\x1b[0m" in said and "\x1b[31m│\x1b[0m 09-09 01:46:43.000 100 %" in said
+    assert text(said).splitlines() == [
+        "here[0] │ 09-09 01:46:41.000 first",
+        "here[1] │ 09-09 01:46:42.000 second",
+        "here[0] │ 09-09 01:46:43.000 100 %",
+        "here[0] │ 09-09 01:46:44.000 last",
+    ]
+    plain = seen(night, columns, "logs", "night", NO_COLOR="1")[1]
+    assert plain.splitlines() == ["here[0] │ first", "here[1] │ second", "here[0] │ 100 %", "here[0] │ last"]
+
+
+def test_piped_logs_keep_the_streams_apart(night: Path) -> None:
+    ran = piped(night, "logs", "abcdef", NO_COLOR="1")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (
+        0,
+        "here[0] first\nhere[1] second\nhere[0] last\n",
+        "here[0] 100 %\n",
+    )
+    missing = piped(night, "logs", "nihgt")
+    assert missing.returncode == 2 and "hint: did you mean night?" in missing.stderr
 
 
 # ---- which hosts

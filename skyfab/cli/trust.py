@@ -33,5 +33,5 @@ def trust(
     _, chosen = selected(hosts, inventory)
     remote = [host for host in chosen if host.transport != "local"]
     if not remote:
-        raise UsageError("only this machine is selected: it needs no host key", hint="name others: skyfab trust HOST")
+        raise UsageError("only this machine is selected: it needs no host key", hint="name another host")
     return 0 if record(remote, known_hosts=known_hosts, replace=replace, yes=yes) else 1

@@ -26,6 +26,7 @@ class _Steps(logging.Handler):
 @contextmanager
 def shown() -> Iterator[None]:
     """Inside this context, the steps are printed to stderr."""
+    trace = os.environ.get("SKYFAB_TRACE", "")
     os.environ["SKYFAB_TRACE"] = "1"
     logger, steps = logging.getLogger("skyfab"), _Steps()
     before = logger.level
@@ -36,3 +37,4 @@ def shown() -> Iterator[None]:
     finally:
         logger.setLevel(before)
         logger.removeHandler(steps)
+        os.environ["SKYFAB_TRACE"] = trace

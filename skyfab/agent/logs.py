@@ -16,6 +16,7 @@ TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from typing import Final
 
+    from skyfab.agent.log_times import LogTimes
     from skyfab.agent.run_folder import RunFolder
     from skyfab.protocol.mux import Mux
 
@@ -49,6 +50,8 @@ class LogPipe:
         self._unkept = b""
         """Output that neither the file nor the connection could take."""
         self._announce: bytes | None = Log(worker=worker, fd=fd).encode()
+        self.times: LogTimes | None = None
+        """When it was written; only in detached runs."""
 
     def fileno(self) -> int:
         return self.source
@@ -70,6 +73,8 @@ class LogPipe:
 
     def _keep(self, data: bytes) -> None:
         ahead = self._sent == self.end and self._mux.queued(self._stream) < _ROOM
+        if self.times is not None:
+            self.times.note(self.end - self._base)
         kept = self._write(data)
         if ahead:
             self._forward(data)
@@ -90,6 +95,8 @@ class LogPipe:
             os.close(file)
             os.set_inheritable(self._file, False)
             self._base = self.end
+            if self.times is not None:
+                self.times.turn_over()
 
     def _write(self, data: bytes) -> int:
         """Returns how many bytes were written. After a failed write, the file is not written to again."""
@@ -145,6 +152,8 @@ class LogPipe:
             os.rename(self._path, path)
         self._path = path
         self._mux = record
+        self.times = record.times_of(path)
+        self.times.note(0)  # of what came before, no times are known
 
     def hang_up(self) -> None:
         """Closes the pipe; what was written is still forwarded."""
@@ -157,4 +166,6 @@ class LogPipe:
         self.hang_up()
         if self._file >= 0:
             os.close(self._file)
+        if self.times is not None:
+            self.times.close()
         self._mux.finish(self._stream)

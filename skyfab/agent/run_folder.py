@@ -1,7 +1,8 @@
 """The folder of a detached run on one host: without a client, results and states are written to files.
 
 ``runs/ID`` in the cache contains `about` (the run's description), `call` (what it calls), `status` (its state), `agent`
-(the agent's process), a log for each rank and stream, and each rank's result. A file with its final name is complete.
+(the agent's process), a log for each rank and stream, when it was written, and each rank's result. A file with its
+final name is complete.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import time
 
+from skyfab.agent.log_times import LogTimes
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import inline_size
 
@@ -28,6 +30,7 @@ class RunFolder:
 
     def __init__(self, folder: str, about: Mapping[str, Any], mux: Mux) -> None:
         os.makedirs(os.path.join(folder, "logs"), mode=0o700)
+        os.mkdir(os.path.join(folder, "times"), mode=0o700)
         self.logs = os.path.join(folder, "logs")
         self._folder = folder
         self._mux = mux
@@ -43,6 +46,10 @@ class RunFolder:
         self._write("agent", f"{os.getpid()} {_boot()} {os.getcwd()}\n".encode())
         self._write("status", json.dumps(self._status).encode())
         self._write("about", json.dumps(dict(about)).encode())  # last: its presence makes the run valid
+
+    def times_of(self, log: str) -> LogTimes:
+        """Notes when a log is written."""
+        return LogTimes(os.path.join(self._folder, "times", os.path.basename(log)))
 
     @property
     def running(self) -> bool:

@@ -134,6 +134,8 @@ class Workers:
         name = worker if self._record is None else str(rank)
         path = os.path.join(self._logs, f"{name}.{'out' if fd == 1 else 'err'}")
         log = LogPipe(self.mux, stream, path, worker=worker, fd=fd)
+        if self._record is not None:
+            log.times = self._record.times_of(path)
         theirs.callback(os.close, log.sink)
         ours.callback(log.close)
         return log

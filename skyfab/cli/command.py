@@ -7,14 +7,16 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Final, get_args, get_origin
 
-from invoke import Argument, Context, Exit, ParseError, Task
+from invoke import Argument, Context, Exit, Task
 
 from skyfab.cli import report
+from skyfab.cli.hints import HINTS
 from skyfab.cli.sigterm import SIGTERM
+from skyfab.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,40 @@ class Option:
     """A short name, as f in -f."""
     least: int = 1
     """The smallest number."""
+    default: str = ""
+    """What the help says about the default, where that is not a value."""
+    example: str = ""
+    """A value for messages."""
+    plain: bool = False
+    """Words without an option's name are its values; several are joined with commas."""
 
 
+_HOSTS: Final = "names, groups or tags of the inventory, node[1-4], !node3, user@10.0.0.5:2222; several with commas"
+_ALL: Final = "all hosts of the inventory, this machine where there is none"
 Hosts = Annotated[
+    str | None, Option(f"{_HOSTS}; also without --hosts=", "HOSTS", default=_ALL, example="all", plain=True)
+]
+"""Hosts, which may be named without ``--hosts=``."""
+NamedHosts = Annotated[str | None, Option(_HOSTS, "HOSTS", default=_ALL, example="all")]
+"""Hosts of a command whose plain words are something else."""
+RunHosts = Annotated[
     str | None,
-    Option("names, groups or tags of the inventory, node[1-4], !node3, user@10.0.0.5:2222; several with commas"),
+    Option(f"where to look for it: {_HOSTS}", "HOSTS", default="all of the inventory, and this machine", example="all"),
 ]
 InventoryFile = Annotated[
-    str | None, Option("an inventory file; else $SKYFAB_INVENTORY, ./inventory.toml, the user's own", "FILE")
+    str | None,
+    Option(
+        "the file that names the hosts",
+        "FILE",
+        default="$SKYFAB_INVENTORY, else ./inventory.toml, else ~/.config/skyfab/inventory.toml",
+        example="inventory.toml",
+    ),
 ]
+Json = Annotated[bool, Option("print a list for programs")]
 RunName = Annotated[str, Option("the run: its id, the beginning of that, or its name", "RUN")]
-Ranks = Annotated[int | None, Option("ranks on each host; one per GPU, or one", "N")]
+Ranks = Annotated[
+    int | None, Option("ranks on each host", "N", default="one per GPU, one where there is none", example="2")
+]
 Detach = Annotated[bool, Option("leave it to the hosts, and end; pressing d does so later")]
 
 
@@ -59,8 +84,8 @@ class Parameter(Argument):
             attr_name=None if name == parameter.name else parameter.name,
             kind=bool if kind is bool else list if get_origin(kind) is Sequence else str,
             default=default,
-            positional=is_needed,
-            help=option.help + (f" (default: {default})" if default else ""),
+            positional=is_needed and parameter.kind is not parameter.VAR_POSITIONAL,
+            help=option.help + (f" (default: {shown})" if (shown := option.default or default) else ""),
         )
         self.option: Option = option
         self.is_rest = parameter.kind is parameter.VAR_POSITIONAL
@@ -74,47 +99,71 @@ class Parameter(Argument):
     @property
     def shown(self) -> str:
         """The option and its value as the help shows them."""
-        if self.positional:
+        if self.positional or self.is_rest:
             return self.option.value
         short = f"-{self.option.short}, " if self.option.short else ""
         between = " " if len(self.names[0]) == 1 else "="
         return f"{short}{self!r}" + (f"{between}{self.option.value}" if self.takes_value else "")
 
-    def set_value(self, value: Any, cast: bool = True) -> None:
-        if self.positional and value.startswith("-"):
-            raise ParseError(f"No idea what {value!r} is!")
-        if self._is_number:
-            value, cast = self._number(value), False
-        super().set_value(value, cast)
+    @property
+    def is_flag(self) -> bool:
+        return not self.takes_value
 
-    def _number(self, text: str) -> int:
+    def read(self, text: str) -> str | int:
+        """The value that was typed. Raises UsageError."""
+        if not text:
+            raise UsageError(f"{self.option.value if self.positional else f'{self!r}='} is empty")
+        if not self._is_number:
+            return text
         if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < self.option.least:
-            raise Exit(f"error: {self!r}={text[:40]}: a whole number from {self.option.least} on", code=2)
+            raise UsageError(f"{self!r}={text[:40]}: a whole number from {self.option.least} on")
         return int(text)
+
+    def set_value(self, value: Any, cast: bool = True) -> None:
+        """Used by invoke's own parser: `invoke TASK`."""
+        if self.takes_value:
+            try:
+                value = self.read(value)
+            except UsageError as error:
+                raise Exit(report.text(error), code=2) from None
+        super().set_value(value, cast and isinstance(value, (str, bool)))
 
 
 class Command(Task[Callable[..., None]]):
     """A task with the parameters of a function, which reports failures, whichever program runs it."""
 
     def __init__(self, function: Callable[..., int | None]) -> None:
-        signature = inspect.signature(function, eval_str=True)
-        self.parameters = [Parameter(one) for one in signature.parameters.values()]
-        rest = [one.name for one in signature.parameters.values() if one.kind is one.VAR_POSITIONAL]
+        self._function = function
+        self._signature = inspect.signature(function, eval_str=True)
+        self.parameters = [Parameter(one) for one in self._signature.parameters.values()]
+        self.rest = next((one for one in self.parameters if one.is_rest), None)
+        """What takes the words after ``--``."""
 
         @functools.wraps(function)
         def body(_: Context, **given: Any) -> None:
-            bound = signature.bind(**given)
-            bound.arguments |= {name: tuple(_after_dashes()) for name in rest}
-            if code := _reported(lambda: function(*bound.args, **bound.kwargs)):
-                raise Exit(code=code)
+            self.perform(given, _after_dashes())
 
         super().__init__(body, name=function.__name__.strip("_"), positional=())
+        if "inventory" in self._signature.parameters:
+            HINTS.with_inventory.add(self.name)
 
     @property
     def usage(self) -> str:
         """What follows the command's name on the command line."""
         needed = [one.shown for one in self.parameters if one.positional]
-        return " ".join([*(["[--options]"] if len(needed) < len(self.parameters) else []), *needed])
+        plain = [f"[{one.option.value}]" for one in self.parameters if one.option.plain]
+        rest = [one.shown for one in self.parameters if one.is_rest]
+        options = [one for one in self.parameters if not one.positional and not one.is_rest]
+        return " ".join([*(["[--options]"] if options else []), *needed, *plain, *rest])
+
+    def perform(self, given: Mapping[str, Any], rest: Sequence[str]) -> None:
+        """Runs the function with these options. Raises Exit unless it succeeds."""
+        bound = self._signature.bind_partial(**given)
+        if self.rest is not None:
+            bound.arguments[str(self.rest.name)] = tuple(rest)
+        with HINTS.inventory_is(given.get("inventory")):
+            if code := _reported(lambda: self._function(*bound.args, **bound.kwargs)):
+                raise Exit(code=code)
 
     def get_arguments(self, ignore_unknown_help: bool | None = None) -> list[Argument]:
         return [one for one in self.parameters if not one.is_rest]

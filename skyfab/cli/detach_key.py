@@ -1,35 +1,48 @@
-"""Runs a broadcast and watches the keyboard: pressing `d` detaches it, so that it continues on the hosts."""
+"""Runs a broadcast and watches the keyboard: `d`, pressed alone and confirmed, detaches it, so that it continues.
+
+What is typed ahead is for the shell that follows. So the terminal stays in its line mode, where nothing can be read
+before a line is complete, and `d` is made a character that completes a line: a line of one character is a lone `d`.
+"""
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
 import select
 import sys
 import termios
-import tty
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, Final, TypeVar
 
 from skyfab.calls.call import Call
+from skyfab.cli import launched
+from skyfab.cli.hints import HINTS
 from skyfab.detached.run import Run
 from skyfab.pool.compute import Compute
 
 R = TypeVar("R")
 
+_ALONE: Final = 0.3
+"""Seconds in which no other key follows a lone one."""
+_PACE: Final = 0.1
+
 
 def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
-    """``call @ compute``; if the user presses `d` meanwhile, detaches it and returns the run."""
-    if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()):
+    """``call @ compute``; if the user presses `d` meanwhile and confirms, detaches it and returns the run."""
+    if not _is_at_terminal():
         return compute.broadcast(call)
     future: Future[Any] = compute.submit(call, on="all")
     print("press d to detach: it goes on when this program ends", file=sys.stderr)
     try:
-        with _unbuffered():
+        with _watched() as watch:
             while not future.done():
-                if select.select([sys.stdin], [], [], 0.1)[0] and b"d" in os.read(sys.stdin.fileno(), 64).lower():
+                if watch.is_pressed() and watch.confirms(future.done) and not future.done():
                     return compute.detach(name=name)
+                time.sleep(_PACE)
     except KeyboardInterrupt:
         future.cancel()
         raise
@@ -37,20 +50,87 @@ def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
     return found
 
 
+def _is_at_terminal() -> bool:
+    """There is a person at the keyboard: not in the background, where reading it would stop the program."""
+    if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    with suppress(OSError):  # it is not the terminal that controls this program: there is no background
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    return True
+
+
+class _Watch:
+    """Looks for the key `d` at the terminal."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lines = self._mode(termios.ICANON)
+        self._keys = self._mode(0)
+
+    def _mode(self, canonical: int) -> list[Any]:
+        mode = termios.tcgetattr(self._fd)
+        mode[3] = mode[3] & ~(termios.ECHO | termios.ECHONL | termios.ICANON) | canonical
+        control = list(mode[6])
+        if canonical:
+            control[termios.VEOL], control[termios.VEOL2] = b"d", b"D"
+        else:
+            control[termios.VMIN], control[termios.VTIME] = 1, 0
+        mode[6] = control
+        return mode
+
+    def begin(self) -> None:
+        termios.tcsetattr(self._fd, termios.TCSADRAIN, self._lines)
+
+    def _waiting(self) -> int:
+        """How many bytes can be read."""
+        count = array.array("i", [0])
+        fcntl.ioctl(self._fd, termios.FIONREAD, count)
+        return count[0]
+
+    def is_pressed(self) -> bool:
+        """`d` was pressed, and nothing before or after it."""
+        if self._waiting() != 1:
+            return False
+        time.sleep(_ALONE)
+        termios.tcsetattr(self._fd, termios.TCSADRAIN, self._keys)  # counts what follows it, too
+        try:
+            return self._waiting() == 1 and os.read(self._fd, 1) in (b"d", b"D")
+        finally:
+            self.begin()
+
+    def confirms(self, over: Callable[[], bool]) -> bool:
+        """Asks whether to detach; no, if it is over before there is an answer."""
+        print("detach? y/n ", end="", file=sys.stderr, flush=True)
+        termios.tcsetattr(self._fd, termios.TCSADRAIN, self._keys)
+        try:
+            while not over():
+                if select.select([self._fd], [], [], _PACE)[0]:
+                    is_yes = os.read(self._fd, 1) in (b"y", b"Y")
+                    print("yes" if is_yes else "no: it goes on here", file=sys.stderr)
+                    return is_yes
+            print(file=sys.stderr)
+            return False
+        finally:
+            self.begin()
+
+
 @contextmanager
-def _unbuffered() -> Iterator[None]:
-    """Disables line buffering and echo of stdin: keys can be read as they are pressed."""
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
+def _watched() -> Iterator[_Watch]:
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    watch = _Watch(fd)
+    watch.begin()
     try:
-        yield
+        yield watch
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
 def tell_how_to_attach(run: Run) -> None:
     """Prints the commands for a detached run, and its id to stdout."""
     short = run.id[:8]
+    launched.note(run.id, run.name)
     print(f"run {short} goes on on {', '.join(run.hosts)}", file=sys.stderr)
-    print(f"  skyfab attach {short}    skyfab logs {short} --follow    skyfab stop {short}", file=sys.stderr)
+    for task in ("attach", "logs", "stop"):
+        print(HINTS.adapted(f"  skyfab {task} {short}"), file=sys.stderr)
     print(short, flush=True)

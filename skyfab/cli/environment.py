@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +22,11 @@ from skyfab.session.bootstrap import local_python
 from skyfab.session.shell import Shell
 from skyfab.session.shell_pool import Shells
 from skyfab.ui.events import Event, HostState
-from skyfab.ui.screen import table
+from skyfab.ui.table import table
 
 
-def build(image: Image, hosts: Sequence[Host], inventory: Inventory) -> None:
-    """Builds the image's environment on the hosts, and prints a table with the outcome.
+def build(image: Image, hosts: Sequence[Host], inventory: Inventory, *, as_json: bool = False) -> None:
+    """Builds the image's environment on the hosts, and prints a table with the outcome, or a list for programs.
 
     Raises the hosts' errors, after the table.
     """
@@ -39,9 +40,9 @@ def build(image: Image, hosts: Sequence[Host], inventory: Inventory) -> None:
         failed = {one.host: one for one in _parts(error)}
         if None in failed:  # not the error of a host
             raise
-        _show(hosts, image, clock, failed)
+        _show(hosts, image, clock, failed, as_json=as_json)
         raise
-    _show(hosts, image, clock, {})
+    _show(hosts, image, clock, {}, as_json=as_json)
 
 
 def _parts(error: SkyfabError) -> list[SkyfabError]:
@@ -87,21 +88,34 @@ def _made(image: Image, hosts: Sequence[Host]) -> dict[str, _Made]:
     return {host.name: _Made(host, target, lock, plan.digest(lock)) for host, target, lock in locks if lock is not None}
 
 
-def _show(hosts: Sequence[Host], image: Image, clock: _Clock, failed: dict[str | None, SkyfabError]) -> None:
-    rows = []
+def _show(
+    hosts: Sequence[Host], image: Image, clock: _Clock, failed: dict[str | None, SkyfabError], *, as_json: bool
+) -> None:
+    found = []
     made = _made(image, hosts)
     for host in hosts:
-        one, error = made.get(host.name), failed.get(host.name)
-        took = f"{clock.seconds.get(host.name, 0.0):.1f}"
-        if error is not None:
-            rows.append((host.name, "–", "–", took, error.message.partition("\n")[0]))
-        else:
-            has = (one.digest[:12], str(len(one.lock.wheels))) if one else ("–", "–")
-            rows.append((host.name, *has, took, "ready"))
+        error = failed.get(host.name)
+        one = made.get(host.name) if error is None else None
+        facts = {
+            "host": host.name,
+            "environment": one and one.digest,
+            "packages": one and len(one.lock.wheels),
+            "seconds": round(clock.seconds.get(host.name, 0.0), 1),
+            "error": error and error.message,
+        }
+        found.append(facts)
+    if as_json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    rows = []
+    for facts in found:
+        has = [str(facts[name])[:12] if facts[name] is not None else "–" for name in ("environment", "packages")]
+        state = str(facts["error"]).partition("\n")[0] if facts["error"] else "ready"
+        rows.append((str(facts["host"]), *has, f"{facts['seconds']:.1f}", state))
     table(("host", "environment", "packages", "seconds", "state"), rows, right=("packages", "seconds"))
 
 
-def write_lock(path: Path, image: Image, hosts: Sequence[Host]) -> None:
+def write_lock(path: Path, image: Image, hosts: Sequence[Host], *, quiet: bool = False) -> None:
     """Writes the pylock.toml that the image resolves to. Raises UsageError if the hosts need different locks."""
     groups: dict[str, list[_Made]] = {}
     for one in _made(image, hosts).values():
@@ -117,7 +131,8 @@ def write_lock(path: Path, image: Image, hosts: Sequence[Host]) -> None:
         write_whole(path, text.encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
-    print(f"{path}: {len(groups[text][0].lock.wheels)} packages; to be used with Image(lock={str(path)!r})")
+    if not quiet:
+        print(f"{path}: {len(groups[text][0].lock.wheels)} packages; to be used with Image(lock={str(path)!r})")
 
 
 def _kinds(group: Sequence[_Made]) -> str:

@@ -22,15 +22,16 @@ def exec_(
     what the shell there should see. Ends with 1 when it failed anywhere.
 
         skyfab exec -- uptime
+        skyfab exec node1 node2 -- uptime
         skyfab exec --hosts=gpu -- 'nvidia-smi -L | wc -l'
     """
     from skyfab.calls.call import as_function
     from skyfab.cli.fanout import fan_out
-    from skyfab.inventory.inventory import Inventory
+    from skyfab.cli.selected import selected
 
     line = " ".join(words)
     if not line.strip():
-        raise UsageError("no command to run", hint="it comes after two dashes: skyfab exec --hosts=all -- uptime")
+        raise UsageError("no command to run", hint="it comes after two dashes: skyfab exec -- uptime")
 
     def run(line: str) -> int:  # pickled by value: hosts do not have this module
         import subprocess
@@ -38,8 +39,8 @@ def exec_(
 
         return subprocess.run(["/bin/sh", "-c", line], cwd=Path.home(), stdin=subprocess.DEVNULL).returncode
 
-    found = Inventory.of(inventory)
-    outcomes = fan_out(lambda pool: pool.run(as_function(run)(line)), found.select(hosts), found, show=True)
+    found, chosen = selected(hosts, inventory)
+    outcomes = fan_out(lambda pool: pool.run(as_function(run)(line)), chosen, found, show=True)
     codes = {0}
     for outcome in outcomes:
         if outcome.error is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from skyfab.cli.command import Hosts, InventoryFile, Option, command
+from skyfab.cli.command import Hosts, InventoryFile, Json, Option, command
 
 if TYPE_CHECKING:
+    from skyfab.env.gc import Swept
     from skyfab.inventory.host import Host
     from skyfab.inventory.inventory import Inventory
 
@@ -20,6 +21,7 @@ def gc(
     inventory: InventoryFile = None,
     days: Annotated[int, Option("remove what has not been used for so many days", "N", least=0)] = 30,
     here: Annotated[bool, Option("clean what this machine keeps for hosts; without --hosts, nothing else")] = False,
+    json_: Json = False,
 ) -> None:
     """Remove from the hosts' caches what has not been used for a while.
 
@@ -29,21 +31,44 @@ def gc(
     this machine keeps; where a lock goes, the next pool looks for the newest versions.
 
         skyfab gc
+        skyfab gc node1
         skyfab gc --hosts=gpu --days=7
         skyfab gc --here
     """
+    import json
+
+    from skyfab.cli.selected import selected
     from skyfab.env.gc import sweep_here
-    from skyfab.inventory.inventory import Inventory
 
+    found: list[dict[str, object]] = []
     if here:
-        print(f"here: {sweep_here(days)}", flush=True)
-    if hosts is not None or not here:
-        found = Inventory.of(inventory)
-        clean(found.select(hosts), found, days)
+        swept = sweep_here(days)
+        found.append(_facts("here", swept))
+        if not json_:
+            print(f"here: {swept}", flush=True)
+    try:
+        if hosts is not None or not here:
+            known, chosen = selected(hosts, inventory, quiet=json_)
+            clean(chosen, known, days, (lambda *one: found.append(_facts(*one))) if json_ else _print)
+    finally:
+        if json_:
+            print(json.dumps(sorted(found, key=lambda facts: str(facts["host"])), indent=2, ensure_ascii=False))
 
 
-def clean(hosts: Sequence[Host], inventory: Inventory, days: int) -> None:
-    """Cleans the hosts' caches, and prints what was removed, a line for each host when it is done.
+def _print(host: str, swept: Swept) -> None:
+    sys.stdout.write(f"{host}: {swept}\n")  # a single write, since several threads may do so at the same time
+    sys.stdout.flush()
+
+
+def _facts(host: str, swept: Swept) -> dict[str, object]:
+    folders = [{"name": name, "bytes": size} for name, size in swept.folders]
+    return {"host": host, "removed": swept.counts, "bytes": swept.size, "folders": folders}
+
+
+def clean(
+    hosts: Sequence[Host], inventory: Inventory, days: int, cleaned: Callable[[str, Swept], None] = _print
+) -> None:
+    """Cleans the hosts' caches; `cleaned` is called for each host when it is done, on threads.
 
     Raises a HostError or PoolError for the hosts that could not be cleaned, after all others have been.
     """
@@ -57,8 +82,7 @@ def clean(hosts: Sequence[Host], inventory: Inventory, days: int) -> None:
     def one(host: Host) -> None:
         with open_shell(host, transport_for(host, inventory), stopped=over.is_set) as shell:
             swept = sweep(shell, days)
-        sys.stdout.write(f"{host.name}: {swept}\n")  # a single write, since several threads may do so at the same time
-        sys.stdout.flush()
+        cleaned(host.name, swept)
 
     try:
         outcomes = for_each_host(one, hosts)

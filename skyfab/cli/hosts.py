@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from skyfab.cli.command import Hosts, InventoryFile, Option, command
+from skyfab.cli.command import Hosts, InventoryFile, Json, command
+from skyfab.cli.hints import HINTS
 from skyfab.errors import HostUnfit
 from skyfab.ui.terminal import clean_lines, is_rich
 
@@ -19,24 +20,25 @@ if TYPE_CHECKING:
 def hosts(
     hosts: Hosts = None,
     inventory: InventoryFile = None,
-    json_: Annotated[bool, Option("print a list for programs")] = False,
+    json_: Json = False,
 ) -> int:
     """Show what each host is, or why it cannot be used.
 
     Address, Python, platform, CPUs and GPUs, all hosts at once. Ends with 3 when one of them cannot be used.
 
         skyfab hosts
+        skyfab hosts node1
         skyfab hosts --hosts=gpu --json
     """
     import json
 
     from skyfab.cli.fanout import fan_out
-    from skyfab.inventory.inventory import Inventory
-    from skyfab.ui.screen import table
+    from skyfab.cli.selected import selected
+    from skyfab.ui.table import table
 
-    known = Inventory.of(inventory)
+    known, chosen = selected(hosts, inventory, quiet=json_)
     show = not json_ and is_rich(sys.stdout, sys.stderr)  # else the table is enough
-    outcomes = fan_out(lambda pool: pool.hosts[0].agent, known.select(hosts), known, show=show)
+    outcomes = fan_out(lambda pool: pool.hosts[0].agent, chosen, known, show=show)
     found = [Facts.of(outcome) for outcome in outcomes]
     if json_:
         print(json.dumps([asdict(facts) for facts in found], indent=2, ensure_ascii=False))
@@ -45,7 +47,7 @@ def hosts(
         table(head, [facts.row for facts in found], right=("CPUs", "GPUs"))
         for facts in found:
             if facts.hint:
-                print(clean_lines(f"hint: {facts.name}: {facts.hint}"), file=sys.stderr)
+                print(HINTS.adapted(clean_lines(f"hint: {facts.name}: {facts.hint}")), file=sys.stderr)
     return 0 if all(facts.error is None for facts in found) else 3
 
 

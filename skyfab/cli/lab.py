@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-from skyfab.cli.command import Option, command
+from skyfab.cli.command import Json, Option, command
+from skyfab.cli.hints import HINTS
 
 
 @command
@@ -48,17 +49,24 @@ def down() -> None:
 
 
 @command
-def status() -> None:
+def status(json_: Json = False) -> None:
     """Show the throw-away hosts.
 
     Name, address, kind, and whether it is up: one line for each.
 
         skyfab lab.status
+        skyfab lab.status --json
     """
+    import json
+    from dataclasses import asdict
+
     from skyfab import lab
 
     found = lab.status()
+    if json_:
+        print(json.dumps([asdict(host) for host in found], indent=2, ensure_ascii=False))
+        return
     for host in found:
         print(host)
     if not found:
-        print("no lab is up\nhint: skyfab lab.up", file=sys.stderr)
+        print(HINTS.adapted("no lab is up\nhint: skyfab lab.up"), file=sys.stderr)

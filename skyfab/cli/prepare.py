@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from skyfab.cli.command import Hosts, InventoryFile, Option, command
+from skyfab.cli.command import InventoryFile, Json, NamedHosts, Option, command
 from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements
 from skyfab.errors import UsageError
 
 
 @command
 def prepare(
-    hosts: Hosts = None,
+    hosts: NamedHosts = None,
     inventory: InventoryFile = None,
     pip: Pip = (),
     index: Index = (),
@@ -23,6 +23,7 @@ def prepare(
     python: Python = "auto",
     upgrade: Annotated[bool, Option("look for newer versions of what was resolved before")] = False,
     lock: Annotated[str | None, Option("write the versions to this pylock.toml, for Image(lock=…)", "FILE")] = None,
+    json_: Json = False,
 ) -> None:
     """Build an environment ahead, on all hosts at once.
 
@@ -33,16 +34,15 @@ def prepare(
         skyfab prepare --pip=torch --index=https://download.pytorch.org/whl/cu126=torch
     """
     from skyfab.cli.environment import build, look_for_newer, write_lock
-    from skyfab.inventory.inventory import Inventory
+    from skyfab.cli.selected import selected
 
     options = ImageOptions(pip=pip, index=index, requirements=requirements, apt=apt, install=install, python=python)
     image = replace(options.image(), excludes=("*",))  # nothing of the caller's project is needed
-    found = Inventory.of(inventory)
-    selected = found.select(hosts)
     if lock is not None and not image.pip:
         raise UsageError("--lock writes down packages, and there are none", hint="name some: --pip=numpy")
+    found, chosen = selected(hosts, inventory, quiet=json_)
     if upgrade:
-        look_for_newer(image, selected, found)
-    build(image, selected, found)
+        look_for_newer(image, chosen, found)
+    build(image, chosen, found, as_json=json_)
     if lock is not None:
-        write_lock(Path(lock), image, selected)
+        write_lock(Path(lock), image, chosen, quiet=json_)

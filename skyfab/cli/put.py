@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from skyfab.cli.command import Hosts, InventoryFile, Option, command
+from skyfab.cli.command import InventoryFile, NamedHosts, Option, command
 from skyfab.errors import SkyfabError, UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @command
 def put(
     path: Annotated[str, Option("a file or folder of this machine", "PATH")],
-    hosts: Hosts = None,
+    hosts: NamedHosts = None,
     inventory: InventoryFile = None,
     to: Annotated[
         str | None, Option("where it will be there; with a slash at the end, the folder that it goes into", "PATH")
@@ -42,7 +42,7 @@ def put(
 @command
 def get(
     path: Annotated[str, Option("a file, a folder or a pattern there", "PATH")],
-    hosts: Hosts = None,
+    hosts: NamedHosts = None,
     inventory: InventoryFile = None,
     to: Annotated[str, Option("the folder of this machine that it goes into", "FOLDER")] = ".",
 ) -> None:
@@ -63,11 +63,13 @@ def get(
 def _pool(hosts: str | None, inventory: str | None) -> Iterator[Compute]:
     """A pool whose hosts are sent no modules. An error of this machine's files is a message, as one of a host's is."""
     from skyfab.calls.image import Image
+    from skyfab.cli.selected import selected
     from skyfab.files.entries import words
     from skyfab.pool.compute import Compute
 
+    found, chosen = selected(hosts, inventory)
     try:
-        with Compute(hosts, inventory=inventory, image=Image(excludes=("*",))) as compute:
+        with Compute(chosen, inventory=found, image=Image(excludes=("*",))) as compute:
             yield compute
     except OSError as error:
         if isinstance(error, SkyfabError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from skyfab.cli.hints import HINTS
 from skyfab.errors import BroadcastError, RemoteTraceback, SkyfabError
 
 
@@ -20,4 +21,5 @@ def text(error: BaseException) -> str:
     """The text to print: the host's frames, and the cause on the last line."""
     from skyfab.ui import failure
 
-    return failure.summary(error, "error: ")
+    lines = failure.summary(error, "error: ").split("\n")
+    return "\n".join(HINTS.adapted(line) if "hint: " in line else line for line in lines)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from skyfab.cli.command import Detach, Hosts, InventoryFile, Option, Ranks, command
+from skyfab.cli.command import Detach, InventoryFile, NamedHosts, Option, Ranks, command
 from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements
 from skyfab.errors import BroadcastError, UsageError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def run(
     target: Annotated[str, Option("the script; with a function, that one is called", "FILE.py[:function]")],
     *arguments: Annotated[str, Option("the script's own arguments, or the function's", "[-- ARGUMENTS]")],
-    hosts: Hosts = None,
+    hosts: NamedHosts = None,
     inventory: InventoryFile = None,
     ranks: Ranks = None,
     workdir: Annotated[
@@ -55,8 +55,8 @@ def run(
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the like are set, so a script written for torchrun needs no change.
     The modules beside the script travel with it; data does so with --sync. Files that it writes stay: on a host in a
     folder that stands for this one. --get brings them back, from several hosts each into a folder of the host's name;
-    without it you are told how to fetch them. --workdir=temp for a folder that goes. Without hosts: two ranks on this
-    machine, in this folder. Ends with 1 when it failed anywhere.
+    without it you are told how to fetch them. --workdir=temp for a folder that goes. Without hosts and inventory: two
+    ranks on this machine, in this folder. Ends with 1 when it failed anywhere.
 
     Hosts get the packages of the options; else those of the script's PEP 723 block, of pyproject.toml with uv.lock, or
     of requirements.txt; else their own Python is used. [tool.skyfab] in pyproject.toml has defaults for the options.
@@ -72,8 +72,8 @@ def run(
     from skyfab.cli.detach_key import broadcast, tell_how_to_attach
     from skyfab.cli.project_settings import ProjectSettings
     from skyfab.cli.run_environment import image_of, plugins_of, variables_of
+    from skyfab.cli.selected import selected
     from skyfab.detached.run import Run
-    from skyfab.inventory.inventory import Inventory
     from skyfab.plugins.base import Torchrun
     from skyfab.pool.compute import Compute
 
@@ -82,21 +82,21 @@ def run(
         raise UsageError("--get needs the end of the run, and --detach does not wait", hint="later: skyfab get PATTERN")
     settings = ProjectSettings.of(script)
     hosts = hosts or (settings.hosts if inventory is None else None)
-    inventory, ranks = inventory or settings.inventory, ranks or settings.ranks
-    if hosts is None and inventory is None:
-        hosts, ranks = "local", ranks or 2
+    ranks = ranks or settings.ranks
+    found, chosen = selected(hosts, inventory or settings.inventory)
+    if hosts is None and found.source is None:
+        ranks = ranks or 2
     results.name_options()
-    found = Inventory.of(inventory)
     options = ImageOptions(
         pip=pip, index=index, requirements=requirements, apt=apt, install=install, python=python, lock=lock
     )
-    image = image_of(script, options, settings, found.select(hosts), no_project=no_project)
+    image = image_of(script, options, settings, chosen, no_project=no_project)
     # Makes the script the main module, so that the modules beside it are sent as its project.
     main = types.ModuleType("__main__")
     main.__file__ = str(script)
     sys.modules["__main__"] = main
     with Compute(
-        hosts,
+        chosen,
         inventory=found,
         ranks=ranks or "auto",
         image=image,
@@ -130,8 +130,11 @@ def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:
 def _parsed(target: str) -> tuple[Path, str]:
     name, colon, function = target.partition(":")
     script = Path(name).expanduser()
-    if not script.is_file() or script.suffix != ".py":
-        raise UsageError(f"{name} is no Python file", hint="skyfab run FILE.py[:function] -- ARGUMENTS")
+    if not script.is_file():
+        why = "is a folder" if script.is_dir() else "there is no such file"
+        raise UsageError(f"{name}: {why}", hint="skyfab run --help")
+    if script.suffix != ".py":
+        raise UsageError(f"{name}: its name does not end in .py", hint="for a command that is no Python: skyfab exec")
     if colon and not function.isidentifier():
         raise UsageError(f"{function!r} names no function", hint=f"skyfab run {name}:main")
     return script.resolve(), function

@@ -4,108 +4,163 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from skyfab.cli import report
-from skyfab.cli.command import Hosts, InventoryFile, Option, RunName, command
-from skyfab.ui.terminal import clean, counted
+from skyfab.cli.command import Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
+from skyfab.cli.hints import HINTS
+from skyfab.errors import UsageError
+from skyfab.ui.terminal import clean
 
 if TYPE_CHECKING:
-    from skyfab.detached.folder import Part
     from skyfab.detached.run import Run
     from skyfab.errors import SkyfabError
 
+Tail = Annotated[int | None, Option("of what is there already, only so many lines", "N", default="all", example="20")]
+Since = Annotated[
+    str | None,
+    Option("of what is there already, only what is not older: 90s, 10m, 2h, 1d", "AGE", default="all", example="10m"),
+]
+Timestamps = Annotated[bool, Option("when each line was written, by the clock of its host")]
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
 
 @command
-def runs(hosts: Hosts = None, inventory: InventoryFile = None) -> int:
+def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = False) -> int:
     """List detached runs, the latest first.
 
-    For each its id, state, age, ranks and hosts, name and last line. Ends with 3 when a host cannot be asked.
+    For each its id, state, start, ranks, GPUs, hosts, name and last line. Without --hosts also those on this machine.
+    Ends with 3 when a host cannot be asked.
 
         skyfab runs
-        skyfab runs --hosts=gpu
+        skyfab runs node1
+        skyfab runs --hosts=gpu --json
     """
-    from skyfab.detached.run import survey
-    from skyfab.inventory.inventory import Inventory
+    import json
 
-    found, errors = survey(Inventory.of(inventory), hosts)
-    for run in found:
-        print("\n".join(_lines(run)))
-    if not found and not errors:
-        print("no runs on these hosts", file=sys.stderr)
+    from skyfab.cli.selected import selected
+    from skyfab.detached.run import survey
+    from skyfab.ui.table import table
+
+    found, errors = survey(*selected(hosts, inventory, quiet=json_, here=True))
+    if json_:
+        print(json.dumps([_facts(run) for run in found], indent=2, ensure_ascii=False))
+    elif found:
+        head = ("run", "state", "started", "ranks", "GPUs", "hosts", "name", "last line")
+        table(head, [_row(run) for run in found], right=("ranks",))
+    elif not errors:
+        print("no runs there", file=sys.stderr)
     for error in errors:
         print(report.text(error), file=sys.stderr)
     return 3 if errors else 0
 
 
-def _lines(run: Run) -> list[str]:
-    ranks = counted(run.world_size, "rank")
-    state = run.state
-    where = ", ".join(run.hosts)
+def _row(run: Run) -> tuple[str, ...]:
+    hosts = ", ".join(run.hosts)
     if run.unasked:
-        where += f" (not asked: {', '.join(run.unasked)})"
-    first = f"{run.id[:8]}  {state:<11} {_age(run.started):>8}  {ranks} on {where}  {run.name}"
-    gpus = [f"{part.host} {_busy(part)}" for part in run.parts if part.gpus and state == "running"]
+        hosts += f" (not asked: {', '.join(run.unasked)})"
+    return (run.id[:8], run.state, _moment(run.started), str(run.world_size), _busy(run), hosts, run.name, _last(run))
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    return {
+        "id": run.id,
+        "name": run.name,
+        "function": run.function,
+        "state": run.state,
+        "started": run.started,
+        "ranks": run.world_size,
+        "hosts": run.hosts,
+        "not_asked": run.unasked,
+        "gpus": {part.host: [_usage(gpu) for gpu in part.gpus] for part in run.parts},
+        "last": _last(run),
+    }
+
+
+def _last(run: Run) -> str:
     last = next((part.last for part in run.parts if part.last), "")
-    more = [f"          gpus: {'; '.join(gpus)}"] if gpus else []
-    return [clean(line, colour=False) for line in [first, *more, *([f"          {last[:200]}"] if last else [])]]
+    return _settled(last)[:200]
 
 
-def _busy(part: Part) -> str:
-    shown = []
-    for gpu in part.gpus[:16]:
-        busy, _, used = gpu.partition(",")
-        shown.append(f"{busy.strip()} % {used.strip()} MB")
-    return ", ".join(shown)
+def _settled(line: str) -> str:
+    """A line without what was overwritten in it: the last state of a progress bar."""
+    return line.rstrip("\r").rpartition("\r")[2]
 
 
-def _age(started: float) -> str:
-    """The time since then, by this machine's clock. The hosts' clocks may differ."""
-    seconds = max(0.0, time.time() - started)
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+def _busy(run: Run) -> str:
+    """How many GPUs its hosts have, and while it runs, how busy they are on average."""
+    usages = [_usage(gpu) for part in run.parts for gpu in part.gpus]
+    known = [usage["percent"] for usage in usages if usage["percent"] is not None]
+    if run.state != "running" or not known:
+        return str(len(usages)) if usages else "–"
+    return f"{len(usages)} at {sum(known) / len(known):.0f} %"
+
+
+def _usage(gpu: str) -> dict[str, int | None]:
+    percent, _, megabytes = (word.strip() for word in gpu.partition(","))
+    words = {"percent": percent, "megabytes": megabytes}
+    return {name: int(text) if text.isdecimal() and len(text) < 10 else None for name, text in words.items()}
+
+
+def _moment(started: float) -> str:
+    """A time by this machine's clock; with the year if that is not this one."""
+    when = time.localtime(started)
+    return time.strftime("%m-%d %H:%M" if when.tm_year == time.localtime().tm_year else "%Y-%m-%d %H:%M", when)
 
 
 @command
 def logs(
     id_: RunName,
-    hosts: Hosts = None,
+    hosts: RunHosts = None,
     inventory: InventoryFile = None,
     follow: Annotated[bool, Option("until it is over", short="f")] = False,
-    rank: Annotated[int | None, Option("only what this one has written", "N", least=0)] = None,
+    rank: Annotated[int | None, Option("only what this one has written", "N", least=0, default="all")] = None,
+    tail: Tail = None,
+    since: Since = None,
+    timestamps: Timestamps = False,
 ) -> None:
     """Print what a detached run has written.
 
-    Each line with its host and rank; what went to stderr goes there.
+    All hosts together, in the order of time, each line with its host and rank; what went to stderr goes there.
 
         skyfab logs 3f2a91c0
         skyfab logs night -f --rank=0
+        skyfab logs night --since=10m --timestamps
     """
     from skyfab.detached.run import attach
 
-    _print(attach(id_, hosts, inventory=inventory), follow=follow, rank=rank)
+    begin = _age(since)
+    found = attach(id_, hosts, inventory=inventory)
+    _print(found, timestamps=timestamps, follow=follow, rank=rank, tail=tail, since=begin)
 
 
 @command
-def attach(id_: RunName, hosts: Hosts = None, inventory: InventoryFile = None) -> int:
+def attach(
+    id_: RunName,
+    hosts: RunHosts = None,
+    inventory: InventoryFile = None,
+    tail: Tail = None,
+    since: Since = None,
+    timestamps: Timestamps = False,
+) -> int:
     """Follow a detached run until it is over.
 
     Ctrl-C leaves it alone. Ends with 1 when it failed, and says how.
 
         skyfab attach 3f2a91c0
+        skyfab attach night --tail=20
     """
     from skyfab.detached.run import attach
 
+    begin = _age(since)
     found = attach(id_, hosts, inventory=inventory, results="data")  # a failure is only printed
     try:
-        _print(found, follow=True, rank=None)
+        _print(found, timestamps=timestamps, follow=True, tail=tail, since=begin)
     except KeyboardInterrupt:
-        print(f"\nit goes on; to end it: skyfab stop {found.id[:8]}", file=sys.stderr)
+        print(HINTS.adapted(f"\nit goes on; to end it: skyfab stop {found.id[:8]}"), file=sys.stderr)
         return 130
     state = found.state
-    print(f"{found.name}: {state}", file=sys.stderr)
+    print(f"{clean(found.name, colour=False)}: {state}", file=sys.stderr)
     for files in found.files():
         print(clean(str(files), colour=False), file=sys.stderr)
     if state in ("failed", "lost"):
@@ -115,12 +170,34 @@ def attach(id_: RunName, hosts: Hosts = None, inventory: InventoryFile = None) -
     return 0 if state == "done" else 1
 
 
-def _print(run: Run, *, follow: bool, rank: int | None) -> None:
+def _age(text: str | None) -> float | None:
+    """The moment that is so long ago. Raises UsageError."""
+    if text is None:
+        return None
+    number, unit = (text[:-1], text[-1]) if text[-1] in _UNITS else (text, "s")
+    if not number.isascii() or not number.isdigit() or len(number) > 9:
+        raise UsageError(f"--since={text[:40]}: an age is a number with s, m, h or d, for example --since=10m")
+    return time.time() - int(number) * _UNITS[unit]
+
+
+def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
+    """Prints a run's lines as they are shown while it is not detached."""
+    from skyfab.ui.events import Output
+    from skyfab.ui.screen import line_format
+    from skyfab.ui.terminal import is_rich, put
+
     where = {number: part.host for part in run.parts for number in part.about.ranks}
-    for number, stream, line in run.logs(follow=follow, rank=rank, trouble=_tell):
-        place = where.get(number, "?") if run.world_size == 1 else f"{where.get(number, '?')}[{number}]"
-        out = sys.stdout if stream == "out" else sys.stderr
-        print(f"{place} {clean(line, colour=out.isatty())}", file=out, flush=True)
+    shown = line_format(sys.stdout, sys.stderr)
+    together = is_rich(sys.stdout, sys.stderr)
+    for line in run.lines(trouble=_tell, **options):
+        moment = f"{time.strftime('%m-%d %H:%M:%S', time.localtime(line.time))}.{int(line.time * 1000) % 1000:03d} "
+        event = Output(
+            host=where.get(line.rank, "?"),
+            rank=None if run.world_size == 1 else line.rank,
+            stream="stdout" if line.stream == "out" else "stderr",
+            text=(moment if timestamps else "") + _settled(line.text),
+        )
+        put(sys.stdout if line.stream == "out" or together else sys.stderr, shown(event))
 
 
 def _tell(error: SkyfabError) -> None:
@@ -129,7 +206,7 @@ def _tell(error: SkyfabError) -> None:
 
 
 @command
-def stop(id_: RunName, hosts: Hosts = None, inventory: InventoryFile = None) -> None:
+def stop(id_: RunName, hosts: RunHosts = None, inventory: InventoryFile = None) -> None:
     """End a detached run on all its hosts.
 
     Its ranks and what they started; what it wrote stays.

@@ -6,15 +6,16 @@ import sys
 from typing import TYPE_CHECKING
 
 from skyfab.cli import report
-from skyfab.cli.command import Hosts, InventoryFile, command
+from skyfab.cli.command import Hosts, InventoryFile, Json, command
 from skyfab.ui.terminal import clean_lines
 
 if TYPE_CHECKING:
     from skyfab.errors import SkyfabError
+    from skyfab.pool.stacks import Stack
 
 
 @command
-def stacks(hosts: Hosts = None, inventory: InventoryFile = None) -> int:
+def stacks(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = False) -> int:
     """Show where all ranks are right now, alike ones together.
 
     The Python stacks of every rank of yours on the hosts, whichever program started it, also when it is stuck in a
@@ -22,21 +23,31 @@ def stacks(hosts: Hosts = None, inventory: InventoryFile = None) -> int:
     be asked.
 
         skyfab stacks
-        skyfab stacks --hosts=node1,node2
+        skyfab stacks node1 node2
+        skyfab stacks --hosts=gpu --json
     """
-    from skyfab.inventory.inventory import Inventory
+    import json
+
+    from skyfab.cli.selected import selected
     from skyfab.pool.stacks import describe, groups, parse, script
     from skyfab.session.shell_pool import Shells
 
-    found = Inventory.of(inventory)
+    found, chosen = selected(hosts, inventory, quiet=json_)
     errors: list[SkyfabError] = []
-    with Shells(found.select(hosts), found) as shells:
+    with Shells(chosen, found) as shells:
         answers = shells.ask(lambda shell: parse(shell.host.name, shell.run(script())), errors)
     alike = groups([stack for answer in answers for stack in answer])
-    for group in alike:
+    if json_:
+        print(json.dumps([_facts(stack) for group in alike for stack in group], indent=2, ensure_ascii=False))
+    for group in alike if not json_ else ():
         print(clean_lines(describe(group)))
-    if not alike:
+    if not alike and not json_:
         print("no ranks are at work there", file=sys.stderr)
     for error in errors:
         print(report.text(error), file=sys.stderr)
     return 3 if errors else 0
+
+
+def _facts(stack: Stack) -> dict[str, object]:
+    frames = [{"function": frame.function, "file": frame.file, "line": frame.line} for frame in stack.frames]
+    return {"host": stack.host, "rank": stack.rank, "pid": stack.pid, "pool": stack.pool, "frames": frames}

@@ -17,6 +17,8 @@ from skyfab.ui.terminal import counted
 if TYPE_CHECKING:
     from skyfab.calls.call import Call
     from skyfab.detached.run import Run
+    from skyfab.inventory.host import Host
+    from skyfab.inventory.inventory import Inventory
     from skyfab.pool.compute import Compute
 
 
@@ -31,22 +33,24 @@ def train(
     """Train a digit classifier, on hosts or here.
 
     The model is built here, goes out untrained, is trained by all ranks together (DDP), each on its share of the data,
-    comes back and is evaluated here. Without hosts: two ranks on this machine.
+    comes back and is evaluated here. Without hosts and inventory: two ranks on this machine.
 
         skyfab train
-        skyfab train --hosts=node1,node2 --epochs=20
+        skyfab train node1 node2 --epochs=20
         skyfab train --hosts=gpu --inventory=lab.toml --ranks=2
         skyfab train --hosts=gpu --epochs=500 --detach
     """
     from skyfab.calls.call import as_function
     from skyfab.cli.detach_key import tell_how_to_attach
+    from skyfab.cli.selected import selected
     from skyfab.detached.run import Run
 
     started = time.monotonic()
     folder = _example()
-    if hosts is None and inventory is None:
-        hosts, ranks = "local", ranks or 2
-    pool = _pool(hosts, inventory, ranks, folder)  # raises for a mistake in the inventory before torch is imported
+    found, chosen = selected(hosts, inventory)
+    if hosts is None and found.source is None:
+        ranks = ranks or 2
+    pool = _pool(chosen, found, ranks, folder)  # raises for a mistake in the inventory before torch is imported
     digits = _imported(folder)
     data = digits.load()
     model = _untrained(digits, data)
@@ -81,7 +85,7 @@ def _example() -> Path:
     raise UsageError("the digits example is missing from this installation", hint="install skyfab again")
 
 
-def _pool(hosts: str | None, inventory: str | None, ranks: int | None, folder: Path) -> Compute:
+def _pool(hosts: Sequence[Host], inventory: Inventory, ranks: int | None, folder: Path) -> Compute:
     from skyfab import plugins
     from skyfab.calls.image import Image
     from skyfab.pool.compute import Compute

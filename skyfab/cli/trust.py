@@ -24,13 +24,14 @@ def trust(
 
     Ends with 1 when you do not agree.
 
-        skyfab trust --hosts=node1
-        skyfab trust --hosts=node1 --replace
+        skyfab trust node1
+        skyfab trust --hosts=node1,node2 --replace
     """
     from skyfab.cli.host_keys import record
-    from skyfab.inventory.inventory import Inventory
+    from skyfab.cli.selected import selected
 
-    selected = [host for host in Inventory.of(inventory).select(hosts) if host.transport != "local"]
-    if not selected:
-        raise UsageError("only this machine is selected: it needs no host key", hint="name others: --hosts=…")
-    return 0 if record(selected, known_hosts=known_hosts, replace=replace, yes=yes) else 1
+    _, chosen = selected(hosts, inventory)
+    remote = [host for host in chosen if host.transport != "local"]
+    if not remote:
+        raise UsageError("only this machine is selected: it needs no host key", hint="name another host")
+    return 0 if record(remote, known_hosts=known_hosts, replace=replace, yes=yes) else 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
@@ -16,16 +14,12 @@ T = TypeVar("T")
 State = Literal["running", "done", "failed", "stopped", "lost", "unreachable"]
 _TOLD: Final[tuple[State, ...]] = ("running", "done", "failed", "stopped")
 """States that a host reports itself; the others are determined on this side."""
-_CHUNK: Final = 1024 * 1024
 _LATEST: Final = 1e11
 """An upper limit for plausible timestamps."""
-_LOG: Final = re.compile(r"([0-9]{1,9}\.(?:out|err)(?:\.1)?) ([0-9]{1,20}) ([0-9]{1,15})")
-"""A log's name (rank, stream, ``.1`` for the previous, rotated file), its inode number, and its size."""
 
 ALIVE: Final = read("detached/alive.sh")
 _LOOK: Final = ALIVE + read("detached/look.sh")
 _STOP: Final = ALIVE + read("detached/stop.sh")
-_LOGS: Final = read("detached/logs.sh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,55 +125,3 @@ def _object(text: str) -> dict[str, Any]:
 def stop(shell: Shell, run: str) -> None:
     """Terminates the run's agent on this host and waits until it has ended. Raises ScriptFailed."""
     shell.run(given(run=run) + _STOP)
-
-
-# ---- logs
-
-
-class LogCursor:
-    """How far a log has been read: the inode number of the current file, and the offset in it."""
-
-    def __init__(self) -> None:
-        self.file = ""
-        self.offset = 0
-        self.rest = b""
-
-    def begin(self, file: str) -> None:
-        """Continues in this file; at its beginning, unless it is already the current one."""
-        if self.file != file:
-            self.file, self.offset = file, 0
-
-
-def new_lines(
-    shell: Shell, run: str, only: int | None, tails: dict[tuple[str, str], LogCursor], *, rest: bool
-) -> Iterator[tuple[int, str, str]]:
-    """Lines that were added to the logs on a host since the last call; with `rest` also an incomplete last line."""
-    folder = f'"$c"/runs/{run}/logs'
-    listed = shell.run(given(run=run) + _LOGS).splitlines()
-    files = {found[1]: (found[2], int(found[3])) for line in listed if (found := _LOG.fullmatch(line))}
-    for name in sorted(name for name in files if not name.endswith(".1")):
-        rank, stream = name.split(".")
-        if only is not None and int(rank) != only:
-            continue
-        tail = tails.setdefault((shell.host.name, name), LogCursor())
-        unread = [file for file in (f"{name}.1", name) if file in files]
-        if tail.file == files[name][0]:
-            unread = [name]
-        elif tail.file not in [files[file][0] for file in unread]:  # more was written than is kept
-            tail.rest = b""
-        for file in unread:
-            number, size = files[file]
-            tail.begin(number)
-            while tail.offset < size:
-                count = min(_CHUNK, size - tail.offset)
-                same = f'test "$(set -- $(ls -i {folder}/{file}); echo $1)" = {number}'
-                try:
-                    data = shell.read(f"{folder}/{file}", tail.offset, count, provided=same)
-                except FileNotFoundError:  # the log was rotated just now: the next call continues with the new file
-                    return
-                tail.offset += len(data)
-                *lines, tail.rest = (tail.rest + data).split(b"\n")
-                yield from ((int(rank), stream, each.decode(errors="replace")) for each in lines)
-        if rest and tail.rest:
-            yield int(rank), stream, tail.rest.decode(errors="replace")
-            tail.rest = b""

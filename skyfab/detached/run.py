@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from skyfab.calls.results import in_order, unpack_result
-from skyfab.detached.folder import About, LogCursor, Part, State, new_lines, read_parts, stop
+from skyfab.detached.folder import About, Part, State, read_parts, stop
+from skyfab.detached.logs import LogLine, LogReader
 from skyfab.detached.written import event
 from skyfab.errors import HostLost, SkyfabError, UsageError, broadcast_error
-from skyfab.inventory.host import Host
+from skyfab.inventory.host import LOCAL, Host, did_you_mean
 from skyfab.inventory.inventory import Inventory
 from skyfab.notebook import ShownAsTable
 from skyfab.protocol import messages
@@ -139,25 +140,36 @@ class Run(ShownAsTable):
     def logs(
         self, *, follow: bool = False, rank: int | None = None, trouble: Trouble | None = None
     ) -> Iterator[tuple[int, str, str]]:
-        """The output of its ranks, line by line: the rank, ``out`` or ``err``, the line.
+        """The output of its ranks, line by line, in the order of time: the rank, ``out`` or ``err``, the line.
 
         With `follow`, continues until the run has ended, across lost connections; `trouble` is called for each of them.
         """
-        tails: dict[tuple[str, str], LogCursor] = {}
+        for line in self.lines(follow=follow, rank=rank, trouble=trouble):
+            yield line.rank, line.stream, line.text
+
+    def lines(
+        self,
+        *,
+        follow: bool = False,
+        rank: int | None = None,
+        tail: int | None = None,
+        since: float | None = None,
+        trouble: Trouble | None = None,
+    ) -> Iterator[LogLine]:
+        """As `logs`, with times; of what is there already only the last `tail` lines, and those not before `since`.
+
+        The times are those of the hosts' clocks, in seconds since 1970. Raises UsageError for a rank that the run has
+        not.
+        """
+        if rank is not None and not 0 <= rank < self.world_size:
+            has = "one rank, 0" if self.world_size == 1 else f"ranks 0 to {self.world_size - 1}"
+            raise UsageError(f"run {self.id[:8]} has no rank {rank}: it has {has}")
         with self._all_shells(trouble=trouble if follow else None) as shells:
-            if not follow:
-                shells.ask(lambda shell: shell.run("true"))  # connects to all hosts in parallel
+            reader = LogReader(shells, self.id, started=self.started, rank=rank, tail=tail, since=since)
             while True:
                 over = not follow or self._is_over(shells)
-                for host in shells.hosts:
-                    try:
-                        with shells.on(host) as shell:
-                            yield from new_lines(shell, self.id, rank, tails, rest=over)
-                    except PASSING:
-                        if not follow:
-                            raise
-                        over = False  # its output may be incomplete
-                if over:
+                yield from reader.new(rest=over, patient=follow)
+                if over and reader.complete:
                     return
                 time.sleep(PACE)
 
@@ -275,7 +287,10 @@ def runs(
     inventory: str | os.PathLike[str] | Inventory | None = None,
     results: Results = "any",
 ) -> list[Run]:
-    """The runs on the hosts of an inventory, the latest first. Raises a HostError if a host cannot be queried."""
+    """The runs on these hosts, the latest first; for None, on those of the inventory and this machine.
+
+    Raises a HostError if a host cannot be queried.
+    """
     found, _ = survey(Inventory.of(inventory), hosts, patient=False, results=results)
     return found
 
@@ -287,10 +302,13 @@ def survey(
     patient: bool = True,
     results: Results = "any",
 ) -> tuple[list[Run], list[SkyfabError]]:
-    """The runs on all hosts that could be queried, and the errors of the others, which are raised unless `patient`."""
+    """The runs on all hosts that could be queried, and the errors of the others, which are raised unless `patient`.
+
+    For None, the hosts are those of the inventory and this machine.
+    """
     errors: list[SkyfabError] = []
     parts: dict[str, list[Part]] = {}
-    selected = inventory.select(hosts)
+    selected = inventory.select(["all", LOCAL.name] if hosts is None else hosts)
     with Shells(selected, inventory) as shells:
         for found in shells.ask(read_parts, errors if patient else None):
             for part in found:
@@ -308,16 +326,25 @@ def attach(
     inventory: str | os.PathLike[str] | Inventory | None = None,
     results: Results = "any",
 ) -> Run:
-    """The run with this id, id prefix, or name. Raises UsageError if there is none, or several."""
+    """The run with this id, id prefix, or name; of several runs with that name, the newest.
+
+    Raises UsageError if there is none, or if an id prefix fits several.
+    """
     if not id:  # else it would be the beginning of every id
-        raise UsageError("a run without a name", hint="skyfab runs lists them")
-    found, errors = survey(Inventory.of(inventory), hosts, results=results)
-    fitting = [run for run in found if run.id.startswith(id)] or [run for run in found if run.name == id]
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
-        some = ", ".join(run.id[:8] for run in fitting[:4])
-        raise UsageError(f"{len(fitting)} runs are called {id!r}: {some}", hint="give the id of one of them")
+        raise UsageError("a run without a name", hint="to list them: skyfab runs")
+    known = Inventory.of(inventory)
+    found, errors = survey(known, hosts, results=results)
+    for run in found:
+        if run.name == id or run.id[:8] == id:
+            return run
+    by_id = [run for run in found if run.id.startswith(id)]
+    if len(by_id) > 1:
+        some = ", ".join(run.id[:8] for run in by_id[:4])
+        raise UsageError(f"{len(by_id)} runs begin with {id!r}: {some}", hint="give more of the id")
+    if by_id:
+        return by_id[0]
     if errors:
         raise errors[0]
-    raise UsageError(f"no run {id!r} on these hosts", hint="skyfab runs lists them")
+    near = did_you_mean(id, [*(run.id[: max(8, len(id))] for run in found), *(run.name for run in found)])
+    where = "the hosts of the inventory and on this machine" if hosts is None else "these hosts"
+    raise UsageError(f"no run {id!r} on {where}", hint=near or "to list them: skyfab runs")

@@ -277,7 +277,7 @@ def _unfit(failed: ScriptFailed, host: Host) -> Exception:
     elif "apt packages are missing" in text:
         hint = f"ask an administrator: sudo apt-get install {text.rpartition(':')[2].strip()}"
     elif _mismatched(failed):
-        hint = "the index has another file than the one that was locked: skyfab prepare --upgrade locks it anew"
+        hint = "the index has another file than the one that was locked; to lock it anew: skyfab prepare --upgrade"
     elif any(word in text for word in ("Permission denied", "Read-only")):
         hint = "choose a folder that can be written to (cache = … in the inventory)"
     return HostUnfit(f"its environment could not be made: {text}", host=host.name, hint=hint)

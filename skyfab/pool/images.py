@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from skyfab.calls import nesting
 from skyfab.calls.image import Image
@@ -15,6 +17,8 @@ from skyfab.pool.node import Node
 from skyfab.session.bootstrap import local_python
 from skyfab.session.shell import Shell
 from skyfab.ui.events import Events, HostState, Moved
+
+_LOG: Final = logging.getLogger("skyfab")
 
 
 class HostImages:
@@ -77,6 +81,7 @@ class Progress:
         self._host = host
 
     def step(self, text: str) -> None:
+        _LOG.debug("%s: %s", self._host, text)
         self._events.emit(HostState(host=self._host, state="preparing", detail=text))
 
     def moved(self, what: str, done: int, total: int) -> None:

@@ -8,6 +8,7 @@ that of a .bashrc.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -29,6 +30,7 @@ from skyfab.session.transport.base import Stream, Transport
 from skyfab.session.transport.logins import LOGINS
 from skyfab.session.transport.openssh import by_hand
 
+_LOG: Final = logging.getLogger("skyfab")
 _SCRIPT: Final = one_line(read("session/bootstrap.sh"))
 _SETUP: Final = one_line(read("session/setup.sh"))
 _UNPACK: Final = read("session/unpack.py").encode()
@@ -78,6 +80,7 @@ class Bootstrap:
         `arrived` is called when the host has sent anything.
         Raises HostUnfit if the host cannot run skyfab, or the transport's error for a lost connection.
         """
+        _LOG.debug("%s: waiting for the login", self.host.name)
         shell = Shell(stream, self.marker, Deadline(self.host, deadline, stopped, arrived))
         asked = False
         ahead: str | None = None
@@ -91,10 +94,12 @@ class Bootstrap:
                 raise cannot_run(stream.explain(), self.host) if asked else _silence(stream, shell)
             word, _, detail = answer.partition(" ")
             if word == "link":
+                _LOG.debug("%s: logged in; waiting for its agent", self.host.name)
                 return
             if word == "setup":
                 raise _setup_failed(detail, self.host)
             if word == "bundle":
+                _LOG.debug("%s: logged in; sending skyfab", self.host.name)
                 asked = True
                 self._push(shell)
             elif word == "nopython" and self.prepare is not None and not asked:
@@ -137,6 +142,7 @@ def _greet(stream: Stream, shell: Shell) -> None:
     answer = shell.answer()
     if answer is None:
         raise _silence(stream, shell)
+    _LOG.debug("%s: logged in", shell.host.name)
     word, _, detail = answer.partition(" ")
     if word == "setup":
         raise _setup_failed(detail, shell.host)
@@ -225,6 +231,7 @@ def open_shell(
 
     A script without output for `quiet` seconds is aborted.
     """
+    _LOG.debug("%s: waiting for a shell", host.name)
     launch = Bootstrap(host=host, session=secrets.token_hex(8), bundle=Bundle("none", (), ()), python="none")
     with LOGINS.turn(transport.servers, stopped) as turn:
         try:

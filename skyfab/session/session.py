@@ -6,6 +6,7 @@ breaks or heartbeats are missed, it is replaced by another to the same agent; no
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from skyfab.session.timing import Timing
 from skyfab.session.transport.base import Stream, Transport
 from skyfab.session.transport.logins import LOGINS, ServerBusy, retry
 
+_LOG: Final = logging.getLogger("skyfab")
 CONNECT: Final = 30.0
 """Seconds from the first byte to the agent's hello."""
 GOODBYE: Final = 5.0
@@ -145,6 +147,7 @@ class Session:
             raise HostUnfit("its agent does not answer", host=self.host.name)
         if self.agent is None or connection.is_leaving:
             raise HostLost("the pool was closed", host=self.host.name)
+        _LOG.debug("%s: its agent answers, with Python %s", self.host.name, self.agent.python)
         check_agent(self.agent, self.host)
         if not self.agent.library:
             self._send_library()

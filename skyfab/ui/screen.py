@@ -1,17 +1,16 @@
-"""Shows a pool's events to the user, live on a terminal or as plain lines. Also prints tables and small charts."""
+"""Shows a pool's events to the user, live on a terminal or as plain lines. Also draws small charts."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Literal, TextIO
 
 from skyfab.ui.calls import Calls
 from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Mapped, Moved, Output, State, Waiting
-from skyfab.ui.terminal import RESET, Live, clean, echoes, is_rich, put
+from skyfab.ui.terminal import RESET, Live, clean, echoes, has_colours, is_rich, put
 from skyfab.ui.view import TIMEOUT, Line, View
 
 _SPARSE: Final = 5.0
@@ -50,6 +49,12 @@ def attach(
     return detach
 
 
+def line_format(stdout: TextIO, stderr: TextIO) -> Callable[[Output], str]:
+    """How a worker's line is shown in these files, as `attach` does."""
+    view: View = Screen(stdout, time.monotonic) if is_rich(stdout, stderr) else Plain(stdout, stderr, time.monotonic)
+    return view.line
+
+
 class Plain(View):
     """Plain lines for files, pipes and notebooks: ``node1[0] text``, each to the stream that it was written to.
 
@@ -66,7 +71,7 @@ class Plain(View):
         super().__init__(clock, timeout)
         self._files = {"stdout": stdout, "stderr": stderr}
         self._shown: dict[tuple[str, int | None], float] = {}
-        self._colour = not os.environ.get("NO_COLOR")
+        self._colour = has_colours()
 
     def _line(self, event: Output) -> str:
         text = event.text if event.text.isprintable() else clean(event.text, colour=self._colour)
@@ -122,6 +127,7 @@ class Screen(View):
         self._waits = Waiting() if waiting is None else waiting
         self._file = file
         self._live = Live()
+        self._has_colours = has_colours()
         self._width = 0
         self._colours: dict[str, str] = {}
         self._details: dict[str, str] = {}
@@ -134,13 +140,16 @@ class Screen(View):
         self._since = 0.0
 
     def _line(self, event: Output) -> str:
-        return f"{self._prefix(event)} {clean(event.text)}\n"
+        return f"{self._prefix(event)} {clean(event.text, colour=self._has_colours)}\n"
 
     def _prefix(self, event: Output) -> str:
         place = event.host if event.rank is None else f"{event.host}[{event.rank}]"
         self._width = max(self._width, len(place))
         mark = _DIM if event.stream == "stdout" else _RED
-        return f"{self._colour(event.host)}{place:<{self._width}}{RESET} {mark}│{RESET}"
+        return f"{self._in(self._colour(event.host), f'{place:<{self._width}}')} {self._in(mark, '│')}"
+
+    def _in(self, colour: str, text: str) -> str:
+        return f"{colour}{text}{RESET}" if self._has_colours else text
 
     def _colour(self, host: str) -> str:
         return self._colours.setdefault(host, _COLOURS[len(self._colours) % len(_COLOURS)])
@@ -160,7 +169,7 @@ class Screen(View):
                     self._silent[event.host] = (self._clock(), event.limit)
         elif event.state in ("failed", "lost"):
             self._details.pop(event.host, None)
-            self._say("stderr", f"{_RED}✗{RESET} {clean(str(event))}\n")
+            self._say("stderr", f"{self._in(_RED, '✗')} {clean(str(event), colour=self._has_colours)}\n")
         elif event.state == "ready" and self._details.pop(event.host, ""):
             self._ready.append(event.host)
         self._waiting += 1
@@ -208,7 +217,7 @@ class Screen(View):
         ready, self._ready, self._amounts = self._ready, [], {}
         if "failed" not in self._states.values():
             who = ready[0] if len(ready) == 1 else f"{len(ready)} hosts"
-            self._say("stderr", f"{_GREEN}✓{RESET} {who} ready in {self._clock() - self._since:.1f} s\n")
+            self._say("stderr", f"{self._in(_GREEN, '✓')} {who} ready in {self._clock() - self._since:.1f} s\n")
 
     def flush(self) -> None:
         if not self._details or echoes():  # connecting to a host may prompt for a password
@@ -235,33 +244,6 @@ class Screen(View):
 
     def _restless(self) -> float | None:
         return _TICK if self._details or self._calls else None
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:
-    """Prints a table to stdout; the columns that `right` names are aligned to the right."""
-    cells = [[clean(cell, colour=False) for cell in row] for row in rows]
-    if not is_rich(sys.stdout):
-        put(sys.stdout, _aligned(head, cells, right))
-        return
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in head:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    for row in cells:
-        made.add_row(*map(Text, row))
-    Console(file=sys.stdout).print(made)
-
-
-def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]) -> str:
-    columns = []
-    for name, *cells in zip(head, *rows, strict=True):
-        width = max(map(len, (name, *cells)))
-        columns.append([cell.rjust(width) if name in right else cell.ljust(width) for cell in (name, *cells)])
-    return "".join("  ".join(row).rstrip() + "\n" for row in zip(*columns, strict=True))
 
 
 def columns(values: Sequence[float], *, most: int = 60) -> str:

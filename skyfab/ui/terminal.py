@@ -43,12 +43,15 @@ def counted(count: int, noun: str) -> str:
 
 
 def is_rich(*files: TextIO | None) -> bool:
-    """All files are a terminal that can move its cursor, in UTF-8, and NO_COLOR is not set."""
-    return (
-        not os.environ.get("NO_COLOR")
-        and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-        and all(file is not None and file.isatty() and "utf" in (file.encoding or "").lower() for file in files)
+    """All files are a terminal that can move its cursor, in UTF-8."""
+    return os.environ.get("TERM", "") not in ("", "dumb", "unknown") and all(
+        file is not None and file.isatty() and "utf" in (file.encoding or "").lower() for file in files
     )
+
+
+def has_colours() -> bool:
+    """NO_COLOR is not set: it takes colours away, and nothing else."""
+    return not os.environ.get("NO_COLOR")
 
 
 def put(file: TextIO | None, text: str) -> None:
@@ -89,9 +92,13 @@ class Live:
         erase = "\r\x1b[J" if self._drawn else ""
         self._drawn = fitting
         # Without line wrapping a line takes one row, whatever the widths of its characters and the window's size.
-        rows = "\n".join(f"\x1b[?7l{line}{RESET}\x1b[?7h" for line in fitting)
+        rows = "\n".join(f"\x1b[?7l{line}\x1b[?7h" for line in map(_reset, fitting))
         back = "" if not fitting else "\r" if len(fitting) == 1 else f"\r\x1b[{len(fitting) - 1}A"
         return erase + above + rows + back
+
+
+def _reset(line: str) -> str:
+    return line + RESET if "\x1b" in line else line
 
 
 def _fitting(lines: list[str], room: int) -> list[str]:

@@ -138,6 +138,10 @@ class View(ABC):
             self._waiting -= len(self._lines.popleft()[1]) + _OVERHEAD
             self._dropped += 1
 
+    def line(self, event: Output) -> str:
+        """A line of a worker as it is shown."""
+        return self._line(event)
+
     @abstractmethod
     def _line(self, event: Output) -> str:
         """Formats a line of a worker."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from stage.wire_pair import Pair, content
 
+from skyfab.agent.log_times import LogTimes
 from skyfab.agent.logs import LogPipe
 from skyfab.protocol import messages
 
@@ -79,6 +80,24 @@ def test_output_reaches_the_file_and_the_client(pair: Pair, tmp_path: Path) -> N
         assert (tmp_path / "out").read_bytes() == heard(pair)
         assert not log.waiting
     assert [messages.decode(head) for _, head in pair.b.heads] == [messages.Log(worker="0", fd=1)]
+
+
+def test_when_it_was_written_is_noted(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most once in 10 ms, with offsets in the file that is current, and for a clock that is set back too."""
+    now = [1000.0]
+    monkeypatch.setattr("skyfab.agent.log_times.time.time", lambda: now[0])
+    monkeypatch.setattr("skyfab.agent.logs._LARGE", 30)
+    with opened(pair, tmp_path / "out") as log:
+        log.times = LogTimes(str(tmp_path / "times"))
+        for step, text in ((0, b"0123456789"), (0.004, b"0123456789"), (0.02, b"0123456789ab"), (1, b"x"), (-5, b"y")):
+            now[0] += step
+            os.write(log.sink, text)
+            assert log.drain()
+    expected = {"times.1": [(0, 1000.0), (20, 1000.024)], "times": [(0, 1001.024), (1, 996.024)]}
+    for name, records in expected.items():
+        found = (tmp_path / name).read_bytes()
+        assert found == b"".join(b"%015d %015d\n" % (offset, round(when * 1000)) for offset, when in records)
+        assert len(found) == 32 * len(records)
 
 
 def test_a_rank_that_writes_nothing_is_not_announced(pair: Pair, tmp_path: Path) -> None:

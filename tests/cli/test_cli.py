@@ -42,6 +42,7 @@ from skyfab.lab import Lab
 from skyfab.pool.compute import Compute
 
 PROGRAM = [sys.executable, "-m", "skyfab"]
+HERE = "on this machine: there is no inventory, and no --hosts\n"
 NOBODY = "root@127.0.0.1:1"
 """An address where nothing listens."""
 
@@ -99,25 +100,28 @@ def test_every_task_teaches(skyfab: Skyfab, name: str) -> None:
     code, out, err = skyfab(name, "--help")
     assert (code, err) == (0, "")
     assert re.search(rf"^Usage: skyfab {re.escape(name)}\b", out)
-    assert re.search(rf"^ {{4}}.*skyfab {re.escape(name)}\b", out, re.MULTILINE)
+    assert re.search(rf"^Examples:\n(  .*\n)*  .*skyfab {re.escape(name)}\b", out, re.MULTILINE)
     for parameter in namespace[name].parameters:
-        assert re.search(rf"^  {re.escape(parameter.shown)} +\w", out, re.MULTILINE), parameter
-    assert skyfab("--help", name).out == out
+        assert re.search(rf"^  {re.escape(parameter.shown)}\s+\w", out, re.MULTILINE), parameter
+    assert skyfab("--help", name).out == skyfab("help", name).out == skyfab(name, "-h").out == out
 
 
 def test_help_shows_how_an_option_is_given(skyfab: Skyfab) -> None:
     out = skyfab("logs", "--help").out
     assert out.startswith("Usage: skyfab logs [--options] RUN\n")
     assert "  -f, --follow " in out and "  --rank=N " in out
-    assert skyfab("exec", "--help").out.startswith("Usage: skyfab exec [--options] -- COMMAND\n")
+    assert skyfab("exec", "--help").out.startswith("Usage: skyfab exec [--options] [HOSTS] -- COMMAND\n")
     assert skyfab("lab.down", "--help").out.startswith("Usage: skyfab lab.down\n")
     assert "how many hosts (default: 4)" in skyfab("lab.up", "--help").out
 
 
 def test_help_fits_the_terminal(skyfab: Skyfab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    text, _, _ = skyfab("run", "--help").out.partition("\n    skyfab run")
-    assert max(map(len, text.splitlines()[1:])) <= 60
+    """All but the examples, which are to be copied."""
+    for columns in (30, 60, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = skyfab("run", "--help").out.splitlines()
+        assert max(len(line) for line in lines if not line.startswith("  skyfab run")) <= columns
+        assert max(map(len, skyfab("help").out.splitlines())) <= columns
 
 
 def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
@@ -134,16 +138,52 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nope"], "No idea what 'nope' is!"),
-        (["train", "--bogus"], "No idea what '--bogus' is!"),
-        (["train", "--hosts"], "error: Flag --hosts needed value and was not given one!\nhint: skyfab train --help"),
-        (["run", "--bogus=3", "x.py"], "error: No idea what '--bogus' is!\nhint: skyfab run --help"),
-        (["run"], "hint: skyfab run [--options] FILE.py[:function] [-- ARGUMENTS]"),
-        (["trian"], "error: No idea what 'trian' is!\nhint: did you mean train?"),
-        (["train", "--epoch=3"], "error: No idea what '--epoch' is!\nhint: did you mean --epochs?"),
-        (["nope", "--help"], "No idea what 'nope' is!"),
+        (["nope"], "error: there is no task 'nope'\nhint: skyfab --help\n"),
+        (["train", "--bogus"], "error: train has no option --bogus\nhint: skyfab train --help\n"),
+        (["train", "--hosts"], "error: --hosts needs a value\nhint: skyfab train --hosts=all\n"),
+        (
+            ["train", "--hosts="],
+            "error: --hosts needs a value, and this one is empty\nhint: skyfab train --hosts=all\n",
+        ),
+        (
+            ["hosts", "--inventory="],
+            "error: --inventory needs a value, and this one is empty\nhint: skyfab hosts --inv",
+        ),
+        (["run", "--bogus=3", "x.py"], "error: run has no option --bogus\nhint: skyfab run --help\n"),
+        (
+            ["run"],
+            "error: run needs FILE.py[:function]\nusage: skyfab run [--options] FILE.py[:function] [-- ARGUMENTS]\n",
+        ),
+        (["run", ""], "error: FILE.py[:function] is empty\n"),
+        (["run", "no.py"], "error: no.py: there is no such file\n"),
+        (["run", "x.py", "--epochs", "3"], "hint: skyfab run x.py -- --epochs 3\n"),
+        (["run", "--ranks=2", "x.py", "a b"], "hint: skyfab run --ranks=2 x.py -- 'a b'\n"),
+        (
+            ["run", "x.py", "--host=node1"],
+            "error: run has no option --host\nhint: did you mean: skyfab run x.py --hosts=node1\n",
+        ),
+        (["exec", "uptime"], "hint: skyfab exec -- uptime\n"),
+        (["exec", "local", "ls", "-la"], "hint: skyfab exec local -- ls -la\n"),
+        (["exec", "--hosts=local", "ls", "-la"], "hint: skyfab exec --hosts=local -- ls -la\n"),
+        (["prepare", "pandas"], "error: prepare does not take 'pandas'\nhint: skyfab prepare --pip=pandas\n"),
+        (["prepare", "local"], "error: prepare does not take 'local'\nhint: skyfab prepare --hosts=local\n"),
+        (["lab.down", "hosts"], "hint: one after the other: skyfab lab.down && skyfab hosts\n"),
+        (["lab", "up"], "hint: did you mean: skyfab lab.up\n"),
+        (["trian", "--epochs=3"], "error: there is no task 'trian'\nhint: did you mean: skyfab train --epochs=3\n"),
+        (["Hosts"], "hint: did you mean: skyfab hosts\n"),
+        (["train", "--epoch=3"], "error: train has no option --epoch\nhint: did you mean: skyfab train --epochs=3\n"),
+        (["--hosts=local", "exec", "--", "ls"], "hint: skyfab exec --hosts=local -- ls\n"),
+        (["hosts", "--json=yes"], "error: --json takes no value\nhint: skyfab hosts --json\n"),
+        (["hosts", "--", "x"], "error: hosts takes no words after --\nhint: skyfab hosts\n"),
+        (["logs", "night", "--since=soon"], "error: --since=soon: an age is a number with s, m, h or d"),
+        (
+            ["completion", "tcsh"],
+            "error: no script for 'tcsh'; there are bash, zsh, fish\nhint: skyfab completion bash\n",
+        ),
+        (["nope", "--help"], "error: there is no task 'nope'"),
         (["logs", "night", "--rank=-1"], "error: --rank=-1: a whole number from 0 on"),
-        (["--help", "nope"], "No idea what 'nope' is!"),
+        (["--help", "nope"], "error: there is no task 'nope'"),
+        (["help", "trian"], "hint: did you mean: skyfab train\n"),
         (["train", "--epochs=ten"], "error: --epochs=ten: a whole number from 1 on"),
         (["train", "--ranks=0"], "error: --ranks=0: a whole number from 1 on"),
         (["lab.up", "--count=-1"], "error: --count=-1: a whole number"),
@@ -204,7 +244,8 @@ FACTS = ["name", "address", "reachable", "python", "platform", "cpus", "gpus", "
 def test_hosts_as_a_table(skyfab: Skyfab) -> None:
     code, out, err = skyfab("hosts")
     head, row = out.splitlines()
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, HERE)
+    assert skyfab("hosts", "local") == (0, out, "")
     assert head.split() == ["host", "address", "python", "platform", "CPUs", "GPUs", "state"]
     assert row.startswith("local  this machine") and row.endswith("ready")
 
@@ -231,7 +272,7 @@ def test_a_host_that_failed_has_its_reason_in_the_table_and_its_hint_below(skyfa
 
 def test_exec_runs_a_shell_line_at_home_and_keeps_the_streams_apart(skyfab: Skyfab, home: Path) -> None:
     code, out, err = skyfab("exec", "--", "pwd; echo two words | tr a-z A-Z;", "echo oops >&2")
-    assert (code, err) == (0, "local oops\n")
+    assert (code, err) == (0, f"{HERE}local oops\n")
     assert out == f"local {home}\nlocal TWO WORDS\n"
 
 
@@ -278,7 +319,7 @@ def test_a_program_of_its_own_keeps_its_handlers() -> None:
         assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize("task", [["hosts", "--json"], ["exec", "--", "seq 20000"]])
+@pytest.mark.parametrize("task", [["hosts", "--json"], ["exec", "local", "--", "seq 20000"]])
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, task: list[str]) -> None:
     source, sink = os.pipe()
     os.close(source)

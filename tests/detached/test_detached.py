@@ -46,6 +46,16 @@ def count(lines: int, go: str = "") -> tuple[int, int, bytes]:
     return info.rank, info.world_size, bytes([info.rank]) * 1_000_000
 
 
+TURNS = """
+import os, time
+
+for turn in range(int(os.environ["RANK"]), 6, 2):
+    while not os.path.exists(f"SPOT/turn{turn}"):
+        time.sleep(0.01)
+    print("turn", turn, flush=True)
+"""
+
+
 @sky.function
 def fail(how: str) -> None:
     if sky.instance_info().rank == 1:
@@ -304,11 +314,16 @@ def test_a_run_that_does_not_end_says_what_to_do(
     assert run.status == "stopped"
 
 
-def test_names_that_mean_none_or_several_are_refused(hosts: list[sky.Host]) -> None:
-    for _ in range(2):
-        launch(hosts[:1], count(1), on="one", name="twin").result(30)
-    with pytest.raises(sky.UsageError, match="2 runs are called 'twin'"):
-        sky.attach("twin", hosts)
+def test_a_name_that_was_used_twice_means_the_newest_and_no_name_is_refused(hosts: list[sky.Host]) -> None:
+    twins = [launch(hosts[:1], count(1), on="one", name="twin") for _ in range(2)]
+    for twin in twins:
+        twin.result(30)
+    assert sky.attach("twin", hosts).id == twins[1].id
+    assert sky.attach(twins[0].id[:8], hosts).id == twins[0].id
+    with pytest.raises(sky.UsageError, match=r"no run 'twni'.*\n.*did you mean twin"):
+        sky.attach("twni", hosts)
+    with pytest.raises(sky.UsageError, match="has no rank 1: it has one rank, 0"):
+        list(twins[0].logs(rank=1))
     with pytest.raises(sky.UsageError, match="no run 'nobody'"):
         sky.attach("nobody", hosts)
     with pytest.raises(sky.UsageError, match="a run without a name"):
@@ -338,16 +353,60 @@ def test_the_commands(namespaces: Lab, script: Path) -> None:
     assert f"skyfab stop {name}" in begun.stderr
     until(lambda: "rank 1" in skyfab(namespaces, "logs", name).stdout, "the second rank's line")
     listed = skyfab(namespaces, "runs", "--hosts=node1,node2")
-    (line,) = [line for line in listed.stdout.splitlines() if line.startswith(name)]
-    assert line.split()[1] == "running"
-    assert "2 ranks on node1, node2" in line
+    head, *lines = listed.stdout.splitlines()
+    assert re.split("  +", head) == ["run", "state", "started", "ranks", "GPUs", "hosts", "name", "last line"]
+    (line,) = [line for line in lines if line.startswith(name)]
+    assert re.fullmatch(
+        rf"{name} +running +\d\d-\d\d \d\d:\d\d +2 +\S.* +node1, node2 +{re.escape(str(script))} +rank [01]", line
+    )
+    (facts,) = [run for run in json.loads(skyfab(namespaces, "runs", "--json").stdout) if run["id"].startswith(name)]
+    assert (facts["state"], facts["ranks"], facts["hosts"]) == ("running", 2, ["node1", "node2"])
+    none = skyfab(namespaces, "logs", name, "--rank=2")
+    assert (none.returncode, none.stderr) == (2, f"error: run {name} has no rank 2: it has ranks 0 to 1\n")
     assert skyfab(namespaces, "stop", name).stdout.split()[:2] == [name, "stopped"]
     attached = skyfab(namespaces, "attach", name)
     assert attached.returncode == 1
     assert sorted(attached.stdout.splitlines()) == ["node1[0] rank 0", "node2[1] rank 1"]
     assert "stopped" in attached.stderr
     missing = skyfab(namespaces, "logs", "nobody")
-    assert (missing.returncode, missing.stderr.splitlines()[0]) == (2, "error: no run 'nobody' on these hosts")
+    assert missing.returncode == 2
+    assert missing.stderr.splitlines()[0] == "error: no run 'nobody' on the hosts of the inventory and on this machine"
+
+
+def test_lines_of_all_hosts_come_in_the_order_of_time(namespaces: Lab, spot: Spot, tmp_path: Path) -> None:
+    """Ranks that take turns: each line is written after the other rank's last one is in its log."""
+    script = tmp_path / "turns.py"
+    script.write_text(TURNS.replace("SPOT/", spot / ""))
+    begun = skyfab(namespaces, "run", "--detach", "--hosts=node1,node2", str(script))
+    assert begun.returncode == 0, begun.stderr
+    name = begun.stdout.strip()
+    for turn in range(6):
+        spot.leave(f"turn{turn}")
+        (folder,) = namespaces.hosts[turn % 2].path("/root/.cache/skyfab/runs").glob(f"{name}*")
+        until(lambda: f"turn {turn}\n" in (folder / "logs" / f"{turn % 2}.out").read_text(), "its line")  # noqa: B023
+        time.sleep(0.02)  # two records of one log are so far apart
+    expected = [f"node{turn % 2 + 1}[{turn % 2}] turn {turn}" for turn in range(6)]
+    followed = skyfab(namespaces, "attach", name)
+    assert sorted(followed.stdout.splitlines()) == sorted(expected)
+    assert skyfab(namespaces, "logs", name).stdout.splitlines() == expected
+    assert skyfab(namespaces, "logs", name, "--tail=3").stdout.splitlines() == expected[-3:]
+    assert skyfab(namespaces, "logs", name, "--since=1d", "--rank=1").stdout.splitlines() == expected[1::2]
+    stamped = skyfab(namespaces, "logs", name, "--timestamps").stdout.splitlines()
+    times = [re.fullmatch(r"node.\[.\] (\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) turn \d", line) for line in stamped]
+    assert all(times) and len(times) == 6
+    assert [one[1] for one in times if one] == sorted(one[1] for one in times if one)
+
+
+def test_runs_on_this_machine_are_found_where_there_is_an_inventory(namespaces: Lab, tmp_path: Path) -> None:
+    script = tmp_path / "here.py"
+    script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
+    begun = skyfab(namespaces, "run", "--detach", "--hosts=local", "--ranks=1", str(script))
+    assert begun.returncode == 0, begun.stderr
+    name = begun.stdout.strip()
+    until(lambda: skyfab(namespaces, "logs", name).stdout == "local here\n", "its line")
+    assert name in skyfab(namespaces, "runs").stdout
+    assert name in skyfab(namespaces, "--complete", "skyfab stop ").stdout.split()
+    assert skyfab(namespaces, "stop", name).stdout.split()[:2] == [name, "stopped"]
 
 
 def test_runs_on_some_hosts_says_how_they_stand_there_and_who_was_not_asked(
@@ -364,7 +423,7 @@ def test_runs_on_some_hosts_says_how_they_stand_there_and_who_was_not_asked(
     for asked, other in ((first, second), (second, first)):
         line = listed(f"--hosts={asked}")
         assert line.split()[1] == "done"
-        assert f"2 ranks on {first}, {second} (not asked: {other})" in line
+        assert f" {first}, {second} (not asked: {other}) " in line
     line = listed(f"--hosts={first},{second}")
     assert line.split()[1] == "done" and "not asked" not in line
     found = next(one for one in sky.runs(hosts[:1], inventory=namespaces.inventory) if one.id == run.id)
@@ -373,6 +432,7 @@ def test_runs_on_some_hosts_says_how_they_stand_there_and_who_was_not_asked(
 
 
 def test_d_detaches(namespaces: Lab, script: Path, host_with_runs: Callable[[], set[str]]) -> None:
+    """Pressed alone, and after a question that was answered with yes."""
     before = host_with_runs()
     env = {**os.environ, "SKYFAB_INVENTORY": str(namespaces.inventory), "TERM": "dumb"}
     argv = [sys.executable, "-m", "skyfab", "run", "--hosts=node1", str(script)]
@@ -382,10 +442,15 @@ def test_d_detaches(namespaces: Lab, script: Path, host_with_runs: Callable[[], 
         said = b""
         while b"rank 0" not in said:
             said += os.read(ours, 65536)
-        os.write(ours, b"d")
-        with suppress(OSError):  # the end of a terminal
-            while b"goes on on node1" not in said:
+        for answer, heard in ((b"n", b"goes on here"), (b"y", b"goes on on node1")):
+            os.write(ours, b"d")
+            while b"detach? y/n" not in said:
                 said += os.read(ours, 65536)
+            os.write(ours, answer)
+            said = b""
+            with suppress(OSError):  # the end of a terminal
+                while heard not in said:
+                    said += os.read(ours, 65536)
         assert program.wait(30) == 0, said
     os.close(ours)
     (name,) = host_with_runs() - before

@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyfab as sky
-from skyfab.detached.folder import LogCursor, new_lines, read_parts
+from skyfab.detached.folder import read_parts
+from skyfab.detached.logs import LogReader
 from skyfab.session.bootstrap import open_shell
 from skyfab.session.shell import Shell
+from skyfab.session.shell_pool import Shells
 from skyfab.session.transport import transport_for
 
 RUN = "abc123"
@@ -52,26 +54,39 @@ def shell(tmp_path: Path, folder: Path) -> Iterator[Shell]:
 class Follower:
     """Somebody who looks now and then."""
 
-    def __init__(self, shell: Shell, folder: Path) -> None:
-        self._shell = shell
-        self._logs = folder / "logs"
-        self._tails: dict[tuple[str, str], LogCursor] = {}
+    def __init__(self, shells: Shells, folder: Path) -> None:
+        self._shells = shells
+        self._folder = folder
+        self.reader = LogReader(shells, RUN)
 
-    def write(self, text: str) -> None:
-        with (self._logs / "0.out").open("a") as file:
+    def write(self, text: str, name: str = "0.out", *, at: float | None = None) -> None:
+        """Writes to a log; with `at`, and with the record that the agent makes."""
+        with (self._folder / "logs" / name).open("a") as file:
+            if at is not None:
+                (self._folder / "times").mkdir(exist_ok=True)
+                with (self._folder / "times" / name).open("a") as times:
+                    times.write(f"{file.tell():015d} {int(at * 1000):015d}\n")
             file.write(text)
 
     def rotate(self) -> None:
-        (self._logs / "0.out").rename(self._logs / "0.out.1")
-        (self._logs / "0.out").touch()
+        for kind in ("logs", "times"):
+            if (log := self._folder / kind / "0.out").exists():
+                log.rename(self._folder / kind / "0.out.1")
+        (self._folder / "logs" / "0.out").touch()
 
     def read_parts(self, *, rest: bool = False) -> list[str]:
-        return [line for _, _, line in new_lines(self._shell, RUN, None, self._tails, rest=rest)]
+        return [line.text for line in self.reader.new(rest=rest)]
+
+    def read_at_once(self, **options: Any) -> list[tuple[str, float]]:
+        """What somebody reads who comes now."""
+        return [(line.text, line.time) for line in LogReader(self._shells, RUN, **options).new(rest=True)]
 
 
 @pytest.fixture
-def follower(shell: Shell, folder: Path) -> Follower:
-    return Follower(shell, folder)
+def follower(tmp_path: Path, folder: Path) -> Iterator[Follower]:
+    host = sky.Host(name="here", transport="local", cache=str(tmp_path))
+    with Shells([host], sky.Inventory(hosts={})) as shells:
+        yield Follower(shells, folder)
 
 
 def test_a_log_grows(follower: Follower) -> None:
@@ -117,7 +132,8 @@ def test_whoever_comes_late_is_told_what_is_kept(follower: Follower) -> None:
 
 def test_whoever_breaks_off_goes_on_where_that_was(follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
     """After any number of pieces, in either file."""
-    monkeypatch.setattr("skyfab.detached.folder._CHUNK", 5)
+    for name in ("_CHUNK", "_BLOCK"):
+        monkeypatch.setattr(f"skyfab.detached.logs.{name}", 5)
     follower.write("one\ntwo\nthree\n")
     follower.rotate()
     follower.write("four\nfive\nsix\n")
@@ -132,13 +148,70 @@ def test_whoever_breaks_off_goes_on_where_that_was(follower: Follower, monkeypat
     monkeypatch.setattr(Shell, "read", read)
     for _ in range(20):
         left[0] = 1
-        lines = new_lines(follower._shell, RUN, None, follower._tails, rest=False)
+        lines = follower.reader.new(rest=False)
         try:
-            for _, _, line in lines:
-                found.append(line)  # what came before it broke counts
+            while line := next(lines, None):
+                found.append(line.text)  # what came before it broke counts
         except ConnectionResetError:
             continue
     assert found == ["one", "two", "three", "four", "five", "six"]
+
+
+def test_logs_are_merged_by_time(follower: Follower) -> None:
+    follower.write("a\nb\n", "0.out", at=10)
+    follower.write("c\n", "1.out", at=11)
+    follower.write("oops\n", "0.err", at=12)
+    follower.write("d\n", "0.out", at=13)
+    follower.write("e\n", "1.out", at=14)
+    everything = [("a", 10.0), ("b", 10.0), ("c", 11.0), ("oops", 12.0), ("d", 13.0), ("e", 14.0)]
+    assert follower.read_at_once() == everything
+    assert follower.read_parts() == [text for text, _ in everything]
+    follower.write("later\n", "0.out", at=15)
+    assert follower.read_parts() == ["later"]
+    for count in range(1, 8):
+        assert follower.read_at_once(tail=count) == [*everything, ("later", 15.0)][-count:]
+    for since in (9.0, 10.0, 10.5, 12.0, 15.0, 15.5):
+        expected = [line for line in [*everything, ("later", 15.0)] if line[1] >= since]
+        assert follower.read_at_once(since=since) == expected
+    assert follower.read_at_once(rank=1) == [("c", 11.0), ("e", 14.0)]
+
+
+def test_the_last_lines_are_found_without_reading_the_rest(follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over files that were changed meanwhile, in small pieces, and with a last line that has no end yet."""
+    for number in range(1000):
+        follower.write(f"line {number}\n", at=number)
+    follower.rotate()
+    for number in range(1000, 2000):
+        follower.write(f"line {number}\n", at=number)
+    follower.write("half", at=2000)
+    monkeypatch.setattr("skyfab.detached.logs._BLOCK", 96)
+    everything = [(f"line {number}", float(number)) for number in range(2000)] + [("half", 2000.0)]
+    sizes: list[int] = []
+    real = Shell.read
+
+    def read(shell: Shell, path: str, start: int, count: int, **options: Any) -> bytearray:
+        sizes.append(count)
+        return real(shell, path, start, count, **options)
+
+    monkeypatch.setattr(Shell, "read", read)
+    for count in (1, 2, 9, 40):
+        sizes.clear()
+        assert follower.read_at_once(tail=count) == everything[-count:]
+        assert sum(sizes) < 20 * 96 + 100 * count
+    sizes.clear()
+    assert follower.read_at_once(since=1990.0) == everything[1990:]
+    assert sum(sizes) < 3000
+    assert follower.read_at_once(tail=1003) == everything[-1003:]
+    assert follower.read_at_once(since=997.5) == everything[998:]
+    assert follower.read_at_once(tail=5, since=1999.0) == everything[1999:]
+
+
+def test_logs_without_times_are_read_all_the_same(follower: Follower) -> None:
+    """Of a run of an earlier version, and of a host whose disk was full."""
+    follower.write("a\n")
+    follower.write("b\n", "1.out", at=5)
+    (follower._folder / "times" / "1.out").write_text("rubbish\n" * 8)
+    assert sorted(follower.read_at_once(started=3.0)) == [("a", 3.0), ("b", 3.0)]
 
 
 # ---- what hosts say

@@ -22,7 +22,8 @@ from skyfab.ui import screen as screen_module
 from skyfab.ui import view
 from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Mapped, Output, Waiting
 from skyfab.ui.noise import is_noise
-from skyfab.ui.screen import Plain, Screen, attach, table
+from skyfab.ui.screen import Plain, Screen, attach
+from skyfab.ui.table import table
 from skyfab.ui.terminal import Live, clean, clean_lines, is_rich
 
 SGR = re.compile(r"\x1b\[[0-9;:]*m")
@@ -533,7 +534,7 @@ class FakeTty(io.StringIO):
 
 @pytest.mark.parametrize(
     ("environ", "rich"),
-    [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)],
+    [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, True)],
 )
 def test_rich_is_for_terminals_that_can(environ: dict[str, str], rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TERM", "NO_COLOR"):

@@ -7,6 +7,7 @@ are checked here; Fabric does not check them.
 from __future__ import annotations
 
 import getpass
+import logging
 import os
 import select
 import socket
@@ -37,6 +38,7 @@ from skyfab.session.transport.openssh import (
     servers_of,
 )
 
+_LOG: Final = logging.getLogger("skyfab")
 _PACKET: Final = 1024 * 1024
 """paramiko becomes very slow with larger pieces."""
 _WIDE: Final = 256 * 1024
@@ -171,6 +173,7 @@ class Fabric:
         self._stream: ChannelStream | None = None
 
     def open(self, command: str) -> ChannelStream:
+        _LOG.debug("fabric: connecting to %s", self._host.login)
         self._connection = self._connect()
         try:
             transport = self._connection.client.get_transport()

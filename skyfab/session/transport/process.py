@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import logging
 import os
 import select
+import shlex
 import signal
 import subprocess
 import time
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from skyfab.protocol.frames import RecvInto
     from skyfab.protocol.mux import Send
 
+_LOG: Final = logging.getLogger("skyfab")
 _KEPT: Final = 64 * 1024
 """The last bytes of stderr that are kept. A pipe holds no more, so that one read empties it."""
 
@@ -32,6 +35,8 @@ class ProcessStream:
 
     def __init__(self, argv: Sequence[str], explain: Callable[[int, str], Exception]) -> None:
         self._explain = explain
+        if _LOG.isEnabledFor(logging.DEBUG):
+            _LOG.debug("%s", shlex.join(word if len(word) < 200 else f"{word[:40]}…" for word in argv))
         self._process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,

@@ -1,0 +1,41 @@
+"""Hints of the command line: commands in them work when they are pasted, also after ``--inventory=…`` or ``./inv``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+
+class Hints:
+    """What commands in hints must repeat of the command that is running."""
+
+    def __init__(self) -> None:
+        self.program = "skyfab"
+        """The program as it was started: ``./inv`` in a checkout."""
+        self.with_inventory: set[str] = set()
+        """Names of the commands that take ``--inventory``."""
+        self._inventory: str | None = None
+
+    @contextmanager
+    def inventory_is(self, path: str | None) -> Iterator[None]:
+        """Inside this context, hints repeat this ``--inventory=``."""
+        self._inventory = path
+        try:
+            yield
+        finally:
+            self._inventory = None
+
+    def adapted(self, text: str) -> str:
+        """A text with commands ``skyfab TASK …``, as they have to be typed here."""
+        given = "" if self._inventory is None else f" --inventory={shlex.quote(self._inventory)}"
+
+        def command(match: re.Match[str]) -> str:
+            return f"{self.program} {match[1]}" + (given if match[1] in self.with_inventory else "")
+
+        return re.sub(r"\bskyfab ([a-z]+(?:\.[a-z]+)?)(?![\w:.])", command, text)
+
+
+HINTS: Final = Hints()

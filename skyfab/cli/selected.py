@@ -1,0 +1,31 @@
+"""Which hosts a command is for: those that were named, else all of the inventory, else this machine."""
+
+from __future__ import annotations
+
+import sys
+
+from skyfab.inventory.host import LOCAL, Host
+from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.selection import some
+from skyfab.ui.terminal import clean
+
+
+def selected(
+    hosts: str | None, inventory: str | None, *, quiet: bool = False, here: bool = False
+) -> tuple[Inventory, tuple[Host, ...]]:
+    """The inventory, and the hosts of it that a command is for. If none were named, prints which these are.
+
+    With `here`, this machine is then one of them. Raises InventoryError, UnknownHost or UsageError.
+    """
+    found = Inventory.of(inventory)
+    chosen = found.select(["all", LOCAL.name] if hosts is None and here else hosts)
+    if hosts is None and not quiet:
+        print(_line(found, chosen, here=here), file=sys.stderr, flush=True)
+    return found, chosen
+
+
+def _line(inventory: Inventory, hosts: tuple[Host, ...], *, here: bool) -> str:
+    if inventory.source is None:
+        return "on this machine: there is no inventory, and no --hosts"
+    also = ", and this machine" if here else ""
+    return clean(f"on {some([host.name for host in hosts])}: all of {inventory.source}{also}", colour=False)

@@ -1,0 +1,60 @@
+"""Prints tables: on a terminal in its width, as records where that is too narrow, and as plain columns elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from skyfab.ui.terminal import clean, is_rich, put
+
+_LEAST: Final = 24
+"""Columns that the last cells of a table may be wrapped to; the others are not wrapped."""
+
+_BETWEEN: Final = 3
+"""Columns between two cells."""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:
+    """Prints a table to stdout; the columns that `right` names are aligned to the right."""
+    cells = [[clean(cell, colour=False) for cell in row] for row in rows]
+    if not is_rich(sys.stdout):
+        put(sys.stdout, _aligned(head, cells, right))
+        return
+    width = shutil.get_terminal_size().columns
+    *fixed, last = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    if sum(fixed) + _BETWEEN * len(fixed) + min(last, _LEAST) > width:
+        put(sys.stdout, _records(head, cells, width))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in head:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name != head[-1])
+    for row in cells:
+        made.add_row(*map(Text, row))
+    Console(file=sys.stdout, width=width).print(made)
+
+
+def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]) -> str:
+    columns = []
+    for name, *cells in zip(head, *rows, strict=True):
+        width = max(map(len, (name, *cells)))
+        columns.append([cell.rjust(width) if name in right else cell.ljust(width) for cell in (name, *cells)])
+    return "".join("  ".join(row).rstrip() + "\n" for row in zip(*columns, strict=True))
+
+
+def _records(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    """One row below the other, a line for each cell."""
+    lines = []
+    for first, *cells in rows:
+        lines.append(first)
+        for name, cell in zip(head[1:], cells, strict=True):
+            text = f"{name}: {cell}"
+            lines += textwrap.wrap(text, max(width, 12), initial_indent="  ", subsequent_indent="    ") if cell else []
+    return "".join(f"{line}\n" for line in lines)

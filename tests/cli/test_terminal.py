@@ -1,0 +1,445 @@
+"""What a person sees at a terminal, of several widths and piped, compared as text; and hints, which work when typed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from skyfab.cli import detach_key
+from skyfab.lab import Lab
+
+PROGRAM = [sys.executable, "-m", "skyfab"]
+WIDTHS = [60, 100, 160]
+INVENTORY = """
+[hosts.here]
+transport = "local"
+cache = "{cache}/here"
+[hosts.dead]
+address = "127.0.0.1"
+port = 1
+user = "root"
+tags = ["spare"]
+[groups]
+both = ["here", "dead"]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "inventory.toml").write_text(INVENTORY.format(cache=tmp_path))
+    (tmp_path / "hello.py").write_text("import os\nprint('hello from', os.environ['RANK'])\n")
+    return tmp_path
+
+
+def piped(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environ}
+    return subprocess.run([*PROGRAM, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+
+
+def seen(folder: Path, columns: int, *words: str, **environ: str) -> tuple[int, str]:
+    """The exit code and what a terminal of that width gets, with its control sequences."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    env = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environ}
+    for name in {"COLUMNS", "LINES", "NO_COLOR"} - set(environ):
+        env.pop(name, None)
+    said = b""
+    with subprocess.Popen(
+        [*PROGRAM, *words], cwd=folder, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    ) as program:
+        os.close(theirs)
+        with suppress(OSError):  # the end of a terminal
+            while data := os.read(ours, 65536):
+                said += data
+        code = program.wait(100)
+    os.close(ours)
+    return code, said.decode().replace("\r\n", "\n")
+
+
+def text(said: str) -> str:
+    """The lines that stay on the screen, without colours."""
+    said = re.sub(r"\x1b\[[0-9;]*m|\x1b\[\?7[lh]", "", said)
+    return "\n".join(line.rpartition("\x1b[J")[2].rstrip() for line in said.split("\n"))
+
+
+# ---- help and tables
+
+
+@pytest.mark.parametrize("columns", [20, *WIDTHS])
+def test_help_has_the_width_of_the_terminal(folder: Path, columns: int) -> None:
+    code, said = seen(folder, columns, "logs", "--help")
+    lines = said.splitlines()
+    assert code == 0
+    assert max(len(line) for line in lines if not line.startswith("  skyfab logs")) <= columns
+    assert " ".join(said.split()).count("in the order of time") == 1
+    if columns > 60:
+        assert "  --tail=N          of what is there already, only so many lines (default: all)" in lines
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_hosts_is_a_table_where_there_is_room(folder: Path, columns: int) -> None:
+    """The reason of a failure is wrapped, and nothing else."""
+    code, said = seen(folder, columns, "hosts", "both")
+    lines = text(said).splitlines()
+    assert code == 3
+    if columns == 60:
+        begin = lines.index("dead")
+        assert lines[begin : begin + 2] == ["dead", "  address: root@127.0.0.1:1"]
+        assert lines[begin + 6].startswith("  state: connect to host 127.0.0.1")
+    else:
+        (head,) = [line for line in lines if line.startswith("host ")]
+        assert re.split("  +", head) == ["host", "address", "python", "platform", "CPUs", "GPUs", "state"]
+        here, dead = (next(line for line in lines if line.startswith(f"{name}  ")) for name in ("here", "dead"))
+        assert re.split("  +", here)[1] == "this machine"
+        assert re.split("  +", dead)[1] == "root@127.0.0.1:1"
+        assert dead.index("connect") == here.index("ready") == head.index("state")
+        assert max(map(len, lines[lines.index(head) : lines.index(dead)])) <= columns
+
+
+def test_hosts_stays_readable_at_20_columns(folder: Path) -> None:
+    code, said = seen(folder, 20, "hosts", "dead")
+    lines = text(said).splitlines()
+    shown = lines[lines.index("dead") :]
+    assert code == 3
+    assert shown[:3] == ["dead", "  address:", "    root@127.0.0.1:1"]
+    assert "refused" in " ".join(shown)
+    assert max(len(line) for line in shown[: shown.index("  CPUs: –")]) <= 20
+
+
+def test_piped_output_has_columns_and_no_escapes(folder: Path) -> None:
+    ran = piped(folder, "hosts", "both")
+    head, here, dead = ran.stdout.splitlines()
+    assert head.startswith("host  address           python")
+    assert here.startswith("here  this machine      3.")
+    assert dead.startswith("dead  root@127.0.0.1:1  –")
+    assert "\x1b" not in ran.stdout + ran.stderr
+
+
+# ---- a run, as it lies on a host
+
+
+@pytest.fixture
+def night(folder: Path) -> Path:
+    """A run of two ranks on `here`, that is over; rank 0 wrote first and last, and its bar was overwritten."""
+    (folder / "inventory.toml").write_text(f'[hosts.here]\ntransport = "local"\ncache = "{folder}/here"\n')
+    run = folder / "here" / "runs" / "abcdef0123456789"
+    for name in ("logs", "times"):
+        (run / name).mkdir(parents=True)
+    (folder / "here").chmod(0o700)
+    about = {"id": run.name, "name": "night", "function": "train", "hosts": ["here"], "place": 0, "ranks": [0, 1]}
+    (run / "about").write_text(json.dumps({**about, "world": 2, "on": "all", "elastic": False}))
+    (run / "status").write_text(json.dumps({"state": "done", "started": 1e9}))
+    parts = [
+        ("0.out", 1, "first\n"),
+        ("1.out", 2, "\033[32msecond\033[0m\n"),
+        ("0.err", 3, "0 %\r100 %\n"),
+        ("0.out", 4, "last\n"),
+    ]
+    for name, second, line in parts:
+        with (run / "logs" / name).open("a") as log, (run / "times" / name).open("a") as times:
+            times.write(f"{log.tell():015d} {int((1e9 + second) * 1000):015d}\n")
+            log.write(line)
+    os.utime(run / "logs" / "0.out", (2e9, 2e9))
+    return folder
+
+
+RUNS = """\
+run       state  started           ranks  GPUs  hosts  name   last line
+abcdef01  done   2001-09-09 01:46      2  –     here   night  last
+"""
+
+
+@pytest.mark.parametrize("columns", [60, 100, 160, None])
+def test_runs_have_a_header_and_a_start(night: Path, columns: int | None) -> None:
+    if columns is None:
+        assert piped(night, "runs", "here", TZ="UTC").stdout == RUNS
+        return
+    lines = text(seen(night, columns, "runs", "here", TZ="UTC")[1]).rstrip().splitlines()
+    if columns == 60:
+        assert lines == [
+            "abcdef01",
+            *("  state: done", "  started: 2001-09-09 01:46", "  ranks: 2", "  GPUs: –", "  hosts: here"),
+            *("  name: night", "  last line: last"),
+        ]
+    else:
+        head, _, row = lines
+        for line, expected in zip((head, row), RUNS.splitlines(), strict=True):
+            assert re.split("  +", line) == re.split("  +", expected)
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_logs_are_shown_as_live_output_is(night: Path, columns: int) -> None:
+    code, said = seen(night, columns, "logs", "night", "--timestamps", TZ="UTC")
+    assert code == 0
+    assert "\x1b[32msecond\x1b[0m" in said and "\x1b[31m│\x1b[0m 09-09 01:46:43.000 100 %" in said
+    assert text(said).splitlines() == [
+        "here[0] │ 09-09 01:46:41.000 first",
+        "here[1] │ 09-09 01:46:42.000 second",
+        "here[0] │ 09-09 01:46:43.000 100 %",
+        "here[0] │ 09-09 01:46:44.000 last",
+    ]
+    plain = seen(night, columns, "logs", "night", NO_COLOR="1")[1]
+    assert plain.splitlines() == ["here[0] │ first", "here[1] │ second", "here[0] │ 100 %", "here[0] │ last"]
+
+
+def test_piped_logs_keep_the_streams_apart(night: Path) -> None:
+    ran = piped(night, "logs", "abcdef", NO_COLOR="1")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (
+        0,
+        "here[0] first\nhere[1] second\nhere[0] last\n",
+        "here[0] 100 %\n",
+    )
+    missing = piped(night, "logs", "nihgt")
+    assert missing.returncode == 2 and "hint: did you mean night?" in missing.stderr
+
+
+# ---- which hosts
+
+
+def test_the_hosts_are_named_where_they_were_not_given(folder: Path) -> None:
+    line = "on here, dead: all of inventory.toml\n"
+    assert piped(folder, "exec", "--", "true").stderr.startswith(line)
+    assert piped(folder, "stacks").stderr.startswith(line)
+    assert line not in piped(folder, "stacks", "here").stderr
+    assert line not in piped(folder, "stacks", "--json").stderr
+    (folder / "inventory.toml").write_text(f'[hosts.here]\ntransport = "local"\ncache = "{folder}/here"\n')
+    ran = piped(folder, "run", "hello.py")
+    assert ran.stdout == "here[0] hello from 0\n", "the inventory counts without --hosts"
+    assert ran.stderr == "on here: all of inventory.toml\n"
+
+
+def test_words_are_hosts_where_nothing_else_can_be_meant(folder: Path) -> None:
+    assert piped(folder, "exec", "here", "--", "echo", "hi").stdout == "here hi\n"
+    assert piped(folder, "exec", "both", "!dead", "--", "echo", "hi").stdout == "here hi\n"
+    assert piped(folder, "gc", "here").stdout == "here: nothing to remove\n"
+    assert piped(folder, "runs", "here").returncode == 0
+    assert "node1" in piped(folder, "trust", "node1").stderr
+
+
+# ---- colours
+
+
+def test_no_color_takes_colours_and_nothing_else(folder: Path) -> None:
+    words = ("exec", "both", "--", "printf '\\033[31mred\\033[0m\\n'")
+    plain, coloured = (seen(folder, 100, *words, **more)[1] for more in ({"NO_COLOR": "1"}, {}))
+    colour = re.compile(r"\x1b\[[0-9;]*m")
+    assert colour.search(coloured) and not colour.search(plain)
+    for said in (plain, coloured):
+        assert "here │ red" in text(said)
+        assert "✗ dead: failed" in text(said)
+        assert re.search("[⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏] dead", said), "progress is shown"
+
+
+# ---- -v
+
+
+def test_verbose_shows_commands_and_waits_with_seconds(folder: Path) -> None:
+    for words in (("hosts", "dead", "-v"), ("-v", "hosts", "dead")):
+        ran = piped(folder, *words)
+        assert ran.returncode == 3
+        assert re.search(r"^ +\d+\.\d s  ssh -T .* -o Port=1 .*-- 127.0.0.1 ", ran.stderr, re.MULTILINE)
+        assert re.search(r"^ +\d+\.\d s  dead: waiting for the login$", ran.stderr, re.MULTILINE)
+    ran = piped(folder, "hosts", "nobody", "-v")
+    assert "Traceback" in ran.stderr and ran.stderr.splitlines()[-2].startswith("error: inventory.toml: no host")
+
+
+# ---- output that cannot be written
+
+
+def test_output_that_cannot_be_written_is_one_line_and_an_error(folder: Path) -> None:
+    program = shlex.join(PROGRAM)
+    for redirected, says in (
+        (">&-", "error: standard output is closed\nhint: to discard what is printed, append >/dev/null\n"),
+        (">/dev/full", "error: standard output: No space left on device\n"),
+    ):
+        for task in ("hosts here", "hosts here --json", "--help", "exec here -- echo hi"):
+            line = f"{program} {task} {redirected}"
+            ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, stderr=subprocess.PIPE, text=True)
+            assert (ran.returncode, ran.stderr) == (1, says), task
+
+
+# ---- completion
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("skyfab tr", ["train", "trust"]),
+        ("skyfab help lab.", ["lab.up", "lab.down", "lab.status"]),
+        ("skyfab logs --t", ["--tail=", "--timestamps"]),
+        ("skyfab logs --tail=3 --t", ["--timestamps"]),
+        ("skyfab hosts ", ["all", "both", "dead", "here", "local", "spare"]),
+        ("skyfab run --hosts=b", ["--hosts=both"]),
+        ("skyfab run --hosts=dead,h", ["--hosts=dead,here"]),
+        ("skyfab run --hosts h", ["here"]),
+        ("skyfab exec -- h", []),
+        ("skyfab run hel", []),
+        ("skyfab completion ", ["bash", "zsh", "fish"]),
+        ("skyfab nope ", []),
+        ("skyfab 'open", []),
+    ],
+)
+def test_what_may_follow(folder: Path, line: str, words: list[str]) -> None:
+    ran = piped(folder, "--complete", line)
+    assert (ran.returncode, ran.stdout.split(), ran.stderr) == (0, words, "")
+
+
+@pytest.fixture
+def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`skyfab` is a command."""
+    program = tmp_path / "bin" / "skyfab"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(PROGRAM)} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("on_path")
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("skyfab hos", ["hosts"]), ("skyfab run --hosts=dead,h", ["dead,here"]), ("skyfab run --hos", ["--hosts="])],
+)
+def test_bash_completes(folder: Path, line: str, words: list[str]) -> None:
+    script = f"""
+        eval "$(skyfab completion bash)"
+        compopt() {{ :; }}  # only in a completion that a key has begun
+        COMP_LINE={shlex.quote(line)} COMP_POINT={len(line)}
+        _skyfab
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+        complete -p skyfab
+    """
+    ran = subprocess.run(["bash", "--norc", "-c", script], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines() == [*words, "complete -o default -F _skyfab skyfab"], ran.stderr
+
+
+@pytest.mark.usefixtures("on_path")
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_take_their_scripts(folder: Path, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    if shell == "fish":
+        script = "skyfab completion fish | source; complete -C 'skyfab hos'"
+    else:
+        script = 'compdef() { echo "$@"; }; eval "$(skyfab completion zsh)"; functions _skyfab >/dev/null && echo hosts'
+    ran = subprocess.run([shell, "-c", script], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert ran.stdout.split()[-1] == "hosts", ran.stderr
+    assert ran.stderr == ""
+
+
+# ---- the key d
+
+
+@pytest.mark.parametrize(
+    ("typed", "slowly", "pressed"),
+    [
+        ("d", False, True),
+        ("D", False, True),
+        ("date\n", False, False),
+        ("d\n", False, False),
+        ("x", False, False),
+        ("xd", True, False),
+        ("ls node1\n", True, False),
+        ("cd x\n", True, False),
+    ],
+)
+def test_d_is_a_key_press_of_its_own_and_what_is_typed_ahead_stays(typed: str, slowly: bool, pressed: bool) -> None:
+    ours, theirs = pty.openpty()
+    watch = detach_key._Watch(theirs)
+    watch.begin()
+    found = False
+    for part in typed if slowly else [typed]:
+        os.write(ours, part.encode())
+        found = found or watch.is_pressed()
+    deadline = time.monotonic() + 1
+    while not found and time.monotonic() < deadline:
+        found = watch.is_pressed()
+        time.sleep(0.05)
+    assert found is pressed
+    mode = termios.tcgetattr(theirs)  # as a shell reads
+    mode[3] &= ~termios.ICANON
+    mode[6][termios.VMIN] = 0
+    termios.tcsetattr(theirs, termios.TCSADRAIN, mode)
+    assert os.read(theirs, 100).decode() == ("" if pressed else typed)
+    for fd in (ours, theirs):
+        os.close(fd)
+
+
+# ---- hints
+
+
+def hinted(said: str) -> list[str]:
+    """The commands in the hints of a message."""
+    lines = [line.partition("hint: ")[2] for line in said.splitlines() if "hint: " in line]
+    return [match[0] for match in (re.search(r"skyfab [a-z-].*$", line) for line in lines) if match]
+
+
+@pytest.mark.lab
+def test_hints_work_when_they_are_typed(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in the place of the command that gave it, which had an --inventory."""
+    (tmp_path / "hello.py").write_text("import sys\nprint('hello', *sys.argv[1:])\n")
+    config = tmp_path / "ssh_config"
+    config.write_text(f"Host *\n  UserKnownHostsFile {tmp_path}/known_hosts\n  GlobalKnownHostsFile none\n")
+    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(config))
+    inventory = tmp_path / "my hosts.toml"
+    inventory.write_text(re.sub(r"host_key = .*\n", "", lab.inventory.read_text()))
+    given = f"--inventory={inventory}"
+    mistakes = [
+        ["exec", given, "--", "true"],  # their keys are unknown
+        ["hosts", given, "--host=node1"],
+        ["host", given, "--hosts=node1"],
+        ["exec", given, "node1", "echo", "hi"],
+        ["exec", given],
+        ["hosts", given, "--hosts"],
+        ["hosts", given, "--json=yes"],
+        ["runs", given, "--", "x"],
+        [given, "stacks"],
+        ["run", given, "--hosts=node1", "hello.py", "--name", "ada"],
+        ["run", given, "--hosts=node1", "hello.py", "a b"],
+        ["run", given],
+        ["run", given, "nothing.py"],
+        ["logs", given, "nobody"],
+        ["stop", given],
+        ["gc", given, "--dayz=1", "node1"],
+        ["stacks", given, "extra", "--bogus"],
+        ["lab", "status"],
+        ["completion", "tcsh"],
+        ["trust", given, "--yess", "node2"],
+        ["nope"],
+    ]
+    for words in mistakes:
+        ran = piped(tmp_path, *words)
+        assert ran.returncode in (2, 3), (words, ran)
+        commands = hinted(ran.stderr)
+        assert commands, (words, ran.stderr)
+        for line in commands:
+            typed = shlex.split(line)[1:]
+            done = piped(tmp_path, *typed, *(["--yes"] if typed[0] == "trust" and "--yes" not in typed else []))
+            assert done.returncode == 0, (words, line, done)
+            assert given not in words or "--help" in typed or given in typed, (words, line)
+
+
+@pytest.mark.lab
+def test_a_detached_run_tells_commands_that_work(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("print('hello')\n")
+    given = f"--inventory={lab.inventory}"
+    begun = piped(tmp_path, "run", given, "--hosts=node1", "--detach", "hello.py")
+    assert begun.returncode == 0, begun.stderr
+    lines = [line.strip() for line in begun.stderr.splitlines() if line.startswith("  skyfab ")]
+    assert [line.split()[1] for line in lines] == ["attach", "logs", "stop"]
+    for line in lines:
+        done = piped(tmp_path, *shlex.split(line)[1:])
+        assert done.returncode == 0, (line, done)

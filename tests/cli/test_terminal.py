@@ -407,7 +407,7 @@ def test_hints_work_when_they_are_typed(lab: Lab, tmp_path: Path, monkeypatch: p
         ["hosts", given, "--json=yes"],
         ["runs", given, "--", "x"],
         [given, "stacks"],
-        ["run", given, "--hosts=node1", "hello.py", "--name", "ada"],
+        ["run", given, "--hosts=node1", "hello.py", "--epochs", "3"],
         ["run", given, "--hosts=node1", "hello.py", "a b"],
         ["run", given],
         ["run", given, "nothing.py"],

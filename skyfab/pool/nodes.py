@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from skyfab.errors import HostError, ProtocolError, UsageError
+from skyfab.errors import HostError, ProtocolError, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.gang import GangCache
@@ -188,7 +188,8 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
         except Exception as error:
             errors[node.index] = error
             failed(node)
-            events.emit(HostState(host=node.name, state="failed", detail=type(error).__name__))
+            detail = (error.message if isinstance(error, SkyfabError) else str(error)).partition("\n")[0]
+            events.emit(HostState(host=node.name, state="failed", detail=detail))
         else:
             events.emit(HostState(host=node.name, state="ready", detail=f"Python {agent.python}"))
 

@@ -891,10 +891,16 @@ def test_a_call_is_a_value_that_has_not_run() -> None:
 
 
 def test_only_calls_can_be_run(pool: sky.Compute) -> None:
-    for wrong in (square, add, 5, None, "add(1)"):
-        with pytest.raises(sky.UsageError, match="is not a call") as caught:
-            pool.run(wrong)  # type: ignore[arg-type]
-        assert "@sky.function" in caught.value.hint
+    for wrong, words in (
+        (add, r"add is a function, not a call: write add\(…\)"),
+        (len, "len is a plain function: decorate it with @sky.function"),
+        (5, "5 is a value, not a call: is the function that returned it decorated"),
+        (None, "None is a value"),
+        ("add(1)", r"'add\(1\)' is a value"),
+    ):
+        for send in (pool.run, pool.submit, pool.broadcast):
+            with pytest.raises(sky.UsageError, match=words):
+                send(wrong)  # type: ignore[operator]
 
 
 def test_a_pool_that_is_not_open_says_so() -> None:

@@ -232,7 +232,7 @@ def test_the_one_host_that_fails_is_raised_as_it_is_and_the_others_are_closed(st
     nodes: list[Any] = stage.nodes  # type: ignore[attr-defined]
     assert [node.session.closed for node in nodes] == [True, False, True]
     assert stage.failed == [nodes[1]]  # type: ignore[attr-defined]
-    assert HostState(host="node1", state="failed", detail="HostLost") in stage.found
+    assert HostState(host="node1", state="failed", detail="no route") in stage.found
 
 
 def test_several_hosts_that_fail_are_raised_together_in_their_order(stage: Stage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -236,6 +237,8 @@ def test_a_loader_is_read_ahead(device: Any) -> None:
 
 
 def test_memory(device: Any) -> None:
+    gc.collect()  # tensors of the tests before
+    sky.synchronize()
     before = sky.memory(device)
     big = torch.zeros(1 << 20, device=device)
     now = sky.memory(device)

@@ -139,6 +139,8 @@ def _note(error: BaseException, host: str) -> str | None:
         return f"hint: on {host}: Image(pip=[…]) installs packages, Image(includes=[…]) sends your own"
     if isinstance(error, FileNotFoundError) and (here := _found_here(error.filename)):
         word = repr(os.path.relpath(here))
+        if _by_option:
+            return f"hint: {here} exists on this machine, not on {host}: run --sync sends the script's folder"
         return f"hint: {here} exists on this machine, not on {host}: Image(includes=[{word}]) sends it along"
     if type(error) is EOFError and str(error) == "EOF when reading a line":
         return f"hint: no keyboard is connected to processes on {host}: pass what input() should return as an argument"

@@ -200,8 +200,9 @@ def _reported(body: Callable[[], int | None]) -> int | None:
         if sys.stdout is not None:
             sys.stdout.flush()
         return SIGTERM.code if code == 130 and SIGTERM.came else code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         text, code = ("terminated", SIGTERM.code) if SIGTERM.came else ("interrupted", 130)
+        text = ": ".join([text, *filter(None, [getattr(error, "stopped", "")])])
         raise Exit(f"\n{text}" if sys.stderr.isatty() else text, code=code) from None
     except BrokenPipeError:  # a closed pipe (`| head`)
         discard_output()

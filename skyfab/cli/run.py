@@ -108,7 +108,8 @@ def run(
         started.label = target
         call = started(script.name, function, list(arguments))
         if sync:
-            compute.files.lay_out(script.parent, compute.hosts)
+            for report in compute.files.lay_out(script.parent, compute.hosts):
+                print(report, file=sys.stderr)
         try:
             run = compute.launch(call, name=name) if detach else broadcast(compute, call, name=name or target)
         except BroadcastError:

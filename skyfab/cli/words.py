@@ -188,8 +188,10 @@ class _Reader:
         return len(words)
 
     def _forgotten(self, words: list[str], at: int) -> UsageError:
-        """Words from this one on belong after ``--``."""
-        hint = self._typed(self._line.task, *words[:at], "--", *words[at:], *self._tail[1:])
+        """Words from this one on belong after ``--``, but for hosts and inventory."""
+        ours = [word for word in words[at:] if word.startswith(("--hosts=", "--inventory="))]
+        theirs = [word for word in words[at:] if word not in ours]
+        hint = self._typed(self._line.task, *ours, *words[:at], "--", *theirs, *self._tail[1:])
         return UsageError("the words of a command or script come after two dashes", hint=hint)
 
     def _typed(self, *words: str) -> str:

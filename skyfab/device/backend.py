@@ -6,8 +6,8 @@ before a device is asked for.
 
 from __future__ import annotations
 
-import contextlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -39,10 +39,33 @@ _libraries: Final[list[torch.library.Library]] = []
 """Kernels are registered as long as these objects exist."""
 
 
+class _Current(threading.local):
+    """The device that is meant where none is named, of each thread."""
+
+    index = 0
+
+
+_current: Final = _Current()
+
+
+class _On:
+    """``with torch.sky.device(1)``: the device that is meant where none is named."""
+
+    def __init__(self, device: Any) -> None:
+        self._index = device if isinstance(device, int) else torch.device(device).index or 0
+
+    def __enter__(self) -> None:
+        self._before, _current.index = _current.index, self._index
+
+    def __exit__(self, *_: object) -> None:
+        _current.index = self._before
+
+
 class _Module:
     """``torch.sky``, which PyTorch asks about devices of this type."""
 
-    device = contextlib.nullcontext
+    device = _On
+    _initialized = True  # else checkpoint() does not keep the state of random numbers, without a word
 
     def is_initialized(self) -> bool:
         return True
@@ -54,7 +77,7 @@ class _Module:
         return False
 
     def current_device(self) -> int:
-        return 0
+        return _current.index
 
     def device_count(self) -> int:
         return max((stream.index + 1 for stream in tensors.streams if not stream.is_lost), default=0)
@@ -72,10 +95,10 @@ class _Module:
         special.synchronize(device)
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return special.get_rng_state(device)
+        return special.get_rng_state(_current.index if device is None else device)
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        special.set_rng_state(state, device)
+        special.set_rng_state(state, _current.index if device is None else device)
 
 
 _PRIVATE: Final = torch._C._autograd.DeviceType.PrivateUse1

@@ -90,6 +90,8 @@ class Batch:
         self.size = size
         self.done = False
         self.document: Any = None
+        self.error: Exception | None = None
+        """What failed in it. Another thread may have been told."""
         self.buffers: list[memoryview] = []
         self.then: Callable[[Exception | None], None] | None = None
         """Called when the reply is there, on the thread that reads; with the error if there is none."""
@@ -98,6 +100,8 @@ class Batch:
         """What the host replied. Raises ProtocolError, and DeviceError if it has skipped the instruction."""
         if self.document is None:
             raise DeviceError("this was not executed, because of an earlier error", host=self._stream.link.name)
+        if self.error is not None:
+            raise self.error
         if not isinstance(self.document, dict) or "value" not in self.document:
             raise ProtocolError(f"a device replied {self.document!r:.200}")
         return self.document["value"]
@@ -339,8 +343,9 @@ class DeviceStream:
         if error is not None:
             if self._lost is None and self._error is None:
                 self._lost = error
-        elif isinstance(batch.document, dict) and "error" in batch.document and self._error is None:
-            self._error = self._explain(batch)
+        elif isinstance(batch.document, dict) and "error" in batch.document:
+            batch.error = self._explain(batch)
+            self._error = self._error or batch.error
         if self._error is not None or self._lost is not None:
             self.limit = 0
         batch.entries = ()

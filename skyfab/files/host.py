@@ -35,7 +35,7 @@ def serve(request: str, *arguments: Any) -> Payload:
     return Payload(json.dumps({"value": found}).encode(), data)
 
 
-def _receive(to: bytes, name: bytes, is_file: bool) -> tuple[str, str, int]:
+def _receive(to: bytes, name: bytes, is_file: bool, keep_newer: bool) -> tuple[str, str, int]:
     """Opens the target of an upload: its path, the name of a file in it, and how many bytes are free.
 
     `to` is the thing itself, or with a slash at its end the folder that it goes into. A file goes into a folder that is
@@ -50,7 +50,7 @@ def _receive(to: bytes, name: bytes, is_file: bool) -> tuple[str, str, int]:
         folder = os.path.join(to, name) if into else to
     if is_file and not is_inner(name):
         raise FileNotFoundError(2, "not the name of a file", to)
-    _side = Target(os.path.abspath(folder or b"."))
+    _side = Target(os.path.abspath(folder or b"."), keep_newer=keep_newer)
     return os.fsdecode(_side.path), name.decode("utf-8", "surrogateescape"), _side.room
 
 

@@ -23,6 +23,8 @@ MISSING: Final = "missing"
 """The content must be sent."""
 DIFFERS: Final = "differs"
 """As `MISSING`; a file with other content is there."""
+NEWER: Final = "newer"
+"""The file that is there stays: it is newer, and the transfer is not to replace such ones."""
 EQUAL_SIZE: Final = "equal size"
 """Another time, but perhaps the same content: its digest decides."""
 _FOLDERS: Final = 64
@@ -36,10 +38,11 @@ _INNER: Final = _OPEN | os.O_NOFOLLOW
 class Target:
     """A folder. The folder itself may be reached through links; below it none is followed."""
 
-    def __init__(self, folder: bytes) -> None:
-        """Makes the folder if it is not there. Raises OSError."""
+    def __init__(self, folder: bytes, *, keep_newer: bool = False) -> None:
+        """Makes the folder if it is not there. With `keep_newer`, files there that are newer stay. Raises OSError."""
         os.makedirs(folder, exist_ok=True)
         self.path = folder
+        self._keep_newer = keep_newer
         self._open = {b"": os.open(folder, _OPEN)}
         self._entries: list[Entry] = []
         self._seen: set[bytes] = set()
@@ -70,7 +73,7 @@ class Target:
         """Takes the next entries: makes folders and links, and returns what files are needed.
 
         For each of these: its number, `MISSING`, `DIFFERS` or `EQUAL_SIZE`, how many bytes of it are there, complete
-        or not, and the digest of a complete file.
+        or not, and the digest of a complete file. And each that stays because it is newer, as `NEWER`.
         Raises ProtocolError for entries that no source lists, and OSError.
         """
         wanted: list[list[object]] = []
@@ -100,6 +103,8 @@ class Target:
             return MISSING, begun, ""
         if stat.S_ISDIR(about.st_mode):
             raise IsADirectoryError(21, "a folder is where a file should be", self._shown(entry))
+        if self._keep_newer and about.st_mtime_ns > entry.time + _SECOND:
+            return NEWER, 0, ""
         if not stat.S_ISREG(about.st_mode) or about.st_size != entry.size:
             return DIFFERS, about.st_size + begun, ""
         if _same_time(about.st_mtime_ns, entry.time):

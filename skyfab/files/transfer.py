@@ -15,7 +15,7 @@ from skyfab.errors import ProtocolError
 from skyfab.files.entries import FILE, name, shown
 from skyfab.files.replies import check
 from skyfab.files.source import GONE, PIECE, SMALL, Source
-from skyfab.files.target import EQUAL_SIZE, Target
+from skyfab.files.target import EQUAL_SIZE, NEWER, Target
 
 _AHEAD: Final = 4
 """Packs and pieces that are read ahead, and as many that are written."""
@@ -165,7 +165,9 @@ class Transfer:
         for number, state, there, digest in check("compare", answer.result()):
             if not 0 <= number < len(self._rows) or self._rows[number][1] != FILE or there < 0:
                 raise ProtocolError(f"there is no file {number} in this transfer")
-            if state == EQUAL_SIZE:
+            if state == NEWER:
+                self.report.note(self._rows[number][0], "it is newer there, and stays")
+            elif state == EQUAL_SIZE:
                 asked.append((number, there, digest, self._source.ask("digest", number, self._size(number))))
                 if len(asked) > _LOOKS_AHEAD:
                     yield from settle()

@@ -98,6 +98,7 @@ class Compute(ShownPool, TakesCalls):
 
         Raises InventoryError and UsageError for invalid arguments.
         """
+        failure.install()
         check_options(ranks=ranks, lease=lease, heartbeat_timeout=heartbeat_timeout, results=results)
         self.inventory = Inventory.of(inventory)
         self.selected = self.inventory.select(hosts, nodes=nodes)
@@ -140,19 +141,18 @@ class Compute(ShownPool, TakesCalls):
     # ---- opening and closing
 
     def __enter__(self) -> Compute:
-        self.open()
-        return self
+        return self.open()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close()
 
-    def open(self) -> None:
-        """Connects to all hosts in parallel. Raises the one failure, or a PoolError with all of them.
+    def open(self) -> Compute:
+        """Connects to all hosts in parallel; returns the pool. Raises the one failure, or a PoolError with all of them.
 
         Raises UsageError in a worker that is importing a module, and where pools are nested too deeply.
         """
         if self._open:
-            return
+            return self
         if self._is_parents:
             raise open_pools.parents_pool()
         nesting.check()
@@ -172,7 +172,6 @@ class Compute(ShownPool, TakesCalls):
         self._scheduler.open(slots_of(nodes, self._solo_spec))
         self._broadcasts.open()
         self._sync.open(self.hosts)
-        failure.install()
         self._open = True
         open_pools.add(self)
         try:
@@ -181,6 +180,7 @@ class Compute(ShownPool, TakesCalls):
         except BaseException:
             self.close()
             raise
+        return self
 
     def _connect(self) -> Sequence[Node]:
         nodes = self._nodes.make_nodes(self.selected)

@@ -71,11 +71,13 @@ class Files:
     def lay_out(self, folder: Path, nodes: Sequence[Node]) -> list[Report]:
         """Copies what .gitignore allows of a folder into the working directory on hosts, to the same place as here.
 
+        Files that are newer there stay, and what was fetched from these hosts into folders of their names is left out.
         Raises UsageError for a folder that is too large.
         """
         skipped: list[Skip] = []
         found: list[tuple[Entry, bytes]] = []
-        for path in files_of(folder):
+        fetched = {node.name for node in nodes}
+        for path in (path for path in files_of(folder) if path.relative_to(folder).parts[0] not in fetched):
             found += walk(os.fsencode(path), os.fsencode(path.relative_to(folder)), skipped)
         size = sum(entry.size for entry, _ in found)
         if len(found) > _MOST_FILES or size > _MOST_BYTES:
@@ -85,7 +87,7 @@ class Files:
             )
         place = os.fsencode(_place(folder, elsewhere="."))
         there = [node for node in nodes if not node.workdir.callers]  # where it is not this folder itself
-        return self._send(found, skipped, place, b"", False, there)
+        return self._send(found, skipped, place, b"", False, there, keep_newer=True)
 
     def _send(
         self,
@@ -95,10 +97,12 @@ class Files:
         base: bytes,
         is_file: bool,
         nodes: Sequence[Node],
+        *,
+        keep_newer: bool = False,
     ) -> list[Report]:
         def send(node: Node, stopped: threading.Event) -> Report:
             with self._remote(node, stopped) as remote:
-                _, called, room = check("receive", remote.ask("receive", place, base, is_file).result())
+                _, called, room = check("receive", remote.ask("receive", place, base, is_file, keep_newer).result())
                 entries = [(_renamed(entry, name(called)), path) for entry, path in found] if is_file else found
                 transfer = self._transfer(node, "sending files", Here(Source(entries, list(skipped))), remote)
                 transfer.run(functools.partial(_fits, room, node.name))

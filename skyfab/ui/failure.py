@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import pickle
+import re
 import sys
 import threading
 import traceback
@@ -26,6 +27,8 @@ _HIDDEN: Final = (
     *(f"{path}{os.sep}" for path in (Path(__file__).absolute().parents[1], Path(concurrent.futures.__file__).parent)),
     pickle.__file__,
 )
+_STARTS: Final = re.compile(r'  File "(?:[^"]*/bundles/[0-9a-f]+/skyfab/|<frozen (?:runpy|importlib))')
+"""A frame on a host that is not the program's."""
 _CHAIN: Final = {
     True: "\nThe above exception was the direct cause of the following exception:\n",
     False: "\nDuring handling of the above exception, another exception occurred:\n",
@@ -100,9 +103,20 @@ def _remote(error: BaseException) -> Iterator[str]:
     if lines[0] == _HEADER and lines.count(_HEADER) == 1:
         lines = lines[1:]
         lines = lines[: next((n for n, line in enumerate(lines) if not line.startswith(" ")), len(lines))]
+        lines = list(_own_frames(lines))
     if lines:
         yield f"on {_place(error)}:"
         yield "\n".join(lines)
+
+
+def _own_frames(lines: Sequence[str]) -> Iterator[str]:
+    """The lines of frames that are not those of skyfab or of what starts a script."""
+    hidden = False
+    for line in lines:
+        if line.startswith("  File "):
+            hidden = _STARTS.match(line) is not None
+        if not hidden:
+            yield line
 
 
 def _ending(error: BaseException, prefix: str = "") -> Iterator[str]:

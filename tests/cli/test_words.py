@@ -50,3 +50,9 @@ def test_whatever_is_typed_is_a_line_or_a_usage_error(typed: list[str]) -> None:
 def test_lines(typed: str, task: str, values: dict[str, Any], rest: list[str]) -> None:
     line = words.read(typed.split(), TASKS)
     assert (line.task, line.values, line.rest) == (task, values, rest)
+
+
+def test_hosts_after_a_scripts_words_are_not_the_scripts() -> None:
+    with pytest.raises(UsageError) as caught:
+        words.read(["run", "train.py", "1", "--hosts=node1", "--epochs=2"], TASKS)
+    assert str(caught.value.hint).endswith("run --hosts=node1 train.py -- 1 --epochs=2")

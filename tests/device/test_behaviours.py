@@ -576,6 +576,20 @@ def test_checkpointing(device: Any, reentrant: bool) -> None:
     assert first.abs().sum().item() > 0
 
 
+@pytest.mark.parametrize("which", ["device", "other"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_has_the_same_random_numbers(
+    request: pytest.FixtureRequest, which: str, reentrant: bool
+) -> None:
+    """The gradient of dropout is its mask: it was another one than that of the forward pass."""
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.ones(50, device=request.getfixturevalue(which), requires_grad=True)
+    y = checkpoint(lambda x: nn.functional.dropout(x, 0.5), x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert torch.equal(y.detach().cpu(), x.grad.cpu())
+
+
 def test_second_derivatives(device: Any) -> None:
     x = torch.randn(3, device=device, requires_grad=True)
     (gradient,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)

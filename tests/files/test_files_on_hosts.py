@@ -338,3 +338,6 @@ def test_run_sends_data_and_brings_results_back(here: Path, listed: Path, ends: 
     for rank in range(2):
         assert (here / f"node{rank + 1}" / "ckpt" / f"{rank}.pt").read_text() == f"{ends}{rank}"
         assert [path.name for path in (here / f"node{rank + 1}" / "data").iterdir()] == ["x.csv"]
+    again = skyfab(here, "run", "--hosts=node1,node2", "--sync", "--get=node*", "train.py", inventory=listed)
+    assert "node1: 3 files" in again.stderr, "what was fetched is not sent back"
+    assert "nothing there is called node*" in again.stderr

@@ -23,9 +23,15 @@ from skyfab.files.target import Target
 from skyfab.files.transfer import Here, Report, Transfer
 
 
-def move(top: Path, to: Path, *, progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
+def move(
+    top: Path,
+    to: Path,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    keep_newer: bool = False,
+) -> Report:
     skipped: list[Any] = []
-    target = Target(os.fsencode(to))
+    target = Target(os.fsencode(to), keep_newer=keep_newer)
     try:
         source = Source(walk(os.fsencode(top), b"", skipped), skipped)
         transfer = Transfer(Here(source), Here(target), progress)
@@ -47,6 +53,24 @@ def state(top: Path) -> dict[bytes, Any]:
             content = path.read_bytes() if stat.S_ISREG(about.st_mode) else None
             found[inner] = (content, about.st_mode & 0o777, about.st_mtime_ns)
     return found
+
+
+@pytest.mark.parametrize("keep_newer", [True, False])
+def test_a_file_that_is_newer_there_stays_if_that_is_wanted(tmp_path: Path, keep_newer: bool) -> None:
+    """A checkpoint that was fetched, and sent again by the next run, took the place of a newer one."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    for name in ("last.pt", "train.csv"):
+        (here / name).write_text("old")
+        (there / name).write_text("other")
+    os.utime(here / "last.pt", (1000, 1000))
+    os.utime(there / "last.pt", (2000, 2000))
+    os.utime(there / "train.csv", (1000, 1000))
+    report = move(here, there, keep_newer=keep_newer)
+    assert (there / "last.pt").read_text() == ("other" if keep_newer else "old")
+    assert (there / "train.csv").read_text() == "old"
+    assert report.skipped == ([("last.pt", "it is newer there, and stays")] if keep_newer else [])
 
 
 @pytest.fixture

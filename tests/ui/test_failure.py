@@ -77,6 +77,17 @@ def test_equal_errors_are_shown_once_and_the_first_failure_last() -> None:
     assert str(BroadcastError("f failed on 4 of 4 ranks", failures)).splitlines()[1] == "  node2[2] ValueError: boom"
 
 
+def test_frames_that_start_a_script_are_not_shown() -> None:
+    start = (
+        '  File "/root/.cache/skyfab/bundles/ab12/skyfab/calls/script.py", line 27, in perform\n'
+        '    runpy.run_path(path, run_name="__main__")\n'
+        '  File "<frozen runpy>", line 291, in run_path\n'
+    )
+    text = failure.text(from_host(ValueError("x"), "node1", 0, start + FRAMES))
+    assert text == failure.text(from_host(ValueError("x"), "node1", 0, FRAMES))
+    assert "model.py" in text
+
+
 def test_a_chain_of_exceptions_on_the_host_is_shown_whole() -> None:
     error = ValueError("second")
     trace = f"{HEADER}\n  a\nKeyError: 'first'\n\nDuring handling …\n\n{HEADER}\n  b\nValueError: second"

@@ -240,7 +240,7 @@ def test_ctrl_c_stops_the_calls_that_run(
     running.send_signal(signal.SIGINT)
     code, err = client.end(running)
     assert code in (130, -signal.SIGINT)
-    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert err.rstrip().splitlines()[-1].startswith("interrupted")
     for machine, found in pids.items():
         for pid in found.split():
             until(lambda machine=machine, pid=pid: not runs_on(machine, int(pid)), "the end of the call")
@@ -285,7 +285,7 @@ def test_ctrl_c_twice_waits_for_nobody(
         for host in hosts:
             host.restore()
     assert code in (130, -signal.SIGINT), err
-    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert err.rstrip().splitlines()[-1].startswith("interrupted")
     clean()
 
 

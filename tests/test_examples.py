@@ -110,6 +110,7 @@ def test_jax_is_one_program_over_all_ranks(run: Run, hosts: str) -> None:
 
 
 @needs("keras", "jax")
+@pytest.mark.slow
 def test_keras_fits_shards(run: Run) -> None:
     *lines, one, other, both = run("keras_shards")
     for (said,), images in zip(of_ranks(lines).values(), (719, 718), strict=True):
@@ -120,6 +121,7 @@ def test_keras_fits_shards(run: Run) -> None:
 
 
 @needs("transformers", "accelerate", "torch")
+@pytest.mark.slow
 def test_the_trainer_keeps_the_ranks_together(run: Run) -> None:
     """Half of the steps that one rank would take, and the same weights at the end."""
     *lines, losses, after = run("hf_trainer")

@@ -813,6 +813,7 @@ def test_tensors_that_share_memory_still_do_on_arrival(torch_pool: sky.Compute) 
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_a_model_comes_back_trained_with_its_weights_still_tied(torch_pool: sky.Compute) -> None:
     torch = pytest.importorskip("torch")
 

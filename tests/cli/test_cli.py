@@ -509,6 +509,7 @@ def test_train_without_hosts_is_two_ranks_on_this_machine(tmp_path: Path) -> Non
 @pytest.mark.lab
 @pytest.mark.torch
 @needs_torch
+@pytest.mark.slow
 def test_train_on_hosts(lent_lab: Lab, tmp_path: Path) -> None:
     words = ("train", "--hosts=node1,node2", f"--inventory={lent_lab.inventory}", "--epochs=3")
     trained(program(*words, cwd=tmp_path), ["node1", "node2"])

@@ -388,6 +388,7 @@ def hinted(said: str) -> list[str]:
 
 
 @pytest.mark.lab
+@pytest.mark.slow
 def test_hints_work_when_they_are_typed(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in the place of the command that gave it, which had an --inventory."""
     (tmp_path / "hello.py").write_text("import sys\nprint('hello', *sys.argv[1:])\n")

@@ -346,6 +346,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_commands(namespaces: Lab, script: Path) -> None:
     begun = skyfab(namespaces, "run", "--detach", "--hosts=node1,node2", str(script))
     assert begun.returncode == 0, begun.stderr

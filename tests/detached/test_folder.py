@@ -176,6 +176,7 @@ def test_logs_are_merged_by_time(follower: Follower) -> None:
     assert follower.read_at_once(rank=1) == [("c", 11.0), ("e", 14.0)]
 
 
+@pytest.mark.slow
 def test_the_last_lines_are_found_without_reading_the_rest(follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over files that were changed meanwhile, in small pieces, and with a last line that has no end yet."""
     for number in range(1000):

@@ -49,6 +49,7 @@ def run(code: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_between_operations() -> None:
     """Each operation was executed once or, if it is the one that was interrupted, once or not at all."""
     code = """
@@ -71,6 +72,7 @@ print("counted", done > 1000)
     assert run(code) == "counted True\n"
 
 
+@pytest.mark.slow
 def test_while_tensors_are_made_and_sent() -> None:
     code = """
 data = torch.arange(50_000)
@@ -94,6 +96,7 @@ print(most > 1, sky.memory(device)["tensors"])
     assert run(code) == "True 0\n"
 
 
+@pytest.mark.slow
 def test_while_the_program_waits_for_a_value() -> None:
     code = """
 a = torch.ones(3, device=device)

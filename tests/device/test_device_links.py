@@ -549,6 +549,7 @@ def test_a_stranger_that_listens_is_told_nothing() -> None:
     assert theirs._socket is None
 
 
+@pytest.mark.slow
 def test_nothing_listens_and_no_key_is_left(
     linked: tuple[Any, Any], remote_pool: sky.Compute, lent_lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

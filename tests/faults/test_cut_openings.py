@@ -126,6 +126,7 @@ def test_a_cut_while_skyfab_itself_is_brought(
 
 
 @pytest.mark.parametrize(("transport", "seed"), [pytest.param("openssh", 43, marks=pytest.mark.soak), ("fabric", 44)])
+@pytest.mark.slow
 def test_a_cut_while_packages_are_installed(
     lab: Lab, hosts_of: Callable[..., list[sky.Host]], index: Index, transport: str, seed: int
 ) -> None:

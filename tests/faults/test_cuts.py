@@ -116,6 +116,7 @@ def everything(
 
 
 @pytest.mark.usefixtures("hurry")
+@pytest.mark.slow
 def test_an_upload_goes_on_where_it_stopped(lab: Lab, open_pool: Callable[..., sky.Compute]) -> None:
     """What had arrived is not sent again, however often it is interrupted."""
     interrupted_upload(lab, open_pool("openssh", lease=90), megabytes=48, cut=4.2, mbit=200)

@@ -131,6 +131,7 @@ def kill_at_random_moments(lab: Lab, client: Client, seed: int, times: int) -> N
     assert len(set(found)) > 1, f"always killed at the same place: {found}"
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_at_any_moment_leaves_nothing(lab: Lab, client: Client) -> None:
     kill_at_random_moments(lab, client, seed=5, times=5)
 

@@ -104,6 +104,7 @@ def two_slots(open_pool: Callable[..., sky.Compute]) -> Callable[..., sky.Comput
 
 
 @pytest.mark.usefixtures("hurry")
+@pytest.mark.slow
 def test_one_of_three_is_away(lab: Lab, two_slots: Callable[..., sky.Compute], spot: Spot) -> None:
     """It is lost after `silence`, long before its lease is over."""
     pool = two_slots(lease=12, heartbeat_timeout=4)

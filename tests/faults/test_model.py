@@ -71,6 +71,7 @@ def check(subject: model.Model, lab: Lab, tmp_path: Path, *, operations: int, se
     assert not subject.report.count(), f"SKYFAB_MODEL_SEED={subject.seed}\n{subject.report}"
 
 
+@pytest.mark.slow
 def test_random_operations_from_several_threads_keep_every_promise(
     subject: model.Model, lab: Lab, tmp_path: Path
 ) -> None:

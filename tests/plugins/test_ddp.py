@@ -55,6 +55,7 @@ def group() -> tuple[int, int, str, int]:
     ("hosts", "ranks"),
     [(2, 2), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, 2), (2, 1), (4, 1)))],
 )
+@pytest.mark.slow
 def test_the_gradients_are_those_of_one_process(lab: Lab, hosts_of: Hosts, hosts: int, ranks: int) -> None:
     """In a process group that is made once, and kept for later calls; a solo call has none."""
     alone, world = gradients(False), hosts * ranks
@@ -68,6 +69,7 @@ def test_the_gradients_are_those_of_one_process(lab: Lab, hosts_of: Hosts, hosts
         assert (sky.function(group)() >> pool)[:3] == (-1, -1, "")
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_on_the_same_hosts(lab: Lab, hosts_of: Hosts) -> None:
     def total(value: float) -> float:
         import torch
@@ -83,6 +85,7 @@ def test_two_jobs_at_once_on_the_same_hosts(lab: Lab, hosts_of: Hosts) -> None:
         assert [future.result() for future in futures] == [[2.0, 2.0], [20.0, 20.0]]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_while_the_others_wait_in_a_collective(lab: Lab, hosts_of: Hosts) -> None:
     def uneven() -> None:
         import torch
@@ -100,6 +103,7 @@ def test_a_rank_that_fails_while_the_others_wait_in_a_collective(lab: Lab, hosts
         assert [found[:3] for found in sky.function(group)() @ pool] == [(0, 2, "gloo"), (1, 2, "gloo")]
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_for_ever_in_a_collective_is_stopped_by_its_timeout(lab: Lab, hosts_of: Hosts) -> None:
     def apart() -> None:
         import torch

@@ -52,6 +52,7 @@ def epochs(folder: str, count: int) -> dict[str, Any]:
     return {"began": began, "world": info.world_size, "attempt": info.attempt, "host": info.hostname}
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_are_started_again() -> None:
     plugin = sky.plugins.torch(elastic=(1, 1), max_restarts=2)
     with sky.Compute("local", ranks=2, plugins=[plugin], ui="none") as pool:
@@ -59,6 +60,7 @@ def test_ranks_that_fail_are_started_again() -> None:
         assert stumble(0) @ pool == [(0, 2, 2.0)] * 2
 
 
+@pytest.mark.slow
 def test_what_fails_too_often_is_raised_as_itself() -> None:
     plugin = sky.plugins.torch(elastic=(1, 1), max_restarts=1)
     with sky.Compute("local", ranks=2, plugins=[plugin], ui="none") as pool:
@@ -146,6 +148,7 @@ def listeners(port: int) -> set[str]:
     return {address for address, number in places if int(number, 16) == port}
 
 
+@pytest.mark.slow
 def test_the_rendezvous_listens_at_the_heads_address_alone() -> None:
     """Also in the second call, for which there is no socket from the agent any more."""
     with sky.Compute("local", ranks=2, plugins=[sky.plugins.torch(elastic=(1, 1))], ui="none") as pool:

@@ -80,6 +80,7 @@ def in_collective(path: str) -> float:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("pair", [sys.executable], ids=["torch"], indirect=True)
+@pytest.mark.slow
 def test_a_host_that_vanishes_during_a_collective_ends_the_gang(
     pair: Lab, pool: Callable[..., sky.Compute], place: Spot
 ) -> None:

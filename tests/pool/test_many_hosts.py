@@ -124,6 +124,7 @@ def test_what_ssh_says_of_a_busy_server_is_known(said: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["openssh", "fabric"])
+@pytest.mark.slow
 def test_a_server_that_turns_logins_away_is_asked_again(
     namespaces: Lab, hosts_of: Callable[..., list[sky.Host]], transport: str
 ) -> None:
@@ -232,6 +233,7 @@ def many(request: pytest.FixtureRequest) -> Iterator[Lab]:
 @pytest.mark.lab
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("many", [16, pytest.param(64, marks=pytest.mark.soak)], indirect=True)
+@pytest.mark.slow
 def test_a_pool_of_many_hosts_opens_calls_maps_prints_and_closes(many: Lab) -> None:
     count = len(many.hosts)
     lines: list[str] = []

@@ -97,6 +97,8 @@ SECONDS = {
 }
 """What files below tests/ take, measured once: for an even split, nothing else."""
 OTHERS = 2
+SLOW_FOLDERS = ("device", "faults", "gpu", "lab", "plugins")
+"""Not in the fast tier: each needs a framework, or minutes."""
 EVERY = 30.0
 """Seconds between two lines about how far it is, where the output is no terminal."""
 RESULTS = re.compile(r"^[.FEsxX]+(?:\s+\[ *\d+%\])?$")
@@ -119,9 +121,10 @@ def seconds(path: Path) -> float:
     return SECONDS.get(path.relative_to(ROOT / "tests").as_posix(), OTHERS)
 
 
-def tests() -> list[Path]:
-    """All files of tests."""
-    return sorted((ROOT / "tests").rglob("test_*.py"))
+def tests(*, fast: bool) -> list[Path]:
+    """All files of tests; those that the fast tier leaves out are not even imported for it."""
+    found = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [path for path in found if not fast or path.parent.name not in SLOW_FOLDERS]
 
 
 def run(python: str, count: int, options: Sequence[str]) -> int:
@@ -129,7 +132,7 @@ def run(python: str, count: int, options: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="skyfab-tests-") as folder:
         logs = [Path(folder) / f"{number}.log" for number in range(count)]
         running = []
-        for names, log in zip(split(count, tests()), logs, strict=True):
+        for names, log in zip(split(count, tests(fast="--fast" in options)), logs, strict=True):
             with log.open("wb") as file:
                 words = [python, "-m", "pytest", "-q", *options, *names]
                 running.append(subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT))

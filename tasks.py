@@ -50,7 +50,7 @@ def test(
         finish(run(program, "-m", "pytest", *options, *(["-k", k] if k else []), *shlex.split(args)))
         return
     print(
-        f"about {'3 minutes' if fast or python else '2 hours' if soak else '35 minutes'} on two cores", file=sys.stderr
+        f"about {'5 minutes' if fast or python else '2 hours' if soak else '35 minutes'} on two cores", file=sys.stderr
     )
     count = processes or min(4, os.cpu_count() or 1)
     options += ["--durations=15"]

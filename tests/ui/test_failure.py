@@ -34,14 +34,14 @@ def from_host(error: Exception, host: str = "node1", rank: int | None = None, fr
     return error
 
 
-FRAMES = '  File "/work/model.py", line 3, in step\n    raise ValueError(n)\n'
+FRAMES = '  File "/home/ada/model.py", line 3, in step\n    raise ValueError(n)\n'
 
 
 def test_the_cause_is_the_last_line_with_its_host_and_rank() -> None:
     error = from_host(ValueError("bad batch"), "node2", 1, FRAMES)
     assert failure.text(error).splitlines() == [
         "on node2[1]:",
-        '  File "/work/model.py", line 3, in step',
+        '  File "/home/ada/model.py", line 3, in step',
         "    raise ValueError(n)",
         "node2[1] ValueError: bad batch",
     ]

@@ -36,7 +36,7 @@ def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
     if not _is_at_terminal():
         return compute.broadcast(call)
     future: Future[Any] = compute.submit(call, on="all")
-    print("press d to detach: it goes on when this program ends", file=sys.stderr)
+    print("press d, then y, to detach: it keeps running when this program ends", file=sys.stderr)
     try:
         with _watched() as watch:
             while not future.done():
@@ -130,7 +130,7 @@ def tell_how_to_attach(run: Run) -> None:
     """Prints the commands for a detached run, and its id to stdout."""
     short = run.id[:8]
     launched.note(run.id, run.name)
-    print(f"run {short} goes on on {', '.join(run.hosts)}", file=sys.stderr)
+    print(f"run {short} keeps running on {', '.join(run.hosts)}", file=sys.stderr)
     for task in ("attach", "logs", "stop"):
         print(HINTS.adapted(f"  skyfab {task} {short}"), file=sys.stderr)
     print(short, flush=True)

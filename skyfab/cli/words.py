@@ -71,7 +71,7 @@ class _Reader:
         if task == "help":
             line.help = True
             task, *words = [word for word in words if not self._is_general(word)] or [""]
-        # Whoever asks for help gets it, whatever else is wrong with the line.
+        # A request for help is answered even if the rest of the line is wrong.
         if not {*HELP}.isdisjoint(words):
             line.help = True
         line.task = task

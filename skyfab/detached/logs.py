@@ -116,7 +116,7 @@ class _Times:
 
 
 def _backwards(size: int, read: Callable[[int, int], bytes]) -> Iterator[tuple[int, int, float]]:
-    """Records from the end: whoever wants the last minutes does not read a night's times."""
+    """Records from the end: for the last minutes, earlier times are not read."""
     end = size // _RECORD * _RECORD
     while end > 0:
         begin = max(0, end - _BLOCK)

@@ -301,7 +301,7 @@ def _wrapped(context: ssl.SSLContext, connection: socket.socket, *, server: bool
 
 
 def _stop(connection: socket.socket) -> None:
-    """Whoever reads or writes it is not held up any longer."""
+    """Ends all reads and writes that wait for it."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 

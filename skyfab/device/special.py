@@ -247,7 +247,7 @@ def fetch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Fetched(Future[torch.Tensor]):
-    """A copy that is on its way. Whoever asks for its result has been told of its error."""
+    """A copy in progress. A program that has asked for its result has been told of its error."""
 
     def __init__(self, stream: DeviceStream) -> None:
         super().__init__()

@@ -199,7 +199,7 @@ class DeviceStream:
             return self._send()
 
     def tick(self) -> bool:
-        """Sends what has been emitted, unless another thread is at it. Returns whether there was something."""
+        """Sends what has been emitted, unless another thread is sending. Returns whether there was something."""
         if not (self.buffer or self.freed or self.dead) or self._error is not None or self._lost is not None:
             return False
         with self.link.guard:

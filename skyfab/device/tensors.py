@@ -247,7 +247,7 @@ def view(tensor: torch.Tensor, record: Record, offset: int) -> tuple[Layout, int
             found = (layout, new_id())
             number = DTYPE_NUMBERS[layout.dtype]
             at = offset // layout.dtype.itemsize
-            with stream.link.guard:  # else Ctrl-C would leave a view there that nobody frees
+            with stream.link.guard:  # else Ctrl-C would leave a view there that is never freed
                 stream.emit([wire.VIEW, found[1], record.id, layout.shape, layout.stride, at, number])
                 views[key] = found
     return found

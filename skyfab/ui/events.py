@@ -213,7 +213,7 @@ class Events:
         `ranks` is how many ranks each host has; one if it is not given.
         """
         if not self._subscribers:
-            return _nobody
+            return _no_subscriber
         number, began = next(_calls), time.monotonic()
         for host, count in zip(hosts, ranks or itertools.repeat(1)):  # noqa: B905
             self.emit(CallStarted(host=host, call=number, function=function, ranks=count))
@@ -251,5 +251,5 @@ class Events:
                 emitting.discard(me)
 
 
-def _nobody(error: BaseException | None) -> None:
+def _no_subscriber(error: BaseException | None) -> None:
     """Used if there are no subscribers."""

@@ -443,7 +443,7 @@ def test_d_detaches(namespaces: Lab, script: Path, host_with_runs: Callable[[], 
         said = b""
         while b"rank 0" not in said:
             said += os.read(ours, 65536)
-        for answer, heard in ((b"n", b"goes on here"), (b"y", b"goes on on node1")):
+        for answer, heard in ((b"n", b"goes on here"), (b"y", b"keeps running on node1")):
             os.write(ours, b"d")
             while b"detach? y/n" not in said:
                 said += os.read(ours, 65536)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import threading
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from cable import restore, silence
 from stage import remains, remote
-from stage.index import Index
+from stage.index import Index, isolate_uv
 from stage.threads import begin
 
 import skyfab as sky
@@ -31,13 +30,7 @@ version_of = sky.function(remote.version_of)
 @pytest.fixture(autouse=True)
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """uv sees nothing of this machine's settings and caches."""
-    for name in list(os.environ):
-        if name.upper().startswith(("UV_", "PIP_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
-    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    isolate_uv(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -184,6 +184,8 @@ class Project:
 _SENT: Final[dict[str, Sequence[str]]] = {}
 """The folders of the latest trees, by digest."""
 _MOST_SENT: Final = 256
+_LAID_OUT: Final[dict[str, str]] = {}
+"""Folders on hosts, and the folders here that were copied there."""
 _THERE: Final = re.compile(r'(?<=File ")[^"\n]*/trees/([0-9a-f]{64})/([0-9]{3})/')
 """The beginning of a path in a tree on a host, as tracebacks have it."""
 
@@ -195,11 +197,18 @@ def _note_sent(digest: str, folders: Sequence[str]) -> None:
         del _SENT[next(iter(_SENT))]
 
 
+def note_laid_out(there: str, folder: str) -> None:
+    """A folder of this machine lies at this path on a host, too."""
+    _LAID_OUT[there] = folder
+
+
 def with_local_paths(trace: str) -> str:
     """A host's traceback with the files of the project named as they are here: an editor can open them.
 
     Files of a tree that another program sent are named without the host's folder.
     """
+    for there, folder in _LAID_OUT.items():
+        trace = trace.replace(f'File "{there}/', f'File "{folder}/')
     return _THERE.sub(lambda found: _folder_here(found[1], int(found[2])), trace)
 
 

@@ -11,12 +11,17 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def perform(name: str, function: str, arguments: list[str]) -> None:
-    """Runs the file with this name, or a function of it. It is on `sys.path`, in the project tree."""
+def perform(name: str, function: str, arguments: list[str], folder: str | None) -> None:
+    """Runs the file with this name, or a function of it.
+
+    It is on `sys.path`, in the project tree; with `folder`, the one that was laid out there runs, beside its data.
+    """
     import importlib
     import os
     import runpy
 
+    if folder is not None:
+        sys.path.insert(0, os.path.abspath(folder))  # noqa: PTH100
     path = next(path for folder in sys.path if os.path.isfile(path := os.path.join(folder, name)))  # noqa: PTH113,PTH118
     sys.argv = [path, *arguments]
     if function:

@@ -106,10 +106,12 @@ def run(
     ) as compute:
         started = as_function(perform)
         started.label = target
-        call = started(script.name, function, list(arguments))
+        folder = None
         if sync:
-            for report in compute.files.lay_out(script.parent, compute.hosts):
+            folder, reports = compute.files.lay_out(script.parent, compute.hosts)
+            for report in reports:
                 print(report, file=sys.stderr)
+        call = started(script.name, function, list(arguments), folder)
         try:
             run = compute.launch(call, name=name) if detach else broadcast(compute, call, name=name or target)
         except BroadcastError:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from skyfab.calls.call import as_function
 from skyfab.calls.pack import PackedFunction, pack_function
-from skyfab.calls.project import files_of
+from skyfab.calls.project import files_of, note_laid_out
 from skyfab.calls.results import unpack_result
 from skyfab.errors import CallCancelled, HostLost, HostUnfit, ProtocolError, SkyfabError, UsageError
 from skyfab.files.entries import Entry, name, walk
@@ -68,9 +68,10 @@ class Files:
         place = os.fsencode(to if to is not None else _place(top, elsewhere=top.name))
         return self._send(found, skipped, place, base, is_file, nodes)
 
-    def lay_out(self, folder: Path, nodes: Sequence[Node]) -> list[Report]:
+    def lay_out(self, folder: Path, nodes: Sequence[Node]) -> tuple[str, list[Report]]:
         """Copies what .gitignore allows of a folder into the working directory on hosts, to the same place as here.
 
+        Returns that place, relative to the working directory, beside the reports.
         Files that are newer there stay, and what was fetched from these hosts into folders of their names is left out.
         Raises UsageError for a folder that is too large.
         """
@@ -85,9 +86,9 @@ class Files:
                 f"{folder} has {len(found)} files, {size / 1e6:.0f} MB: too much to send",
                 hint="leave some out, in .gitignore; what stays the same is sent once: skyfab put",
             )
-        place = os.fsencode(_place(folder, elsewhere="."))
+        place = _place(folder, elsewhere=".")
         there = [node for node in nodes if not node.workdir.callers]  # where it is not this folder itself
-        return self._send(found, skipped, place, b"", False, there, keep_newer=True)
+        return place, self._send(found, skipped, os.fsencode(place), b"", False, there, laid_out=folder)
 
     def _send(
         self,
@@ -98,11 +99,14 @@ class Files:
         is_file: bool,
         nodes: Sequence[Node],
         *,
-        keep_newer: bool = False,
+        laid_out: Path | None = None,
     ) -> list[Report]:
         def send(node: Node, stopped: threading.Event) -> Report:
             with self._remote(node, stopped) as remote:
-                _, called, room = check("receive", remote.ask("receive", place, base, is_file, keep_newer).result())
+                keep_newer = laid_out is not None
+                there, called, room = check("receive", remote.ask("receive", place, base, is_file, keep_newer).result())
+                if laid_out is not None:
+                    note_laid_out(there, str(laid_out))
                 entries = [(_renamed(entry, name(called)), path) for entry, path in found] if is_file else found
                 transfer = self._transfer(node, "sending files", Here(Source(entries, list(skipped))), remote)
                 transfer.run(functools.partial(_fits, room, node.name))

@@ -356,9 +356,22 @@ def test_a_missing_file_that_is_here_is_named_with_what_to_do(folder: Path, remo
 def test_so_is_one_that_lies_beside_its_module_here(folder: Path, remote: list[sky.Host], tmp_path: Path) -> None:
     write("sub/data.csv", "1")
     write("sub/reads.py", "import pathlib\nprint((pathlib.Path(__file__).parent / 'data.csv').read_text())\n")
-    ran = skyfab(folder, "run", "--hosts=node1", "sub/reads.py", inventory=inventory(tmp_path / "i.toml", remote[:1]))
+    place = inventory(tmp_path / "i.toml", remote[:1])
+    ran = skyfab(folder, "run", "--hosts=node1", "sub/reads.py", inventory=place)
     assert ran.returncode == 1
-    assert f"{folder}/sub/data.csv exists on this machine, not on node1: Image(includes=['sub/data.csv'])" in ran.stderr
+    assert f"{folder}/sub/data.csv exists on this machine, not on node1: run --sync sends the script" in ran.stderr
+    ran = skyfab(folder, "run", "--hosts=node1", "--sync", "sub/reads.py", inventory=place)
+    assert ran.stdout == "node1[0] 1\n", ran.stderr
+
+
+def test_a_script_that_was_laid_out_fails_with_the_path_that_it_has_here(
+    folder: Path, remote: list[sky.Host], tmp_path: Path
+) -> None:
+    write("sub/fails.py", "raise ValueError('on purpose')\n")
+    place = inventory(tmp_path / "i.toml", remote[:1])
+    ran = skyfab(folder, "run", "--hosts=node1", "--sync", "sub/fails.py", inventory=place)
+    assert f'File "{folder}/sub/fails.py", line 1' in ran.stderr
+    assert "/files/" not in ran.stderr
 
 
 def text_of(error: BaseException) -> str:

@@ -36,6 +36,8 @@ class Plan:
     reverse_dns: bool
     shells: Mapping[str, str]
     """Login shells by user, other than the default."""
+    sshd: Mapping[str, str]
+    """Settings of sshd, other than the lab's."""
 
     @property
     def names(self) -> list[str]:

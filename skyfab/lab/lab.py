@@ -16,7 +16,8 @@ from typing import Literal
 
 from skyfab.errors import SkyfabError, UsageError
 
-from . import boot, loopback, namespace, reaper, root, sshd
+from . import boot, loopback, namespace, reaper, root
+from . import sshd as server
 from .host import LabHost, Plan
 from .namespace import NamespaceHost
 from .process import Process
@@ -56,6 +57,7 @@ class Lab:
         forwarded: bool = False,
         reverse_dns: bool = True,
         shells: Mapping[str, str] | None = None,
+        sshd: Mapping[str, str] | None = None,
         persistent: bool = False,
     ) -> Lab:
         """Starts hosts node1, node2 … and returns when the sshd of each one accepts connections.
@@ -76,6 +78,8 @@ class Lab:
         - `reverse_dns=False`: addresses have no names, and a host's own name resolves to 127.0.1.1, Debian's default.
         - `shells`: login shells by user, for instance ``{"root": "/usr/bin/zsh", "ada": "/usr/bin/fish"}``.
 
+        `sshd` has settings of the hosts' sshd, for instance ``{"MaxSessions": "2"}``.
+
         Raises UsageError if this machine does not support it.
         """
         if not 1 <= count <= MOST:
@@ -84,7 +88,7 @@ class Lab:
         for shell in (shells or {}).values():
             if not os.access(shell, os.X_OK):
                 raise UsageError(f"no login shell at {shell}")
-        sshd.program()
+        server.program()
         sweep()
         place = _fresh(folder)
         try:
@@ -99,7 +103,7 @@ class Lab:
                 python=interpreter,
                 lends_python=python not in (None, "none"),
                 identity=place / "id_ed25519",
-                client_key=sshd.make_key(place / "id_ed25519", "skyfab-lab"),
+                client_key=server.make_key(place / "id_ed25519", "skyfab-lab"),
                 password=secrets.token_urlsafe(9),
                 lend=tuple(lend),
                 second_network=second_network,
@@ -107,6 +111,7 @@ class Lab:
                 forwarded=forwarded,
                 reverse_dns=reverse_dns,
                 shells=dict(shells or {}),
+                sshd=dict(sshd or {}),
             )
             lab = cls(folder=place, record=_start(plan, chosen, limits))
             if persistent:

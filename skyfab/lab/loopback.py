@@ -116,6 +116,7 @@ def _build(plan: Plan, number: int, port: int, keys_file: Path) -> LoopbackHost:
         listen="127.0.0.1",
         strict=False,
         mark=host.mark,
+        other=plan.sshd,
     )
     (folder / "sshd_config").write_text(settings.text())
     return host

@@ -45,7 +45,7 @@ def prepare_common(layer: Path, plan: Plan) -> None:
     for user, shell in plan.shells.items():
         accounts.set_shell(layer, user, shell)
     _write(etc / "resolv.conf", "")  # no resolver, so that lookups do not wait for one
-    _server(etc / "ssh", plan.client_key)
+    _server(etc / "ssh", plan)
     if not plan.python:
         _remove_pythons(layer)
 
@@ -131,14 +131,15 @@ def _is_python(name: str) -> bool:
     return re.fullmatch(r"(python|pypy)[\d.]*", name) is not None
 
 
-def _server(folder: Path, client_key: str) -> None:
+def _server(folder: Path, plan: Plan) -> None:
     settings = sshd.Settings(
         host_key=Path("/etc/ssh/ssh_host_ed25519_key"),
         authorized_keys=Path("/etc/ssh/authorized_keys"),
         passwords=True,
+        other=plan.sshd,
     )
     _write(folder / "sshd_config", settings.text())
-    _write(folder / "authorized_keys", f"{client_key}\n")
+    _write(folder / "authorized_keys", f"{plan.client_key}\n")
 
 
 def _write(path: Path, text: str) -> None:

@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from invoke import Exit
-
 from skyfab.cli import main
-from skyfab.cli import namespace as ns
-from skyfab.cli.command import Option, command
+from skyfab.cli.command import Exit, Option, command
+from skyfab.cli.tasks import COMMANDS
 from skyfab.lab import programs
 from tools import groups
 
@@ -105,8 +103,6 @@ def finish(code: int) -> None:
         raise Exit(code=code if code > 0 else 128 - code)
 
 
-for own in (test, check, bench, mutate):
-    ns.add_task(own)
-
 if __name__ == "__main__":
-    main(["./inv", *sys.argv[1:]], tasks=ns)
+    own = {command.name: command for command in (test, check, bench, mutate)}
+    main(["./inv", *sys.argv[1:]], commands={**COMMANDS, **own})

@@ -53,7 +53,7 @@ LARGEST = {
     "plugins": 1100,
     "ui": 1320,
     "cli": 3150,
-    "lab": 2140,
+    "lab": 2250,
     "device": 4800,
 }
 """Lines of a whole package."""
@@ -66,7 +66,7 @@ OUTSIDE = {
     "cloudpickle": {"protocol.codec", "session.bundle", "session.bootstrap"},
     "exceptiongroup": {"errors"},
     "fabric": {"session.transport.fabric"},
-    "invoke": {"cli.command", "cli.tasks"},
+    "invoke": {"cli.invoke_tasks"},
     "paramiko": {"session.transport.fabric"},
     "pathspec": {"calls.project"},
     "packaging": {"calls.manifest", "env.lock", "env.resolve", "env.wheels"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import sys
@@ -10,8 +9,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, get_args, get_origin
-
-from invoke import Argument, Context, Exit, Task
 
 from skyfab.cli import report
 from skyfab.cli.hints import HINTS
@@ -71,28 +68,36 @@ Ranks = Annotated[
 Detach = Annotated[bool, Option("leave it to the hosts, and end; pressing d does so later")]
 
 
-class Parameter(Argument):
-    """A parameter of a command, for invoke's parser. Values are checked when they are parsed."""
+class Exit(Exception):
+    """The end of the program, with a message and an exit code."""
+
+    def __init__(self, message: str = "", *, code: int) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+
+
+class Parameter:
+    """A parameter of a command."""
 
     def __init__(self, parameter: inspect.Parameter) -> None:
         kind, option = get_args(parameter.annotation)
-        is_needed = parameter.default is parameter.empty
-        default = None if is_needed else parameter.default
-        name = parameter.name.strip("_").replace("_", "-")
-        super().__init__(
-            names=(name, *option.short),
-            attr_name=None if name == parameter.name else parameter.name,
-            kind=bool if kind is bool else list if get_origin(kind) is Sequence else str,
-            default=default,
-            positional=is_needed and parameter.kind is not parameter.VAR_POSITIONAL,
-            help=option.help + (f" (default: {shown})" if (shown := option.default or default) else ""),
-        )
         self.option: Option = option
+        is_needed = parameter.default is parameter.empty
+        self.name = parameter.name
+        """As the function has it."""
+        self.names: tuple[str, ...] = (parameter.name.strip("_").replace("_", "-"), *option.short)
+        """As they are typed, without dashes."""
         self.is_rest = parameter.kind is parameter.VAR_POSITIONAL
+        self.positional = is_needed and not self.is_rest
+        self.kind = bool if kind is bool else list if get_origin(kind) is Sequence else str
+        self.default = None if is_needed else parameter.default
+        shown = option.default or self.default
+        self.help: str = option.help + (f" (default: {shown})" if shown else "")
         self._is_number = int in (kind, *get_args(kind))
 
     def __repr__(self) -> str:
-        """The option as it is typed: invoke quotes this in messages."""
+        """The option as it is typed."""
         name = self.names[0]
         return f"-{name}" if len(name) == 1 else f"--{name}"
 
@@ -106,8 +111,8 @@ class Parameter(Argument):
         return f"{short}{self!r}" + (f"{between}{self.option.value}" if self.takes_value else "")
 
     @property
-    def is_flag(self) -> bool:
-        return not self.takes_value
+    def takes_value(self) -> bool:
+        return self.kind is not bool
 
     def read(self, text: str) -> str | int:
         """The value that was typed. Raises UsageError."""
@@ -119,31 +124,17 @@ class Parameter(Argument):
             raise UsageError(f"{self!r}={text[:40]}: a whole number from {self.option.least} on")
         return int(text)
 
-    def set_value(self, value: Any, cast: bool = True) -> None:
-        """Used by invoke's own parser: `invoke TASK`."""
-        if self.takes_value:
-            try:
-                value = self.read(value)
-            except UsageError as error:
-                raise Exit(report.text(error), code=2) from None
-        super().set_value(value, cast and isinstance(value, (str, bool)))
 
-
-class Command(Task[Callable[..., None]]):
-    """A task with the parameters of a function, which reports failures, whichever program runs it."""
+class Command:
+    """A function with its parameters, which reports failures, whichever program runs it."""
 
     def __init__(self, function: Callable[..., int | None]) -> None:
-        self._function = function
+        self.function = function
+        self.name = function.__name__.strip("_")
         self._signature = inspect.signature(function, eval_str=True)
         self.parameters = [Parameter(one) for one in self._signature.parameters.values()]
         self.rest = next((one for one in self.parameters if one.is_rest), None)
         """What takes the words after ``--``."""
-
-        @functools.wraps(function)
-        def body(_: Context, **given: Any) -> None:
-            self.perform(given, _after_dashes())
-
-        super().__init__(body, name=function.__name__.strip("_"), positional=())
         if "inventory" in self._signature.parameters:
             HINTS.with_inventory.add(self.name)
 
@@ -160,23 +151,15 @@ class Command(Task[Callable[..., None]]):
         """Runs the function with these options. Raises Exit unless it succeeds."""
         bound = self._signature.bind_partial(**given)
         if self.rest is not None:
-            bound.arguments[str(self.rest.name)] = tuple(rest)
+            bound.arguments[self.rest.name] = tuple(rest)
         with HINTS.inventory_is(given.get("inventory")):
-            if code := _reported(lambda: self._function(*bound.args, **bound.kwargs)):
+            if code := _reported(lambda: self.function(*bound.args, **bound.kwargs)):
                 raise Exit(code=code)
-
-    def get_arguments(self, ignore_unknown_help: bool | None = None) -> list[Argument]:
-        return [one for one in self.parameters if not one.is_rest]
 
 
 def command(function: Callable[..., int | None]) -> Command:
     """Makes a function a command: its docstring is the help, and what it returns the exit code."""
     return Command(function)
-
-
-def _after_dashes() -> list[str]:
-    """The arguments after ``--``, which invoke does not pass on to a task."""
-    return sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
 
 
 def discard_output() -> None:

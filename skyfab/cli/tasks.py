@@ -1,20 +1,19 @@
-"""All tasks of the `skyfab` command, as an invoke collection that users can add to their own tasks.py, and its program.
+"""All commands of `skyfab`, and its program.
 
-``skyfab TASK``, ``invoke TASK`` and ``./inv TASK`` run the same tasks; each is declared in a module of `skyfab.cli`.
+``skyfab TASK``, ``invoke TASK`` and ``./inv TASK`` run the same commands; each is declared in a module of `skyfab.cli`.
 """
 
 from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-
-from invoke import Collection, Exit
+from typing import Final
 
 from skyfab import __version__
 from skyfab.cli import completion, report, usage, verbose
-from skyfab.cli.command import Command, discard_output, flush_output
+from skyfab.cli.command import Command, Exit, discard_output, flush_output
 from skyfab.cli.exec import exec_
 from skyfab.cli.gc import gc
 from skyfab.cli.hints import HINTS
@@ -31,31 +30,25 @@ from skyfab.cli.trust import trust
 from skyfab.cli.words import read
 from skyfab.errors import UsageError
 
-namespace = Collection(
-    *(train, run, runs, logs, attach, stop),
-    *(hosts, stacks, exec_, put, get, trust, prepare, gc, completion.completion),
-    Collection("lab", up, down, status),
-)
-"""All tasks of skyfab. To use them in your own tasks.py: ``from skyfab.cli import namespace``."""
+COMMANDS: Final[Mapping[str, Command]] = {
+    **{
+        command.name: command
+        for command in (
+            *(train, run, runs, logs, attach, stop),
+            *(hosts, stacks, exec_, put, get, trust, prepare, gc, completion.completion),
+        )
+    },
+    **{f"lab.{command.name}": command for command in (up, down, status)},
+}
+"""By name, those that one learns first first."""
 
 
-def commands_of(tasks: Collection) -> dict[str, Command]:
-    """All commands of a collection, those that one learns first first."""
-    return {name: task for name in _names(tasks) if isinstance(task := tasks[name], Command)}
-
-
-def _names(tasks: Collection, prefix: str = "") -> Iterator[str]:
-    yield from (f"{prefix}{name}" for name in tasks.tasks)
-    for group, inner in tasks.collections.items():
-        yield from _names(inner, f"{prefix}{group}.")
-
-
-def main(argv: Sequence[str] | None = None, tasks: Collection = namespace) -> None:
-    """Runs the `skyfab` program; with other `tasks`, that of a project."""
+def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> None:
+    """Runs the `skyfab` program; with other commands, that of a project."""
     HINTS.program, words = ("skyfab", sys.argv[1:]) if argv is None else (argv[0], list(argv[1:]))
     try:
         with SIGTERM.as_interrupt():
-            _run(words, commands_of(tasks))
+            _run(words, commands)
     except Exit as end:
         if end.message:
             print(end.message, file=sys.stderr)

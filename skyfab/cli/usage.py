@@ -40,7 +40,7 @@ def of_all(tasks: Mapping[str, Command], group: str = "") -> str:
 
 def of_task(name: str, task: Command) -> str:
     """The help of one task."""
-    paragraphs = (inspect.getdoc(task) or "").split("\n\n")
+    paragraphs = (inspect.getdoc(task.function) or "").split("\n\n")
     texts = [text for text in paragraphs if not text.startswith(" ")]
     lines = [*_wrapped(f"Usage: {HINTS.program} {name} {task.usage}".rstrip(), "    ")]
     for text in texts:
@@ -58,7 +58,7 @@ def _example(line: str) -> str:
 
 
 def _first_line(task: Command) -> str:
-    return (inspect.getdoc(task) or "").partition("\n")[0]
+    return (inspect.getdoc(task.function) or "").partition("\n")[0]
 
 
 def _width() -> int:

@@ -105,9 +105,9 @@ class _Reader:
                     line.verbose = True
                     continue
                 parameter, value = self._option(task, word, words, at - 1)
-                if value is None and not parameter.is_flag and at < len(words) and not words[at].startswith("-"):
+                if value is None and parameter.takes_value and at < len(words) and not words[at].startswith("-"):
                     value, at = words[at], at + 1
-                if not value and not parameter.is_flag:
+                if not value and parameter.takes_value:
                     example = f"{parameter!r}={parameter.option.example}"
                     hint = self._typed(line.task, *words[: at - 1], example, *words[at:], *self._tail)
                     what = f"{parameter!r} needs a value" + ("" if value is None else ", and this one is empty")
@@ -127,12 +127,12 @@ class _Reader:
         if self._tail and task.rest is None:
             raise UsageError(f"{line.task} takes no words after --", hint=self._typed(line.task, *words))
         if lone is not None and plain:
-            named = line.values.get(str(lone.name))
-            line.values[str(lone.name)] = ",".join([*([named] if named else []), *plain])
+            named = line.values.get(lone.name)
+            line.values[lone.name] = ",".join([*([named] if named else []), *plain])
 
     def _take(self, parameter: Parameter, value: str | None) -> None:
         """Notes a value; None for a flag."""
-        name, values = str(parameter.name), self._line.values
+        name, values = parameter.name, self._line.values
         found = True if value is None else parameter.read(value)
         values[name] = [*values.get(name, []), found] if parameter.kind is list else found
 
@@ -141,11 +141,11 @@ class _Reader:
         name, equals, value = word.partition("=")
         known = {("-" if len(name) == 1 else "--") + name: one for one in task.parameters for name in one.names}
         known = {name: one for name, one in known.items() if not one.is_rest and not one.positional}
-        if name in known and known[name].is_flag and equals:
+        if name in known and not known[name].takes_value and equals:
             raise UsageError(f"{name} takes no value", hint=self._typed(self._line.task, *_with(words, at, name)))
         if name in known:
             return known[name], value if equals else None
-        if word[:2] in known and not word.startswith("--") and not known[word[:2]].is_flag:
+        if word[:2] in known and not word.startswith("--") and known[word[:2]].takes_value:
             return known[word[:2]], word[2:]
         scripts = [one for one in task.parameters if one.positional and one.name in self._line.values]
         if near := _nearest(name.replace("_", "-"), [one for one in known if one.startswith("--")]):

@@ -22,9 +22,10 @@ from stage.index import Index
 
 from skyfab.calls.call import as_function
 from skyfab.calls.image import Image, PipIndex
-from skyfab.cli import environment, host_keys, namespace, report, tasks
+from skyfab.cli import environment, host_keys, report, tasks
 from skyfab.cli.host_keys import Entry, Key
 from skyfab.cli.image_options import ImageOptions
+from skyfab.cli.tasks import COMMANDS
 from skyfab.env.facts import Target
 from skyfab.env.lock import Lock
 from skyfab.errors import (
@@ -94,14 +95,14 @@ def test_without_a_task_it_lists_them(skyfab: Skyfab) -> None:
     assert {"train", "hosts", "exec", "trust", "prepare", "gc", "lab.up", "lab.down", "lab.status"} <= set(out.split())
 
 
-@pytest.mark.parametrize("name", [context.name for context in namespace.to_contexts()])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_task_teaches(skyfab: Skyfab, name: str) -> None:
     """An example in each task's help, and a word on each of its options; the same where the task needs a word."""
     code, out, err = skyfab(name, "--help")
     assert (code, err) == (0, "")
     assert re.search(rf"^Usage: skyfab {re.escape(name)}\b", out)
     assert re.search(rf"^Examples:\n(  .*\n)*  .*skyfab {re.escape(name)}\b", out, re.MULTILINE)
-    for parameter in namespace[name].parameters:
+    for parameter in COMMANDS[name].parameters:
         assert re.search(rf"^  {re.escape(parameter.shown)}\s+\w", out, re.MULTILINE), parameter
     assert skyfab("--help", name).out == skyfab("help", name).out == skyfab(name, "-h").out == out
 
@@ -132,7 +133,14 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     ours = {name for name in loaded if name.startswith("skyfab.") and not name.startswith("skyfab.cli")}
     assert ours == {"skyfab.errors", "skyfab.ui", "skyfab.ui.terminal"}
-    assert not loaded & {"skyfab.cli.environment", "skyfab.cli.fanout", "skyfab.cli.host_keys", "fabric", "rich"}
+    assert not loaded & {
+        "skyfab.cli.environment",
+        "skyfab.cli.fanout",
+        "skyfab.cli.host_keys",
+        "fabric",
+        "invoke",
+        "rich",
+    }
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyfab.cli import namespace, words
-from skyfab.cli.tasks import commands_of
+from skyfab.cli import words
+from skyfab.cli.tasks import COMMANDS
 from skyfab.errors import UsageError
 
-TASKS = commands_of(namespace)
+TASKS = COMMANDS
 TYPED = "-- - -f -v -h --help help lab node1 x.py --hosts=node1 --ranks=2 --epochs=x --json=1 --inventory= -fv -é --= ="
 PIECES = [*TASKS, *(repr(one) for task in TASKS.values() for one in task.parameters), *TYPED.split(), "", "a b"]
 

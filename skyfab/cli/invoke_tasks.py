@@ -1,0 +1,80 @@
+"""The commands as tasks of invoke, for a project's own tasks.py: ``from skyfab.cli import namespace``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import invoke
+
+from skyfab.cli import report
+from skyfab.cli.command import Command, Exit, Parameter
+from skyfab.cli.tasks import COMMANDS
+from skyfab.errors import UsageError
+
+
+class Argument(invoke.Argument):
+    """A parameter of a command. Values are checked when they are parsed."""
+
+    def __init__(self, parameter: Parameter) -> None:
+        self._parameter = parameter
+        super().__init__(
+            names=parameter.names,
+            attr_name=None if parameter.names[0] == parameter.name else parameter.name,
+            kind=parameter.kind,
+            default=parameter.default,
+            positional=parameter.positional,
+            help=parameter.help,
+        )
+
+    def __repr__(self) -> str:
+        """The option as it is typed: invoke quotes this in messages."""
+        return repr(self._parameter)
+
+    def set_value(self, value: Any, cast: bool = True) -> None:
+        if self.takes_value:
+            try:
+                value = self._parameter.read(value)
+            except UsageError as error:
+                raise invoke.Exit(report.text(error), code=2) from None
+        super().set_value(value, cast and isinstance(value, (str, bool)))
+
+
+class Task(invoke.Task[Callable[..., None]]):
+    """A command."""
+
+    def __init__(self, command: Command) -> None:
+        self._command = command
+
+        @functools.wraps(command.function)
+        def body(_: invoke.Context, **given: Any) -> None:
+            try:
+                command.perform(given, _after_dashes())
+            except Exit as end:
+                raise invoke.Exit(end.message or None, code=end.code) from end.__cause__
+
+        super().__init__(body, name=command.name, positional=())
+
+    def get_arguments(self, ignore_unknown_help: bool | None = None) -> list[invoke.Argument]:
+        return [Argument(one) for one in self._command.parameters if not one.is_rest]
+
+
+def _after_dashes() -> list[str]:
+    """The words after ``--``, which invoke does not pass on to a task."""
+    return sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+
+
+def _collection() -> invoke.Collection:
+    found = invoke.Collection()
+    for name, command in COMMANDS.items():
+        group = name.rpartition(".")[0]
+        if group and group not in found.collections:
+            found.add_collection(invoke.Collection(group))
+        (found.collections[group] if group else found).add_task(Task(command))
+    return found
+
+
+namespace = _collection()
+"""All commands, as a collection of invoke."""

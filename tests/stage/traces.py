@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from skyfab.lab import LabHost
@@ -33,20 +34,13 @@ def children() -> set[str]:
 
     A lab's hosts are children too (`unshare`), and a reboot makes new ones: the lab's own tests look after them.
     """
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # none at all, as in most tests: no need to look at every process of this machine
-        return set()
-    found = set()
-    # By their parent, and not by the thread that started them: children of a thread that ends move to another one.
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended since
-            continue
-        if parent == os.getpid():
-            found.add(f"child {stat.parent.name}: {_words(int(stat.parent.name))}")
-    return {child for child in found if ": unshare " not in child}
+    found = set(Path("/proc/thread-self/children").read_text().split())
+    for _ in range(2):  # children of a thread that ends move to another one, which may have been looked at already
+        for task in os.listdir("/proc/self/task"):
+            with suppress(OSError):  # it has ended since
+                found |= set(Path(f"/proc/self/task/{task}/children").read_text().split())
+    named = {pid: _words(int(pid)) for pid in found}
+    return {f"child {pid}: {words}" for pid, words in named.items() if not words.startswith("unshare ")}
 
 
 def here(home: Path) -> set[str]:

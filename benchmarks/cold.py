@@ -42,7 +42,7 @@ class Cold:
             bar=Bar(1.5),
         )
         yield result
-        yield replace(result, what="first result ever, nothing sent yet", ours=first, bar=None)
+        yield replace(result, what="first result ever, nothing sent yet", ours=first, bar=Bar(3.0))
 
 
 def _start(arena: Arena, host: Host) -> float:

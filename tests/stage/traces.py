@@ -36,9 +36,9 @@ def children() -> set[str]:
     """
     found = set(Path("/proc/thread-self/children").read_text().split())
     for _ in range(2):  # children of a thread that ends move to another one, which may have been looked at already
-        for task in os.listdir("/proc/self/task"):
+        for task in Path("/proc/self/task").iterdir():
             with suppress(OSError):  # it has ended since
-                found |= set(Path(f"/proc/self/task/{task}/children").read_text().split())
+                found |= set((task / "children").read_text().split())
     named = {pid: _words(int(pid)) for pid in found}
     return {f"child {pid}: {words}" for pid, words in named.items() if not words.startswith("unshare ")}
 

@@ -201,6 +201,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.soak
 def test_with_a_process_group_two_ranks_train_as_one_would(digits, data, model, tmp_path):
     """Same gradients as one process with the whole batch; the first rank alone prints."""
     torch.save(model, tmp_path / "model")

@@ -389,7 +389,7 @@ def test_hosts_that_do_not_reach_each_other() -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_hosts_find_the_network_that_is_between_them() -> None:
     with start(2, isolated=True, second_network=True, python=sys.executable) as lab, pool_on(lab, 0, 1) as pool:
         first, second = devices_of(pool)
@@ -400,7 +400,7 @@ def test_hosts_find_the_network_that_is_between_them() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hidden", [0, 1])
+@pytest.mark.parametrize("hidden", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_one_direction_is_enough(monkeypatch: pytest.MonkeyPatch, hidden: int) -> None:
     """A host that others cannot connect to sends and receives all the same."""
     from skyfab.device import tensors

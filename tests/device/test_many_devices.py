@@ -13,7 +13,7 @@ from skyfab.lab import Lab
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow]
+pytestmark = [pytest.mark.lab, pytest.mark.soak]
 
 
 def test_devices_on_four_hosts_do_not_wait_for_each_other_and_leave_nothing(lent_lab: Lab) -> None:

@@ -76,7 +76,7 @@ def test_the_gradients_are_those_of_one_process(lab: Lab, hosts_of: Hosts, hosts
         assert (sky.function(group)() >> pool)[:3] == (-1, -1, "")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_jobs_at_once_on_the_same_hosts(lab: Lab, hosts_of: Hosts) -> None:
     def total(value: float) -> float:
         import torch

@@ -254,7 +254,7 @@ def test_the_trainer_finds_what_it_reads(open_pool: Callable[..., sky.Compute]) 
 
 
 @needs("transformers", "accelerate", "torch")
-@pytest.mark.slow
+@pytest.mark.soak  # the example does so by default
 def test_the_trainer_joins_the_process_group(open_pool: Callable[..., sky.Compute], tmp_path: Any) -> None:
     """Without a GPU too, in whichever order the plugins are."""
     pool = open_pool(ranks=2, plugins=[sky.plugins.huggingface(), sky.plugins.torch()])

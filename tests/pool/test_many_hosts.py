@@ -232,7 +232,9 @@ def many(request: pytest.FixtureRequest) -> Iterator[Lab]:
 
 @pytest.mark.lab
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("many", [16, pytest.param(64, marks=pytest.mark.soak)], indirect=True)
+@pytest.mark.parametrize(
+    "many", [4, *(pytest.param(count, marks=pytest.mark.soak) for count in (16, 64))], indirect=True
+)
 @pytest.mark.slow
 def test_a_pool_of_many_hosts_opens_calls_maps_prints_and_closes(many: Lab) -> None:
     count = len(many.hosts)

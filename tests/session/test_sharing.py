@@ -337,7 +337,11 @@ def _age(folder: Path, seconds: float) -> None:
         os.utime(path, (moment, moment), follow_symlinks=False)
 
 
-@pytest.mark.parametrize("hours", [5, -5, 24 * 400], ids=lambda hours: f"{hours:+}h")
+@pytest.mark.parametrize(
+    "hours",
+    [5, *(pytest.param(hours, marks=pytest.mark.soak) for hours in (-5, 24 * 400))],
+    ids=lambda hours: f"{hours:+}h",
+)
 def test_files_of_another_time_are_in_nobodys_way(
     hosts: Callable[..., list[sky.Host]], common: str, hours: int
 ) -> None:

@@ -20,19 +20,20 @@ MAY_IMPORT = {
     "scripts": "",
     "toml": "",
     "notebook": "",
+    "sizes": "",
     "context": "errors",
     "protocol": "errors context",
     "agent": "errors context protocol",  # it is shipped to hosts and meets nothing else there
     "inventory": "errors toml notebook",
-    "calls": "errors toml notebook context protocol inventory",
+    "calls": "errors sizes toml notebook context protocol inventory",
     "plugins": "errors context protocol inventory calls",
     "session": "errors scripts protocol inventory",
-    "detached": "errors notebook scripts context protocol inventory calls session ui",
-    "env": "errors scripts toml protocol inventory calls session detached",
-    "ui": "errors",
+    "detached": "errors sizes notebook scripts context protocol inventory calls session ui",
+    "env": "errors sizes scripts toml protocol inventory calls session detached",
+    "ui": "errors sizes",
     "device": "errors context protocol agent",  # one half of it runs on hosts
-    "files": "errors protocol",  # one half of it runs on hosts
-    "pool": "errors notebook scripts context protocol inventory calls plugins session detached env ui device files",
+    "files": "errors sizes protocol",  # one half of it runs on hosts
+    "pool": "errors sizes notebook scripts context protocol inventory calls plugins session detached env ui device files",
     "cli": "errors context protocol inventory calls plugins session detached env ui files pool lab",
     "lab": "errors scripts",  # it makes machines and does not use them, so that tests of anything can use it
     "__main__": "cli",

@@ -8,6 +8,7 @@ from typing import Final
 
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
+from skyfab.sizes import readable
 from skyfab.ui.events import FilesWritten
 
 _LARGEST: Final = 1 << 62
@@ -31,19 +32,7 @@ class Written:
         """
         count = f"{'' if self.complete else 'at least '}{self.count} file{'' if self.count == 1 else 's'}"
         names = ", ".join(self.names) + (", …" if self.count > len(self.names) else "")
-        return f"{count} ({_size(self.size)}): {names}"
-
-
-def _size(count: int) -> str:
-    """
-    >>> _size(12), _size(3456), _size(123_456_789)
-    ('12 bytes', '3 kB', '123 MB')
-    """
-    if count < 1000:
-        return f"{count} byte{'' if count == 1 else 's'}"
-    if count < 1_000_000:
-        return f"{count / 1e3:.0f} kB"
-    return f"{count / 1e6:.{0 if count >= 10_000_000 else 1}f} MB"
+        return f"{count} ({readable(self.size)}): {names}"
 
 
 def parse(document: object) -> list[Written]:

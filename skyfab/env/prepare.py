@@ -20,6 +20,7 @@ from skyfab.errors import HostUnfit, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
 from skyfab.session.shell import ScriptFailed, Shell
+from skyfab.sizes import readable
 
 if TYPE_CHECKING:
     from skyfab.env.install import Package
@@ -248,7 +249,7 @@ class _Steps:
         total = sum(package.size for package in packages)
         if facts.free and total > facts.free:
             raise HostUnfit(
-                f"{total / 1e6:.0f} MB are to be sent, and its disk has {facts.free / 1e6:.0f} MB left", hint=_ROOM
+                f"{readable(total)} are to be sent, and its disk has {readable(facts.free)} left", hint=_ROOM
             )
         progress = functools.partial(self.report.moved, "pushing")
         push(self.shell, packages, session=self.session, progress=progress)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from skyfab.sizes import progress
+
 State = Literal["connecting", "preparing", "ready", "reconnecting", "lost", "failed", "closed"]
 
 
@@ -129,7 +131,7 @@ class Moved(Event):
     total: int
 
     def __str__(self) -> str:
-        return f"{self.host}: {self.what} {self.done / 1e6:.0f} of {self.total / 1e6:.0f} MB"
+        return f"{self.host}: {self.what} {progress(self.done, self.total)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

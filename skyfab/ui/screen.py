@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, TextIO
 
+from skyfab.sizes import progress
 from skyfab.ui.calls import Calls
 from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Mapped, Moved, Output, State, Waiting
 from skyfab.ui.terminal import RESET, Live, clean, echoes, has_colours, is_rich, put
@@ -35,7 +36,7 @@ def attach(
     """Shows a pool's events from now on; returns a function that writes the rest and stops.
 
     `auto` is `rich` if stdout and stderr are both a capable terminal, else `plain`. A thread that emits an event waits
-    up to `patience` seconds for a slow output.
+    up to `timeout` seconds for a slow output.
     """
     files = stdout or sys.stdout, stderr or sys.stderr
     rich = kind == "rich" or (kind == "auto" and is_rich(*files))
@@ -206,7 +207,7 @@ class Screen(View):
         done, total = (sum(amounts) for amounts in zip(*self._amounts.values(), strict=True))
         ready, all_ = len(self._ready), len(self._ready) + len(self._details)
         state = f"{ready} of {all_} ready, " if self._ready or not self._is_moving() else ""
-        return [f"  {state}{done / 1e6:.0f} of {total / 1e6:.0f} MB"]
+        return [f"  {state}{progress(done, total)}"]
 
     def _is_moving(self) -> bool:
         """Whether all that is shown are transfers of files."""

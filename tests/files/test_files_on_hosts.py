@@ -302,13 +302,14 @@ def test_put_and_get(here: Path, listed: Path) -> None:
     done = skyfab(here, "put", "data", "--hosts=node1,node2", inventory=listed)
     assert done.returncode == 0, done.stderr
     assert [line.partition(" in ")[0] for line in done.stdout.splitlines()] == [
-        "node1: 1 file, 0.0 MB; sent 1, 0.0 MB,",
-        "node2: 1 file, 0.0 MB; sent 1, 0.0 MB,",
+        "node1: 1 file, 1 byte; sent 1, 1 byte,",
+        "node2: 1 file, 1 byte; sent 1, 1 byte,",
     ]
     assert done.stderr == ""  # what was sent is not told of as written there
     done = skyfab(here, "get", "data/*", "--hosts=node1", "--to=back", inventory=listed)
     assert done.returncode == 0, done.stderr
     assert (here / "back" / "data" / "-odd name").read_text() == "x"
+    assert done.stdout.startswith("node1: 1 file, 1 byte; fetched 1, 1 byte, in ")
     done = skyfab(here, "get", "nothing", "--hosts=node1", inventory=listed)
     assert done.returncode == 2
     assert "node1: nothing there is called nothing" in done.stderr

@@ -57,7 +57,7 @@ def unpack_result(
     if isinstance(message, messages.Raised):
         found = _exception(message, buffers, host, rank, untrusted)
         trace = with_local_paths(message.traceback)
-        raise found from RemoteTraceback(trace + _noted(found, host), host, rank)
+        raise found from RemoteTraceback(trace + _noted(found, host), host, rank, message.item)
     if isinstance(message, messages.Ended):
         trace = with_local_paths(message.traceback)
         cause = RemoteTraceback(trace, host, rank) if trace else None

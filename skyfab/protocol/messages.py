@@ -284,6 +284,8 @@ class Raised(Message):
     kind: str
     text: str
     traceback: str
+    item: int | None = None
+    """Which item of the call it was, where the call is for each of several."""
 
 
 class Ended(Message):

@@ -161,7 +161,7 @@ def _place(error: BaseException) -> str:
 
 def _hints(error: BaseException) -> list[str]:
     hint = getattr(error, "hint", None)
-    return [f"hint: {hint}"] if hint else [str(note) for note in getattr(error, "__notes__", ())]
+    return [*map(str, getattr(error, "__notes__", ())), *([f"hint: {hint}"] if hint else [])]
 
 
 # ---- where Python prints uncaught exceptions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import types
 from collections.abc import Sequence
@@ -129,13 +130,17 @@ def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:
 
 
 def _parsed(target: str) -> tuple[Path, str]:
+    from skyfab.cli.targets import check_function, near
+
     name, colon, function = target.partition(":")
     script = Path(name).expanduser()
     if not script.is_file():
         why = "is a folder" if script.is_dir() else "there is no such file"
-        raise UsageError(f"{name}: {why}", hint="skyfab run --help")
+        raise UsageError(f"{name}: {why}", hint=near(script, ".py") or "skyfab run --help")
     if script.suffix != ".py":
         raise UsageError(f"{name}: its name does not end in .py", hint="for a command that is no Python: skyfab exec")
     if colon and not function.isidentifier():
-        raise UsageError(f"{function!r} names no function", hint=f"skyfab run {name}:main")
+        raise UsageError(f"{function!r} names no function", hint=f"skyfab run {shlex.quote(f'{name}:main')}")
+    if function:
+        check_function(script, name, function)
     return script.resolve(), function

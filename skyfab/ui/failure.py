@@ -104,6 +104,9 @@ def _remote(error: BaseException) -> Iterator[str]:
         lines = lines[1:]
         lines = lines[: next((n for n, line in enumerate(lines) if not line.startswith(" ")), len(lines))]
         lines = list(_own_frames(lines))
+    elif _HEADER not in lines and not any(line.startswith("  File ") for line in lines):
+        # No frame of the user's. The message itself follows below.
+        lines = [line for line in lines if line.startswith(("hint: ", "["))]
     if lines:
         yield f"on {_place(error)}:"
         yield "\n".join(lines)

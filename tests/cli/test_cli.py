@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 from stage.index import Index
 
+from skyfab.calls import results
 from skyfab.calls.call import as_function
 from skyfab.calls.image import Image, PipIndex
 from skyfab.cli import environment, host_keys, namespace, report, tasks
@@ -63,6 +64,7 @@ Skyfab = Callable[..., Ran]
 def skyfab(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Skyfab:
     """``skyfab("hosts", "--json")``: the program, in this process and in a folder of its own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(results, "_by_option", False)  # a command that sets it is a process of its own
 
     def run(*words: str) -> Ran:
         monkeypatch.setattr(sys, "argv", ["skyfab", *words])
@@ -86,6 +88,12 @@ def program(*words: str, cwd: Path, **environ: str) -> Ran:
 
 
 # ---- usage
+
+
+@pytest.mark.parametrize("words", [("prepare", "--pip=app @"), ("run", "--pip=app @", "x.py")])
+def test_a_package_that_cannot_be_is_named_as_it_was_given(skyfab: Skyfab, tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "x.py").write_text("")
+    assert "--pip=… names 'app @', which is no requirement" in skyfab(*words).err
 
 
 def test_without_a_task_it_lists_them(skyfab: Skyfab) -> None:

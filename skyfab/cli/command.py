@@ -14,9 +14,9 @@ from typing import Annotated, Any, Final, get_args, get_origin
 from invoke import Argument, Context, Exit, Task
 
 from skyfab.cli import report
-from skyfab.cli.hints import HINTS
 from skyfab.cli.sigterm import SIGTERM
 from skyfab.errors import UsageError
+from skyfab.ui.hints import HINTS
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from typing import Any, Final, TypeVar
 
 from skyfab.calls.call import Call
 from skyfab.cli import launched
-from skyfab.cli.hints import HINTS
 from skyfab.detached.run import Run
 from skyfab.pool.compute import Compute
+from skyfab.ui.hints import HINTS
 
 R = TypeVar("R")
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
-from skyfab.cli.hints import HINTS
 from skyfab.errors import UsageError
+from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import clean
 
 if TYPE_CHECKING:

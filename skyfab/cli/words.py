@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from skyfab.cli.command import Command, Parameter
-from skyfab.cli.hints import HINTS
 from skyfab.errors import UsageError
+from skyfab.ui.hints import HINTS
 
 HELP: Final = ("-h", "--help")
 LIST: Final = ("-l", "--list")

@@ -138,6 +138,7 @@ class Files:
                 return transfer.report
 
         reports = self._on_each(fetch, nodes)
+        self._note_fetched([os.fspath(path) for path in paths], nodes)
         empty = [report.host for report in reports if not report.entries]
         if len(empty) == len(nodes):
             words = ", ".join(map(str, paths))
@@ -145,6 +146,13 @@ class Files:
         for host in empty:
             self._events.emit(Notice(host=host, text=f"nothing there is called {', '.join(map(str, paths))}"))
         return reports
+
+    def _note_fetched(self, paths: Sequence[str], nodes: Sequence[Node]) -> None:
+        """Tells the hosts, which then do not report these files as written when the pool closes."""
+        if paths and self._events.active:
+            for node in nodes:
+                with suppress(SkyfabError):
+                    node.session.send(messages.Written(fetched=paths), answer=lambda *_: None, failure=lambda _: None)
 
     # ---- one host
 

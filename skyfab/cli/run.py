@@ -7,14 +7,17 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
-from skyfab.cli.command import Detach, InventoryFile, NamedHosts, Option, Ranks, command
+from skyfab.cli.command import Detach, InventoryFile, NamedHosts, Option, Ranks, Workdir, command
 from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements
-from skyfab.errors import BroadcastError, UsageError
+from skyfab.errors import BroadcastError, SkyfabError, UsageError
 
 if TYPE_CHECKING:
     from skyfab.pool.compute import Compute
+
+_ENDS: Final = 15.0
+"""Seconds in which ranks that were stopped should have ended."""
 
 
 @command
@@ -24,9 +27,7 @@ def run(
     hosts: NamedHosts = None,
     inventory: InventoryFile = None,
     ranks: Ranks = None,
-    workdir: Annotated[
-        str, Option("where relative paths lead: a folder on the hosts, temp, or auto", "FOLDER")
-    ] = "auto",
+    workdir: Workdir = "auto",
     sync: Annotated[
         bool, Option("first lay out the script's folder there, data included, as .gitignore allows")
     ] = False,
@@ -113,8 +114,8 @@ def run(
                 print(report, file=sys.stderr)
         try:
             run = compute.launch(call, name=name) if detach else broadcast(compute, call, name=name or target)
-        except BroadcastError:
-            _bring_back(compute, get)
+        except (BroadcastError, KeyboardInterrupt) as error:
+            _save(compute, get, error)
             raise
         if not isinstance(run, Run):
             _bring_back(compute, get)
@@ -122,8 +123,21 @@ def run(
         tell_how_to_attach(run)
 
 
+def _save(compute: Compute, patterns: Sequence[str], error: BaseException) -> None:
+    """Fetches files of a run that failed or was interrupted, which stays the command's error. Ctrl-C ends it."""
+    from skyfab.cli import report
+
+    if patterns and isinstance(error, KeyboardInterrupt):
+        print("interrupted: stops, and fetches what was written; Ctrl-C again leaves it there", file=sys.stderr)
+        compute.wait_for_ranks(_ENDS)
+    try:
+        _bring_back(compute, patterns)
+    except (SkyfabError, OSError) as trouble:
+        print(report.text(trouble), file=sys.stderr)
+
+
 def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:
-    """Fetches files that the run has written, also when it failed: they may say why."""
+    """Fetches files that the run has written."""
     if patterns and not all(node.workdir.callers for node in compute.hosts):
         for report in compute.download(patterns):
             print(report, file=sys.stderr)

@@ -20,6 +20,8 @@ HELP: Final = ("-h", "--help")
 LIST: Final = ("-l", "--list")
 VERBOSE: Final = ("-v", "--verbose")
 VERSION: Final = ("-V", "--version")
+_OURS: Final = ("--hosts", "--inventory", "--workdir")
+"""Options of `exec`, which come before its command."""
 
 
 @dataclass
@@ -188,8 +190,8 @@ class _Reader:
         """Where the command of `exec` begins: after options and after words that are hosts of the inventory."""
         known = known_hosts(words)
         for number, word in enumerate(words):
-            is_value = number > 0 and words[number - 1] in ("--hosts", "--inventory")
-            if not is_value and word not in known and not word.startswith(("--hosts", "--inventory", *VERBOSE)):
+            is_value = number > 0 and words[number - 1] in _OURS
+            if not is_value and word not in known and not word.startswith((*_OURS, *VERBOSE)):
                 return number
         return len(words)
 

@@ -335,6 +335,11 @@ class Compute(ShownPool, TakesCalls):
         self.close()
         return attach(detacher.id, [node.host for node in nodes], inventory=self.inventory, results=self._results)
 
+    def wait_for_ranks(self, timeout: float) -> None:
+        """Waits until no rank runs a broadcast: after it was cancelled, its ranks may take a moment to end."""
+        self._check_open()
+        self.hosts[0].session.wait(lambda: self._broadcasts.is_idle, timeout)
+
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
         """Runs calls in parallel: ``(f(1) & g(2)) >> compute``."""
         return group.results([self.submit(call) for call in group.calls])

@@ -139,7 +139,7 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
     )
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     ours = {name for name in loaded if name.startswith("skyfab.") and not name.startswith("skyfab.cli")}
-    assert ours == {"skyfab.errors", "skyfab.ui", "skyfab.ui.terminal"}
+    assert ours == {"skyfab.errors", "skyfab.ui", "skyfab.ui.hints", "skyfab.ui.terminal"}
     assert not loaded & {"skyfab.cli.environment", "skyfab.cli.fanout", "skyfab.cli.host_keys", "fabric", "rich"}
 
 
@@ -278,10 +278,10 @@ def test_a_host_that_failed_has_its_reason_in_the_table_and_its_hint_below(skyfa
 # ---- exec
 
 
-def test_exec_runs_a_shell_line_at_home_and_keeps_the_streams_apart(skyfab: Skyfab, home: Path) -> None:
+def test_exec_runs_a_shell_line_here_and_keeps_the_streams_apart(skyfab: Skyfab, tmp_path: Path) -> None:
     code, out, err = skyfab("exec", "--", "pwd; echo two words | tr a-z A-Z;", "echo oops >&2")
     assert (code, err) == (0, f"{HERE}local oops\n")
-    assert out == f"local {home}\nlocal TWO WORDS\n"
+    assert out == f"local {tmp_path}\nlocal TWO WORDS\n"
 
 
 @pytest.mark.parametrize(("command", "how"), [("exit 7", "exit code 7"), ("kill -9 $$", "killed by signal 9")])

@@ -306,6 +306,11 @@ def test_put_and_get(here: Path, listed: Path) -> None:
         "node2: 1 file, 1 byte; sent 1, 1 byte,",
     ]
     assert done.stderr == ""  # what was sent is not told of as written there
+    done = skyfab(here, "exec", "node1", "--", "ls data; touch data/new", inventory=listed)
+    assert (done.stdout, done.stderr) == ("node1 -odd name\n", ""), "exec runs where put has put it"
+    done = skyfab(here, "exec", "node1", "--workdir=/tmp", "--", "pwd", inventory=listed)
+    assert done.stdout == "node1 /tmp\n"
+    skyfab(here, "exec", "node1", "--", "rm data/new", inventory=listed)
     done = skyfab(here, "get", "data/*", "--hosts=node1", "--to=back", inventory=listed)
     assert done.returncode == 0, done.stderr
     assert (here / "back" / "data" / "-odd name").read_text() == "x"
@@ -348,15 +353,18 @@ def test_a_failed_run_that_wrote_nothing_says_why_it_failed(here: Path, listed: 
 
 
 WAITS = """
-import time
+import os, signal, time
 from pathlib import Path
 
+def save(*_):
+    time.sleep(0.5)
+    Path("ckpt.pt").write_text("stopped")
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, save)
 Path("ckpt.pt").write_text("half")
 print("saved", flush=True)
-try:
-    time.sleep(100)
-finally:
-    Path("ckpt.pt").write_text("stopped")
+time.sleep(100)
 """
 
 

@@ -437,7 +437,7 @@ def test_so_is_one_that_lies_beside_its_module_here(folder: Path, remote: list[s
     write("sub/reads.py", "import pathlib\nprint((pathlib.Path(__file__).parent / 'data.csv').read_text())\n")
     ran = skyfab(folder, "run", "--hosts=node1", "sub/reads.py", inventory=inventory(tmp_path / "i.toml", remote[:1]))
     assert ran.returncode == 1
-    assert f"{folder}/sub/data.csv exists on this machine, not on node1: Image(includes=['sub/data.csv'])" in ran.stderr
+    assert f"{folder}/sub/data.csv exists on this machine, not on node1: run --sync sends" in ran.stderr
 
 
 def text_of(error: BaseException) -> str:

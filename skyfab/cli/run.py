@@ -56,9 +56,9 @@ def run(
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the like are set, so a script written for torchrun needs no change.
     The modules beside the script travel with it; data does so with --sync. Files that it writes stay: on a host in a
-    folder that stands for this one. --get brings them back, from several hosts each into a folder of the host's name;
-    without it you are told how to fetch them. --workdir=temp for a folder that goes. Without hosts and inventory: two
-    ranks on this machine, in this folder. Ends with 1 when it failed anywhere.
+    folder that stands for this one. --get brings them back, from several hosts each into a folder of the host's name,
+    also when it failed and after Ctrl-C; without it you are told how to fetch them. --workdir=temp for a folder that
+    goes. Without hosts and inventory: two ranks on this machine, in this folder. Ends with 1 when it failed anywhere.
 
     Hosts get the packages of the options; else those of the script's PEP 723 block, of pyproject.toml with uv.lock, or
     of requirements.txt; else their own Python is used. [tool.skyfab] in pyproject.toml has defaults for the options.

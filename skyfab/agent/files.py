@@ -136,7 +136,7 @@ class Written:
         self._fetched += [(pattern, _now()) for pattern in patterns]
 
     def report(self) -> list[dict[str, Any]]:
-        """For each directory with new files: how many, their total size, and the names of the newest."""
+        """For each directory with new files: how many, their total size, names of the newest, what all are in."""
         found = []
         for workdir, (path, since, included) in self._folders.items():
             fetched = [(_inner(pattern, path), until) for pattern, until in self._fetched]
@@ -149,6 +149,7 @@ class Written:
                         "count": len(files),
                         "size": sum(size for _, size, _ in files),
                         "names": [name for name, _, _ in files[:_NAMES]],
+                        "common": os.path.commonpath([name for name, _, _ in files]),
                         "complete": complete,
                     }
                 )

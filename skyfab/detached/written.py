@@ -21,7 +21,9 @@ from skyfab.ui.hints import HINTS
 
 _LARGEST: Final = 1 << 62
 _NAME: Final = 80
-"""Most characters of a name."""
+"""Most characters of a name that is shown."""
+_COMMON: Final = 200
+"""Most characters of a path that a command names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class Written:
     size: int
     names: tuple[str, ...]
     complete: bool
+    common: str = ""
+    """The file, if it is one, or the folder that all of them are in."""
 
     def __str__(self) -> str:
         """
@@ -46,18 +50,13 @@ class Written:
 
     @property
     def inner(self) -> str:
-        """What to fetch of the folder: the file, or the folder in it that all files are in; else all of it.
-
-        >>> Written("p", 2, 5, ("ckpt/1.pt", "ckpt/2.pt"), True).inner, Written("p", 2, 5, ("a", "b"), True).inner
-        ('ckpt', '.')
-        """
-        is_all = self.complete and self.count == len(self.names) and all(map(_is_plain, self.names))
-        return (posixpath.commonpath(self.names) or ".") if is_all else "."
+        """What to fetch of the folder: the file, or the folder in it that all files are in; else all of it."""
+        return self.common if self.complete and _is_plain(self.common) else "."
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name that a host has told can stand in a command as it is, and was not cut."""
-    return name.isprintable() and len(name) < _NAME and not name.startswith(("-", "~", "/")) and ".." not in name
+    """Whether a name that a host has told can stand in a command as it is."""
+    return name.isprintable() and 0 < len(name) < _COMMON and name[0] not in "-~/" and ".." not in name
 
 
 def parse(document: object) -> list[Written]:
@@ -70,7 +69,9 @@ def parse(document: object) -> list[Written]:
         count, size = _number(said.get("count")), _number(said.get("size"))
         if isinstance(workdir, str) and isinstance(names, list) and count and size is not None:
             shown = tuple(name[:_NAME] for name in names[:3] if isinstance(name, str))
-            found.append(Written(workdir, count, size, shown, said.get("complete") is True))
+            common = said.get("common")
+            common = common if isinstance(common, str) else ""
+            found.append(Written(workdir, count, size, shown, said.get("complete") is True, common))
     return found
 
 

@@ -269,7 +269,10 @@ def test_a_look_at_a_large_folder_ends(tmp_path: Path, monkeypatch: pytest.Monke
     write(str(folder / "deep/new.txt"), "123")
     write(str(folder / "__pycache__/x.pyc"), "1")
     (told,) = written.report()
-    assert told == {"workdir": "p", "count": 1, "size": 3, "names": ["deep/new.txt"], "complete": True}
+    name = "deep/new.txt"
+    assert told == {"workdir": "p", "count": 1, "size": 3, "names": [name], "complete": True, "common": name}
+    write(str(folder / "deep/er/new.txt"), "123")
+    assert [one["common"] for one in written.report()] == ["deep"]
     for number in range(5):
         write(str(folder / f"{number}.txt"), "")
     monkeypatch.setattr(files, "_MOST", 4)
@@ -307,21 +310,21 @@ def test_a_host_that_skyfab_finds_by_its_name_is_asked_by_skyfab(
 
 
 @pytest.mark.parametrize(
-    ("names", "count", "complete", "inner"),
+    ("common", "complete", "inner"),
     [
-        (["a.pt"], 1, True, "a.pt"),
-        (["ckpt/a.pt", "ckpt/deep/b.pt"], 2, True, "ckpt"),
-        (["a", "b"], 2, True, "."),
-        (["ckpt/a", "ckpt/b"], 5, True, "."),
-        (["a"], 1, False, "."),
-        (["-odd"], 1, True, "."),
-        (["a\x1b[2J"], 1, True, "."),
-        (["x" * 200], 1, True, "."),
-        (["../../etc/passwd"], 1, True, "."),
+        ("a.pt", True, "a.pt"),
+        ("ckpt", True, "ckpt"),
+        ("", True, "."),
+        (None, True, "."),
+        ("a", False, "."),
+        ("-odd", True, "."),
+        ("a\x1b[2J", True, "."),
+        ("x" * 1000, True, "."),
+        ("../../etc/passwd", True, "."),
     ],
 )
-def test_what_is_fetched_is_what_was_written(names: list[str], count: int, complete: bool, inner: str) -> None:
-    (found,) = parse([{"workdir": "p", "count": count, "size": 3, "names": names, "complete": complete}])
+def test_what_is_fetched_is_what_was_written(common: str | None, complete: bool, inner: str) -> None:
+    (found,) = parse([{"workdir": "p", "count": 9, "size": 3, "names": [], "complete": complete, "common": common}])
     assert found.inner == inner
 
 

@@ -206,11 +206,13 @@ class CallCancelled(CallError):
 class RemoteTraceback(Exception):
     """The traceback as text, as it was on the host; set as the cause of the exception that it belongs to."""
 
-    def __init__(self, text: str, host: str = "", rank: int | None = None) -> None:
+    def __init__(self, text: str, host: str = "", rank: int | None = None, item: int | None = None) -> None:
         super().__init__(text, host, rank)
         self.text = text
         self.host = host
         self.rank = rank
+        self.item = item
+        """Which item of a group in a `map` it was, as the host says."""
 
     @property
     def place(self) -> str:

@@ -7,6 +7,7 @@ user included are copied into it, and other files that were written there can be
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
 import stat
 import time
@@ -15,7 +16,7 @@ from skyfab.errors import ProtocolError
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from typing import Any, Final
 
 INCLUDED: Final = "files"
@@ -112,6 +113,8 @@ class Written:
         self._folders: dict[str, tuple[str, float, set[str]]] = {}
         """For each working directory, by the client's name: its path, since when, and the folders of included files."""
         self._noted: set[str] = set()
+        self._fetched: list[tuple[str, float]] = []
+        """Paths and patterns of files that the client has fetched, each with the time of that."""
 
     def begin(self, workdir: str, path: str, included: str, *, reported: bool = True) -> None:
         """A process is about to start in this working directory. If not `reported`, it is one that transfers files.
@@ -125,18 +128,19 @@ class Written:
         if not reported:
             return
         if workdir not in self._folders:
-            since = time.time()
-            with contextlib.suppress(OSError):
-                os.utime("files")
-                since = os.stat("files").st_mtime  # by the clock of the file system
-            self._folders[workdir] = (path, since, set())
+            self._folders[workdir] = (path, _now(), set())
         self._folders[workdir][2].add(included)
 
+    def fetched(self, patterns: Sequence[str]) -> None:
+        """These files have been fetched by now: they are reported only if they are written again."""
+        self._fetched += [(pattern, _now()) for pattern in patterns]
+
     def report(self) -> list[dict[str, Any]]:
-        """For each directory with new files: how many, their total size, and the names of the newest."""
+        """For each directory with new files: how many, their total size, names of the newest, what all are in."""
         found = []
         for workdir, (path, since, included) in self._folders.items():
-            files, complete = _changed(path, since, included)
+            fetched = [(_inner(pattern, path), until) for pattern, until in self._fetched]
+            files, complete = _changed(path, since, included, fetched)
             if files:
                 files.sort(key=lambda file: -file[2])
                 found.append(
@@ -145,14 +149,46 @@ class Written:
                         "count": len(files),
                         "size": sum(size for _, size, _ in files),
                         "names": [name for name, _, _ in files[:_NAMES]],
+                        "common": os.path.commonpath([name for name, _, _ in files]),
                         "complete": complete,
                     }
                 )
         return found
 
 
-def _changed(folder: str, since: float, included: set[str]) -> tuple[list[tuple[str, int, float]], bool]:
-    """Files below a folder that were written since then (name, size and time), and whether the list is complete."""
+def _now() -> float:
+    """The time by the clock of the file system, in the current folder."""
+    with contextlib.suppress(OSError):
+        os.utime("files")
+        return os.stat("files").st_mtime
+    return time.time()
+
+
+def _inner(pattern: str, folder: str) -> list[str]:
+    """The parts of a pattern's path, relative to a working directory."""
+    return os.path.relpath(os.path.join(folder, os.path.expanduser(pattern)), folder).split("/")
+
+
+def _names(pattern: list[str], path: list[str]) -> bool:
+    """Whether a pattern names a path, or a folder that it is in, by the rules of `glob`."""
+    if not pattern or pattern == ["."]:
+        return True
+    if not path:
+        return False
+    first, *rest = pattern
+    if first == "**":
+        return _names(rest, path) or (not path[0].startswith(".") and _names(pattern, path[1:]))
+    hidden = path[0].startswith(".") and not first.startswith(".")
+    return (path[0] == first or (not hidden and fnmatch.fnmatchcase(path[0], first))) and _names(rest, path[1:])
+
+
+def _changed(
+    folder: str, since: float, included: set[str], fetched: Sequence[tuple[list[str], float]] = ()
+) -> tuple[list[tuple[str, int, float]], bool]:
+    """Files below a folder that were written since then (name, size and time), and whether the list is complete.
+
+    Those that were `fetched` since they were written are left out.
+    """
     found: list[tuple[str, int, float]] = []
     deadline = time.monotonic() + _SECONDS
     for seen, inner in enumerate(_inside(folder)):
@@ -164,6 +200,8 @@ def _changed(folder: str, since: float, included: set[str]) -> tuple[list[tuple[
         except OSError:
             continue
         if not stat.S_ISREG(about.st_mode) or about.st_ctime < since or "__pycache__" in inner:
+            continue
+        if any(about.st_ctime <= until and _names(pattern, inner.split("/")) for pattern, until in fetched):
             continue
         if not any(_same(os.path.join(place, inner), path) for place in included if place):
             found.append((inner, about.st_size, about.st_ctime))

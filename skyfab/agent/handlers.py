@@ -174,7 +174,9 @@ class Handlers:
         self._mux.send(stream, Done(text=self._workers.dump_stacks(message.worker)).encode())
 
     def _report(self, stream: int, message: messages.Written, head: bytes, data: Data) -> None:
-        self._mux.send(stream, Done(text=json.dumps(self._written.report())).encode())
+        if message.fetched:
+            self._written.fetched(message.fetched)
+        self._mux.send(stream, Done(text="" if message.fetched else json.dumps(self._written.report())).encode())
 
     # ---- content, ports
 

@@ -118,6 +118,8 @@ class Worker:
         """CUDA is unusable: the plugins' cleanup would fail or hang."""
         self.unfit: Exception | None = None
         """Why no call can run in this process."""
+        self._item: int | None = None
+        """Which item a call for each of several has come to."""
         self._pid = os.getpid()
         self._fflush = ctypes.CDLL(None).fflush
         self._fflush.argtypes = [ctypes.c_void_p]
@@ -201,7 +203,7 @@ class Worker:
             if call.each:
                 named = any(isinstance(part, list) for part in call.parts)
                 again = functools.partial(self._again, call.parts, tuple(buffers)) if named else None
-                function = functools.partial(_each, function, again)
+                function = functools.partial(self._each, function, again)
             self._perform(stream, function, buffers)
 
     def _again(self, parts: Sequence[messages.Part], buffers: Sequence[memoryview]) -> Any:
@@ -212,6 +214,22 @@ class Worker:
         ]
         return codec.loads(data, rest)[0]
 
+    def _each(
+        self, function: Any, again: Callable[[], Any] | None, items: list[tuple[Any, ...]]
+    ) -> tuple[float, list[Any]]:
+        """Calls a function for every item. With `again`, each item is unpickled anew, so that in-place changes by one
+        call are not visible to the next."""
+        began = time.perf_counter()
+        if again is None:
+            results = [context.awaited(function(*item)) for self._item, item in enumerate(items)]
+        else:
+            results = [
+                context.awaited(function(*(again() if self._item else items)[self._item]))
+                for self._item in range(len(items))
+            ]
+        self._item = None
+        return time.perf_counter() - began, results
+
     def _perform(self, stream: int, function: Any, buffers: list[memoryview]) -> None:
         try:
             *args, kwargs = codec.loads(buffers[0], buffers[1:])
@@ -221,6 +239,7 @@ class Worker:
                 result = context.awaited(result)
             del args, kwargs
         except SystemExit as error:
+            self._item = None
             ended = _exited(error)
             self._flush()
             self._end_child(ended.exitcode or 0)
@@ -315,7 +334,8 @@ class Worker:
             with contextlib.suppress(Exception):
                 payload = codec.dumps(_bare(error))
         parts = _sizes(payload) if payload else ()
-        message = messages.Raised(parts=parts, kind=_cut(kind), text=_cut(said), traceback=_cut(text))
+        message = messages.Raised(parts=parts, kind=_cut(kind), text=_cut(said), traceback=_cut(text), item=self._item)
+        self._item = None
         self._answer(stream, message.encode(), payload)
 
     def _flush(self) -> None:
@@ -372,17 +392,6 @@ def show_lines(sources: Mapping[str, str]) -> None:
         import linecache
 
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-
-
-def _each(function: Any, again: Callable[[], Any] | None, items: list[tuple[Any, ...]]) -> tuple[float, list[Any]]:
-    """Calls a function for every item. With `again`, each item is unpickled anew, so that in-place changes by one call
-    are not visible to the next."""
-    began = time.perf_counter()
-    if again is None:
-        results = [context.awaited(function(*item)) for item in items]
-    else:
-        results = [context.awaited(function(*(again() if at else items)[at])) for at in range(len(items))]
-    return time.perf_counter() - began, results
 
 
 def _sizes(payload: codec.Payload) -> tuple[messages.Part, ...]:

@@ -224,6 +224,12 @@ def not_a_call(value: object) -> UsageError:
     return UsageError(what)
 
 
+def not_a_function(call: Call[Any]) -> UsageError:
+    """The error for a call where `map` expects the function."""
+    name = call.function.label
+    return UsageError(f"{name}(…) is a call, and map needs the function itself: write compute.map({name}, items)")
+
+
 class TakesCalls:
     """Base of pools: an operator with anything but a call on its left raises an error that says what to write."""
 

@@ -25,6 +25,7 @@ from skyfab.calls.folder_watch import Changes
 from skyfab.calls.image import Image
 from skyfab.errors import UsageError
 from skyfab.protocol.blobs import name_of
+from skyfab.sizes import readable
 
 _DATA: Final = 1024 * 1024
 """Data files in packages are sent up to this size in bytes; larger ones only with `includes`."""
@@ -154,7 +155,7 @@ class Project:
         total = sum(stamp[1] for stamp in stamps.values())
         if total > _MOST_BYTES or len(found) > _MOST_FILES:
             raise UsageError(
-                f"the project has {len(found)} files, {total / 1e6:.0f} MB: too much to send",
+                f"the project has {len(found)} files, {readable(total)}: too much to send",
                 hint="leave some out: Image(excludes=[…]) takes patterns as in .gitignore",
             )
         if stamps != self._stamps:

@@ -8,6 +8,7 @@ from typing import Generic, NoReturn, SupportsIndex, TypeVar
 from skyfab.errors import NotPicklable, UsageError
 from skyfab.protocol.blobs import allocate, name_of
 from skyfab.protocol.codec import Packed, pack, unpack
+from skyfab.sizes import readable
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class Ref(Packed, Generic[T]):
         return value
 
     def __repr__(self) -> str:
-        return f"<sky.Ref {_bytes(self.size)} {self.kind}>"
+        return f"<sky.Ref {readable(self.size)} {self.kind}>"
 
     def __copy__(self) -> Ref[T]:
         return self
@@ -70,10 +71,3 @@ def put(obj: T) -> Ref[T]:
             f"the object to put, a {kind}, cannot be pickled: {error}", hint="put what it is made from"
         ) from error
     return Ref(name_of(memory), memory, kind)
-
-
-def _bytes(size: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size} B"

@@ -43,6 +43,28 @@ def name_options() -> None:
     _by_option = True
 
 
+def image_option(name: str, value: str = "") -> str:
+    """An argument of `Image` as users write it.
+
+    >>> image_option("pip"), image_option("python", "3.11")
+    ('Image(pip=…)', "Image(python='3.11')")
+    """
+    if _by_option:
+        return f"--{name}={value or '…'}"
+    return f"Image({name}={repr(value) if value else '…'})"
+
+
+def index_option(url: str, packages: Sequence[str] = ()) -> str:
+    """An index of an image as users write it.
+
+    >>> index_option("URL", ["torch", "…"])
+    "PipIndex('URL', packages=('torch', '…'))"
+    """
+    if _by_option:
+        return f"--index={url}={','.join(packages) or '…'}"
+    return f"PipIndex({url!r}, packages={tuple(packages)!r})" if packages else f"PipIndex({url!r})"
+
+
 def unpack_result(
     message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str, untrusted: bool = False
 ) -> Any:
@@ -57,7 +79,7 @@ def unpack_result(
     if isinstance(message, messages.Raised):
         found = _exception(message, buffers, host, rank, untrusted)
         trace = with_local_paths(message.traceback)
-        raise found from RemoteTraceback(trace + _noted(found, host), host, rank)
+        raise found from RemoteTraceback(trace + _noted(found, host), host, rank, message.item)
     if isinstance(message, messages.Ended):
         trace = with_local_paths(message.traceback)
         cause = RemoteTraceback(trace, host, rank) if trace else None

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, get_args, get_origin
 
 from skyfab.cli import report
-from skyfab.cli.hints import HINTS
 from skyfab.cli.sigterm import SIGTERM
 from skyfab.errors import UsageError
+from skyfab.ui.hints import HINTS
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ RunName = Annotated[str, Option("the run: its id, the beginning of that, or its 
 Ranks = Annotated[
     int | None, Option("ranks on each host", "N", default="one per GPU, one where there is none", example="2")
 ]
+Workdir = Annotated[str, Option("where relative paths lead: a folder on the hosts, temp, or auto", "FOLDER")]
 Detach = Annotated[bool, Option("leave it to the hosts, and end; pressing d does so later")]
 
 

@@ -20,9 +20,11 @@ from typing import Any, Final, TypeVar
 
 from skyfab.calls.call import Call
 from skyfab.cli import launched
-from skyfab.cli.hints import HINTS
 from skyfab.detached.run import Run
 from skyfab.pool.compute import Compute
+from skyfab.pool.futures import note_stopped
+from skyfab.ui.events import Events, Question
+from skyfab.ui.hints import HINTS
 
 R = TypeVar("R")
 
@@ -35,16 +37,16 @@ def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
     """``call @ compute``; if the user presses `d` meanwhile and confirms, detaches it and returns the run."""
     if not _is_at_terminal():
         return compute.broadcast(call)
-    future: Future[Any] = compute.submit(call, on="all")
     print("press d, then y, to detach: it keeps running when this program ends", file=sys.stderr)
+    future: Future[Any] = compute.submit(call, on="all")
     try:
         with _watched() as watch:
             while not future.done():
-                if watch.is_pressed() and watch.confirms(future.done) and not future.done():
+                if watch.is_pressed() and watch.confirms(future.done, compute.events) and not future.done():
                     return compute.detach(name=name)
                 time.sleep(_PACE)
-    except KeyboardInterrupt:
-        future.cancel()
+    except KeyboardInterrupt as error:
+        note_stopped(error, future, compute.hosts)
         raise
     found: list[R] = future.result()
     return found
@@ -98,20 +100,21 @@ class _Watch:
         finally:
             self.begin()
 
-    def confirms(self, over: Callable[[], bool]) -> bool:
+    def confirms(self, over: Callable[[], bool], events: Events) -> bool:
         """Asks whether to detach; no, if it is over before there is an answer."""
-        print("detach? y/n ", end="", file=sys.stderr, flush=True)
+        events.emit(Question(host="", text="detach? y/n"))
+        answer = ""
         termios.tcsetattr(self._fd, termios.TCSADRAIN, self._keys)
         try:
             while not over():
                 if select.select([self._fd], [], [], _PACE)[0]:
                     is_yes = os.read(self._fd, 1) in (b"y", b"Y")
-                    print("yes" if is_yes else "no: it goes on here", file=sys.stderr)
+                    answer = "yes" if is_yes else "no: it goes on here"
                     return is_yes
-            print(file=sys.stderr)
             return False
         finally:
             self.begin()
+            events.emit(Question(host="", text="", answer=answer))
 
 
 @contextmanager

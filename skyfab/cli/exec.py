@@ -6,7 +6,7 @@ import sys
 from typing import Annotated
 
 from skyfab.cli import report
-from skyfab.cli.command import Hosts, InventoryFile, Option, command
+from skyfab.cli.command import Hosts, InventoryFile, Option, Workdir, command
 from skyfab.errors import UsageError
 
 
@@ -15,14 +15,17 @@ def exec_(
     *words: Annotated[str, Option("what the shell there runs", "-- COMMAND")],
     hosts: Hosts = None,
     inventory: InventoryFile = None,
+    workdir: Workdir = "auto",
 ) -> int:
     """Run a shell command on every host.
 
-    It runs in the home folder there, by /bin/sh. As with ssh, the words after the dashes are joined with spaces: quote
-    what the shell there should see. Ends with 1 when it failed anywhere.
+    It runs in the working folder there, by /bin/sh: where run and put of this folder have their files; on this machine
+    in this folder. As with ssh, the words after the dashes are joined with spaces: quote what the shell there should
+    see. Ends with 1 when it failed anywhere.
 
         skyfab exec -- uptime
-        skyfab exec node1 node2 -- uptime
+        skyfab exec node1 node2 -- ls -l ckpt
+        skyfab exec --workdir='~' -- du -sh .cache
         skyfab exec --hosts=gpu -- 'nvidia-smi -L | wc -l'
     """
     from skyfab.calls.call import as_function
@@ -35,12 +38,11 @@ def exec_(
 
     def run(line: str) -> int:  # pickled by value: hosts do not have this module
         import subprocess
-        from pathlib import Path
 
-        return subprocess.run(["/bin/sh", "-c", line], cwd=Path.home(), stdin=subprocess.DEVNULL).returncode
+        return subprocess.run(["/bin/sh", "-c", line], stdin=subprocess.DEVNULL).returncode
 
     found, chosen = selected(hosts, inventory)
-    outcomes = fan_out(lambda pool: pool.run(as_function(run)(line)), chosen, found, show=True)
+    outcomes = fan_out(lambda pool: pool.run(as_function(run)(line)), chosen, found, show=True, workdir=workdir)
     codes = {0}
     for outcome in outcomes:
         if outcome.error is not None:

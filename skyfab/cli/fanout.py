@@ -13,7 +13,7 @@ from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.compute import Compute
 from skyfab.session.fanout import Raised, for_each_host
-from skyfab.ui.events import Events, HostState
+from skyfab.ui.events import Events, FilesWritten, HostState
 from skyfab.ui.screen import attach
 
 R = TypeVar("R")
@@ -32,19 +32,21 @@ class Outcome(Generic[R]):
 
 
 def fan_out(
-    work: Callable[[Compute], R], hosts: Sequence[Host], inventory: Inventory, *, show: bool
+    work: Callable[[Compute], R], hosts: Sequence[Host], inventory: Inventory, *, show: bool, workdir: str = "temp"
 ) -> list[Outcome[R]]:
     """Does the work on all hosts in parallel; returns one outcome for each, in order. Ctrl-C stops all.
+
+    `workdir` is that of `Compute`.
 
     Raises an error that is not a SkyfabError: that is a bug in the work itself.
     """
     nothing = Image(excludes=("*",))  # of the caller's project is sent
-    pools = [Compute([host], inventory=inventory, image=nothing, workdir="temp", ui="none") for host in hosts]
+    pools = [Compute([host], inventory=inventory, image=nothing, workdir=workdir, ui="none") for host in hosts]
     events = Events()
     detach = attach(events, "auto") if show else lambda: None
     for host, pool in zip(hosts, pools, strict=True):
         events.emit(HostState(host=host.name, state="connecting"))
-        pool.events.subscribe(events.emit)
+        pool.events.subscribe(lambda event: None if isinstance(event, FilesWritten) else events.emit(event))
     try:
         found = _run(work, pools)
     finally:

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from skyfab.cli.command import Hosts, InventoryFile, Json, command
-from skyfab.cli.hints import HINTS
 from skyfab.errors import HostUnfit
+from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import clean_lines, is_rich
 
 if TYPE_CHECKING:

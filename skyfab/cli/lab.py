@@ -6,7 +6,7 @@ import sys
 from typing import Annotated
 
 from skyfab.cli.command import Json, Option, command
-from skyfab.cli.hints import HINTS
+from skyfab.ui.hints import HINTS
 
 
 @command

@@ -33,8 +33,10 @@ def put(
         skyfab put data --hosts=gpu
         skyfab put model.pt --hosts=node1 --to=/scratch/models/
     """
+    from skyfab.cli.targets import near
+
     if not Path(path).expanduser().exists():
-        raise UsageError(f"there is no {path} here")
+        raise UsageError(f"there is no {path} here", hint=near(Path(path).expanduser()))
     with _pool(hosts, inventory) as compute:
         _tell(compute.upload(path, to=to))
 

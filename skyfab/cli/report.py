@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from skyfab.cli.hints import HINTS
 from skyfab.errors import BroadcastError, RemoteTraceback, SkyfabError
+from skyfab.ui.hints import HINTS
 
 
 def is_expected(error: BaseException) -> bool:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
-from skyfab.cli.command import Detach, InventoryFile, NamedHosts, Option, Ranks, command
+from skyfab.cli.command import Detach, InventoryFile, NamedHosts, Option, Ranks, Workdir, command
 from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements
-from skyfab.errors import BroadcastError, UsageError
+from skyfab.errors import BroadcastError, SkyfabError, UsageError
 
 if TYPE_CHECKING:
     from skyfab.pool.compute import Compute
+
+_ENDS: Final = 15.0
+"""Seconds in which ranks that were stopped should have ended."""
 
 
 @command
@@ -23,9 +27,7 @@ def run(
     hosts: NamedHosts = None,
     inventory: InventoryFile = None,
     ranks: Ranks = None,
-    workdir: Annotated[
-        str, Option("where relative paths lead: a folder on the hosts, temp, or auto", "FOLDER")
-    ] = "auto",
+    workdir: Workdir = "auto",
     sync: Annotated[
         bool, Option("first lay out the script's folder there, data included, as .gitignore allows")
     ] = False,
@@ -54,9 +56,9 @@ def run(
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the like are set, so a script written for torchrun needs no change.
     The modules beside the script travel with it; data does so with --sync. Files that it writes stay: on a host in a
-    folder that stands for this one. --get brings them back, from several hosts each into a folder of the host's name;
-    without it you are told how to fetch them. --workdir=temp for a folder that goes. Without hosts and inventory: two
-    ranks on this machine, in this folder. Ends with 1 when it failed anywhere.
+    folder that stands for this one. --get brings them back, from several hosts each into a folder of the host's name,
+    also when it failed and after Ctrl-C; without it you are told how to fetch them. --workdir=temp for a folder that
+    goes. Without hosts and inventory: two ranks on this machine, in this folder. Ends with 1 when it failed anywhere.
 
     Hosts get the packages of the options; else those of the script's PEP 723 block, of pyproject.toml with uv.lock, or
     of requirements.txt; else their own Python is used. [tool.skyfab] in pyproject.toml has defaults for the options.
@@ -114,8 +116,8 @@ def run(
         call = started(script.name, function, list(arguments), folder)
         try:
             run = compute.launch(call, name=name) if detach else broadcast(compute, call, name=name or target)
-        except BroadcastError:
-            _bring_back(compute, get)
+        except (BroadcastError, KeyboardInterrupt) as error:
+            _save(compute, get, error)
             raise
         if not isinstance(run, Run):
             _bring_back(compute, get)
@@ -123,21 +125,38 @@ def run(
         tell_how_to_attach(run)
 
 
+def _save(compute: Compute, patterns: Sequence[str], error: BaseException) -> None:
+    """Fetches files of a run that failed or was interrupted, which stays the command's error. Ctrl-C ends it."""
+    from skyfab.cli import report
+
+    if patterns and isinstance(error, KeyboardInterrupt):
+        print("interrupted: stops, and fetches what was written; Ctrl-C again leaves it there", file=sys.stderr)
+        compute.wait_for_ranks(_ENDS)
+    try:
+        _bring_back(compute, patterns)
+    except (SkyfabError, OSError) as trouble:
+        print(report.text(trouble), file=sys.stderr)
+
+
 def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:
-    """Fetches files that the run has written, also when it failed: they may say why."""
+    """Fetches files that the run has written."""
     if patterns and not all(node.workdir.callers for node in compute.hosts):
         for report in compute.download(patterns):
             print(report, file=sys.stderr)
 
 
 def _parsed(target: str) -> tuple[Path, str]:
+    from skyfab.cli.targets import check_function, near
+
     name, colon, function = target.partition(":")
     script = Path(name).expanduser()
     if not script.is_file():
         why = "is a folder" if script.is_dir() else "there is no such file"
-        raise UsageError(f"{name}: {why}", hint="skyfab run --help")
+        raise UsageError(f"{name}: {why}", hint=near(script, ".py") or "skyfab run --help")
     if script.suffix != ".py":
         raise UsageError(f"{name}: its name does not end in .py", hint="for a command that is no Python: skyfab exec")
     if colon and not function.isidentifier():
-        raise UsageError(f"{function!r} names no function", hint=f"skyfab run {name}:main")
+        raise UsageError(f"{function!r} names no function", hint=f"skyfab run {shlex.quote(f'{name}:main')}")
+    if function:
+        check_function(script, name, function)
     return script.resolve(), function

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
-from skyfab.cli.hints import HINTS
 from skyfab.errors import UsageError
+from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import clean
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def logs(
     tail: Tail = None,
     since: Since = None,
     timestamps: Timestamps = False,
-) -> None:
+) -> int:
     """Print what a detached run has written.
 
     All hosts together, in the order of time, each line with its host and rank; what went to stderr goes there.
@@ -131,7 +131,15 @@ def logs(
 
     begin = _age(since)
     found = attach(id_, hosts, inventory=inventory)
-    _print(found, timestamps=timestamps, follow=follow, rank=rank, tail=tail, since=begin)
+    try:
+        _print(found, timestamps=timestamps, follow=follow, rank=rank, tail=tail, since=begin)
+    except KeyboardInterrupt:
+        if not follow:
+            raise
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # after the ^C that the terminal shows
+        return 130
+    return 0
 
 
 @command
@@ -209,12 +217,15 @@ def _tell(error: SkyfabError) -> None:
 def stop(id_: RunName, hosts: RunHosts = None, inventory: InventoryFile = None) -> None:
     """End a detached run on all its hosts.
 
-    Its ranks and what they started; what it wrote stays.
+    Its ranks and what they started; what it wrote stays. One that has ended already is left as it is.
 
         skyfab stop 3f2a91c0
     """
     from skyfab.detached.run import attach
 
     found = attach(id_, hosts, inventory=inventory)
+    if found.has_ended:
+        print(f"{found.id[:8]} had already ended: {found.state}  {clean(found.name, colour=False)}")
+        return
     found.stop()
     print(f"{found.id[:8]}  {found.status}  {clean(found.name, colour=False)}")

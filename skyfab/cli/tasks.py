@@ -16,7 +16,6 @@ from skyfab.cli import completion, report, usage, verbose
 from skyfab.cli.command import Command, Exit, discard_output, flush_output
 from skyfab.cli.exec import exec_
 from skyfab.cli.gc import gc
-from skyfab.cli.hints import HINTS
 from skyfab.cli.hosts import hosts
 from skyfab.cli.lab import down, status, up
 from skyfab.cli.prepare import prepare
@@ -29,6 +28,7 @@ from skyfab.cli.train import train
 from skyfab.cli.trust import trust
 from skyfab.cli.words import read
 from skyfab.errors import UsageError
+from skyfab.ui.hints import HINTS
 
 COMMANDS: Final[Mapping[str, Command]] = {
     **{

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from skyfab.cli.command import Command
-from skyfab.cli.hints import HINTS
+from skyfab.ui.hints import HINTS
 
 _GENERAL: Final = (
     ("-v, --verbose", "show the ssh commands and what is waited for, with seconds; tracebacks with all frames"),

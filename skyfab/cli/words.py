@@ -9,16 +9,19 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from skyfab.cli.command import Command, Parameter
-from skyfab.cli.hints import HINTS
 from skyfab.errors import UsageError
+from skyfab.ui.hints import HINTS
 
 HELP: Final = ("-h", "--help")
 LIST: Final = ("-l", "--list")
 VERBOSE: Final = ("-v", "--verbose")
 VERSION: Final = ("-V", "--version")
+_OURS: Final = ("--hosts", "--inventory", "--workdir")
+"""Options of `exec`, which come before its command."""
 
 
 @dataclass
@@ -94,7 +97,7 @@ class _Reader:
     # ---- what follows the task
 
     def _read_options(self, task: Command, words: list[str]) -> None:
-        line, plain = self._line, list[str]()
+        line, plain, taken = self._line, list[str](), list[tuple[Parameter, str]]()
         lone = next((one for one in task.parameters if one.option.plain), None)
         needed = [one for one in task.parameters if one.positional]
         at = 0
@@ -107,6 +110,7 @@ class _Reader:
                 parameter, value = self._option(task, word, words, at - 1)
                 if value is None and parameter.takes_value and at < len(words) and not words[at].startswith("-"):
                     value, at = words[at], at + 1
+                    taken.append((parameter, value))
                 if not value and parameter.takes_value:
                     example = f"{parameter!r}={parameter.option.example}"
                     hint = self._typed(line.task, *words[: at - 1], example, *words[at:], *self._tail)
@@ -122,6 +126,10 @@ class _Reader:
         if lone is not None and task.rest is not None and plain and not self._tail:
             raise self._forgotten(words, self._hosts_first(words))
         if needed:
+            for parameter, value in taken:
+                if _is_file(value):
+                    typed = f"{parameter!r}={parameter.option.value} {shlex.quote(value)}"
+                    raise UsageError(f"{parameter!r} took {value} as its value: {typed}", hint=_help(line.task))
             usage = f"usage: {HINTS.program} {line.task} {task.usage}"
             raise UsageError(f"{line.task} needs {needed[0].option.value}\n{usage}", hint=_help(line.task))
         if self._tail and task.rest is None:
@@ -182,8 +190,8 @@ class _Reader:
         """Where the command of `exec` begins: after options and after words that are hosts of the inventory."""
         known = known_hosts(words)
         for number, word in enumerate(words):
-            is_value = number > 0 and words[number - 1] in ("--hosts", "--inventory")
-            if not is_value and word not in known and not word.startswith(("--hosts", "--inventory", *VERBOSE)):
+            is_value = number > 0 and words[number - 1] in _OURS
+            if not is_value and word not in known and not word.startswith((*_OURS, *VERBOSE)):
                 return number
         return len(words)
 
@@ -200,6 +208,12 @@ class _Reader:
 
 def _help(task: str = "") -> str:
     return " ".join(filter(None, [HINTS.program, task, "--help"]))
+
+
+def _is_file(word: str) -> bool:
+    """Whether a word names a file here, or a script and a function of it."""
+    name = word.partition(":")[0]
+    return name.endswith(".py") or Path(name).exists()
 
 
 def _with(words: list[str], at: int, word: str) -> list[str]:

@@ -84,6 +84,12 @@ class Run(ShownAsTable):
         """The state as of the last query."""
         return self._state_of(self._parts)
 
+    @property
+    def has_ended(self) -> bool:
+        """As of the last query, it runs on none of its hosts; all of them were asked."""
+        states = {part.state for part in self._parts}
+        return len(self._parts) == len(self.hosts) and states.isdisjoint(("running", "unreachable"))
+
     def _state_of(self, parts: Sequence[Part]) -> State:
         states = {part.state for part in parts}
         if len(parts) < len(self.hosts) - len(self.unasked):

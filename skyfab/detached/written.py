@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import posixpath
+import re
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
+from skyfab.errors import UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
+from skyfab.protocol.blobs import name_of
+from skyfab.sizes import readable
 from skyfab.ui.events import FilesWritten
+from skyfab.ui.hints import HINTS
 
 _LARGEST: Final = 1 << 62
+_NAME: Final = 80
+"""Most characters of a name that is shown."""
+_COMMON: Final = 200
+"""Most characters of a path that a command names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +36,8 @@ class Written:
     size: int
     names: tuple[str, ...]
     complete: bool
+    common: str = ""
+    """The file, if it is one, or the folder that all of them are in."""
 
     def __str__(self) -> str:
         """
@@ -31,19 +46,17 @@ class Written:
         """
         count = f"{'' if self.complete else 'at least '}{self.count} file{'' if self.count == 1 else 's'}"
         names = ", ".join(self.names) + (", …" if self.count > len(self.names) else "")
-        return f"{count} ({_size(self.size)}): {names}"
+        return f"{count} ({readable(self.size)}): {names}"
+
+    @property
+    def inner(self) -> str:
+        """What to fetch of the folder: the file, or the folder in it that all files are in; else all of it."""
+        return self.common if self.complete and _is_plain(self.common) else "."
 
 
-def _size(count: int) -> str:
-    """
-    >>> _size(12), _size(3456), _size(123_456_789)
-    ('12 bytes', '3 kB', '123 MB')
-    """
-    if count < 1000:
-        return f"{count} byte{'' if count == 1 else 's'}"
-    if count < 1_000_000:
-        return f"{count / 1e3:.0f} kB"
-    return f"{count / 1e6:.{0 if count >= 10_000_000 else 1}f} MB"
+def _is_plain(name: str) -> bool:
+    """Whether a name that a host has told can stand in a command as it is."""
+    return name.isprintable() and 0 < len(name) < _COMMON and name[0] not in "-~/" and ".." not in name
 
 
 def parse(document: object) -> list[Written]:
@@ -55,8 +68,10 @@ def parse(document: object) -> list[Written]:
         workdir, names = said.get("workdir"), said.get("names")
         count, size = _number(said.get("count")), _number(said.get("size"))
         if isinstance(workdir, str) and isinstance(names, list) and count and size is not None:
-            shown = tuple(name[:80] for name in names[:3] if isinstance(name, str))
-            found.append(Written(workdir, count, size, shown, said.get("complete") is True))
+            shown = tuple(name[:_NAME] for name in names[:3] if isinstance(name, str))
+            common = said.get("common")
+            common = common if isinstance(common, str) else ""
+            found.append(Written(workdir, count, size, shown, said.get("complete") is True, common))
     return found
 
 
@@ -66,7 +81,7 @@ def _number(value: object) -> int | None:
 
 def event(host: Host, inventory: Inventory, written: Written) -> FilesWritten:
     """The event that shows the path of the files and the command that copies them."""
-    path, fetch = path_of(host, written.workdir), to_fetch(host, inventory, written.workdir)
+    path, fetch = path_of(host, written.workdir), to_fetch(host, inventory, written.workdir, written.inner)
     return FilesWritten(host=host.name, path=path, what=str(written), fetch=fetch)
 
 
@@ -75,11 +90,24 @@ def path_of(host: Host, workdir: str) -> str:
     return workdir if workdir.startswith(("/", "~")) else f"{host.cache.rstrip('/')}/files/{workdir}"
 
 
-def to_fetch(host: Host, inventory: Inventory, workdir: str) -> str:
-    """The command that copies the folder to this machine, into a folder named after the host.
+def to_fetch(host: Host, inventory: Inventory, workdir: str, inner: str = ".") -> str:
+    """The command that copies the folder, or `inner` in it, to this machine, into a folder named after the host.
 
-    Working folders have the same name on all hosts.
+    It is `skyfab get`, if that finds the host by its name; else scp, which copies the folder.
     """
+    try:
+        is_known = inventory.select(host.name) == (host,)
+    except UsageError:
+        is_known = False
+    if not is_known:
+        return _scp(host, inventory, workdir)
+    is_gets = workdir == (project(current_folder()) if host.workdir == "auto" else host.workdir)
+    place = inner if is_gets else posixpath.normpath(posixpath.join(path_of(host, workdir), inner))
+    given = [] if inventory.source is None or inventory.is_found else [f"--inventory={inventory.source}"]
+    return f"{HINTS.program} {shlex.join(['get', *given, place, f'--hosts={host.name}', f'--to={host.name}'])}"
+
+
+def _scp(host: Host, inventory: Inventory, workdir: str) -> str:
     words = ["scp", "-r", *(["-P", str(host.port)] if host.port not in (None, 22) else [])]
     words += ["-i", host.identity] if host.identity else []
     if host.jump and host.jump != "none":
@@ -89,3 +117,21 @@ def to_fetch(host: Host, inventory: Inventory, workdir: str) -> str:
     login = place if host.user is None else f"{host.user}@{place}"
     path = path_of(host, workdir)
     return shlex.join([*words, f"{login}:{path.removeprefix('~/')}", f"./{host.name}"])
+
+
+def current_folder() -> str:
+    """The current folder of this program; empty if it has been removed."""
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return ""
+
+
+def project(folder: str) -> str:
+    """The name, on hosts, of the folder that corresponds to one of this machine and user: readable and unique."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container may run under a user id without a name
+        user = str(os.getuid())
+    readable_name = re.sub(r"[^A-Za-z0-9_]+", "-", Path(folder).name).strip("-")[:40] or "project"
+    return f"{readable_name}-{name_of(os.fsencode(f'{user}@{os.uname().nodename}:{folder}'))[:8]}"

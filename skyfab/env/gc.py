@@ -22,6 +22,7 @@ from skyfab.env.uv import home
 from skyfab.errors import HostUnfit, UsageError
 from skyfab.scripts import given, read
 from skyfab.session.shell import ScriptFailed, Shell
+from skyfab.sizes import readable
 
 _HOUR: Final = 60
 _DAY: Final = 24 * _HOUR
@@ -73,19 +74,10 @@ class Swept:
         things = [_counted(count, _WORDS[kind]) for kind, count in self.counts.items() if count]
         if not things and not self.size:
             return "nothing to remove"
-        said = f"removed {', '.join(things) or 'what uv kept'}: {_megabytes(self.size)}"
+        said = f"removed {', '.join(things) or 'what uv kept'}: {readable(self.size)}"
         if self.folders:
-            said += f" ({', '.join(f'{name} {_megabytes(size)}' for name, size in self.folders)})"
+            said += f" ({', '.join(f'{name} {readable(size)}' for name, size in self.folders)})"
         return f"{said}; uv's cache stays, where environments share its files" if self.kept_uv else said
-
-
-def _megabytes(size: int) -> str:
-    """
-    >>> _megabytes(1_240_000)
-    '1.2 MB'
-    """
-    number = size / 1e6
-    return f"{number:.{0 if number >= 10 else 1}f} MB"
 
 
 def _counted(count: int, word: str) -> str:

@@ -15,11 +15,13 @@ from shlex import quote
 from typing import TYPE_CHECKING, Final, Protocol
 
 from skyfab.calls.image import Image
+from skyfab.calls.results import image_option
 from skyfab.env.facts import Facts, Program, Target
 from skyfab.errors import HostUnfit, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
 from skyfab.session.shell import ScriptFailed, Shell
+from skyfab.sizes import readable
 
 if TYPE_CHECKING:
     from skyfab.env.install import Package
@@ -248,7 +250,7 @@ class _Steps:
         total = sum(package.size for package in packages)
         if facts.free and total > facts.free:
             raise HostUnfit(
-                f"{total / 1e6:.0f} MB are to be sent, and its disk has {facts.free / 1e6:.0f} MB left", hint=_ROOM
+                f"{readable(total)} are to be sent, and its disk has {readable(facts.free)} left", hint=_ROOM
             )
         progress = functools.partial(self.report.moved, "pushing")
         push(self.shell, packages, session=self.session, progress=progress)
@@ -287,12 +289,13 @@ def check(image: Image, python: str) -> None:
     """Checks an image before any host is contacted. Raises UsageError."""
     if image.python.startswith("/") and (image.pip or image.lock or image.apt):
         raise UsageError(
-            f"Image(python={image.python!r}) is used as it is: nothing is installed into it",
+            f"{image_option('python', image.python)} is used as it is: nothing is installed into it",
             hint="leave python out, or pip, lock and apt",
         )
     wanted = image.python if image.python[0].isdigit() else python
     if wanted.split(".")[:2] != python.split("."):
         raise UsageError(
-            f"Image(python={image.python!r}), and this program runs {python}: functions cannot travel between them",
-            hint=f'run this program with Python {image.python}, or say Image(python="{python}")',
+            f"{image_option('python', image.python)}, and this program runs {python}: functions cannot travel between"
+            " them",
+            hint=f"run this program with Python {image.python}, or say {image_option('python', python)}",
         )

@@ -20,6 +20,7 @@ from packaging.version import Version
 
 from skyfab import toml
 from skyfab.calls.image import Image, PipIndex
+from skyfab.calls.results import image_option, index_option
 from skyfab.env import builds, uv
 from skyfab.env.facts import Target
 from skyfab.env.pipconf import NO_INDEX
@@ -102,7 +103,7 @@ class Question:
             names = {canonicalize_name(name) for name in index.packages}
             if not names or names & scoped:
                 what = f"{min(names & scoped)} has two indexes" if names else "names no packages"
-                raise LockError(f"PipIndex({uv.redact(index.url)!r}): {what}", hint="each package has one index")
+                raise LockError(f"{index_option(uv.redact(index.url))}: {what}", hint="each package has one index")
             scoped |= names
         places = tuple(PipIndex(_place(index.url), index.packages) for index in image.pip_indexes)
         for index in pins.indexes:
@@ -221,7 +222,7 @@ class Resolver:
                 f"{names} would be installed beside {torch}, which is built for {build}: they are not, and would fail"
                 " when they are imported",
                 hint=f"put builds for {build} where pip looks for torch (pip config list), or name one index that has"
-                f" all of them: PipIndex(url, packages={tuple(sorted(TORCH))!r})",
+                f" all of them: {index_option('URL', sorted(TORCH))}",
             )
 
     @property
@@ -390,7 +391,7 @@ def requirement(text: str) -> Requirement:
         return Requirement(text)
     except InvalidRequirement:
         raise LockError(
-            f"Image(pip=…) names {uv.redact(text)!r}, which is no requirement",
+            f"{image_option('pip')} names {uv.redact(text)!r}, which is no requirement",
             hint='a name with versions, as in "numpy>=2", or "name @ https://…/name-1.0-py3-none-any.whl"',
         ) from None
 
@@ -410,7 +411,7 @@ def _place(url: str) -> str:
     folder = Path(unquote(urlsplit(url).path) if url.startswith("file:") else os.path.expanduser(url))  # noqa: PTH111 - never raises
     if not folder.is_dir():
         raise LockError(
-            f"PipIndex({url!r}): there is no such folder", hint="an http or https URL, or a folder with wheels"
+            f"{index_option(url)}: there is no such folder", hint="an http or https URL, or a folder with wheels"
         )
     return folder.absolute().as_uri()
 
@@ -433,11 +434,11 @@ def _hint(why: str) -> str:
     if re.search(r"\b(401|403)\b|authentic|Unauthorized|Forbidden", why):
         return "put user and password into the index's URL, pip's configuration or ~/.netrc"
     if re.search(r"/whl/(cpu|cu|rocm|xpu)\S*/torch", why):
-        return "name an index that has torch: PipIndex(url, packages=('torch', …)), or put a build where pip looks"
+        return f"name an index that has torch: {index_option('URL', ['torch', '…'])}, or put a build where pip looks"
     if re.search(r"Failed to fetch|error sending request|[Cc]onnect|dns|timed out|certificate", why):
         return "is the index up? Where pip was told to look: pip config list"
     if "not found in" in why:
         return "is the name right? Where pip was told to look: pip config list"
     if re.search(r"no wheels? with a matching|[Ww]heels are available|no usable wheels", why):
         return "choose a version that has a wheel for that platform and Python"
-    return "change the versions in Image(pip=…)"
+    return f"change the versions in {image_option('pip')}"

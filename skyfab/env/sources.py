@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from skyfab import toml
+from skyfab.calls.results import index_option
 from skyfab.env import uv
 from skyfab.env.facts import Target
 from skyfab.env.resolve import LockError, sum_of
@@ -181,7 +182,7 @@ def _check_platform(name: str, target: Target) -> None:
     if not same or _numbers(number) > _numbers(other):
         raise LockError(
             f"{name} has no wheel, and what is built from its source here does not run on {uv.described(target)}",
-            hint="build a wheel there, put it into a folder, and name that: PipIndex(folder, packages=(…))",
+            hint=f"build a wheel there, put it into a folder, and name that: {index_option('FOLDER', ['…'])}",
         )
 
 

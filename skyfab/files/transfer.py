@@ -16,6 +16,7 @@ from skyfab.files.entries import FILE, name, shown
 from skyfab.files.replies import check
 from skyfab.files.source import GONE, PIECE, SMALL, Source
 from skyfab.files.target import EQUAL_SIZE, NEWER, Target
+from skyfab.sizes import readable
 
 _AHEAD: Final = 4
 """Packs and pieces that are read ahead, and as many that are written."""
@@ -71,19 +72,23 @@ class Report:
     size: int = 0
     """Bytes of all files."""
     sent: int = 0
-    """Files whose content was sent."""
+    """Files whose content was sent, in either direction."""
     sent_size: int = 0
     seconds: float = 0.0
     skipped: list[tuple[str, str]] = field(default_factory=list)
     """Paths that were left out, and why."""
+    is_download: bool = False
 
     def __str__(self) -> str:
         """
         >>> str(Report("node1", files=1200, size=34_000_000, sent=1, sent_size=500_000, seconds=0.3))
-        'node1: 1200 files, 34.0 MB; sent 1, 0.5 MB, in 0.3 s'
+        'node1: 1200 files, 34 MB; sent 1, 500 kB, in 0.3 s'
+        >>> str(Report("node1", files=1, size=12, is_download=True))
+        'node1: 1 file, 12 bytes; nothing to fetch, in 0.0 s'
         """
-        count = f"{self.files} file{'' if self.files == 1 else 's'}, {self.size / 1e6:.1f} MB"
-        what = f"sent {self.sent}, {self.sent_size / 1e6:.1f} MB," if self.sent else "nothing to send,"
+        count = f"{self.files} file{'' if self.files == 1 else 's'}, {readable(self.size)}"
+        past, present = ("fetched", "fetch") if self.is_download else ("sent", "send")
+        what = f"{past} {self.sent}, {readable(self.sent_size)}," if self.sent else f"nothing to {present},"
         return f"{self.host}: {count}; {what} in {self.seconds:.1f} s"
 
     def note(self, path: str, why: str) -> None:

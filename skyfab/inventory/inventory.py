@@ -55,16 +55,13 @@ class Inventory(ShownAsTable):
     @classmethod
     def find(cls, environ: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] = ".") -> Inventory:
         """The inventory of ``$SKYFAB_INVENTORY``, else of this folder, else of the user; else only `local`."""
-        environ = os.environ if environ is None else environ
-        if named := environ.get("SKYFAB_INVENTORY"):
-            return cls.load(Path(cwd, expanded(named)))
-        config = Path(environ.get("XDG_CONFIG_HOME", ""))
-        if not config.is_absolute():  # then the XDG specification says to ignore it
-            config = expanded("~/.config")
-        for path in (Path(cwd, "inventory.toml"), Path(config, "skyfab", "inventory.toml")):
-            if os.path.lexists(path):
-                return cls.load(path)
-        return cls(hosts={LOCAL.name: LOCAL})
+        path = found_file(os.environ if environ is None else environ, cwd)
+        return cls(hosts={LOCAL.name: LOCAL}) if path is None else cls.load(path)
+
+    @property
+    def is_found(self) -> bool:
+        """Its file is the one that `find` finds: commands need not name it."""
+        return self.source is not None and Path.cwd() / self.source == Path.cwd() / (found_file(os.environ) or "")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Inventory:
@@ -144,6 +141,17 @@ class Inventory(ShownAsTable):
             return Host.ad_hoc(name)
         user, port = address.user or base.user, address.port or base.port
         return replace(base, name=name, address=base.destination, user=user, port=port)
+
+
+def found_file(environ: Mapping[str, str], cwd: str | os.PathLike[str] = ".") -> Path | None:
+    """The inventory file of ``$SKYFAB_INVENTORY``, else of this folder, else of the user."""
+    if named := environ.get("SKYFAB_INVENTORY"):
+        return Path(cwd, expanded(named))
+    config = Path(environ.get("XDG_CONFIG_HOME", ""))
+    if not config.is_absolute():  # then the XDG specification says to ignore it
+        config = expanded("~/.config")
+    paths = (Path(cwd, "inventory.toml"), Path(config, "skyfab", "inventory.toml"))
+    return next(filter(os.path.lexists, paths), None)
 
 
 def _first(hosts: tuple[Host, ...], nodes: int | None) -> tuple[Host, ...]:

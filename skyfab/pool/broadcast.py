@@ -274,6 +274,11 @@ class BroadcastQueue:
         return call
 
     @property
+    def is_idle(self) -> bool:
+        """No rank runs a broadcast. One that was cancelled ends when its ranks have."""
+        return self._active is None
+
+    @property
     def at_work(self) -> GangCall | None:
         """The broadcast that is running now, if it was sent to every rank and has not failed or been cancelled."""
         call = self._active

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from skyfab.calls import nesting
-from skyfab.calls.call import Call, Function, Group, TakesCalls, as_function, not_a_call
+from skyfab.calls.call import Call, Function, Group, TakesCalls, as_function, not_a_call, not_a_function
 from skyfab.calls.image import Image
 from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function
 from skyfab.calls.project import Project
@@ -335,6 +335,11 @@ class Compute(ShownPool, TakesCalls):
         self.close()
         return attach(detacher.id, [node.host for node in nodes], inventory=self.inventory, results=self._results)
 
+    def wait_for_ranks(self, timeout: float) -> None:
+        """Waits until no rank runs a broadcast: after it was cancelled, its ranks may take a moment to end."""
+        self._check_open()
+        self.hosts[0].session.wait(lambda: self._broadcasts.is_idle, timeout)
+
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
         """Runs calls in parallel: ``(f(1) & g(2)) >> compute``."""
         return group.results([self.submit(call) for call in group.calls])
@@ -349,6 +354,8 @@ class Compute(ShownPool, TakesCalls):
         Short items are sent in groups. Raises the first failure, and cancels the rest.
         """
         self._check_open()
+        if isinstance(function, Call):
+            raise not_a_function(function)
         fn = as_function(function)
         calls = [fn(*arguments) for arguments in zip(*items, strict=False)]
         packed = self._pack_function(fn)[0]

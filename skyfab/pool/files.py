@@ -32,6 +32,7 @@ from skyfab.pool.node import Node, WorkerSpec
 from skyfab.protocol import codec, messages
 from skyfab.session.fanout import Raised, for_each_host, one_error
 from skyfab.session.sigint import SIGINT_GUARD
+from skyfab.sizes import readable
 from skyfab.ui.events import Events, Moved, Notice
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Files:
         size = sum(entry.size for entry, _ in found)
         if len(found) > _MOST_FILES or size > _MOST_BYTES:
             raise UsageError(
-                f"{folder} has {len(found)} files, {size / 1e6:.0f} MB: too much to send",
+                f"{folder} has {len(found)} files, {readable(size)}: too much to send",
                 hint="leave some out, in .gitignore; what stays the same is sent once: skyfab put",
             )
         place = _place(folder, elsewhere=".")
@@ -131,6 +132,7 @@ class Files:
                 target = Target(os.fsencode(place))
                 try:
                     transfer = self._transfer(node, "fetching files", remote, Here(target))
+                    transfer.report.is_download = True
                     transfer.run(functools.partial(_fits, target.room, ""))
                 finally:
                     target.close()
@@ -140,6 +142,7 @@ class Files:
                 return transfer.report
 
         reports = self._on_each(fetch, nodes)
+        self._note_fetched([os.fspath(path) for path in paths], nodes)
         empty = [report.host for report in reports if not report.entries]
         if len(empty) == len(nodes):
             words = ", ".join(map(str, paths))
@@ -147,6 +150,13 @@ class Files:
         for host in empty:
             self._events.emit(Notice(host=host, text=f"nothing there is called {', '.join(map(str, paths))}"))
         return reports
+
+    def _note_fetched(self, paths: Sequence[str], nodes: Sequence[Node]) -> None:
+        """Tells the hosts, which then do not report these files as written when the pool closes."""
+        if paths and self._events.active:
+            for node in nodes:
+                with suppress(SkyfabError):
+                    node.session.send(messages.Written(fetched=paths), answer=lambda *_: None, failure=lambda _: None)
 
     # ---- one host
 
@@ -284,7 +294,7 @@ def _fits(room: int, host: str, size: int) -> None:
     """Raises HostUnfit, or OSError for this machine, if so many bytes do not fit."""
     if size <= room:
         return
-    text = f"no room for these files: they need {size / 1e6:.0f} MB, {room / 1e6:.0f} MB are free"
+    text = f"no room for these files: they need {readable(size)}, {readable(room)} are free"
     raise _unfit(errno.ENOSPC, text, host) if host else OSError(errno.ENOSPC, text)
 
 

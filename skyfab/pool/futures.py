@@ -108,6 +108,11 @@ def wait_for(future: Future[R], nodes: Sequence[Node], waiting: Waiting) -> R:
         with waiting:
             return future.result()
     except KeyboardInterrupt as error:
-        future.cancel()
-        vars(error)["stopped"] = f"stopped on {', '.join(node.name for node in nodes)}"
+        note_stopped(error, future, nodes)
         raise
+
+
+def note_stopped(error: KeyboardInterrupt, future: Future[Any], nodes: Sequence[Node]) -> None:
+    """Stops a call after Ctrl-C, whose message then says on which hosts."""
+    future.cancel()
+    vars(error)["stopped"] = f"stopped on {', '.join(node.name for node in nodes)}"

@@ -6,15 +6,17 @@ according to the execution time that the host reports, so that long items are se
 
 from __future__ import annotations
 
+import reprlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Final
 
 from skyfab.calls.call import Call
 from skyfab.calls.pack import PackedFunction, pack_arguments
-from skyfab.errors import ProtocolError
+from skyfab.errors import ProtocolError, RemoteTraceback, printable
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.scheduler import Scheduler, Task
 from skyfab.protocol import codec
@@ -26,6 +28,10 @@ _PACE: Final = 0.1
 """Seconds between two reports of progress."""
 _BYTES: Final = 1024 * 1024
 """Groups stay below this size."""
+_LONGEST: Final = 100
+"""Most characters of an item in a message."""
+_REPR: Final = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _LONGEST
 
 
 class MapCall:
@@ -103,6 +109,7 @@ class MapCall:
             return
         error = future.exception()
         if error is not None:
+            _say_which(error, self._calls, first, count)
             self._fail(error)
             return
         found = future.result()
@@ -152,6 +159,32 @@ class MapCall:
             self._next = len(self._calls)
         for task in running:
             task.future.cancel()
+
+
+def _say_which(error: BaseException, calls: Sequence[Call[Any]], first: int, count: int) -> None:
+    """Adds to an error which item it comes from, as a note and as ``error.item_index``; or from which of several."""
+    inner = error.__cause__.item if isinstance(error.__cause__, RemoteTraceback) else None
+    if inner is None or not 0 <= inner < count:
+        inner = 0 if count == 1 else None
+    if inner is None:
+        note = f"in the map: one of items {first} to {first + count - 1}"
+    else:
+        index = first + inner
+        note = f"in the map: item {index}, {_short(calls[index].args)}"
+    with suppress(Exception):  # an exception of the user's may refuse attributes, or have unusual `__notes__`
+        if inner is not None:
+            vars(error)["item_index"] = first + inner
+        vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), note]  # `add_note` is missing before Python 3.11
+
+
+def _short(arguments: tuple[Any, ...]) -> str:
+    """An item as a message shows it, whatever its class does."""
+    found = arguments[0] if len(arguments) == 1 else arguments
+    try:
+        text = _REPR.repr(found)
+    except Exception:
+        return f"a {type(found).__qualname__}"
+    return printable(" ".join(text.split()))[:_LONGEST]
 
 
 def _pack(group: Sequence[Call[Any]]) -> codec.Payload:

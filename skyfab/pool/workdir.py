@@ -6,23 +6,19 @@ current folder itself. A path is that folder on every host. ``"temp"`` is delete
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Protocol
 
-from skyfab.detached.written import Written, event, parse
+from skyfab.detached.written import Written, current_folder, event, parse, project
 from skyfab.errors import SkyfabError, UsageError
 from skyfab.inventory.host import CHECKS, Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol import messages
-from skyfab.protocol.blobs import name_of
 from skyfab.ui.events import Events
 
 _TIMEOUT: Final = 2.0
@@ -48,7 +44,7 @@ class Workdirs:
             self._choice: str = CHECKS["workdir"](os.fspath(choice) if isinstance(choice, os.PathLike) else choice)
         except UsageError as error:
             raise UsageError(f"workdir {error.message}", hint=error.hint) from None
-        self._here = _current()
+        self._here = current_folder()
 
     def of(self, host: Host) -> Workdir:
         choice = host.workdir if self._choice == "auto" else self._choice
@@ -57,23 +53,6 @@ class Workdirs:
         if host.transport == "local" and choice in ("auto", self._here):
             return Workdir(self._here, callers=True)
         return Workdir(project(self._here) if choice == "auto" else choice)
-
-
-def _current() -> str:
-    try:
-        return str(Path.cwd())
-    except OSError:  # it has been removed
-        return ""
-
-
-def project(folder: str) -> str:
-    """The name, on hosts, of the folder that corresponds to one of this machine and user: readable and unique."""
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):  # a container may run under a user id without a name
-        user = str(os.getuid())
-    readable = re.sub(r"[^A-Za-z0-9_]+", "-", Path(folder).name).strip("-")[:40] or "project"
-    return f"{readable}-{name_of(os.fsencode(f'{user}@{os.uname().nodename}:{folder}'))[:8]}"
 
 
 class _Node(Protocol):

@@ -89,6 +89,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "Mapping[str, str]": dict,
     "Mapping[str, Any]": dict,
     "Sequence[Part]": (list, tuple),
+    "Sequence[str]": (list, tuple),
     "list[int]": list,
     "list[str]": list,
     "list[list[str]]": list,
@@ -96,6 +97,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 _ELEMENTS: dict[str, Callable[[object], bool]] = {
     "Mapping[str, str]": lambda inner: isinstance(inner, str),
     "Sequence[Part]": lambda inner: type(inner) in (int, list),
+    "Sequence[str]": lambda inner: isinstance(inner, str),
     "list[int]": lambda inner: type(inner) is int,
     "list[str]": lambda inner: isinstance(inner, str),
     "list[list[str]]": lambda inner: isinstance(inner, list) and all(isinstance(word, str) for word in inner),
@@ -200,6 +202,9 @@ class Written(Message):
     """Ask which files were written in persistent working directories. Reply: Done, with a list in JSON."""
 
     op: ClassVar[str] = "written"
+    fetched: Sequence[str] = ()
+    """If there are any, nothing is asked: files that these paths and patterns name have been fetched by now, and are
+    reported only if they are written again."""
 
 
 class Has(Message):
@@ -284,6 +289,8 @@ class Raised(Message):
     kind: str
     text: str
     traceback: str
+    item: int | None = None
+    """Which item of the call it was, where the call is for each of several."""
 
 
 class Ended(Message):

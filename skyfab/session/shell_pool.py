@@ -95,7 +95,7 @@ class Shells:
                 said = failed.output.strip()[-400:] or f"exit code {failed.status}"
                 raise HostUnfit(f"its shell could not do it: {said}", host=host.name) from failed
             except PASSING as error:
-                if entry.fail(error) and self._trouble is not None:
+                if entry.fail(error) and self._trouble is not None and not self._is_over():
                     self._trouble(error)
                 raise
             except BaseException:  # it is unknown how much of the reply was read

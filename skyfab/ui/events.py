@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from skyfab.sizes import progress
+
 State = Literal["connecting", "preparing", "ready", "reconnecting", "lost", "failed", "closed"]
 
 
@@ -129,7 +131,7 @@ class Moved(Event):
     total: int
 
     def __str__(self) -> str:
-        return f"{self.host}: {self.what} {self.done / 1e6:.0f} of {self.total / 1e6:.0f} MB"
+        return f"{self.host}: {self.what} {progress(self.done, self.total)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,18 @@ class FilesWritten(Event):
 
     def __str__(self) -> str:
         return f"{self.host}: wrote {self.what} in {self.path}; to fetch: {self.fetch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question(Event):
+    """The program asks the user something; with an empty text, it does so no more."""
+
+    text: str
+    answer: str = ""
+    """What was answered, for an output from which the question cannot be removed."""
+
+    def __str__(self) -> str:
+        return self.text or self.answer
 
 
 Subscriber = Callable[[Event], None]

@@ -104,9 +104,18 @@ def _remote(error: BaseException) -> Iterator[str]:
         lines = lines[1:]
         lines = lines[: next((n for n, line in enumerate(lines) if not line.startswith(" ")), len(lines))]
         lines = list(_own_frames(lines))
+    elif _is_message(lines[0], error):  # there is no frame of the program, and the message follows below
+        lines = [line for line in lines if line.startswith("hint: ")]
     if lines:
         yield f"on {_place(error)}:"
         yield "\n".join(lines)
+
+
+def _is_message(line: str, error: BaseException) -> bool:
+    """Whether a line is how Python prints the exception, as ``TypeError: f() missing 1 required argument``."""
+    kind, message = _kind(error)
+    said = line.partition(": ")[2] or line.rpartition(".")[2]
+    return said in f"{kind.__name__}: {message}".split("\n")[0]
 
 
 def _own_frames(lines: Sequence[str]) -> Iterator[str]:
@@ -161,7 +170,7 @@ def _place(error: BaseException) -> str:
 
 def _hints(error: BaseException) -> list[str]:
     hint = getattr(error, "hint", None)
-    return [f"hint: {hint}"] if hint else [str(note) for note in getattr(error, "__notes__", ())]
+    return [*map(str, getattr(error, "__notes__", ())), *([f"hint: {hint}"] if hint else [])]
 
 
 # ---- where Python prints uncaught exceptions

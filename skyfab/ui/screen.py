@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, TextIO
 
+from skyfab.sizes import progress
 from skyfab.ui.calls import Calls
-from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Mapped, Moved, Output, State, Waiting
+from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Mapped, Moved, Output, Question, State, Waiting
 from skyfab.ui.terminal import RESET, Live, clean, echoes, has_colours, is_rich, put
 from skyfab.ui.view import TIMEOUT, Line, View
 
@@ -35,7 +36,7 @@ def attach(
     """Shows a pool's events from now on; returns a function that writes the rest and stops.
 
     `auto` is `rich` if stdout and stderr are both a capable terminal, else `plain`. A thread that emits an event waits
-    up to `patience` seconds for a slow output.
+    up to `timeout` seconds for a slow output.
     """
     files = stdout or sys.stdout, stderr or sys.stderr
     rich = kind == "rich" or (kind == "auto" and is_rich(*files))
@@ -106,6 +107,10 @@ class Plain(View):
                 self._shown[event.function, -1] = now
                 self._say("stderr", clean(str(event)) + "\n")
 
+    def _ask(self, event: Question) -> None:
+        if str(event):
+            self._say("stderr", f"{event}\n")
+
     def _write(self, lines: list[Line]) -> None:
         for stream, group in itertools.groupby(lines, key=lambda line: line[0]):
             put(self._files[stream] or getattr(sys, stream), "".join(text for _, text in group))
@@ -138,6 +143,7 @@ class Screen(View):
         """Hosts that do not answer: since when, and for how many seconds they are waited for."""
         self._ready: list[str] = []
         self._since = 0.0
+        self._question = ""
 
     def _line(self, event: Output) -> str:
         return f"{self._prefix(event)} {clean(event.text, colour=self._has_colours)}\n"
@@ -199,6 +205,10 @@ class Screen(View):
         if self._calls.take(event):
             self._waiting += 1
 
+    def _ask(self, event: Question) -> None:
+        self._question = event.text
+        self._waiting += 1
+
     def _total(self) -> list[str]:
         """A line with the total progress, if several hosts have transfers."""
         if len(self._amounts) < 2 or not self._details:
@@ -206,7 +216,7 @@ class Screen(View):
         done, total = (sum(amounts) for amounts in zip(*self._amounts.values(), strict=True))
         ready, all_ = len(self._ready), len(self._ready) + len(self._details)
         state = f"{ready} of {all_} ready, " if self._ready or not self._is_moving() else ""
-        return [f"  {state}{done / 1e6:.0f} of {total / 1e6:.0f} MB"]
+        return [f"  {state}{progress(done, total)}"]
 
     def _is_moving(self) -> bool:
         """Whether all that is shown are transfers of files."""
@@ -232,6 +242,7 @@ class Screen(View):
             live += [f"{spinner} {call}" for call in calls]
             bars = sorted(self._bars.values(), key=lambda bar: bar.rank or 0)
             live += [f"{self._prefix(bar)} {clean(bar.text, colour=False)}" for bar in bars]
+            live += [self._question] if self._question else []
         put(self._file, self._live.frame("".join(text for _, text in lines), live))
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from skyfab.ui.events import (
     Moved,
     Notice,
     Output,
+    Question,
     Stalled,
     State,
 )
@@ -105,6 +106,8 @@ class View(ABC):
             if isinstance(event, CallEnded):
                 self._settle(event.host)
                 self._release(event)
+        elif isinstance(event, Question):
+            self._ask(event)
         elif isinstance(event, (Notice, Stalled, FilesWritten)):
             self._say("stderr", f"{clean_lines(str(event))}\n")
 
@@ -161,6 +164,10 @@ class View(ABC):
     @abstractmethod
     def _running(self, event: CallStarted | CallEnded | Mapped) -> None:
         """A call started or ended, or a map made progress."""
+
+    @abstractmethod
+    def _ask(self, event: Question) -> None:
+        """The program asks something, or does so no more."""
 
     # ---- output
 

@@ -258,7 +258,7 @@ def test_get_gives_a_new_object_each_time() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(np.zeros(8 * MB), "67.1 MB ndarray"), (b"x" * 2000, "2.08 kB bytes"), (None, "68 B NoneType")],
+    [(np.zeros(8 * MB), "67 MB ndarray"), (b"x" * 2000, "2.1 kB bytes"), (None, "68 bytes NoneType")],
     ids=["large", "middle", "small"],
 )
 def test_it_says_what_it_stands_for(value: Any, text: str) -> None:
@@ -436,6 +436,6 @@ def test_the_state_dict_example_learns() -> None:
 def test_the_large_model_example_sends_its_model_once() -> None:
     pytest.importorskip("torch")
     first, *noises, last = run_example("large_model.py")
-    assert first == "<sky.Ref 17.1 MB Net>: 4.3 million weights"
+    assert first == "<sky.Ref 17 MB Net>: 4.3 million weights"
     assert [line.partition(":")[0] for line in noises] == ["noise 0.0", "noise 0.2", "noise 0.4", "noise 0.8"]
     assert last == "4 calls, 1.0 times the model sent to 1 host(s)"

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 from stage.index import Index
 
+from skyfab.calls import results
 from skyfab.calls.call import as_function
 from skyfab.calls.image import Image, PipIndex
 from skyfab.cli import environment, host_keys, report, tasks
@@ -64,6 +65,7 @@ Skyfab = Callable[..., Ran]
 def skyfab(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Skyfab:
     """``skyfab("hosts", "--json")``: the program, in this process and in a folder of its own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(results, "_by_option", False)  # a command that sets it is a process of its own
 
     def run(*words: str) -> Ran:
         monkeypatch.setattr(sys, "argv", ["skyfab", *words])
@@ -87,6 +89,12 @@ def program(*words: str, cwd: Path, **environ: str) -> Ran:
 
 
 # ---- usage
+
+
+@pytest.mark.parametrize("words", [("prepare", "--pip=app @"), ("run", "--pip=app @", "x.py")])
+def test_a_package_that_cannot_be_is_named_as_it_was_given(skyfab: Skyfab, tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "x.py").write_text("")
+    assert "--pip=… names 'app @', which is no requirement" in skyfab(*words).err
 
 
 def test_without_a_task_it_lists_them(skyfab: Skyfab) -> None:
@@ -132,15 +140,9 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
     )
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     ours = {name for name in loaded if name.startswith("skyfab.") and not name.startswith("skyfab.cli")}
-    assert ours == {"skyfab.errors", "skyfab.ui", "skyfab.ui.terminal"}
-    assert not loaded & {
-        "skyfab.cli.environment",
-        "skyfab.cli.fanout",
-        "skyfab.cli.host_keys",
-        "fabric",
-        "invoke",
-        "rich",
-    }
+    assert ours == {"skyfab.errors", "skyfab.ui", "skyfab.ui.hints", "skyfab.ui.terminal"}
+    assert not loaded & {"skyfab.cli.environment", "skyfab.cli.fanout", "skyfab.cli.host_keys"}
+    assert not loaded & {"fabric", "invoke", "rich"}
 
 
 @pytest.mark.parametrize(
@@ -278,10 +280,10 @@ def test_a_host_that_failed_has_its_reason_in_the_table_and_its_hint_below(skyfa
 # ---- exec
 
 
-def test_exec_runs_a_shell_line_at_home_and_keeps_the_streams_apart(skyfab: Skyfab, home: Path) -> None:
+def test_exec_runs_a_shell_line_here_and_keeps_the_streams_apart(skyfab: Skyfab, tmp_path: Path) -> None:
     code, out, err = skyfab("exec", "--", "pwd; echo two words | tr a-z A-Z;", "echo oops >&2")
     assert (code, err) == (0, f"{HERE}local oops\n")
-    assert out == f"local {home}\nlocal TWO WORDS\n"
+    assert out == f"local {tmp_path}\nlocal TWO WORDS\n"
 
 
 @pytest.mark.parametrize(("command", "how"), [("exit 7", "exit code 7"), ("kill -9 $$", "killed by signal 9")])

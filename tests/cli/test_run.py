@@ -98,7 +98,7 @@ def test_how_a_script_ends_is_how_the_command_ends(project: Path, text: str, cod
     assert said in ran.stderr
 
 
-@pytest.mark.parametrize("words", [["nothing.py"], ["beside.txt"], ["script.py:no way"]])
+@pytest.mark.parametrize("words", [["nothing.py"], ["words.txt"], ["script.py:no way"]])
 def test_what_cannot_be_run_is_said_before_anything_is_reached(project: Path, words: list[str]) -> None:
     ran = skyfab(project, "run", *words)
     assert ran.returncode == 2

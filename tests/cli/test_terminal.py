@@ -9,6 +9,7 @@ import pty
 import re
 import shlex
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -194,6 +195,32 @@ def test_logs_are_shown_as_live_output_is(night: Path, columns: int) -> None:
     ]
     plain = seen(night, columns, "logs", "night", NO_COLOR="1")[1]
     assert plain.splitlines() == ["here[0] │ first", "here[1] │ second", "here[0] │ 100 %", "here[0] │ last"]
+
+
+@pytest.mark.parametrize("state", ["done", "failed", "stopped"])
+def test_a_run_that_has_ended_is_not_stopped(night: Path, state: str) -> None:
+    status = night / "here" / "runs" / "abcdef0123456789" / "status"
+    status.write_text(json.dumps({"state": state, "started": 1e9}))
+    ran = piped(night, "stop", "night")
+    assert (ran.returncode, ran.stdout) == (0, f"abcdef01 had already ended: {state}  night\n"), ran.stderr
+
+
+def test_a_look_at_logs_that_is_interrupted_ends_quietly(night: Path, request: pytest.FixtureRequest) -> None:
+    run = night / "here" / "runs" / "abcdef0123456789"
+    agent = subprocess.Popen(["sleep", "100"], cwd=run)
+    request.addfinalizer(lambda: agent.kill() or agent.wait())
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    (run / "status").write_text(json.dumps({"state": "running", "started": 1e9}))
+    (run / "agent").write_text(f"{agent.pid} {boot} {run}\n")
+    with subprocess.Popen(
+        [*PROGRAM, "logs", "-f", "night"], cwd=night, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as logs:
+        assert logs.stdout is not None and logs.stderr is not None
+        for _ in range(3):
+            logs.stdout.readline()
+        logs.send_signal(signal.SIGINT)
+        assert logs.stderr.read() == "here[0] 100 %\n"
+        assert logs.wait(60) == 130
 
 
 def test_piped_logs_keep_the_streams_apart(night: Path) -> None:

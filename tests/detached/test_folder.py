@@ -316,3 +316,26 @@ def test_a_run_is_running_until_its_agent_has_said_how_it_ended(
         finally:
             agent.kill()
     assert [part.state for part in read_parts(shell)] == ["lost"]
+
+
+# ---- shells
+
+
+def test_a_host_that_fails_after_the_end_is_no_trouble() -> None:
+    """Ctrl-C closes the shells while threads still read: nobody tries again."""
+    told: list[sky.SkyfabError] = []
+    host = sky.Host(name="here", transport="local")
+    shells = Shells([host], sky.Inventory(hosts={}), trouble=told.append)
+
+    def lose() -> None:
+        shells._entries["here"].shell = object()  # type: ignore[assignment]
+        with pytest.raises(sky.HostLost), shells.on(host):
+            raise sky.HostLost("the pool was closed", host="here")
+        shells._entries["here"].error = None
+
+    lose()
+    assert len(told) == 1
+    with shells:
+        pass
+    lose()
+    assert len(told) == 1

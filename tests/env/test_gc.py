@@ -110,7 +110,7 @@ def test_what_is_old_goes_and_nothing_else(cache_on: Callable[..., Cache], name:
     swept = cache.gc()
     assert cache(LIST) == expected("b", "c")
     assert swept.counts == {"envs": 1, "pythons": 1, "packages": 1, "bundles": 1, "trees": 1, "blobs": 1, "logs": 1}
-    assert str(swept).startswith("removed 1 environment, 1 Python, 1 package, ") and str(swept).endswith(" MB")
+    assert str(swept).startswith("removed 1 environment, 1 Python, 1 package, ") and str(swept).endswith(" kB")
     assert str(cache.gc()) == "nothing to remove"
     assert cache(LIST) == expected("b", "c")
 

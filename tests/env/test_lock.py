@@ -563,7 +563,7 @@ def test_a_torchvision_of_another_build_than_torch_is_refused_with_what_to_do(
     with pytest.raises(LockError, match=rf"{package} 0\.28\.0 .* beside torch 2\.13\.0\+cpu.*built for cpu") as raised:
         lock_of("torch", package)
     assert "put builds for cpu where pip looks for torch" in str(raised.value.hint)
-    assert "PipIndex(url, packages=" in str(raised.value.hint)
+    assert "PipIndex('URL', packages=" in str(raised.value.hint)
 
 
 def test_a_torchvision_that_comes_along_is_looked_at_too(links: Path, index: Index) -> None:

@@ -19,11 +19,11 @@ from test_transfer import state
 from test_transfer import top as top  # a fixture
 
 import skyfab as sky
+from skyfab.detached.written import project
 from skyfab.errors import HostUnfit, UsageError
 from skyfab.files.draft import part_of
 from skyfab.files.source import PIECE
 from skyfab.lab import Lab, LabHost
-from skyfab.pool.workdir import project
 from skyfab.ui.events import Event, Moved, Notice
 
 pytestmark = pytest.mark.lab
@@ -302,13 +302,19 @@ def test_put_and_get(here: Path, listed: Path) -> None:
     done = skyfab(here, "put", "data", "--hosts=node1,node2", inventory=listed)
     assert done.returncode == 0, done.stderr
     assert [line.partition(" in ")[0] for line in done.stdout.splitlines()] == [
-        "node1: 1 file, 0.0 MB; sent 1, 0.0 MB,",
-        "node2: 1 file, 0.0 MB; sent 1, 0.0 MB,",
+        "node1: 1 file, 1 byte; sent 1, 1 byte,",
+        "node2: 1 file, 1 byte; sent 1, 1 byte,",
     ]
     assert done.stderr == ""  # what was sent is not told of as written there
+    done = skyfab(here, "exec", "node1", "--", "ls data; touch data/new", inventory=listed)
+    assert (done.stdout, done.stderr) == ("node1 -odd name\n", ""), "exec runs where put has put it"
+    done = skyfab(here, "exec", "node1", "--workdir=/tmp", "--", "pwd", inventory=listed)
+    assert done.stdout == "node1 /tmp\n"
+    skyfab(here, "exec", "node1", "--", "rm data/new", inventory=listed)
     done = skyfab(here, "get", "data/*", "--hosts=node1", "--to=back", inventory=listed)
     assert done.returncode == 0, done.stderr
     assert (here / "back" / "data" / "-odd name").read_text() == "x"
+    assert done.stdout.startswith("node1: 1 file, 1 byte; fetched 1, 1 byte, in ")
     done = skyfab(here, "get", "nothing", "--hosts=node1", inventory=listed)
     assert done.returncode == 2
     assert "node1: nothing there is called nothing" in done.stderr
@@ -329,9 +335,50 @@ def test_run_sends_data_and_brings_results_back(here: Path, listed: Path, ends: 
     words = ("run", "--hosts=node1,node2", "--sync", "--get=ckpt/*", "--get=data", "train.py")
     done = skyfab(here, *words, inventory=listed)
     assert done.returncode == (0 if ends == "well" else 1), done.stderr
+    assert "to fetch" not in done.stderr, "all that was written has been fetched"
     for rank in range(2):
         assert (here / f"node{rank + 1}" / "ckpt" / f"{rank}.pt").read_text() == f"{ends}{rank}"
         assert [path.name for path in (here / f"node{rank + 1}" / "data").iterdir()] == ["x.csv"]
     again = skyfab(here, "run", "--hosts=node1,node2", "--sync", "--get=node*", "train.py", inventory=listed)
     assert "node1: 3 files" in again.stderr, "what was fetched is not sent back"
     assert "nothing there is called node*" in again.stderr
+
+
+def test_a_failed_run_that_wrote_nothing_says_why_it_failed(here: Path, listed: Path) -> None:
+    (here / "fails.py").write_text("raise SystemExit(3)\n")
+    done = skyfab(here, "run", "--hosts=node1", "--get=ckpt", "fails.py", inventory=listed)
+    assert done.returncode == 1
+    assert "nothing there is called ckpt" in done.stderr
+    assert "fails.py failed on 1 of 1 ranks" in done.stderr
+
+
+WAITS = """
+import os, signal, time
+from pathlib import Path
+
+def save(*_):
+    time.sleep(0.5)
+    Path("ckpt.pt").write_text("stopped")
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, save)
+Path("ckpt.pt").write_text("half")
+print("saved", flush=True)
+time.sleep(100)
+"""
+
+
+def test_ctrl_c_stops_the_run_and_fetches_what_it_wrote(here: Path, listed: Path) -> None:
+    (here / "waits.py").write_text(WAITS)
+    words = ["run", f"--inventory={listed}", "--hosts=node1", "--get=*.pt", "waits.py"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "skyfab", *words], cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as client:
+        assert client.stdout is not None and client.stderr is not None
+        assert client.stdout.readline() == "node1[0] saved\n"
+        client.send_signal(signal.SIGINT)
+        said = client.stderr.read()
+        assert client.wait(60) == 130, said
+    assert (here / "ckpt.pt").read_text() == "stopped", said
+    assert "fetched 1" in said
+    assert said.splitlines()[-1] == "interrupted: stopped on node1"

@@ -185,3 +185,79 @@ def test_the_future_reads_from_a_host_of_the_map() -> None:
     stage.scheduler.add = lambda task: setattr(task.future, "node", node)  # type: ignore[method-assign]
     stage.call._send()
     assert stage.future.node is node
+
+
+# ---- which item failed
+
+
+class Rude:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def failed(items: list[Any], error: Exception, *, number: int = 0) -> BaseException:
+    """The error of a map of which that group failed, after those before it."""
+    stage = Stage(items)
+    for before in range(number):
+        stage.answer(before, 0.0)
+    stage.scheduler.tasks[number].future.settle(None, error)
+    found = stage.future.exception(0)
+    assert found is error
+    return found
+
+
+def notes(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", []))
+
+
+def test_an_error_says_which_item_it_comes_from() -> None:
+    error = failed(list("abcdefghijklmnopqrst"), ValueError("first"))
+    assert (error.item_index, notes(error)) == (0, ["in the map: item 0, 'a'"])  # type: ignore[attr-defined]
+    inner = ValueError("inside a group of four")
+    inner.__cause__ = sky.RemoteTraceback("", "node1", item=2)
+    error = failed(list("abcdefghijklmnopqrst"), inner, number=1)
+    assert (error.item_index, notes(error)) == (3, ["in the map: item 3, 'd'"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("item", [None, -1, 4])
+def test_where_the_host_cannot_say_it_the_group_is_named(item: int | None) -> None:
+    lost = sky.HostLost("gone", host="node1")
+    lost.__cause__ = sky.RemoteTraceback("", "node1", item=item)
+    error = failed(list(range(20)), lost, number=1)
+    assert notes(error) == ["in the map: one of items 1 to 4"]
+    assert not hasattr(error, "item_index")
+
+
+@pytest.mark.parametrize(
+    ("item", "shown"),
+    [(Rude(), "<Rude instance at 0x"), ("x" * 10_000, "'xxx"), ("\x1b[2Jboo", "'\\x1b[2Jboo'"), (10**5000, "")],
+    ids=["raises", "long", "controls", "digits"],
+)
+def test_an_item_is_shown_shortly_whatever_its_repr_does(item: object, shown: str) -> None:
+    (note,) = notes(failed([item], ValueError("x")))
+    assert note.startswith(f"in the map: item 0, {shown}")
+    assert len(note) < 150
+
+
+def test_an_error_that_takes_no_notes_is_raised_as_it_is() -> None:
+    class Closed(Exception):
+        __notes__ = 3
+
+    assert str(failed([1], Closed("mine"))) == "mine"
+
+
+def halved(number: int) -> float:
+    return 1 / (number - 700)
+
+
+def test_the_host_says_which_item_of_a_group_it_was() -> None:
+    with sky.Compute("local", ui="none") as compute, pytest.raises(ZeroDivisionError) as caught:
+        compute.map(halved, range(1000))
+    assert caught.value.item_index == 700  # type: ignore[attr-defined]
+    assert notes(caught.value) == ["in the map: item 700, 700"]
+
+
+def test_a_call_where_the_function_belongs() -> None:
+    with sky.Compute("local", ui="none") as compute:
+        with pytest.raises(sky.UsageError, match=r"write compute\.map\(halved, items\)"):
+            compute.map(sky.function(halved)(1), [1, 2])

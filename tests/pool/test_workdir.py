@@ -17,10 +17,10 @@ from stage.projects import inventory, skyfab
 import skyfab as sky
 from skyfab.agent import files
 from skyfab.detached.run import attach
-from skyfab.detached.written import Written, parse, to_fetch
+from skyfab.detached.written import Written, parse, project, to_fetch
 from skyfab.errors import ProtocolError
 from skyfab.lab import Lab
-from skyfab.pool.workdir import Workdir, Workdirs, project
+from skyfab.pool.workdir import Workdir, Workdirs
 from skyfab.ui.events import Event, FilesWritten
 
 SAVES = """
@@ -269,7 +269,10 @@ def test_a_look_at_a_large_folder_ends(tmp_path: Path, monkeypatch: pytest.Monke
     write(str(folder / "deep/new.txt"), "123")
     write(str(folder / "__pycache__/x.pyc"), "1")
     (told,) = written.report()
-    assert told == {"workdir": "p", "count": 1, "size": 3, "names": ["deep/new.txt"], "complete": True}
+    name = "deep/new.txt"
+    assert told == {"workdir": "p", "count": 1, "size": 3, "names": [name], "complete": True, "common": name}
+    write(str(folder / "deep/er/new.txt"), "123")
+    assert [one["common"] for one in written.report()] == ["deep"]
     for number in range(5):
         write(str(folder / f"{number}.txt"), "")
     monkeypatch.setattr(files, "_MOST", 4)
@@ -283,6 +286,82 @@ def test_the_command_that_fetches_goes_through_the_same_door() -> None:
         "scp -r -P 2222 -i '/k/my key' -J eve@g.example:22,bob@x:1 ada@10.0.0.5:.cache/skyfab/files/p-1 ./n"
     )
     assert to_fetch(sky.Host(name="n", address="::1", cache="/c"), known, "/d/$x") == "scp -r '[::1]:/d/$x' ./n"
+
+
+def test_a_host_that_skyfab_finds_by_its_name_is_asked_by_skyfab(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative to the working folder that `get` has in this folder, and else by the whole path."""
+    place = tmp_path / "my hosts.toml"
+    place.write_text('[hosts.node1]\naddress = "10.0.0.5"\n[hosts.node2]\nworkdir = "/scratch"\n')
+    known = sky.Inventory.load(place)
+    node1, node2 = known.select("node1,node2")
+    given = f"skyfab get '--inventory={place}'"
+    here, tail = project(str(folder)), "--hosts=node1 --to=node1"
+    assert to_fetch(node1, known, here, "a b.pt") == f"{given} 'a b.pt' {tail}"
+    assert to_fetch(node1, known, "other-1", "a.pt") == f"{given} '~/.cache/skyfab/files/other-1/a.pt' {tail}"
+    assert to_fetch(node1, known, "/data") == f"{given} /data {tail}"
+    assert to_fetch(node2, known, "/scratch", "a.pt") == f"{given} a.pt --hosts=node2 --to=node2"
+    monkeypatch.setenv("SKYFAB_INVENTORY", str(place))
+    assert to_fetch(node1, known, here) == f"skyfab get . {tail}"
+    alone = sky.Inventory(hosts={})
+    (ad_hoc,) = alone.select("ada@10.0.0.5:2222")
+    assert to_fetch(ad_hoc, alone, here).startswith("skyfab get . --hosts=ada@10.0.0.5:2222 ")
+
+
+@pytest.mark.parametrize(
+    ("common", "complete", "inner"),
+    [
+        ("a.pt", True, "a.pt"),
+        ("ckpt", True, "ckpt"),
+        ("", True, "."),
+        (None, True, "."),
+        ("a", False, "."),
+        ("-odd", True, "."),
+        ("a\x1b[2J", True, "."),
+        ("x" * 1000, True, "."),
+        ("../../etc/passwd", True, "."),
+    ],
+)
+def test_what_is_fetched_is_what_was_written(common: str | None, complete: bool, inner: str) -> None:
+    (found,) = parse([{"workdir": "p", "count": 9, "size": 3, "names": [], "complete": complete, "common": common}])
+    assert found.inner == inner
+
+
+@pytest.mark.parametrize(
+    ("pattern", "left"),
+    [
+        ("a.pt", ["ckpt/.hidden", "ckpt/deep/c.csv", "ckpt/b.pt"]),
+        ("*.pt", ["ckpt/.hidden", "ckpt/deep/c.csv", "ckpt/b.pt"]),
+        ("ckpt", ["a.pt"]),
+        ("./ckpt/", ["a.pt"]),
+        ("ckpt/*", ["a.pt", "ckpt/.hidden"]),
+        ("**/*.csv", ["a.pt", "ckpt/.hidden", "ckpt/b.pt"]),
+        ("{folder}/ckpt", ["a.pt"]),
+        ("/elsewhere", ["a.pt", "ckpt/.hidden", "ckpt/b.pt", "ckpt/deep/c.csv"]),
+        ("..", ["a.pt", "ckpt/.hidden", "ckpt/b.pt", "ckpt/deep/c.csv"]),
+        (".", []),
+    ],
+)
+def test_what_was_fetched_is_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, left: list[str]
+) -> None:
+    """Until it is written again. The pattern means what it means to `get`."""
+    run, folder = tmp_path / "run", tmp_path / "folder"
+    run.mkdir()
+    monkeypatch.chdir(run)
+    monkeypatch.setattr(files, "_NAMES", 10)
+    written = files.Written()
+    written.begin("p", str(folder), "")
+    for name in ("a.pt", "ckpt/.hidden", "ckpt/b.pt", "ckpt/deep/c.csv"):
+        write(str(folder / name), "1")
+    time.sleep(0.02)  # the clock of files is coarse
+    written.fetched([pattern.format(folder=folder)])
+    told = [name for one in written.report() for name in one["names"]]
+    assert sorted(told) == sorted(left)
+    time.sleep(0.02)
+    write(str(folder / "a.pt"), "2")
+    assert "a.pt" in [name for one in written.report() for name in one["names"]]
 
 
 def test_what_a_host_says_of_files_is_not_believed() -> None:
@@ -315,7 +394,10 @@ def test_a_script_finds_what_it_saved_and_says_how_to_fetch_it(
     first = skyfab(folder, *words, inventory=place)
     assert sorted(first.stdout.splitlines()) == ["node1[0] before: nothing", "node2[1] before: nothing"], first.stderr
     assert first.stderr.count("wrote 1 file") == 1
-    assert "to fetch: scp -r" in first.stderr
+    (fetch,) = [line.partition("to fetch: ")[2] for line in first.stderr.splitlines() if "to fetch: " in line]
+    assert fetch == "skyfab get ckpt.pt --hosts=node1 --to=node1"
+    done = skyfab(folder, *shlex.split(fetch)[1:], inventory=place)
+    assert (folder / "node1" / "ckpt.pt").read_text() == "x", done.stderr
     second = skyfab(folder, *words, inventory=place)
     assert sorted(second.stdout.splitlines()) == ["node1[0] before: x", "node2[1] before: nothing"], second.stderr
     gone = skyfab(folder, *words[:2], "--workdir=temp", "saves.py", inventory=place)

@@ -47,6 +47,13 @@ def test_the_cause_is_the_last_line_with_its_host_and_rank() -> None:
     ]
 
 
+def test_an_error_without_a_frame_of_the_program_is_shown_once() -> None:
+    """As where a function is given other arguments than it takes."""
+    error = TypeError("train() missing 1 required positional argument: 'n'")
+    error.__cause__ = RemoteTraceback(f"TypeError: {error}\n", "node1", 0)
+    assert failure.summary(error, "error: ") == f"error: node1[0] TypeError: {error}"
+
+
 def test_ranks_that_were_stopped_did_not_fail() -> None:
     failures = [from_host(ValueError("bad batch"), "node2", 1, FRAMES), CallCancelled("stopped", host="node1", rank=0)]
     error = broadcast_error("train", failures, [*reversed(failures), 7])

@@ -1,0 +1,34 @@
+"""Numbers of bytes as people read them."""
+
+from __future__ import annotations
+
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def readable(size: int) -> str:
+    """A number of bytes, in the unit that suits it.
+
+    >>> readable(1), readable(12), readable(3456), readable(999_999), readable(123_456_789), readable(4_200_000_000)
+    ('1 byte', '12 bytes', '3.5 kB', '1.0 MB', '123 MB', '4.2 GB')
+    """
+    unit, scale = _unit(size)
+    return f"{size} byte{'' if size == 1 else 's'}" if scale == 1 else f"{_number(size / scale)} {unit}"
+
+
+def progress(done: int, total: int) -> str:
+    """How many bytes of a total are done, in the unit of the total.
+
+    >>> progress(0, 12), progress(61_400_000, 155_000_000), progress(400_000, 4_200_000)
+    ('0 of 12 bytes', '61 of 155 MB', '0.4 of 4.2 MB')
+    """
+    _, scale = _unit(total)
+    return f"{done if scale == 1 else _number(done / scale)} of {readable(total)}"
+
+
+def _unit(size: int) -> tuple[str, float]:
+    """The unit, and how many bytes it has: the largest in which the number, as it is rounded, is at least 1."""
+    return next((one for one in _UNITS if size >= 0.9995 * one[1]), ("bytes", 1))
+
+
+def _number(value: float) -> str:
+    return f"{value:.{0 if round(value, 1) >= 10 else 1}f}"

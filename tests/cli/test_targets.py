@@ -1,0 +1,141 @@
+"""What `skyfab run` and `put` are given is looked at before anything is sent; what is near is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyfab.cli import namespace, words
+from skyfab.cli.put import put
+from skyfab.cli.run import _parsed
+from skyfab.cli.targets import check_function
+from skyfab.cli.tasks import commands_of
+from skyfab.errors import UsageError
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("def train(): ...\ndef evaluate(): ...\ndef _inner(): ...\n")
+    (tmp_path / "my data").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [
+        ("trian.py", "did you mean train.py?"),
+        ("trian.py:train", "did you mean train.py?"),
+        ("my dta/x.py", "skyfab run --help"),
+        ("my dat", "skyfab run --help"),  # a folder is no script
+        ("quite different.py", "skyfab run --help"),
+        ("train.py:a b", "skyfab run train.py:main"),
+    ],
+)
+def test_a_script_that_is_not_there(here: Path, target: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        _parsed(target)
+    assert caught.value.hint == hint
+
+
+def test_names_with_spaces_are_quoted(here: Path) -> None:
+    (here / "my train.py").write_text("def main(): ...\n")
+    for target, hint in {
+        "my trian.py": "did you mean 'my train.py'?",
+        "my train.py:mian": "did you mean 'my train.py:main'?",
+        "my train.py:a b": "skyfab run 'my train.py:main'",
+    }.items():
+        with pytest.raises(UsageError) as caught:
+            _parsed(target)
+        assert caught.value.hint == hint
+
+
+def test_what_is_put_and_is_not_there(here: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        put._function("my dta")
+    assert (caught.value.message, caught.value.hint) == ("there is no my dta here", "did you mean 'my data'?")
+
+
+# ---- functions
+
+
+def test_a_function_that_is_missing_is_told_before_anything_is_sent(here: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        _parsed("train.py:trian")
+    assert caught.value.message == "train.py has no function trian: it has train, evaluate"
+    assert caught.value.hint == "did you mean train.py:train?"
+    with pytest.raises(UsageError) as caught:
+        _parsed("train.py:x")
+    assert caught.value.hint is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def main(): ...",
+        "async def main(): ...",
+        "class main: ...",
+        "main = print",
+        "a, (b, *main) = x",
+        "main: object = print",
+        "if (main := print): ...",
+        "import x.y as main",
+        "import main.inner",
+        "from x import main",
+        "from x import y as main",
+        "from x import *",
+        "try:\n    from fast import main\nexcept ImportError:\n    pass",
+        "if x:\n    def main(): ...",
+        "for main in x: ...",
+        "with x as main: ...",
+        "match x:\n    case [main, *_]: ...",
+        "def f():\n    global main\n    main = print",
+        "globals()['main'] = print",
+        "exec('def main(): ...')",
+        "def __getattr__(name): ...",
+        "import sys\nsetattr(sys.modules[__name__], 'main', print)",
+        "def (",
+    ],
+)
+def test_a_name_that_may_be_bound_is_not_refused(tmp_path: Path, text: str) -> None:
+    script = tmp_path / "x.py"
+    script.write_text(text)
+    check_function(script, "x.py", "main")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "def outer():\n    def main(): ...", "class A:\n    def main(self): ...", "main()", "def f(main): ..."],
+)
+def test_a_name_that_is_bound_nowhere_is_refused(tmp_path: Path, text: str) -> None:
+    script = tmp_path / "x.py"
+    script.write_text(text)
+    with pytest.raises(UsageError, match=r"x\.py has no function main: it has"):
+        check_function(script, "x.py", "main")
+
+
+# ---- an option that took the script
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("run --pip train.py", "--pip took train.py as its value: --pip=PACKAGES train.py"),
+        (
+            "run --hosts node1 --pip train.py:main",
+            "--pip took train.py:main as its value: --pip=PACKAGES train.py:main",
+        ),
+        ("run --get train.py -- 3", "--get took train.py as its value: --get=PATTERN train.py"),
+        ("put --to train.py", "--to took train.py as its value: --to=PATH train.py"),
+    ],
+)
+def test_an_option_that_took_the_script_as_its_value(here: Path, typed: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        words.read(typed.split(), commands_of(namespace))
+    assert caught.value.message == says
+
+
+def test_an_option_with_another_value_did_not(here: Path) -> None:
+    with pytest.raises(UsageError, match="run needs FILE"):
+        words.read(["run", "--hosts", "node1"], commands_of(namespace))

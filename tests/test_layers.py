@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "inventory": "errors toml notebook",
     "calls": "errors toml notebook context protocol inventory",
     "plugins": "errors context protocol inventory calls",
-    "session": "errors scripts protocol inventory",
+    "session": "errors scripts protocol inventory ui",  # logins may ask the user
     "detached": "errors notebook scripts context protocol inventory calls session ui",
     "env": "errors scripts toml protocol inventory calls session detached",
     "ui": "errors",
@@ -67,7 +67,7 @@ OUTSIDE = {
     "exceptiongroup": {"errors"},
     "fabric": {"session.transport.fabric"},
     "invoke": {"cli.command", "cli.tasks"},
-    "paramiko": {"session.transport.fabric"},
+    "paramiko": {"session.transport.client", "session.transport.fabric"},
     "pathspec": {"calls.project"},
     "packaging": {"calls.manifest", "env.lock", "env.resolve", "env.wheels"},
     "rich": {"ui.table"},

@@ -36,6 +36,10 @@ class Plan:
     reverse_dns: bool
     shells: Mapping[str, str]
     """Login shells by user, other than the default."""
+    passwords: tuple[str, ...]
+    """Hosts that take passwords and no keys."""
+    codes: tuple[str, ...]
+    """Hosts that ask for a password and a one-time code, and take no keys."""
 
     @property
     def names(self) -> list[str]:

@@ -12,7 +12,6 @@ import shutil
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -28,10 +27,12 @@ from stage.threads import begin
 import skyfab as sky
 from skyfab.lab import Lab
 from skyfab.session.transport import Stream, transport_for
-from skyfab.session.transport.fabric import Fabric, Passwords
+from skyfab.session.transport.fabric import Fabric
 from skyfab.session.transport.local import Local
 from skyfab.session.transport.openssh import OpenSSH
 from skyfab.session.transport.process import ProcessStream
+from skyfab.session.transport.questions import Questions, places
+from skyfab.ui.prompt import TERMINAL
 
 pytestmark = pytest.mark.lab
 
@@ -612,13 +613,13 @@ def test_a_key_in_the_agent_lets_us_in(lab: Lab, hosts_of: Hosts, by: str, agent
 
 
 class Person:
-    """Somebody at a terminal, who is asked for passwords."""
+    """Stands in for the terminal, and answers what is asked there."""
 
     def __init__(self, answers: list[str]) -> None:
         self.answers = answers
         self.prompts: list[str] = []
 
-    def __call__(self, prompt: str = "", stream: object = None) -> str:
+    def __call__(self, prompt: str, stopped: object = None) -> str:
         self.prompts.append(prompt)
         return self.answers.pop(0)
 
@@ -627,8 +628,8 @@ class Person:
 def person(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Person]:
     def sit_down(*answers: str) -> Person:
         found = Person(list(answers))
-        monkeypatch.setattr("getpass.getpass", found)
-        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr(TERMINAL, "ask", found)
+        monkeypatch.setattr(TERMINAL, "is_attended", lambda: True)
         return found
 
     return sit_down
@@ -677,14 +678,19 @@ def test_the_connection_of_a_host_with_a_password_does_not_ask_again(
 def test_a_password_is_for_one_port_and_one_way_alone(person: Callable[..., Person]) -> None:
     """Behind a forwarded port, or another jump host, the same address is another machine."""
     gateway = sky.Host(name="a", address="10.0.0.1", port=2201, user="ada")
+    bastion = sky.Host(name="b", address="10.0.0.2")
     pat = person("first", "second", "third")
-    hosts = [gateway, replace(gateway, port=2202), replace(gateway, jump="bastion")]
+    ways = [[gateway], [replace(gateway, port=2202)], [bastion, gateway]]
+    logins = [Questions() for _ in range(2)]
     try:
-        assert [Passwords.ask(host) for host in (*hosts, *hosts)] == 2 * ["first", "second", "third"]
-        assert len(set(pat.prompts)) == 3
+        for login in logins:
+            found = [login.answer(places(way, "ada")[-1], "Password: ") for way in ways]
+            assert found == ["first", "second", "third"]
+        assert len(set(pat.prompts)) == 2, "each names the address and the port"
+        assert len(pat.prompts) == 3
     finally:
-        for host in hosts:
-            Passwords.forget(host)
+        for login in logins:
+            login.refused()
 
 
 def test_a_wrong_password_is_refused_and_forgotten(
@@ -692,7 +698,7 @@ def test_a_wrong_password_is_refused_and_forgotten(
 ) -> None:
     """The next pool asks again, and the right one works."""
     namespaces.hosts[0].add_user("petra", password="the right one")
-    petra = person("the wrong one", "the right one")
+    petra = person(*3 * ["the wrong one"], "the right one")
     caplog.set_level(logging.DEBUG)
     host = with_password(hosts_of, "petra")
     with pytest.raises(sky.AuthenticationRefused) as caught:
@@ -700,7 +706,7 @@ def test_a_wrong_password_is_refused_and_forgotten(
     assert "wrong one" not in f"{caught.value} {caught.value!r} {caplog.text}"
     with pool_of(host) as compute:
         assert (where() >> compute)[1] == "petra"
-    assert len(petra.prompts) == 2
+    assert len(petra.prompts) == 4
 
 
 def test_nobody_is_asked_where_nobody_is(
@@ -708,7 +714,7 @@ def test_nobody_is_asked_where_nobody_is(
 ) -> None:
     namespaces.hosts[0].add_user("pia", password="something")
     pia = person()
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    monkeypatch.setattr(TERMINAL, "is_attended", lambda: False)
     with pytest.raises(sky.AuthenticationRefused) as caught:
         pool_of(with_password(hosts_of, "pia")).open()
     assert pia.prompts == []

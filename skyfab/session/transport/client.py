@@ -38,6 +38,7 @@ class Client(paramiko.SSHClient):  # type: ignore[misc]
 
     def __init__(self, place: Place, questions: Questions, explain: Callable[[Exception], HostError]) -> None:
         super().__init__()
+        self._agent: Any = None
         self._place = place
         self._questions = questions
         self._explain = explain
@@ -72,11 +73,16 @@ class Client(paramiko.SSHClient):  # type: ignore[misc]
         self._type(transport, username, methods, refusal)
 
     def _unlocked(self, pkey: Any, files: Sequence[str]) -> tuple[Any, Sequence[str]]:
-        """The keys to try, with the passphrase of a file that needs one asked for."""
-        for file in files:
-            if pkey is not None or not TERMINAL.is_attended() or not keys.is_locked(Path(file).read_bytes()):
+        """The keys to try. One with a passphrase is taken from the ssh-agent, else its passphrase is asked for."""
+        for file in files if pkey is None else ():
+            if not keys.is_locked(Path(file).read_bytes()):
                 continue
-            for _ in range(_TRIES):
+            self._agent = self._agent or paramiko.Agent()  # closed with the client
+            public = keys.public_part(Path(file))
+            held = [key for key in self._agent.get_keys() if key.asbytes() == public]
+            if held:
+                return held[0], ()
+            for _ in range(_TRIES if TERMINAL.is_attended() else 0):
                 phrase = self._questions.answer("", f"Enter passphrase for key '{file}': ")
                 if phrase is None:
                     break

@@ -66,9 +66,7 @@ def _connection(host: Host, *, gateway: Any = None) -> fabric.Connection:
     config = fabric.Config(runtime_ssh_path=os.environ.get(CONFIG))
     keywords: dict[str, Any] = {"disabled_algorithms": {}}
     if host.identity is not None:
-        keywords |= {"look_for_keys": False, "allow_agent": False}
-        in_agent = _in_agent(Path(host.identity))
-        keywords |= {"key_filename": host.identity} if in_agent is None else {"pkey": in_agent}
+        keywords |= {"key_filename": host.identity, "look_for_keys": False, "allow_agent": False}
     return fabric.Connection(
         host.destination,
         user=host.user,
@@ -79,14 +77,6 @@ def _connection(host: Host, *, gateway: Any = None) -> fabric.Connection:
         connect_kwargs=keywords,
         forward_agent=False,
     )
-
-
-def _in_agent(identity: Path) -> Any:
-    """The ssh-agent's key for a file with a passphrase, which need not be typed then; None if there is none."""
-    if not keys.is_locked(identity.read_bytes()):
-        return None
-    public = keys.public_part(identity)
-    return next((key for key in paramiko.Agent().get_keys() if key.asbytes() == public), None)
 
 
 def _equip(made: fabric.Connection, at: Host, hops: Sequence[Host], inventory: Inventory, questions: Questions) -> None:

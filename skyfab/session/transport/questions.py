@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,6 +16,8 @@ from skyfab.ui.prompt import TERMINAL
 _ONE_TIME: Final = re.compile(r"one[- ]?time|\b(otp|oath|pin|duo)\b|code|token|new password", re.IGNORECASE)
 """Words of questions whose answer cannot be used again."""
 _PASSWORD: Final = re.compile(r"passw|passphrase|kennwort", re.IGNORECASE)
+_SECOND: Final = 2.0
+"""Seconds in which the login that asked first may succeed."""
 _BY_SSH: Final = re.compile(
     r"\((?P<who>[^\s@]+@\S+?)\) (?P<text>.*)|(?P<whose>[^\s@]+@\S+)'s (?P<plain>password: *)", re.DOTALL
 )
@@ -58,6 +62,8 @@ class _Answers:
     def __init__(self) -> None:
         self._known: dict[tuple[str, ...], str] = {}
         self._lock = threading.Lock()
+        self._asked: Counter[tuple[str, ...]] = Counter()
+        """How many logins wait for a one-time answer, by question."""
 
     def get(self, key: tuple[str, ...], wrong: str | None, ask: Callable[[], str | None]) -> str | None:
         """The known answer, unless it is `wrong`; else asks. Those who wait meanwhile for the same one are given it."""
@@ -72,6 +78,21 @@ class _Answers:
                 if known is not None:
                     self._known[key] = known
             return known
+
+    def get_new(self, key: tuple[str, ...], stopped: Callable[[], bool], ask: Callable[[], str | None]) -> str | None:
+        """Asks for what can be used once. One that had to wait for another asks only if it is still wanted after that:
+        of several attempts to reconnect, the first that succeeds ends the others.
+        """
+        is_second = self._asked[key] > 0
+        self._asked[key] += 1
+        try:
+            with self._lock:
+                until = time.monotonic() + (_SECOND if is_second else 0)
+                while time.monotonic() < until and not stopped():
+                    time.sleep(0.05)
+                return ask()
+        finally:
+            self._asked[key] -= 1
 
     def forget(self, key: tuple[str, ...], wrong: str) -> None:
         with self._lock:
@@ -99,9 +120,11 @@ class Questions:
             return None
         again = ""
 
+        def over() -> bool:
+            return stopped() or self._stopped()
+
         def ask() -> str | None:
-            question = f"{again}{place}: {text}" if str(place) else f"{again}{text}"
-            return TERMINAL.ask(question, lambda: stopped() or self._stopped())
+            return TERMINAL.ask(f"{again}{place}: {text}" if str(place) else f"{again}{text}", over)
 
         key = ("password", *place.way, place.login) if isinstance(place, Place) else (place, text)
         if _PASSWORD.search(text) and not _ONE_TIME.search(text):
@@ -111,13 +134,15 @@ class Questions:
             if found is not None:
                 self._given[key] = found
         else:
-            found = ask()
+            found = _ANSWERS.get_new((*key, text), over, ask)
         self.declined = found is None
         self.count += found is not None
         return found
 
     def refused(self) -> None:
-        """The login failed: what was answered is forgotten."""
+        """The login failed: what was answered is forgotten, unless it failed for want of an answer."""
+        if self.declined:
+            return
         for key, answer in self._given.items():
             _ANSWERS.forget(key, answer)
         self._given.clear()

@@ -635,31 +635,33 @@ def person(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Person]:
     return sit_down
 
 
-def with_password(hosts_of: Hosts, user: str) -> sky.Host:
-    host: sky.Host = hosts_of("fabric", 1, user=user, identity=None)[0]
+def with_password(hosts_of: Hosts, user: str, by: str = "fabric") -> sky.Host:
+    host: sky.Host = hosts_of(by, 1, user=user, identity=None)[0]
     return host
 
 
+@both
 def test_a_password_is_asked_for_once_and_shows_nowhere(
-    namespaces: Lab, hosts_of: Hosts, person: Callable[..., Person], caplog: pytest.LogCaptureFixture
+    namespaces: Lab, hosts_of: Hosts, person: Callable[..., Person], caplog: pytest.LogCaptureFixture, by: str
 ) -> None:
     """Not in the arguments of any process, not in paramiko's or our logs, not in what anything prints as."""
-    secret = namespaces.password
+    secret = f"secret of {by}"
+    namespaces.hosts[0].add_user(f"pat-{by}", password=secret)
     pat = person(secret)
-    host = with_password(hosts_of, "pat")
+    host = with_password(hosts_of, f"pat-{by}", by)
     caplog.set_level(logging.DEBUG)
     for _ in range(2):
         with pool_of(host) as compute:
-            assert (where() >> compute)[:2] == ("node1", "pat")
+            assert (where() >> compute)[:2] == ("node1", f"pat-{by}")
             node = compute.hosts[0]
             arguments = b"\n".join(_bytes(path) for path in Path("/proc").glob("[0-9]*/cmdline"))
             shown = f"{compute!r} {node!r} {node.host!r} {node.session!r} {vars(compute)!r} {vars(node.session)!r}"
     assert len(pat.prompts) == 1
-    assert f"pat@{host.address}" in pat.prompts[0]
+    assert f"pat-{by}@{host.address}" in pat.prompts[0]
     assert b"sshd" in arguments, "the processes of hosts are in sight"
     assert secret.encode() not in arguments
     assert secret not in shown
-    assert caplog.records, "paramiko was heard"
+    assert caplog.records, "paramiko was heard, or ssh's command line"
     assert secret not in caplog.text
 
 

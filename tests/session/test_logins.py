@@ -310,3 +310,15 @@ def test_a_jump_host_that_refuses_is_told_apart_from_the_host_itself(hosts: Lab,
     error = refusal(inventory, "behind")
     assert type(error) is sky.PasswordNeeded
     assert "its jump host node1 refused the login: " in error.message
+
+
+@both
+def test_the_key_of_a_jump_host_that_is_unknown_or_changed_is_said_to_be_its(inventory: Path) -> None:
+    found = sky.Inventory.load(inventory)
+    target = replace(found.hosts["node5"], jump="node4")
+    for key, says in ((None, "is unknown"), (target.host_key, "is not the one on record")):
+        jump = replace(found.hosts["node4"], host_key=key)
+        with pytest.raises(sky.HostKeyRefused, match=f"the host key of its jump host node4 {says}") as caught:
+            sky.Compute(target, inventory=sky.Inventory(hosts={"node4": jump, "node5": target})).open()
+        assert "node4" in (caught.value.hint or "")
+        assert caught.value.host == "node5"

@@ -18,7 +18,7 @@ _TYPED: Final = ("keyboard-interactive", "password")
 _TRIES: Final = 3
 """As many times is asked again after a wrong answer, in all, as by ssh."""
 _GRACE: Final = 150.0
-"""Seconds for an answer: a little more than servers wait (sshd's LoginGraceTime is 120)."""
+"""Seconds in which a server must reply to what was typed; they count from its question."""
 
 
 class Refused(paramiko.AuthenticationException):  # type: ignore[misc]  # paramiko has no type hints

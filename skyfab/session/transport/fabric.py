@@ -29,7 +29,6 @@ from skyfab.session.transport.logins import ServerBusy
 from skyfab.session.transport.openssh import ALIVE_COUNT, ALIVE_INTERVAL, servers_of
 from skyfab.session.transport.questions import Place, Questions, places
 from skyfab.session.transport.refusals import (
-    REVOKED,
     by_hand,
     changed_key,
     refused,
@@ -39,6 +38,7 @@ from skyfab.session.transport.refusals import (
 )
 
 _LOG: Final = logging.getLogger("skyfab")
+_REVOKED: Final = "revoked"
 _PACKET: Final = 1024 * 1024
 """paramiko becomes very slow with larger pieces."""
 _WIDE: Final = 256 * 1024
@@ -173,7 +173,7 @@ class _Refusal(paramiko.RejectPolicy):  # type: ignore[misc]  # paramiko has no 
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
         if key.asbytes() in self._revoked:
-            raise paramiko.SSHException(REVOKED)
+            raise paramiko.SSHException(_REVOKED)
         super().missing_host_key(client, hostname, key)
 
 
@@ -329,16 +329,16 @@ def _explain(hops: Sequence[Host], at: Host, error: Exception, inventory: Invent
     """Converts an exception of paramiko or Fabric, about the server `at` on the path to a host, to one of ours."""
     host, jumps = hops[-1], hops[:-1]
     if isinstance(error, paramiko.BadHostKeyException):
-        return changed_key(host)
+        return changed_key(host, at)
     text = str(error) or type(error).__name__
-    if text == REVOKED:
-        return revoked_key(host)
+    if text == _REVOKED:
+        return revoked_key(host, at)
     if "not found in known_hosts" in text:
-        return unknown_key(host)
+        return unknown_key(host, at)
     if isinstance(error, Refused):
-        return refused(hops, at, error.methods, asked=questions.count > 0)
+        return refused(hops, at, error.methods, typed=questions.outcome)
     if isinstance(error, paramiko.AuthenticationException):
-        return refused(hops, at, (), asked=questions.count > 0)
+        return refused(hops, at, (), typed=questions.outcome)
     if "protocol banner" in text:
         return ServerBusy(
             f"its SSH server, or a jump host's, hung up before the login: {text}",

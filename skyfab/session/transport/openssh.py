@@ -170,7 +170,7 @@ class OpenSSH:
         if "Permission denied" in errors:
             self._questions.refused()
         hops = (*self._jumps, self._host)
-        return explain(hops, code, errors, self._inventory, asked=self._questions.count > 0)
+        return explain(hops, code, errors, self._inventory, typed=self._questions.outcome)
 
     def joined(self) -> None:
         """Deletes the files, which ssh has read by now: a program that is killed later leaves none behind."""
@@ -200,27 +200,28 @@ def _remove_here(files: list[Path], pid: int) -> None:
         _remove(files)
 
 
-def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, *, asked: bool = False) -> Exception:
+def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, *, typed: str = "") -> Exception:
     """Converts ssh's error output to the error to raise. `hops` are the path to the host, which is the last one."""
     host, jumps = hops[-1], hops[:-1]
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     # What an inner ssh has reported is followed by an outer one that found no server.
     is_inner = "exchange_identification" in errors or "UNKNOWN port" in errors
-    if "REMOTE HOST IDENTIFICATION HAS CHANGED" in errors:
-        return changed_key(host)
-    if "REVOKED HOST KEY" in errors:
-        return revoked_key(host)
+    if "REMOTE HOST IDENTIFICATION HAS CHANGED" in errors or "REVOKED HOST KEY" in errors:
+        named = re.search(r"[Hh]ost key for (\S+) (?:has changed|was revoked)", errors)
+        at = _at(jumps, host, None, named and named[1]) if is_inner else host
+        return revoked_key(host, at) if "REVOKED HOST KEY" in errors else changed_key(host, at)
     if "Host key verification failed" in errors or "host key is known for" in errors:
-        return unknown_key(host)
+        named = re.search(r"host key is known for (\S+) and", errors)
+        return unknown_key(host, _at(jumps, host, None, named and named[1]) if is_inner else host)
     unresolved = re.search(r"Could not resolve hostname ([^\s:]+)", errors)
     if code == 255 and unresolved and is_inner:
         return unknown_jump(_named(unresolved[1], jumps), host, inventory)
     if "Permission denied" in errors or "Too many authentication failures" in errors:
         denied = re.search(r"(\S+)@(\S+): Permission denied \((.*?)\)", errors)
         user, name, methods = denied.groups() if denied else (None, None, "")
-        at = _refusing(jumps, host, user, name) if is_inner else host
-        return refused(hops, at, [method for method in methods.split(",") if method], asked=asked)
+        at = _at(jumps, host, user, name) if is_inner else host
+        return refused(hops, at, [method for method in methods.split(",") if method], typed=typed)
     busy = re.search(r"exchange_identification: (.*)", errors)  # with a jump host, that of an inner ssh
     if code == 255 and busy:
         return ServerBusy(
@@ -236,14 +237,15 @@ def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, 
     return HostLost(f"the connection ended{': ' + last if last else ''}", host=host.name)
 
 
-def _refusing(jumps: Sequence[Host], host: Host, user: str | None, name: str | None) -> Host:
+def _at(jumps: Sequence[Host], host: Host, user: str | None, name: str | None) -> Host:
     """The jump host that ssh calls by that name. One that only ssh_config knows is named as ssh does."""
+    name = name and re.sub(r"^\[(.*)\]:\d+$", r"\1", name)
     for jump in jumps:
-        if name is not None and jump.destination.lower() == name and jump.user in (None, user):
+        if name in (jump.destination.lower(), _alias(jump)) and (user is None or jump.user in (None, user)):
             return jump
     if jumps:
         return jumps[-1]
-    return Host.ad_hoc(f"{user}@{name}") or host if name else host
+    return (name and Host.ad_hoc(f"{user}@{name}" if user else name)) or host
 
 
 def _named(name: str, jumps: Sequence[Host]) -> str:

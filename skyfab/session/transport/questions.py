@@ -16,6 +16,8 @@ from skyfab.ui.prompt import TERMINAL
 _ONE_TIME: Final = re.compile(r"one[- ]?time|\b(otp|oath|pin|duo)\b|code|token|new password", re.IGNORECASE)
 """Words of questions whose answer cannot be used again."""
 _PASSWORD: Final = re.compile(r"passw|passphrase|kennwort", re.IGNORECASE)
+_GRACE: Final = 110.0
+"""Seconds for the questions of one server: by default sshd hangs up after 120, unnoticed while the user types."""
 _SECOND: Final = 2.0
 """Seconds in which the login that asked first may succeed."""
 _BY_SSH: Final = re.compile(
@@ -109,19 +111,27 @@ class Questions:
     def __init__(self, stopped: Callable[[], bool] = lambda: False) -> None:
         self._stopped = stopped
         self._given: dict[tuple[str, ...], str] = {}
+        self._until: dict[Place | str, float] = {}
+        self._count = 0
         self.declined = False
-        """The user gave no answer, or none is wanted any more: nothing else is asked."""
-        self.count = 0
-        """How many questions were answered."""
+        """The user gave no answer in time, or none is wanted any more: nothing else is asked."""
+
+    @property
+    def outcome(self) -> str:
+        """Why the login failed, as far as the user was asked; else empty."""
+        if self.declined:
+            return "nothing was typed in time"
+        return "what was typed was not accepted" if self._count else ""
 
     def answer(self, place: Place | str, text: str, stopped: Callable[[], bool] = lambda: False) -> str | None:
         """Answers a question about a server, or about what `place` calls by its name; None if the user does not."""
         if self.declined:
             return None
         again = ""
+        until = self._until.setdefault(place, time.monotonic() + _GRACE)
 
         def over() -> bool:
-            return stopped() or self._stopped()
+            return stopped() or self._stopped() or time.monotonic() > until
 
         def ask() -> str | None:
             return TERMINAL.ask(f"{again}{place}: {text}" if str(place) else f"{again}{text}", over)
@@ -136,7 +146,7 @@ class Questions:
         else:
             found = _ANSWERS.get_new((*key, text), over, ask)
         self.declined = found is None
-        self.count += found is not None
+        self._count += found is not None
         return found
 
     def refused(self) -> None:

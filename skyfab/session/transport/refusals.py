@@ -11,7 +11,6 @@ from skyfab.inventory.host import Host, did_you_mean
 from skyfab.inventory.inventory import Inventory
 from skyfab.session.transport import keys
 
-REVOKED = "its host key is revoked in known_hosts"
 _TYPED = ("password", "keyboard-interactive")
 
 
@@ -24,10 +23,10 @@ def by_hand(host: Host, command: str = "", jumps: Sequence[Host] = ()) -> str:
     return shlex.join([*words, place, *command.split()])
 
 
-def refused(hops: Sequence[Host], at: Host, methods: Sequence[str], *, asked: bool) -> AuthenticationRefused:
+def refused(hops: Sequence[Host], at: Host, methods: Sequence[str], *, typed: str) -> AuthenticationRefused:
     """The error for a login that the server `at` rejected, on the path `hops` to a host, which is the last one.
 
-    `methods` are those that it takes, empty if unknown; `asked`: the user was asked for a password or code.
+    `methods` are those that it takes, empty if unknown; `typed` is `Questions.outcome`.
     """
     target = hops[-1]
     before = hops[: hops.index(at)] if at in hops else ()
@@ -35,19 +34,19 @@ def refused(hops: Sequence[Host], at: Host, methods: Sequence[str], *, asked: bo
     who = f"{user}@{at.destination}"
     by = "" if at is target else f"its jump host {at.name} refused the login: "
     takes = f" (it takes {', '.join(methods)})" if methods else ""
-    typed = [method for method in methods if method in _TYPED]
-    if asked:
+    by_typing = [method for method in methods if method in _TYPED]
+    if typed:
         kind: type[AuthenticationRefused] = AuthenticationRefused if at is target else JumpRefused
-        text = f"{by}what was typed was not accepted for {who}{takes}"
+        text = f"{by}{typed} for {who}{takes}"
         return kind(text, host=target.name, hint=f"try: {by_hand(at, jumps=before)}")
-    if typed and "publickey" not in methods:
-        text = f"{by}{who} takes {' or '.join(typed)} only, and there is no terminal to ask at"
+    if by_typing and "publickey" not in methods:
+        text = f"{by}{who} takes {' or '.join(by_typing)} only, and there is no terminal to ask at"
         return PasswordNeeded(
             text, host=target.name, hint=f"type the same command at a terminal, or try: {by_hand(at, jumps=before)}"
         )
     tried = keys.tried(at)
     named = f"tried {', '.join(tried)}" if tried else "there is none to try"
-    more = "; it takes passwords too, and there is no terminal to ask at" if typed else ""
+    more = "; it takes passwords too, and there is no terminal to ask at" if by_typing else ""
     kind = AuthenticationRefused if at is target else JumpRefused
     return kind(
         f"{by}every key was refused for {who}{takes}: {named}{more}",
@@ -66,24 +65,32 @@ def unknown_jump(name: str, target: Host, inventory: Inventory) -> JumpUnknown:
     )
 
 
-def changed_key(host: Host) -> HostKeyRefused:
-    """For a host key that differs from the known one."""
-    if host.host_key is not None:
-        hint = f"if that is right, change host_key under [hosts.{host.name}] in the inventory"
+def changed_key(target: Host, at: Host) -> HostKeyRefused:
+    """For a host key that differs from the known one, of the host or of the jump host `at` on the way to it."""
+    if at.host_key is not None:
+        hint = f"if that is right, change host_key under [hosts.{at.name}] in the inventory"
     else:
-        hint = f"if that is right, skyfab trust --hosts={host.name} --replace"
+        hint = f"if that is right, skyfab trust --hosts={at.name} --replace"
     return HostKeyRefused(
-        "its host key is not the one on record: it was set up anew, or another machine answers instead",
-        host=host.name,
+        f"{_whose(target, at)} is not the one on record: it was set up anew, or another machine answers instead",
+        host=target.name,
         hint=hint,
     )
 
 
-def revoked_key(host: Host) -> HostKeyRefused:
+def revoked_key(target: Host, at: Host) -> HostKeyRefused:
     """For a key that known_hosts marks with ``@revoked``."""
-    return HostKeyRefused(REVOKED, host=host.name, hint="anyone with that key can impersonate it: give it another one")
+    return HostKeyRefused(
+        f"{_whose(target, at)} is revoked in known_hosts",
+        host=target.name,
+        hint="anyone with that key can impersonate it: give it another one",
+    )
 
 
-def unknown_key(host: Host) -> HostKeyRefused:
+def unknown_key(target: Host, at: Host) -> HostKeyRefused:
     """For a host key that is on no record."""
-    return HostKeyRefused("its host key is unknown", host=host.name, hint=f"skyfab trust --hosts={host.name}")
+    return HostKeyRefused(f"{_whose(target, at)} is unknown", host=target.name, hint=f"skyfab trust --hosts={at.name}")
+
+
+def _whose(target: Host, at: Host) -> str:
+    return "its host key" if at is target else f"the host key of its jump host {at.name}"

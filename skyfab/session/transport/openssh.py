@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import subprocess
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
@@ -79,19 +81,24 @@ class OpenSSH:
             raise
 
     def _answer(self, prompt: str, stopped: Callable[[], bool]) -> str | None:
-        """Answers a prompt of ssh, which is about a server on the path or a key on this machine."""
-        who, text = by_ssh(prompt)
-        return self._questions.answer(self._place(who), text, stopped)
+        """Answers a prompt of ssh, which is about a server on the path or a key on this machine.
 
-    def _place(self, who: str) -> Place | str:
-        """The server that ssh calls by that name; one that only ssh_config knows is called as ssh does."""
+        Only what certainly is for one server is remembered: another one could ask for its password.
+        """
+        if not _marks_prompts():
+            return self._questions.answer(self._host.login, prompt, stopped, once=True)
+        who, text = by_ssh(prompt)
         user, _, name = who.rpartition("@")
         hops = (*self._jumps, self._host)
-        for hop, place in zip(hops, places(hops, user), strict=True):
-            known = _alias(hop) if hop.host_key is not None else hop.destination.lower()
-            if name == known and hop.user in (None, user):
-                return place
-        return Place(name=who, login=who, way=("", self._host.login)) if who else ""
+        found = [
+            place
+            for hop, place in zip(hops, places(hops, user), strict=True)
+            if name == (_alias(hop) if hop.host_key is not None else hop.destination.lower())
+            if hop.user in (None, user)
+        ]
+        if who and not found:  # only ssh_config knows it
+            found = [Place(name=who, login=who, way=("", self._host.login))]
+        return self._questions.answer(found[0] if len(found) == 1 else who, text, stopped, once=len(found) > 1)
 
     def _options(self) -> dict[str, str]:
         """The options of all hosts on the path. Without a terminal, ssh must not ask."""
@@ -182,6 +189,14 @@ class OpenSSH:
 
     def close(self) -> None:
         self.joined()
+
+
+@cache
+def _marks_prompts() -> bool:
+    """Whether ssh says before a server's own words which server asks: since 8.5."""
+    said = subprocess.run(["ssh", "-V"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stderr
+    version = re.match(r"OpenSSH_(\d+)\.(\d+)", said)
+    return version is not None and (int(version[1]), int(version[2])) >= (8, 5)
 
 
 def servers_of(host: Host, inventory: Inventory) -> tuple[str, ...]:

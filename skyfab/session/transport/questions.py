@@ -123,8 +123,13 @@ class Questions:
             return "nothing was typed in time"
         return "what was typed was not accepted" if self._count else ""
 
-    def answer(self, place: Place | str, text: str, stopped: Callable[[], bool] = lambda: False) -> str | None:
-        """Answers a question about a server, or about what `place` calls by its name; None if the user does not."""
+    def answer(
+        self, place: Place | str, text: str, stopped: Callable[[], bool] = lambda: False, *, once: bool = False
+    ) -> str | None:
+        """Answers a question about a server, or about what `place` calls by its name; None if the user does not.
+
+        With `once` the user is asked whatever is known, and the answer is not remembered.
+        """
         if self.declined:
             return None
         again = ""
@@ -137,7 +142,7 @@ class Questions:
             return TERMINAL.ask(f"{again}{place}: {text}" if str(place) else f"{again}{text}", over)
 
         key = ("password", *place.way, place.login) if isinstance(place, Place) else (place, text)
-        if _PASSWORD.search(text) and not _ONE_TIME.search(text):
+        if not once and _PASSWORD.search(text) and not _ONE_TIME.search(text):
             wrong = self._given.get(key)
             again = "not accepted; again, " if wrong is not None else ""
             found = _ANSWERS.get(key, wrong, ask)

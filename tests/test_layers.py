@@ -43,7 +43,7 @@ LARGEST_MODULE = 450
 LARGEST = {
     "protocol": 2250,
     "agent": 4100,
-    "session": 4500,
+    "session": 4520,
     "pool": 4600,
     "env": 2960,
     "calls": 1700,

@@ -20,10 +20,11 @@ TEST_PROGRAMS = {
         name: name
         for name in ("bash", "busybox", "curl", "dash", "faketime", "fish", "ksh", "mksh", "tcsh", "wget", "zsh")
     },
+    **programs.CODES,
     "ps": "procps",
     "shellcheck": "shellcheck",
 }
-"""What tests use, on hosts and here, each with the Debian package that has it."""
+"""What tests use, on hosts and here, programs and modules for PAM, each with the Debian package that has it."""
 
 
 @command

@@ -54,8 +54,13 @@ if TYPE_CHECKING:
     from skyfab.errors import HostKeyRefused as HostKeyRefused
     from skyfab.errors import HostLost as HostLost
     from skyfab.errors import HostUnfit as HostUnfit
+    from skyfab.errors import IdentityLocked as IdentityLocked
+    from skyfab.errors import IdentityMissing as IdentityMissing
     from skyfab.errors import InventoryError as InventoryError
+    from skyfab.errors import JumpRefused as JumpRefused
+    from skyfab.errors import JumpUnknown as JumpUnknown
     from skyfab.errors import NotPicklable as NotPicklable
+    from skyfab.errors import PasswordNeeded as PasswordNeeded
     from skyfab.errors import PeersUnreachable as PeersUnreachable
     from skyfab.errors import PoolError as PoolError
     from skyfab.errors import ProtocolError as ProtocolError
@@ -87,8 +92,13 @@ _HOMES = {
         "HostKeyRefused",
         "HostLost",
         "HostUnfit",
+        "IdentityLocked",
+        "IdentityMissing",
         "InventoryError",
+        "JumpRefused",
+        "JumpUnknown",
         "NotPicklable",
+        "PasswordNeeded",
         "PeersUnreachable",
         "PoolError",
         "ProtocolError",

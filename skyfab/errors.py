@@ -8,7 +8,12 @@
     │       └── UnknownHost (KeyError)       a name that matches no host, group or pattern
     ├── HostError                            something failed on one host
     │   ├── Unreachable (ConnectionError)    no response, connection refused, or unknown host name
+    │   │   └── JumpUnknown                  its jump host is in no inventory or ssh_config, and has no address
     │   ├── AuthenticationRefused            every key, agent and password was rejected
+    │   │   ├── IdentityMissing              the key file that `identity` names does not exist or cannot be read
+    │   │   ├── IdentityLocked               that key has a passphrase, and there is no terminal to ask for it
+    │   │   ├── PasswordNeeded               it takes passwords or codes, and there is no terminal to ask for them
+    │   │   └── JumpRefused                  its jump host rejected the login; it was not asked itself
     │   ├── HostKeyRefused                   the host's key is unknown, or differs from the known one
     │   ├── HostUnfit                        reached, but it cannot run skyfab: no Python, a full disk
     │   ├── PeersUnreachable                 reached from here, but not from another host of the pool
@@ -135,8 +140,28 @@ class Unreachable(HostError, ConnectionError):
     """The host does not respond, refuses the connection, or its name cannot be resolved."""
 
 
+class JumpUnknown(Unreachable):
+    """The name of a jump host is in no inventory or ssh_config, and cannot be resolved."""
+
+
 class AuthenticationRefused(HostError):
     """The host rejected every key, agent and password offered."""
+
+
+class IdentityMissing(AuthenticationRefused):
+    """The key file that ``identity`` names does not exist, or cannot be read. Found before connecting."""
+
+
+class IdentityLocked(AuthenticationRefused):
+    """The key has a passphrase, no ssh-agent holds it, and there is no terminal to ask at. Found before connecting."""
+
+
+class PasswordNeeded(AuthenticationRefused):
+    """The login takes a password or a one-time code, and there is no terminal to ask for it."""
+
+
+class JumpRefused(AuthenticationRefused):
+    """A jump host on the way rejected the login: the host itself was not reached."""
 
 
 class HostKeyRefused(HostError):

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "inventory": "errors toml notebook",
     "calls": "errors sizes toml notebook context protocol inventory",
     "plugins": "errors context protocol inventory calls",
-    "session": "errors scripts protocol inventory",
+    "session": "errors scripts protocol inventory ui",  # logins may ask the user
     "detached": "errors sizes notebook scripts context protocol inventory calls session ui",
     "env": "errors sizes scripts toml protocol inventory calls session detached",
     "ui": "errors sizes",
@@ -45,7 +45,7 @@ LARGEST_MODULE = 450
 LARGEST = {
     "protocol": 2250,
     "agent": 4100,
-    "session": 3900,
+    "session": 4520,
     "pool": 4600,
     "env": 2960,
     "calls": 1700,
@@ -53,9 +53,9 @@ LARGEST = {
     "detached": 900,
     "files": 1150,
     "plugins": 1100,
-    "ui": 1360,
+    "ui": 1430,
     "cli": 3150,
-    "lab": 2250,
+    "lab": 2300,
     "device": 4800,
 }
 """Lines of a whole package."""
@@ -69,7 +69,7 @@ OUTSIDE = {
     "exceptiongroup": {"errors"},
     "fabric": {"session.transport.fabric"},
     "invoke": {"cli.invoke_tasks"},
-    "paramiko": {"session.transport.fabric"},
+    "paramiko": {"session.transport.client", "session.transport.fabric"},
     "pathspec": {"calls.project"},
     "packaging": {"calls.manifest", "env.lock", "env.resolve", "env.wheels"},
     "rich": {"ui.table"},

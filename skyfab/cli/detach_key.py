@@ -15,7 +15,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from skyfab.calls.call import Call
@@ -25,6 +25,7 @@ from skyfab.pool.compute import Compute
 from skyfab.pool.futures import note_stopped
 from skyfab.ui.events import Events, Question
 from skyfab.ui.hints import HINTS
+from skyfab.ui.prompt import TERMINAL
 
 R = TypeVar("R")
 
@@ -53,12 +54,8 @@ def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
 
 
 def _is_at_terminal() -> bool:
-    """There is a person at the keyboard: not in the background, where reading it would stop the program."""
-    if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()):
-        return False
-    with suppress(OSError):  # it is not the terminal that controls this program: there is no background
-        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    return True
+    """There is a person at the keyboard, who sees what is printed."""
+    return TERMINAL.is_attended() and sys.stderr.isatty()
 
 
 class _Watch:
@@ -91,7 +88,7 @@ class _Watch:
 
     def is_pressed(self) -> bool:
         """`d` was pressed, and nothing before or after it."""
-        if self._waiting() != 1:
+        if TERMINAL.is_busy or self._waiting() != 1:
             return False
         time.sleep(_ALONE)
         termios.tcsetattr(self._fd, termios.TCSADRAIN, self._keys)  # counts what follows it, too

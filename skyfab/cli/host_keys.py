@@ -20,7 +20,7 @@ from skyfab.env.uv import alone
 from skyfab.errors import HostKeyRefused, SkyfabError, Unreachable, UsageError
 from skyfab.inventory.host import Host
 from skyfab.session.fanout import Raised, for_each_host, one_error
-from skyfab.session.transport.openssh import CONFIG
+from skyfab.session.transport.keys import CONFIG
 
 _TIMEOUT: Final = 5
 """Timeout in seconds for fetching a host's keys."""

@@ -38,6 +38,10 @@ class Plan:
     """Login shells by user, other than the default."""
     sshd: Mapping[str, str]
     """Settings of sshd, other than the lab's."""
+    passwords: tuple[str, ...]
+    """Hosts that take passwords and no keys."""
+    codes: tuple[str, ...]
+    """Hosts that ask for a password and a one-time code, and take no keys."""
 
     @property
     def names(self) -> list[str]:

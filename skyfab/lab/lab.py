@@ -17,6 +17,7 @@ from typing import Literal
 from skyfab.errors import SkyfabError, UsageError
 
 from . import boot, loopback, namespace, reaper, root
+from . import codes as one_time
 from . import sshd as server
 from .host import LabHost, Plan
 from .namespace import NamespaceHost
@@ -58,6 +59,8 @@ class Lab:
         reverse_dns: bool = True,
         shells: Mapping[str, str] | None = None,
         sshd: Mapping[str, str] | None = None,
+        passwords: Sequence[str] = (),
+        codes: Sequence[str] = (),
         persistent: bool = False,
     ) -> Lab:
         """Starts hosts node1, node2 … and returns when the sshd of each one accepts connections.
@@ -77,6 +80,9 @@ class Lab:
           10.0.2.15 on ``eth0``, behind its own NAT, like Vagrant hosts in VirtualBox.
         - `reverse_dns=False`: addresses have no names, and a host's own name resolves to 127.0.1.1, Debian's default.
         - `shells`: login shells by user, for instance ``{"root": "/usr/bin/zsh", "ada": "/usr/bin/fish"}``.
+        - `passwords`: names of hosts that take passwords and no keys: only `pat` can log in there.
+        - `codes`: names of hosts that ask `pat` for the password and a one-time code (keyboard-interactive, by PAM);
+          they take no keys. `lab.code` makes codes.
 
         `sshd` has settings of the hosts' sshd, for instance ``{"MaxSessions": "2"}``.
 
@@ -88,13 +94,19 @@ class Lab:
         for shell in (shells or {}).values():
             if not os.access(shell, os.X_OK):
                 raise UsageError(f"no login shell at {shell}")
+        names = {f"node{number}" for number in range(1, count + 1)}
+        if strange := {*passwords, *codes} - names or {*passwords} & {*codes}:
+            raise UsageError(f"each of these must be one of the hosts, and of one kind: {', '.join(sorted(strange))}")
+        if codes:
+            one_time.require()
         server.program()
         sweep()
         place = _fresh(folder)
         try:
             (place / OWNER).write_text(str(Process.of(os.getpid())))
             reaper.watch(place)
-            special = second_network or isolated or forwarded or not reverse_dns or bool(shells) or python == "none"
+            special = second_network or isolated or forwarded or not reverse_dns or python == "none"
+            special = special or bool(shells or passwords or codes)
             chosen, limits = _choose(kind, place / "hosts", special=special)
             plan = Plan(
                 folder=place / "hosts",
@@ -112,6 +124,8 @@ class Lab:
                 reverse_dns=reverse_dns,
                 shells=dict(shells or {}),
                 sshd=dict(sshd or {}),
+                passwords=tuple(passwords),
+                codes=tuple(codes),
             )
             lab = cls(folder=place, record=_start(plan, chosen, limits))
             if persistent:
@@ -140,6 +154,10 @@ class Lab:
     def password(self) -> str:
         """The password of the user `pat` on namespace hosts."""
         return self.record.password
+
+    def code(self, number: int) -> str:
+        """A one-time code of `pat`, for hosts with codes: each takes it once, and then none with a lower number."""
+        return one_time.code(self.password, number)
 
     @property
     def limits(self) -> list[str]:

@@ -187,13 +187,12 @@ def build(plan: Plan) -> list[NamespaceHost]:
 
 def prepare(hosts: Sequence[NamespaceHost], plan: Plan) -> None:
     """Fills the hosts' root folders before their first boot."""
-    common = plan.folder / "common"
-    root.prepare_common(common, plan)
+    root.prepare_common(plan)
     everybody = {host.name: host.addresses[INTERFACE] for host in hosts}
 
     def fill(host: NamespaceHost) -> None:
         names = everybody if plan.reverse_dns and not plan.forwarded else {host.name: "127.0.1.1"}
-        root.prepare(host.folder / "upper", common, host.name, names=names, key=host.folder / "key")
+        root.prepare(host.folder / "upper", plan, host.name, names=names, key=host.folder / "key")
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(fill, hosts))

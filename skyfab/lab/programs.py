@@ -15,6 +15,8 @@ SERVER = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "open
 """Required by every lab: each program, and the Debian package that contains it."""
 NETWORK = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 """Also required by namespace hosts."""
+CODES = {"pam_oath.so": "libpam-oath"}
+"""Required by hosts with one-time codes: a module for PAM."""
 SYSTEMD = Path("/run/systemd/system")
 
 
@@ -43,9 +45,15 @@ def install(programs: Mapping[str, str]) -> list[str]:
 
 
 def missing(programs: Mapping[str, str]) -> list[str]:
-    """The packages of missing programs, each once."""
+    """The packages of missing programs and modules for PAM, each once."""
+    return list(dict.fromkeys(package for program, package in programs.items() if not _is_there(program)))
+
+
+def _is_there(program: str) -> bool:
+    if program.endswith(".so"):
+        return any(found for folder in ("/lib", "/usr/lib") for found in Path(folder).glob(f"*/security/{program}"))
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    return list(dict.fromkeys(package for program, package in programs.items() if not shutil.which(program, path=path)))
+    return shutil.which(program, path=path) is not None
 
 
 def command(packages: list[str]) -> str:

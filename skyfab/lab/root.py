@@ -13,7 +13,7 @@ from pathlib import Path
 
 from skyfab.errors import UsageError
 
-from . import accounts, sshd
+from . import accounts, codes, sshd
 from .host import Plan
 
 SHARED = {"bin", "boot", "etc", "lib", "lib32", "lib64", "libx32", "opt", "sbin", "srv", "usr", "var"}
@@ -27,11 +27,16 @@ PACKAGES = ("/usr/lib/python3/dist-packages", "/usr/local/lib/python3*/dist-pack
 """Packages that this machine has added to its system Python. Hidden: hosts have the standard library only."""
 
 
-def prepare_common(layer: Path, plan: Plan) -> None:
+def common_layer(plan: Plan) -> Path:
+    return plan.folder / "common"
+
+
+def prepare_common(plan: Plan) -> None:
     """Creates the common part of the hosts' upper layers, once per lab: each host's layer starts as a copy of it.
 
     `ada` is an ordinary user, `pat` one with a password.
     """
+    layer = common_layer(plan)
     layer.mkdir()
     layer.chmod(0o755)
     for folder, mode in _hidden().items():
@@ -45,18 +50,30 @@ def prepare_common(layer: Path, plan: Plan) -> None:
     for user, shell in plan.shells.items():
         accounts.set_shell(layer, user, shell)
     _write(etc / "resolv.conf", "")  # no resolver, so that lookups do not wait for one
-    _server(etc / "ssh", plan)
+    _write(etc / "ssh/authorized_keys", f"{plan.client_key}\n")
     if not plan.python:
         _remove_pythons(layer)
 
 
-def prepare(layer: Path, common: Path, name: str, *, names: Mapping[str, str], key: Path) -> None:
+def prepare(layer: Path, plan: Plan, name: str, *, names: Mapping[str, str], key: Path) -> None:
     """Creates the upper layer of one host before its first boot. `names` (name: address) are for its /etc/hosts."""
+    common = common_layer(plan)
     subprocess.run(["cp", "-a", str(common), str(layer)], check=True)
     _write(layer / "etc/hostname", f"{name}\n")
     lines = "".join(f"{address} {name}\n" for name, address in names.items())
     _write(layer / "etc/hosts", f"127.0.0.1 localhost\n::1 localhost\n{lines}")
     shutil.copy2(key, layer / "etc/ssh/ssh_host_ed25519_key")
+    settings = sshd.Settings(
+        host_key=Path("/etc/ssh/ssh_host_ed25519_key"),
+        authorized_keys=Path("/etc/ssh/authorized_keys"),
+        passwords=name not in plan.codes,
+        keys=name not in (*plan.codes, *plan.passwords),
+        codes=name in plan.codes,
+        other=plan.sshd,
+    )
+    _write(layer / "etc/ssh/sshd_config", settings.text())
+    if settings.codes:
+        codes.put(layer / "etc", plan.password)
 
 
 def system_python() -> str | None:
@@ -129,17 +146,6 @@ def _remove_pythons(layer: Path) -> None:
 
 def _is_python(name: str) -> bool:
     return re.fullmatch(r"(python|pypy)[\d.]*", name) is not None
-
-
-def _server(folder: Path, plan: Plan) -> None:
-    settings = sshd.Settings(
-        host_key=Path("/etc/ssh/ssh_host_ed25519_key"),
-        authorized_keys=Path("/etc/ssh/authorized_keys"),
-        passwords=True,
-        other=plan.sshd,
-    )
-    _write(folder / "sshd_config", settings.text())
-    _write(folder / "authorized_keys", f"{plan.client_key}\n")
 
 
 def _write(path: Path, text: str) -> None:

@@ -27,6 +27,9 @@ class Settings:
     port: int = 22
     listen: str = "0.0.0.0"
     passwords: bool = False
+    keys: bool = True
+    codes: bool = False
+    """Whether PAM asks the user, instead of sshd."""
     strict: bool = True
     """Whether sshd checks the owners of the key files. Off if the parent folders may belong to others."""
     mark: str = ""
@@ -43,10 +46,11 @@ class Settings:
             f'HostKey "{self.host_key}"',
             f'AuthorizedKeysFile "{self.authorized_keys}"',
             f"StrictModes {_word(self.strict)}",
+            f"PubkeyAuthentication {_word(self.keys)}",
             f"PasswordAuthentication {_word(self.passwords)}",
-            "KbdInteractiveAuthentication no",
+            f"KbdInteractiveAuthentication {_word(self.codes)}",
             "PermitRootLogin prohibit-password",
-            "UsePAM no",
+            f"UsePAM {_word(self.codes)}",
             "UseDNS no",
             "KexAlgorithms -sntrup761*",  # takes 0.3 s of processor time for each login, in Debian 12
             "PrintMotd no",

@@ -137,9 +137,9 @@ class Node(ShownHost):
     def connection(self) -> fabric.Connection:
         """A `fabric.Connection` to the host, for anything else: ``run``, ``put``, ``forward_local``."""
         if self._connection is None:
-            from skyfab.session.transport.fabric import Passwords, connection
+            from skyfab.session.transport.fabric import connection
 
-            self._connection = connection(self.host, self._inventory, password=Passwords.known(self.host))
+            self._connection = connection(self.host, self._inventory)
         return self._connection
 
     def device(self, kind: str = "auto") -> torch.device:

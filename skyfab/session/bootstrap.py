@@ -28,7 +28,7 @@ from skyfab.session.bundle import Bundle
 from skyfab.session.shell import START, Deadline, Shell
 from skyfab.session.transport.base import Stream, Transport
 from skyfab.session.transport.logins import LOGINS
-from skyfab.session.transport.openssh import by_hand
+from skyfab.session.transport.refusals import by_hand
 
 _LOG: Final = logging.getLogger("skyfab")
 _SCRIPT: Final = one_line(read("session/bootstrap.sh"))
@@ -235,7 +235,7 @@ def open_shell(
     launch = Bootstrap(host=host, session=secrets.token_hex(8), bundle=Bundle("none", (), ()), python="none")
     with LOGINS.turn(transport.servers, stopped) as turn:
         try:
-            stream = transport.open(launch.command())
+            stream = transport.open(launch.command(), stopped)
         except BaseException:
             transport.close()
             raise

@@ -17,6 +17,7 @@ from skyfab.session.backoff import Backoff
 from skyfab.session.replies import Listener, Replies
 from skyfab.session.timing import Timing
 from skyfab.session.transport.base import Stream, Transport
+from skyfab.ui.prompt import TERMINAL
 
 ATTEMPT: Final = 10.0
 """Seconds that an attempt may take."""
@@ -133,7 +134,7 @@ class Reconnector:
             self.lost_error = error
             self._connection.wake()
             return False
-        if now >= self._attempt_at and not self._is_hopeful(now):
+        if now >= self._attempt_at and not self._is_hopeful(now) and not (self._attempts and TERMINAL.is_busy):
             self._attempt()
             self._attempt_at = now + self._waits.next()
         return True

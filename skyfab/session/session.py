@@ -26,6 +26,7 @@ from skyfab.session.replies import Listener
 from skyfab.session.timing import Timing
 from skyfab.session.transport.base import Stream, Transport
 from skyfab.session.transport.logins import LOGINS, ServerBusy, retry
+from skyfab.ui.prompt import TERMINAL
 
 _LOG: Final = logging.getLogger("skyfab")
 CONNECT: Final = 30.0
@@ -102,8 +103,8 @@ class Session:
         stream: Stream | None = None
         try:
             with LOGINS.turn(transport.servers, self._is_leaving) as turn:
+                stream = transport.open(self._bootstrap.command(), self._is_leaving)
                 deadline = time.monotonic() + CONNECT
-                stream = transport.open(self._bootstrap.command())
                 self._bootstrap.join(stream, deadline=deadline, stopped=self._is_leaving, arrived=turn.over)
             transport.joined()
         except BaseException as error:
@@ -123,9 +124,10 @@ class Session:
         """Opens another stream to the same agent. Raises a HostError."""
         assert self.agent is not None
         launch = replace(self._bootstrap, python=self.agent.executable, prepare=None)
-        stream = transport.open(launch.command("resume"))
+        asked = TERMINAL.spent
+        stream = transport.open(launch.command("resume"), stopped)
         try:
-            launch.join(stream, deadline=deadline, stopped=stopped)
+            launch.join(stream, deadline=deadline + TERMINAL.spent - asked, stopped=stopped)
         except BaseException:
             stream.close()
             raise

@@ -9,14 +9,15 @@ import re
 import select
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from skyfab.errors import HostLost, HostUnfit, ProtocolError, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.protocol.frames import Buffer
 from skyfab.session.transport.base import Stream
-from skyfab.session.transport.openssh import by_hand
+from skyfab.session.transport.refusals import by_hand
+from skyfab.ui.prompt import TERMINAL
 
 _NOISE: Final = 256 * 1024
 """Bytes that a shell may print before it runs our command."""
@@ -47,6 +48,8 @@ class Deadline:
     stopped: Callable[[], bool]
     arrived: Callable[[], None] = lambda: None
     """Called when the host has sent anything: the login is complete."""
+    asked: float = field(default_factory=lambda: TERMINAL.spent)
+    """When the wait began, the seconds in which the user had been asked for passwords."""
 
     def a_moment(self, stream: Stream, *, room: bool = False) -> None:
         """Waits briefly until the stream is readable, or writable with `room`. Raises as `check` does."""
@@ -65,7 +68,7 @@ class Deadline:
         """Raises Unreachable when the deadline has passed, HostLost when the wait was cancelled."""
         if self.stopped():
             raise HostLost("the pool was closed", host=self.host.name)
-        if time.monotonic() > self.deadline:
+        if time.monotonic() > self.deadline + TERMINAL.spent - self.asked:
             raise Unreachable("no answer in time", host=self.host.name, hint=f"try: {by_hand(self.host, 'true')}")
 
 

@@ -11,7 +11,8 @@ from typing import Final, Literal, TextIO
 from skyfab.sizes import progress
 from skyfab.ui.calls import Calls
 from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Mapped, Moved, Output, Question, State, Waiting
-from skyfab.ui.terminal import RESET, Live, clean, echoes, has_colours, is_rich, put
+from skyfab.ui.prompt import TERMINAL
+from skyfab.ui.terminal import RESET, Live, clean, has_colours, is_rich, put
 from skyfab.ui.view import TIMEOUT, Line, View
 
 _SPARSE: Final = 5.0
@@ -230,8 +231,9 @@ class Screen(View):
             self._say("stderr", f"{self._in(_GREEN, '✓')} {who} ready in {self._clock() - self._since:.1f} s\n")
 
     def flush(self) -> None:
-        if not self._details or echoes():  # connecting to a host may prompt for a password
-            super().flush()
+        with TERMINAL.drawing() as may_draw:
+            if may_draw or self._over.is_set():
+                super().flush()
 
     def _write(self, lines: list[Line]) -> None:
         with self._lock:
@@ -254,7 +256,7 @@ class Screen(View):
         return _TICK if self._details or self._bars else super()._pace()
 
     def _restless(self) -> float | None:
-        return _TICK if self._details or self._calls else None
+        return _TICK if self._details or self._calls or self._lines else None
 
 
 def columns(values: Sequence[float], *, most: int = 60) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
-import termios
 from collections.abc import Sequence
 from typing import Final, TextIO
 
@@ -64,14 +62,6 @@ def put(file: TextIO | None, text: str) -> None:
         encoding = file.encoding or "ascii"
         file.write(text.encode(encoding, "backslashreplace").decode(encoding))
     file.flush()
-
-
-def echoes() -> bool:
-    """Whether the terminal echoes input. It does not during a password prompt: nothing should be drawn then."""
-    try:
-        return bool(termios.tcgetattr(sys.stderr.fileno())[3] & termios.ECHO)
-    except (OSError, ValueError, AttributeError, termios.error):
-        return True
 
 
 class Live:

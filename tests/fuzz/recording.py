@@ -98,7 +98,7 @@ class Tap:
         self.said: dict[str, bytearray] = {side: bytearray() for side in SIDES}
         self._begun = False
 
-    def open(self, command: str) -> Stream:
+    def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> Stream:
         stream = self._local.open(command)
         recv_into, send = stream.recv_into, stream.send
 

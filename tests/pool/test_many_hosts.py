@@ -118,7 +118,7 @@ def test_a_login_that_was_turned_away_is_tried_again() -> None:
     ],
 )
 def test_what_ssh_says_of_a_busy_server_is_known(said: str) -> None:
-    error = explain(sky.Host(name="node1", address="10.0.0.1"), 255, said)
+    error = explain([sky.Host(name="node1", address="10.0.0.1")], 255, said, sky.Inventory(hosts={}))
     assert isinstance(error, ServerBusy)
     assert "MaxStartups" in str(error.hint)
 

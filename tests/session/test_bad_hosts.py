@@ -180,8 +180,7 @@ def test_one_failure_among_many_hosts_is_that_error_itself(namespaces: Lab, host
 def test_a_user_whose_key_is_refused(namespaces: Lab, hosts_of: Hosts, home: Path, transport: str) -> None:
     error = failure(*hosts_of(transport, 1, identity=str(home / ".ssh" / "id_ed25519"), user="ada"))
     is_clear(error, sky.AuthenticationRefused, "refused for ada")
-    assert "ssh -p 22" in (error.hint or "")
-    assert "ada@" in (error.hint or "")
+    assert (error.hint or "").startswith(f"ssh-copy-id -i {home}/.ssh/id_ed25519 -p 22 ada@")
 
 
 @both
@@ -193,8 +192,7 @@ def test_a_user_who_does_not_exist(namespaces: Lab, hosts_of: Hosts, transport: 
 def test_an_identity_file_that_does_not_exist(namespaces: Lab, hosts_of: Hosts, tmp_path: Path, transport: str) -> None:
     """The file is named: a slip in the inventory, not a matter of the host."""
     error = failure(*hosts_of(transport, 1, identity=str(tmp_path / "id_missing")))
-    is_clear(error, sky.AuthenticationRefused, "")
-    assert "id_missing" in str(error)
+    is_clear(error, sky.IdentityMissing, "id_missing")
 
 
 # ---- what login shells do

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cloudpickle
@@ -94,7 +94,7 @@ class Puppet:
         self._ours, self.host = socket.socketpair()
         self.host.sendall(f"=skyfab={SESSION}=link\n".encode())
 
-    def open(self, command: str) -> Stream:
+    def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> Stream:
         return Stream(self._ours)
 
     servers = ()

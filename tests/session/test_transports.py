@@ -12,7 +12,6 @@ import shutil
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -28,10 +27,12 @@ from stage.threads import begin
 import skyfab as sky
 from skyfab.lab import Lab
 from skyfab.session.transport import Stream, transport_for
-from skyfab.session.transport.fabric import Fabric, Passwords
+from skyfab.session.transport.fabric import Fabric
 from skyfab.session.transport.local import Local
 from skyfab.session.transport.openssh import OpenSSH
 from skyfab.session.transport.process import ProcessStream
+from skyfab.session.transport.questions import Questions, places
+from skyfab.ui.prompt import TERMINAL
 
 pytestmark = pytest.mark.lab
 
@@ -612,13 +613,13 @@ def test_a_key_in_the_agent_lets_us_in(lab: Lab, hosts_of: Hosts, by: str, agent
 
 
 class Person:
-    """Somebody at a terminal, who is asked for passwords."""
+    """Stands in for the terminal, and answers what is asked there."""
 
     def __init__(self, answers: list[str]) -> None:
         self.answers = answers
         self.prompts: list[str] = []
 
-    def __call__(self, prompt: str = "", stream: object = None) -> str:
+    def __call__(self, prompt: str, stopped: object = None) -> str:
         self.prompts.append(prompt)
         return self.answers.pop(0)
 
@@ -627,38 +628,40 @@ class Person:
 def person(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Person]:
     def sit_down(*answers: str) -> Person:
         found = Person(list(answers))
-        monkeypatch.setattr("getpass.getpass", found)
-        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr(TERMINAL, "ask", found)
+        monkeypatch.setattr(TERMINAL, "is_attended", lambda: True)
         return found
 
     return sit_down
 
 
-def with_password(hosts_of: Hosts, user: str) -> sky.Host:
-    host: sky.Host = hosts_of("fabric", 1, user=user, identity=None)[0]
+def with_password(hosts_of: Hosts, user: str, by: str = "fabric") -> sky.Host:
+    host: sky.Host = hosts_of(by, 1, user=user, identity=None)[0]
     return host
 
 
+@both
 def test_a_password_is_asked_for_once_and_shows_nowhere(
-    namespaces: Lab, hosts_of: Hosts, person: Callable[..., Person], caplog: pytest.LogCaptureFixture
+    namespaces: Lab, hosts_of: Hosts, person: Callable[..., Person], caplog: pytest.LogCaptureFixture, by: str
 ) -> None:
     """Not in the arguments of any process, not in paramiko's or our logs, not in what anything prints as."""
-    secret = namespaces.password
+    secret = f"secret of {by}"
+    namespaces.hosts[0].add_user(f"pat-{by}", password=secret)
     pat = person(secret)
-    host = with_password(hosts_of, "pat")
+    host = with_password(hosts_of, f"pat-{by}", by)
     caplog.set_level(logging.DEBUG)
     for _ in range(2):
         with pool_of(host) as compute:
-            assert (where() >> compute)[:2] == ("node1", "pat")
+            assert (where() >> compute)[:2] == ("node1", f"pat-{by}")
             node = compute.hosts[0]
             arguments = b"\n".join(_bytes(path) for path in Path("/proc").glob("[0-9]*/cmdline"))
             shown = f"{compute!r} {node!r} {node.host!r} {node.session!r} {vars(compute)!r} {vars(node.session)!r}"
     assert len(pat.prompts) == 1
-    assert f"pat@{host.address}" in pat.prompts[0]
+    assert f"pat-{by}@{host.address}" in pat.prompts[0]
     assert b"sshd" in arguments, "the processes of hosts are in sight"
     assert secret.encode() not in arguments
     assert secret not in shown
-    assert caplog.records, "paramiko was heard"
+    assert caplog.records, "paramiko was heard, or ssh's command line"
     assert secret not in caplog.text
 
 
@@ -677,14 +680,19 @@ def test_the_connection_of_a_host_with_a_password_does_not_ask_again(
 def test_a_password_is_for_one_port_and_one_way_alone(person: Callable[..., Person]) -> None:
     """Behind a forwarded port, or another jump host, the same address is another machine."""
     gateway = sky.Host(name="a", address="10.0.0.1", port=2201, user="ada")
+    bastion = sky.Host(name="b", address="10.0.0.2")
     pat = person("first", "second", "third")
-    hosts = [gateway, replace(gateway, port=2202), replace(gateway, jump="bastion")]
+    ways = [[gateway], [replace(gateway, port=2202)], [bastion, gateway]]
+    logins = [Questions() for _ in range(2)]
     try:
-        assert [Passwords.ask(host) for host in (*hosts, *hosts)] == 2 * ["first", "second", "third"]
-        assert len(set(pat.prompts)) == 3
+        for login in logins:
+            found = [login.answer(places(way, "ada")[-1], "Password: ") for way in ways]
+            assert found == ["first", "second", "third"]
+        assert len(set(pat.prompts)) == 2, "each names the address and the port"
+        assert len(pat.prompts) == 3
     finally:
-        for host in hosts:
-            Passwords.forget(host)
+        for login in logins:
+            login.refused()
 
 
 def test_a_wrong_password_is_refused_and_forgotten(
@@ -692,7 +700,7 @@ def test_a_wrong_password_is_refused_and_forgotten(
 ) -> None:
     """The next pool asks again, and the right one works."""
     namespaces.hosts[0].add_user("petra", password="the right one")
-    petra = person("the wrong one", "the right one")
+    petra = person(*3 * ["the wrong one"], "the right one")
     caplog.set_level(logging.DEBUG)
     host = with_password(hosts_of, "petra")
     with pytest.raises(sky.AuthenticationRefused) as caught:
@@ -700,7 +708,7 @@ def test_a_wrong_password_is_refused_and_forgotten(
     assert "wrong one" not in f"{caught.value} {caught.value!r} {caplog.text}"
     with pool_of(host) as compute:
         assert (where() >> compute)[1] == "petra"
-    assert len(petra.prompts) == 2
+    assert len(petra.prompts) == 4
 
 
 def test_nobody_is_asked_where_nobody_is(
@@ -708,7 +716,7 @@ def test_nobody_is_asked_where_nobody_is(
 ) -> None:
     namespaces.hosts[0].add_user("pia", password="something")
     pia = person()
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    monkeypatch.setattr(TERMINAL, "is_attended", lambda: False)
     with pytest.raises(sky.AuthenticationRefused) as caught:
         pool_of(with_password(hosts_of, "pia")).open()
     assert pia.prompts == []

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stage.threads import begin
 
-from skyfab.ui import screen as screen_module
 from skyfab.ui import view
 from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Mapped, Output, Question, Waiting
 from skyfab.ui.noise import is_noise
+from skyfab.ui.prompt import TERMINAL
 from skyfab.ui.screen import Plain, Screen, attach
 from skyfab.ui.table import table
 from skyfab.ui.terminal import Live, clean, clean_lines, is_rich
@@ -125,7 +125,6 @@ def plain(stdout: Recorder, stderr: Recorder, clock: Clock, monkeypatch: pytest.
 def screen(stdout: Recorder, clock: Clock, waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
     monkeypatch.setattr(Screen, "_soon", lambda self: None)
     monkeypatch.setattr(Screen, "_wait", lambda self, done: self.flush())
-    monkeypatch.setattr(screen_module, "echoes", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
     made = Screen(stdout, clock, waiting=waiting)
@@ -479,11 +478,11 @@ def test_the_screen_is_left_alone_while_a_password_is_asked_for(
 ) -> None:
     screen(HostState(host="node1", state="connecting"))
     before = stdout.writes
-    monkeypatch.setattr(screen_module, "echoes", lambda: False)
+    monkeypatch.setattr(TERMINAL, "_since", 0.0)
     screen(HostState(host="node2", state="connecting"))
     screen.flush()
     assert stdout.writes == before
-    monkeypatch.setattr(screen_module, "echoes", lambda: True)
+    monkeypatch.setattr(TERMINAL, "_since", None)
     screen.flush()
     assert len(seen(stdout)) == 2
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from skyfab.protocol.frames import Buffer
@@ -46,8 +46,8 @@ class Transport(Protocol):
     def servers(self) -> Sequence[str]:
         """The SSH servers on the path, each as address and port: the number of parallel logins at each is limited."""
 
-    def open(self, command: str) -> Stream:
-        """Runs `command` through the host's login shell.
+    def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> Stream:
+        """Runs `command` through the host's login shell. While the user is asked for a password, `stopped` ends that.
 
         Returns at once or after connecting; failures are raised here as a HostError, or returned by `Stream.explain`
         once the stream has ended.

@@ -6,61 +6,68 @@ are checked here; Fabric does not check them.
 
 from __future__ import annotations
 
-import getpass
 import logging
 import os
 import select
 import socket
-import sys
-import threading
 import weakref
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import fabric
 import paramiko
 
-from skyfab.errors import AuthenticationRefused, HostError, HostKeyRefused, HostLost, Unreachable
+from skyfab.errors import HostError, HostLost, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol.frames import Buffer
+from skyfab.session.transport import keys
+from skyfab.session.transport.client import Client, Refused
+from skyfab.session.transport.keys import CONFIG
 from skyfab.session.transport.logins import ServerBusy
-from skyfab.session.transport.openssh import (
-    ALIVE_COUNT,
-    ALIVE_INTERVAL,
-    CONFIG,
-    REVOKED,
+from skyfab.session.transport.openssh import ALIVE_COUNT, ALIVE_INTERVAL, servers_of
+from skyfab.session.transport.questions import Place, Questions, places
+from skyfab.session.transport.refusals import (
     by_hand,
     changed_key,
+    refused,
     revoked_key,
-    servers_of,
+    unknown_jump,
+    unknown_key,
 )
 
 _LOG: Final = logging.getLogger("skyfab")
+_REVOKED: Final = "revoked"
 _PACKET: Final = 1024 * 1024
 """paramiko becomes very slow with larger pieces."""
 _WIDE: Final = 256 * 1024
 """Size of a socket's buffer, a third of which holds a packet of 32 kB and the kernel's overhead."""
 
 
-def connection(host: Host, inventory: Inventory, *, password: str | None = None) -> fabric.Connection:
-    """Returns a Fabric connection to the host, not yet open, that refuses unknown and changed host keys."""
+def connection(host: Host, inventory: Inventory, stopped: Callable[[], bool] = lambda: False) -> fabric.Connection:
+    """Returns a Fabric connection to the host, not yet open, that refuses unknown and changed host keys.
+
+    Opening it asks for passwords and codes at a terminal, unless `stopped`, and raises a HostError.
+    """
+    hops = (*inventory.jump_chain(host), host)
+    keys.check(hops)
+    questions = Questions(stopped)
     gateway: Any = False if host.jump == "none" else None  # None: use ssh_config's setting
-    for jump in inventory.jump_chain(host):
-        gateway = _connection(jump, gateway=gateway)
-    return _connection(host, gateway=gateway, password=password)
+    for hop in hops:
+        gateway = _connection(hop, gateway=gateway)
+        _equip(gateway, hop, hops, inventory, questions)
+        _check_keys(gateway, hop)
+    assert isinstance(gateway, fabric.Connection)
+    return gateway
 
 
-def _connection(host: Host, *, gateway: Any = None, password: str | None = None) -> fabric.Connection:
+def _connection(host: Host, *, gateway: Any = None) -> fabric.Connection:
     config = fabric.Config(runtime_ssh_path=os.environ.get(CONFIG))
     keywords: dict[str, Any] = {"disabled_algorithms": {}}
     if host.identity is not None:
         keywords |= {"key_filename": host.identity, "look_for_keys": False, "allow_agent": False}
-    if password is not None:
-        keywords |= {"password": password, "look_for_keys": False, "allow_agent": False}
-    made = fabric.Connection(
+    return fabric.Connection(
         host.destination,
         user=host.user,
         port=host.port,
@@ -70,8 +77,20 @@ def _connection(host: Host, *, gateway: Any = None, password: str | None = None)
         connect_kwargs=keywords,
         forward_agent=False,
     )
-    _check_keys(made, host)
-    return made
+
+
+def _equip(made: fabric.Connection, at: Host, hops: Sequence[Host], inventory: Inventory, questions: Questions) -> None:
+    """Gives the connection to `at`, one of `hops`, a client that asks and explains; so too its ProxyJump's."""
+
+    def client(of: Host, place: Place) -> Client:
+        return Client(place, questions, lambda error: _explain(hops, of, error, inventory, questions))
+
+    made.client = client(at, places(hops, made.user)[hops.index(at)])
+    hop = made.gateway
+    while isinstance(hop, fabric.Connection) and not isinstance(hop.client, Client):  # of ssh_config's ProxyJump
+        host = Host(name=hop.host, user=hop.user, port=int(hop.port))
+        hop.client = client(host, Place(name=host.login, login=host.login, way=("", hops[-1].login)))
+        hop = hop.gateway
 
 
 def hang_up(connection: Any) -> None:
@@ -154,7 +173,7 @@ class _Refusal(paramiko.RejectPolicy):  # type: ignore[misc]  # paramiko has no 
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
         if key.asbytes() in self._revoked:
-            raise paramiko.SSHException(REVOKED)
+            raise paramiko.SSHException(_REVOKED)
         super().missing_host_key(client, hostname, key)
 
 
@@ -172,42 +191,24 @@ class Fabric:
         self._connection: fabric.Connection | None = None
         self._stream: ChannelStream | None = None
 
-    def open(self, command: str) -> ChannelStream:
+    def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ChannelStream:
         _LOG.debug("fabric: connecting to %s", self._host.login)
-        self._connection = self._connect()
-        try:
-            transport = self._connection.client.get_transport()
-            channel = transport.open_session(window_size=64 * 1024 * 1024, max_packet_size=32768)
-            channel.exec_command(command)
-        except Exception as error:  # the connection was lost just now
-            raise _explain(self._host, error) from error
-        self._stream = ChannelStream(channel, self._host)
-        return self._stream
-
-    def _connect(self) -> fabric.Connection:
-        """Logs in with keys; else with a password, prompted once, if the host accepts one and there is a terminal."""
-        try:
-            return self._try(None)
-        except AuthenticationRefused:
-            password = Passwords.ask(self._host)
-            if password is None:
-                raise
-        try:
-            return self._try(password)
-        except AuthenticationRefused:
-            Passwords.forget(self._host)
-            raise
-
-    def _try(self, password: str | None) -> fabric.Connection:
-        made = connection(self._host, self._inventory, password=password)
+        made = connection(self._host, self._inventory, stopped)
         try:
             made.open()
             _tune(made)
+            channel = made.client.get_transport().open_session(window_size=64 * 1024 * 1024, max_packet_size=32768)
+            channel.exec_command(command)
         except Exception as error:
             hang_up(made)
-            raise _explain(self._host, error) from error
+            if isinstance(error, HostError):
+                raise
+            hops = (*self._inventory.jump_chain(self._host), self._host)
+            raise _explain(hops, self._host, error, self._inventory, Questions()) from error
         _CONNECTIONS.add(made)
-        return made
+        self._connection = made
+        self._stream = ChannelStream(channel, self._host)
+        return self._stream
 
     def joined(self) -> None:
         if self._stream is not None:
@@ -233,40 +234,6 @@ def _leave_all_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)
-
-
-class Passwords:
-    """Passwords that the user has typed, kept only in the memory of this program."""
-
-    _known: ClassVar[dict[str, str]] = {}
-    _asking: ClassVar[threading.Lock] = threading.Lock()
-
-    @staticmethod
-    def _who(host: Host) -> str:
-        """Identifies the machine: with another port or jump host, the same address may be a different machine."""
-        who = replace(host, user=host.user or getpass.getuser()).login
-        return f"{who} (through {host.jump})" if host.jump else who
-
-    @classmethod
-    def known(cls, host: Host) -> str | None:
-        """The password that was typed for this host."""
-        return cls._known.get(cls._who(host))
-
-    @classmethod
-    def forget(cls, host: Host) -> None:
-        """Deletes a wrong password."""
-        cls._known.pop(cls._who(host), None)
-
-    @classmethod
-    def ask(cls, host: Host) -> str | None:
-        """Prompts once for each user and host, without echo; None if there is no terminal."""
-        who = cls._who(host)
-        with cls._asking:  # one prompt at a time, however many hosts connect
-            if who not in cls._known:
-                if not sys.stdin.isatty():
-                    return None
-                cls._known[who] = getpass.getpass(f"{who}'s password: ")
-            return cls._known[who]
 
 
 def _first_socket(channel: Any) -> socket.socket | None:
@@ -358,34 +325,26 @@ class ChannelStream:
         self._channel.close()
 
 
-def _explain(host: Host, error: Exception) -> HostError:
-    """Converts an exception of paramiko or Fabric to one of ours."""
+def _explain(hops: Sequence[Host], at: Host, error: Exception, inventory: Inventory, questions: Questions) -> HostError:
+    """Converts an exception of paramiko or Fabric, about the server `at` on the path to a host, to one of ours."""
+    host, jumps = hops[-1], hops[:-1]
     if isinstance(error, paramiko.BadHostKeyException):
-        return HostKeyRefused(
-            "its host key is not the one on record: it was set up anew, or another machine answers instead",
-            host=host.name,
-            hint=changed_key(host),
-        )
+        return changed_key(host, at)
     text = str(error) or type(error).__name__
-    if text == REVOKED:
-        return revoked_key(host)
+    if text == _REVOKED:
+        return revoked_key(host, at)
     if "not found in known_hosts" in text:
-        return HostKeyRefused("its host key is unknown", host=host.name, hint=f"skyfab trust --hosts={host.name}")
-    if isinstance(error, (paramiko.AuthenticationException, paramiko.PasswordRequiredException)) or (
-        "No authentication methods" in text
-    ):
-        who = f" for {host.user}" if host.user else ""
-        return AuthenticationRefused(
-            f"every key was refused{who}: {text}",
-            host=host.name,
-            hint=f"try: {by_hand(host)}",
-        )
+        return unknown_key(host, at)
+    if isinstance(error, Refused):
+        return refused(hops, at, error.methods, typed=questions.outcome)
+    if isinstance(error, paramiko.AuthenticationException):
+        return refused(hops, at, (), typed=questions.outcome)
     if "protocol banner" in text:
         return ServerBusy(
             f"its SSH server, or a jump host's, hung up before the login: {text}",
             host=host.name,
-            hint=f"is it up? one that is busy turns logins away (MaxStartups); try: {by_hand(host)}",
+            hint=f"is it up? one that is busy turns logins away (MaxStartups); try: {by_hand(host, jumps=jumps)}",
         )
-    if isinstance(error, OSError) and error.filename and error.filename == host.identity:
-        return AuthenticationRefused(f"its key cannot be read: {text}", host=host.name, hint="identity = … names it")
-    return Unreachable(f"{host.destination}: {text}", host=host.name, hint=f"is it up? try: {by_hand(host)}")
+    if isinstance(error, socket.gaierror) and at is not host:
+        return unknown_jump(at.name, host, inventory)
+    return Unreachable(f"{at.destination}: {text}", host=host.name, hint=f"is it up? try: {by_hand(host, jumps=jumps)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from skyfab.errors import HostLost
 from skyfab.inventory.host import Host
 from skyfab.session.transport.process import ProcessStream
@@ -15,7 +17,7 @@ class Local:
     def __init__(self, host: Host) -> None:
         self._host = host
 
-    def open(self, command: str) -> ProcessStream:
+    def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ProcessStream:
         return ProcessStream(["/bin/sh", "-c", command], self._explain)
 
     def _explain(self, code: int, errors: str) -> Exception:

@@ -5,25 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
+import subprocess
 import tempfile
 import weakref
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
-from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostLost, Unreachable
+from skyfab.errors import HostLost, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
+from skyfab.session.transport import keys
+from skyfab.session.transport.askpass import Askpass
+from skyfab.session.transport.keys import CONFIG
 from skyfab.session.transport.logins import ServerBusy
 from skyfab.session.transport.process import ProcessStream
-
-CONFIG = "SKYFAB_SSH_CONFIG"
-"""The environment variable with the path of a file to use instead of the user's ssh_config."""
+from skyfab.session.transport.questions import Place, Questions, by_ssh, places
+from skyfab.session.transport.refusals import by_hand, changed_key, refused, revoked_key, unknown_jump, unknown_key
+from skyfab.ui.prompt import TERMINAL
 
 ALIVE_INTERVAL, ALIVE_COUNT = 10, 3
 """Seconds between keepalives, and how many may be unanswered: before there is an agent, nothing else detects a loss."""
-
-REVOKED = "its host key is revoked in known_hosts"
 
 _OPTIONS = {
     "BatchMode": "yes",
@@ -50,6 +53,7 @@ class OpenSSH:
 
     def __init__(self, host: Host, inventory: Inventory) -> None:
         self._host = host
+        self._inventory = inventory
         self._jumps = inventory.jump_chain(host)
         self.servers = servers_of(host, inventory)
         self._aliases = {
@@ -60,17 +64,52 @@ class OpenSSH:
         self._known: Path | None = None
         self._config: Path | None = None
         self._files: list[Path] = []
+        self._questions = Questions()
+        self._askpass: Askpass | None = None
         weakref.finalize(self, _remove_here, self._files, os.getpid())
 
-    def open(self, command: str) -> ProcessStream:
-        return ProcessStream(self.argv(command), self._explain)
+    def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ProcessStream:
+        keys.check((*self._jumps, self._host))
+        self._questions = Questions(stopped)
+        if TERMINAL.is_attended():
+            self._askpass = Askpass(self._answer)
+        environ = None if self._askpass is None else self._askpass.environ
+        try:
+            return ProcessStream(self.argv(command), self._explain, environ)
+        except BaseException:
+            self.joined()
+            raise
+
+    def _answer(self, prompt: str, stopped: Callable[[], bool]) -> str | None:
+        """Answers a prompt of ssh, which is about a server on the path or a key on this machine.
+
+        Only what certainly is for one server is remembered: another one could ask for its password.
+        """
+        if not _marks_prompts():
+            return self._questions.answer(self._host.login, prompt, stopped, once=True)
+        who, text = by_ssh(prompt)
+        user, _, name = who.rpartition("@")
+        hops = (*self._jumps, self._host)
+        found = [
+            place
+            for hop, place in zip(hops, places(hops, user), strict=True)
+            if name == (_alias(hop) if hop.host_key is not None else hop.destination.lower())
+            if hop.user in (None, user)
+        ]
+        if who and not found:  # only ssh_config knows it
+            found = [Place(name=who, login=who, way=("", self._host.login))]
+        return self._questions.answer(found[0] if len(found) == 1 else who, text, stopped, once=len(found) > 1)
+
+    def _options(self) -> dict[str, str]:
+        """The options of all hosts on the path. Without a terminal, ssh must not ask."""
+        return _OPTIONS | ({} if self._askpass is None else {"BatchMode": "no"})
 
     def argv(self, command: str) -> list[str]:
         """The whole command line. It never contains secrets."""
         words = ["ssh", "-T"]
         if config := self._config_file():
             words += ["-F", str(config)]
-        for key, value in (_OPTIONS | self._own_options(self._host)).items():
+        for key, value in (self._options() | self._own_options(self._host)).items():
             words += ["-o", f"{key}={value}"]
         if self._jumps:
             words += ["-J", ",".join(self._aliases[hop] for hop in self._jumps)]
@@ -123,7 +162,7 @@ class OpenSSH:
                     for key, value in self._own_options(jump).items():
                         file.write(f"  {key} {value}\n")
                 file.write("Match all\n")
-                for key, value in _OPTIONS.items():
+                for key, value in self._options().items():
                     file.write(f"  {key} {value}\n")
                 for path in [base] if base else ["~/.ssh/config", "/etc/ssh/ssh_config"]:
                     file.write(f"Include {_quoted(str(Path(path).expanduser()))}\n")
@@ -135,15 +174,29 @@ class OpenSSH:
         return Path(name), os.fdopen(fd, "w")
 
     def _explain(self, code: int, errors: str) -> Exception:
-        return explain(self._host, code, errors)
+        if "Permission denied" in errors:
+            self._questions.refused()
+        hops = (*self._jumps, self._host)
+        return explain(hops, code, errors, self._inventory, typed=self._questions.outcome)
 
     def joined(self) -> None:
         """Deletes the files, which ssh has read by now: a program that is killed later leaves none behind."""
+        if self._askpass is not None:
+            self._askpass.close()
+            self._askpass = None
         _remove(self._files)
         self._known = self._config = None
 
     def close(self) -> None:
         self.joined()
+
+
+@cache
+def _marks_prompts() -> bool:
+    """Whether ssh says before a server's own words which server asks: since 8.5."""
+    said = subprocess.run(["ssh", "-V"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stderr
+    version = re.match(r"OpenSSH_(\d+)\.(\d+)", said)
+    return version is not None and (int(version[1]), int(version[2])) >= (8, 5)
 
 
 def servers_of(host: Host, inventory: Inventory) -> tuple[str, ...]:
@@ -162,61 +215,57 @@ def _remove_here(files: list[Path], pid: int) -> None:
         _remove(files)
 
 
-def by_hand(host: Host, command: str = "") -> str:
-    """The ssh command that a user would type to reach the host."""
-    words = ["ssh", *(["-p", str(host.port)] if host.port else []), *(["-i", host.identity] if host.identity else [])]
-    place = host.destination if host.user is None else f"{host.user}@{host.destination}"
-    return shlex.join([*words, place, *command.split()])
-
-
-def changed_key(host: Host) -> str:
-    """What to do when a host's key differs from the known one."""
-    if host.host_key is not None:
-        return f"if that is right, change host_key under [hosts.{host.name}] in the inventory"
-    return f"if that is right, skyfab trust --hosts={host.name} --replace"
-
-
-def revoked_key(host: Host) -> HostKeyRefused:
-    """For a key that known_hosts marks with ``@revoked``."""
-    return HostKeyRefused(REVOKED, host=host.name, hint="anyone with that key can impersonate it: give it another one")
-
-
-def explain(host: Host, code: int, errors: str) -> Exception:
-    """Converts ssh's error output to the error to raise."""
+def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, *, typed: str = "") -> Exception:
+    """Converts ssh's error output to the error to raise. `hops` are the path to the host, which is the last one."""
+    host, jumps = hops[-1], hops[:-1]
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    if "REMOTE HOST IDENTIFICATION HAS CHANGED" in errors:
-        return HostKeyRefused(
-            "its host key is not the one on record: it was set up anew, or another machine answers instead",
-            host=host.name,
-            hint=changed_key(host),
-        )
-    if "REVOKED HOST KEY" in errors:
-        return revoked_key(host)
+    # What an inner ssh has reported is followed by an outer one that found no server.
+    is_inner = "exchange_identification" in errors or "UNKNOWN port" in errors
+    if "REMOTE HOST IDENTIFICATION HAS CHANGED" in errors or "REVOKED HOST KEY" in errors:
+        named = re.search(r"[Hh]ost key for (\S+) (?:has changed|was revoked)", errors)
+        at = _at(jumps, host, None, named and named[1]) if is_inner else host
+        return revoked_key(host, at) if "REVOKED HOST KEY" in errors else changed_key(host, at)
     if "Host key verification failed" in errors or "host key is known for" in errors:
-        return HostKeyRefused("its host key is unknown", host=host.name, hint=f"skyfab trust --hosts={host.name}")
+        named = re.search(r"host key is known for (\S+) and", errors)
+        return unknown_key(host, _at(jumps, host, None, named and named[1]) if is_inner else host)
+    unresolved = re.search(r"Could not resolve hostname ([^\s:]+)", errors)
+    if code == 255 and unresolved and is_inner:
+        return unknown_jump(_named(unresolved[1], jumps), host, inventory)
     if "Permission denied" in errors or "Too many authentication failures" in errors:
-        methods = re.search(r"Permission denied \((.*?)\)", errors)
-        offered = f" (the host takes {methods[1]})" if methods else ""
-        who = f" for {host.user}" if host.user else ""
-        return AuthenticationRefused(
-            f"every key was refused{who}{offered}",
-            host=host.name,
-            hint=f"try: {by_hand(host)}",
-        )
+        denied = re.search(r"(\S+)@(\S+): Permission denied \((.*?)\)", errors)
+        user, name, methods = denied.groups() if denied else (None, None, "")
+        at = _at(jumps, host, user, name) if is_inner else host
+        return refused(hops, at, [method for method in methods.split(",") if method], typed=typed)
     busy = re.search(r"exchange_identification: (.*)", errors)  # with a jump host, that of an inner ssh
     if code == 255 and busy:
         return ServerBusy(
             f"its SSH server, or a jump host's, hung up before the login: {busy[1].strip()}",
             host=host.name,
-            hint=f"is it up? one that is busy turns logins away (MaxStartups); try: {by_hand(host)}",
+            hint=f"is it up? one that is busy turns logins away (MaxStartups); try: {by_hand(host, jumps=jumps)}",
         )
     if code == 255:
         said = re.sub(r"^ssh: ", "", last) or f"{host.destination} does not answer"
-        return Unreachable(said, host=host.name, hint=f"is it up? try: {by_hand(host)}")
+        return Unreachable(said, host=host.name, hint=f"is it up? try: {by_hand(host, jumps=jumps)}")
     if code < 0:
         return Unreachable(f"ssh was ended on this machine, by signal {-code}", host=host.name)
     return HostLost(f"the connection ended{': ' + last if last else ''}", host=host.name)
+
+
+def _at(jumps: Sequence[Host], host: Host, user: str | None, name: str | None) -> Host:
+    """The jump host that ssh calls by that name. One that only ssh_config knows is named as ssh does."""
+    name = name and re.sub(r"^\[(.*)\]:\d+$", r"\1", name)
+    for jump in jumps:
+        if name in (jump.destination.lower(), _alias(jump)) and (user is None or jump.user in (None, user)):
+            return jump
+    if jumps:
+        return jumps[-1]
+    return (name and Host.ad_hoc(f"{user}@{name}" if user else name)) or host
+
+
+def _named(name: str, jumps: Sequence[Host]) -> str:
+    """The name under which the user knows a jump host whose address could not be resolved."""
+    return next((jump.name for jump in jumps if jump.destination.lower() == name), name)
 
 
 def _alias(host: Host) -> str:

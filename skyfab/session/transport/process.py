@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from skyfab.protocol.pipes import widen
@@ -33,7 +33,9 @@ class ProcessStream:
     The process has its own session: Ctrl-C reaches only this program, which shuts down the host in order.
     """
 
-    def __init__(self, argv: Sequence[str], explain: Callable[[int, str], Exception]) -> None:
+    def __init__(
+        self, argv: Sequence[str], explain: Callable[[int, str], Exception], environ: Mapping[str, str] | None = None
+    ) -> None:
         self._explain = explain
         if _LOG.isEnabledFor(logging.DEBUG):
             _LOG.debug("%s", shlex.join(word if len(word) < 200 else f"{word[:40]}…" for word in argv))
@@ -44,6 +46,7 @@ class ProcessStream:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
+            env=environ,
         )
         _STREAMS.add(self)
         assert self._process.stdin and self._process.stdout and self._process.stderr

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Final, Literal, TextIO
 
 from skyfab.ui.calls import Calls
-from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Mapped, Moved, Output, State, Waiting
+from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Importing, Mapped, Moved, Output, State, Waiting
 from skyfab.ui.terminal import RESET, Live, clean, echoes, has_colours, is_rich, put
 from skyfab.ui.view import TIMEOUT, Line, View
 
 _SPARSE: Final = 5.0
 """Seconds between updates of a progress bar in plain output, where lines cannot be overwritten."""
+_LONG: Final = 5.0
+"""Seconds after which plain output has a line for an import."""
 _TICK: Final = 0.1
 """Seconds between updates of the live lines on a terminal."""
 _COLUMNS: Final = "▁▂▃▄▅▆▇█"
@@ -71,6 +73,8 @@ class Plain(View):
         super().__init__(clock, timeout)
         self._files = {"stdout": stdout, "stderr": stderr}
         self._shown: dict[tuple[str, int | None], float] = {}
+        self._told: list[Importing] = []
+        """Imports that have a line."""
         self._colour = has_colours()
 
     def _line(self, event: Output) -> str:
@@ -106,6 +110,18 @@ class Plain(View):
                 self._shown[event.function, -1] = now
                 self._say("stderr", clean(str(event)) + "\n")
 
+    def flush(self) -> None:
+        with self._lock:
+            long = self._imports.since(_LONG)
+            for event in long:
+                if event not in self._told:
+                    self._say("stderr", clean(str(event)) + "\n")
+            self._told = long
+        super().flush()
+
+    def _restless(self) -> float | None:
+        return _LONG / 4 if len(self._imports) > len(self._told) else None
+
     def _write(self, lines: list[Line]) -> None:
         for stream, group in itertools.groupby(lines, key=lambda line: line[0]):
             put(self._files[stream] or getattr(sys, stream), "".join(text for _, text in group))
@@ -123,7 +139,7 @@ class Screen(View):
     ) -> None:
         """`waiting` is true while the program waits for a call, and so prints nothing itself."""
         super().__init__(clock, timeout)
-        self._calls = Calls(clock)
+        self._calls = Calls(clock, self._imports)
         self._waits = Waiting() if waiting is None else waiting
         self._file = file
         self._live = Live()

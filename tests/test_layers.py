@@ -51,7 +51,7 @@ LARGEST = {
     "detached": 870,
     "files": 1150,
     "plugins": 1100,
-    "ui": 1360,
+    "ui": 1480,
     "cli": 3150,
     "lab": 2140,
     "device": 4800,

@@ -47,7 +47,7 @@ LARGEST = {
     "pool": 4600,
     "env": 2960,
     "calls": 1700,
-    "inventory": 1000,
+    "inventory": 1020,
     "detached": 870,
     "files": 1150,
     "plugins": 1100,

@@ -15,7 +15,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class InstanceInfo(NamedTuple):
-    """The rank of a process and its position in the pool. Outside a call: the only rank of the only node."""
+    """The rank of a process and its position in the pool. Outside a call: the only rank of the only node.
+
+    `node` and `rank` are its numbers among `total_nodes` and `world_size`, `local_rank` is that among the
+    `local_world_size` of its host. The head is reached at `head_addr` and `head_port`. `hostname` is this host's,
+    `accelerators` its GPUs, of `total_accelerators`; `peers` has the addresses of all nodes. `job_id` names the call,
+    `attempt` counts how often it was started before.
+    """
 
     node: int = 0
     """The host's index in the pool."""
@@ -134,7 +140,7 @@ def instance_info() -> InstanceInfo:
 
 
 def shard(*data: Any, shuffle: bool = False, seed: int = 0, drop_last: bool = False) -> Any:
-    """This rank's share of each argument, in the argument's own type.
+    """This rank's share of each of `data`, in the argument's own type.
 
     Takes every `world_size`-th element, starting at `rank`; with `drop_last` a contiguous block, equally long on all
     ranks. Several arguments stay aligned and must be equally long. With `shuffle` all ranks use the same order,
@@ -189,7 +195,7 @@ Only = Literal["head"] | Callable[[InstanceInfo], bool]
 
 
 def stdout(*, only: Only) -> Callable[[F], F]:
-    """Shows the function's stdout only for the head, or where the predicate is true.
+    """Shows the function's stdout only where `only` says: for the head (``"head"``), or where a predicate is true.
 
     Goes above or below ``@sky.function``. Output of C code and of child processes is covered too.
     """
@@ -197,12 +203,12 @@ def stdout(*, only: Only) -> Callable[[F], F]:
 
 
 def stderr(*, only: Only) -> Callable[[F], F]:
-    """As `stdout`, for stderr."""
+    """As `stdout`, for stderr, with the same `only`."""
     return _limited((2,), only)
 
 
 def silent(function: F) -> F:
-    """Hides all output of the function, on every rank."""
+    """Hides all output of `function`, on every rank."""
     return _limited((1, 2), lambda info: False)(function)
 
 

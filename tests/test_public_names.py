@@ -117,6 +117,37 @@ def test_public_methods_have_docstrings() -> None:
     assert bare <= obvious
 
 
+def callables() -> dict[str, object]:
+    """What users call: functions and constructors of the face, methods of its classes, plugins and the lab's tasks."""
+    made_by_us = {"Call", "Function", "Ref", "Run"}
+    found: dict[str, object] = {
+        name: value
+        for name in NAMES
+        if not (inspect.isclass(value := getattr(skyfab, name)) and issubclass(value, Exception))
+        and name not in made_by_us
+    }
+    for name, member in public_members():
+        if not isinstance(member, property) and not name.endswith(".derive"):  # what ExceptionGroup asks for
+            found[name] = getattr(member, "__func__", member)
+    found |= {f"plugins.{name}": getattr(skyfab.plugins, name) for name in skyfab.plugins.__all__}
+    found |= {
+        f"Plugin.{name}": value for name, value in vars(skyfab.plugins.Plugin).items() if inspect.isfunction(value)
+    }
+    found |= {f"lab.{name}": getattr(skyfab.lab, name) for name in ("up", "down", "status")}
+    return found
+
+
+@pytest.mark.parametrize("name", callables())
+def test_help_explains_every_parameter(name: str) -> None:
+    """By its name, as code: `name`, or in an example of a call."""
+    thing = callables()[name]
+    text = inspect.getdoc(thing) or ""
+    if inspect.isclass(thing) and "__init__" in vars(thing):
+        text += inspect.getdoc(thing.__init__) or ""
+    names = [one for one in inspect.signature(thing).parameters if one != "self" and one != "cls"]  # type: ignore[arg-type]
+    assert [one for one in names if not re.search(rf"`[^`]*\b{one}\b[^`]*`", text)] == []
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_a_public_module_is_reached_from_the_face(name: str) -> None:
     assert getattr(skyfab, name) is importlib.import_module(f"skyfab.{name}")

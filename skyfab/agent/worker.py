@@ -20,6 +20,7 @@ from collections import deque
 
 from skyfab import context
 from skyfab.agent import cuda, files
+from skyfab.agent.imports import ImportFinder
 from skyfab.agent.store import map_blob
 from skyfab.errors import HostUnfit
 from skyfab.protocol import codec, messages
@@ -46,6 +47,7 @@ def main(source: int, sink: int, request: dict[str, Any]) -> None:
     """Serves calls until the agent closes the pipe."""
     _settle(request)
     rank = Worker(source, sink, request["stores"])
+    sys.meta_path.insert(0, ImportFinder(functools.partial(rank.importing, request["worker"]), request["path"]))
     try:
         files.enter(*request["workdir"])
     except OSError as error:  # the first call raises it, and the next one gets a new process
@@ -348,6 +350,11 @@ class Worker:
         self._fflush(None)
 
     # ---- replying
+
+    def importing(self, name: str, module: str) -> None:
+        """Tells the agent which package is imported; an empty string for none. Children of this process do not."""
+        if os.getpid() == self._pid:
+            self._send(frame(HEAD, 0, messages.Importing(worker=name, module=module).encode()))
 
     def _end_child(self, code: int) -> None:
         """Exits if this is a child that the function forked and that returned from the function too."""

@@ -119,6 +119,9 @@ class WorkerOutput:
         if kind == BYE:  # the worker exits after its next reply
             self._worker.stopping = True
             return
+        if kind == HEAD and not stream:
+            self._owner.mux.send(0, messages.expect(messages.Importing, bytes(payload)).encode())
+            return
         if kind == HEAD:
             if self._poll.poll(0):
                 for log in self._logs:

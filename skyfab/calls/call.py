@@ -39,7 +39,7 @@ class Pool(Protocol):
 
 
 class Function(Generic[P, R]):
-    """A function that runs on hosts. Calling it returns a `Call`; the plain function is `.fn`."""
+    """A function that runs on hosts; `function` makes it. Calling it returns a `Call`; the plain function is `.fn`."""
 
     def __init__(
         self, fn: Callable[P, R], *, timeout: float | None = None, retries: int = 0, stall: float | None = None
@@ -67,7 +67,7 @@ class Function(Generic[P, R]):
         return (self._name or repr(self.fn)).replace("<locals>.", "")
 
     def rewrap(self, decorate: Callable[[Callable[P, R]], Callable[P, R]]) -> Function[P, R]:
-        """A copy with a decorator around the plain function."""
+        """A copy with the decorator `decorate` around the plain function."""
         return Function(decorate(self.fn), timeout=self.timeout, retries=self.retries, stall=self.stall)
 
     def __repr__(self) -> str:
@@ -108,12 +108,13 @@ def function(
     *, timeout: float | None = None, retries: int = 0, stall: float | None = None
 ) -> Callable[[Callable[P, R]], Function[P, R]]: ...
 def function(fn: Any = None, /, *, timeout: float | None = None, retries: int = 0, stall: float | None = None) -> Any:
-    """Decorates a function to run on hosts: ``@sky.function`` or ``@sky.function(timeout=60, retries=2)``.
+    """Decorates the function `fn` to run on hosts: ``@sky.function`` or ``@sky.function(timeout=60, retries=2)``.
 
-    A broadcast (``@``) that fails is restarted on all ranks, up to `retries` times; the number of restarts is in
-    ``instance_info().attempt``. Any other call is moved to another host if its host is lost, so it may run twice. If a
-    rank makes no progress for `stall` seconds, the stacks of all ranks are shown, grouped; the call continues. An
-    ``async def`` runs in an event loop of its own.
+    A call is stopped on its host after `timeout` seconds, and raises CallTimeout. A broadcast (``@``) that fails is
+    restarted on all ranks, up to `retries` times; the number of restarts is in ``instance_info().attempt``. Any other
+    call is moved to another host if its host is lost, so it may run twice. If a rank makes no progress for `stall`
+    seconds, the stacks of all ranks are shown, grouped; the call continues. An ``async def`` runs in an event loop of
+    its own.
     """
     if fn is None:
         return lambda fn: Function(fn, timeout=timeout, retries=retries, stall=stall)

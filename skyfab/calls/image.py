@@ -16,7 +16,7 @@ from skyfab.notebook import ShownAsTable
 
 @dataclass(frozen=True, slots=True)
 class PipIndex:
-    """A package index that serves the named packages and no others."""
+    """A package index at `url` that serves the named `packages` and no others."""
 
     url: str
     packages: tuple[str, ...] = ()
@@ -27,7 +27,16 @@ class PipIndex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image(ShownAsTable):
-    """The interpreter, packages, variables and project code that a function needs."""
+    """The interpreter, packages, variables and project code that a function needs.
+
+    `python` is this machine's version (``"auto"``), another one (``"3.11"``), or the path of an interpreter on the
+    host. `pip` are packages as pip takes them, `pip_indexes` indexes for some of them, `lock` a pylock.toml or uv.lock
+    with their versions. They are sent from here or fetched by hosts, as `install` says (``"push"``, ``"fetch"``,
+    ``"auto"``). `apt` are Debian packages, `env` variables, `setup` shell lines that run before Python.
+
+    `includes` are modules, folders and data files that are sent besides the caller's own project, and `excludes`
+    patterns of those that are not.
+    """
 
     python: str = "auto"
     """``"auto"``: this machine's major.minor; ``"3.11"``; or an absolute path on the host, used as it is."""

@@ -146,7 +146,7 @@ class Run(ShownAsTable):
     def logs(
         self, *, follow: bool = False, rank: int | None = None, trouble: Trouble | None = None
     ) -> Iterator[tuple[int, str, str]]:
-        """The output of its ranks, line by line, in the order of time: the rank, ``out`` or ``err``, the line.
+        """The output of its ranks, or of `rank` alone, in the order of time: the rank, ``out`` or ``err``, the line.
 
         With `follow`, continues until the run has ended, across lost connections; `trouble` is called for each of them.
         """
@@ -164,8 +164,9 @@ class Run(ShownAsTable):
     ) -> Iterator[LogLine]:
         """As `logs`, with times; of what is there already only the last `tail` lines, and those not before `since`.
 
-        The times are those of the hosts' clocks, in seconds since 1970. Raises UsageError for a rank that the run has
-        not.
+        `follow`, `rank` and `trouble` are as for `logs`.
+        The times are those of the hosts' clocks, in seconds since 1970.
+        Raises UsageError for a rank that the run has not.
         """
         if rank is not None and not 0 <= rank < self.world_size:
             has = "one rank, 0" if self.world_size == 1 else f"ranks 0 to {self.world_size - 1}"
@@ -190,8 +191,8 @@ class Run(ShownAsTable):
     def result(self, timeout: float | None = None, *, trouble: Trouble | None = None) -> Any:
         """Waits for the end, and returns what ``@`` or ``>>`` would have returned; raises what the run has raised.
 
-        Connections may be lost meanwhile; `trouble` is called then. Raises TimeoutError, and HostLost if a host was
-        rebooted, or its agent or its folder of the run no longer exists.
+        Connections may be lost meanwhile; `trouble` is called then. Raises TimeoutError after `timeout` seconds, and
+        HostLost if a host was rebooted, or its agent or its folder of the run no longer exists.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         answers: dict[str, list[tuple[int, Any]]] = {}
@@ -293,8 +294,9 @@ def runs(
     inventory: str | os.PathLike[str] | Inventory | None = None,
     results: Results = "any",
 ) -> list[Run]:
-    """The runs on these hosts, the latest first; for None, on those of the inventory and this machine.
+    """The runs on these `hosts`, the latest first; for None, on those of the `inventory` and this machine.
 
+    With ``results="data"`` hosts are not trusted, as for `Compute`.
     Raises a HostError if a host cannot be queried.
     """
     found, _ = survey(Inventory.of(inventory), hosts, patient=False, results=results)
@@ -332,8 +334,9 @@ def attach(
     inventory: str | os.PathLike[str] | Inventory | None = None,
     results: Results = "any",
 ) -> Run:
-    """The run with this id, id prefix, or name; of several runs with that name, the newest.
+    """The run whose id begins with `id`, or that has this name; of several with that name, the newest.
 
+    `hosts`, `inventory` and `results` are as for `Compute`; without `hosts`, those of the inventory and this machine.
     Raises UsageError if there is none, or if an id prefix fits several.
     """
     if not id:  # else it would be the beginning of every id

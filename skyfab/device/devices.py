@@ -86,7 +86,7 @@ def synchronize() -> None:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Bytes of memory on a remote device: ``allocated`` by this program's tensors, ``free`` and ``total``."""
+    """Bytes of memory on the remote `device`: ``allocated`` by this program's tensors, ``free`` and ``total``."""
     from skyfab.device import wire
 
     stream = _stream_of(device)
@@ -98,14 +98,14 @@ def memory(device: torch.device) -> dict[str, int]:
 
 
 def fetch(tensor: torch.Tensor) -> Future[torch.Tensor]:
-    """Starts to copy a remote tensor to this machine; the program goes on. The result is the copy."""
+    """Starts to copy the remote `tensor` to this machine; the program goes on. The result is the copy."""
     from skyfab.device import special
 
     return special.fetch_later(tensor)
 
 
 def prefetch(loader: Iterable[T], device: torch.device, depth: int = 2) -> Iterator[T]:
-    """The batches of a loader, on a device. The next `depth` ones are sent while the program works on one."""
+    """The batches of `loader`, on `device`. The next `depth` ones are sent while the program works on one."""
     import collections
 
     def move(value: Any) -> Any:
@@ -129,7 +129,7 @@ def prefetch(loader: Iterable[T], device: torch.device, depth: int = 2) -> Itera
 
 
 def run_on(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function on the host of a device. Remote tensors among its arguments are the host's own there.
+    """Calls ``function(*args, **kwargs)`` on the host of `device`. Remote tensors among them are its own there.
 
     Tensors that it returns stay there. Numbers, strings, None, and lists, tuples and dicts of all these come back.
     A generator function returns an iterator, and what it yields comes back as it is yielded. Raises DeviceError if the
@@ -141,7 +141,7 @@ def run_on(device: torch.device, function: Callable[..., Any], *args: Any, **kwa
 
 
 def load_on(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function on the host that returns a module or a state dict; its tensors stay there.
+    """Calls ``function(*args, **kwargs)`` on the host of `device`; returns a module or state dict, which stays there.
 
     What comes back is the state dict, with remote tensors: ``model.load_state_dict(state, assign=True)`` for a model
     that was made on the meta device.
@@ -152,7 +152,7 @@ def load_on(device: torch.device, function: Callable[..., Any], *args: Any, **kw
 
 
 def remote(module: torch.nn.Module) -> torch.nn.Module:
-    """A module whose forward is one instruction, and whose backward is one. Its parameters must be on one device."""
+    """`module` with its forward as one instruction, and its backward as one. Its parameters must be on one device."""
     from skyfab.device import regions
 
     return regions.remote(module)

@@ -60,7 +60,7 @@ class Entry:
         """The entry of a row. Raises ProtocolError for a row that could lead out of the target."""
         try:
             path, kind, size, time, mode, link = row
-            entry = cls(name(path), kind, size, time, mode, name(link))
+            entry = cls(name(path), kind, size, time, mode, b"" if link == "" else name(link))
         except (TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"not a file: {row!r:.200}") from error
         if kind not in (FILE, FOLDER, LINK) or not type(size) is type(time) is type(mode) is int:

@@ -80,7 +80,7 @@ class Target:
         for row in rows:
             entry = Entry.parse(row)
             number = len(self._entries)
-            if entry.path in self._seen or number >= MOST_ENTRIES or is_part(os.path.basename(entry.path)):
+            if entry.path in self._seen or number >= MOST_ENTRIES or is_part(entry.path.rpartition(b"/")[2]):
                 raise ProtocolError(f"{shown(entry.path)} is listed twice, or more than a transfer may have")
             self._seen.add(entry.path)
             self._entries.append(entry)

@@ -16,7 +16,7 @@ from skyfab.notebook import ShownAsTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory(ShownAsTable):
-    """Hosts by name, in the order of the file, and groups of them.
+    """`hosts` by name, in the order of the file (`source`, if any), and `groups` of them.
 
     >>> inventory = Inventory.parse('[hosts."node[1-4]"]')
     >>> [host.name for host in inventory.select("node*,!node3")]
@@ -47,14 +47,17 @@ class Inventory(ShownAsTable):
 
     @classmethod
     def of(cls, given: str | os.PathLike[str] | Inventory | None) -> Inventory:
-        """An inventory as it is, the one in a file, or for None the one that `find` finds. Raises InventoryError."""
+        """`given`, if it is an inventory; the one in that file; for None what `find` finds. Raises InventoryError."""
         if isinstance(given, Inventory):
             return given
         return cls.find() if given is None else cls.load(given)
 
     @classmethod
     def find(cls, environ: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] = ".") -> Inventory:
-        """The inventory of ``$SKYFAB_INVENTORY``, else of this folder, else of the user; else only `local`."""
+        """The inventory of ``$SKYFAB_INVENTORY``, else of this folder, else of the user; else only `local`.
+
+        `environ` and `cwd` take the place of the process's variables and current folder.
+        """
         path = found_file(os.environ if environ is None else environ, cwd)
         return cls(hosts={LOCAL.name: LOCAL}) if path is None else cls.load(path)
 
@@ -65,7 +68,7 @@ class Inventory(ShownAsTable):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Inventory:
-        """Reads a file. Raises `InventoryError` with every mistake in it."""
+        """Reads the file `path`. Raises `InventoryError` with every mistake in it."""
         try:
             text = Path(path).read_bytes().decode("utf-8-sig")
         except OSError as error:
@@ -79,7 +82,7 @@ class Inventory(ShownAsTable):
 
     @classmethod
     def parse(cls, text: str, source: str | os.PathLike[str] = "<text>") -> Inventory:
-        """Reads TOML; `source` is what error messages call it. Raises `InventoryError` with every mistake in it."""
+        """Reads TOML `text`; `source` is what error messages call it. Raises `InventoryError` with every mistake."""
         hosts, groups = read(text, os.fspath(source))
         return cls(hosts=hosts, groups=groups, source=Path(source))
 
@@ -114,7 +117,7 @@ class Inventory(ShownAsTable):
         return _first(chosen, nodes)
 
     def jump_chain(self, host: Host) -> tuple[Host, ...]:
-        """The jump hosts on the way to a host, the nearest first; empty if it is reached directly.
+        """The jump hosts on the way to `host`, the nearest first; empty if it is reached directly.
 
         The first hop may have jump hosts of its own, which come before it.
         """

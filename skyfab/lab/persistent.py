@@ -29,10 +29,10 @@ class HostStatus:
 
 
 def up(count: int = 4, folder: Path | str | None = None, *, python: str | None = None) -> Path:
-    """Starts the lab, or those of its hosts that are down; returns the path of its inventory.
+    """Starts the lab of `count` hosts, or those that are down; returns the path of its inventory.
 
-    Installs the programs that it needs, if permitted. `python` is as for `Lab.start`.
-    Raises UsageError if it is up with another number of hosts, or if programs are missing.
+    `folder` is where it is kept, if not in the cache. Installs the programs that it needs, if permitted. `python` is as
+    for `Lab.start`. Raises UsageError if it is up with another number of hosts, or if programs are missing.
     """
     place = home(folder)
     lab = find(place)
@@ -54,7 +54,7 @@ def up(count: int = 4, folder: Path | str | None = None, *, python: str | None =
 
 
 def down(folder: Path | str | None = None) -> bool:
-    """Stops the lab and removes all of it; returns whether there was one."""
+    """Stops the lab in `folder` and removes all of it; returns whether there was one."""
     lab = find(folder)
     if lab is not None:
         lab.stop()
@@ -62,7 +62,7 @@ def down(folder: Path | str | None = None) -> bool:
 
 
 def status(folder: Path | str | None = None) -> list[HostStatus]:
-    """The hosts of the lab, up or not; empty if there is no lab."""
+    """The hosts of the lab in `folder`, up or not; empty if there is no lab."""
     lab = find(folder)
     return [
         HostStatus(name=h.name, kind=h.kind, user=h.user, address=h.address, port=h.port, up=h.up)

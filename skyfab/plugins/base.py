@@ -64,26 +64,26 @@ class Plugin:
     """
 
     def transform(self, image: Image, host: Host) -> Image:
-        """Returns the image for a host. Runs on this machine, before connecting."""
+        """Returns what `image` is to be on `host`. Runs on this machine, before connecting."""
         return image
 
     @contextmanager
     def around_process(self, info: InstanceInfo) -> Iterator[None]:
-        """Runs in each worker on a host, from before its first call until it exits."""
+        """Runs in each worker on a host, whose place is `info`, from before its first call until it exits."""
         yield
 
     @contextmanager
     def around_call(self, info: InstanceInfo) -> Iterator[None]:
-        """Runs in the worker, around each call."""
+        """Runs in the worker, whose place is `info`, around each call."""
         yield
 
     def run_elastic_agent(self, info: InstanceInfo, work: tuple[Any, ...]) -> list[tuple[int, Any]]:
-        """Runs in an elastic gang's one worker on a host: runs `work` in ranks; returns pairs of rank and result."""
+        """Runs in an elastic gang's one worker on a host (`info`): runs `work` in ranks; pairs of rank and result."""
         raise NotImplementedError
 
     @contextmanager
     def around_client(self, compute: Pool) -> Iterator[None]:
-        """Runs on this machine, while the pool is open."""
+        """Runs on this machine, while the pool `compute` is open."""
         yield
 
 

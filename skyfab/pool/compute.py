@@ -89,6 +89,16 @@ class Compute(ShownPool, TakesCalls):
     ) -> None:
         """Does not connect yet: that happens when the pool is entered.
 
+        `hosts` is a selection such as ``"gpu,!node3"``, or a list of names and hosts; None: all of the `inventory`,
+        which is a path or an Inventory (None: the one that is found). `nodes` takes the first so many of them.
+
+        `ranks` is how many processes a broadcast has on each host; ``"auto"``: one for each GPU, or one. `image` is
+        their environment, `plugins` what they are set up with, `env` further variables.
+
+        `lease` is for how many seconds hosts and this program wait for a connection that is lost; a host that does not
+        answer for `heartbeat_timeout` seconds while others do is lost. `timeout` is that of functions that have none.
+        `ui` is how events are shown: live (``"rich"``), as lines (``"plain"``), not at all, or as it fits (``"auto"``).
+
         `workdir` is the working directory of functions. ``"auto"``: on a host, a persistent folder that corresponds to
         the current one here; on this machine, the current folder itself. Otherwise a path on the hosts, or ``"temp"``
         for a folder that is deleted with the pool.
@@ -297,9 +307,10 @@ class Compute(ShownPool, TakesCalls):
         return task.future
 
     def launch(self, call: Call[Any], *, on: str = "all", name: str | None = None) -> Run:
-        """Starts a call that outlives this program: the hosts keep its output and result. `on` is as in `submit`.
+        """Starts a `call` that outlives this program: the hosts keep its output and result. `on` is as in `submit`.
 
-        It has workers of its own. Returns once the hosts have all they need; ``sky.attach(run.id)`` reconnects to it.
+        `name` is one to find it by, that of the function if none is given. It has workers of its own. Returns once the
+        hosts have all they need; ``sky.attach(run.id)`` reconnects to it.
         """
         self._check_call(call)
         function, tree = self._pack_function(call.function)
@@ -321,7 +332,7 @@ class Compute(ShownPool, TakesCalls):
         return attach(detacher.id, [node.host for node in chosen], inventory=self.inventory, results=self._results)
 
     def detach(self, *, name: str | None = None) -> Run:
-        """Detaches the running broadcast: it continues on the hosts when this program ends. Closes the pool."""
+        """Detaches the running broadcast: it continues on the hosts as a run called `name`. Closes the pool."""
         self._check_open()
         call = self._broadcasts.at_work
         if call is None or call.gang is None:
@@ -341,7 +352,7 @@ class Compute(ShownPool, TakesCalls):
         self.hosts[0].session.wait(lambda: self._broadcasts.is_idle, timeout)
 
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
-        """Runs calls in parallel: ``(f(1) & g(2)) >> compute``."""
+        """Runs the calls of a `group` in parallel: ``(f(1) & g(2)) >> compute``."""
         return group.results([self.submit(call) for call in group.calls])
 
     @overload
@@ -349,7 +360,7 @@ class Compute(ShownPool, TakesCalls):
     @overload
     def map(self, function: Callable[..., R], *items: Iterable[Any]) -> list[R]: ...
     def map(self, function: Any, *items: Iterable[Any]) -> list[Any]:
-        """Applies a function to every item, balanced over all slots of all hosts. Results are in order.
+        """Applies `function` to each of `items`, balanced over all slots of all hosts. Results are in order.
 
         Short items are sent in groups. Raises the first failure, and cancels the rest.
         """
@@ -365,7 +376,7 @@ class Compute(ShownPool, TakesCalls):
         return wait_for(future, self.hosts, self.events.waiting)
 
     def put(self, obj: T) -> Ref[T]:
-        """A reference to pass to several calls in place of the object, which is sent to each host only once.
+        """A reference to pass to several calls in place of `obj`, which is sent to each host only once.
 
         The object is copied now: later changes, here or in a call, are not visible to other calls. Raises
         NotPicklable.
@@ -373,16 +384,17 @@ class Compute(ShownPool, TakesCalls):
         return put(obj)
 
     def upload(self, path: AnyPath, *, to: AnyPath | None = None, on: str = "all") -> list[Report]:
-        """Copies a file or folder to hosts, where `to` is relative to the working directory (docs/files.md).
+        """Copies the file or folder `path` to hosts, where `to` is relative to the working directory (docs/files.md).
 
-        Without `to`, it has the same place there as in the current folder here. What is there already is not sent.
+        `on` is a host, "head" or "all". Without `to`, it has the same place there as in the current folder here. What
+        is there already is not sent.
         """
         return self.files.upload(path, to, self._chosen(on))
 
     def download(self, path: AnyPath | Sequence[AnyPath], *, to: AnyPath = ".", on: str = "all") -> list[Report]:
-        """Copies files and folders from hosts into the folder `to`; patterns such as ``ckpt/*`` are allowed.
+        """Copies the files and folders of `path` from hosts into the folder `to`; it may have patterns: ``ckpt/*``.
 
-        From several hosts, each into a folder of the host's name.
+        `on` is as in `upload`. From several hosts, each into a folder of the host's name.
         """
         paths = [path] if isinstance(path, (str, os.PathLike)) else path
         return self.files.download(paths, to, self._chosen(on), apart=on == "all" and len(self.hosts) > 1)

@@ -10,7 +10,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +65,9 @@ class Files:
         base = os.fsencode(top.name)
         skipped: list[Skip] = []
         is_file = not top.is_dir()
-        found = list(walk(os.fsencode(top), base if is_file else b"", skipped))
+        found: Iterable[tuple[Entry, bytes]] = walk(os.fsencode(top), base if is_file else b"", skipped)
+        if len(nodes) > 1:  # for one host, it is listed here while that host compares
+            found = list(found)
         place = os.fsencode(to if to is not None else _place(top, elsewhere=top.name))
         return self._send(found, skipped, place, base, is_file, nodes)
 
@@ -93,8 +95,8 @@ class Files:
 
     def _send(
         self,
-        found: Sequence[tuple[Entry, bytes]],
-        skipped: Sequence[Skip],
+        found: Iterable[tuple[Entry, bytes]],
+        skipped: list[Skip],
         place: bytes,
         base: bytes,
         is_file: bool,
@@ -103,13 +105,14 @@ class Files:
         laid_out: Path | None = None,
     ) -> list[Report]:
         def send(node: Node, stopped: threading.Event) -> Report:
+            own = list(skipped) if len(nodes) > 1 else skipped  # `found` may still add to it
             with self._remote(node, stopped) as remote:
                 keep_newer = laid_out is not None
                 there, called, room = check("receive", remote.ask("receive", place, base, is_file, keep_newer).result())
                 if laid_out is not None:
                     note_laid_out(there, str(laid_out))
                 entries = [(_renamed(entry, name(called)), path) for entry, path in found] if is_file else found
-                transfer = self._transfer(node, "sending files", Here(Source(entries, list(skipped))), remote)
+                transfer = self._transfer(node, "sending files", Here(Source(entries, own)), remote)
                 transfer.run(functools.partial(_fits, room, node.name))
                 return transfer.report
 

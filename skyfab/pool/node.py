@@ -76,6 +76,9 @@ class Owner(Protocol):
     def on_output(self, node: Node, worker: str, lines: Lines) -> None:
         """A worker wrote these lines."""
 
+    def on_import(self, node: Node, worker: str, module: str) -> None:
+        """A worker imports this package; none if it is empty."""
+
     def on_exit(self, node: Node, worker: str) -> None:
         """A worker's process exited."""
 
@@ -178,6 +181,12 @@ class Node(ShownHost):
 
     def on_output(self, worker: str, lines: Lines) -> None:
         self._owner.on_output(self, worker, lines)
+
+    def on_import(self, worker: str, module: str) -> None:
+        with self._lock:
+            known = worker in self._workers
+        if known:
+            self._owner.on_import(self, worker, module)
 
     def on_exit(self, worker: str, generation: int) -> None:
         with self._lock:

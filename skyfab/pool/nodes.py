@@ -28,7 +28,7 @@ from skyfab.session.session import Session
 from skyfab.session.timing import Timing
 from skyfab.session.transport import transport_for
 from skyfab.session.transport.process import end_all
-from skyfab.ui.events import Events, HostState, Output
+from skyfab.ui.events import Events, HostState, Importing, Output
 
 _PER_HOST: Final = 8
 """File descriptors per host. A connection has five; while it is suspect, others are attempted in parallel."""
@@ -51,6 +51,10 @@ class PoolOwner:
             rank = self._gang_cache.rank_of(node, worker)
             for text, end in lines:
                 self.events.emit(Output(host=node.name, rank=rank, stream=lines.stream, text=text, end=end))
+
+    def on_import(self, node: Node, worker: str, module: str) -> None:
+        rank = self._gang_cache.rank_of(node, worker)
+        self.events.emit(Importing(host=node.name, rank=rank, worker=worker, module=module))
 
     def on_exit(self, node: Node, worker: str) -> None:
         self._gang_cache.worker_exited(node, worker)
@@ -84,6 +88,7 @@ class _NoOwner:
     """For nodes of a detached run: events are ignored, and a lost node is not recovered."""
 
     def on_output(self, node: Node, worker: str, lines: Lines) -> None: ...
+    def on_import(self, node: Node, worker: str, module: str) -> None: ...
     def on_exit(self, node: Node, worker: str) -> None: ...
     def on_disconnect(self, node: Node, reason: str) -> None: ...
     def on_reconnect(self, node: Node, seconds: float) -> None: ...

@@ -342,6 +342,15 @@ class Log(Message):
     fd: int
 
 
+class Importing(Message):
+    """A worker has begun to import a package, or has done so."""
+
+    op: ClassVar[str] = "importing"
+    worker: str
+    module: str
+    """Empty when it has ended."""
+
+
 class Exited(Message):
     """A worker exited. The replies to its calls follow; those that it had not begun are `unstarted`."""
 

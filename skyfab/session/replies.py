@@ -44,6 +44,9 @@ class Listener(Protocol):
     def on_output(self, worker: str, lines: Lines) -> None:
         """A worker's process wrote these lines."""
 
+    def on_import(self, worker: str, module: str) -> None:
+        """A worker imports this package; none if it is empty."""
+
     def on_exit(self, worker: str, generation: int) -> None:
         """A worker's process ended."""
 
@@ -176,6 +179,8 @@ class Replies:
                     self._complete(stream, request, message, request.assembly.buffers())
         elif isinstance(message, messages.Log):
             self._on_log(stream, message)
+        elif isinstance(message, messages.Importing):
+            self.after.append(lambda: self._listener.on_import(message.worker, message.module))
         elif isinstance(message, messages.Exited):
             self._flush_lines(message.worker)
             self._end_output(message.worker)

@@ -1,4 +1,4 @@
-"""The live lines of running calls: what runs, on how many ranks, for how long, and how far a map is."""
+"""The live lines of running calls: what runs, on how many ranks, for how long, what is imported, how far a map is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from skyfab.ui.events import CallEnded, CallStarted, Mapped
+from skyfab.ui.events import CallEnded, CallStarted, Importing, Mapped
 from skyfab.ui.terminal import clean, counted
 
 _AFTER: Final = 1.0
@@ -31,11 +31,39 @@ class _Map:
     total: int
 
 
-class Calls:
-    """The calls that run now, by function."""
+class Imports:
+    """The packages that workers import now."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._found: dict[tuple[str, str], tuple[Importing, float]] = {}
+        """By host and worker: the latest, and since when."""
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def take(self, event: Importing | CallEnded) -> None:
+        """The end of a call ends what its host imported: the process may have been stopped meanwhile."""
+        if isinstance(event, CallEnded):
+            for key in [key for key in self._found if key[0] == event.host]:
+                del self._found[key]
+        elif event.module:
+            self._found[event.host, event.worker] = (event, self._clock())
+        else:
+            self._found.pop((event.host, event.worker), None)
+
+    def since(self, seconds: float) -> list[Importing]:
+        """Those that have taken so long."""
+        now = self._clock()
+        return [event for event, began in self._found.values() if now - began >= seconds]
+
+
+class Calls:
+    """The calls that run now, by function."""
+
+    def __init__(self, clock: Callable[[], float], imports: Imports) -> None:
+        self._clock = clock
+        self._imports = imports
         self._functions: dict[str, _Function] = {}
         self._maps: dict[str, _Map] = {}
 
@@ -73,11 +101,19 @@ class Calls:
         now = self._clock()
         for name, one in self._maps.items():
             if now - one.since >= _AFTER:
-                yield clean(f"{name} · {_progress(one, now - one.since)}", colour=False)
+                yield clean(f"{name} · {_progress(one, now - one.since)}{self._importing(name)}", colour=False)
         for name, function in self._functions.items():
             if now - function.since >= _AFTER and name not in self._maps:
                 ranks = counted(sum(function.calls.values()), "rank")
-                yield clean(f"{name} · {ranks} · {_time(now - function.since)}", colour=False)
+                spent = _time(now - function.since)
+                yield clean(f"{name} · {ranks} · {spent}{self._importing(name)}", colour=False)
+
+    def _importing(self, name: str) -> str:
+        """What hosts import for this function, if it takes long."""
+        imports = self._imports.since(_AFTER)
+        hosts = {host for _, host in self._functions[name].calls} if imports and name in self._functions else ()
+        modules = dict.fromkeys(event.module for event in imports if event.host in hosts)
+        return f" · importing {', '.join(modules)}" if modules else ""
 
 
 def _progress(one: _Map, elapsed: float) -> str:

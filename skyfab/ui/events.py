@@ -87,6 +87,21 @@ class CallEnded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Importing(Event):
+    """A worker has begun to import a package, or has done so."""
+
+    rank: int | None
+    """The global rank in a gang; None for a solo call."""
+    worker: str
+    module: str
+    """Empty when it has ended."""
+
+    def __str__(self) -> str:
+        place = self.host if self.rank is None else f"{self.host}[{self.rank}]"
+        return f"{place}: {f'importing {self.module}' if self.module else 'imported'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mapped(Event):
     """Progress of a `map`: how many of its items have a result. At its end, all; or it has failed."""
 

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from skyfab.errors import BroadcastError, RemoteTraceback, SkyfabError
-from skyfab.ui.terminal import clean_lines, counted
+from skyfab.ui.terminal import clean_lines, counted, ipython
 
 _HEADER: Final = "Traceback (most recent call last):"
 _HIDDEN: Final = (
@@ -66,7 +66,7 @@ def _chain(error: BaseException, seen: set[int]) -> Iterator[str]:
     if before is not None and not isinstance(before, RemoteTraceback) and id(before) not in seen:
         yield from _chain(before, seen)
         yield _CHAIN[before is error.__cause__]
-    frames = [frame for frame in _frames(error) if not _is_hidden(frame)]
+    frames = [frame for frame in _frames(error) if not _is_hidden(frame) and "/IPython/core/" not in frame.filename]
     if frames:
         yield _HEADER
         yield "".join(traceback.format_list(frames)).rstrip()
@@ -184,7 +184,7 @@ def install() -> None:
         sys.excepthook = _hook
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _thread_hook
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    shell = ipython()
     if shell is not None and not shell.custom_exceptions:
         shell.set_custom_exc((BaseException,), _show_in_ipython)
 
@@ -200,21 +200,29 @@ def _thread_hook(args: threading.ExceptHookArgs) -> None:
 
 
 def _show_in_ipython(shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: Any) -> None:
-    if not _show(error):
+    shown = _shown(error)
+    if shown is None:
         lines = shell.InteractiveTB.structured_traceback(kind, error, trace, tb_offset=tb_offset)
-        shell._showtraceback(kind, error, lines)
+    else:
+        lines = shown.split("\n")
+    shell._showtraceback(kind, error, lines)
 
 
 def _show(error: BaseException, before: str = "") -> bool:
     """Prints it if it has to do with a pool; returns whether it did."""
+    shown = _shown(error)
+    if shown is not None:
+        print(f"{before}{shown}", file=sys.stderr)
+    return shown is not None
+
+
+def _shown(error: BaseException) -> str | None:
+    """The text, if it has to do with a pool."""
     try:
         if not is_from_pool(error):
-            return False
+            return None
         if isinstance(error, KeyboardInterrupt):
-            shown = ": ".join(["interrupted", *filter(None, [getattr(error, "stopped", "")])])
-        else:
-            shown = text(error)
+            return ": ".join(["interrupted", *filter(None, [getattr(error, "stopped", "")])])
+        return text(error)
     except Exception:  # an exception of the program whose parts cannot be printed: Python copes with these
-        return False
-    print(f"{before}{shown}", file=sys.stderr)
-    return True
+        return None

@@ -5,18 +5,32 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, TextIO
 
 from skyfab.sizes import progress
 from skyfab.ui.calls import Calls
-from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Mapped, Moved, Output, Question, State, Waiting
+from skyfab.ui.events import (
+    CallEnded,
+    CallStarted,
+    Events,
+    HostState,
+    Importing,
+    Mapped,
+    Moved,
+    Output,
+    Question,
+    State,
+    Waiting,
+)
 from skyfab.ui.prompt import TERMINAL
-from skyfab.ui.terminal import RESET, Live, clean, has_colours, is_rich, put
+from skyfab.ui.terminal import RESET, Live, clean, has_colours, is_notebook, is_rich, put
 from skyfab.ui.view import TIMEOUT, Line, View
 
 _SPARSE: Final = 5.0
 """Seconds between updates of a progress bar in plain output, where lines cannot be overwritten."""
+_LONG: Final = 5.0
+"""Seconds after which plain output has a line for an import."""
 _TICK: Final = 0.1
 """Seconds between updates of the live lines on a terminal."""
 _COLUMNS: Final = "▁▂▃▄▅▆▇█"
@@ -36,12 +50,20 @@ def attach(
 ) -> Callable[[], None]:
     """Shows a pool's events from now on; returns a function that writes the rest and stops.
 
-    `auto` is `rich` if stdout and stderr are both a capable terminal, else `plain`. A thread that emits an event waits
-    up to `timeout` seconds for a slow output.
+    `auto` is a display of its own in a notebook, `rich` if stdout and stderr are both a capable terminal, else `plain`.
+    A thread that emits an event waits up to `timeout` seconds for a slow output.
     """
     files = stdout or sys.stdout, stderr or sys.stderr
     rich = kind == "rich" or (kind == "auto" and is_rich(*files))
-    view: View = Screen(files[0], clock, timeout, events.waiting) if rich else Plain(stdout, stderr, clock, timeout)
+    view: View
+    if kind == "auto" and stdout is stderr is None and is_notebook():
+        from skyfab.ui.cell import Cell
+
+        view = Cell(files[0], clock, timeout, events.waiting)
+    elif rich:
+        view = Screen(files[0], clock, timeout, events.waiting)
+    else:
+        view = Plain(stdout, stderr, clock, timeout)
     unsubscribe = events.subscribe(view)
 
     def detach() -> None:
@@ -58,7 +80,7 @@ def line_format(stdout: TextIO, stderr: TextIO) -> Callable[[Output], str]:
 
 
 class Plain(View):
-    """Plain lines for files, pipes and notebooks: ``node1[0] text``, each to the stream that it was written to.
+    """Plain lines for files and pipes: ``node1[0] text``, each to the stream that it was written to.
 
     The files are looked up at every write, as `print` does, unless they are given.
     """
@@ -71,13 +93,14 @@ class Plain(View):
         timeout: float = TIMEOUT,
     ) -> None:
         super().__init__(clock, timeout)
-        self._files = {"stdout": stdout, "stderr": stderr}
+        self._files: dict[str, TextIO | None] = {"stdout": stdout, "stderr": stderr}
         self._shown: dict[tuple[str, int | None], float] = {}
+        self._told: list[Importing] = []
+        """Imports that have a line."""
         self._colour = has_colours()
 
     def _line(self, event: Output) -> str:
-        text = event.text if event.text.isprintable() else clean(event.text, colour=self._colour)
-        return f"{event.host} {text}\n" if event.rank is None else f"{event.host}[{event.rank}] {text}\n"
+        return plain_line(event, colour=self._colour)
 
     def _bar(self, event: Output) -> None:
         """Shows a progress bar every few seconds. Its last state is always shown, with the next line or at the end."""
@@ -112,13 +135,38 @@ class Plain(View):
         if str(event):
             self._say("stderr", f"{event}\n")
 
+    def flush(self) -> None:
+        with self._lock:
+            long = self._imports.since(_LONG)
+            for event in long:
+                if event not in self._told:
+                    self._say("stderr", clean(str(event)) + "\n")
+            self._told = long
+        super().flush()
+
+    def _restless(self) -> float | None:
+        return _LONG / 4 if len(self._imports) > len(self._told) else None
+
     def _write(self, lines: list[Line]) -> None:
-        for stream, group in itertools.groupby(lines, key=lambda line: line[0]):
-            put(self._files[stream] or getattr(sys, stream), "".join(text for _, text in group))
+        put_lines(lines, self._files)
+
+
+def plain_line(event: Output, *, colour: bool) -> str:
+    """A line of a worker without a frame around it."""
+    text = event.text if event.text.isprintable() else clean(event.text, colour=colour)
+    return f"{event.host} {text}\n" if event.rank is None else f"{event.host}[{event.rank}] {text}\n"
+
+
+def put_lines(lines: list[Line], files: Mapping[str, TextIO | None] | None = None) -> None:
+    """Writes each line to its own stream: that of `files`, else the one of `sys`."""
+    for stream, group in itertools.groupby(lines, key=lambda line: line[0]):
+        put((files or {}).get(stream) or getattr(sys, stream), "".join(text for _, text in group))
 
 
 class Screen(View):
     """A terminal: lines with a coloured prefix for each host; below them live progress, redrawn in place."""
+
+    _spinners: Sequence[str] = tuple(f"{spinner} " for spinner in _SPINNER)
 
     def __init__(
         self,
@@ -129,7 +177,7 @@ class Screen(View):
     ) -> None:
         """`waiting` is true while the program waits for a call, and so prints nothing itself."""
         super().__init__(clock, timeout)
-        self._calls = Calls(clock)
+        self._calls = Calls(clock, self._imports)
         self._waits = Waiting() if waiting is None else waiting
         self._file = file
         self._live = Live()
@@ -237,14 +285,21 @@ class Screen(View):
 
     def _write(self, lines: list[Line]) -> None:
         with self._lock:
-            spinner = _SPINNER[int(self._clock() / _TICK) % len(_SPINNER)]
-            live = [f"{spinner} {self._step(host)}" for host in self._details] + self._total()
-            calls = self._calls.lines() if self._waits else []
+            spinner = self._spinners[int(self._clock() / _TICK) % len(self._spinners)]
+            live = [f"{spinner}{self._step(host)}" for host in self._details] + self._total()
+            calls = self._calls.lines() if self._is_waited_for() else []
             self._waits.over = self.flush if calls else None
-            live += [f"{spinner} {call}" for call in calls]
+            live += [f"{spinner}{call}" for call in calls]
             bars = sorted(self._bars.values(), key=lambda bar: bar.rank or 0)
             live += [f"{self._prefix(bar)} {clean(bar.text, colour=False)}" for bar in bars]
             live += [self._question] if self._question else []
+        self._draw(lines, live)
+
+    def _is_waited_for(self) -> bool:
+        """Whether lines of calls may be drawn: what the program prints meanwhile would get into them."""
+        return bool(self._waits)
+
+    def _draw(self, lines: list[Line], live: Sequence[str]) -> None:
         put(self._file, self._live.frame("".join(text for _, text in lines), live))
 
     def close(self) -> None:

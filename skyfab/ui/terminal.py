@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Sequence
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 _ESCAPES: Final = re.compile(
     r"(?P<colour>\x1b\[[0-9;:]{0,64}m)"
@@ -47,6 +48,16 @@ def is_rich(*files: TextIO | None) -> bool:
     )
 
 
+def ipython() -> Any:
+    """IPython's shell, if this program runs in one; else None."""
+    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+
+
+def is_notebook() -> bool:
+    """This program is the kernel of a notebook."""
+    return getattr(ipython(), "kernel", None) is not None
+
+
 def has_colours() -> bool:
     """NO_COLOR is not set: it takes colours away, and nothing else."""
     return not os.environ.get("NO_COLOR")
@@ -76,14 +87,14 @@ class Live:
     def frame(self, above: str, live: Sequence[str]) -> str:
         """The text to write: `above` is permanent, `live` stays until the next frame. Empty if nothing changes."""
         size = shutil.get_terminal_size()
-        fitting = _fitting([line.expandtabs()[: size.columns + 64] for line in live], size.lines - 1)
-        if not above and fitting == self._drawn:
+        shown = fitting([line.expandtabs()[: size.columns + 64] for line in live], size.lines - 1)
+        if not above and shown == self._drawn:
             return ""
         erase = "\r\x1b[J" if self._drawn else ""
-        self._drawn = fitting
+        self._drawn = shown
         # Without line wrapping a line takes one row, whatever the widths of its characters and the window's size.
-        rows = "\n".join(f"\x1b[?7l{line}\x1b[?7h" for line in map(_reset, fitting))
-        back = "" if not fitting else "\r" if len(fitting) == 1 else f"\r\x1b[{len(fitting) - 1}A"
+        rows = "\n".join(f"\x1b[?7l{line}\x1b[?7h" for line in map(_reset, shown))
+        back = "" if not shown else "\r" if len(shown) == 1 else f"\r\x1b[{len(shown) - 1}A"
         return erase + above + rows + back
 
 
@@ -91,7 +102,7 @@ def _reset(line: str) -> str:
     return line + RESET if "\x1b" in line else line
 
 
-def _fitting(lines: list[str], room: int) -> list[str]:
+def fitting(lines: Sequence[str], room: int) -> list[str]:
     """Limits the lines to as many as the cursor can move back over."""
     room = max(room, 2)
-    return lines if len(lines) <= room else [*lines[: room - 1], f"… and {len(lines) - room + 1} more"]
+    return list(lines) if len(lines) <= room else [*lines[: room - 1], f"… and {len(lines) - room + 1} more"]

@@ -15,12 +15,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from skyfab.ui.calls import Imports
 from skyfab.ui.events import (
     CallEnded,
     CallStarted,
     Event,
     FilesWritten,
     HostState,
+    Importing,
     Mapped,
     Moved,
     Notice,
@@ -60,6 +62,7 @@ class View(ABC):
         """Progress bars: lines to be overwritten that have not been yet, one for each rank and stream."""
         self._held: deque[Output] = deque(maxlen=_MOST_HELD)
         """Lines of frameworks that say nothing unless the call fails."""
+        self._imports = Imports(clock)
         self._lines: deque[Line] = deque()
         self._waiting = 0
         self._dropped = 0
@@ -104,10 +107,14 @@ class View(ABC):
         elif isinstance(event, (CallStarted, CallEnded, Mapped)):
             self._running(event)
             if isinstance(event, CallEnded):
+                self._imports.take(event)
                 self._settle(event.host)
                 self._release(event)
         elif isinstance(event, Question):
             self._ask(event)
+        elif isinstance(event, Importing):
+            self._imports.take(event)
+            self._waiting += 1
         elif isinstance(event, (Notice, Stalled, FilesWritten)):
             self._say("stderr", f"{clean_lines(str(event))}\n")
 

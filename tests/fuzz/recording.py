@@ -54,6 +54,13 @@ _PLACE = {
     "raised": {"traceback": "Traceback (most recent call last):\n"},
 }
 """What a host says of itself, by message, and what is kept in its place."""
+_PACKAGE = """
+import os, sys
+os.mkdir("package")
+open("package/__init__.py", "w").close()
+sys.path.append(os.getcwd())
+import package
+"""
 
 
 class Frame(NamedTuple):
@@ -133,6 +140,7 @@ class Ear:
         self.exits: list[str] = []
 
     def on_output(self, worker: str, lines: Lines) -> None: ...
+    def on_import(self, worker: str, module: str) -> None: ...
     def on_exit(self, worker: str, generation: int) -> None:
         self.exits.append(worker)
 
@@ -183,6 +191,7 @@ def calls(talk: Talk) -> None:
     talk.call(length, "four")
     talk.call(length, 3)
     talk.call(talk.function(print), "a line")
+    talk.call(talk.function(exec), _PACKAGE)
     talk.send(messages.Cancel(stream=99))
     talk.send(messages.Unassign(streams=[97, 99]))
     talk.send(messages.Forget(digests=[length]))

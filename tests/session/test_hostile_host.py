@@ -120,6 +120,7 @@ class Listener:
     def on_output(self, worker: str, lines: Lines) -> None:
         self.lines += lines
 
+    def on_import(self, worker: str, module: str) -> None: ...
     def on_exit(self, worker: str, text: str) -> None:
         self.exits.append(worker)
 

@@ -23,6 +23,9 @@ class Listener:
     def on_output(self, worker: str, lines: Any) -> None:
         self.told += [(worker, lines.stream, text) for text, _ in lines]
 
+    def on_import(self, worker: str, module: str) -> None:
+        self.told.append(("import", worker, module))
+
     def on_exit(self, worker: str, generation: int) -> None:
         self.told.append(("exit", worker, generation))
 
@@ -322,3 +325,8 @@ def test_who_stopped_waiting_is_told_once(how: str) -> None:
         assert reply.reader == (0)
         reply.failure(sky.HostLost("again"))
         assert told == [1]
+
+
+def test_what_a_worker_imports_is_told(stage: Stage) -> None:
+    stage.opened(0, filled(messages.Importing, worker="solo.0", module="torch"))
+    assert stage.listener.told == [("import", "solo.0", "torch")]

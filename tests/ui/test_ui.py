@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from stage.threads import begin
 
 from skyfab.ui import view
-from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Mapped, Output, Question, Waiting
+from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Importing, Mapped, Output, Question, Waiting
 from skyfab.ui.noise import is_noise
 from skyfab.ui.prompt import TERMINAL
 from skyfab.ui.screen import Plain, Screen, attach
@@ -716,6 +716,45 @@ def test_a_call_that_has_ended_has_no_line(screen: Screen, stdout: Recorder, clo
         screen(over("unknown", call=3))
         screen.flush()
         assert seen(stdout) == []
+
+
+def imports(module: str, *, host: str = "node1", rank: int | None = 0) -> Importing:
+    return Importing(host=host, rank=rank, worker=f"gang1.{rank}", module=module)
+
+
+def test_a_long_import_is_told_in_the_line_of_its_call(
+    screen: Screen, stdout: Recorder, clock: Clock, waiting: Waiting
+) -> None:
+    with waiting:
+        for host in ("node1", "node2"):
+            screen(CallStarted(host=host, call=1, function="train"))
+        clock.now += 10
+        screen(imports("torch"))
+        screen(imports("torch", host="node2", rank=1))
+        screen(imports("jax", host="node3", rank=2))  # of another call
+        screen.flush()
+        assert [line[2:] for line in seen(stdout)] == ["train · 2 ranks · 0:10"], "most imports are short"
+        clock.now += 1
+        screen.flush()
+        assert [line[2:] for line in seen(stdout)] == ["train · 2 ranks · 0:11 · importing torch"]
+        screen(imports(""))
+        screen(imports("", host="node2", rank=1))
+        screen.flush()
+        assert [line[2:] for line in seen(stdout)] == ["train · 2 ranks · 0:11"]
+
+
+def test_a_long_import_is_one_line_in_a_file(plain: Plain, stderr: Recorder, clock: Clock) -> None:
+    plain(imports("torch"))
+    plain(imports("numpy", rank=1))
+    plain(imports("jax", host="node2", rank=None))
+    clock.now += 4.9
+    plain.flush()
+    plain(imports("", rank=1))
+    plain(over("f", host="node2"))  # its process was stopped
+    clock.now += 0.2
+    for _ in range(2):
+        plain.flush()
+    assert stderr.getvalue() == "node1[0]: importing torch\n"
 
 
 def test_many_functions_have_few_lines(screen: Screen, stdout: Recorder, clock: Clock, waiting: Waiting) -> None:

@@ -1,0 +1,1 @@
+import skyfab as sky

@@ -83,8 +83,7 @@ def call_first(name: str, args: Sequence[Any], device: torch.device) -> Any:
     _, template = _encode(args, operands_, plain)
     first = tensors.new_block()
     stream = tensors.streams[device.index or 0]
-    batch = stream.ask([wire.DYNAMIC, f"sky::{name}", template, (), operands_, first])
-    return tensors.restore(batch.value(), first, stream.index)
+    return tensors.result_of(stream, [wire.DYNAMIC, f"sky::{name}", template, (), operands_, first], first)
 
 
 def _encode(

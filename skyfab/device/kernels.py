@@ -424,8 +424,7 @@ def execute_dynamic(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         collect(value)
     name = op._schema.name + overload(op)
     first = tensors.new_block()
-    batch = stream.ask([wire.DYNAMIC, name, *template, found, first])
-    value = tensors.restore(batch.value(), first, stream.index)
+    value = tensors.result_of(stream, [wire.DYNAMIC, name, *template, found, first], first)
     returns = op._schema.returns
     if not returns:
         return None

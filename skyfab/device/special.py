@@ -9,9 +9,10 @@ from typing import Any, Final
 import torch
 
 from skyfab.device import copies, tensors, wire
+from skyfab.device.batches import Batch
 from skyfab.device.kernels import make_kernel
 from skyfab.device.refused import refuse_layout
-from skyfab.device.stream import Batch, DeviceStream
+from skyfab.device.stream import DeviceStream
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, index_of, is_remote, layout_of, operand, stream_of
 from skyfab.errors import ProtocolError
 

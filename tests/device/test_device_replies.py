@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import skyfab as sky
-from skyfab.device.stream import Batch, DeviceStream
+from skyfab.device.batches import Batch
+from skyfab.device.stream import DeviceStream
 from skyfab.protocol import codec, messages
 
 torch = pytest.importorskip("torch")

@@ -145,9 +145,7 @@ def _of_module(operands: Sequence[Operand], spec: Any) -> list[Operand]:
     digest, names, *_ = spec
     parameters = {name for name, _ in fused.MODULES[digest].named_parameters()}
     inputs = len(operands) - len(names)
-    return [
-        Operand(kind, at < inputs or names[at - inputs] not in parameters) for at, (kind, _) in enumerate(operands)
-    ]
+    return [Operand(kind, at < inputs or names[at - inputs] not in parameters) for at, (kind, _) in enumerate(operands)]
 
 
 def _operator(name: str) -> Any:

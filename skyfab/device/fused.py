@@ -146,9 +146,18 @@ def call_module(module: torch.nn.Module, spec: Any, tensors: Sequence[Any]) -> A
         return torch.func.functional_call(module, dict(zip(names, tensors[count:], strict=True)), args, kwargs)
 
 
-def module(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> Tensors:
-    """Calls a module; returns the bases of its results (kept.py), and a handle."""
-    return module_first(tensors, spec, wanted)[0]
+def module(tensors: Tensors, spec: Any, wanted: Sequence[bool], expected: Any) -> Tensors:
+    """Calls a module; returns the bases of its results (kept.py), and a handle.
+
+    Raises RuntimeError if it returns something else than the client expects, besides the values of tensors.
+    """
+    bases, *found = module_first(tensors, spec, wanted)
+    if repr(tuple(found)) != repr(expected):  # equal also where a number is NaN
+        raise RuntimeError(
+            "the module's result is not as that of its first call: other numbers or parts, or tensors that share "
+            "memory otherwise; call it without sky.remote, or with sky.run_on"
+        )
+    return bases
 
 
 def module_first(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> tuple[Tensors, Any, Any]:
@@ -163,7 +172,7 @@ def module_first(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> tuple[T
 
     *results, handle = _with_graph(function, tensors, wanted)
     bases, places = kept.share([kept.plain(result) for result in results])
-    return (*bases, handle), places, structure
+    return (*bases, handle), tuple(places), structure
 
 
 def itself(value: Any) -> Any:

@@ -94,7 +94,9 @@ def _end(tensor: torch.Tensor) -> int:
 def _whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """All of the memory that a tensor is in."""
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(
+        storage, 0, (storage.nbytes() // dtype.itemsize,), (1,)
+    )
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

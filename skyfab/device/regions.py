@@ -236,10 +236,11 @@ class _Forward(torch.autograd.Function):  # type: ignore[misc]
         ctx.wanted = wanted = ctx.needs_input_grad[4:]
         args = [list(inputs), spec, wanted]
         if key in known:
-            *bases, handle = composed.call("module", args, lambda: known[key][0], device)
+            metas, *expected = known[key]
+            *bases, handle = composed.call("module", [*args, tuple(expected)], lambda: metas, device)
         else:
-            (*bases, handle), places, structure = composed.call_first("module_first", args, device)
-            known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], places, structure)
+            (*bases, handle), *expected = composed.call_first("module_first", args, device)
+            known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], *expected)
         places = known[key][1]
         results = [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in places]
         ctx.save_for_backward(handle, *inputs)

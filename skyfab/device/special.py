@@ -304,9 +304,9 @@ def _item(self: torch.Tensor) -> Any:
 
 
 def _equal(self: torch.Tensor, other: torch.Tensor) -> bool:
-    if self.shape != other.shape or self.dtype != other.dtype:
-        return False
-    return bool((self == other).all().item())
+    if self.device != other.device:
+        raise RuntimeError(f"cannot compare tensors on {self.device} and {other.device}: move one with .to(device)")
+    return self.shape == other.shape and bool((self == other).all().item())
 
 
 # ---- the device

@@ -6,15 +6,12 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from skyfab.device import wire
 from skyfab.device.places import Where
 from skyfab.errors import DeviceError, ProtocolError, SkyfabError
 from skyfab.protocol import messages
-
-if TYPE_CHECKING:
-    from skyfab.device.stream import DeviceStream
 
 
 class Thread:
@@ -56,10 +53,20 @@ class Observer(Protocol):
 observers: Final[list[Observer]] = []
 
 
+class Sender(Protocol):
+    """The stream that has sent a batch."""
+
+    def gone(self, why: str, entries: Sequence[Entry]) -> Exception:
+        """The error for a device whose process has ended, while or after it executed these instructions."""
+
+    def replied(self, batch: Batch, error: Exception | None) -> None:
+        """A batch was answered, or never will be. Called by the thread that reads."""
+
+
 class Batch:
     """Instructions that were sent, until their reply. It is the `Caller` of its call."""
 
-    def __init__(self, stream: DeviceStream, entries: Sequence[Entry], size: int) -> None:
+    def __init__(self, stream: Sender, entries: Sequence[Entry], size: int) -> None:
         self._stream = stream
         self.entries = entries
         self.size = size
@@ -76,7 +83,7 @@ class Batch:
         if self.error is not None:
             raise self.error
         if self.document is None:
-            raise DeviceError("this was not executed, because of an earlier error", host=self._stream.link.name)
+            raise DeviceError("this was not executed, because of an earlier error")
         if not isinstance(self.document, dict) or "value" not in self.document:
             raise ProtocolError(f"a device replied {self.document!r:.200}")
         return self.document["value"]

@@ -1,4 +1,4 @@
-"""An error on a device that several threads use: each of them that it concerns is told, and nobody reads wrong values."""
+"""An error on a device that several threads use: each that it concerns is told, and nobody reads wrong values."""
 
 from __future__ import annotations
 

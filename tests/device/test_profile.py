@@ -13,7 +13,7 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.device import batches, ticker, wire
+from skyfab.device import batches, stream, ticker, wire
 
 torch = pytest.importorskip("torch")
 

@@ -100,8 +100,8 @@ def test_a_view_that_is_not_in_its_base(device: Any, view: list[Any]) -> None:
     assert (found.shape, found.storage_offset()) == ((2,), 2)
     with pytest.raises(sky.ProtocolError):
         tensors.restore({"tensor": [*FOUR, view]}, tensors.new_block(), device.index)
+    both = {"list": [{"tensor": [*FOUR, None]}, {"tensor": [0, [9], [1], 0, None]}]}
     with pytest.raises(sky.ProtocolError):
-        both = {"list": [{"tensor": [*FOUR, None]}, {"tensor": [0, [9], [1], 0, None]}]}
         tensors.restore(both, tensors.new_block(), device.index)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from skyfab.device import fused, kernels, meta, plans, tensors, wire
 from skyfab.device.kernels import make_kernel
+from skyfab.device.operands import common_device
 from skyfab.device.plans import Plan, finish
 from skyfab.device.tensors import is_remote, layout_of, operands
 
@@ -62,7 +63,7 @@ def call(
     plan = _cache.get(keys)
     if plan is None:
         plans.before_plan()
-        index = device.index or 0
+        index = common_device([*plain, device], {})
         stream = tensors.streams[index]
         with stream.link.guard:
             made = outputs()
@@ -82,9 +83,8 @@ def call_first(name: str, args: Sequence[Any], device: torch.device) -> Any:
     plain: list[torch.Tensor | None] = []  # kept until the instruction has been emitted
     _, template = _encode(args, operands_, plain)
     first = tensors.new_block()
-    stream = tensors.streams[device.index or 0]
-    batch = stream.ask([wire.DYNAMIC, f"sky::{name}", template, (), operands_, first])
-    return tensors.restore(batch.value(), first, stream.index)
+    stream = tensors.streams[common_device([*plain, device], {})]
+    return tensors.result_of(stream, [wire.DYNAMIC, f"sky::{name}", template, (), operands_, first], first)
 
 
 def _encode(

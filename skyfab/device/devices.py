@@ -61,6 +61,7 @@ def open_device(name: str, link: Link) -> DeviceStream:
             hint=hint,
         )
     stream.emit([wire.SEED, torch.initial_seed() % (1 << 64), 0])  # torch.manual_seed may have come before
+    stream.emit([wire.DEFAULT, tensors.DTYPE_NUMBERS[torch.get_default_dtype()]])
     return stream
 
 

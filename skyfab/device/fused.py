@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import torch
 
+from skyfab.device import kept
+
 Tensors = Sequence[torch.Tensor | None]
 
 
@@ -47,7 +49,10 @@ def _with_graph(function: Callable[..., Any], tensors: Tensors, wanted: Sequence
 def backward(handles: Sequence[torch.Tensor], grads: Tensors) -> Tensors:
     """The gradients of the inputs for which they were wanted, in order."""
     outputs, inputs = handles[0].graph
-    used = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+    pairs = zip(outputs, grads, strict=True)
+    used = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
+    if not used:
+        return tuple(map(torch.zeros_like, inputs))
     with torch.enable_grad():
         found = torch.autograd.grad(
             [output for output, _ in used],
@@ -141,13 +146,22 @@ def call_module(module: torch.nn.Module, spec: Any, tensors: Sequence[Any]) -> A
         return torch.func.functional_call(module, dict(zip(names, tensors[count:], strict=True)), args, kwargs)
 
 
-def module(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> Tensors:
-    """Calls a module; returns the tensors of its result, and a handle."""
-    return module_first(tensors, spec, wanted)[0]
+def module(tensors: Tensors, spec: Any, wanted: Sequence[bool], expected: Any) -> Tensors:
+    """Calls a module; returns the bases of its results (kept.py), and a handle.
+
+    Raises RuntimeError if it returns something else than the client expects, besides the values of tensors.
+    """
+    bases, *found = module_first(tensors, spec, wanted)
+    if repr(tuple(found)) != repr(expected):  # equal also where a number is NaN
+        raise RuntimeError(
+            "the module's result is not as that of its first call: other numbers or parts, or tensors that share "
+            "memory otherwise; call it without sky.remote, or with sky.run_on"
+        )
+    return bases
 
 
-def module_first(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> tuple[Tensors, Any]:
-    """The same, with a template of what the module returned."""
+def module_first(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> tuple[Tensors, Any, Any]:
+    """The same, with the base of each result and which view of it the result is, and what the module returned."""
     structure: Any = None
 
     def function(*values: torch.Tensor) -> Any:
@@ -156,7 +170,9 @@ def module_first(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> tuple[T
         structure = template(call_module(MODULES[spec[0]], spec, values), results, is_argument=False)
         return tuple(results)
 
-    return _with_graph(function, tensors, wanted), structure
+    *results, handle = _with_graph(function, tensors, wanted)
+    bases, places = kept.share([kept.plain(result) for result in results])
+    return (*bases, handle), tuple(places), structure
 
 
 def itself(value: Any) -> Any:

@@ -15,8 +15,18 @@ first one is early, and each takes twice as long as the one before, up to a limi
 _AUTOCAST: Final = ("cpu", "cuda")
 
 
+@contextlib.contextmanager
+def own_defaults() -> Iterator[None]:
+    """What a function sets as the default dtype holds until it ends."""
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class RunningGenerator:
-    """A generator, with what it has set for its thread: no_grad, inference mode, autocast.
+    """A generator, with what it has set for its thread: no_grad, inference mode, autocast, the default dtype.
 
     It finds that again when it goes on, and what the worker executes meanwhile does not.
     """
@@ -26,6 +36,7 @@ class RunningGenerator:
         self._error: Exception | None = None
         self._moment = _FIRST
         self._grad, self._inference, self._autocast = True, False, _autocast()
+        self._dtype = torch.get_default_dtype()
 
     def next(self) -> tuple[list[Any], bool]:
         """What it yields in the next moments, and whether it is over. Raises what it raised, after the values."""
@@ -57,13 +68,14 @@ class RunningGenerator:
     def _modes(self) -> Iterator[None]:
         outside = _autocast()
         try:
-            with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad):
+            with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad), own_defaults():
                 _set_autocast(self._autocast)
+                torch.set_default_dtype(self._dtype)
                 try:
                     yield
                 finally:
                     self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-                    self._autocast = _autocast()
+                    self._autocast, self._dtype = _autocast(), torch.get_default_dtype()
         finally:
             _set_autocast(outside)
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from skyfab.device import meta, tensors, wire
+from skyfab.device.operands import common_device, generator_operand, move_indices, refuse_lazy, resolve
 from skyfab.device.plans import Plan, before_plan, finish, new_cache, new_number, remember
 from skyfab.device.records import records
 from skyfab.device.refused import refuse_layout
@@ -179,14 +180,14 @@ def _write(op: Any, kernel: Callable[..., Any]) -> FunctionType:
         "find": records.get,
         "finish": finish,
         "make": make,
-        "move_indices": _move_indices,
+        "move_indices": move_indices,
         "operand": operand,
         "operands": operands,
         "plans": plans,
         "view": tensors.view,
         "add_generator": generator_operand,
-        "resolve": _resolve,
-        "refuse_lazy": _refuse_lazy,
+        "resolve": resolve,
+        "refuse_lazy": refuse_lazy,
     }
     exec(_compiled(source), scope)
     return scope["kernel"]  # type: ignore[return-value]
@@ -238,36 +239,6 @@ def _lines(kind: str, word: str, at: int, *, is_operand: bool) -> list[str]:
     if kind in _PARAMETERS or kind in ("int", "Optional[int]", "bool", "Optional[bool]"):
         return [f"{key} = (type({word}), {word})"]  # True and 1 are equal, and not the same argument
     return [f"{key} = {word}"]
-
-
-def _resolve(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg()
-
-
-def _refuse_lazy(tensor: torch.Tensor) -> torch.Tensor:
-    raise NotImplementedError(f"on a {TYPE} device this cannot be written into a conjugated or negated view: clone it")
-
-
-def _move_indices(tensor: torch.Tensor, indices: Any) -> Any:
-    """Indices may be in this process's memory, as they may be for CUDA: they are uploaded."""
-    if type(indices) not in (list, tuple):
-        return indices
-    return [index if index is None or is_remote(index) else index.to(tensor.device) for index in indices]
-
-
-remote_generators: Final[dict[int, int]] = {}
-"""The ids of generators, by the address of PyTorch's own object."""
-
-
-def generator_operand(generator: torch.Generator, instruction: list[Any]) -> str:
-    """Adds the id of a generator to an instruction."""
-    ident = remote_generators.get(generator._cdata)  # PyTorch passes another Python object for the same generator
-    if ident is None:
-        raise RuntimeError(
-            f"a generator of this machine cannot be used on a {TYPE} device: torch.Generator(device=…) makes one there"
-        )
-    instruction.append(ident)
-    return wire.GENERATOR_ID
 
 
 # ---- plans
@@ -357,22 +328,6 @@ def _written_argument(op: Any, returned: Any) -> int:
     raise RuntimeError(f"{op} returns something that it was not given")
 
 
-def common_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The index of the device of all tensors. Raises RuntimeError if there are several."""
-    found: set[int] = set()
-    wanted: set[int] = set()
-    for value in (*args, *kwargs.values()):
-        for item in value if isinstance(value, list | tuple) else (value,):
-            if is_remote(item):
-                found.add(item.device.index or 0)
-            elif isinstance(item, torch.device) and item.type == TYPE:
-                wanted.add(item.index or 0)
-    if len(found) > 1:
-        names = " and ".join(f"{TYPE}:{index} ({tensors.streams[index].link.name})" for index in sorted(found))
-        raise RuntimeError(f"expected all tensors to be on one device, found {names}: move one with .to(device)")
-    return next(iter(found or wanted or {0}))
-
-
 def _template(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_operand: bool) -> tuple[Any, Any]:
     """The arguments of a plan: what is an operand, and what is fixed."""
     arguments = {argument.name: str(argument.type) for argument in op._schema.arguments}
@@ -424,8 +379,7 @@ def execute_dynamic(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         collect(value)
     name = op._schema.name + overload(op)
     first = tensors.new_block()
-    batch = stream.ask([wire.DYNAMIC, name, *template, found, first])
-    value = tensors.restore(batch.value(), first, stream.index)
+    value = tensors.result_of(stream, [wire.DYNAMIC, name, *template, found, first], first)
     returns = op._schema.returns
     if not returns:
         return None

@@ -23,6 +23,8 @@ _SHAPED_BY_DEVICE: Final = frozenset(
     )
 )
 """Operators some of whose results have other shapes or dtypes on CPUs. PyTorch's meta device has those of GPUs."""
+_SCALARS_OF_CPU: Final = frozenset(("masked_fill", "masked_fill_"))
+"""Operators that on devices take a number in this machine's memory too, and on PyTorch's meta device do not."""
 
 
 def predict(
@@ -33,7 +35,10 @@ def predict(
     Raises NotImplementedError if PyTorch cannot tell.
     """
     where, mode = "meta", contextlib.nullcontext()
-    if device == "cpu" and op._schema.name.removeprefix("aten::") in _SHAPED_BY_DEVICE:
+    name = op._schema.name.removeprefix("aten::")
+    if name in _SCALARS_OF_CPU:
+        args = [value.to(where) if isinstance(value, torch.Tensor) and value.is_cpu else value for value in args]
+    if device == "cpu" and name in _SHAPED_BY_DEVICE:
         where, mode = "cpu", _fake_tensors()
     with mode:
         meta_args = [to_meta(value, where) for value in args]

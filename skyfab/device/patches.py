@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import threading
+from typing import Any, Final
 
 import torch
 
-from skyfab.device import kernels, special, tensors, wire
+from skyfab.device import operands, plans, special, tensors, wire
 from skyfab.device.tensors import TYPE
 
 
@@ -19,9 +20,12 @@ def apply() -> None:
     tensor.__reduce_ex__ = _reduce(tensor.__reduce_ex__)
     tensor.new_tensor = _on_own_device(tensor.new_tensor)
     tensor.new = _on_own_device(tensor.new)
-    tensor.pin_memory = _unless_remote(tensor.pin_memory)
+    tensor.pin_memory = _pinned(tensor.pin_memory)
     tensor.__repr__ = _printed(tensor.__repr__)
     torch.Generator = _Generator
+    torch.save = _saving(torch.save)
+    for name in ("set_default_dtype", "set_default_tensor_type"):
+        setattr(torch, name, _telling_dtype(getattr(torch, name)))
     torch.serialization.register_package(5, lambda storage: None, _restored)
     for name in ("__deepcopy__", "__getitem__", "__setitem__", "clone", "copy_", "cpu", "fill_", "tolist"):
         setattr(torch.UntypedStorage, name, _needs_memory(getattr(torch.UntypedStorage, name)))
@@ -61,6 +65,41 @@ def _deepcopy(original: Any) -> Any:
     return deepcopy
 
 
+class _Saving(threading.local):
+    """What `torch.save` has copied from devices so far, on a thread that is in it: storages, by address and dtype."""
+
+    copied: dict[Any, torch.Tensor] | None = None
+
+
+_now: Final = _Saving()
+
+
+def _saving(original: Any) -> Any:
+    """Copies each storage once: tensors that share one share it in the file too."""
+
+    @functools.wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        before, _now.copied = _now.copied, {}
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _now.copied = before
+
+    return save
+
+
+def _copy_here(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in this machine's memory; in `torch.save`, a view of the copy of its storage."""
+    if _now.copied is None or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
+        return special.fetch(tensor)
+    storage = tensor.untyped_storage()
+    key = (storage.data_ptr(), tensor.dtype)  # a file has one dtype for each storage
+    if key not in _now.copied:
+        size = storage.nbytes() // tensor.element_size()
+        _now.copied[key] = special.fetch(tensor.detach().as_strided((size,), (1,), 0))
+    return _now.copied[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
 def _reduce(original: Any) -> Any:
     """Pickles the values: a pickle outlives the device."""
 
@@ -68,7 +107,7 @@ def _reduce(original: Any) -> Any:
     def reduce_ex(self: Any, protocol: Any) -> Any:
         if not _is_plain(self):
             return original(self, protocol)
-        here = special.fetch(self)
+        here = _copy_here(self)
         if type(self) is torch.nn.Parameter:
             return torch.nn.Parameter(here, self.requires_grad).__reduce_ex__(protocol)
         return original(here.requires_grad_(self.requires_grad), protocol)
@@ -110,14 +149,31 @@ def _on_own_device(original: Any) -> Any:
     return method
 
 
-def _unless_remote(original: Any) -> Any:
-    """Does nothing where there is nothing to do: an upload copies the memory anyway."""
+def _pinned(original: Any) -> Any:
+    """Does nothing with tensors of this machine, whose memory an upload copies anyway, and refuses remote ones."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type == TYPE:
+            raise RuntimeError(
+                f"cannot pin a tensor on {self.device}: only those in this machine's memory can be pinned"
+            )
         return self if tensors.streams else original(self, *args, **kwargs)
 
     return method
+
+
+def _telling_dtype(original: Any) -> Any:
+    """Tells hosts the default dtype. Plans depend on it: they are made again."""
+
+    @functools.wraps(original)
+    def function(kind: Any) -> None:
+        before = torch.get_default_dtype()
+        original(kind)
+        if (dtype := torch.get_default_dtype()) is not before:
+            plans.forget_plans([wire.DEFAULT, tensors.DTYPE_NUMBERS[dtype]])
+
+    return function
 
 
 def _printed(original: Any) -> Any:
@@ -160,8 +216,9 @@ class _Generator(_OwnGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
             return _OwnGenerator(device)
         made = _OwnGenerator.__new__(cls, "cpu")
         stream = tensors.streams[device.index or 0]
-        made.remote_id = kernels.remote_generators[made._cdata] = tensors.new_id()
+        made.remote_id = tensors.new_id()
         made.stream = stream
+        operands.remote_generators[made._cdata] = (made.remote_id, stream.index)
         stream.emit([wire.GENERATOR, made.remote_id])
         return made
 
@@ -169,7 +226,7 @@ class _Generator(_OwnGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
         pass
 
     def __del__(self) -> None:
-        if kernels.remote_generators.pop(self._cdata, None) is not None:
+        if operands.remote_generators.pop(self._cdata, None) is not None:
             self.stream.freed.append(self.remote_id)
 
     @property

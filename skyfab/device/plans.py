@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from skyfab.device import tensors
+from skyfab.device import tensors, wire
 from skyfab.device.stream import DeviceStream
 from skyfab.device.tensors import Layout
 
@@ -38,14 +38,15 @@ _caches: Final[list[dict[Any, Plan]]] = []
 _plans = 0
 
 
-def forget_plans() -> None:
-    """Forgets all plans, here and on the hosts."""
+def forget_plans(*instructions: Sequence[Any]) -> None:
+    """Forgets all plans, here and on the hosts, which are told more at the same time."""
     global _plans
     _plans = 0
     for cache in _caches:
         cache.clear()
     for stream in tensors.streams:
-        stream.forget_plans()
+        for instruction in ([wire.FORGET], *instructions):
+            stream.tell(instruction)
 
 
 def new_cache() -> dict[Any, Plan]:

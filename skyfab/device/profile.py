@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from skyfab.device import places, stream, ticker, wire
+from skyfab.device import batches, places, ticker, wire
 
 
 class Line:
@@ -61,7 +61,7 @@ class Profile:
         """Raises the error of an operation before it."""
         for one in ticker.open_streams():
             one.flush()  # what came before is not counted
-        stream.observers.append(self)
+        batches.observers.append(self)
         self._begin = time.perf_counter()
         return self
 
@@ -75,7 +75,7 @@ class Profile:
                     one.tick()  # raises nothing: the program has an error already
         finally:
             self.seconds += time.perf_counter() - self._begin
-            stream.observers.remove(self)
+            batches.observers.remove(self)
 
     # ---- what streams tell
 

@@ -71,6 +71,7 @@ def register() -> list[torch.library.Library]:
     library = torch.library.Library("aten", "IMPL")
     for key, kind in _KEYS.items():
         library.impl("_to_copy", refusing("to", kind), key)  # PyTorch's own one for all keys comes before a fallback
+    library.impl("zeros", refusing("zeros", "sparse"), "SparseCsrPrivateUse1")
     for name in ("compressed", "csr", "csc", "bsr", "bsc"):
         _check_results(torch, f"sparse_{name}_tensor", "sparse")
     for name in ("nested_tensor", "as_nested_tensor"):

@@ -18,7 +18,8 @@ from skyfab.protocol import codec
 from skyfab.protocol.blobs import name_of
 
 if TYPE_CHECKING:
-    from skyfab.device.stream import Batch, DeviceStream
+    from skyfab.device.batches import Batch
+    from skyfab.device.stream import DeviceStream
 
 _AHEAD: Final = 4
 """Requests for values of a generator that are sent before the values are needed."""
@@ -28,10 +29,8 @@ def run(stream: DeviceStream, function: Callable[..., Any], args: Sequence[Any],
     """Calls a function on the host and waits. If it is a generator function, returns an iterator."""
     first = tensors.new_block()
     packed = pack(stream, (getattr(function, "fn", function), tuple(args), dict(kwargs)), tensors.streams)
-    value = stream.ask([wire.RUN, first], memoryview(packed.data), *packed.buffers).value()
-    if value == {"iterator": None}:
-        return _RemoteIterator(stream, first)
-    return tensors.restore(value, first, stream.index)
+    found = tensors.result_of(stream, [wire.RUN, first], first, memoryview(packed.data), *packed.buffers)
+    return _RemoteIterator(stream, first) if found is tensors.ITERATOR else found
 
 
 def pack(stream: DeviceStream, value: Any, refused: Collection[DeviceStream]) -> codec.Payload:
@@ -89,7 +88,8 @@ class _RemoteIterator(Iterator[Any]):
     def __init__(self, stream: DeviceStream, ident: int) -> None:
         self._stream = stream
         self._ident = ident
-        self._waiting: deque[Future[Any]] = deque()
+        self._waiting: deque[tuple[Future[Any], int]] = deque()
+        """Requests, and the first ids of their values."""
         self._values: deque[Any] = deque()
         self._is_over = False
 
@@ -104,12 +104,13 @@ class _RemoteIterator(Iterator[Any]):
 
     def _receive(self) -> None:
         """Waits for more values."""
-        future = self._waiting[0]
+        future, first = self._waiting[0]
         self._stream.wait(future.done, where())
-        self._waiting.popleft()  # not before: Ctrl-C may end the wait
         try:
-            batch, first = future.result(0)
-            values = tensors.restore(batch.value(), first, self._stream.index)
+            batch = future.result(0)
+            with self._stream.link.guard:
+                self._values.extend(tensors.restore(batch.value(), first, self._stream.index))
+                self._waiting.popleft()  # not before: Ctrl-C may end the wait
         except TimeoutError:
             self._stream.check()
             raise
@@ -119,7 +120,6 @@ class _RemoteIterator(Iterator[Any]):
             raise
         if batch.document.get("over"):
             self._end()
-        self._values.extend(values)
 
     def _ask(self) -> None:
         future: Future[Any] = Future()
@@ -129,12 +129,13 @@ class _RemoteIterator(Iterator[Any]):
             try:
                 if error is not None:
                     raise error
-                future.set_result((batch, first))
+                future.set_result(batch)
             except Exception as found:
                 future.set_exception(found)
 
-        self._stream.ask_later([wire.NEXT, self._ident, first], arrived)
-        self._waiting.append(future)
+        with self._stream.link.guard:
+            self._stream.ask_later([wire.NEXT, self._ident, first], arrived)
+            self._waiting.append((future, first))
 
     def close(self) -> None:
         """Ends the generator on the host. It yields nothing more here."""
@@ -144,8 +145,8 @@ class _RemoteIterator(Iterator[Any]):
     def _end(self) -> None:
         if not self._is_over:
             self._is_over = True
+            self._stream.freed += [self._ident, *(-first for _, first in self._waiting)]
             self._waiting.clear()
-            self._stream.freed.append(self._ident)
 
     def __del__(self) -> None:
         self.close()
@@ -173,7 +174,8 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         self._digests: dict[Any, str] = {}
         """What the host has of the module, for each state of `training` of its parts."""
         self._known: dict[Any, Any] = {}
-        """Results as meta tensors, and what the module returns, for each kind of call. The first one waits."""
+        """For each kind of call: the bases of its results and the handle as meta tensors, the base of each result and
+        which view of it the result is (kept.py), and what the module returns. The first call waits."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         device = _device_of(self.module)
@@ -187,7 +189,7 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         found = (*inputs, *own.values())
         key = (device.index, spec, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in found))
         results = _Forward.apply(self._known, key, spec, device, *found)
-        return fused.fill_in(self._known[key][1], results)
+        return fused.fill_in(self._known[key][2], results)
 
     def _on_host(self, device: torch.device) -> str:
         """Sends the module without its tensors, once. Returns its digest."""
@@ -234,10 +236,13 @@ class _Forward(torch.autograd.Function):  # type: ignore[misc]
         ctx.wanted = wanted = ctx.needs_input_grad[4:]
         args = [list(inputs), spec, wanted]
         if key in known:
-            *results, handle = composed.call("module", args, lambda: known[key][0], device)
+            metas, *expected = known[key]
+            *bases, handle = composed.call("module", [*args, tuple(expected)], lambda: metas, device)
         else:
-            (*results, handle), structure = composed.call_first("module_first", args, device)
-            known[key] = ([to_meta(tensor) for tensor in (*results, handle)], structure)
+            (*bases, handle), *expected = composed.call_first("module_first", args, device)
+            known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], *expected)
+        places = known[key][1]
+        results = [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in places]
         ctx.save_for_backward(handle, *inputs)
         return tuple(results)
 

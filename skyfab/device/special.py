@@ -9,9 +9,10 @@ from typing import Any, Final
 import torch
 
 from skyfab.device import copies, tensors, wire
+from skyfab.device.batches import Batch
 from skyfab.device.kernels import make_kernel
 from skyfab.device.refused import refuse_layout
-from skyfab.device.stream import Batch, DeviceStream
+from skyfab.device.stream import DeviceStream
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, index_of, is_remote, layout_of, operand, stream_of
 from skyfab.errors import ProtocolError
 
@@ -303,9 +304,9 @@ def _item(self: torch.Tensor) -> Any:
 
 
 def _equal(self: torch.Tensor, other: torch.Tensor) -> bool:
-    if self.shape != other.shape or self.dtype != other.dtype:
-        return False
-    return bool((self == other).all().item())
+    if self.device != other.device:
+        raise RuntimeError(f"cannot compare tensors on {self.device} and {other.device}: move one with .to(device)")
+    return self.shape == other.shape and bool((self == other).all().item())
 
 
 # ---- the device

@@ -11,16 +11,18 @@ import functools
 import pickle
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from skyfab.device import wire
+from skyfab.device.batches import Batch, Entry, Thread, current, observers
 from skyfab.device.places import Where, describe, where
 from skyfab.device.records import Record, forget
 from skyfab.device.ticker import watch
-from skyfab.errors import DeviceError, HostLost, ProtocolError, SkyfabError, UsageError, WorkerDied
-from skyfab.protocol import codec, messages
+from skyfab.errors import DeviceError, HostLost, SkyfabError, UsageError, WorkerDied
+from skyfab.protocol import codec
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +33,6 @@ _MOST_AHEAD: Final = 32
 """Batches that have no reply yet. A program that is further ahead waits."""
 _MOST_BYTES: Final = 256 * 1024 * 1024
 """Bytes of uploads that have no reply yet."""
-
-Entry = tuple[Sequence[Any], Where]
 
 
 class Link(Protocol):
@@ -65,73 +65,6 @@ class Link(Protocol):
         """Ends the worker."""
 
 
-class Observer(Protocol):
-    """Learns what all streams do (profile.py)."""
-
-    def sent(self, instructions: Sequence[Sequence[Any]], size: int) -> None:
-        """A batch was sent: so many bytes."""
-
-    def received(self, size: int) -> None:
-        """A reply has come."""
-
-    def waited(self, place: Where, seconds: float) -> None:
-        """The program has waited at a place."""
-
-
-observers: Final[list[Observer]] = []
-
-
-class Batch:
-    """Instructions that were sent, until their reply. It is the `Caller` of its call."""
-
-    def __init__(self, stream: DeviceStream, entries: Sequence[Entry], size: int) -> None:
-        self._stream = stream
-        self.entries = entries
-        self.size = size
-        self.done = False
-        self.document: Any = None
-        self.error: Exception | None = None
-        """What failed in it. Another thread may have been told."""
-        self.buffers: list[memoryview] = []
-        self.then: Callable[[Exception | None], None] | None = None
-        """Called when the reply is there, on the thread that reads; with the error if there is none."""
-
-    def value(self) -> Any:
-        """What the host replied. Raises ProtocolError, and DeviceError if it has skipped the instruction."""
-        if self.document is None:
-            raise DeviceError("this was not executed, because of an earlier error", host=self._stream.link.name)
-        if self.error is not None:
-            raise self.error
-        if not isinstance(self.document, dict) or "value" not in self.document:
-            raise ProtocolError(f"a device replied {self.document!r:.200}")
-        return self.document["value"]
-
-    def is_wanted(self) -> bool:
-        return True
-
-    def sent(self, stream: int) -> None:
-        pass
-
-    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        error: Exception | None = None
-        for observer in observers:
-            observer.received(sum(map(len, buffers)))
-        if isinstance(message, messages.Result) and buffers:
-            try:
-                self.document = wire.decode(buffers[0]) if len(buffers[0]) else None
-                self.buffers = buffers[1:]
-            except SkyfabError as broken:
-                error = broken
-        elif isinstance(message, messages.Raised):
-            error = self._stream.gone(f"{message.kind}: {message.text}", self.entries)
-        elif isinstance(message, messages.Ended):
-            error = self._stream.gone(message.text or f"its process ended ({message.why})", self.entries)
-        self._stream.replied(self, error)
-
-    def failed(self, error: Exception) -> None:
-        self._stream.replied(self, error)
-
-
 class DeviceStream:
     """The stream of instructions to one device. Any thread may emit."""
 
@@ -146,7 +79,7 @@ class DeviceStream:
         self.dead: list[Record] = []
         """Storages that are gone. The garbage collector appends to it."""
         self.limit = BATCH
-        """How many instructions are sent at once; 0 while an error waits to be raised."""
+        """How many instructions are sent at once; 0 while a thread has to be told of an error."""
         self.buffer: list[Entry] = []
         self.syncs = 0
         """How often the program had to wait for a value."""
@@ -154,9 +87,16 @@ class DeviceStream:
         self.broken: set[int] = set()
         """Channels from other devices that have failed."""
         self._lock = threading.RLock()
+        self._replying = threading.Lock()
+        """Held for moments, while nobody waits, by who notes replies or looks at what has been noted."""
         self._ahead: deque[Batch] = deque()
         self._bytes = 0
-        self._error: Exception | None = None
+        self._error: DeviceError | None = None
+        """What no thread has been told of yet."""
+        self._skipped: list[Entry] = []
+        """Instructions that the host has not executed because of it, as far as it has replied."""
+        self._untold: weakref.WeakKeyDictionary[Thread, DeviceError] = weakref.WeakKeyDictionary()
+        """Threads whose instructions were not executed because of an error that another thread was told of."""
         self._lost: Exception | None = None
         """Why the device can no longer be used."""
         self._uploads: list[memoryview] = []
@@ -178,18 +118,20 @@ class DeviceStream:
 
     def emit(self, instruction: Sequence[Any]) -> None:
         """Adds an instruction. Raises the error of an earlier one."""
-        self.buffer.append((instruction, where()))
+        self.buffer.append((instruction, where(), current.thread))
         if len(self.buffer) >= self.limit:
-            self.flush()
+            self._full()
 
     def upload(self, instruction: Sequence[Any], data: memoryview) -> None:
         """Adds an instruction whose last item is the number of a buffer. The memory must not change any more."""
         with self.link.guard, self._lock:
-            self.buffer.append(((*instruction, len(self._uploads)), where()))
+            self.buffer.append(((*instruction, len(self._uploads)), where(), current.thread))
             self._uploads.append(data)
             self._size += len(data)
-        if self._size > 1 << 20 or len(self.buffer) >= self.limit:
+        if self._size > 1 << 20:
             self.flush()
+        elif len(self.buffer) >= self.limit:
+            self._full()
 
     def flush(self) -> Batch | None:
         """Sends what has been emitted. Waits if too much is under way; raises the error of an earlier instruction."""
@@ -197,6 +139,16 @@ class DeviceStream:
             self._raise()
             self._wait_for_room()
             return self._send()
+
+    def _full(self) -> None:
+        """Sends what has been emitted if it is enough for a batch. Raises the error of an earlier instruction."""
+        with self.link.guard, self._lock:
+            self._raise()
+            if len(self.buffer) >= BATCH:
+                self._wait_for_room()
+                self._send()
+            with self._replying:
+                self._set_limit()  # threads that were to be told may have ended
 
     def tick(self) -> bool:
         """Sends what has been emitted, unless another thread is sending. Returns whether there was something."""
@@ -225,7 +177,7 @@ class DeviceStream:
                 first = len(self._uploads)
                 instruction = [*instruction, *range(first, first + len(uploads))]
                 self._uploads += uploads
-            self.buffer.append((instruction, where()))
+            self.buffer.append((instruction, where(), current.thread))
             batch = self._send()
             assert batch is not None
             return batch
@@ -252,28 +204,27 @@ class DeviceStream:
         return self._lost or self._error
 
     def consume(self, error: Exception) -> None:
-        """The program has been told of this error already: it need not be raised again."""
+        """The thread has been told of this error already: it need not be raised again."""
         with self.link.guard, self._lock:
-            if self._error is error:
-                with contextlib.suppress(type(error)):
-                    self._raise()
+            if isinstance(error, DeviceError) and error in (self._error, self._untold.get(current.thread)):
+                self._tell(error)
 
     def check(self) -> None:
         """Raises the error of an earlier instruction, if there is one."""
         with self.link.guard, self._lock:
             self._raise()
 
-    def forget_plans(self) -> None:
-        """The host may forget all plans."""
+    def tell(self, instruction: Sequence[Any]) -> None:
+        """Adds an instruction that the host executes after an error too. Raises no error of an earlier one."""
         if self._lost is None:
-            self.emit([wire.FORGET])
+            self.buffer.append((instruction, None, current.thread))
 
     def ask_later(self, instruction: Sequence[Any], then: Callable[[Batch, Exception | None], None]) -> None:
         """Sends an instruction that replies. `then` is called with the reply, on the thread that reads."""
         with self.link.guard, self._lock:
             self._raise()
             self._wait_for_room()
-            self.buffer.append((instruction, where()))
+            self.buffer.append((instruction, where(), current.thread))
             batch = self._send(then)
             assert batch is not None
 
@@ -297,9 +248,11 @@ class DeviceStream:
         freed = self.take_freed()  # before the buffer: what uses them is already in it
         entries = self.buffer[:]
         del self.buffer[: len(entries)]  # other threads append meanwhile
+        if self._untold:  # what such a thread has emitted just now: it is being told
+            entries = [entry for entry in entries if entry[2] not in self._untold or entry[0][0] in wire.REMEMBERED]
         uploads, self._uploads = self._uploads, []
         size, self._size = self._size, 0
-        instructions: list[Sequence[Any]] = [instruction for instruction, _ in entries]
+        instructions: list[Sequence[Any]] = [instruction for instruction, *_ in entries]
         if freed:
             instructions.append((wire.FREE, *freed))
         if not instructions:
@@ -335,34 +288,39 @@ class DeviceStream:
 
     def replied(self, batch: Batch, error: Exception | None) -> None:
         """A batch was answered, or never will be. Called by the thread that reads."""
-        if self._ahead and self._ahead[0] is batch:
-            self._ahead.popleft()
-        elif batch in self._ahead:
-            self._ahead.remove(batch)
-        self._bytes -= batch.size
-        if error is not None:
-            if self._lost is None and self._error is None:
-                self._lost = error
-        elif isinstance(batch.document, dict) and "error" in batch.document:
-            batch.error = self._explain(batch)
-            self._error = self._error or batch.error
-        if self._error is not None or self._lost is not None:
-            self.limit = 0
+        with self._replying:
+            if self._ahead and self._ahead[0] is batch:
+                self._ahead.popleft()
+            elif batch in self._ahead:
+                self._ahead.remove(batch)
+            self._bytes -= batch.size
+            if error is not None:
+                if self._lost is None and self._error is None:
+                    self._lost = error
+            elif isinstance(batch.document, dict) and "error" in batch.document:
+                batch.error = self._explain(batch)
+                if self._error is None:
+                    self._error, self._skipped = batch.error, [*batch.entries[batch.failed_at :]]
+            elif self._error is not None:
+                batch.error = self._error
+                self._skipped += batch.entries
+            self._set_limit()
         batch.entries = ()
         batch.done = True
         if batch.then is not None:
-            batch.then(self._lost or self._error)
+            batch.then(self._lost or batch.error)
 
-    def _explain(self, batch: Batch) -> Exception:
+    def _set_limit(self) -> None:
+        is_told = self._error is None and self._lost is None and not self._untold
+        self.limit = BATCH if is_told else 0
+
+    def _explain(self, batch: Batch) -> DeviceError:
         found = batch.document["error"]
         if not isinstance(found, dict):
             return DeviceError("it failed, and does not say how", host=self.link.name)
         if type(found.get("channel")) is int:
             self.broken.add(found["channel"])
-        at = found.get("at")
-        place = None
-        if isinstance(at, int) and 0 <= at < len(batch.entries):
-            place = describe(batch.entries[at][1])
+        place = describe(batch.entries[batch.failed_at][1]) if batch.failed_at < len(batch.entries) else None
         op = str(found.get("op", "")).removeprefix("aten::")
         inputs = found.get("inputs")
         shapes = ", ".join(map(str, inputs)) if isinstance(inputs, list) else ""
@@ -374,7 +332,7 @@ class DeviceStream:
 
     def gone(self, why: str, entries: Sequence[Entry]) -> Exception:
         """The error for a device whose process has ended, while or after it executed these instructions."""
-        lines = list(dict.fromkeys(filter(None, (describe(place) for _, place in (*entries[:1], *entries[-1:])))))
+        lines = list(dict.fromkeys(filter(None, (describe(place) for _, place, _ in (*entries[:1], *entries[-1:])))))
         after = f", with what it was sent from {' to '.join(lines)}" if lines else ""
         return WorkerDied(
             f"the worker of {self.device} ended{after}, and its tensors are gone: {why}",
@@ -388,16 +346,46 @@ class DeviceStream:
         self.limit = 0
 
     def _raise(self) -> None:
+        """Raises what this thread has to be told of."""
         if self._lost is not None:
             raise self._lost.with_traceback(None)
-        if self._error is not None:
-            error, self._error = self._error, None
-            self.limit = BATCH
-            entries = self.buffer[:]
-            kept = [entry for entry in entries if entry[0][0] in wire.REMEMBERED]
-            self.buffer[: len(entries)] = [*kept, ((wire.RESUME,), None)]
-            self._uploads, self._size = [], 0
-            raise error
+        if self._error is None and not self._untold:
+            return
+        error = self._untold.get(current.thread) or self._error
+        if error is not None:
+            self._tell(error)
+            raise error.with_traceback(None)
+
+    def _tell(self, error: DeviceError) -> None:
+        """This thread is told of an error."""
+        me = current.thread
+        entries = self.buffer[:]
+        with self._replying:
+            if self._untold.get(me) is error:
+                del self._untold[me]
+                kept = [entry for entry in entries if entry[2] is not me or entry[0][0] in wire.REMEMBERED]
+                instruction: Sequence[Any] = (wire.TOLD, me.number)
+            else:
+                kept = [entry for entry in entries if entry[0][0] in wire.REMEMBERED]
+                skipped = [*self._skipped, *(entry for batch in self._ahead for entry in batch.entries), *entries]
+                for batch in self._ahead:
+                    batch.error = error
+                self._error, self._skipped, self._uploads, self._size = None, [], [], 0
+                instruction = (wire.RESUME, error.message, self._leave_untold(skipped, error))
+            self.buffer[: len(entries)] = [*kept, (instruction, None, me)]
+            self._set_limit()
+
+    def _leave_untold(self, skipped: Sequence[Entry], error: DeviceError) -> list[tuple[int, list[Sequence[Any]]]]:
+        """The other threads whose instructions were skipped are told when they use the device again.
+
+        Returns their numbers, and these instructions. The first of all is the one that failed.
+        """
+        found: dict[Thread, list[Sequence[Any]]] = {}
+        for at, (instruction, _, thread) in enumerate(skipped):
+            if thread is not current.thread and (not at or _is_skipped(instruction)):
+                found.setdefault(thread, []).append(instruction)
+        self._untold.update(dict.fromkeys(found, error))
+        return [(thread.number, instructions) for thread, instructions in found.items()]
 
     def leave_to_parent(self) -> None:
         """This process was forked: the device belongs to the parent."""
@@ -414,6 +402,11 @@ class DeviceStream:
             )
             self.limit = 0
             self.buffer.clear()
+
+
+def _is_skipped(instruction: Sequence[Any]) -> bool:
+    """Whether the host does less with it after an error than the program has asked for."""
+    return instruction[0] not in wire.REMEMBERED or instruction[0] == wire.RECEIVE
 
 
 def _beside(into: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:

@@ -9,7 +9,7 @@ import ctypes
 import itertools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -90,7 +90,7 @@ _from_dlpack = torch._C._from_dlpack
 streams: Final[list[DeviceStream]] = []
 """The devices of this process, by their index in torch."""
 new_id: Final = itertools.count(1).__next__
-new_block: Final = itertools.count(1 << 40, 1 << 20).__next__
+new_block: Final = itertools.count(1 << 40, wire.BLOCK).__next__
 """The first of many ids that the host may use: for results of which only the host knows how many there are."""
 _lock = threading.Lock()
 _next_address = _FIRST_ADDRESS
@@ -279,31 +279,74 @@ def operands(tensors: Any, into: list[Any]) -> tuple[Any, ...]:
 # ---- what hosts tell of results
 
 
+ITERATOR: Final = {"iterator": None}
+"""What a host tells of a generator."""
+
+
+def result_of(stream: DeviceStream, instruction: Sequence[Any], first: int, *uploads: memoryview) -> Any:
+    """Sends an instruction whose results stay there, with ids from `first` on, and waits for them.
+
+    Returns ITERATOR for a generator. Raises the error of an earlier instruction, DeviceError and ProtocolError.
+    """
+    try:
+        value = stream.ask(instruction, *uploads).value()
+        return ITERATOR if value == ITERATOR else restore(value, first, stream.index)
+    except BaseException:  # also Ctrl-C: the host may have results that nobody will use
+        stream.freed.append(-first)
+        raise
+
+
 def restore(document: Any, first: int, index: int) -> Any:
     """The value that a host describes; its tensors stay there, with ids from `first` on. Raises ProtocolError."""
     try:
-        return _restore(document, itertools.count(first), index)
+        return _restore(document, first, index, {})
     except (AttributeError, IndexError, KeyError, RecursionError, RuntimeError, TypeError, ValueError) as error:
         raise ProtocolError(f"a device's result that is none: {document!r:.200}") from error
 
 
-def _restore(document: Any, ids: Any, index: int) -> Any:
+def _restore(document: Any, first: int, index: int, bases: dict[int, torch.Tensor]) -> Any:
     ((kind, value),) = document.items()
     if kind == "tensor":
-        shape, stride, number = value
-        if not all(type(n) is int and 0 <= n <= _LARGEST for n in (*shape, *stride, number)):
-            raise ValueError("not numbers of a layout")
-        if len(shape) != len(stride) or len(shape) > _MOST_DIMENSIONS or math.prod(max(n, 1) for n in shape) > _LARGEST:
-            raise ValueError("not a layout")
-        if sum(n * s for n, s in zip(shape, stride, strict=True)) > _LARGEST:
-            raise ValueError("a tensor that no memory has room for")
-        return layout_of(tuple(shape), tuple(stride), DTYPES[number], index).new(next(ids))[0]
+        number, shape, stride, dtype, view = value
+        layout = _layout(shape, stride, dtype, index)
+        if type(number) is not int or not 0 <= number < wire.BLOCK:
+            raise ValueError("not a number of a base")
+        if number not in bases:
+            bases[number] = layout.new(first + number)[0]
+        base = bases[number]
+        if records[base.untyped_storage().data_ptr()].layout is not layout:
+            raise ValueError("a base with two layouts")
+        return base if view is None else view_of(base, view)
     if kind == "plain":
         return value
     if kind == "complex":
         return complex(*value)
     if kind == "dict":
-        return {_restore(key, ids, index): _restore(item, ids, index) for key, item in value}
+        return {_restore(key, first, index, bases): _restore(item, first, index, bases) for key, item in value}
     if kind in ("tuple", "list"):
-        return (tuple if kind == "tuple" else list)(_restore(item, ids, index) for item in value)
+        return (tuple if kind == "tuple" else list)(_restore(item, first, index, bases) for item in value)
     raise ValueError(f"not a kind of value: {kind!r:.80}")
+
+
+def _layout(shape: Sequence[int], stride: Sequence[int], number: int, index: int) -> Layout:
+    """The layout that a host tells. Raises ValueError."""
+    if not all(type(n) is int and 0 <= n <= _LARGEST for n in (*shape, *stride, number)):
+        raise ValueError("not numbers of a layout")
+    if len(shape) != len(stride) or len(shape) > _MOST_DIMENSIONS or math.prod(max(n, 1) for n in shape) > _LARGEST:
+        raise ValueError("not a layout")
+    if sum(n * s for n, s in zip(shape, stride, strict=True)) > _LARGEST:
+        raise ValueError("a tensor that no memory has room for")
+    return layout_of(tuple(shape), tuple(stride), DTYPES[number], index)
+
+
+def view_of(base: torch.Tensor, view: Sequence[Any]) -> torch.Tensor:
+    """A view of a base as a host tells it (kept.py): shape, strides, offset, dtype. Raises ValueError."""
+    shape, stride, offset, number = view
+    layout = _layout(shape, stride, number, index_of(base))
+    storage, size = base.untyped_storage(), layout.dtype.itemsize
+    if type(offset) is not int or not 0 <= offset <= _LARGEST or offset * size + layout.nbytes > storage.nbytes():
+        raise ValueError("a view that is not in its base")
+    flat = base.detach()  # with the base's count of changes, as views have it
+    if base.dtype is not layout.dtype:
+        flat = flat.as_strided((storage.nbytes() // size * size // base.element_size(),), (1,)).view(layout.dtype)
+    return flat.detach().as_strided_(layout.shape, layout.stride, offset)

@@ -50,11 +50,11 @@ class Transfers:
             found.send(number, f"{type(error).__name__}: {error}")
             raise
 
-    def receive(self, instruction: Sequence[Any], failed: str) -> None:
+    def receive(self, instruction: Sequence[Any], *, is_wanted: bool) -> None:
         """Makes a tensor of what comes, or writes it into one. A worker that has failed does not want it."""
         _, channel, number, ident, layout, shape, dtype, size = instruction
         found = self._channel(channel)
-        if failed:
+        if not is_wanted:
             found.skip(number)
             return
         try:

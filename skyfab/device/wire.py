@@ -15,7 +15,7 @@ from skyfab.errors import ProtocolError
 VIEW: Final = -1
 """id, id of the storage's first tensor, shape, strides, offset, dtype: another view of the same storage."""
 FREE: Final = -2
-"""ids: they are not used any more."""
+"""ids: they are not used any more. A negative one is that of a block: all of its ids."""
 PLAN: Final = -3
 """number, operator, arguments, keyword arguments, layouts of the outputs: how to execute a kind of instruction."""
 DYNAMIC: Final = -4
@@ -33,7 +33,11 @@ SEED: Final = -8
 SYNC: Final = -9
 """Replies when everything before it has been executed, with the use of memory."""
 RESUME: Final = -10
-"""The program knows of the error: instructions that follow are executed again."""
+"""text, pairs of a thread's number and its instructions: one thread of the program knows of the error, which is this
+text, and instructions that follow are executed again. The other threads do not know yet that their instructions were
+not executed: tensors that these would have changed cannot be used before."""
+TOLD: Final = -23
+"""number of a thread: it knows of the error."""
 RUN: Final = -11
 """first id, numbers of buffers: calls a function with tensors as they are there, and replies with what it returned."""
 GENERATOR: Final = -12
@@ -59,8 +63,12 @@ SEND: Final = -21
 RECEIVE: Final = -22
 """id of a channel, number of the transfer, id of a tensor, its shape, strides and dtype if it is a new one (else None),
 shape and dtype of what comes, and its size in bytes."""
+DEFAULT: Final = -24
+"""dtype: that of new tensors and results for which the program names none."""
 
-REMEMBERED: Final = frozenset((VIEW, FREE, PLAN, GENERATOR, FORGET, SEND, RECEIVE))
+BLOCK: Final = 1 << 20
+"""Ids in a block: for results of which only the host knows how many tensors they have."""
+REMEMBERED: Final = frozenset((VIEW, FREE, PLAN, GENERATOR, FORGET, SEND, RECEIVE, RESUME, TOLD, DEFAULT))
 """Instructions that are executed after an error too, and change no values then: both sides remember their ids; the
 other end of a channel is told that a transfer does not take place."""
 

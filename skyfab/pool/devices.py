@@ -25,7 +25,8 @@ from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.ui.events import Events, Notice
 
 if TYPE_CHECKING:
-    from skyfab.device.stream import Batch, DeviceStream
+    from skyfab.device.batches import Batch
+    from skyfab.device.stream import DeviceStream
 
 
 class DeviceLink:

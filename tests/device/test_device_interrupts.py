@@ -131,3 +131,35 @@ for _ in range(3):
 print([*found, *values])
 """
     assert run(code) == "[0, 1, 2, 3]\n"
+
+
+@pytest.mark.parametrize(
+    "action",
+    ["a[a > 0]", "sky.run_on(device, later)", "list(sky.run_on(device, yielding))"],
+    ids=["mask", "run", "yield"],
+)
+def test_results_that_nobody_waits_for_are_freed(action: str) -> None:
+    code = f"""
+a = torch.ones(3, device=device)
+
+def later():
+    time.sleep(1)
+    return [torch.ones(3) for _ in range(5)]
+
+def yielding():
+    while True:
+        time.sleep(0.2)
+        yield torch.ones(3)
+
+@sky.function
+def busy(x):
+    time.sleep(1.5)
+
+before = sky.memory(device)["tensors"]
+future = compute.submit(busy(a))
+assert interrupted(lambda: {action}, 0.7)
+future.result()
+sky.synchronize()
+print(sky.memory(device)["tensors"] - before)
+"""
+    assert run(code) == "0\n"

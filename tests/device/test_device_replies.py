@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import skyfab as sky
-from skyfab.device.stream import Batch, DeviceStream
+from skyfab.device.batches import Batch
+from skyfab.device.stream import DeviceStream
 from skyfab.protocol import codec, messages
 
 torch = pytest.importorskip("torch")
@@ -20,6 +21,8 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.lab
 
 SIZES = st.one_of(st.integers(-3, 5), st.sampled_from([2**31, 2**62, 2**63, 2**64, 10**30]))
+LENGTHS = st.lists(SIZES, max_size=3)
+VIEWS = st.tuples(LENGTHS, LENGTHS, SIZES, SIZES)
 PLAIN = st.one_of(st.none(), st.booleans(), SIZES, st.floats(), st.text(max_size=5))
 DOCUMENTS = st.recursive(
     PLAIN,
@@ -30,7 +33,7 @@ DOCUMENTS = st.recursive(
             inner,
             max_size=2,
         ),
-        st.fixed_dictionaries({"tensor": st.tuples(st.lists(SIZES, max_size=3), st.lists(SIZES, max_size=3), SIZES)}),
+        st.fixed_dictionaries({"tensor": st.tuples(st.integers(-1, 2), LENGTHS, LENGTHS, SIZES, st.none() | VIEWS)}),
     ),
     max_leaves=12,
 )
@@ -80,6 +83,26 @@ def test_any_description_of_a_result(device: Any, document: Any) -> None:
         return
     leaves = torch.utils._pytree.tree_leaves(found)
     assert all(leaf is None or isinstance(leaf, bool | int | float | str | complex | torch.Tensor) for leaf in leaves)
+
+
+FOUR = [0, [4], [1], 0]
+"""A base of four numbers."""
+
+
+@pytest.mark.parametrize(
+    "view",
+    [[[2], [1], 3, 0], [[5], [1], 0, 0], [[2], [3], 1, 0], [[1], [1], 4, 0], [[1], [1], -1, 0], [[3], [1], 0, 1]],
+)
+def test_a_view_that_is_not_in_its_base(device: Any, view: list[Any]) -> None:
+    from skyfab.device import tensors
+
+    found = tensors.restore({"tensor": [*FOUR, [[2], [1], 2, 0]]}, tensors.new_block(), device.index)
+    assert (found.shape, found.storage_offset()) == ((2,), 2)
+    with pytest.raises(sky.ProtocolError):
+        tensors.restore({"tensor": [*FOUR, view]}, tensors.new_block(), device.index)
+    both = {"list": [{"tensor": [*FOUR, None]}, {"tensor": [0, [9], [1], 0, None]}]}
+    with pytest.raises(sky.ProtocolError):
+        tensors.restore(both, tensors.new_block(), device.index)
 
 
 @often

@@ -13,7 +13,7 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.device import stream, ticker, wire
+from skyfab.device import batches, stream, ticker, wire
 
 torch = pytest.importorskip("torch")
 
@@ -51,7 +51,7 @@ def test_what_came_before_and_comes_after_is_not_counted(device: Any) -> None:
     a + 1
     torch.ones(2, device=device).tolist()
     assert (found.operations, found.waits) == (1, 0)
-    assert not stream.observers
+    assert not batches.observers
 
 
 def test_bytes_are_counted_each_way(device: Any) -> None:
@@ -145,14 +145,14 @@ def test_an_error_of_an_operation_is_raised_at_the_end(device: Any) -> None:
     with pytest.raises(sky.DeviceError, match="index"):
         program()
     assert found.operations == 2
-    assert not stream.observers
+    assert not batches.observers
 
 
 def test_an_error_of_the_program_is_its_own(device: Any) -> None:
     with pytest.raises(ZeroDivisionError), sky.device.profile() as found:
         torch.ones(3, device=device) / (1 / 0)
     assert found.operations == 1
-    assert not stream.observers
+    assert not batches.observers
 
 
 def test_numbers_are_readable() -> None:

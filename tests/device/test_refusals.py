@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -102,3 +104,135 @@ def test_conjugated_and_negated_views(device: Any) -> None:
 def test_copies_that_need_not_block(device: Any) -> None:
     assert torch.ones(2, device=device).to("cpu", non_blocking=True).tolist() == [1, 1]
     assert torch.ones(2, device=device).to(torch.float16).dtype is torch.float16
+
+
+def test_an_error_shows_numbers_as_numbers(device: Any) -> None:
+    from skyfab.device.records import records
+
+    x, index = torch.zeros(3, device=device), torch.tensor([9]).to(device)
+    value = records[x.data_ptr()].id
+    with pytest.raises(sky.DeviceError) as caught:
+        x.index_fill(0, index, value).cpu()
+    assert f"(float32[3], int64[1], {value}) of" in str(caught.value)
+
+
+def test_tensors_of_two_hosts_are_refused_at_once(device: Any, other: Any, syncs: Callable[[], int]) -> None:
+    here, there = torch.ones(1, 2, 3, 4, device=device), torch.ones(1, 2, 3, 4, device=other)
+    lstm, linear = nn.LSTM(4, 4).to(device), nn.Linear(4, 4).to(device)
+    module = sky.remote(linear)
+    module(here)
+    attention = nn.functional.scaled_dot_product_attention
+    before = syncs()
+    for call in (
+        lambda: attention(here, there, there),
+        lambda: lstm(there[0]),
+        lambda: nn.LSTMCell(4, 4).to(device)(there[0, 0]),
+        lambda: linear(there),
+        lambda: module(there),
+        lambda: module(there[0]),
+    ):
+        with pytest.raises(RuntimeError, match=rf"{device} \(\w+\) and {other} \(\w+\)"):
+            call()
+    assert syncs() == before
+    sky.synchronize()
+
+
+def test_a_generator_of_another_device(device: Any, other: Any) -> None:
+    generator = torch.Generator(device=other)
+    for call in (
+        lambda: torch.rand(3, generator=generator, device=device),
+        lambda: torch.ones(3, device=device).normal_(generator=generator),
+        lambda: torch.ones(3, device=device).multinomial(1, generator=generator),
+    ):
+        with pytest.raises(RuntimeError, match=rf"expected a generator of {device} .* found one of {other}"):
+            call()
+    assert torch.rand(3, generator=generator, device=other).shape == (3,)
+    with pytest.raises(RuntimeError, match="a generator of this machine"):
+        torch.rand(3, generator=torch.Generator(), device=device)
+
+
+def test_equality(device: Any, other: Any) -> None:
+    ones = torch.ones(2, device=device)
+    assert torch.equal(ones, torch.ones(2, dtype=torch.int64, device=device))
+    assert not torch.equal(ones, torch.tensor([1, 2]).to(device))
+    assert not torch.equal(ones, torch.ones(3, device=device))
+    for elsewhere in ("cpu", other):
+        with pytest.raises(RuntimeError, match="cannot compare"):
+            torch.equal(ones, torch.ones(2, device=elsewhere))
+
+
+def test_numbers_of_this_machine_fill_masks(device: Any) -> None:
+    x, mask = torch.ones(2, device=device, requires_grad=True), torch.tensor([True, False]).to(device)
+    value = torch.tensor(3.0, requires_grad=True)
+    filled = x.masked_fill(mask, value)
+    filled.sum().backward()
+    assert (filled.tolist(), x.grad.tolist(), value.grad.item()) == ([3, 1], [0, 1], 1)
+    assert torch.ones(2, device=device).masked_fill_(mask, torch.tensor(4)).tolist() == [4, 1]
+    with pytest.raises(RuntimeError, match="on cpu"):
+        x.masked_fill(mask, torch.tensor([3.0]))
+
+
+def test_memory_of_this_machine(device: Any) -> None:
+    x = torch.ones(2, device=device)
+    with pytest.raises(RuntimeError, match="cannot pin"):
+        x.pin_memory()
+    assert torch.ones(2).pin_memory().tolist() == [1, 1]
+    assert x.share_memory_() is x
+
+
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "nested", "qint8"])
+def test_results_of_other_layouts_cannot_stay(remote_pool: sky.Compute, device: Any, kind: str) -> None:
+    def make() -> Any:
+        made = torch.ones(2, 2)
+        if kind == "nested":
+            return torch.nested.nested_tensor([made, made])
+        if kind == "qint8":
+            return torch.quantize_per_tensor(made, 0.1, 0, torch.qint8)
+        return [made, made.to_sparse() if kind == "sparse_coo" else made.to_sparse_csr()]
+
+    before = sky.memory(device)["tensors"]
+    with pytest.raises(sky.DeviceError, match=f"a .*{kind}.* cannot stay"):
+        sky.run_on(device, make)
+    with pytest.raises(TypeError, match=f"a .*{kind}.* cannot stay"):
+        remote_pool.submit(sky.function(make)(), keep=True).result(60)
+    assert sky.memory(device)["tensors"] == before
+
+
+def test_sparse_zeros(device: Any) -> None:
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+        with pytest.raises(NotImplementedError, match="sparse tensors cannot be on"):
+            torch.zeros(3, 3, layout=layout, device=device)
+
+
+def test_the_default_dtype(device: Any) -> None:
+    """That of the program holds there too, and what a function sets holds for it alone."""
+
+    def change() -> str:
+        torch.set_default_dtype(torch.float64)
+        return str(torch.ones(1).dtype)
+
+    def values() -> Iterator[str]:
+        torch.set_default_dtype(torch.float16)
+        while True:
+            time.sleep(0.05)  # a reply for each value
+            yield str(torch.ones(1).dtype)
+
+    def dtypes() -> set[Any]:
+        numbers = torch.arange(4, device=device)
+        made = [torch.arange(3.0, device=device), numbers / 2, numbers * 1.5, torch.ones(1, device=device)]
+        assert made[1].tolist() == [0, 0.5, 1, 1.5]
+        return {tensor.dtype for tensor in made} | {sky.run_on(device, lambda: torch.ones(1)).dtype}
+
+    assert dtypes() == {torch.float32}
+    assert sky.run_on(device, change) == "torch.float64"
+    found = sky.run_on(device, values)
+    for _ in range(6):
+        assert next(found) == "torch.float16"
+        assert dtypes() == {torch.float32}
+    found.close()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert dtypes() == {torch.float64}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert dtypes() == {torch.float32}

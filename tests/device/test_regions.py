@@ -95,6 +95,19 @@ def test_a_generator_yields_as_the_values_come(device: Any) -> None:
     assert a.tolist() == [1, 1]
 
 
+def test_values_that_were_asked_for_ahead_are_freed(device: Any) -> None:
+    def tensors() -> Iterator[Any]:
+        while True:
+            time.sleep(0.01)
+            yield torch.ones(3)
+
+    before = sky.memory(device)["tensors"]
+    found = sky.run_on(device, tensors)
+    assert next(found).tolist() == [1, 1, 1]
+    found.close()
+    assert sky.memory(device)["tensors"] == before
+
+
 def test_a_generator_that_raises(device: Any) -> None:
     def tokens() -> Iterator[int]:
         yield 1

@@ -1,0 +1,121 @@
+"""Batches: instructions that are sent together, until the host has replied to them."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+from skyfab.device import wire
+from skyfab.device.places import Where
+from skyfab.errors import DeviceError, ProtocolError, SkyfabError
+from skyfab.protocol import messages
+
+
+class Thread:
+    """A thread of the program, for as long as it lives or has instructions under way."""
+
+    _new_number: Final = itertools.count(1).__next__
+
+    def __init__(self) -> None:
+        self.number = self._new_number()
+
+
+class _Current(threading.local):
+    """The thread that is running."""
+
+    def __init__(self) -> None:
+        self.thread = Thread()
+        if torch := sys.modules.get("torch"):
+            torch.autograd.set_multithreading_enabled(False)  # else PyTorch has a thread of its own for backward()
+
+
+current: Final = _Current()
+Entry = tuple[Sequence[Any], Where, Thread]
+"""An instruction, the line that it comes from, and the thread that has emitted it."""
+
+
+class Observer(Protocol):
+    """Learns what all streams do (profile.py)."""
+
+    def sent(self, instructions: Sequence[Sequence[Any]], size: int) -> None:
+        """A batch was sent: so many bytes."""
+
+    def received(self, size: int) -> None:
+        """A reply has come."""
+
+    def waited(self, place: Where, seconds: float) -> None:
+        """The program has waited at a place."""
+
+
+observers: Final[list[Observer]] = []
+
+
+class Sender(Protocol):
+    """The stream that has sent a batch."""
+
+    def gone(self, why: str, entries: Sequence[Entry]) -> Exception:
+        """The error for a device whose process has ended, while or after it executed these instructions."""
+
+    def replied(self, batch: Batch, error: Exception | None) -> None:
+        """A batch was answered, or never will be. Called by the thread that reads."""
+
+
+class Batch:
+    """Instructions that were sent, until their reply. It is the `Caller` of its call."""
+
+    def __init__(self, stream: Sender, entries: Sequence[Entry], size: int) -> None:
+        self._stream = stream
+        self.entries = entries
+        self.size = size
+        self.done = False
+        self.document: Any = None
+        self.error: Exception | None = None
+        """What failed in it, or why it was not executed. Another thread may have been told."""
+        self.buffers: list[memoryview] = []
+        self.then: Callable[[Exception | None], None] | None = None
+        """Called when the reply is there, on the thread that reads; with the error if there is none."""
+
+    def value(self) -> Any:
+        """What the host replied. Raises ProtocolError, and DeviceError if the instruction failed or was skipped."""
+        if self.error is not None:
+            raise self.error
+        if self.document is None:
+            raise DeviceError("this was not executed, because of an earlier error")
+        if not isinstance(self.document, dict) or "value" not in self.document:
+            raise ProtocolError(f"a device replied {self.document!r:.200}")
+        return self.document["value"]
+
+    @property
+    def failed_at(self) -> int:
+        """The place of the instruction that failed, as the host tells it."""
+        found = self.document["error"]
+        at = found.get("at") if isinstance(found, dict) else None
+        return at if type(at) is int and at >= 0 else len(self.entries)
+
+    def is_wanted(self) -> bool:
+        return True
+
+    def sent(self, stream: int) -> None:
+        pass
+
+    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        error: Exception | None = None
+        for observer in observers:
+            observer.received(sum(map(len, buffers)))
+        if isinstance(message, messages.Result) and buffers:
+            try:
+                self.document = wire.decode(buffers[0]) if len(buffers[0]) else None
+                self.buffers = buffers[1:]
+            except SkyfabError as broken:
+                error = broken
+        elif isinstance(message, messages.Raised):
+            error = self._stream.gone(f"{message.kind}: {message.text}", self.entries)
+        elif isinstance(message, messages.Ended):
+            error = self._stream.gone(message.text or f"its process ended ({message.why})", self.entries)
+        self._stream.replied(self, error)
+
+    def failed(self, error: Exception) -> None:
+        self._stream.replied(self, error)

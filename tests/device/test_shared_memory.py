@@ -1,0 +1,186 @@
+"""Tensors that share memory on a host share it for the program too: results that stay, and what is saved."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+pytestmark = pytest.mark.lab
+
+
+def several() -> dict[str, Any]:
+    base = torch.arange(6.0)
+    alone = torch.arange(8.0)[3:]
+    numbers = torch.zeros(5)
+    return {
+        "base": base,
+        "offset": base[2:],
+        "again": base,
+        "column": base.view(2, 3)[:, 1],
+        "expanded": base[1].expand(3),
+        "alone": alone,
+        "halves": [numbers[:2], numbers[3:]],
+        "real": (pair := torch.zeros(2, dtype=torch.complex64)).real,
+        "complex": pair,
+        "empty": base[6:],
+    }
+
+
+def shared(found: dict[str, Any]) -> None:
+    """Checks what `several` returns."""
+    here = several()
+    flat = torch.utils._pytree.tree_leaves
+    for mine, theirs in zip(flat(here), flat(found), strict=True):
+        assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+        assert torch.equal(mine, theirs.cpu())
+    assert found["alone"].tolist() == [3, 4, 5, 6, 7]
+    for names in (("base", "offset", "again", "column", "expanded"), ("real", "complex")):
+        assert len({found[name].untyped_storage().data_ptr() for name in names}) == 1
+    found["offset"].add_(10)
+    assert found["base"].tolist() == found["again"].tolist() == [0, 1, 12, 13, 14, 15]
+    assert found["column"].tolist() == [1, 14]
+    found["base"][1] = 7
+    assert found["expanded"].tolist() == [7, 7, 7]
+    found["halves"][1].fill_(3)
+    assert found["halves"][0].tolist() == [0, 0]
+    found["real"].fill_(2)
+    assert found["complex"].tolist() == [2, 2]
+    assert found["complex"].untyped_storage().data_ptr() != found["base"].untyped_storage().data_ptr()
+
+
+def test_results_of_a_region(device: Any) -> None:
+    before = sky.memory(device)["tensors"]
+    found = sky.run_on(device, several)
+    shared(found)
+    del found
+    assert sky.memory(device)["tensors"] == before
+
+
+def test_results_of_a_call(remote_pool: sky.Compute, device: Any) -> None:
+    shared(remote_pool.submit(sky.function(several)(), keep=True).result(60))
+
+
+def test_values_of_a_generator(device: Any) -> None:
+    def parts() -> Iterator[Any]:
+        whole = torch.zeros(4)
+        yield whole[:2], whole[2:], whole
+
+    ((first, second, whole),) = sky.run_on(device, parts)
+    first.add_(1)
+    second.add_(2)
+    assert whole.tolist() == [1, 1, 2, 2]
+
+
+def test_a_part_of_an_argument_is_that_part(device: Any) -> None:
+    a = torch.zeros(4, device=device)
+    sky.run_on(device, lambda x: x[2:], a).add_(1)
+    assert a.tolist() == [0, 0, 1, 1]
+
+
+def test_changes_of_a_view_are_seen_by_autograd(device: Any) -> None:
+    base, part = sky.run_on(device, lambda: (x := torch.ones(3), x[1:]))
+    weight = torch.ones(3, device=device, requires_grad=True)
+    loss = (weight * base).sum()
+    part.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_tied_weights_that_are_loaded_there(device: Any) -> None:
+    def model() -> Any:
+        made = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        made[1].weight = made[0].weight
+        return made
+
+    state = sky.load_on(device, model)
+    state["0.weight"].fill_(2)
+    assert state["1.weight"].sum().item() == 18
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Any, *, copied: bool = False) -> Any:
+        hidden = x * self.weight
+        same = hidden.clone() if copied or x.sum() > 100 else hidden
+        return hidden, [hidden[1:], hidden[0].expand(2, 3)], {"same": same, "input": x[1:]}
+
+
+def test_results_of_a_remote_module(device: Any) -> None:
+    here, there = Several(), Several().to(device)
+    fast, x = sky.remote(there), torch.arange(6.0).view(2, 3)
+    for _ in range(3):
+        grads = []
+        for module, model, inputs in ((here, here, x), (fast, there, x.to(device))):
+            hidden, (rest, first), others = module(inputs)
+            weights = enumerate((hidden, rest, first, others["same"], others["input"]), 1)
+            model.zero_grad()
+            sum(tensor.sum() * by for by, tensor in weights).backward()
+            grads.append(model.weight.grad.tolist())
+            with torch.no_grad():
+                rest.add_(100)
+            assert hidden.tolist() == others["same"].tolist() == [[0, 1, 2], [103, 104, 105]]
+            assert first.stride() == (0, 1)
+        assert grads[0] == grads[1]
+
+
+def test_a_remote_module_whose_results_share_memory_otherwise_later(device: Any) -> None:
+    fast = sky.remote(Several().to(device))
+    x = torch.ones(2, 3, device=device)
+    assert fast(x)[2]["same"].tolist() == fast(x, copied=True)[2]["same"].tolist() == [[1, 1, 1], [1, 1, 1]]
+    fast(x)
+    with pytest.raises(sky.DeviceError, match="not as that of its first call"):
+        fast(x * 100)[0].tolist()
+
+
+def test_a_number_of_a_remote_module_that_changes(device: Any) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Any) -> Any:
+            return x * self.weight, int(x.sum())
+
+    fast = sky.remote(Counts().to(device))
+    ones = torch.ones(3, device=device)
+    assert [fast(ones)[1], fast(ones)[1]] == [3, 3]
+    with pytest.raises(sky.DeviceError, match="other numbers"):
+        fast(ones * 2)[0].tolist()
+
+
+def test_saving(device: Any, syncs: Callable[[], int]) -> None:
+    base = torch.arange(5.0).to(device)
+    parameter = nn.Parameter(base[1:])
+    before = syncs()
+    torch.save({"base": base, "part": base[3:], "row": base.expand(2, 5), "parameter": parameter}, file := io.BytesIO())
+    assert syncs() == before + 1
+    for where in ("cpu", device):
+        found = torch.load(io.BytesIO(file.getvalue()), map_location=where)
+        found["part"].fill_(7)
+        assert found["base"].tolist() == [0, 1, 2, 7, 7]
+        assert found["row"].tolist() == [[0, 1, 2, 7, 7]] * 2
+        assert found["parameter"].requires_grad
+        assert found["parameter"].tolist() == [1, 2, 7, 7]
+    base.add_(1)
+    torch.save(base, file := io.BytesIO())
+    assert torch.load(io.BytesIO(file.getvalue())).tolist() == [1, 2, 3, 4, 5]
+
+
+def test_saving_storages_with_views_of_several_dtypes(device: Any) -> None:
+    numbers = torch.arange(5.0).to(device)
+    pairs = torch.view_as_complex(numbers[:4].view(2, 2))
+    torch.save([pairs, numbers], file := io.BytesIO())
+    found = torch.load(io.BytesIO(file.getvalue()))
+    assert found[1].tolist() == [0, 1, 2, 3, 4]
+    assert found[0].tolist() == [1j, 2 + 3j]

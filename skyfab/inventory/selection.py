@@ -95,6 +95,8 @@ class Names:
         if address is not None:
             hosts = self._at.get((address.host, address.port or 22), [])
             return [host for host in hosts if address.user in (None, host.user)]
+        if not any(character in word for character in "*?["):  # no pattern, and a range may have made thousands of it
+            return []
         try:
             return [host for name, host in self.hosts.items() if fnmatchcase(name, word)]
         except re.error:  # [z-a], before Python 3.11

@@ -277,8 +277,7 @@ class Compute(ShownPool, TakesCalls):
         Arrays and tensors are not copied: do not modify them until the future is done. If there are tensors of a remote
         device of that host among the arguments, the call runs in the worker of the device and has the tensors
         themselves. With `keep` it always runs in such a worker; the tensors of its result stay there, and the result
-        has remote tensors (docs/remote_device.md). Raises NotPicklable for a function or argument that cannot be
-        pickled.
+        has remote tensors (docs/remote_device.md). Raises NotPicklable for what cannot be pickled.
         """
         self._check_call(call)
         timeout = self._timeout_of(call.function)
@@ -347,8 +346,7 @@ class Compute(ShownPool, TakesCalls):
         return attach(detacher.id, [node.host for node in nodes], inventory=self.inventory, results=self._results)
 
     def wait_for_ranks(self, timeout: float) -> None:
-        """Waits until no rank runs a broadcast: after it was cancelled, its ranks may take a moment to end."""
-        self._check_open()
+        """Waits up to `timeout` seconds until no rank runs a broadcast. Those of a cancelled one may take a moment."""
         self.hosts[0].session.wait(lambda: self._broadcasts.is_idle, timeout)
 
     def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:

@@ -11,19 +11,21 @@ Where = tuple[CodeType, int] | None
 """A place in the program: a code object, and the last bytecode that was executed in it."""
 
 _OURS: Final = f"{Path(__file__).parents[1]}/"
+_frame: Final = sys._getframe
 _internal: Final[dict[str, bool]] = {}
 """By file."""
+_known: Final = _internal.get
 
 
 def where() -> Where:
     """The innermost frame that is neither torch's nor ours. The function that calls this, and its caller, are ours."""
     try:
-        frame: FrameType | None = sys._getframe(3)
+        frame: FrameType | None = _frame(3)
     except ValueError:  # no more of them, on a thread of torch's own
         return None
     while frame is not None:
         code = frame.f_code
-        hidden = _internal.get(code.co_filename)
+        hidden = _known(code.co_filename)
         if hidden is None:
             hidden = _internal[code.co_filename] = _is_internal(code.co_filename)
         if not hidden:

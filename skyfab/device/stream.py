@@ -118,8 +118,9 @@ class DeviceStream:
 
     def emit(self, instruction: Sequence[Any]) -> None:
         """Adds an instruction. Raises the error of an earlier one."""
-        self.buffer.append((instruction, where(), current.thread))
-        if len(self.buffer) >= self.limit:
+        buffer = self.buffer
+        buffer.append((instruction, where(), current.thread))
+        if len(buffer) >= self.limit:
             self._full()
 
     def upload(self, instruction: Sequence[Any], data: memoryview) -> None:
@@ -252,7 +253,7 @@ class DeviceStream:
             entries = [entry for entry in entries if entry[2] not in self._untold or entry[0][0] in wire.REMEMBERED]
         uploads, self._uploads = self._uploads, []
         size, self._size = self._size, 0
-        instructions: list[Sequence[Any]] = [instruction for instruction, *_ in entries]
+        instructions: list[Sequence[Any]] = [entry[0] for entry in entries]
         if freed:
             instructions.append((wire.FREE, *freed))
         if not instructions:

@@ -155,6 +155,7 @@ def yielding():
 def busy(x):
     time.sleep(1.5)
 
+a[a > 0]  # what PyTorch imports for it is there
 before = sky.memory(device)["tensors"]
 future = compute.submit(busy(a))
 assert interrupted(lambda: {action}, 0.7)

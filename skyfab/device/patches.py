@@ -23,7 +23,7 @@ def apply() -> None:
     tensor.pin_memory = _pinned(tensor.pin_memory)
     tensor.__repr__ = _printed(tensor.__repr__)
     torch.Generator = _Generator
-    torch.save = _saving(torch.save)
+    torch.save = torch.serialization.save = _saving(torch.save)  # in both places: so it is pickled by name
     for name in ("set_default_dtype", "set_default_tensor_type"):
         setattr(torch, name, _telling_dtype(getattr(torch, name)))
     torch.serialization.register_package(5, lambda storage: None, _restored)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from skyfab.cli import namespace, words
+from skyfab.cli import words
 from skyfab.cli.put import put
 from skyfab.cli.run import _parsed
 from skyfab.cli.targets import check_function
-from skyfab.cli.tasks import commands_of
+from skyfab.cli.tasks import COMMANDS
 from skyfab.errors import UsageError
 
 
@@ -53,7 +53,7 @@ def test_names_with_spaces_are_quoted(here: Path) -> None:
 
 def test_what_is_put_and_is_not_there(here: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        put._function("my dta")
+        put.function("my dta")
     assert (caught.value.message, caught.value.hint) == ("there is no my dta here", "did you mean 'my data'?")
 
 
@@ -132,10 +132,10 @@ def test_a_name_that_is_bound_nowhere_is_refused(tmp_path: Path, text: str) -> N
 )
 def test_an_option_that_took_the_script_as_its_value(here: Path, typed: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:
-        words.read(typed.split(), commands_of(namespace))
+        words.read(typed.split(), COMMANDS)
     assert caught.value.message == says
 
 
 def test_an_option_with_another_value_did_not(here: Path) -> None:
     with pytest.raises(UsageError, match="run needs FILE"):
-        words.read(["run", "--hosts", "node1"], commands_of(namespace))
+        words.read(["run", "--hosts", "node1"], COMMANDS)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.lab
 
 MB = 1 << 20
 PLACE = "/small"
-SIZE = 16
+SIZE = 20
 """Megabytes: enough for skyfab, the tests' own modules and a few logs."""
 
 

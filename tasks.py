@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from skyfab.cli import main
 from skyfab.cli.command import Exit, Option, command
@@ -27,14 +27,30 @@ TEST_PROGRAMS = {
 """What tests use, on hosts and here, programs and modules for PAM, each with the Debian package that has it."""
 
 
+class Tier(NamedTuple):
+    options: list[str]
+    """For pytest."""
+    minutes: int
+
+
+TIERS = {
+    "fast": Tier(["--fast"], 3),
+    "": Tier([], 10),
+    "slow": Tier(["-m", "slow and not soak"], 20),
+    "soak": Tier(["-m", ""], 120),
+}
+"""What `./inv test` runs, by option."""
+
+
 @command
 def test(
     k: Annotated[str | None, Option("only tests whose names match this expression")] = None,
     fast: Annotated[bool, Option("unit tests, and calls without SSH")] = False,
-    soak: Annotated[bool, Option("the tests that take minutes too")] = False,
+    slow: Annotated[bool, Option("only the tests that are left out because each takes seconds")] = False,
+    soak: Annotated[bool, Option("all tests, those that take minutes too")] = False,
     python: Annotated[str | None, Option("the fast tests with another Python, for example 3.12", "VERSION")] = None,
     processes: Annotated[
-        int | None, Option("how many at once, each with labs of its own (default: one for each core, at most 4)", "N")
+        int | None, Option("how many at once, each with labs of its own (default: one more than cores, at most 4)", "N")
     ] = None,
     args: Annotated[str, Option("more arguments for pytest")] = "",
 ) -> None:
@@ -44,15 +60,15 @@ def test(
     if left:
         print(f"some tests will be skipped; for all of them: {programs.command(left)}", file=sys.stderr)
     program = sys.executable if python is None else other_python(python)
-    options = ["--fast"] if fast or python else ["-m", ""] if soak else []
+    tier = "fast" if fast or python else "soak" if soak else "slow" if slow else ""
+    options = TIERS[tier].options
     if k or args:
-        finish(run(program, "-m", "pytest", *options, *(["-k", k] if k else []), *shlex.split(args)))
+        chosen = options or ["-m", "not soak"]
+        finish(run(program, "-m", "pytest", *chosen, *(["-k", k] if k else []), *shlex.split(args)))
         return
-    print(
-        f"about {'5 minutes' if fast or python else '2 hours' if soak else '35 minutes'} on two cores", file=sys.stderr
-    )
-    count = processes or min(4, os.cpu_count() or 1)
-    options += ["--durations=15"]
+    print(f"about {TIERS[tier].minutes} minutes on two cores", file=sys.stderr)
+    count = processes or min(4, (os.cpu_count() or 1) + 1)
+    options = [*options, "--durations=15"]
     finish(groups.run(program, count, options) if count > 1 else run(program, "-m", "pytest", *options))
 
 

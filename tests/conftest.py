@@ -79,7 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="unit tests, and calls over one transport")
 
 
-SLOW = 15.0
+SLOW = 10.0
 """Seconds from which a test carries the marker `slow`."""
 SLOW_FOLDERS = ("device", "faults", "gpu", "lab", "plugins")
 """Not in the fast tier, and not even imported for it: each needs a framework, or minutes."""
@@ -135,7 +135,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     long = [one for one in passed if one.duration > SLOW and not {"slow", "soak"} & one.keywords.keys()]
     if long:
         terminalreporter.section(
-            "longer than 15 s: needs the marker slow, or less work (a busy machine shows some too)"
+            "longer than 10 s: needs the marker slow, or less work (a busy machine shows some too)"
         )
         for one in long:
             terminalreporter.write_line(f"{one.duration:.0f} s  {one.nodeid}")

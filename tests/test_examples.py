@@ -67,6 +67,7 @@ def of_ranks(lines: list[str], hosts: str = "") -> dict[str, list[str]]:
 
 @needs("torch")
 @here_and_there
+@pytest.mark.slow
 def test_ddp_trains_one_model(run: Run, hosts: str) -> None:
     """Each rank has other images and so another loss, and all have the same weights."""
     before, *lines, ranks, after = run("ddp", hosts)
@@ -79,6 +80,7 @@ def test_ddp_trains_one_model(run: Run, hosts: str) -> None:
 
 
 @needs("torch")
+@pytest.mark.slow
 def test_fsdp_leaves_each_rank_a_part(run: Run) -> None:
     *lines, parts, after = run("fsdp")
     for (said,) in of_ranks(lines).values():
@@ -90,6 +92,7 @@ def test_fsdp_leaves_each_rank_a_part(run: Run) -> None:
 
 
 @needs("torch")
+@pytest.mark.slow
 def test_models_of_shards_become_one(run: Run) -> None:
     untrained, *rounds = run("shards")
     assert percent(untrained) < 30
@@ -99,6 +102,7 @@ def test_models_of_shards_become_one(run: Run) -> None:
 
 @needs("jax")
 @here_and_there
+@pytest.mark.slow
 def test_jax_is_one_program_over_all_ranks(run: Run, hosts: str) -> None:
     *lines, ranks, after = run("jax_shards", hosts)
     for number, said in enumerate(of_ranks(lines, hosts).values()):

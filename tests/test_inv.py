@@ -353,15 +353,17 @@ def test_the_wheel_carries_the_scripts_and_the_examples(tmp_path: Path) -> None:
 
 
 def test_groups_have_every_test_once() -> None:
-    names = [name for group in groups.split(3, groups.tests(fast=False)) for name in group]
+    names = [name for group in groups.split(3, groups.tests(fast=False), {}) for name in group]
     assert len(names) == len(set(names))
     assert {ROOT / name for name in names} == set((ROOT / "tests").rglob("test_*.py"))
-    assert not [name for name in groups.SECONDS if not (ROOT / "tests" / name).exists()]
+    assert not [name for name in (*groups.SECONDS, *groups.SLOW_SECONDS) if not (ROOT / "tests" / name).exists()]
 
 
 def test_groups_are_even() -> None:
-    total = [sum(groups.seconds(ROOT / name) for name in group) for group in groups.split(3, groups.tests(fast=False))]
-    assert max(total) < 1.1 * min(total)
+    for seconds in (groups.SECONDS, groups.SLOW_SECONDS):
+        found = groups.split(3, groups.tests(fast=False), seconds)
+        total = [sum(seconds.get(name.removeprefix("tests/"), groups.OTHERS) for name in names) for names in found]
+        assert max(total) < 1.1 * min(total)
 
 
 def test_progress_counts_what_is_done(tmp_path: Path) -> None:

@@ -781,6 +781,7 @@ def started_with(secret: str) -> list[str]:
 
 
 @pytest.mark.parametrize("by", ["openssh", "fabric"])
+@pytest.mark.slow
 def test_a_secret_is_known_to_the_processes_that_need_it_alone(
     namespaces: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, by: str
 ) -> None:
@@ -816,6 +817,7 @@ def test_a_secret_is_known_to_the_processes_that_need_it_alone(
     future.cancel()
 
 
+@pytest.mark.slow
 def test_a_detached_run_keeps_no_secret(namespaces: Lab, open_pool: Callable[..., sky.Compute]) -> None:
     """What its hosts keep of it are its answers and what it printed."""
     pool = open_pool("openssh", user="ada", env={"TOKEN": SECRET}, plugins=[sky.plugins.huggingface(token=SECRET)])

@@ -184,6 +184,7 @@ BAD_MESSAGES = {
 }
 
 
+@pytest.mark.slow
 def test_bad_messages_are_answered_and_the_agent_goes_on(client: Client) -> None:
     """All in one conversation: where one of them ends the connection, another one is made."""
     for name, content in BAD_MESSAGES.items():

@@ -125,6 +125,7 @@ def test_an_agent_knows_a_program_that_was_killed_from_a_connection_that_broke(
     assert program.is_running(program.rank), "it is waited for"
 
 
+@pytest.mark.slow
 def test_a_killed_program_frees_its_hosts_in_ten_seconds_whatever_its_lease(start: Callable[[str], Program]) -> None:
     programs = [start("openssh"), start("local")]
     for program in programs:

@@ -716,6 +716,7 @@ def test_what_a_call_writes_into_a_stored_argument_is_not_seen_by_the_next(lent_
     assert change(sent) @ lent_pool == [1, 1]
 
 
+@pytest.mark.slow
 def test_sixty_four_megabytes_go_there_and_back(lent_pool: sky.Compute) -> None:
     sent = np.random.default_rng(2).integers(0, 255, 64 * MB, dtype=np.uint8)
 
@@ -795,6 +796,7 @@ def torch_pool(lent_hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Com
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_tensors_that_share_memory_still_do_on_arrival(torch_pool: sky.Compute) -> None:
     torch = pytest.importorskip("torch")
 
@@ -1211,6 +1213,7 @@ def test_shard_keeps_the_type(sharded: Callable[..., list[Any]], options: dict[s
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_shards_of_tensors_are_tensors(torch_pool: sky.Compute) -> None:
     torch = pytest.importorskip("torch")
     data = torch.arange(14.0).reshape(7, 2)

@@ -34,6 +34,7 @@ class Leaves:
 
 
 @pytest.mark.parametrize("other", ["broadcast", "single"])
+@pytest.mark.slow
 def test_a_broadcast_that_is_detached_keeps_its_own_result_whatever_else_the_pool_runs(
     hosts_of: Callable[..., list[sky.Host]], other: str
 ) -> None:
@@ -125,6 +126,7 @@ def test_functions_of_a_spawned_child_run(tmp_path: Path) -> None:
     assert ran.stdout == "(40, 40)\n", ran.stderr
 
 
+@pytest.mark.slow
 def test_a_module_that_opens_a_pool_while_a_bare_host_imports_it_is_told_about_that(
     hosts_of: Callable[..., list[sky.Host]], tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ with sky.Compute("local", ranks=2) as compute:
 GUARD = 'if __name__ == "__main__":'
 
 
+@pytest.mark.slow
 def test_a_file_with_an_unguarded_pool_ends_with_an_error_and_not_with_ever_more_processes(tmp_path: Path) -> None:
     (tmp_path / "unguarded.py").write_text(UNGUARDED)
     ran = skyfab(tmp_path, "run", "unguarded.py:mean", processes=200, timeout=40)
@@ -37,6 +38,7 @@ def test_a_file_with_an_unguarded_pool_ends_with_an_error_and_not_with_ever_more
     assert GUARD in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_opens_a_pool_is_not_run_as_a_rank(tmp_path: Path) -> None:
     (tmp_path / "unguarded.py").write_text(UNGUARDED)
     ran = skyfab(tmp_path, "run", "unguarded.py", processes=200, timeout=40)
@@ -73,6 +75,7 @@ def test_a_function_may_open_a_pool_of_its_own(open_pool: Callable[..., sky.Comp
     assert sky.function(outer)(1) >> open_pool() == 2
 
 
+@pytest.mark.slow
 def test_pools_inside_pools_have_a_depth(open_pool: Callable[..., sky.Compute]) -> None:
     def dig(deep: int = 1) -> int:
         try:

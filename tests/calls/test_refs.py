@@ -69,6 +69,7 @@ def moved(pool: sky.Compute) -> list[int]:
 # ---- sent once
 
 
+@pytest.mark.slow
 def test_content_is_sent_to_each_host_once_whatever_uses_it(
     transport: str, open_pool: Callable[..., sky.Compute]
 ) -> None:
@@ -94,6 +95,7 @@ def test_content_is_sent_to_each_host_once_whatever_uses_it(
     assert all(now - then < 50_000 for now, then in zip(moved(pool), before, strict=True))
 
 
+@pytest.mark.slow
 def test_calls_that_begin_together_wait_for_the_same_content(pool: sky.Compute) -> None:
     array = random(8 * MB)
     ref = pool.put(array)
@@ -424,6 +426,7 @@ def run_example(name: str) -> list[str]:
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_the_state_dict_example_learns() -> None:
     pytest.importorskip("torch")
     before, trained, after = run_example("state_dict.py")
@@ -433,6 +436,7 @@ def test_the_state_dict_example_learns() -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_the_large_model_example_sends_its_model_once() -> None:
     pytest.importorskip("torch")
     first, *noises, last = run_example("large_model.py")

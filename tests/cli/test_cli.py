@@ -388,6 +388,7 @@ def test_hosts_that_need_different_locks_are_named(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.lab
+@pytest.mark.slow
 def test_prepare_builds_what_a_program_finds(skyfab: Skyfab, lab: Lab, tmp_path: Path) -> None:
     def prefix() -> str:  # travels by value: hosts have no pytest
         import sys
@@ -512,6 +513,7 @@ def trained(ran: Ran, hosts: list[str]) -> None:
 
 @pytest.mark.torch
 @needs_torch
+@pytest.mark.slow
 def test_train_without_hosts_is_two_ranks_on_this_machine(tmp_path: Path) -> None:
     trained(program("train", "--epochs=3", cwd=tmp_path), ["local", "local"])
 

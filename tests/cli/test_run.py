@@ -75,6 +75,7 @@ def test_a_function_of_a_file_runs(project: Path) -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_a_script_written_for_torchrun_needs_no_change(project: Path, lent_lab: Lab) -> None:
     pytest.importorskip("torch")
     ran = skyfab(project, "run", "--hosts=node1,node2", "ddp.py", inventory=lent_lab.inventory)

@@ -287,6 +287,7 @@ def test_verbose_shows_commands_and_waits_with_seconds(folder: Path) -> None:
 # ---- output that cannot be written
 
 
+@pytest.mark.slow
 def test_output_that_cannot_be_written_is_one_line_and_an_error(folder: Path) -> None:
     program = shlex.join(PROGRAM)
     for redirected, says in (
@@ -461,6 +462,7 @@ def test_hints_work_when_they_are_typed(lab: Lab, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.lab
+@pytest.mark.slow
 def test_a_detached_run_tells_commands_that_work(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "hello.py").write_text("print('hello')\n")
     given = f"--inventory={lab.inventory}"

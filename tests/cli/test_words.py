@@ -18,6 +18,7 @@ PIECES = [*TASKS, *(repr(one) for task in TASKS.values() for one in task.paramet
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=6), max_size=7))
+@pytest.mark.slow
 def test_whatever_is_typed_is_a_line_or_a_usage_error(typed: list[str]) -> None:
     try:
         line = words.read(typed, TASKS)

@@ -89,6 +89,7 @@ def launch(hosts: list[sky.Host], call: Any, **options: Any) -> sky.Run:
         return pool.launch(call, **options)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_its_program(hosts: list[sky.Host], spot: Spot) -> None:
     """On all ranks, with its output and its results in their order; and a second time."""
     run = launch(hosts, count(10, spot / "go"), name="count-to-ten")
@@ -158,6 +159,7 @@ def logins(host: LabHost) -> list[LabProcess]:
     return [process for process in host.processes() if re.match(r"sshd: \w+@", process.cmdline[0])]
 
 
+@pytest.mark.slow
 def test_whoever_follows_logs_in_once(hosts: list[sky.Host], spot: Spot) -> None:
     run = launch(hosts, count(4, spot / "go"), name="polite")
     spot.wait("go.waits", 2)
@@ -179,6 +181,7 @@ def test_whoever_follows_logs_in_once(hosts: list[sky.Host], spot: Spot) -> None
 
 
 @pytest.mark.parametrize("transport", ["openssh", "fabric"])
+@pytest.mark.slow
 def test_whoever_follows_survives_connections_that_break(
     namespaces: Lab, hosts_of: Hosts, spot: Spot, transport: str
 ) -> None:
@@ -203,6 +206,7 @@ def test_whoever_follows_survives_connections_that_break(
 
 
 @pytest.mark.parametrize(("how", "kind"), [("raise", ValueError), ("die", sky.WorkerDied)])
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_run(hosts: list[sky.Host], how: str, kind: type[Exception]) -> None:
     """With the others of its host, which would wait for it for ever; the first failure is what is raised."""
     with sky.Compute(hosts[:1], ranks=3, ui="none") as pool:
@@ -213,6 +217,7 @@ def test_a_rank_that_fails_ends_the_run(hosts: list[sky.Host], how: str, kind: t
     assert run.status == "failed"
 
 
+@pytest.mark.slow
 def test_a_run_is_stopped(hosts: list[sky.Host], spot: Spot) -> None:
     run = launch(hosts, count(10, spot / "never"), name="endless")
     spot.wait("never.waits", 2)
@@ -222,6 +227,7 @@ def test_a_run_is_stopped(hosts: list[sky.Host], spot: Spot) -> None:
     run.stop()  # it is over
 
 
+@pytest.mark.slow
 def test_a_run_that_somebody_has_removed_is_lost(hosts: list[sky.Host], namespaces: Lab) -> None:
     run = launch(hosts, count(1), name="removed")
     run.result(30)
@@ -250,6 +256,7 @@ def test_a_broadcast_that_is_under_way_is_left_to_its_hosts(hosts: list[sky.Host
     assert lines_of(run)[1, "out"] == [f"line {n} of rank 1" for n in range(10)]
 
 
+@pytest.mark.slow
 def test_a_program_that_is_killed_leaves_its_runs_alone(namespaces: Lab, hosts: list[sky.Host], spot: Spot) -> None:
     program = f"""
         import os, signal, sys
@@ -279,6 +286,7 @@ def test_a_program_that_is_killed_leaves_its_runs_alone(namespaces: Lab, hosts: 
     assert run.result(30) == "done"
 
 
+@pytest.mark.slow
 def test_a_run_whose_host_was_started_again_is_lost_and_its_logs_are_there(spot: Spot, namespaces: Lab) -> None:
     with labs.start_for_calls(1) as lab:
         own = Spot(lab.hosts)
@@ -296,6 +304,7 @@ def test_a_run_whose_host_was_started_again_is_lost_and_its_logs_are_there(spot:
         own.close()
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_end_says_what_to_do(
     namespaces: Lab, hosts: list[sky.Host], spot: Spot, runs_on: Callable[[str, int], bool]
 ) -> None:
@@ -314,6 +323,7 @@ def test_a_run_that_does_not_end_says_what_to_do(
     assert run.status == "stopped"
 
 
+@pytest.mark.slow
 def test_a_name_that_was_used_twice_means_the_newest_and_no_name_is_refused(hosts: list[sky.Host]) -> None:
     twins = [launch(hosts[:1], count(1), on="one", name="twin") for _ in range(2)]
     for twin in twins:
@@ -374,6 +384,7 @@ def test_the_commands(namespaces: Lab, script: Path) -> None:
     assert missing.stderr.splitlines()[0] == "error: no run 'nobody' on the hosts of the inventory and on this machine"
 
 
+@pytest.mark.slow
 def test_lines_of_all_hosts_come_in_the_order_of_time(namespaces: Lab, spot: Spot, tmp_path: Path) -> None:
     """Ranks that take turns: each line is written after the other rank's last one is in its log."""
     script = tmp_path / "turns.py"
@@ -398,6 +409,7 @@ def test_lines_of_all_hosts_come_in_the_order_of_time(namespaces: Lab, spot: Spo
     assert [one[1] for one in times if one] == sorted(one[1] for one in times if one)
 
 
+@pytest.mark.slow
 def test_runs_on_this_machine_are_found_where_there_is_an_inventory(namespaces: Lab, tmp_path: Path) -> None:
     script = tmp_path / "here.py"
     script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
@@ -410,6 +422,7 @@ def test_runs_on_this_machine_are_found_where_there_is_an_inventory(namespaces: 
     assert skyfab(namespaces, "stop", name).stdout.split()[:2] == [name, "stopped"]
 
 
+@pytest.mark.slow
 def test_runs_on_some_hosts_says_how_they_stand_there_and_who_was_not_asked(
     namespaces: Lab, hosts: list[sky.Host]
 ) -> None:
@@ -432,6 +445,7 @@ def test_runs_on_some_hosts_says_how_they_stand_there_and_who_was_not_asked(
     assert (found.status, found.unasked) == ("done", [])
 
 
+@pytest.mark.slow
 def test_d_detaches(namespaces: Lab, script: Path, host_with_runs: Callable[[], set[str]]) -> None:
     """Pressed alone, and after a question that was answered with yes."""
     before = host_with_runs()

@@ -98,6 +98,7 @@ def test_tensors_are_found_wherever_pickle_finds_them(remote_pool: sky.Compute, 
     assert (x.tolist(), used.tolist()) == ([3, 3], [5, 5])
 
 
+@pytest.mark.slow
 def test_a_module_with_remote_parameters(remote_pool: sky.Compute, device: Any) -> None:
     """It is trained there, by an optimizer of the call's own. Tied weights are one parameter."""
     torch.manual_seed(0)
@@ -292,6 +293,7 @@ def test_a_result_stays_on_the_host_that_is_named(remote_pool: sky.Compute, devi
     assert "for host in compute.hosts" in str(caught.value.hint)
 
 
+@pytest.mark.slow
 def test_a_device_is_opened_where_there_is_none(own_pool: sky.Compute) -> None:
     found = own_pool.submit(sky.function(torch.ones)(2), keep=True).result(60)
     assert found.device == own_pool.device("cpu")
@@ -417,6 +419,7 @@ def test_a_timeout_ends_the_worker(own_pool: sky.Compute) -> None:
         x.sum().item()
 
 
+@pytest.mark.slow
 def test_a_timeout_counts_from_the_calls_own_begin(own_pool: sky.Compute) -> None:
     x = torch.ones(2, device=own_pool.device("cpu"))
 
@@ -435,6 +438,7 @@ def test_cancelling_does_not_stop_it(remote_pool: sky.Compute, device: Any) -> N
     assert x.tolist() == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_closed_pool_has_no_calls(lent_lab: Lab) -> None:
     inventory = sky.Inventory.load(lent_lab.inventory)
     with sky.Compute(list(inventory.hosts.values())[2:3], ui="none") as pool:

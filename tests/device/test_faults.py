@@ -136,6 +136,7 @@ def own_pool(lent_lab: Lab) -> Iterator[Callable[..., sky.Compute]]:
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_an_error_within_two_seconds(lent_lab: Lab, own_pool: Callable[..., sky.Compute]) -> None:
     pool = own_pool(2)
     first, second = (pool.device("cpu", on=host.name) for host in pool.hosts)
@@ -157,6 +158,7 @@ def test_a_killed_worker_is_an_error_within_two_seconds(lent_lab: Lab, own_pool:
 
 
 @pytest.mark.parametrize("seconds", [5, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.soak])])
+@pytest.mark.slow
 def test_a_cut_in_the_middle_of_training_changes_nothing(
     lent_lab: Lab, own_pool: Callable[..., sky.Compute], seconds: float
 ) -> None:
@@ -173,6 +175,7 @@ def test_a_cut_in_the_middle_of_training_changes_nothing(
     assert steps(device, 60, cut) == expected
 
 
+@pytest.mark.slow
 def test_a_lost_host_is_an_error_and_others_go_on(lent_lab: Lab, own_pool: Callable[..., sky.Compute]) -> None:
     pool = own_pool(2, lease=3, heartbeat_timeout=2)
     first, second = (pool.device("cpu", on=host.name) for host in pool.hosts)
@@ -190,6 +193,7 @@ def test_a_lost_host_is_an_error_and_others_go_on(lent_lab: Lab, own_pool: Calla
     assert (b + 1).tolist() == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_closed_pool(own_pool: Callable[..., sky.Compute]) -> None:
     pool = own_pool()
     tensor = torch.ones(2, device=pool.device("cpu"))

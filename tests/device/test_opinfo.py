@@ -202,6 +202,7 @@ def entries() -> list[Any]:
 
 
 @pytest.mark.parametrize(("backward", "expected"), [(False, FORWARD), (True, BACKWARD)], ids=["forward", "backward"])
+@pytest.mark.slow
 def test_some_operators(device: Any, entries: list[Any], backward: bool, expected: dict[str, str]) -> None:
     chosen = [op for op in entries if is_chosen(op)]
     found, count = failures(chosen, device, backward)

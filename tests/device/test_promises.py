@@ -120,6 +120,7 @@ def test_versions_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch==2.7.1" in str(raised.value.hint)
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_takes_its_tensors_along() -> None:
     with sky.Compute("local", ui="none") as compute:
         device = compute.device("cpu")

@@ -105,6 +105,7 @@ def test_a_host_without_a_route_gets_its_packages_from_here(
     assert listing(namespaces, hosts[0], "envs") == listing(namespaces, hosts[1], "envs")
 
 
+@pytest.mark.slow
 def test_a_package_is_fetched_once_for_all_hosts(fresh: Callable[..., list[sky.Host]], index: Index) -> None:
     index.add("shelf", "1.0")
     pool(fresh(), pip=["shelf"]).__enter__().close()
@@ -114,6 +115,7 @@ def test_a_package_is_fetched_once_for_all_hosts(fresh: Callable[..., list[sky.H
     assert len(index.requests) == asked
 
 
+@pytest.mark.slow
 def test_a_finished_environment_is_used_again_without_a_word(
     fresh: Callable[..., list[sky.Host]], index: Index
 ) -> None:
@@ -127,6 +129,7 @@ def test_a_finished_environment_is_used_again_without_a_word(
     assert steps(seen) == []
 
 
+@pytest.mark.slow
 def test_another_program_finds_a_finished_environment_too(
     fresh: Callable[..., list[sky.Host]], index: Index, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -141,6 +144,7 @@ def test_another_program_finds_a_finished_environment_too(
     assert steps(seen) == ["probing", "resolving"]
 
 
+@pytest.mark.slow
 def test_a_host_that_reaches_the_index_fetches_for_itself(
     fresh: Callable[..., list[sky.Host]], open_index: Index, namespaces: Lab
 ) -> None:
@@ -152,6 +156,7 @@ def test_a_host_that_reaches_the_index_fetches_for_itself(
     assert found == ""
 
 
+@pytest.mark.slow
 def test_only_what_was_built_here_is_sent_to_a_host_that_reaches_the_index(
     fresh: Callable[..., list[sky.Host]], open_index: Index, namespaces: Lab
 ) -> None:
@@ -174,6 +179,7 @@ def test_pushing_can_be_asked_for(fresh: Callable[..., list[sky.Host]], open_ind
 
 
 @pytest.mark.parametrize("reached", [True, False])
+@pytest.mark.slow
 def test_an_index_serves_its_packages_and_no_others(
     reached: bool,
     fresh: Callable[..., list[sky.Host]],
@@ -194,6 +200,7 @@ def test_an_index_serves_its_packages_and_no_others(
             assert version_of("shelf") >> compute == "1.0"
 
 
+@pytest.mark.slow
 def test_an_index_with_a_password_is_asked_from_here_alone(
     fresh: Callable[..., list[sky.Host]], namespaces: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +220,7 @@ def test_an_index_with_a_password_is_asked_from_here_alone(
 # ---- what is sent, and how often
 
 
+@pytest.mark.slow
 def test_a_second_image_sends_what_is_new_and_links_the_rest(
     fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
 ) -> None:
@@ -230,6 +238,7 @@ def test_a_second_image_sends_what_is_new_and_links_the_rest(
     assert namespaces[hosts[0].name].run(find).stdout.count("large.bin") == 2
 
 
+@pytest.mark.slow
 def test_two_pools_at_once_build_one_environment(
     fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
 ) -> None:
@@ -245,6 +254,7 @@ def test_two_pools_at_once_build_one_environment(
     assert not any(name.startswith(".") for name in listing(namespaces, hosts[0], "packages"))
 
 
+@pytest.mark.slow
 def test_an_environment_that_was_damaged_is_made_again(
     fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
 ) -> None:
@@ -275,6 +285,7 @@ def test_a_package_that_was_damaged_on_the_host_is_sent_again(
     assert found == ""
 
 
+@pytest.mark.slow
 def test_a_wheel_that_was_replaced_under_its_name_and_version_is_fetched_again(
     fresh: Callable[..., list[sky.Host]],
     open_index: Index,
@@ -298,6 +309,7 @@ def test_a_wheel_that_was_replaced_under_its_name_and_version_is_fetched_again(
     assert open_index.count("book-2.0") - asked <= 3, "the others come from the cache"
 
 
+@pytest.mark.slow
 def test_a_build_that_was_killed_leaves_nothing_in_the_way(
     fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
 ) -> None:
@@ -351,6 +363,7 @@ def test_a_disk_that_fills_up_is_said_and_nothing_is_left_half_made(
     assert listing(namespaces, hosts[0], "envs") == set()
 
 
+@pytest.mark.slow
 def test_one_hosts_failure_does_not_stop_the_others(
     fresh: Callable[..., list[sky.Host]], index: Index, namespaces: Lab
 ) -> None:
@@ -406,6 +419,7 @@ def test_a_wheel_that_is_not_what_the_lock_says_is_not_installed(
     assert listing(namespaces, hosts[0], "envs") == set()
 
 
+@pytest.mark.slow
 def test_a_lock_is_used_as_it_is(fresh: Callable[..., list[sky.Host]], index: Index) -> None:
     index.add("shelf", "2.0")
     old = make_wheel(index.folder.parent / "elsewhere", "shelf", "1.0")
@@ -433,6 +447,7 @@ def test_a_lock_for_another_platform_says_so(fresh: Callable[..., list[sky.Host]
 # ---- interpreters, Debian packages, variables
 
 
+@pytest.mark.slow
 def test_a_host_without_python_is_given_one(
     fresh: Callable[..., list[sky.Host]], index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

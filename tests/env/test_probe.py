@@ -171,6 +171,7 @@ def test_gpus_are_as_nvidia_smi_says(place: Place, counted: Callable[[], int]) -
 
 
 @pytest.mark.parametrize("tool", ["timeout", "no timeout"])
+@pytest.mark.slow
 def test_an_interpreter_that_hangs_or_fails_is_left_out(place: Place, tool: str) -> None:
     """And what hung is ended, and the look is not remembered: it may only have been slow."""
     mark = f"{time.time_ns() % 10**9}"

@@ -112,6 +112,7 @@ def cut_at_random_moments(
 
 
 @pytest.mark.parametrize(("transport", "seed"), [("openssh", 41), pytest.param("fabric", 42, marks=pytest.mark.soak)])
+@pytest.mark.slow
 def test_a_cut_while_skyfab_itself_is_brought(
     lab: Lab, hosts_of: Callable[..., list[sky.Host]], transport: str, seed: int
 ) -> None:

@@ -68,6 +68,7 @@ def is_whole(pool: sky.Compute) -> None:
     [(errand, ("openssh", "fabric")[seed % 2], seed) for seed, errand in enumerate(ERRANDS)],
     ids=lambda value: each(value) if callable(value) else str(value),
 )
+@pytest.mark.slow
 def test_short_cuts(
     lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, errand: Errand, transport: str, seed: int
 ) -> None:
@@ -85,6 +86,7 @@ def test_short_cuts(
 
 @pytest.mark.usefixtures("hurry")
 @pytest.mark.parametrize(("transport", "seed"), [("openssh", 11), pytest.param("fabric", 12, marks=pytest.mark.soak)])
+@pytest.mark.slow
 def test_a_cut_of_seconds_while_everything_is_under_way(
     lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, transport: str, seed: int
 ) -> None:
@@ -159,6 +161,7 @@ def test_calls_made_while_the_network_is_away_run_when_it_is_back(
 
 
 @pytest.mark.usefixtures("hurry")
+@pytest.mark.slow
 def test_closing_while_the_network_is_away_does_not_wait_for_it(
     lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot
 ) -> None:

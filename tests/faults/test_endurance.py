@@ -155,6 +155,7 @@ def settle(pool: sky.Compute) -> None:
     assert pool.world_size == len(echo(0) @ pool)
 
 
+@pytest.mark.slow
 def test_a_thousand_calls_leave_both_sides_as_they_were(lab: Lab, hosts_of: Callable[..., list[sky.Host]]) -> None:
     endure(lab, hosts_of("openssh", 2, slots=2), first=600, then=1200)
 

@@ -108,6 +108,7 @@ Open = Callable[..., sky.Compute]
 # ---- the agent
 
 
+@pytest.mark.slow
 def test_a_pool_opens_again_although_an_agent_of_its_last_opening_is_still_there(
     lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze
 ) -> None:
@@ -126,6 +127,7 @@ def test_a_pool_opens_again_although_an_agent_of_its_last_opening_is_still_there
 
 
 @pytest.mark.parametrize("goes_on", [True, False], ids=["goes-on-later", "never-goes-on"])
+@pytest.mark.slow
 def test_an_agent_that_freezes_while_another_host_answers_is_a_host_lost(
     lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze, goes_on: bool
 ) -> None:
@@ -152,6 +154,7 @@ def test_an_agent_that_freezes_while_another_host_answers_is_a_host_lost(
 
 
 @pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.slow
 def test_an_agent_that_freezes_for_a_while_loses_nothing(
     lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze, count: int
 ) -> None:
@@ -176,6 +179,7 @@ def test_an_agent_that_freezes_for_a_while_loses_nothing(
     assert [node.lost for node in pool.hosts] == [None] * count
 
 
+@pytest.mark.slow
 def test_a_pool_whose_only_agent_is_frozen_closes_all_the_same(
     lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze
 ) -> None:
@@ -210,6 +214,7 @@ def test_an_agent_that_is_frozen_for_longer_than_its_lease_is_lost_and_cleans_up
 # ---- the link, which only waits
 
 
+@pytest.mark.slow
 def test_a_link_that_is_frozen_is_not_missed(lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze) -> None:
     pool = open_pool("openssh", count=1, lease=30)
     assert errands.digest(b"") >> pool
@@ -258,6 +263,7 @@ def test_a_call_in_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: 
     assert errands.note(spot / "calls", "next") >> pool == "next"
 
 
+@pytest.mark.slow
 def test_a_gang_with_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze) -> None:
     pool = open_pool("openssh", count=2, lease=600, timeout=2)
     future = pool.submit(stay_if_first(spot / "pid"), on="all")
@@ -315,6 +321,7 @@ def test_calls_go_on_while_the_zygote_is_frozen_and_what_it_was_told_is_done_lat
     assert errands.note(spot / "calls", "last") >> pool == "last"
 
 
+@pytest.mark.slow
 def test_a_program_that_stands_still_doubts_nobody(open_pool: Callable[..., sky.Compute]) -> None:
     """It holds Python's lock for longer than any host may be silent: nothing is read, and nothing was asked."""
     pool = open_pool("openssh", count=2, lease=60)

@@ -62,6 +62,7 @@ def away_for_longer_than_the_lease(lab: Lab, pool: sky.Compute, spot: Spot, leas
 
 @pytest.mark.usefixtures("hurry")
 @pytest.mark.parametrize("transport", ["openssh", "fabric"])
+@pytest.mark.slow
 def test_away_for_longer_than_the_lease(
     lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, transport: str
 ) -> None:
@@ -124,6 +125,7 @@ def test_one_of_three_is_away_with_the_patience_of_users(
 
 
 @pytest.mark.usefixtures("hurry")
+@pytest.mark.slow
 def test_the_only_host_of_a_pool_is_waited_for_until_its_lease_is_over(
     lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot
 ) -> None:
@@ -181,6 +183,7 @@ def test_a_host_that_is_started_again_is_lost_at_once(
 
 
 @pytest.mark.usefixtures("hurry")
+@pytest.mark.slow
 def test_a_host_whose_power_fails_is_lost_and_the_others_go_on(
     lab: Lab, two_slots: Callable[..., sky.Compute], spot: Spot
 ) -> None:

@@ -97,6 +97,7 @@ def is_never_doubted(happened: list[Event]) -> None:
     assert not states, "a slow host is not a silent one"
 
 
+@pytest.mark.slow
 def test_a_small_call_and_a_cancel_pass_an_upload_and_a_chatty_rank(
     pool: sky.Compute, spot: Spot, happened: list[Event], is_prompt: Callable[[str], None]
 ) -> None:

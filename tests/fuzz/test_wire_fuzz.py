@@ -273,6 +273,7 @@ def test_a_recorded_client_is_understood(host: Make, name: str) -> None:
 @fuzz()
 @given(mutated("client"), PIECES)
 @example(whole("calls", "host"), [1 << 20])
+@pytest.mark.slow
 def test_whatever_a_client_says_the_agent_goes_on(host: Make, data: bytes, pieces: list[int]) -> None:
     with host() as one:
         one.hear(data, pieces)
@@ -280,6 +281,7 @@ def test_whatever_a_client_says_the_agent_goes_on(host: Make, data: bytes, piece
 
 @fuzz()
 @given(mutated("host", greet=False))
+@pytest.mark.slow
 def test_whatever_a_rank_says_the_agent_goes_on(host: Make, data: bytes) -> None:
     """User code has the pipe to the agent in its process, and may write to it."""
     setup = [frame for frame in RECORDED["calls"]["client"] if frame.kind == HELLO or frame.stream <= 11]

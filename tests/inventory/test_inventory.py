@@ -871,6 +871,7 @@ def test_any_text_is_an_inventory_or_an_inventory_error(text: str) -> None:
     st.dictionaries(FIELDS, VALUES, max_size=2),
     st.dictionaries(WORDS, VALUES, max_size=4) | VALUES,
 )
+@pytest.mark.slow
 def test_any_document_is_an_inventory_or_an_inventory_error(hosts: object, defaults: object, groups: object) -> None:
     tables = {"hosts": hosts, "defaults": defaults, "groups": groups}
     inventory = outcome(

@@ -185,6 +185,7 @@ def test_users_have_the_login_shells_that_they_are_given() -> None:
 # Many of them
 
 
+@pytest.mark.slow
 def test_sixty_four_hosts_start_and_reach_each_other() -> None:
     """More neighbours than the kernel's table has room for unless it is told."""
     with start(64) as lab:

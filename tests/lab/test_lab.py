@@ -274,6 +274,7 @@ def test_a_slow_link_is_slow_both_ways(node: LabHost) -> None:
     assert "tbf" not in limits()
 
 
+@pytest.mark.slow
 def test_a_delayed_host_takes_a_longer_round_trip(node: LabHost, lab: Lab) -> None:
     """A greeting takes a round trip and a half, of which nothing can be missing; the least of three is compared."""
     other = lab.hosts[1]

@@ -126,6 +126,7 @@ def test_a_rank_that_sleeps_for_ever_in_a_collective_is_stopped_by_its_timeout(p
     assert len(sky.function(group)() @ pool) == 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_gang(pool: sky.Compute) -> None:
     def wait() -> None:
         import torch

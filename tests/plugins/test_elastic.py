@@ -109,6 +109,7 @@ def gang_of(pool: sky.Compute) -> Any:
     return call.gang
 
 
+@pytest.mark.slow
 def test_another_user_of_the_heads_host_gets_no_code_into_the_rendezvous(
     lent_lab: Lab, lent_hosts_of: Callable[..., list[sky.Host]], request: pytest.FixtureRequest
 ) -> None:

@@ -89,6 +89,7 @@ def training_arguments(folder: str) -> tuple[int, int]:
 
 
 @needs("jax")
+@pytest.mark.slow
 def test_jax_is_one_runtime_over_all_ranks(open_pool: Callable[..., sky.Compute]) -> None:
     pool = open_pool(ranks=2, plugins=[sky.plugins.jax()])
     expected = [(0, 2, 2, [1.0, 2.0]), (1, 2, 2, [1.0, 2.0])]
@@ -121,6 +122,7 @@ def test_jax_needs_no_names_of_hosts(
 
 
 @needs("jax")
+@pytest.mark.slow
 def test_a_rank_of_jax_can_fail_and_be_stopped(open_pool: Callable[..., sky.Compute]) -> None:
     """Its exception is the first, the others go when told to, and the next call has a runtime again."""
     pool = open_pool(ranks=2, plugins=[sky.plugins.jax()])
@@ -208,6 +210,7 @@ def test_keras_cannot_change_its_backend_once_it_is_loaded(open_pool: Callable[.
 
 
 @needs("keras", "torch")
+@pytest.mark.slow
 def test_keras_runs_on_its_backend(open_pool: Callable[..., sky.Compute]) -> None:
     assert backend() @ open_pool(ranks=1, plugins=[sky.plugins.keras(backend="torch")]) == ["torch"]
 
@@ -271,6 +274,7 @@ def test_accelerate_finds_its_configuration_in_the_environment(open_pool: Callab
 
 
 @needs("accelerate", "torch")
+@pytest.mark.slow
 def test_accelerate_joins_the_process_group(open_pool: Callable[..., sky.Compute]) -> None:
     pool = open_pool(ranks=2, plugins=[sky.plugins.torch(), sky.plugins.accelerate({"mixed_precision": "bf16"})])
     assert accelerator() @ pool == [(2, 0, "bf16", 2.0), (2, 1, "bf16", 2.0)]

@@ -72,6 +72,7 @@ def interfaces() -> list[str | None]:
     return [os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]
 
 
+@pytest.mark.slow
 def test_ranks_reduce_together(gang: sky.Compute) -> None:
     assert total() @ gang == [(11.0, "gloo", 2)] * 2
 
@@ -87,6 +88,7 @@ def test_a_solo_call_has_no_group(gang: sky.Compute) -> None:
     assert has_group() @ gang == [True, True]
 
 
+@pytest.mark.slow
 def test_a_gang_of_one_has_a_group_too(open_pool: Callable[..., sky.Compute]) -> None:
     """Its traffic takes the interface that the user has named."""
     env = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib0"}
@@ -95,6 +97,7 @@ def test_a_gang_of_one_has_a_group_too(open_pool: Callable[..., sky.Compute]) ->
     assert interfaces() @ pool == [["lo", "ib0"]]
 
 
+@pytest.mark.slow
 def test_two_hosts_reduce_together(open_pool: Callable[..., sky.Compute]) -> None:
     assert total() @ open_pool(count=2, plugins=[sky.plugins.torch()]) == [(11.0, "gloo", 2)] * 2
 

@@ -213,6 +213,7 @@ def test_the_end_of_the_block_is_the_end_on_the_hosts(
     clean()
 
 
+@pytest.mark.slow
 def test_a_program_that_never_closes_its_pool_ends_and_leaves_nothing(
     client: Client, clean: Callable[[], None], hosts: list[LabHost]
 ) -> None:
@@ -589,6 +590,7 @@ def test_pools_that_open_at_once_on_a_fresh_host_all_work(
     clean()
 
 
+@pytest.mark.slow
 def test_caches_are_for_their_owner_alone(
     hosts: list[LabHost], open_pool: Callable[..., sky.Compute], spot: Spot
 ) -> None:

@@ -51,6 +51,7 @@ def fast() -> Iterator[Lab]:
         yield lab
 
 
+@pytest.mark.slow
 def test_hosts_meet_on_the_interface_that_the_inventory_names(fast: Lab) -> None:
     with pool_of(fast, interface="fast0", plugins=[plugins.torch()]) as compute:
         found = place() @ compute
@@ -59,6 +60,7 @@ def test_hosts_meet_on_the_interface_that_the_inventory_names(fast: Lab) -> None
     assert found == [(addresses[0], address, addresses[0], "fast0") for address in addresses]
 
 
+@pytest.mark.slow
 def test_hosts_find_the_network_between_them(fast: Lab) -> None:
     with pool_of(fast, plugins=[plugins.torch()]) as compute:
         assert summed() @ compute == [6.0] * 3
@@ -80,6 +82,7 @@ def private() -> Iterator[Lab]:
         yield lab
 
 
+@pytest.mark.slow
 def test_hosts_behind_forwarded_ports_meet_on_a_private_network(private: Lab) -> None:
     with pool_of(private, plugins=[plugins.torch()]) as compute:
         assert summed() @ compute == [3.0] * 2

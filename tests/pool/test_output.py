@@ -356,6 +356,7 @@ def test_a_flood_on_one_host_does_not_hold_up_calls_on_another(pool: sky.Compute
     future.result(60)
 
 
+@pytest.mark.slow
 def test_a_program_whose_output_is_not_read_keeps_its_hosts(lab: Lab, tmp_path: Path) -> None:
     """`train.py | less`, or Ctrl-S: longer than the lease, with more output than a pipe holds."""
     program = f"""

@@ -81,6 +81,7 @@ def test_ranks_at_the_same_place_are_shown_together(
 
 
 @pytest.mark.lab
+@pytest.mark.slow
 def test_ranks_of_a_detached_run_are_shown_together(
     namespaces: Lab, hosts_of: Callable[..., list[sky.Host]], spot: Spot
 ) -> None:

@@ -385,6 +385,7 @@ def test_what_a_host_says_of_files_is_not_believed() -> None:
 # ---- skyfab run
 
 
+@pytest.mark.slow
 def test_a_script_finds_what_it_saved_and_says_how_to_fetch_it(
     folder: Path, lab: Lab, remote: list[sky.Host], tmp_path: Path
 ) -> None:
@@ -405,6 +406,7 @@ def test_a_script_finds_what_it_saved_and_says_how_to_fetch_it(
     assert "wrote" not in gone.stderr
 
 
+@pytest.mark.slow
 def test_a_detached_script_leaves_its_files(folder: Path, remote: list[sky.Host], tmp_path: Path) -> None:
     (folder / "saves.py").write_text(SAVES)
     place = inventory(tmp_path / "inventory.toml", remote[:1])

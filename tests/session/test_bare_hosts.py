@@ -54,6 +54,7 @@ def test_the_interpreter_is_bare(hosts: list[sky.Host]) -> None:
         assert sky.function(missing)() >> compute
 
 
+@pytest.mark.slow
 def test_a_script_and_a_function_of_one_run_there(project: Path, hosts: list[sky.Host], tmp_path: Path) -> None:
     place = inventory(tmp_path / "inventory.toml", [*hosts])
     ran = skyfab(project, "run", "--hosts=all", "plain.py", inventory=place)
@@ -62,6 +63,7 @@ def test_a_script_and_a_function_of_one_run_there(project: Path, hosts: list[sky
     assert ran.stdout == "node1[0] main a b\n", ran.stderr
 
 
+@pytest.mark.slow
 def test_a_detached_script_runs_there(project: Path, hosts: list[sky.Host], tmp_path: Path) -> None:
     place = inventory(tmp_path / "inventory.toml", hosts[:1])
     ran = skyfab(project, "run", "--detach", "--hosts=node1", "plain.py", inventory=place)

@@ -505,6 +505,7 @@ def test_a_host_that_answers_and_never_acknowledges_is_given_up(monkeypatch: pyt
         reader.join()
 
 
+@pytest.mark.slow
 def test_a_host_that_never_reads_does_not_hang_the_client() -> None:
     """Sending goes on in the background, closing does not wait for it."""
     with opened() as (session, _, _):

@@ -133,6 +133,7 @@ def half_made(folder: Path) -> list[str]:
 # ---- users, pools and programs on one host
 
 
+@pytest.mark.slow
 def test_two_users_with_two_pools_each_work_at_once_and_end_when_they_like(
     pair: Lab, hosts: Callable[..., list[sky.Host]], rendezvous: Spot
 ) -> None:
@@ -204,6 +205,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
         yield found
 
 
+@pytest.mark.slow
 def test_programs_that_start_together_with_one_image_share_what_none_of_them_has(
     pair: Lab, index: Index, tmp_path: Path
 ) -> None:
@@ -247,6 +249,7 @@ def test_programs_that_start_together_with_one_image_share_what_none_of_them_has
 # ---- one cache for two hosts
 
 
+@pytest.mark.slow
 def test_hosts_with_one_cache_are_two_hosts(
     hosts: Callable[..., list[sky.Host]], common: str, index: Index, tmp_path: Path
 ) -> None:
@@ -275,6 +278,7 @@ def test_hosts_with_one_cache_are_two_hosts(
         assert len([path for path in Path(common, kind).iterdir() if not path.name.startswith(".")]) == 1
 
 
+@pytest.mark.slow
 def test_a_host_sweeps_its_own_run_folders_in_a_shared_cache_and_no_others(
     hosts: Callable[..., list[sky.Host]], common: str
 ) -> None:
@@ -310,6 +314,7 @@ LOCKS = {
 
 
 @pytest.mark.parametrize("locks", LOCKS)
+@pytest.mark.slow
 def test_a_shared_cache_without_locks_between_hosts_is_built_all_the_same(
     pair: Lab, hosts: Callable[..., list[sky.Host]], common: str, index: Index, locks: str
 ) -> None:
@@ -342,6 +347,7 @@ def _age(folder: Path, seconds: float) -> None:
     [5, *(pytest.param(hours, marks=pytest.mark.soak) for hours in (-5, 24 * 400))],
     ids=lambda hours: f"{hours:+}h",
 )
+@pytest.mark.slow
 def test_files_of_another_time_are_in_nobodys_way(
     hosts: Callable[..., list[sky.Host]], common: str, hours: int
 ) -> None:
@@ -391,6 +397,7 @@ def _hours(pool: sky.Compute) -> list[int]:
     return [round((found - time.time()) / HOUR) for found in now() @ pool]
 
 
+@pytest.mark.slow
 def test_clocks_that_are_hours_apart_do_not_matter(
     pair: Lab, hosts: Callable[..., list[sky.Host]], clocks: Callable[..., None], index: Index
 ) -> None:

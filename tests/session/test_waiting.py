@@ -169,6 +169,7 @@ def interrupted(work: Callable[[], object], *, lasting: float, between: float, s
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # those that a weak reference's end met
 @pytest.mark.parametrize("how", ["run", "submit", "broadcast", "map"])
+@pytest.mark.slow
 def test_an_interrupt_at_any_moment_leaves_the_pool_whole(open_pool: OpenPool, how: str) -> None:
     pool = open_pool("local", ranks=2, host={"slots": 2})
     identity(0) @ pool

@@ -150,6 +150,7 @@ def test_training_beats_90_percent_on_held_out_digits(digits, data, model):
     assert {parameter.device.type for parameter in trained.model.parameters()} == {"cpu"}
 
 
+@pytest.mark.slow
 def test_the_average_of_two_ranks_beats_90_percent_on_held_out_digits(digits, data, model, monkeypatch):
     models = []
     for rank in range(2):

@@ -92,7 +92,7 @@ trees = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(trees)
 def test_any_plain_data_is_accepted_as_it_is(value: object) -> None:
     assert again(value) == value
@@ -565,6 +565,7 @@ except Exception as error:
         *[("a ring of deques that is dropped", 100_000), ("tables", 200_000), ("slices", 1_000_000)],
     ],
 )
+@pytest.mark.slow
 def test_no_nesting_crashes_this_program(case: str, count: int) -> None:
     """Python frees some containers by recursion: a few megabytes from a host overflowed its stack."""
     words = [sys.executable, "-c", DEEP, str(Path(sky.__file__).parents[1]), case, str(count)]

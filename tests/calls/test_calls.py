@@ -578,6 +578,7 @@ def test_five_hundred_calls_in_flight_are_all_answered(pool: sky.Compute) -> Non
     assert [future.result(60) for future in futures] == list(range(500))
 
 
+@pytest.mark.slow
 def test_a_small_call_is_answered_while_a_large_one_is_under_way(lent_pool: sky.Compute) -> None:
     """Two small ones can overtake 32 MB on its way to the same host."""
     large = np.random.default_rng(1).integers(0, 255, 32 * MB, dtype=np.uint8)
@@ -664,6 +665,7 @@ def test_nan_and_identity_constants_survive(pool: sky.Compute) -> None:
     assert yes is True
 
 
+@pytest.mark.slow
 def test_arrays_of_every_kind_come_back_the_same(lent_pool: sky.Compute) -> None:
     base = np.arange(24, dtype=np.float64).reshape(2, 3, 4)
     arrays = [

@@ -392,6 +392,7 @@ def test_a_host_that_is_lost_fails_the_calls_that_wait_for_content(open_pool: Ca
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_a_model_arrives_with_its_weights_tied(hosts_of: Callable[..., list[sky.Host]]) -> None:
     torch = pytest.importorskip("torch")
 

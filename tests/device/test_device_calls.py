@@ -18,7 +18,7 @@ from skyfab.lab import Lab
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 
 @sky.function

@@ -57,6 +57,7 @@ def same(found: Any, expected: Any) -> None:
 # ---- copies
 
 
+@pytest.mark.slow
 def test_the_bytes_do_not_come_through_here_and_nothing_waits(linked: tuple[Any, Any]) -> None:
     first, second = linked
     data = torch.randn(MANY)

@@ -74,6 +74,7 @@ def stream() -> Iterator[DeviceStream]:
 
 @often
 @given(DOCUMENTS)
+@pytest.mark.slow
 def test_any_description_of_a_result(device: Any, document: Any) -> None:
     from skyfab.device import tensors
 

@@ -15,7 +15,7 @@ import skyfab as sky
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 FAILURE = r"index.Tensor\(float32\[3\], int64\[1\]\) of .*test_device_threads.py:\d+ failed there: IndexError"
 

@@ -47,6 +47,7 @@ def steps(device: Any, count: int, between: Callable[[int], None] = lambda _: No
 # ---- errors of operations
 
 
+@pytest.mark.slow
 def test_wrong_shapes_and_dtypes_are_errors_at_once(device: Any, syncs: Callable[[], int]) -> None:
     before = syncs()
     with pytest.raises(RuntimeError, match="reduction dim"):

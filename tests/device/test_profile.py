@@ -17,7 +17,7 @@ from skyfab.device import batches, stream, ticker, wire
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 
 def here() -> int:

@@ -14,7 +14,7 @@ import skyfab as sky
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.lab, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 MOST = 8
 """Tensors of a program. A new one then takes the place of another."""

@@ -13,7 +13,7 @@ import skyfab as sky
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 
 def several() -> dict[str, Any]:

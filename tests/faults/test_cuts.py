@@ -142,6 +142,7 @@ def interrupted_upload(lab: Lab, pool: sky.Compute, *, megabytes: int, cut: floa
 
 
 @pytest.mark.usefixtures("hurry")
+@pytest.mark.slow
 def test_calls_made_while_the_network_is_away_run_when_it_is_back(
     lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot
 ) -> None:

@@ -162,6 +162,7 @@ def clean(lab: Lab) -> None:
 
 @pytest.mark.usefixtures("hurry")
 @pytest.mark.parametrize("transport", ["openssh", "fabric"])
+@pytest.mark.slow
 def test_a_host_that_is_started_again_is_lost_at_once(
     lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, transport: str
 ) -> None:

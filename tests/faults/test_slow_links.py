@@ -131,6 +131,7 @@ def test_a_small_call_and_a_cancel_pass_a_download(
     is_prompt("second")
 
 
+@pytest.mark.slow
 def test_a_pool_closes_in_good_time_while_everything_is_under_way(
     lab: Lab, pool: sky.Compute, spot: Spot, happened: list[Event]
 ) -> None:

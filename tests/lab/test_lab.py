@@ -435,7 +435,7 @@ def test_a_lab_is_not_put_where_something_else_is(tmp_path: Path) -> None:
 def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     start(1, folder=tmp_path / "works").stop()
     before = children()
-    monkeypatch.setattr("skyfab.lab.root._server", lambda *_: None)  # no settings: sshd will not start
+    monkeypatch.setattr("skyfab.lab.sshd.Settings.text", lambda _: "nonsense\n")  # sshd will not start
     with pytest.raises(Unreachable, match=r"node\d: .*sshd"):
         Lab.start(2, folder=tmp_path / "lab")
     assert list(tmp_path.iterdir()) == []

@@ -113,6 +113,7 @@ def misled(namespaces: Lab) -> Iterator[None]:
 @needs("jax")
 @pytest.mark.lab
 @pytest.mark.parametrize(("hosts", "ranks"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.soak)])
+@pytest.mark.slow
 def test_jax_needs_no_names_of_hosts(
     misled: None, open_pool: Callable[..., sky.Compute], hosts: int, ranks: int
 ) -> None:

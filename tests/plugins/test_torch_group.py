@@ -77,6 +77,7 @@ def test_ranks_reduce_together(gang: sky.Compute) -> None:
     assert total() @ gang == [(11.0, "gloo", 2)] * 2
 
 
+@pytest.mark.slow
 def test_the_group_is_there_before_the_first_line_and_made_once(gang: sky.Compute) -> None:
     first, second = group() @ gang, group() @ gang
     assert first == second

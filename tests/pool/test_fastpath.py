@@ -170,6 +170,7 @@ def test_a_call_that_finds_no_slot_free_waits_for_one(one: sky.Compute, queued: 
 
 
 @pytest.mark.parametrize(("transport", "count", "slots"), [("openssh", 1, 1), ("fabric", 2, 1), ("local", 1, 3)])
+@pytest.mark.slow
 def test_calls_of_every_kind_from_many_threads_do_not_mix(
     open_pool: Callable[..., sky.Compute], transport: str, count: int, slots: int
 ) -> None:

@@ -48,6 +48,7 @@ def test_a_port_is_bound_until_the_function_may_have_it(open_pool: OpenPool) -> 
     assert bound
 
 
+@pytest.mark.slow
 def test_two_gangs_on_one_host_never_share_a_port(open_pool: OpenPool) -> None:
     pools = [open_pool("local", ranks=2) for _ in range(4)]
     found = at_once(lambda pool: listens() @ pool, pools)

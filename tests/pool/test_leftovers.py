@@ -573,6 +573,7 @@ def test_two_pools_on_one_host_do_not_disturb_each_other(
     assert future.result(30) == "done"
 
 
+@pytest.mark.slow
 def test_pools_that_open_at_once_on_a_fresh_host_all_work(
     hosts: list[LabHost], hosts_of: Callable[..., list[sky.Host]], clean: Callable[[], None]
 ) -> None:

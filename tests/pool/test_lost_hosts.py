@@ -101,6 +101,7 @@ def test_a_host_that_vanishes_during_a_collective_ends_the_gang(
     assert call(place / "met") @ compute == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_call_that_may_be_repeated_moves_to_another_host(
     pair: Lab, pool: Callable[..., sky.Compute], place: Spot
 ) -> None:

@@ -91,6 +91,7 @@ def test_hosts_behind_forwarded_ports_meet_on_a_private_network(private: Lab) ->
         assert place() @ compute == [(addresses[0], address, addresses[0], "fast0") for address in addresses]
 
 
+@pytest.mark.slow
 def test_hosts_meet_by_ipv6_where_they_have_nothing_else(private: Lab) -> None:
     for number, host in enumerate(private.hosts, 1):
         host.run(["ip", "address", "flush", "dev", "fast0"])

@@ -218,6 +218,7 @@ def test_what_bashrc_prints_does_no_harm(new_user: Callable[..., sky.Host], tran
 
 @pytest.mark.timeout(60)
 @both
+@pytest.mark.slow
 def test_a_bashrc_that_prints_without_end_is_given_up(new_user: Callable[..., sky.Host], transport: str) -> None:
     error = failure(new_user(transport, "/bin/bash", bashrc="yes\n"))
     is_clear(error, sky.HostUnfit, "prints without end")

@@ -58,7 +58,11 @@ class Inventory(ShownAsTable):
 
         `environ` and `cwd` take the place of the process's variables and current folder.
         """
-        path = found_file(os.environ if environ is None else environ, cwd)
+        environ = os.environ if environ is None else environ
+        path = found_file(environ, cwd)
+        if path is not None and environ.get("SKYFAB_INVENTORY") and not os.path.lexists(path):
+            hint = "unset SKYFAB_INVENTORY, which names it; or for hosts of a lab: skyfab lab.up"
+            raise InventoryError(f"{path}: cannot be read: No such file or directory", hint=hint)
         return cls(hosts={LOCAL.name: LOCAL}) if path is None else cls.load(path)
 
     @property
@@ -74,7 +78,7 @@ class Inventory(ShownAsTable):
         except OSError as error:
             raise InventoryError(
                 f"{os.fspath(path)}: cannot be read: {error.strerror}",
-                hint="check the path given, or $SKYFAB_INVENTORY; inventory.example.toml is one to copy",
+                hint="check the path given; inventory.example.toml is one to copy",
             ) from None
         except ValueError as error:  # not UTF-8, or a NUL in the path
             raise InventoryError(f"{os.fspath(path)!r}: is not a text file: {error}", hint="save it as UTF-8") from None

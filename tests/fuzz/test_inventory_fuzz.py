@@ -143,7 +143,7 @@ def test_any_change_of_the_example_is_an_inventory_or_an_inventory_error(text: s
         check_selection(inventory, words)
 
 
-@fuzz()
+@fuzz(60)
 @given(st.lists(SELECTORS, max_size=3) | SELECTORS)
 @example("node[1-9999]" * 2)
 @example(",".join(["node[1-9999]"] * 8))

@@ -236,7 +236,7 @@ def test_a_variable_that_names_no_file_is_an_error_and_not_another_inventory(tmp
     (tmp_path / "inventory.toml").write_text("[hosts.a]")
     with pytest.raises(InventoryError, match=r"gone\.toml: cannot be read: No such file") as caught:
         Inventory.find({"SKYFAB_INVENTORY": "gone.toml"}, tmp_path)
-    assert "$SKYFAB_INVENTORY" in str(caught.value.hint)
+    assert "unset SKYFAB_INVENTORY" in str(caught.value.hint) and "lab.up" in str(caught.value.hint)
 
 
 def test_a_dangling_link_is_an_error_and_not_another_inventory(tmp_path: Path) -> None:

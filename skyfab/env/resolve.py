@@ -29,6 +29,8 @@ from skyfab.errors import UsageError
 
 _FORMAT = "2"
 """Incremented when stored locks must no longer be used."""
+_PROJECT = "skyfab-image"
+"""The name that uv has for an image."""
 
 
 class LockError(UsageError):
@@ -155,12 +157,12 @@ class Resolver:
             self._check_builds(text)
             return text
         except UvFailed as failed:
-            question, why = self.question, str(failed)
+            question, why = self.question, str(failed).replace(_PROJECT, "your image")
             wanted = uv.redact(", ".join(question.pip))
             where = f"Python {self.target.python} on {uv.described(self.target)}"
             if question.torch and re.search(r"\btorch\b", why):
                 where += f", with torch {question.torch} as on {question.first}"
-            raise LockError(f"cannot lock {wanted} for {where}\n{why}", hint=_hint(why)) from None
+            raise LockError(f"no versions of {wanted} fit {where}\n{why}", hint=_hint(why)) from None
 
     # torch: builds with and without GPU support are different files, from different indexes
 
@@ -338,7 +340,7 @@ class Resolver:
         constraints = (*constraints, *question.pins.constraints)
         if question.torch:
             constraints = (*constraints, f"torch=={question.torch}")
-        lines = ["[project]", 'name = "skyfab-image"', 'version = "0"']
+        lines = ["[project]", f'name = "{_PROJECT}"', 'version = "0"']
         lines += [f"dependencies = {toml.dumps([*question.pip, *sorted(also)])}"]
         logins: dict[str, str] = {}
         for number, index in enumerate(question.indexes):

@@ -203,7 +203,7 @@ def test_macos_and_other_pythons_get_theirs(native: Index) -> None:
 
 def test_no_wheel_for_the_platform_is_said_with_the_platform(native: Index) -> None:
     with pytest.raises(
-        LockError, match=r"(?s)native==2\.0 for Python 3\.11 on Linux x86_64 \(glibc 2\.28\).*no wheels"
+        LockError, match=r"(?s)native==2\.0 fit Python 3\.11 on Linux x86_64 \(glibc 2\.28\).*no wheels"
     ):
         lock_of("native==2.0", target=replace(HOST, libc="glibc 2.28"))
     with pytest.raises(LockError, match=r"(?s)macOS|Darwin x86_64"):
@@ -334,8 +334,9 @@ def test_mistakes_in_an_image_are_named(image: Image, said: str) -> None:
 
 
 def test_a_package_that_does_not_exist(index: Index) -> None:
-    with pytest.raises(LockError, match=r"(?s)cannot lock nonesuch.*nonesuch was not found.*hint: is the name right"):
+    with pytest.raises(LockError, match=r"(?s)no versions of nonesuch fit .*nonesuch was not found") as caught:
         lock_of("nonesuch")
+    assert "hint: is the name right" in str(caught.value) and "skyfab-image" not in str(caught.value)
 
 
 def test_versions_that_cannot_be_together(index: Index) -> None:
@@ -834,7 +835,7 @@ def test_other_hosts_get_the_same_uv_for_their_platform(index: Index) -> None:
 
 
 def test_a_uv_that_no_index_has(index: Index) -> None:
-    with pytest.raises(LockError, match=rf"cannot lock uv=={re.escape(uv.version())} for .*musl"):
+    with pytest.raises(LockError, match=rf"no versions of uv=={re.escape(uv.version())} fit .*musl"):
         tools.uv_for(replace(HOST, libc="musl 1.2.5"))
 
 

@@ -155,7 +155,8 @@ def test_a_new_connection_needs_a_new_code_and_no_password(hosts: Lab, inventory
         for number in ("first", "second", "third", "fourth"):
             person.sees(CODE)
             person.types(next(codes))
-            person.sees(f"{number} pat")
+            while not person.sees(f"{CODE}|{number} pat")[0].endswith("pat"):  # a connection that broke once more
+                person.types(next(codes))
         assert person.ends() == 0
         assert person.said.count(": Password:") == 1
 

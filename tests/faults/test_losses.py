@@ -66,7 +66,7 @@ def away_for_longer_than_the_lease(lab: Lab, pool: sky.Compute, spot: Spot, leas
 def test_away_for_longer_than_the_lease(
     lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, transport: str
 ) -> None:
-    away_for_longer_than_the_lease(lab, open_pool(transport, count=2, lease=3), spot, 3)
+    away_for_longer_than_the_lease(lab, open_pool(transport, count=2, lease=6), spot, 6)
 
 
 @pytest.mark.soak

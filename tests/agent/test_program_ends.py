@@ -120,6 +120,8 @@ def test_an_agent_knows_a_program_that_was_killed_from_a_connection_that_broke(
     start: Callable[..., Program], transport: str, victim: str, verdict: str, ranks: str
 ) -> None:
     program = start(transport, ranks)
+    if victim == "ssh":
+        os.kill(program.process.pid, signal.SIGSTOP)  # else it may be back before the agent has looked
     os.kill(program.ssh() if victim == "ssh" else program.process.pid, signal.SIGKILL)
     assert program.verdict().startswith(verdict)
     assert program.is_running(program.rank), "it is waited for"

@@ -122,10 +122,10 @@ def shell_texts(tree: ast.AST) -> set[int]:
     """The lines of strings that look like shell scripts, docstrings aside: several lines, and words of a shell."""
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
-    parts_of_others = {id(part) for node in joined for part in node.values}
+    inner = {id(part) for node in joined for part in node.values}
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Constant, ast.JoinedStr)) and id(node) not in docstrings | parts_of_others:
+        if isinstance(node, (ast.Constant, ast.JoinedStr)) and id(node) not in docstrings | inner:
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             text = "".join(str(part.value) for part in parts if isinstance(part, ast.Constant)).strip()
             if "\n" in text and LOOKS_LIKE_SHELL.search(text):

@@ -844,7 +844,7 @@ def test_the_login_that_hosts_see_has_no_secrets_of_this_program(
 
 
 @pytest.mark.parametrize("by", ["openssh", "fabric"])
-def test_a_run_folder_of_somebody_else_is_refused(
+def test_a_run_folder_of_another_user_is_refused(
     namespaces: Lab, hosts_of: Callable[..., list[sky.Host]], monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     """Who guesses a pool's name could make its folder first, and listen at its socket."""
@@ -907,7 +907,7 @@ def test_the_documents_name_tests_that_are_there(document: str) -> None:
     ("owner", "mode", "says"),
     [("eve", "700", "another user"), ("eve", "755", "another user"), ("ada", "777", "open"), ("ada", "770", "open")],
 )
-def test_a_cache_of_somebody_else_is_refused(
+def test_a_cache_of_another_user_is_refused(
     namespaces: Lab, hosts_of: Callable[..., list[sky.Host]], owner: str, mode: str, says: str
 ) -> None:
     """Who can write there could have put a bundle of their own in it: it would run as us."""

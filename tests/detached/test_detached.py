@@ -160,7 +160,7 @@ def logins(host: LabHost) -> list[LabProcess]:
 
 
 @pytest.mark.slow
-def test_whoever_follows_logs_in_once(hosts: list[sky.Host], spot: Spot) -> None:
+def test_following_a_run_takes_one_login(hosts: list[sky.Host], spot: Spot) -> None:
     run = launch(hosts, count(4, spot / "go"), name="polite")
     spot.wait("go.waits", 2)
     follower = run.logs(follow=True)
@@ -182,7 +182,7 @@ def test_whoever_follows_logs_in_once(hosts: list[sky.Host], spot: Spot) -> None
 
 @pytest.mark.parametrize("transport", ["openssh", "fabric"])
 @pytest.mark.slow
-def test_whoever_follows_survives_connections_that_break(
+def test_following_a_run_survives_connections_that_break(
     namespaces: Lab, hosts_of: Hosts, spot: Spot, transport: str
 ) -> None:
     hosts = hosts_of(transport, 2)
@@ -228,7 +228,7 @@ def test_a_run_is_stopped(hosts: list[sky.Host], spot: Spot) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_somebody_has_removed_is_lost(hosts: list[sky.Host], namespaces: Lab) -> None:
+def test_a_run_that_was_removed_is_lost(hosts: list[sky.Host], namespaces: Lab) -> None:
     run = launch(hosts, count(1), name="removed")
     run.result(30)
     shutil.rmtree(namespaces.hosts[1].path(f"/root/.cache/skyfab/runs/{run.id}"))

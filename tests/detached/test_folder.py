@@ -121,7 +121,7 @@ def test_another_file_that_is_longer_already(follower: Follower) -> None:
     assert follower.read_parts() == []
 
 
-def test_whoever_comes_late_is_told_what_is_kept(follower: Follower) -> None:
+def test_a_late_reader_is_told_what_is_kept(follower: Follower) -> None:
     for number in range(4):
         follower.write(f"line {number}\n")
         follower.rotate()
@@ -130,7 +130,7 @@ def test_whoever_comes_late_is_told_what_is_kept(follower: Follower) -> None:
     assert follower.read_parts() == []
 
 
-def test_whoever_breaks_off_goes_on_where_that_was(follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_stops_goes_on_where_it_stopped(follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
     """After any number of pieces, in either file."""
     for name in ("_CHUNK", "_BLOCK"):
         monkeypatch.setattr(f"skyfab.detached.logs.{name}", 5)

@@ -343,7 +343,7 @@ def on(host: LabHost, cache: str, *, user: str | None = None, root: str | None =
 
 @pytest.mark.lab
 @pytest.mark.parametrize("user", ["root", "ada"])
-def test_a_host_is_probed_by_root_and_by_anybody(namespaces: Lab, user: str) -> None:
+def test_a_host_is_probed_by_root_and_by_others(namespaces: Lab, user: str) -> None:
     host = namespaces.hosts[0]
     home = "/root" if user == "root" else f"/home/{user}"
     for _ in range(2):
@@ -525,7 +525,7 @@ def test_a_mac_is_read() -> None:
         ("", ""),
     ],
 )
-def test_a_libc_is_named_by_whoever_knows_it(line: str, libc: str) -> None:
+def test_a_libc_is_named_by_the_program_that_knows_it(line: str, libc: str) -> None:
     assert probe.parse(f"libc {line}").libc == libc
 
 

@@ -61,7 +61,7 @@ def pip(plugin: sky.plugins.Plugin, *named: str, host: sky.Host = HOST, **image:
     ],
     ids=["a path", "a lock", "the host's own", "local"],
 )
-def test_an_interpreter_that_somebody_has_chosen_is_used_as_it_is(
+def test_an_interpreter_that_was_chosen_is_used_as_it_is(
     plugin: sky.plugins.Plugin, image: sky.Image, host: sky.Host
 ) -> None:
     assert plugin.transform(image, host) is image

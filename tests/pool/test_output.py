@@ -307,7 +307,7 @@ def test_both_streams_of_both_ranks_can_flood_at_once(pool: sky.Compute, events:
             assert lines(events, stream, rank) == expected
 
 
-def test_whoever_reads_slowly_does_not_hold_up_the_function(open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
+def test_a_slow_reader_does_not_hold_up_the_function(open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
     """The subscriber takes no second line before the function has written its last: 20 MB wait in the host's file."""
     pool = open_pool("openssh", count=1)
     found: list[str] = []

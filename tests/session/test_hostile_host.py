@@ -302,7 +302,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_a_bad_answer_is_a_typed_error_for_whoever_asked(answer: bytes) -> None:
+def test_a_bad_answer_is_a_typed_error_for_the_caller(answer: bytes) -> None:
     """At once, without a hang and without its weight in memory; whoever asks next is told too."""
     with opened() as (session, puppet, _):
         tracemalloc.start()

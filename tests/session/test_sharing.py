@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from stage import labs, remote, traces
-from stage.index import Index
+from stage.index import Index, isolate_uv
 from stage.spot import Spot, until
 from stage.threads import at_once
 
@@ -192,12 +192,7 @@ with sky.Compute([node], image=sky.Image(pip=["shelf"]), ui="none") as compute:
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     """A package in many files; nothing of this machine's settings and caches is seen."""
-    for name in list(os.environ):
-        if name.upper().startswith(("UV_", "PIP_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
+    isolate_uv(tmp_path, monkeypatch)
     with Index(tmp_path / "index") as found:
         monkeypatch.setenv("PIP_INDEX_URL", found.url)
         files = {f"shelf/part{n}.py": f"text = {'x' * 1000!r}\n" for n in range(PARTS)}

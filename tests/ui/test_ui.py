@@ -178,7 +178,7 @@ def test_many_lines_are_one_write(plain: Plain, stdout: Recorder) -> None:
     assert stdout.getvalue().count("\n") == 10_000
 
 
-def test_whoever_speaks_too_much_waits_for_the_reader(
+def test_a_writer_of_too_much_waits_for_the_reader(
     plain: Plain, stdout: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(view, "_MOST", 1000)

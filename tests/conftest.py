@@ -81,8 +81,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 SLOW = 10.0
 """Seconds from which a test carries the marker `slow`."""
-SLOW_FOLDERS = ("device", "faults", "gpu", "lab", "plugins")
+SLOW_FOLDERS = ("device", "faults", "fuzz", "gpu", "lab", "plugins")
 """Not in the fast tier, and not even imported for it: each needs a framework, or minutes."""
+SLOW_MARKERS = ("slow", "soak", "torch", "programs")
 SLOW_FIXTURES = {"lent_lab", "namespaces"}
 """What only tests have that take long."""
 
@@ -96,7 +97,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test that runs over each transport has one of them in the default tier, and all in the soak.
 
-    The fast tier has no framework, no test that is marked as slow, and no SSH.
+    The fast tier has no framework, no test that is marked as slow, no SSH and no programs.
     """
     over: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -117,13 +118,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_fast(item: pytest.Item) -> bool:
-    if item.get_closest_marker("slow") or item.get_closest_marker("soak") or item.get_closest_marker("torch"):
+    if any(map(item.get_closest_marker, SLOW_MARKERS)):
         return False
     fixtures = set(getattr(item, "fixturenames", ()))
     if SLOW_FIXTURES & fixtures:
         return False
     callspec = getattr(item, "callspec", None)
-    return "lab" not in fixtures or (callspec is not None and callspec.params.get("transport") == "local")
+    is_local = callspec is not None and callspec.params.get("transport") == "local"
+    return is_local or ("lab" not in fixtures and not item.get_closest_marker("lab"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -22,6 +22,8 @@ import pytest
 
 from skyfab.env.pipconf import NO_INDEX, pip_settings, uv_environment
 
+pytestmark = pytest.mark.programs
+
 ROOT = Path(__file__).resolve().parent.parent
 groups = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "groups.py")))
 BIN = Path(sys.executable).parent

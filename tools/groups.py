@@ -153,7 +153,7 @@ SLOW_SECONDS = {
 }
 """The same for their tests that are marked as slow."""
 OTHERS = 2
-SLOW_FOLDERS = ("device", "faults", "gpu", "lab", "plugins")
+SLOW_FOLDERS = ("device", "faults", "fuzz", "gpu", "lab", "plugins")
 """Not in the fast tier: each needs a framework, or minutes."""
 EVERY = 30.0
 """Seconds between two lines about how far it is, where the output is no terminal."""

@@ -44,6 +44,8 @@ from skyfab.inventory.host import Host
 from skyfab.lab import Lab
 from skyfab.pool.compute import Compute
 
+pytestmark = pytest.mark.programs
+
 PROGRAM = [sys.executable, "-m", "skyfab"]
 HERE = "on this machine: there is no inventory, and no --hosts\n"
 NOBODY = "root@127.0.0.1:1"

@@ -11,6 +11,8 @@ import pytest
 
 from skyfab.lab import Lab
 
+pytestmark = pytest.mark.programs
+
 BESIDE = "def greet(name):\n    return f'hello {name}'\n"
 SCRIPT = """
 import argparse, os

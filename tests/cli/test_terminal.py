@@ -23,6 +23,8 @@ import pytest
 from skyfab.cli import detach_key
 from skyfab.lab import Lab
 
+pytestmark = pytest.mark.programs
+
 PROGRAM = [sys.executable, "-m", "skyfab"]
 WIDTHS = [60, 100, 160]
 INVENTORY = """

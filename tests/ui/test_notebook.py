@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from stage.spot import until
 
+pytestmark = pytest.mark.programs
+
 pytest.importorskip("ipykernel")
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")

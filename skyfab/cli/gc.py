@@ -21,6 +21,7 @@ def gc(
     inventory: InventoryFile = None,
     days: Annotated[int, Option("remove what has not been used for so many days", "N", least=0)] = 30,
     here: Annotated[bool, Option("clean what this machine keeps for hosts; without --hosts, nothing else")] = False,
+    dry_run: Annotated[bool, Option("only show what would be removed")] = False,
     json_: Json = False,
 ) -> None:
     """Remove from the hosts' caches what has not been used for a while.
@@ -31,6 +32,7 @@ def gc(
     this machine keeps; where a lock goes, the next pool looks for the newest versions.
 
         skyfab gc
+        skyfab gc --days=0 --dry-run
         skyfab gc node1
         skyfab gc --hosts=gpu --days=7
         skyfab gc --here
@@ -42,14 +44,15 @@ def gc(
 
     found: list[dict[str, object]] = []
     if here:
-        swept = sweep_here(days)
+        swept = sweep_here(days, dry_run=dry_run)
         found.append(_facts("here", swept))
         if not json_:
             print(f"here: {swept}", flush=True)
     try:
         if hosts is not None or not here:
             known, chosen = selected(hosts, inventory, quiet=json_)
-            clean(chosen, known, days, (lambda *one: found.append(_facts(*one))) if json_ else _print)
+            cleaned = (lambda *one: found.append(_facts(*one))) if json_ else _print
+            clean(chosen, known, days, cleaned, dry_run=dry_run)
     finally:
         if json_:
             print(json.dumps(sorted(found, key=lambda facts: str(facts["host"])), indent=2, ensure_ascii=False))
@@ -62,13 +65,20 @@ def _print(host: str, swept: Swept) -> None:
 
 def _facts(host: str, swept: Swept) -> dict[str, object]:
     folders = [{"name": name, "bytes": size} for name, size in swept.folders]
-    return {"host": host, "removed": swept.counts, "bytes": swept.size, "folders": folders}
+    return {"host": host, "removed": swept.counts, "bytes": swept.size, "folders": folders, "dry_run": swept.dry_run}
 
 
 def clean(
-    hosts: Sequence[Host], inventory: Inventory, days: int, cleaned: Callable[[str, Swept], None] = _print
+    hosts: Sequence[Host],
+    inventory: Inventory,
+    days: int,
+    cleaned: Callable[[str, Swept], None] = _print,
+    *,
+    dry_run: bool = False,
 ) -> None:
     """Cleans the hosts' caches; `cleaned` is called for each host when it is done, on threads.
+
+    With `dry_run` nothing is removed.
 
     Raises a HostError or PoolError for the hosts that could not be cleaned, after all others have been.
     """
@@ -81,7 +91,7 @@ def clean(
 
     def one(host: Host) -> None:
         with open_shell(host, transport_for(host, inventory), stopped=over.is_set) as shell:
-            swept = sweep(shell, days)
+            swept = sweep(shell, days, dry_run=dry_run)
         cleaned(host.name, swept)
 
     try:

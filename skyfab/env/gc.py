@@ -65,6 +65,8 @@ class Swept:
     """The deleted working folders: names and bytes."""
     kept_uv: bool = False
     """Whether uv's cache still has the files of deleted environments."""
+    dry_run: bool = False
+    """Whether nothing was deleted: it is what would be."""
 
     def add(self, kind: str, count: int, size: int) -> None:
         self.counts[kind] = self.counts.get(kind, 0) + count
@@ -74,7 +76,8 @@ class Swept:
         things = [_counted(count, _WORDS[kind]) for kind, count in self.counts.items() if count]
         if not things and not self.size:
             return "nothing to remove"
-        said = f"removed {', '.join(things) or 'what uv kept'}: {readable(self.size)}"
+        verb = "would remove" if self.dry_run else "removed"
+        said = f"{verb} {', '.join(things) or 'what uv kept'}: {readable(self.size)}"
         if self.folders:
             said += f" ({', '.join(f'{name} {readable(size)}' for name, size in self.folders)})"
         return f"{said}; uv's cache stays, where environments share its files" if self.kept_uv else said
@@ -93,18 +96,21 @@ def _minutes(days: int) -> int:
     return max(min(days, _AGES) * _DAY, _HOUR)
 
 
-def script(days: int) -> str:
+def script(days: int, *, dry_run: bool = False) -> str:
     """The script, for a shell that has the cache folder's full path in ``c`` and the marker in ``m``."""
-    return given(age=_minutes(days), day=_DAY, hour=_HOUR, P=_CONNECT) + _SCRIPT
+    return given(age=_minutes(days), day=_DAY, hour=_HOUR, dry=int(dry_run), P=_CONNECT) + _SCRIPT
 
 
-def sweep(shell: Shell, days: int) -> Swept:
-    """Deletes from a host's cache what was not used for so many days. Raises HostUnfit if some cannot be deleted."""
+def sweep(shell: Shell, days: int, *, dry_run: bool = False) -> Swept:
+    """Deletes from a host's cache what was not used for so many days; with `dry_run`, only looks.
+
+    Raises HostUnfit if some cannot be deleted.
+    """
     try:
-        said = shell.run(script(days))
+        said = shell.run(script(days, dry_run=dry_run))
     except ScriptFailed as failed:
         said = f"left {failed.output.strip() or f'a script ended with {failed.status}'}"
-    swept, left = Swept(), ""
+    swept, left = Swept(dry_run=dry_run), ""
     for line in said.splitlines():
         word, _, rest = line.partition(" ")
         found = re.fullmatch(r"(\w+) (\d{1,12}) (-?\d{1,15})", rest)
@@ -125,12 +131,12 @@ def sweep(shell: Shell, days: int) -> Swept:
 # ---- the cache of this machine
 
 
-def sweep_here(days: int) -> Swept:
+def sweep_here(days: int, *, dry_run: bool = False) -> Swept:
     """Deletes wheels, locks and tools that this machine stores for hosts and that were not read for so many days.
 
-    Raises UsageError if some cannot be deleted.
+    With `dry_run` it only looks. Raises UsageError if some cannot be deleted.
     """
-    swept = Swept()
+    swept = Swept(dry_run=dry_run)
     now = time.time()
     for kind in ("wheels", "built", "locks", "tools", "pythons", "hosts", "busy"):
         for path in _entries(home() / kind):
@@ -139,7 +145,8 @@ def sweep_here(days: int) -> Swept:
                 continue  # belongs to this machine's role as a host
             if now - _last_used(path) > 60 * (_DAY if half else _minutes(days)):
                 size = _size(path)
-                _remove(path)
+                if not dry_run:
+                    _remove(path)
                 if kind != "busy":
                     swept.add("drafts" if half else kind, 1, size)
     return swept

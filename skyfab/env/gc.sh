@@ -7,6 +7,7 @@
 #
 # Given by env/gc.py:
 #   age, day, hour   in minutes: how old what goes is; a day and an hour
+#   dry              1: only says what would go
 #   P                a Python program (gc_connect.py): tries to connect to an agent
 #   alive            detached/alive.sh, before this script
 # Given by session/bootstrap.sh:
@@ -17,7 +18,7 @@
 # name per line. All names that are handled consist of letters, digits, dots and dashes.
 #
 # shellcheck disable=SC2317 # reached: `take` calls functions by their names
-: "${c?}${m?}${age?}${day?}${hour?}${P?}"
+: "${c?}${m?}${age?}${day?}${hour?}${P?}${dry?}"
 LC_ALL=C; export LC_ALL; umask 077
 e='
 '
@@ -37,6 +38,7 @@ is_old() { test -n "$(find "$1" -prune -mmin +"$2" 2>/dev/null)"; }
 # take KIND BACK: moves what $l names aside; what BACK names has been used meanwhile; the rest goes
 take() {
   q=0
+  if test "$dry" = 1; then tell "$1"; return 0; fi
   # a full disk has no room for a folder: the first to go makes it
   while test -n "$l" && ! y=$(mkdir "$t" 2>&1); do
     case $y in *space*|*uota*) ;; *) echo "left $y"; return 0;; esac
@@ -51,6 +53,12 @@ take() {
   # shellcheck disable=SC2012 # names without newlines, and only counted
   k=$(ls -A | wc -l); k=$((k+q)); z=$(du -sk .); cd ..
   rid "$t" && test $k != 0 && echo "gone $1 $k ${z%%[!0-9]*}"
+}
+tell() {
+  test -n "$l" || return 0
+  k=0 z=0
+  for x in $l; do y=$(du -sk "$x" 2>/dev/null); y=${y%%[!0-9]*}; k=$((k+1)) z=$((z+${y:-0})); done
+  echo "gone $1 $k $z"
 }
 rid() {
   rm -rf "$1" 2>/dev/null && return
@@ -127,16 +135,19 @@ look
 n=0 b=
 if enter envs; then
   for x in $(hex); do
-    if is_named "$x" "$E"; then test -h "$x" || test -h "$x/.used" || touch -c "$x/.used"; fi
+    if test "$dry" != 1 && is_named "$x" "$E"; then
+      test -h "$x" || test -h "$x/.used" || touch -c "$x/.used"
+    fi
   done
   l=$(for x in $(hex); do if ! in_use "$x" "$E" && is_old "$(used "$x")" "$age"; then echo "$x"; fi; done)
-  if test -n "$l"; then
+  if test "$dry" = 1; then take envs none
+  elif test -n "$l"; then
     size; b=$z; y=$(take envs envs_now)
     printf '%s\n' "$y" | grep '^left'
     n=$(printf '%s\n' "$y" | sed -n 's/^gone envs \([0-9]*\) .*/\1/p'); n=${n:-0}
   fi
 fi
-if enter uv; then
+if test "$dry" != 1 && enter uv; then
   enter .
   if making; then test "$n" = 0 || echo "kept uv"
   elif test -z "$(ls "$c/envs" 2>/dev/null)"; then
@@ -182,7 +193,7 @@ if enter files; then
     is_used "$x" || test -n "$(find "$x" ! -mmin +"$age" 2>/dev/null | head -n 1)" || echo "$x"; done)
   w=$(for x in $l; do y=$(du -sk "$x"); echo "${x#./} ${y%%[!0-9]*}"; done)
   take files files_now
-  printf '%s\n' "$w" | while read -r x y; do test -z "$x" || test -e "$x" || echo "took $x $y"; done
+  printf '%s\n' "$w" | while read -r x y; do test -z "$x" || { test "$dry" != 1 && test -e "$x"; } || echo "took $x $y"; done
 fi
 if enter logs; then
   l=$(for x in $(here -name "$H*" -mmin +"$age"); do
@@ -200,7 +211,7 @@ if enter .; then
   l=$(here -name 'probe.*' ! -name 'probe.*[!0-9]*' -type f -mmin +"$day"; here -name '.in-gc-*' -mmin +"$day")
   take drafts touched
 fi
-if enter envs; then
+if test "$dry" != 1 && enter envs; then
   for x in $(here -name '.lock-*' -type f -size 0 -mmin +"$hour"); do
     y=${x#./.lock-}; test -e "$y" || test -n "$(here -name ".in-$y-*")" || rm -f "$x"
   done

@@ -72,9 +72,9 @@ class Cache:
         with open_shell(self.host, transport_for(self.host, INVENTORY)) as shell:
             return shell.run(text).splitlines()
 
-    def gc(self, days: int = 30) -> Swept:
+    def gc(self, days: int = 30, *, dry_run: bool = False) -> Swept:
         with open_shell(self.host, transport_for(self.host, INVENTORY)) as shell:
-            return sweep(shell, days)
+            return sweep(shell, days, dry_run=dry_run)
 
 
 @pytest.fixture
@@ -113,6 +113,18 @@ def test_what_is_old_goes_and_nothing_else(cache_on: Callable[..., Cache], name:
     assert str(swept).startswith("removed 1 environment, 1 Python, 1 package, ") and str(swept).endswith(" kB")
     assert str(cache.gc()) == "nothing to remove"
     assert cache(LIST) == expected("b", "c")
+
+
+def test_a_dry_run_says_what_would_go_and_changes_nothing(cache: Cache) -> None:
+    """Nothing is written either: what is found by a look stays as old as it was."""
+    cache(FILL + "mkdir -p files/old-0a1b2c3d; echo content >files/old-0a1b2c3d/x; age '40 days ago' files")
+    times = 'cd "$c" && find . -exec stat -c "%n %Y" {} +'
+    before = sorted(cache(times))
+    swept = cache.gc(dry_run=True)
+    assert sorted(cache(times)) == before
+    assert str(swept).startswith("would remove 1 environment, 1 Python, 1 package, ")
+    assert [name for name, _ in swept.folders] == ["old-0a1b2c3d"]
+    assert cache.gc().counts == swept.counts
 
 
 def test_days_0_leaves_what_was_used_within_the_hour(cache: Cache) -> None:
@@ -515,8 +527,10 @@ def test_here_goes_what_was_not_read_lately(tmp_path: Path, monkeypatch: pytest.
             os.utime(one, (now - 86400 * days,) * 2)
     os.utime(own / "tools" / "link", (0, 0), follow_symlinks=False)
     os.utime(own / "locks" / "a.toml", (now, now - 86400 * 40))
+    would_go = sweep_here(30, dry_run=True)
+    assert all(os.path.lexists(path) for path in made)
     swept = sweep_here(30)
-    assert swept.counts == {"wheels": 1, "drafts": 1, "tools": 2, "pythons": 1, "hosts": 1}
+    assert swept.counts == would_go.counts == {"wheels": 1, "drafts": 1, "tools": 2, "pythons": 1, "hosts": 1}
     left = {path for path in made if path.exists()}
     kept = {path for path, days in made.items() if days == 2} | {own / "locks/a.toml", own / f"pythons/{OLD}/file"}
     assert left == kept - {own / "locks" / ".new-1"}

@@ -40,7 +40,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(rows: list[Row], arena: Arena) -> tuple[list[Result], list[str]]:
-    """The results of all rows, and a note for each row that was skipped or crashed. A crash stops no other row."""
+    """The results of all rows, and a note for each row that was skipped or crashed. A crash stops no other row.
+
+    Ctrl-C ends it with what there is.
+    """
     results: list[Result] = []
     notes: list[str] = []
     for row in rows:
@@ -49,6 +52,9 @@ def measure(rows: list[Row], arena: Arena) -> tuple[list[Result], list[str]]:
             results.extend(row.run(arena))
         except Skip as reason:
             notes.append(f"{row.name} skipped: {reason}")
+        except KeyboardInterrupt:
+            notes.append(f"{row.name} interrupted")
+            break
         except Exception as error:
             traceback.print_exc()
             notes.append(f"{row.name} crashed: {type(error).__name__}: {error}")

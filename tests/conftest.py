@@ -27,7 +27,7 @@ from stage import labs, traces
 from stage.spot import Spot
 
 import skyfab as sky
-from skyfab.lab import Lab
+from skyfab.lab import Lab, root
 from skyfab.ui.events import Event
 
 TRANSPORTS = ("local", "fabric", "openssh")
@@ -163,7 +163,7 @@ def lab(pytestconfig: pytest.Config) -> Iterator[Lab]:
 
     A module that hosts import may import pytest and hypothesis, which are stand-ins there, and no other package.
     """
-    yield from _started(pytestconfig, labs.python_to_lend())
+    yield from _started(pytestconfig, root.python_to_lend())
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,11 @@ def up(
     count: Annotated[int, Option("how many hosts", "N")] = 4,
     python: Annotated[
         str | None,
-        Option("an interpreter of this machine, lent to the hosts with its packages; else the system's", "PATH"),
+        Option(
+            "an interpreter of this machine, lent to the hosts with its packages",
+            "PATH",
+            default="the system's, or this program's where they differ in version",
+        ),
     ] = None,
 ) -> None:
     """Start throw-away hosts on this machine.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skyfab.errors import UsageError
 
-from . import programs
+from . import programs, root
 from .lab import Lab
 
 
@@ -32,7 +32,9 @@ def up(count: int = 4, folder: Path | str | None = None, *, python: str | None =
     """Starts the lab of `count` hosts, or those that are down; returns the path of its inventory.
 
     `folder` is where it is kept, if not in the cache. Installs the programs that it needs, if permitted. `python` is as
-    for `Lab.start`. Raises UsageError if it is up with another number of hosts, or if programs are missing.
+    for `Lab.start`; for None, this program's own is lent where the system has none of its version.
+
+    Raises UsageError if it is up with another number of hosts, or if programs are missing.
     """
     place = home(folder)
     lab = find(place)
@@ -41,7 +43,7 @@ def up(count: int = 4, folder: Path | str | None = None, *, python: str | None =
         lab = None
     if lab is None:
         programs.require()
-        return Lab.start(count, folder=place, python=python, persistent=True).inventory
+        return Lab.start(count, folder=place, python=python or root.python_to_lend(), persistent=True).inventory
     if len(lab.hosts) != count:
         raise UsageError(
             f"a lab of {len(lab.hosts)} hosts is already up, not of {count}",

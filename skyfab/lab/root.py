@@ -85,6 +85,15 @@ def system_python() -> str | None:
     return None
 
 
+def python_to_lend() -> str | None:
+    """This program's interpreter, where the system has none of its version; else None.
+
+    Functions run with the version of Python that has pickled them, and hosts of a lab cannot download one.
+    """
+    own = system_python()
+    return None if own and Path(own).name == f"python3.{sys.version_info.minor}" else sys.executable
+
+
 def lent(python: str | None, folders: Sequence[str]) -> list[str]:
     """The folders to mount read-only into a host: those that an interpreter needs to run there, and those requested.
 

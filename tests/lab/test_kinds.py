@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from stage.labs import answers, greeting, python_to_lend, ssh, start, until
+from stage.labs import answers, greeting, ssh, start, until
 
 import skyfab as sky
 from skyfab.errors import UsageError
-from skyfab.lab import Lab, LabHost
+from skyfab.lab import Lab, LabHost, root
 from skyfab.lab.root import PATH
 
 if sys.version_info >= (3, 11):
@@ -145,7 +145,7 @@ def test_a_host_has_the_systems_own_python_and_nothing_of_this_programs() -> Non
         assert not host.path(sys.executable).exists()
 
 
-@pytest.mark.skipif(python_to_lend() is not None, reason="the system's Python is of another minor than this one")
+@pytest.mark.skipif(root.python_to_lend() is not None, reason="the system's Python is of another minor than this one")
 def test_functions_run_with_the_systems_own_python() -> None:
     with start(1) as lab, sky.Compute("lab", inventory=lab.inventory, ui="none") as compute:
         assert sky.function(lambda: __import__("sys").executable)() >> compute == lab.hosts[0].python

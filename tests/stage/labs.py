@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,19 +28,13 @@ def start(count: int = 1, **options: object) -> Lab:
 
 def start_for_calls(count: int = 1, **options: object) -> Lab:
     """The same, with hosts that have the system's own Python and can import test modules."""
-    lab = start(count, python=python_to_lend(), **options)
+    lab = start(count, python=root.python_to_lend(), **options)
     try:
         put_stand_ins(lab)
     except BaseException:
         lab.stop()
         raise
     return lab
-
-
-def python_to_lend() -> str | None:
-    """None where the system has a Python of this program's version: functions travel between equal ones only."""
-    own = root.system_python()
-    return None if own and Path(own).name == f"python3.{sys.version_info.minor}" else sys.executable
 
 
 def put_stand_ins(lab: Lab) -> None:

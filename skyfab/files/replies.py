@@ -15,8 +15,8 @@ _SHAPES: Final[Mapping[str, Any]] = {
     "digest": str,
     "compare": [(int, str, int, str)],
     "begin": (int, str),
-    "pack": ([(int, int, int)], int, _BYTES),
-    "piece": (int, _BYTES),
+    "pack": ([(int, int, int)], _BYTES),
+    "piece": (_BYTES,),
 }
 """For each request: a type, types for a list or tuple of that length, a list of one for any number of them."""
 

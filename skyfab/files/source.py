@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import stat
-import zlib
 
 from skyfab.files.entries import MOST_ENTRIES, Entry, text, walk
 
@@ -18,9 +17,12 @@ if TYPE_CHECKING:
 
 ROWS: Final = 2000
 """Entries of one reply."""
-SMALL: Final = 1024 * 1024
-"""Files of up to this size are read and written as a whole, many in one message."""
-PIECE: Final = 4 * 1024 * 1024
+SMALL: Final = 1024 * 1024 - 4096
+"""Files of up to this size are read and written as a whole, many in one message.
+
+Messages of 1 MiB and more are received into memory that is mapped anew for each.
+"""
+PIECE: Final = SMALL
 """Bytes of a larger file that are read and written at a time."""
 GONE: Final = -1
 """In place of the size of a file that can no longer be read as it was listed."""
@@ -56,8 +58,8 @@ class Source:
         finally:
             os.close(fd)
 
-    def pack(self, numbers: Sequence[int], most: int) -> tuple[list[list[int]], int, bytes]:
-        """Small files as they are now, one after another: number, size and time of each; and a checksum of it all.
+    def pack(self, numbers: Sequence[int], most: int) -> tuple[list[list[int]], bytes]:
+        """Small files as they are now, one after another: number, size and time of each; and the content.
 
         A file that is gone, or has grown so that all together have more than `most` bytes, has the size `GONE`.
         """
@@ -81,10 +83,10 @@ class Source:
                 found.append([number, len(content), about.st_mtime_ns])
                 contents.append(content)
         data = contents[0] if len(contents) == 1 else b"".join(contents)
-        return found, zlib.crc32(data), data
+        return found, data
 
-    def piece(self, number: int, at: int, size: int) -> tuple[int, bytes]:
-        """A part of a large file, with its checksum."""
+    def piece(self, number: int, at: int, size: int) -> tuple[bytes]:
+        """A part of a large file."""
         fd, _ = self._open(number)
         try:
             data = os.pread(fd, size, at)
@@ -94,7 +96,7 @@ class Source:
             os.close(fd)
         if len(data) < size:
             raise OSError(5, "it became shorter while it was read", self._paths[number])
-        return zlib.crc32(data), data
+        return (data,)
 
     def _open(self, number: int) -> tuple[int, os.stat_result]:
         fd = os.open(self._paths[number], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

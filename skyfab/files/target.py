@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import zlib
 
 from skyfab.errors import ProtocolError
 from skyfab.files.draft import Draft, own_part, part_of, sweep
@@ -142,9 +141,9 @@ class Target:
 
     # ---- writing
 
-    def store(self, found: Sequence[Sequence[int]], check: int, data: Buffer) -> None:
+    def store(self, found: Sequence[Sequence[int]], data: Buffer) -> None:
         """Writes small files, as `Source.pack` returns them. Raises ProtocolError for other data."""
-        data = self._verified(check, data)
+        data = memoryview(data)
         there = [(self._file(number), size, time) for number, size, time in found if size != GONE]
         if any(not 0 <= size <= SMALL for _, size, _ in there) or sum(size for _, size, _ in there) != len(data):
             raise ProtocolError(f"{len(data)} bytes that are not these {len(there)} files")
@@ -187,10 +186,10 @@ class Target:
             draft.cut(0)
         return draft.size, draft.digest() if draft.size else ""
 
-    def piece(self, number: int, at: int, check: int, data: Buffer) -> None:
+    def piece(self, number: int, at: int, data: Buffer) -> None:
         """The next piece of a large file; with the last one it is complete."""
         entry, draft = self._file(number), self._drafts[number]
-        data = self._verified(check, data)
+        data = memoryview(data)
         if at > draft.size or at + len(data) > entry.size:
             raise ProtocolError(f"a piece of {shown(entry.path)} that is not the next one")
         if at < draft.size:
@@ -220,12 +219,6 @@ class Target:
         if entry is None or entry.kind != FILE:
             raise ProtocolError(f"there is no file {number} in this transfer")
         return entry
-
-    def _verified(self, check: int, data: Buffer) -> memoryview:
-        """SSH protects data on its way; this notices mistakes before and after."""
-        if zlib.crc32(data) != check:
-            raise ProtocolError("data that is not what was read")
-        return memoryview(data)
 
     def _link(self, entry: Entry) -> None:
         folder, name = self._place(entry)

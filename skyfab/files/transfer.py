@@ -18,10 +18,8 @@ from skyfab.files.source import GONE, PIECE, SMALL, Source
 from skyfab.files.target import EQUAL_SIZE, NEWER, Target
 from skyfab.sizes import readable
 
-_AHEAD: Final = 4
-"""Packs and pieces that are read ahead, and as many that are written."""
-_LOOKS_AHEAD: Final = 16
-"""Small requests that are sent ahead."""
+_AHEAD: Final = 16
+"""Requests that are sent ahead: to read packs and pieces, and as many to write them."""
 _FILES: Final = 512
 """Files of one pack."""
 _PACK: Final = 2 * SMALL
@@ -163,7 +161,7 @@ class Transfer:
             number, there, digest, reply = asked.popleft()
             if check("digest", reply.result()) == digest and digest:
                 self._writing.append((self._target.ask("adopt", number), 0))
-                self._wait_for_writing(_LOOKS_AHEAD)
+                self._wait_for_writing(_AHEAD)
             else:
                 yield number, there
 
@@ -174,7 +172,7 @@ class Transfer:
                 self.report.note(self._rows[number][0], "it is newer there, and stays")
             elif state == EQUAL_SIZE:
                 asked.append((number, there, digest, self._source.ask("digest", number, self._size(number))))
-                if len(asked) > _LOOKS_AHEAD:
+                if len(asked) > _AHEAD:
                     yield from settle()
             else:
                 yield number, there
@@ -237,7 +235,7 @@ class Transfer:
             self._pass_piece(*arguments, *found)
         self._wait_for_writing(_AHEAD)
 
-    def _pass_pack(self, numbers: list[int], most: int, found: list[list[int]], checksum: int, data: Any) -> None:
+    def _pass_pack(self, numbers: list[int], most: int, found: list[list[int]], data: Any) -> None:
         if [number for number, _, _ in found] != numbers or len(data) > most:
             raise ProtocolError("other files than were asked for")
         for number, size, _ in found:
@@ -246,12 +244,12 @@ class Transfer:
                 self._advance(self._size(number))
             else:
                 self.report.sent += 1
-        self._writing.append((self._target.ask("store", found, checksum, data), len(data)))
+        self._writing.append((self._target.ask("store", found, data), len(data)))
 
-    def _pass_piece(self, number: int, at: int, size: int, checksum: int, data: Any) -> None:
+    def _pass_piece(self, number: int, at: int, size: int, data: Any) -> None:
         if len(data) != size:
             raise ProtocolError(f"{len(data)} bytes where {size} were asked for")
-        self._writing.append((self._target.ask("piece", number, at, checksum, data), len(data)))
+        self._writing.append((self._target.ask("piece", number, at, data), len(data)))
 
     def _wait_for_writing(self, most: int) -> None:
         while len(self._writing) > most:

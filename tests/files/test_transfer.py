@@ -6,7 +6,6 @@ import os
 import stat
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,7 +146,7 @@ class Cut(Exception):
 
 def test_a_large_file_goes_on_where_it_stopped(tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
-    (tmp_path / "from" / "large").write_bytes(os.urandom(9 * PIECE + 1))
+    (tmp_path / "from" / "large").write_bytes(os.urandom(40 * PIECE + 1))
 
     def progress(done: int, total: int) -> None:
         if done >= 2 * PIECE:
@@ -157,9 +156,9 @@ def test_a_large_file_goes_on_where_it_stopped(tmp_path: Path) -> None:
         move(tmp_path / "from", tmp_path / "to", progress=progress)
     assert not (tmp_path / "to" / "large").exists()
     begun = (tmp_path / "to" / os.fsdecode(part_of(b"large"))).stat().st_size
-    assert 2 * PIECE <= begun < 9 * PIECE
+    assert 2 * PIECE <= begun < 40 * PIECE
     report = move(tmp_path / "from", tmp_path / "to")
-    assert (report.sent, report.sent_size) == (1, 9 * PIECE + 1 - begun)
+    assert (report.sent, report.sent_size) == (1, 40 * PIECE + 1 - begun)
     assert state(tmp_path / "to") == state(tmp_path / "from")
 
 
@@ -275,9 +274,9 @@ def test_files_that_grow_while_they_are_read(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("grown")
     (tmp_path / "b").write_bytes(bytes(SMALL))
     (tmp_path / "c").write_bytes(bytes(SMALL + 1))
-    found, _, data = source.pack([0, 1, 2], 2 * SMALL)
+    found, data = source.pack([0, 1, 2], 2 * SMALL)
     assert ([size for _, size, _ in found], len(data)) == ([5, SMALL, GONE], 5 + SMALL)
-    found, _, data = source.pack([1, 0], SMALL)
+    found, data = source.pack([1, 0], SMALL)
     assert ([size for _, size, _ in found], len(data)) == ([SMALL, GONE], SMALL)
 
 
@@ -354,7 +353,7 @@ def file(path: bytes, size: int = 3) -> list[Any]:
 
 
 def pack(*found: list[int], data: bytes) -> Any:
-    return [list(found), zlib.crc32(data), data]
+    return [list(found), data]
 
 
 @pytest.mark.parametrize(
@@ -381,7 +380,7 @@ def pack(*found: list[int], data: bytes) -> Any:
         ([file(b"a")], {"pack": [[[0, 3, 1]], "x", b"abc"]}),
         ([file(b"a")], {"pack": [[[0, 3]], 7, b"abc"]}),
         ([file(b"a", SMALL + 1)], {"piece": [0, b""]}),
-        ([file(b"a", SMALL + 1)], {"piece": [zlib.crc32(bytes(SMALL + 2)), bytes(SMALL + 2)]}),
+        ([file(b"a", SMALL + 1)], {"piece": [bytes(SMALL + 2)]}),
         ([file(b"a", SMALL + 1)], {"piece": [1, bytes(SMALL + 1)]}),
         ([file(b"a", SMALL + 1)], {"piece": [bytes(SMALL + 1)]}),
     ],

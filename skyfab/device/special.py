@@ -15,6 +15,7 @@ from skyfab.device.refused import refuse_layout
 from skyfab.device.stream import DeviceStream
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, index_of, is_remote, layout_of, operand, stream_of
 from skyfab.errors import ProtocolError
+from skyfab.protocol.blobs import LARGE, allocate
 
 _aten: Final = torch.ops.aten
 _ONE_TENSOR: Final = 2
@@ -178,7 +179,11 @@ def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
 
 def _snapshot(source: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> memoryview:
     """The elements of a tensor of this machine in memory that nothing else writes to."""
-    copy = torch.empty(shape, dtype=dtype)
+    size = shape.numel() * dtype.itemsize
+    if size < LARGE:
+        copy = torch.empty(shape, dtype=dtype)
+    else:  # in huge pages, which halves the time
+        copy = torch.frombuffer(allocate(size), dtype=torch.uint8).view(dtype).view(shape)
     copy.copy_(source)
     return memoryview(copy.reshape(-1).view(torch.uint8).numpy()) if copy.numel() else memoryview(b"")
 

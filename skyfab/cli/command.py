@@ -65,6 +65,11 @@ RunName = Annotated[str, Option("the run: its id, the beginning of that, or its 
 Ranks = Annotated[
     int | None, Option("ranks on each host", "N", default="one per GPU, one where there is none", example="2")
 ]
+Nodes = Annotated[int | None, Option("take the first so many of the hosts", "N", default="all", example="2")]
+Where = Annotated[
+    str | None,
+    Option("only hosts that meet this, such as 'gpu.memory >= 40GB and not busy' (docs/hosts.md)", "CONDITION"),
+]
 Workdir = Annotated[str, Option("where relative paths lead: a folder on the hosts, temp, or auto", "FOLDER")]
 Detach = Annotated[bool, Option("leave it to the hosts, and end; pressing d does so later")]
 

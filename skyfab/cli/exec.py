@@ -29,8 +29,8 @@ def exec_(
         skyfab exec --hosts=gpu -- 'nvidia-smi -L | wc -l'
     """
     from skyfab.calls.call import as_function
-    from skyfab.cli.fanout import fan_out
     from skyfab.cli.selected import selected
+    from skyfab.pool.each_host import fan_out
 
     line = " ".join(words)
     if not line.strip():

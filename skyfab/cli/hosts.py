@@ -1,19 +1,25 @@
-"""`skyfab hosts`: shows address, Python, platform, CPUs, GPUs and state of each host."""
+"""`skyfab hosts`: shows what each host is and does: system, load, memory, disk, GPUs and who uses them."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from skyfab.cli.command import Hosts, InventoryFile, Json, command
 from skyfab.errors import HostUnfit
+from skyfab.sizes import progress, readable
 from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import clean_lines, is_rich
 
 if TYPE_CHECKING:
-    from skyfab.cli.fanout import Outcome
+    from skyfab.pool.each_host import Outcome
     from skyfab.protocol.messages import AgentHello
+    from skyfab.survey.survey import Survey
+
+_HEAD: Final = ("host", "address", "system", "python", "CPUs", "load", "memory", "disk", "GPUs", "state")
+_OPTIONAL: Final = ("system", "disk", "CPUs", "python", "load", "memory")
+"""Columns that a narrow terminal does without, the first of them first."""
 
 
 @command
@@ -22,9 +28,10 @@ def hosts(
     inventory: InventoryFile = None,
     json_: Json = False,
 ) -> int:
-    """Show what each host is, or why it cannot be used.
+    """Show what each host is and does right now, or why it cannot be used.
 
-    Address, Python, platform, CPUs and GPUs, all hosts at once. Ends with 3 when one of them cannot be used.
+    System, Python, load, memory, disk, GPUs and who uses them, all hosts at once. On a narrow terminal some columns
+    are left out; --json has everything. Ends with 3 when a host cannot be used.
 
         skyfab hosts
         skyfab hosts node1
@@ -32,19 +39,18 @@ def hosts(
     """
     import json
 
-    from skyfab.cli.fanout import fan_out
     from skyfab.cli.selected import selected
+    from skyfab.pool.each_host import fan_out, survey
     from skyfab.ui.table import table
 
     known, chosen = selected(hosts, inventory, quiet=json_)
     show = not json_ and is_rich(sys.stdout, sys.stderr)  # else the table is enough
-    outcomes = fan_out(lambda pool: pool.hosts[0].agent, chosen, known, show=show)
+    outcomes = fan_out(lambda pool: (pool.hosts[0].agent, survey(pool)), chosen, known, show=show)
     found = [Facts.of(outcome) for outcome in outcomes]
     if json_:
         print(json.dumps([asdict(facts) for facts in found], indent=2, ensure_ascii=False))
     else:
-        head = ("host", "address", "python", "platform", "CPUs", "GPUs", "state")
-        table(head, [facts.row for facts in found], right=("CPUs", "GPUs"))
+        table(_HEAD, [facts.row for facts in found], right=("CPUs", "load"), optional=_OPTIONAL)
         for facts in found:
             if facts.hint:
                 print(HINTS.adapted(clean_lines(f"hint: {facts.name}: {facts.hint}")), file=sys.stderr)
@@ -62,17 +68,19 @@ class Facts:
     platform: str | None = None
     cpus: int | None = None
     gpus: int | None = None
+    survey: Survey | None = None
     error: str | None = None
     hint: str | None = None
 
     @classmethod
-    def of(cls, outcome: Outcome[AgentHello]) -> Facts:
-        host, agent, error = outcome.host, outcome.result, outcome.error
+    def of(cls, outcome: Outcome[tuple[AgentHello, Survey]]) -> Facts:
+        host, error = outcome.host, outcome.error
         address = "this machine" if host.transport == "local" else host.login
         if error is not None:
             reachable = isinstance(error, HostUnfit)
             return cls(name=host.name, address=address, reachable=reachable, error=error.message, hint=error.hint)
-        assert agent is not None
+        assert outcome.result is not None
+        agent, survey = outcome.result
         return cls(
             name=host.name,
             address=address,
@@ -81,10 +89,59 @@ class Facts:
             platform=agent.platform,
             cpus=agent.cpus,
             gpus=agent.gpus if host.gpus == "auto" else len(host.gpus),
+            survey=survey,
         )
 
     @property
     def row(self) -> tuple[str, ...]:
-        found = [self.python, self.platform, self.cpus, self.gpus]
-        cells = ("–" if value is None else str(value) for value in found)
-        return (self.name, self.address, *cells, self.error or "ready")
+        """The cells of the table."""
+        now = self.survey
+        if now is None:
+            return (self.name, self.address, *["–"] * (len(_HEAD) - 3), self.error or "")
+        return (
+            self.name,
+            self.address,
+            _short(now.os),
+            now.python,
+            str(now.cpus),
+            "–" if now.load is None else f"{now.load:.1f}",
+            _free(now.memory_free, now.memory),
+            _free(now.disk_free, now.disk),
+            self._gpus(now),
+            "ready" if now.gpu_error is None else f"ready, but {now.gpu_error}",
+        )
+
+    def _gpus(self, now: Survey) -> str:
+        """``2 H100, 71 of 80 GB free, ada``: how many, of which kind, and who uses them."""
+        if not now.gpus:
+            unknown = self.gpus and now.gpu_tool is None
+            return f"{self.gpus}, use unknown: it has no nvidia-smi" if unknown else str(self.gpus)
+        kinds = ", ".join(dict.fromkeys(_kind(gpu.name) for gpu in now.gpus))
+        free = [gpu.memory_free for gpu in now.gpus]
+        known = [size for size in free if size is not None]
+        parts = [f"{len(now.gpus)} {kinds}", *([f"{readable(min(known))} free"] if known else [])]
+        users = dict.fromkeys(process.user or "?" for gpu in now.gpus for process in gpu.processes)
+        return ", ".join([*parts, *(users or ["idle" if not now.is_busy else "in use"])])
+
+
+def _short(system: str) -> str:
+    """
+    >>> _short("Debian GNU/Linux 12 (bookworm)"), _short("Ubuntu 24.04.1 LTS")
+    ('Debian 12', 'Ubuntu 24.04.1 LTS')
+    """
+    return system.replace("GNU/Linux ", "").partition(" (")[0]
+
+
+def _kind(name: str) -> str:
+    """
+    >>> _kind("NVIDIA H100 80GB HBM3")
+    'H100 80GB HBM3'
+    """
+    return name.removeprefix("NVIDIA ").removeprefix("AMD ")
+
+
+def _free(free: int | None, total: int | None) -> str:
+    """``12 of 64 GB free``, as far as it is known."""
+    if total is None:
+        return "–"
+    return readable(total) if free is None else f"{progress(free, total)} free"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
-from skyfab.cli.command import Detach, InventoryFile, NamedHosts, Option, Ranks, Workdir, command
+from skyfab.cli.command import Detach, InventoryFile, NamedHosts, Nodes, Option, Ranks, Where, Workdir, command
 from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements
 from skyfab.errors import BroadcastError, SkyfabError, UsageError
 
@@ -26,6 +26,8 @@ def run(
     *arguments: Annotated[str, Option("the script's own arguments, or the function's", "[-- ARGUMENTS]")],
     hosts: NamedHosts = None,
     inventory: InventoryFile = None,
+    where: Where = None,
+    nodes: Nodes = None,
     ranks: Ranks = None,
     workdir: Workdir = "auto",
     sync: Annotated[
@@ -100,6 +102,8 @@ def run(
     with Compute(
         chosen,
         inventory=found,
+        where=where,
+        nodes=nodes,
         ranks=ranks or "auto",
         image=image,
         plugins=[Torchrun(), *plugins_of(with_plugin or settings.plugins)],

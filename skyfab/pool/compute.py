@@ -34,6 +34,7 @@ from skyfab.pool.files import AnyPath, Files
 from skyfab.pool.futures import refuse_to_block, wait_for
 from skyfab.pool.gang import GangCache
 from skyfab.pool.gangs import Broadcasts
+from skyfab.pool.host_choice import HostChoice
 from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
 from skyfab.pool.node import Node
@@ -76,6 +77,7 @@ class Compute(ShownPool, TakesCalls):
         *,
         inventory: str | os.PathLike[str] | Inventory | None = None,
         nodes: int | None = None,
+        where: str | None = None,
         ranks: int | Literal["auto"] = "auto",
         image: Image | None = None,
         plugins: Sequence[Plugin] = (),
@@ -90,7 +92,8 @@ class Compute(ShownPool, TakesCalls):
         """Does not connect yet: that happens when the pool is entered.
 
         `hosts` is a selection such as ``"gpu,!node3"``, or a list of names and hosts; None: all of the `inventory`,
-        which is a path or an Inventory (None: the one that is found). `nodes` takes the first so many of them.
+        which is a path or an Inventory (None: the one that is found). `where` is a condition on them, as in
+        ``"gpu.memory >= 40GB and not busy"`` (docs/hosts.md). `nodes` takes the first so many of them.
 
         `ranks` is how many processes a broadcast has on each host; ``"auto"``: one for each GPU, or one. `image` is
         their environment, `plugins` what they are set up with, `env` further variables.
@@ -110,18 +113,15 @@ class Compute(ShownPool, TakesCalls):
         """
         failure.install()
         check_options(ranks=ranks, lease=lease, heartbeat_timeout=heartbeat_timeout, results=results)
-        self.inventory = Inventory.of(inventory)
-        self.selected = self.inventory.select(hosts, nodes=nodes)
-        """The selected hosts."""
+        self._choice = HostChoice(hosts, inventory, nodes=nodes, where=where)
+        self.inventory, self.selected = self._choice.inventory, self._choice.listed
         self._image = image or Image()
         self._plugins = tuple(plugins)
         check_together(self._plugins)
         elastic = next((plugin.elastic for plugin in self._plugins if plugin.elastic), None)
         self._images = HostImages(self.selected, self._image, self._plugins)
         self._env = variables(env or {}, "env")
-        self._lease = lease
-        self._timeout = timeout
-        self._ui = ui
+        self._lease, self._timeout, self._ui = lease, timeout, ui
         self.events = Events()
         self._sync = ProjectSync(Project(self._image))
         self._around = contextlib.ExitStack()
@@ -133,14 +133,13 @@ class Compute(ShownPool, TakesCalls):
         self._gang_cache = GangCache(self._env_of, self._pool, RendezvousFinder.of(self._plugins, self.events))
         self._broadcasts = Broadcasts(self._gang_cache, ranks, elastic, self.events, untrusted=self._untrusted)
         self._nodes = Nodes(
-            self.inventory,
             self._images,
             Workdirs(workdir),
             Timing(lease=lease, heartbeat_timeout=heartbeat_timeout),
             PoolOwner(self.events, self._gang_cache, self._scheduler),
             self._sync.take_back,
         )
-        self._solo_spec = functools.partial(solo_spec, self._env_of, self._pool, len(self.selected))
+        self._solo_spec = functools.partial(solo_spec, self._env_of, self._pool, self._nodes.count)
         self._devices = Devices(self._solo_spec, self._plugins, self.events, untrusted=self._untrusted)
         self.files = Files(self._solo_spec, self.events)
         self._open = False
@@ -193,7 +192,8 @@ class Compute(ShownPool, TakesCalls):
         return self
 
     def _connect(self) -> Sequence[Node]:
-        nodes = self._nodes.make_nodes(self.selected)
+        self.selected = self._choice.choose(self.events)
+        nodes = self._nodes.make_nodes(self.selected, self.inventory)
         with meanwhile(self._sync.read_ahead):
             open_all(nodes, self.events, failed=lambda node: self._images.failed(node.host))
         return nodes

@@ -25,8 +25,7 @@ class HostImages:
     """One image per host. Hosts with equal images share one preparation."""
 
     def __init__(self, hosts: Sequence[Host], image: Image, plugins: Sequence[Plugin]) -> None:
-        """Raises UsageError for an invalid image."""
-        self._hosts = hosts
+        """`hosts` are those that may be used. Raises UsageError for an invalid image."""
         self._images: dict[str, Image] = {}
         self._preparations: dict[str, Preparation] = {}
         for host in hosts:
@@ -47,11 +46,11 @@ class HostImages:
         """The environment variables of a node's workers; `env` are the pool's."""
         return {**node.host.env, **self.image_of(node.host).env, **env, **nesting.variables()}
 
-    def begin(self) -> None:
-        """Starts new preparations, before the hosts are connected to."""
-        for host in self._hosts:
+    def begin(self, hosts: Sequence[Host]) -> None:
+        """Starts new preparations, before these hosts are connected to."""
+        for host in hosts:
             image = self._images[host.name]
-            others = [other for other in self._hosts if self._images[other.name] is image]
+            others = [other for other in hosts if self._images[other.name] is image]
             if others[0] is host:
                 preparation = Preparation(image, others, local_python())
                 self._preparations.update({other.name: preparation for other in others})

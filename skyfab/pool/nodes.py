@@ -105,7 +105,6 @@ class Nodes:
 
     def __init__(
         self,
-        inventory: Inventory,
         images: HostImages,
         workdirs: Workdirs,
         timing: Timing,
@@ -113,7 +112,7 @@ class Nodes:
         on_recovered: OnRecovered,
     ) -> None:
         """`on_recovered` is called with a lost node that is back, and a function that accepts it for calls."""
-        self._inventory = inventory
+        self._inventory = Inventory(hosts={})
         self._images = images
         self._workdirs = workdirs
         self._timing = timing
@@ -122,13 +121,18 @@ class Nodes:
         self.recovery = owner.recovery = Recovery(self._new_session, on_recovered, owner.events)
         self.all: Sequence[Node] = ()
 
-    def make_nodes(self, hosts: Sequence[Host]) -> Sequence[Node]:
-        """The nodes of the pool, one for each host."""
-        self._images.begin()
+    def make_nodes(self, hosts: Sequence[Host], inventory: Inventory) -> Sequence[Node]:
+        """The nodes of the pool, one for each host of the inventory."""
+        self._inventory = inventory
+        self._images.begin(hosts)
         pool = _pool_name()
         self.all = self._owner.nodes = [self._make(index, host, self._owner, pool) for index, host in enumerate(hosts)]
         self.recovery.begin()
         return self.all
+
+    def count(self) -> int:
+        """How many the pool has."""
+        return len(self.all)
 
     def copies(self, nodes: Sequence[Node]) -> list[Node]:
         """New nodes for the same hosts, with agents of their own. These share one pool name, as those of a pool do."""

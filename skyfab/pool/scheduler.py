@@ -382,12 +382,12 @@ class Scheduler:
 
 
 def solo_spec(
-    env_of: Callable[[Node], Mapping[str, str]], job: str, total_nodes: int, node: Node, tree: str
+    env_of: Callable[[Node], Mapping[str, str]], job: str, total_nodes: Callable[[], int], node: Node, tree: str
 ) -> WorkerSpec:
     """The worker spec for solo calls on a node: a world of size 1."""
     info = {
         "node": node.index,
-        "total_nodes": total_nodes,
+        "total_nodes": total_nodes(),
         "hostname": node.agent.hostname,
         "head_addr": node.agent.address,
         "accelerators": len(node.gpus),

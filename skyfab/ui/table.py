@@ -17,15 +17,24 @@ _BETWEEN: Final = 3
 """Columns between two cells."""
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = ()) -> None:
-    """Prints a table to stdout; the columns that `right` names are aligned to the right."""
+def table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Collection[str] = (),
+    optional: Sequence[str] = (),
+) -> None:
+    """Prints a table to stdout; the columns that `right` names are aligned to the right.
+
+    On a narrow terminal, `optional` columns are left out, the first of them first.
+    """
     cells = [[clean(cell, colour=False) for cell in row] for row in rows]
     if not is_rich(sys.stdout):
         put(sys.stdout, _aligned(head, cells, right))
         return
     width = shutil.get_terminal_size().columns
-    *fixed, last = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    if sum(fixed) + _BETWEEN * len(fixed) + min(last, _LEAST) > width:
+    fitting = _narrowed(head, cells, optional, width)
+    if fitting is None:
         put(sys.stdout, _records(head, cells, width))
         return
     from rich.box import SIMPLE_HEAD
@@ -34,11 +43,25 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collecti
     from rich.text import Text
 
     made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    head, rows = fitting
     for name in head:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name != head[-1])
-    for row in cells:
+    for row in rows:
         made.add_row(*map(Text, row))
     Console(file=sys.stdout, width=width).print(made)
+
+
+def _narrowed(
+    head: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str], width: int
+) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
+    """The head and rows that fit into a width, without as few optional columns as possible; None if nothing fits."""
+    for count in range(len(optional) + 1):
+        kept = [column for column in zip(head, *rows, strict=True) if column[0] not in optional[:count]]
+        *fixed, last = [max(map(len, column)) for column in kept]
+        if sum(fixed) + _BETWEEN * len(fixed) + min(last, _LEAST) <= width:
+            head, *rows = zip(*kept, strict=True)
+            return head, rows
+    return None
 
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]) -> str:

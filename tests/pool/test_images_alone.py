@@ -24,7 +24,7 @@ class ForTwo(sky.plugins.Plugin):
 
 def begun(hosts: list[sky.Host], image: sky.Image, *plugins: Any) -> HostImages:
     images = HostImages(hosts, image, plugins)
-    images.begin()
+    images.begin(hosts)
     return images
 
 
@@ -47,7 +47,7 @@ def test_hosts_with_equal_images_share_one_preparation() -> None:
 def test_preparations_are_new_each_time_a_pool_opens() -> None:
     images = begun(HOSTS, sky.Image())
     before = images._preparations["node1"]
-    images.begin()
+    images.begin(HOSTS)
     assert images._preparations["node1"] is not before
 
 

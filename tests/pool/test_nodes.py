@@ -163,7 +163,7 @@ class Images:
         self.begun = 0
         self.sessions: list[str] = []
 
-    def begin(self) -> None:
+    def begin(self, hosts: object) -> None:
         self.begun += 1
 
     def interpreter(self, host: sky.Host, session: str, report: Any) -> tuple[str, None]:
@@ -178,10 +178,10 @@ def test_each_host_gets_a_node_with_a_session_and_a_working_folder(stage: Stage)
     images, recovered = Images(), list[Any]()
     workdirs: Any = SimpleNamespace(of=lambda host: f"folder of {host.name}")
     inventory = sky.Inventory.of(None)
-    nodes = Nodes(inventory, images, workdirs, Timing(lease=60), stage.owner, recovered.append)  # type: ignore[arg-type]
+    nodes = Nodes(images, workdirs, Timing(lease=60), stage.owner, recovered.append)  # type: ignore[arg-type]
     assert stage.owner.recovery is nodes.recovery
     nodes.recovery.close()
-    made = nodes.make_nodes([sky.Host(name="a"), sky.Host(name="b")])
+    made = nodes.make_nodes([sky.Host(name="a"), sky.Host(name="b")], inventory)
     assert not nodes.recovery._over.is_set()
     assert nodes.all is made
     assert stage.owner.nodes is made

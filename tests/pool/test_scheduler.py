@@ -627,7 +627,7 @@ def test_a_solo_call_sees_a_world_of_its_own(gpus: Any, visible: str | None) -> 
     agent = SimpleNamespace(hostname="box", address="192.0.2.1")
     host = sky.Host(name="node1", gpus=gpus)
     node: Any = SimpleNamespace(index=2, agent=agent, host=host, gpus=(1, 3))
-    spec = solo_spec(lambda _: {"A": "b"}, "job", 3, node, "tree")
+    spec = solo_spec(lambda _: {"A": "b"}, "job", lambda: 3, node, "tree")
     assert spec.tree == "tree"
     assert spec.env.get("CUDA_VISIBLE_DEVICES") == visible
     assert spec.env["A"] == "b"

@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
+from skyfab.calls.call import as_function
 from skyfab.calls.image import Image
 from skyfab.errors import SkyfabError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.compute import Compute
 from skyfab.session.fanout import Raised, for_each_host
+from skyfab.survey.look import look
+from skyfab.survey.survey import Survey
 from skyfab.ui.events import Events, FilesWritten, HostState
 from skyfab.ui.screen import attach
 
@@ -41,7 +44,10 @@ def fan_out(
     Raises an error that is not a SkyfabError: that is a bug in the work itself.
     """
     nothing = Image(excludes=("*",))  # of the caller's project is sent
-    pools = [Compute([host], inventory=inventory, image=nothing, workdir=workdir, ui="none") for host in hosts]
+    pools = [
+        Compute([host], inventory=inventory, image=nothing, workdir=workdir, results="data", ui="none")
+        for host in hosts
+    ]
     events = Events()
     detach = attach(events, "auto") if show else lambda: None
     for host, pool in zip(hosts, pools, strict=True):
@@ -52,6 +58,18 @@ def fan_out(
     finally:
         detach()
     return [_outcome(host, one) for host, one in zip(hosts, found, strict=True)]
+
+
+def survey(pool: Compute) -> Survey:
+    """What the one host of a pool is and does right now. Raises a HostError."""
+    (host,) = pool.hosts
+    return Survey.parse(str(pool.run(as_function(look)(host.host.cache))), host.name)
+
+
+def surveys(hosts: Sequence[Host], inventory: Inventory) -> list[Survey | SkyfabError]:
+    """The survey of each host, or why there is none."""
+    outcomes = fan_out(survey, hosts, inventory, show=False)
+    return [outcome.result or outcome.error or SkyfabError("no answer") for outcome in outcomes]
 
 
 def _outcome(host: Host, found: R | Raised | None) -> Outcome[R]:

@@ -1,0 +1,71 @@
+"""Which hosts a pool has: those that are selected, and of these the ones that meet its condition when it is opened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Final
+
+from skyfab.errors import SkyfabError, UsageError
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.selection import some
+from skyfab.survey.condition import Condition
+from skyfab.survey.survey import Survey
+from skyfab.ui.events import Events, Notice
+
+_SHOWN: Final = 8
+"""Hosts that are named with what they have."""
+
+
+class HostChoice:
+    """The hosts of a pool. `listed` are those that the selection names, known before anything is connected to."""
+
+    def __init__(
+        self,
+        hosts: str | Iterable[str | Host] | None,
+        inventory: str | os.PathLike[str] | Inventory | None,
+        *,
+        nodes: int | None,
+        where: str | None,
+    ) -> None:
+        """Raises InventoryError and UsageError."""
+        self.inventory = Inventory.of(inventory)
+        self._condition = None if where is None else Condition.parse(where)
+        self._nodes = nodes
+        items = list(hosts) if hosts is not None and not isinstance(hosts, str) else hosts
+        self.listed = self.inventory.select(items, nodes=nodes)
+        if self._condition is not None:
+            self.listed = self.inventory.select(items)
+
+    def choose(self, events: Events) -> tuple[Host, ...]:
+        """The hosts to open: the first that meet the condition, if there is one. Connects to all listed to see that.
+
+        A host that cannot be reached does not meet it. Raises UsageError if too few do.
+        """
+        if self._condition is None:
+            return self.listed
+        from skyfab.pool.each_host import surveys
+
+        found = surveys(self.listed, self.inventory)
+        chosen: list[Host] = []
+        others: dict[str, str] = {}
+        for host, outcome in zip(self.listed, found, strict=True):
+            if isinstance(outcome, Survey) and self._condition.fits(host, outcome):
+                chosen.append(host)
+            else:
+                others[host.name] = self._reason(host, outcome)
+        if len(chosen) < (self._nodes or 1):
+            what = f"nodes={self._nodes}, but only {len(chosen)}" if chosen else "none"
+            lines = [f"\n  {name}: {reason}" for name, reason in others.items()]
+            rest = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+            meet = f"{what} of {len(self.listed)} hosts meet {self._condition.text!r}"
+            raise UsageError("".join([meet, *lines[:_SHOWN], rest]))
+        chosen = chosen[: self._nodes]
+        if others:
+            events.emit(Notice(host=some(list(others)), text=f"left out by {self._condition.text!r}"))
+        return tuple(chosen)
+
+    def _reason(self, host: Host, outcome: Survey | SkyfabError) -> str:
+        assert self._condition is not None
+        return self._condition.values(host, outcome) if isinstance(outcome, Survey) else outcome.message

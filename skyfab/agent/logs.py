@@ -168,4 +168,7 @@ class LogPipe:
             os.close(self._file)
         if self.times is not None:
             self.times.close()
-        self._mux.finish(self._stream)
+        if self._announce is None:
+            self._mux.end(self._stream)
+        else:  # nothing was written
+            self._mux.finish(self._stream)

@@ -163,6 +163,9 @@ class RunFolder:
     def finish(self, stream: int) -> None:
         """Nothing to do when a stream is complete."""
 
+    def end(self, stream: int) -> None:
+        """Nothing either."""
+
 
 def _boot() -> str:
     """Identifies the current boot of the machine."""

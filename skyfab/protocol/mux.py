@@ -216,6 +216,11 @@ class Mux:
         self._send_queue.finish(stream)
         self._used.pop(stream, None)
 
+    def end(self, stream: int) -> None:
+        """The same as `finish`, and the peer is told: an empty DATA frame follows the last."""
+        self._send_queue.mark_end(stream)
+        self.finish(stream)
+
     def ping(self) -> int:
         """Sends a PING and returns its number. `echoed` is at least this number once the peer has replied."""
         self._pings += 1
@@ -290,7 +295,7 @@ class Mux:
                     batch.append(sent)
                 else:
                     sent.at = now
-                    batch.extend((sent.header, sent.chunk))
+                    batch.extend(filter(len, (sent.header, sent.chunk)))
             return True
         while self._urgent and len(batch) < 64:
             whole = self._urgent.popleft()
@@ -303,7 +308,7 @@ class Mux:
                 if piece is not None:
                     self._unacked.append(_Sent(*piece, now))
                     self._flight += len(piece[1])
-                    batch.extend(piece)
+                    batch.extend(filter(len, piece))  # an empty chunk is its header alone
             elif not self._asked:
                 self._asked = True
                 batch.append(frame(PING))

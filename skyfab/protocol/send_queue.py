@@ -60,6 +60,15 @@ class SendQueue:
         """Removes the stream and drops its queued data."""
         self._streams.pop(stream, None)
 
+    def mark_end(self, stream: int) -> None:
+        """Queues an empty chunk, behind all data of the stream."""
+        outgoing = self._streams.get(stream)
+        if outgoing is None:
+            outgoing = self._streams[stream] = _Outgoing()
+        if not outgoing.pending:
+            self.turns.append(stream)
+        outgoing.pending.append(memoryview(b""))
+
     def finish(self, stream: int) -> None:
         """Marks the end of the stream's data: the stream is removed once all of it is sent."""
         outgoing = self._streams.get(stream)

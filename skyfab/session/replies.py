@@ -219,6 +219,9 @@ class Replies:
         elif stream in self._output:
             self.mux.used(stream, len(view))
             worker, lines = self._output[stream]
+            if not len(view):  # the process has ended, and this is all that it has written
+                self._flush(stream)
+                return
             if complete := lines.feed(bytes(view)):
                 self.after.append(lambda: self._listener.on_output(worker, complete))
             if lines.partial:
@@ -265,9 +268,14 @@ class Replies:
     def _flush_lines(self, worker: str) -> None:
         """A call has ended: shows its incomplete last line, too."""
         for stream in self._partial_of(worker):
+            self._flush(stream)
+
+    def _flush(self, stream: int) -> None:
+        """Shows the incomplete last line of a stream, if there is one."""
+        if stream in self._partial:
             self._partial.discard(stream)
-            rest = self._output[stream][1].rest()
-            self.after.append(functools.partial(self._listener.on_output, worker, rest))
+            worker, lines = self._output[stream]
+            self.after.append(functools.partial(self._listener.on_output, worker, lines.rest()))
 
     def _partial_of(self, worker: str) -> list[int]:
         """The worker's streams whose last line is incomplete."""

@@ -82,6 +82,23 @@ def test_a_head_larger_than_a_small_message_travels_too() -> None:
     assert pair.b.bodies[1] == b"data"
 
 
+def test_the_end_of_a_stream_follows_its_data() -> None:
+    """Also over a connection that replaces another one."""
+    pair = Pair()
+    pair.settle()
+    pair.a.say(7, large=True)
+    pair.a.say_more(7, content(1, 300_000))
+    pair.a.mux.end(7)
+    pair.a.flush()
+    pair.cut()
+    for side in (pair.a, pair.b):
+        pair.attach(side)
+    pair.settle()
+    pair.check()
+    sizes = pair.b.sizes[7]
+    assert sum(sizes) == 300_000 and sizes[-1] == 0 and 0 not in sizes[:-1]
+
+
 def test_a_small_message_overtakes_bulk() -> None:
     """A cancel behind 16 MiB waits for what the wire has taken already, and for no more."""
     pair = Pair()

@@ -138,3 +138,15 @@ def test_a_stream_that_goes_on_keeps_what_it_has_used_of_its_credit(queue: SendQ
     sent(queue)
     queue.add(1, bytes(8))
     assert sent(queue) == [(1, bytes(2))]
+
+
+def test_the_end_is_an_empty_chunk_behind_all_data_and_waits_for_credit(queue: SendQueue) -> None:
+    queue.add(1, b"0123456789ab")
+    queue.mark_end(1)
+    queue.finish(1)
+    queue.mark_end(3)
+    queue.finish(3)
+    assert sent(queue) == [(1, b"0123456789"), (3, b"")]
+    queue.grant(1, 10)
+    assert sent(queue) == [(1, b"ab"), (1, b"")]
+    assert not queue.is_ready

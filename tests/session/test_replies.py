@@ -225,6 +225,18 @@ def test_what_a_process_wrote_last_may_come_after_its_exit(stage: Stage) -> None
     assert ("solo.0", "stdout", "late") in stage.listener.told
 
 
+def test_the_last_line_of_a_process_needs_no_end_of_line(stage: Stage) -> None:
+    """Its exit overtakes what it has written; the end of its output is told behind that."""
+    stage.log(2, "solo.0")
+    stage.exited("solo.0", 1)
+    stage.data(2, b"first\nunfin")
+    stage.data(2, b"ished")
+    assert stage.listener.told == [("exit", "solo.0", 1), ("solo.0", "stdout", "first")]
+    stage.data(2, b"")
+    stage.data(2, b"")
+    assert stage.listener.told[2:] == [("solo.0", "stdout", "unfinished")]
+
+
 def test_the_next_process_of_a_worker_takes_the_place_of_the_last(stage: Stage) -> None:
     stage.log(2, "solo.0")
     stage.log(4, "solo.0", fd=2)

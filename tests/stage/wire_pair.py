@@ -63,6 +63,8 @@ class Side:
         """Give credit back as data arrives."""
         self.heads: list[tuple[int, bytes]] = []
         self.bodies: dict[int, bytearray] = {}
+        self.sizes: dict[int, list[int]] = {}
+        """Of the frames with data."""
         self.sent_heads: list[tuple[int, bytes]] = []
         self.sent_bodies: dict[int, bytes] = {}
         self.said_bye: list[str] = []
@@ -117,6 +119,7 @@ class Side:
 
     def data(self, stream: int, view: memoryview) -> None:
         assert view.obj is self._places[stream]
+        self.sizes.setdefault(stream, []).append(len(view))
         self.bodies[stream] += view
         if self.uses:
             self.mux.used(stream, len(view))

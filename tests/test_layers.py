@@ -49,7 +49,7 @@ LARGEST = {
     "pool": 4600,
     "env": 2960,
     "calls": 1700,
-    "inventory": 2250,
+    "inventory": 2260,
     "detached": 900,
     "files": 1150,
     "plugins": 1100,

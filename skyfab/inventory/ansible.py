@@ -80,17 +80,19 @@ class Tree:
         """The group of that name, made if it is new."""
         return self.groups.setdefault(name, Group(name, at))
 
-    def add_hosts(self, word: str, at: str, group: Group, variables: Mapping[str, Value]) -> None:
-        """Adds a host to a group, or several if its name is a range."""
+    def add_hosts(self, word: str, at: str, group: Group, variables: Mapping[str, Value], port: str = "") -> None:
+        """Adds a host to a group, or several if its name is a range; `port` counts for those that are new."""
         try:
             names = expand(word)
         except UsageError as error:
             self.note(at, error.message, error.hint)
             return
         for name in self._counted(names):
-            self.hosts.setdefault(name, at)
+            if name not in self.hosts:
+                self.hosts[name] = at
+                self.variables[name] = {"ansible_port": Value(port, at)} if port else {}
             group.hosts[name] = None
-            self.variables.setdefault(name, {}).update(variables)
+            self.variables[name].update(variables)
         self.listing.limit(len(self.hosts))
 
     def read(self) -> Contents:

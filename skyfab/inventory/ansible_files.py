@@ -87,15 +87,15 @@ def _read_host(tree: Tree, group: Group, line: str, at: str) -> None:
         tree.note(at, "has a quote that does not end", 'write ansible_ssh_common_args="-o ProxyJump=gateway"')
         return
     variables: Variables = {}
-    if match := re.fullmatch(r"((?:[^:\[]|\[[^\]]*\])+):([0-9]+)", word):
-        word, variables["ansible_port"] = match[1], Value(match[2], at)
+    match = re.fullmatch(r"((?:[^:\[]|\[[^\]]*\])+):([0-9]+)", word)
+    word, port = (match[1], match[2]) if match else (word, "")
     for item in words:
         name, equals, value = item.partition("=")
         if not equals:
             tree.note(at, f"{item!r} is no variable", "a line is one host; variables are name=value")
         elif name in VARIABLES:
             variables[name] = Value(value, at)
-    tree.add_hosts(word, at, group, variables)
+    tree.add_hosts(word, at, group, variables, port)
 
 
 def _unquoted(value: str) -> str:
@@ -159,7 +159,9 @@ class _Yaml:
     def _group(self, group: Group, node: Any) -> Iterator[tuple[str, Any, Any]]:
         """Reads a group, and yields those in it."""
         for part, key, value in self._pairs(node, f"group {group.name!r}"):
-            if part == "hosts":
+            if part == "hosts" and isinstance(value, self._yaml.ScalarNode) and value.value:
+                self._tree.add_hosts(value.value, self._at(value), group, {})
+            elif part == "hosts":
                 for word, at, variables in self._pairs(value, f"hosts of {group.name!r}"):
                     self._tree.add_hosts(word, self._at(at), group, self._variables(variables, repr(word)))
             elif part == "children":

@@ -159,7 +159,6 @@ class Inventory(ShownAsTable):
         if hosts is None:
             hosts = self.hosts.values()
         items = hosts if isinstance(hosts, Iterable) and not isinstance(hosts, str) else [hosts]
-
         aliases = functools.cache(ssh_config.aliases)
 
         def stranger(word: str) -> Host | None:
@@ -167,7 +166,7 @@ class Inventory(ShownAsTable):
             return self._ad_hoc(word) if known else None
 
         try:
-            chosen = tuple(choose(items, Names(self.hosts, self.groups), stranger).values())
+            chosen = tuple(choose(items, Names(self.hosts, self.groups, aliases), stranger).values())
         except UnknownHost as error:
             place = "" if self.source is None else f"{self.source}: "
             raise UnknownHost(place + error.message, hint=error.hint) from None

@@ -31,9 +31,9 @@ _MOST_FILES: Final = 1000
 _MOST_WORDS: Final = 1000
 """On one line."""
 
-_LINE: Final = re.compile(r'[ \t\f]*"?([A-Za-z0-9]+)"?(?:[ \t\f]*=[ \t\f]*|[ \t\f]+|$)(.*)')
+_LINE: Final = re.compile(r'"?([A-Za-z0-9]+)"?(?:[ \t]*=[ \t]*|[ \t]+|$)(.*)')
 _QUOTED: Final = r""""((?:\\.|[^"\\])*)"|'((?:\\.|[^'\\])*)'"""
-_WORD: Final = re.compile(rf"""[ \t\f]*(#.*|(?:{_QUOTED}|\\.|\\$|[^ \t\f"'\\])+)""")
+_WORD: Final = re.compile(rf"""[ \t]*(#.*|(?:{_QUOTED}|\\.|\\$|[^ \t"'\\])+)""")
 _ESCAPED: Final = re.compile(rf"{_QUOTED}|\\([\"'\\ ])")
 
 

@@ -140,6 +140,22 @@ def test_variables_of_files_beside_the_inventory_are_taken(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("text", "port"),
+    [
+        ("a:23", 23),
+        ("a:23\n[g]\na:24", 23),
+        ("a\n[g]\na:24", None),
+        ("a:23 ansible_port=25", 25),
+        ("a:23\n[g]\na ansible_port=25", 25),
+        ("a:23\n[all:vars]\nansible_port=25 # said", 23),
+        ("a\n[all:vars]\nansible_port=25 # said", 25),
+    ],
+)
+def test_a_port_in_a_name_counts_where_the_host_is_first(text: str, port: int | None, tmp_path: Path) -> None:
+    assert read(text, tmp_path).hosts["a"].port == port
+
+
+@pytest.mark.parametrize(
     ("args", "jump"),
     [
         ("-J gate", "gate"),
@@ -252,7 +268,6 @@ def test_a_mistake_of_an_ini_file_is_told_with_its_line(text: str, message: str,
         ("all:\n\thosts:", "h.yml:2: is not YAML: "),
         ("- hosts: all", "h.yml:1: an inventory must be a mapping"),
         ("all:\n  hosts: [a, b]", "h.yml:2: hosts of 'all' must be a mapping"),
-        ("all:\n  hosts: a", "h.yml:2: hosts of 'all' must be a mapping"),
         ("all:\n  host:\n    a:", "h.yml:2: group 'all': host is no key of a group"),
         ("all:\n  hosts:\n    a: 1", "h.yml:3: 'a' must be a mapping"),
         ("all:\n  hosts:\n    a:\n      ansible_host: '{{ x }}'", "h.yml:4: 'a' ansible_host: is a template"),
@@ -287,6 +302,7 @@ def test_aliases_and_merges_of_yaml_are_understood(tmp_path: Path) -> None:
     """
     found = mistake(text, tmp_path, "h.yml")  # .base is a group for Ansible too
     assert "ansible_user is no key of a group" in found
+    assert list(read("all:\n  hosts: a", tmp_path, "h.yml").hosts) == ["a"]
     text = "all:\n  hosts:\n    a: &base {ansible_user: ada, ansible_port: 22}\n    b: {<<: *base, ansible_port: 23}\n"
     assert [host.login for host in read(text, tmp_path, "h.yml").hosts.values()] == ["ada@a:22", "ada@b:23"]
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -33,7 +36,7 @@ ENTRIES = {
     "comment after": ("Host a # b", ["a"]),
     "no comment inside": ("Host a\nHost b#c", ["a"]),
     "CRLF": ("Host a\r\n  User x\r\nHost b\r\n", ["a", "b"]),
-    "form feed": ("Host\fa", ["a"]),
+    "form feed": ("Host a \f", ["a"]),
     "no end of line": ("\n\nHost a", ["a"]),
     "byte order mark": ("\ufeffHost a", ["a"]),
     "star": ("Host * a", ["a"]),
@@ -67,6 +70,22 @@ ENTRIES = {
     "git in quotes": ('Host b\n  User "git"\nHost a', ["a"]),
     "git in a Match": ("Host a\nMatch host a\n  User git", ["a"]),
 }
+
+
+LENIENT = ("byte order mark", "unknown keyword", "keyword alone")
+"""What ssh refuses, and tells when it connects."""
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh here")
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in LENIENT])
+def test_ssh_knows_these_aliases(name: str, tmp_path: Path) -> None:
+    """Each Host line says a port, and ssh finds it by the alias."""
+    text, expected = ENTRIES[name]
+    path = tmp_path / "config"
+    path.write_text(re.sub(r'(?im)^([ \t]*"?host"?[ \t=].*)$', r"\1\n  Port 7777", text.replace("\r", "")))
+    for alias in expected:
+        said = subprocess.run(["ssh", "-G", "-F", str(path), alias], capture_output=True, text=True)
+        assert "port 7777" in said.stdout.splitlines(), said.stderr
 
 
 @pytest.mark.parametrize(("text", "expected"), ENTRIES.values(), ids=ENTRIES)

@@ -6,20 +6,17 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 from skyfab.errors import InventoryError
 from skyfab.inventory.ansible import VARIABLES, Group, Tree, Value, Variables
 from skyfab.inventory.file import Contents
 from skyfab.inventory.host import NAME, did_you_mean
 from skyfab.inventory.text import lines_of, read_text
+from skyfab.inventory.yaml_nodes import Node, compose
 
 YAML: Final = (".yml", ".yaml", ".json")
-_LARGEST: Final = 1024 * 1024
-"""Characters of a YAML file: PyYAML takes ten seconds for as many."""
 _SECTION: Final = re.compile(r"\[([^:\]\s]+)(?::([a-z]+))?\]\s*(?:[#;].*)?")
-_STANDARD: Final = "tag:yaml.org,2002:"
 
 
 def read(text: str, source: str, beside: Path | None = None) -> Contents:
@@ -107,47 +104,26 @@ def _unquoted(value: str) -> str:
 # ---- YAML
 
 
-def _pyyaml(source: str) -> ModuleType:
-    try:
-        import yaml
-    except ImportError:
-        raise InventoryError(
-            f"{source}: is YAML, and PyYAML is not installed", hint="pip install 'skyfab[ansible]'"
-        ) from None
-    return yaml  # type: ignore[no-any-return]
+_Pair = tuple[str, Node, Node]
+"""A name in a mapping, the node of it, and the value."""
 
 
 class _Yaml:
-    """Reads nodes, not values: nothing is constructed, lines are known, and an alias is not copied."""
-
     def __init__(self, tree: Tree, source: str, text: str) -> None:
         self._tree = tree
         self._source = source
-        self._yaml = _pyyaml(source)
-        self._known: dict[int, list[tuple[str, Any, Any]]] = {}
-        self._root = self._composed(text)
-
-    def _composed(self, text: str) -> Any:
-        if len(text) > _LARGEST:
-            raise InventoryError(f"{self._source}: is larger than {_LARGEST >> 20} MiB", hint="is it another file?")
-        try:
-            return self._yaml.compose(text, Loader=self._yaml.SafeLoader)
-        except self._yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            line = "" if mark is None else f":{mark.line + 1}"
-            problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-            hint = "hosts are keys: all, below it hosts, below it node1 and a colon"
-            raise InventoryError(f"{self._source}{line}: is not YAML: {problem}", hint=hint) from None
+        self._known: dict[int, list[_Pair]] = {}
+        self._root = compose(text, source)
 
     def read(self) -> None:
-        waiting = list(self._pairs(self._root, "an inventory"))
+        waiting = self._pairs(self._root, "an inventory")[::-1]
         if "plugin" in (name for name, _, _ in waiting):
             hint = "write down what it finds: ansible-inventory --list --yaml"
             self._tree.note(self._source, "is the configuration of a plugin, and none is run here", hint)
             return
         seen: set[tuple[str, int]] = set()
         while waiting:
-            name, key, value = waiting.pop(0)
+            name, key, value = waiting.pop()
             if (name, id(value)) not in seen:
                 seen.add((name, id(value)))
                 waiting += self._group(self._tree.group(name, self._at(key)), value)
@@ -156,66 +132,65 @@ class _Yaml:
         """Those of a file in group_vars or host_vars."""
         return self._variables(self._root, "a file of variables")
 
-    def _group(self, group: Group, node: Any) -> Iterator[tuple[str, Any, Any]]:
-        """Reads a group, and yields those in it."""
+    def _group(self, group: Group, node: Node) -> list[_Pair]:
+        """Reads a group, and returns those in it, the last one first."""
+        inner: list[_Pair] = []
         for part, key, value in self._pairs(node, f"group {group.name!r}"):
-            if part == "hosts" and isinstance(value, self._yaml.ScalarNode) and value.value:
-                self._tree.add_hosts(value.value, self._at(value), group, {})
+            if part == "hosts" and value.kind == "scalar":
+                self._tree.add_hosts(value.text, self._at(value), group, {})
             elif part == "hosts":
                 for word, at, variables in self._pairs(value, f"hosts of {group.name!r}"):
                     self._tree.add_hosts(word, self._at(at), group, self._variables(variables, repr(word)))
             elif part == "children":
-                for child, at, inner in self._pairs(value, f"children of {group.name!r}"):
-                    group.children[child] = None
-                    yield child, at, inner
+                inner = self._pairs(value, f"children of {group.name!r}")
+                group.children.update(dict.fromkeys(name for name, _, _ in inner))
             elif part == "vars":
                 group.variables.update(self._variables(value, f"vars of {group.name!r}"))
             else:
                 hint = did_you_mean(part, ("hosts", "children", "vars")) or "there are hosts, children and vars"
                 self._tree.note(self._at(key), f"group {group.name!r}: {part} is no key of a group", hint)
+        return inner[::-1]
 
-    def _variables(self, node: Any, what: str) -> Variables:
+    def _variables(self, node: Node | None, what: str) -> Variables:
         found: Variables = {}
         for name, key, value in self._pairs(node, what):
-            if name not in VARIABLES:
+            if name not in VARIABLES or value.kind == "null":
                 continue
             at = self._at(key)
-            if value.tag == f"{_STANDARD}null":
-                continue
-            if not isinstance(value, self._yaml.ScalarNode):
+            if value.kind != "scalar":
                 self._tree.note(f"{at}: {name}", "must be a text", "write the value after the colon")
-            elif not value.tag.startswith(_STANDARD):
+            elif value.tag:
                 self._tree.note(f"{at}: {name}", f"is {value.tag}, which cannot be read here", "write the value itself")
             else:
-                found[name] = Value(value.value, at)
+                found[name] = Value(value.text, at)
         return found
 
-    def _pairs(self, node: Any, what: str) -> list[tuple[str, Any, Any]]:
-        """The keys and values of a mapping, those that it merges (``<<``) first; nothing for null."""
-        if node is None or node.tag == f"{_STANDARD}null":
+    def _pairs(self, node: Node | None, what: str) -> list[_Pair]:
+        """The names and values of a mapping, those that it merges (``<<``) first; nothing for null."""
+        if node is None or node.kind == "null":
             return []
-        if not isinstance(node, self._yaml.MappingNode):
+        if node.kind != "mapping":
             self._tree.note(self._at(node), f"{what} must be a mapping", "each name has a colon after it")
             return []
         if id(node) in self._known:  # by an alias; of itself, there is nothing
             return self._known[id(node)]
         self._known[id(node)] = []
-        merged: dict[str, tuple[str, Any, Any]] = {}
-        own: dict[str, tuple[str, Any, Any]] = {}
-        for key, value in node.value:
-            if key.tag == f"{_STANDARD}merge":
-                for one in value.value if isinstance(value, self._yaml.SequenceNode) else [value]:
+        merged: dict[str, _Pair] = {}
+        own: dict[str, _Pair] = {}
+        for key, value in zip(node.parts[::2], node.parts[1::2], strict=True):
+            if key.kind == "merge":
+                for one in value.parts if value.kind == "sequence" else [value]:
                     for pair in self._pairs(one, what):
                         merged.setdefault(pair[0], pair)
-            elif isinstance(key, self._yaml.ScalarNode):
-                own[key.value] = (key.value, key, value)
+            elif key.kind == "scalar":
+                own[key.text] = (key.text, key, value)
             else:
                 self._tree.note(self._at(key), f"{what} has a key that is no name", "write a name and a colon")
         self._known[id(node)] = list((merged | own).values())
         return self._known[id(node)]
 
-    def _at(self, node: Any) -> str:
-        return f"{self._source}:{node.start_mark.line + 1}"
+    def _at(self, node: Node) -> str:
+        return f"{self._source}:{node.line}"
 
 
 # ---- group_vars and host_vars

@@ -264,7 +264,7 @@ def test_a_mistake_of_an_ini_file_is_told_with_its_line(text: str, message: str,
     [
         ("", "h.yml: has no hosts"),
         ("all:", "h.yml: has no hosts"),
-        ("all:\n  hosts:\n   a: [", "h.yml:3: is not YAML: "),
+        ("all:\n  hosts:\n   a: }", "h.yml:3: is not YAML: "),
         ("all:\n\thosts:", "h.yml:2: is not YAML: "),
         ("- hosts: all", "h.yml:1: an inventory must be a mapping"),
         ("all:\n  hosts: [a, b]", "h.yml:2: hosts of 'all' must be a mapping"),
@@ -278,7 +278,9 @@ def test_a_mistake_of_an_ini_file_is_told_with_its_line(text: str, message: str,
         ("a: &a\n  hosts: {h: }\n  children: {a: *a, b: {children: {a: }}}", "h.yml:1: group 'a': contains itself"),
         ("--- a\n--- b", "h.yml:2: is not YAML"),
         ("all: {hosts: {a: {}}}\n\x01", "h.yml: is not YAML"),
-        ("[" * 5000, "h.yml: is nested too deeply"),
+        ("[" * 500_000, "h.yml:1: is nested too deeply"),
+        ("- " * 500_000, "h.yml:1: is nested too deeply"),
+        ("all: *a", "h.yml:1: is not YAML: there is no &a"),
     ],
 )
 def test_a_mistake_of_a_yaml_file_is_told_with_its_line(text: str, message: str, tmp_path: Path) -> None:
@@ -308,6 +310,7 @@ def test_aliases_and_merges_of_yaml_are_understood(tmp_path: Path) -> None:
 
 
 HOSTILE = {
+    "large": "all:\n  hosts:\n" + "".join(f"    n{n}: {{ansible_user: ada}}\n" for n in range(5_000)),
     "laughs": "a0: &a0 {hosts: {h: }}\n"
     + "".join(
         f"a{n}: &a{n} {{children: {{x{n}: *a{n - 1}, y{n}: *a{n - 1}, z{n}: *a{n - 1}}}}}\n" for n in range(1, 60)
@@ -332,9 +335,10 @@ def test_what_multiplies_ends(text: str, tmp_path: Path) -> None:
 
 
 def test_a_chain_of_groups_of_any_length_is_read(tmp_path: Path) -> None:
-    chain = "".join(f"[g{n}:children]\ng{n + 1}\n[g{n}:vars]\nansible_port={n + 1}\n" for n in range(1200))
-    inventory = read(f"{chain}[g1200]\na\n", tmp_path)
-    assert inventory.hosts["a"].port == 1200
+    chain = "".join(f"[g{n}:children]\ng{n + 1}\n" for n in range(1200))
+    variables = "[g1:vars]\nansible_port=1\n[g1199:vars]\nansible_port=2\n[g0:vars]\nansible_port=3\n"
+    inventory = read(f"{chain}[g1200]\na\n{variables}", tmp_path)
+    assert inventory.hosts["a"].port == 2
     assert inventory.groups["g0"] == ("a",)
 
 

@@ -123,7 +123,7 @@ class UsageError(SkyfabError, ValueError):
 
 
 class InventoryError(UsageError):
-    """A mistake in an inventory: the message names file, table and key."""
+    """A mistake in an inventory: the message names file, line, table and key."""
 
 
 class UnknownHost(InventoryError, KeyError):

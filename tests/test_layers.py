@@ -50,7 +50,7 @@ LARGEST = {
     "pool": 4720,
     "env": 2960,
     "calls": 1700,
-    "inventory": 1030,
+    "inventory": 2350,
     "detached": 900,
     "files": 1150,
     "plugins": 1100,
@@ -81,10 +81,11 @@ OUTSIDE = {
     "jax": {"plugins"},
     "jaxlib": {"plugins"},
     "uv": {"env.uv"},
+    "yaml": {"inventory.yaml_nodes"},
 }
 """What is not here is not used at all."""
 
-ONLY_INSIDE_FUNCTIONS = {"torch", "jax", "numpy", "rich"}
+ONLY_INSIDE_FUNCTIONS = {"torch", "jax", "numpy", "rich", "yaml"}
 """They take long to import, or are not everywhere: whoever does not need them does not wait for them."""
 WITHOUT_TORCH = {
     "device",

@@ -54,7 +54,7 @@ RunHosts = Annotated[
 InventoryFile = Annotated[
     str | None,
     Option(
-        "the file that names the hosts",
+        "the file that names the hosts, or another source: ssh_config, slurm, a hostfile, an Ansible inventory",
         "FILE",
         default="$SKYFAB_INVENTORY, else ./inventory.toml, else ~/.config/skyfab/inventory.toml",
         example="inventory.toml",

@@ -19,8 +19,8 @@ from typing import Final
 from skyfab.env.uv import alone
 from skyfab.errors import HostKeyRefused, SkyfabError, Unreachable, UsageError
 from skyfab.inventory.host import Host
+from skyfab.inventory.ssh_config import CONFIG
 from skyfab.session.fanout import Raised, for_each_host, one_error
-from skyfab.session.transport.keys import CONFIG
 
 _TIMEOUT: Final = 5
 """Timeout in seconds for fetching a host's keys."""

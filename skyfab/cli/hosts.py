@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
-from skyfab.cli.command import Hosts, InventoryFile, Json, command
-from skyfab.errors import HostUnfit
+from skyfab.cli.command import Hosts, InventoryFile, Json, Option, command
+from skyfab.errors import HostUnfit, UsageError
 from skyfab.sizes import progress, readable
 from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import clean_lines, is_rich
 
 if TYPE_CHECKING:
+    from skyfab.inventory.host import Host
     from skyfab.pool.each_host import Outcome
     from skyfab.protocol.messages import AgentHello
     from skyfab.survey.survey import Survey
@@ -26,6 +28,11 @@ _OPTIONAL: Final = ("system", "disk", "CPUs", "python", "load", "memory")
 def hosts(
     hosts: Hosts = None,
     inventory: InventoryFile = None,
+    from_: Annotated[
+        str | None,
+        Option("show what a source of hosts has, and connect to none of them", "SOURCE", example="ssh_config"),
+    ] = None,
+    toml: Annotated[bool, Option("print what --from shows as an inventory.toml")] = False,
     json_: Json = False,
 ) -> int:
     """Show what each host is and does right now, or why it cannot be used.
@@ -33,16 +40,24 @@ def hosts(
     System, Python, load, memory, disk, GPUs and who uses them, all hosts at once. On a narrow terminal some columns
     are left out; --json has everything. Ends with 3 when a host cannot be used.
 
+    A SOURCE is ssh_config, ssh_config:PATTERN, slurm, or the path of a hostfile, an Ansible inventory or an
+    inventory.toml; hostfile:PATH and ansible:PATH say which it is. --inventory takes the same.
+
         skyfab hosts
         skyfab hosts node1
         skyfab hosts --hosts=gpu --json
+        skyfab hosts --from=ssh_config --toml > inventory.toml
     """
-    import json
-
     from skyfab.cli.selected import selected
     from skyfab.pool.each_host import fan_out, survey
     from skyfab.ui.table import table
 
+    if from_ is not None:
+        if inventory is not None:
+            raise UsageError("--from and --inventory both say where hosts come from", hint="leave --from out")
+        return _show_source(from_, hosts, as_toml=toml, as_json=json_)
+    if toml:
+        raise UsageError("--toml prints what --from shows", hint="skyfab hosts --from=ssh_config --toml")
     known, chosen = selected(hosts, inventory, quiet=json_)
     show = not json_ and is_rich(sys.stdout, sys.stderr)  # else the table is enough
     outcomes = fan_out(lambda pool: (pool.hosts[0].agent, survey(pool)), chosen, known, show=show)
@@ -55,6 +70,33 @@ def hosts(
             if facts.hint:
                 print(HINTS.adapted(clean_lines(f"hint: {facts.name}: {facts.hint}")), file=sys.stderr)
     return 0 if all(facts.error is None for facts in found) else 3
+
+
+def _show_source(source: str, hosts: str | None, *, as_toml: bool, as_json: bool) -> int:
+    """Shows the hosts of a source, and on stderr what was left out."""
+    from skyfab.inventory.inventory import Inventory
+    from skyfab.ui.table import table
+
+    found = Inventory.of(source)
+    if as_toml and (hosts is not None or as_json):
+        raise UsageError("--toml prints all hosts", hint="leave out the selection and --json")
+    groups = {name: [group for group, members in found.groups.items() if name in members] for name in found.hosts}
+    chosen = found.select(hosts)
+    for name, reason in found.left_out.items():
+        print(clean_lines(f"left out: {name}: {reason}"), file=sys.stderr)
+    if as_toml:
+        print(found.to_toml(), end="")
+    elif as_json:
+        listed = [{"name": one.name, "address": _address(one), "groups": groups.get(one.name, [])} for one in chosen]
+        print(json.dumps(listed, indent=2, ensure_ascii=False))
+    else:
+        rows = [(one.name, _address(one), ", ".join(groups.get(one.name, []))) for one in chosen]
+        table(("host", "address", "groups"), rows)
+    return 0
+
+
+def _address(host: Host) -> str:
+    return "this machine" if host.transport == "local" else host.login
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +117,7 @@ class Facts:
     @classmethod
     def of(cls, outcome: Outcome[tuple[AgentHello, Survey]]) -> Facts:
         host, error = outcome.host, outcome.error
-        address = "this machine" if host.transport == "local" else host.login
+        address = _address(host)
         if error is not None:
             reachable = isinstance(error, HostUnfit)
             return cls(name=host.name, address=address, reachable=reachable, error=error.message, hint=error.hint)

@@ -1,40 +1,70 @@
-"""Parses and validates inventory.toml. Reports all mistakes in it at once."""
+"""Parses and validates inventory.toml, and such tables from other sources. Reports all mistakes at once."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from typing import Any, NamedTuple
 
 from skyfab import toml
 from skyfab.errors import InventoryError, UsageError
 from skyfab.inventory.host import CHECKS, LOCAL, NAME, Address, Host, did_you_mean, kind
+from skyfab.inventory.mistakes import Mistakes
 from skyfab.inventory.selection import Names, choose, expand, place, split
+from skyfab.inventory.toml_lines import lines_by_key
 
 KEYS = tuple(key for key in CHECKS if key != "name")
 _TABLES = ("defaults", "hosts", "groups")
 _SSH_KEYS = ("address", "port", "user", "identity", "jump", "host_key")
-_RESERVED = ("all", "none", LOCAL.name)
-_SPELLING = "letters, digits, '.', '_', '+' and '-', not a sign first"
+RESERVED = ("all", "none", LOCAL.name)
+SPELLING = "letters, digits, '.', '_', '+' and '-', not a sign first"
 
 
-def read(text: str, source: str) -> tuple[dict[str, Host], dict[str, tuple[str, ...]]]:
+Place = tuple[str, ...]
+"""The path of a table or key, as in ``("hosts", "node1", "port")``."""
+
+
+class Contents(NamedTuple):
+    """What a source has."""
+
+    hosts: dict[str, Host]
+    groups: dict[str, tuple[str, ...]]
+    left_out: dict[str, str]
+    """What cannot be used of it, by name, with the reason."""
+
+
+def read(text: str, source: str) -> Contents:
     """The hosts and groups of a document. Raises one `InventoryError` with all mistakes."""
-    reader = _Reader()
-    reader.read(_toml(text, source))
-    mistakes = list(dict.fromkeys(reader.mistakes))
-    if len(mistakes) > 1:
-        raise InventoryError("\n  ".join([f"{source}: {len(mistakes)} mistakes", *map(str, mistakes)]))
-    if mistakes:
-        raise InventoryError(f"{source}: {mistakes[0].place}: {mistakes[0].problem}", hint=mistakes[0].hint)
-    if not reader.hosts:
+    tables = _toml(text, source)
+    mistakes = Mistakes(source)
+    lines = functools.cache(lambda: lines_by_key(text))
+
+    def where(place: Place) -> str:
+        known = (lines().get(place[:size]) for size in range(len(place), 0, -1))
+        line = next((f":{number}" for number in known if number), "")
+        return f"{source}{line}: {_shown(place)}"
+
+    contents = read_tables(tables, mistakes, where)
+    if not contents.hosts:
         raise InventoryError(
             f"{source}: has no hosts", hint='add a table [hosts.node1] and, below it, address = "10.0.0.11"'
         )
-    return reader.hosts, reader.groups
+    return contents
+
+
+def read_tables(tables: Mapping[str, Any], mistakes: Mistakes, where: Callable[[Place], str]) -> Contents:
+    """The hosts and groups of the tables of a document; `where` says where a table or key is.
+
+    Raises one `InventoryError` with all mistakes, those that were noted before among them.
+    """
+    reader = _Reader(lambda place, problem, hint: mistakes.note(where(place), problem, hint))
+    reader.read(tables)
+    mistakes.check()
+    return Contents(reader.hosts, reader.groups, {})
 
 
 def _toml(text: str, source: str) -> dict[str, Any]:
@@ -48,108 +78,102 @@ def _toml(text: str, source: str) -> dict[str, Any]:
         raise InventoryError(f"{source}: is nested too deeply", hint="three tables are all it needs") from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Mistake:
-    place: str
-    problem: str
-    hint: str | None
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.problem}" + (f" ({self.hint})" if self.hint else "")
+def _shown(place: Place) -> str:
+    """A path as messages name it: ``[hosts.node1] port``."""
+    size = 2 if place[0] == "hosts" else 1
+    return " ".join([f"[{'.'.join(map(bare, place[:size]))}]", *map(bare, place[size:])])
 
 
 @dataclass(slots=True)
 class _Reader:
     """Reads a document table by table. Records mistakes and continues."""
 
-    mistakes: list[_Mistake] = field(default_factory=list)
+    note: Callable[[Place, str, str | None], None]
     hosts: dict[str, Host] = field(default_factory=dict)
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
     """The table that declares each host."""
 
     def read(self, document: Mapping[str, Any]) -> None:
         for table in document:
             if table not in _TABLES:
                 hint = "move it below [defaults]" if table in KEYS else did_you_mean(table, _TABLES)
-                self.note(f"[{_bare(table)}]", "is no table of an inventory", hint or f"there are {', '.join(_TABLES)}")
-        defaults = self.keys("[defaults]", self.table("[defaults]", document.get("defaults", {})))
-        for name, table in self.table("[hosts]", document.get("hosts", {})).items():
+                self.note((table,), "is no table of an inventory", hint or f"there are {', '.join(_TABLES)}")
+        defaults = self.keys(("defaults",), self.table(document, "defaults"))
+        for name, table in self.table(document, "hosts").items():
             self.add_hosts(name, table, defaults)
         self.find_twins()
         self.find_jump_circles()
-        self.add_groups(self.table("[groups]", document.get("groups", {})))
+        self.add_groups(self.table(document, "groups"))
 
-    def note(self, place: str, problem: str, hint: str | None) -> None:
-        self.mistakes.append(_Mistake(place, problem, hint))
-
-    def table(self, place: str, value: object) -> Mapping[str, Any]:
+    def table(self, document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        value = document.get(name, {})
         if isinstance(value, Mapping):
             return value
-        self.note(place, f"must be a table, not {kind(value)}", f"write {place} on a line of its own")
+        self.note((name,), f"must be a table, not {kind(value)}", f"write [{name}] on a line of its own")
         return {}
 
-    def keys(self, place: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    def keys(self, place: Place, table: Mapping[str, Any]) -> dict[str, Any]:
         """The valid keys of a host's table; the others are recorded as mistakes."""
         values = {}
         for key, value in table.items():
             if key not in KEYS:
-                self.note(f"{place} {_bare(key)}", "is no key of a host", _key_hint(place, key, value))
+                self.note((*place, key), "is no key of a host", _key_hint(place, key, value))
                 continue
             try:
                 values[key] = CHECKS[key](value)
             except UsageError as error:
-                self.note(f"{place} {key}", error.message, error.hint)
+                self.note((*place, key), error.message, error.hint)
         return values
 
     def add_hosts(self, key: str, value: object, defaults: Mapping[str, Any]) -> None:
         """Adds the host of one table, or several hosts if its name is a range."""
-        place = f"[hosts.{_bare(key)}]"
+        place = ("hosts", key)
         if not isinstance(value, Mapping):
-            self.note(place, f"must be a table, not {kind(value)}", f"write {place} and, below it, address = …")
+            self.note(place, f"must be a table, not {kind(value)}", f"write {_shown(place)} and, below it, address = …")
             return
         names = self.names(place, key)
         addresses = self.addresses(place, value.get("address"), len(names)) if names else []
         values = self.keys(place, {other: item for other, item in value.items() if other != "address"})
         for name, address in zip(names, addresses, strict=True):
             if name in self.hosts:
-                self.note(place, f"declares {name} again", f"{self.places[name]} has it")
+                self.note(place, f"declares {name} again", f"{_shown(self.places[name])} has it")
                 continue
             own = values | ({} if address is None else self.keys(place, {"address": address}))
             self.places[name] = place
             self.hosts[name] = self.local(place, own, defaults) if name == LOCAL.name else _host(name, own, defaults)
 
-    def names(self, place: str, key: str) -> list[str]:
+    def names(self, place: Place, key: str) -> list[str]:
         try:
             names = expand(key)
         except UsageError as error:
             self.note(place, error.message, error.hint)
             return []
         if not all(map(NAME.fullmatch, names)):
-            self.note(place, "cannot be a host's name", _SPELLING)
+            self.note(place, "cannot be a host's name", SPELLING)
         elif names[0] in ("all", "none"):
             self.note(place, f"{names[0]} is a word of its own in selections", "give the host another name")
         else:
             return names
         return []
 
-    def addresses(self, place: str, value: object, count: int) -> list[Any]:
+    def addresses(self, place: Place, value: object, count: int) -> list[Any]:
         """One address for each of `count` hosts; ``10.0.0.[11-14]`` is counted in step with their names."""
         try:
             addresses: list[Any] = [*expand(value)] if isinstance(value, str) else [value]
         except UsageError as error:
-            self.note(f"{place} address", error.message, error.hint)
+            self.note((*place, "address"), error.message, error.hint)
             addresses = [None]
         if len(addresses) not in (1, count):
             problem = f"stands for {len(addresses)} addresses, and the name for {count}"
-            self.note(f"{place} address", problem, "count both in step")
+            self.note((*place, "address"), problem, "count both in step")
             addresses = [None]
         return addresses * count if len(addresses) == 1 else addresses
 
-    def local(self, place: str, own: Mapping[str, Any], defaults: Mapping[str, Any]) -> Host:
+    def local(self, place: Place, own: Mapping[str, Any], defaults: Mapping[str, Any]) -> Host:
         for key in own:
             if key in _SSH_KEYS or (key == "transport" and own[key] not in ("auto", "local")):
-                self.note(f"{place} {key}", "local is this machine, without SSH", "leave it out, or rename the host")
+                self.note((*place, key), "local is this machine, without SSH", "leave it out, or rename the host")
         own = {key: item for key, item in own.items() if key not in _SSH_KEYS}
         defaults = {key: item for key, item in defaults.items() if key not in _SSH_KEYS}
         return _host(LOCAL.name, {**own, "transport": "local"}, defaults)
@@ -163,17 +187,17 @@ class _Reader:
             twin = first.setdefault(place(host), host.name)
             if twin != host.name:
                 hint = "leave one of them out, or give them different ports"
-                self.note(f"{self.places[host.name]} address", f"{host.name} has {host.address}, as {twin} has", hint)
+                self.note((*self.places[host.name], "address"), f"{host.name} has {host.address}, as {twin} has", hint)
 
     def find_jump_circles(self) -> None:
         passed = {name: _passed(host) for name, host in self.hosts.items()}
         for name, hops in passed.items():
             for hop in hops:
                 if hop == LOCAL.name or (hop in self.hosts and self.hosts[hop].transport == "local"):
-                    self.note(f"{self.places[name]} jump", f"{hop} is this machine", "leave the jump out")
+                    self.note((*self.places[name], "jump"), f"{hop} is this machine", "leave the jump out")
         for circle in _circles({name: [hop for hop in hops if hop in self.hosts] for name, hops in passed.items()}):
             hint = 'write jump = "none" for the one that is reached directly'
-            self.note(f"{self.places[circle[0]]} jump", f"goes in a circle: {' → '.join(circle)}", hint)
+            self.note((*self.places[circle[0]], "jump"), f"goes in a circle: {' → '.join(circle)}", hint)
 
     def add_groups(self, table: Mapping[str, Any]) -> None:
         """Resolves groups, nested ones first."""
@@ -181,29 +205,29 @@ class _Reader:
         self.groups = dict.fromkeys(members, ())
         inner = {name: [word for word in _mentioned(words) if word in members] for name, words in members.items()}
         for circle in _circles(inner):
-            self.note(f"[groups] {_bare(circle[0])}", f"contains itself: {' → '.join(circle)}", "take one of them out")
+            self.note(("groups", circle[0]), f"contains itself: {' → '.join(circle)}", "take one of them out")
         names = Names(self.hosts, self.groups)
         for name in TopologicalSorter(inner).static_order():
             try:
                 self.groups[name] = tuple(choose(members[name], names))
             except UsageError as error:
-                self.note(f"[groups] {_bare(name)}", error.message, error.hint)
+                self.note(("groups", name), error.message, error.hint)
 
     def may_be_group(self, name: str) -> bool:
-        place = f"[groups] {_bare(name)}"
+        place = ("groups", name)
         if not NAME.fullmatch(name):
-            self.note(place, "cannot be a group's name", _SPELLING)
-        elif name in _RESERVED:
+            self.note(place, "cannot be a group's name", SPELLING)
+        elif name in RESERVED:
             self.note(place, f"{name} is a word of its own in selections", "give the group another name")
         elif name in self.hosts:
-            self.note(place, f"a host has that name: {self.places[name]}", "give the group another name")
+            self.note(place, f"a host has that name: {_shown(self.places[name])}", "give the group another name")
         else:
             return True
         return False
 
     def words(self, group: str, value: object) -> list[str]:
         """The valid words of a group; the others are recorded as mistakes."""
-        place, words = f"[groups] {_bare(group)}", []
+        place, words = ("groups", group), []
         if not isinstance(value, list):
             self.note(place, f"must be an array, not {kind(value)}", f'for instance {group} = ["node1", "node[2-4]"]')
             return []
@@ -248,13 +272,13 @@ def _circles(graph: dict[str, list[str]]) -> Iterator[list[str]]:
             return
 
 
-def _key_hint(place: str, key: str, value: object) -> str:
-    if isinstance(value, Mapping) and place.startswith("[hosts."):
-        part = _bare(key).strip('"')
+def _key_hint(place: Place, key: str, value: object) -> str:
+    if isinstance(value, Mapping) and place[0] == "hosts":
+        part = bare(key).strip('"')
         return f'if {part} is part of the name, put it in quotes: [hosts."name.{part}"]'
     return did_you_mean(key, KEYS) or f"the keys are {', '.join(KEYS)}"
 
 
-def _bare(key: str) -> str:
+def bare(key: str) -> str:
     """A key as TOML spells it: quoted if necessary, and on one line."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=not key.isprintable())

@@ -1,22 +1,26 @@
-"""`Inventory`: the user's hosts and groups, read from a TOML file, and the selection of some of them."""
+"""`Inventory`: the user's hosts and groups, read from a file or another source, and the selection of some of them."""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skyfab.errors import InventoryError, UnknownHost, UsageError
-from skyfab.inventory.file import read
+from skyfab.inventory import ansible_files, hostfile, slurm, sources, ssh_config
+from skyfab.inventory.file import Contents, read
 from skyfab.inventory.host import LOCAL, Address, Host, expanded
 from skyfab.inventory.selection import Names, choose
+from skyfab.inventory.text import read_text
+from skyfab.inventory.writer import written
 from skyfab.notebook import ShownAsTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory(ShownAsTable):
-    """`hosts` by name, in the order of the file (`source`, if any), and `groups` of them.
+    """`hosts` by name, in the order of the file (`source`, if any), and `groups` of them; `left_out` are no hosts.
 
     >>> inventory = Inventory.parse('[hosts."node[1-4]"]')
     >>> [host.name for host in inventory.select("node*,!node3")]
@@ -26,8 +30,10 @@ class Inventory(ShownAsTable):
     hosts: Mapping[str, Host]
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The names of each group's hosts; nested groups are resolved."""
-    source: Path | None = None
-    """The file; None if there is none: then any word may be an ssh_config alias."""
+    source: Path | None = field(default=None, compare=False)
+    """The file, or the word of another source; None if there is none: then any word may be an ssh_config alias."""
+    left_out: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """What its source has that cannot be used, by name, with the reason."""
 
     def __repr__(self) -> str:
         sizes = [(len(self.hosts), "host"), *([(len(self.groups), "group")] if self.groups else [])]
@@ -47,10 +53,15 @@ class Inventory(ShownAsTable):
 
     @classmethod
     def of(cls, given: str | os.PathLike[str] | Inventory | None) -> Inventory:
-        """`given`, if it is an inventory; the one in that file; for None what `find` finds. Raises InventoryError."""
+        """`given`, if it is an inventory; the one of that file or source; for None what `find` finds.
+
+        A file is an inventory.toml, a hostfile or an inventory of Ansible, told apart by what is in it. Other sources
+        have words: ``"ssh_config"``, ``"ssh_config:gpu*"``, ``"slurm"``, and ``"hostfile:PATH"`` and
+        ``"ansible:PATH"`` for files of that kind. Raises InventoryError.
+        """
         if isinstance(given, Inventory):
             return given
-        return cls.find() if given is None else cls.load(given)
+        return cls.find() if given is None else cls._made(sources.read(given), given)
 
     @classmethod
     def find(cls, environ: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] = ".") -> Inventory:
@@ -59,62 +70,103 @@ class Inventory(ShownAsTable):
         `environ` and `cwd` take the place of the process's variables and current folder.
         """
         environ = os.environ if environ is None else environ
-        path = found_file(environ, cwd)
-        if path is not None and environ.get("SKYFAB_INVENTORY") and not os.path.lexists(path):
+        found = found_source(environ, cwd)
+        if isinstance(found, Path) and environ.get("SKYFAB_INVENTORY") and not os.path.lexists(found):
             hint = "unset SKYFAB_INVENTORY, which names it; or for hosts of a lab: skyfab lab.up"
-            raise InventoryError(f"{path}: cannot be read: No such file or directory", hint=hint)
-        return cls(hosts={LOCAL.name: LOCAL}) if path is None else cls.load(path)
+            raise InventoryError(f"{found}: cannot be read: No such file or directory", hint=hint)
+        return cls(hosts={LOCAL.name: LOCAL}) if found is None else cls.of(found)
 
     @property
     def is_found(self) -> bool:
-        """Its file is the one that `find` finds: commands need not name it."""
-        return self.source is not None and Path.cwd() / self.source == Path.cwd() / (found_file(os.environ) or "")
+        """Its source is the one that `find` finds: commands need not name it."""
+        return self.source is not None and Path.cwd() / self.source == Path.cwd() / (found_source(os.environ) or "")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Inventory:
-        """Reads the file `path`. Raises `InventoryError` with every mistake in it."""
-        try:
-            text = Path(path).read_bytes().decode("utf-8-sig")
-        except OSError as error:
-            raise InventoryError(
-                f"{os.fspath(path)}: cannot be read: {error.strerror}",
-                hint="check the path given; inventory.example.toml is one to copy",
-            ) from None
-        except ValueError as error:  # not UTF-8, or a NUL in the path
-            raise InventoryError(f"{os.fspath(path)!r}: is not a text file: {error}", hint="save it as UTF-8") from None
-        return cls.parse(text, path)
+        """Reads the file `path`, an inventory.toml. Raises `InventoryError` with every mistake in it."""
+        return cls.parse(read_text(path, hint="check the path given; inventory.example.toml is one to copy"), path)
 
     @classmethod
     def parse(cls, text: str, source: str | os.PathLike[str] = "<text>") -> Inventory:
         """Reads TOML `text`; `source` is what error messages call it. Raises `InventoryError` with every mistake."""
-        hosts, groups = read(text, os.fspath(source))
-        return cls(hosts=hosts, groups=groups, source=Path(source))
+        return cls._made(read(text, os.fspath(source)), source)
+
+    @classmethod
+    def from_ssh_config(cls, pattern: str = "*", path: str | os.PathLike[str] | None = None) -> Inventory:
+        """The aliases of ssh_config, and of what it includes, that fit `pattern`: ``"gpu*,!gpu3"``.
+
+        `path` is another file than that of the user. A host has the alias as its name and no address: ssh resolves it.
+        Patterns and Match blocks are no aliases. Aliases that log in as git are left out.
+        Raises InventoryError with all mistakes, or if nothing fits.
+        """
+        word = "ssh_config" if pattern == "*" else f"ssh_config:{pattern}"
+        return cls._made(ssh_config.read(pattern, path), word if path is None else path)
+
+    @classmethod
+    def from_hostfile(cls, path: str | os.PathLike[str]) -> Inventory:
+        """The hosts of the hostfile `path` of MPI or DeepSpeed: ``node1 slots=4``, or ``node1:4``.
+
+        Slots are processes on a host, so they are the host's `slots`: solo calls that run at once. Broadcasts have one
+        rank for each GPU that a host has, whatever its slots are; ``Compute(ranks=4)`` says otherwise. A host that is
+        on several lines has the slots of all. The largest number of slots, bindings and interfaces are not taken.
+        Raises InventoryError with all mistakes.
+        """
+        return cls._made(hostfile.read(read_text(path), os.fspath(path)), path)
+
+    @classmethod
+    def from_slurm(cls, environ: Mapping[str, str] | None = None) -> Inventory:
+        """The hosts of the Slurm allocation that this program runs in; `environ` takes the place of its variables.
+
+        Their names are those of SLURM_JOB_NODELIST. Which GPUs belong to the job is not taken from Slurm, whose
+        variables are about one host: a login on a host of the job sees those of the job where Slurm confines it
+        (pam_slurm_adopt), else all of them. Raises InventoryError outside of an allocation.
+        """
+        return cls._made(slurm.read(os.environ if environ is None else environ), "slurm")
+
+    @classmethod
+    def from_ansible(cls, path: str | os.PathLike[str]) -> Inventory:
+        """The hosts and groups of the Ansible inventory `path`, INI or YAML; for YAML, PyYAML must be installed.
+
+        Taken are `ansible_host`, `ansible_port`, `ansible_user`, `ansible_ssh_private_key_file`, `ansible_connection`,
+        and the jump host in `ansible_ssh_common_args`: of hosts and groups, also from group_vars and host_vars beside
+        the file, by Ansible's precedence. Hosts that are not reached by SSH are left out. Templates are mistakes.
+        Raises InventoryError with all mistakes.
+        """
+        return cls._made(ansible_files.read(read_text(path), os.fspath(path), Path(path).parent), path)
+
+    @classmethod
+    def _made(cls, contents: Contents, source: str | os.PathLike[str]) -> Inventory:
+        return cls(hosts=contents.hosts, groups=contents.groups, source=Path(source), left_out=dict(contents.left_out))
+
+    def to_toml(self) -> str:
+        """The text of an inventory.toml that has these hosts and groups."""
+        return written(self.hosts, self.groups)
 
     def select(
         self,
         hosts: str | Host | Iterable[str | Host] | None = None,
         *,
         nodes: int | None = None,
-        alias: Callable[[str], bool] = lambda word: False,
     ) -> tuple[Host, ...]:
         """The hosts that `hosts` names, in order of mention and once each; for None, all hosts.
 
         A word is a host, else a group, else a tag; ``all``; ``node[1-4]``; a pattern like ``node*``; any of these
         after ``!`` to exclude it; an address like ``ada@10.0.0.5:2222``; ``local``. `nodes` limits it to the first few.
-        With an inventory file, a plain word that is not in it is an error unless `alias` says that ssh_config has it.
+        With an inventory file, a plain word that is not in it is an error unless it is an alias of ssh_config.
 
         Raises `UnknownHost` for words that match nothing, `UsageError` if too few hosts are selected.
         """
         if hosts is None:
             hosts = self.hosts.values()
         items = hosts if isinstance(hosts, Iterable) and not isinstance(hosts, str) else [hosts]
+        aliases = functools.cache(ssh_config.aliases)
 
         def stranger(word: str) -> Host | None:
-            known = self.source is None or any(char in word for char in ".@:") or alias(word)
+            known = self.source is None or any(char in word for char in ".@:") or word in aliases()
             return self._ad_hoc(word) if known else None
 
         try:
-            chosen = tuple(choose(items, Names(self.hosts, self.groups), stranger).values())
+            chosen = tuple(choose(items, Names(self.hosts, self.groups, aliases), stranger).values())
         except UnknownHost as error:
             place = "" if self.source is None else f"{self.source}: "
             raise UnknownHost(place + error.message, hint=error.hint) from None
@@ -150,10 +202,10 @@ class Inventory(ShownAsTable):
         return replace(base, name=name, address=base.destination, user=user, port=port)
 
 
-def found_file(environ: Mapping[str, str], cwd: str | os.PathLike[str] = ".") -> Path | None:
-    """The inventory file of ``$SKYFAB_INVENTORY``, else of this folder, else of the user."""
+def found_source(environ: Mapping[str, str], cwd: str | os.PathLike[str] = ".") -> Path | str | None:
+    """The file, or the word, of ``$SKYFAB_INVENTORY``, else the inventory file of this folder, else of the user."""
     if named := environ.get("SKYFAB_INVENTORY"):
-        return Path(cwd, expanded(named))
+        return named if sources.is_word(named) else Path(cwd, expanded(named))
     config = Path(environ.get("XDG_CONFIG_HOME", ""))
     if not config.is_absolute():  # then the XDG specification says to ignore it
         config = expanded("~/.config")

@@ -63,11 +63,20 @@ def _count(spans: str) -> list[str]:
 
 
 class Names:
-    """Looks up what a word refers to: hosts, groups, tags, addresses and patterns."""
+    """Looks up what a word refers to: hosts, groups, tags, addresses and patterns.
 
-    def __init__(self, hosts: Mapping[str, Host], groups: Mapping[str, Sequence[str]]) -> None:
+    `others` gives names that only hints need.
+    """
+
+    def __init__(
+        self,
+        hosts: Mapping[str, Host],
+        groups: Mapping[str, Sequence[str]],
+        others: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
         self.hosts = hosts
         self.groups = groups
+        self.others = others
         self._tagged: dict[str, list[Host]] = {}
         self._at: dict[tuple[str | None, int], list[Host]] = {}
         for host in hosts.values():
@@ -105,7 +114,7 @@ class Names:
     def nearest(self, words: Iterable[str]) -> str:
         """A hint for words that match nothing: similar names, or else the known ones."""
         known = list(dict.fromkeys([*self.hosts, *self.groups, *self._tagged, "all", LOCAL.name]))
-        return did_you_mean(words, known) or f"there are {some(known)}"
+        return did_you_mean(words, [*known, *self.others()]) or f"there are {some(known)}"
 
 
 def place(host: Host) -> tuple[str, int, str | None]:
@@ -130,7 +139,7 @@ def choose(
         for host in [item] if isinstance(item, Host) else _look_up(item, names, stranger, unknown):
             if chosen.setdefault(host.name, host) != host:
                 raise UsageError(f"two different hosts are called {host.name}", hint="give one another name")
-    seen = Names({**names.hosts, **chosen}, names.groups)
+    seen = Names({**names.hosts, **chosen}, names.groups, names.others)
     # A typing error here would run things on hosts where they must not run: an exclusion that matches nothing is an
     # error, and !node1 excludes root@node1 too.
     excluded = {place(host) for word in unwanted for host in _look_up(word, seen, lambda word: None, unknown)}

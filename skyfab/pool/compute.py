@@ -92,7 +92,7 @@ class Compute(ShownPool, TakesCalls):
         """Does not connect yet: that happens when the pool is entered.
 
         `hosts` is a selection such as ``"gpu,!node3"``, or a list of names and hosts; None: all of the `inventory`,
-        which is a path or an Inventory (None: the one that is found). `where` is a condition on them, as in
+        which is what `Inventory.of` takes (None: the one that is found). `where` is a condition on them, as in
         ``"gpu.memory >= 40GB and not busy"`` (docs/hosts.md). `nodes` takes the first so many of them.
 
         `ranks` is how many processes a broadcast has on each host; ``"auto"``: one for each GPU, or one. `image` is

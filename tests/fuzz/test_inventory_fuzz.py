@@ -114,7 +114,7 @@ def check_text(text: str) -> Inventory | None:
     if isinstance(found, Inventory):
         return found
     assert isinstance(found, InventoryError)
-    assert str(found).startswith("inventory.toml: ")
+    assert str(found).startswith("inventory.toml:")
     return None
 
 

@@ -513,6 +513,18 @@ def test_an_alias_of_ssh_config(namespaces: Lab, by: str, known_hosts: Path, ssh
         assert compute.hosts[0].name == "box"
 
 
+def test_hosts_that_only_ssh_config_has_are_reached(
+    namespaces: Lab, known_hosts: Path, ssh_config: Callable[[str], None]
+) -> None:
+    """As an inventory, and one of them beside an inventory file."""
+    ssh_config(alias(namespaces, "box1", "node1", user="ada") + alias(namespaces, "box2", "node2") + "Host other\n")
+    record(known_hosts, *((host.address, host.host_key) for host in namespaces.hosts))
+    with sky.Compute(inventory="ssh_config:box*", ui="none") as compute:
+        assert [place[:2] for place in where() @ compute] == [("node1", "ada"), ("node2", "root")]
+    with sky.Compute("box2", inventory=namespaces.inventory, ui="none") as compute:
+        assert (where() >> compute)[:2] == ("node2", "root")
+
+
 @both
 def test_proxyjump_of_ssh_config(
     namespaces: Lab, by: str, known_hosts: Path, ssh_config: Callable[[str], None]

@@ -21,10 +21,10 @@ import paramiko
 from skyfab.errors import HostError, HostLost, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.ssh_config import CONFIG
 from skyfab.protocol.frames import Buffer
 from skyfab.session.transport import keys
 from skyfab.session.transport.client import Client, Refused
-from skyfab.session.transport.keys import CONFIG
 from skyfab.session.transport.logins import ServerBusy
 from skyfab.session.transport.openssh import ALIVE_COUNT, ALIVE_INTERVAL, servers_of
 from skyfab.session.transport.questions import Place, Questions, places

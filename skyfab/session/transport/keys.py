@@ -17,10 +17,9 @@ from typing import Final
 
 from skyfab.errors import IdentityLocked, IdentityMissing
 from skyfab.inventory.host import Host, expanded
+from skyfab.inventory.ssh_config import CONFIG
 from skyfab.ui.prompt import TERMINAL
 
-CONFIG: Final = "SKYFAB_SSH_CONFIG"
-"""The environment variable with the path of a file to use instead of the user's ssh_config."""
 _MAGIC: Final = b"openssh-key-v1\0"
 _LARGEST: Final = 1024 * 1024
 

@@ -16,9 +16,9 @@ from typing import TextIO
 from skyfab.errors import HostLost, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.ssh_config import CONFIG
 from skyfab.session.transport import keys
 from skyfab.session.transport.askpass import Askpass
-from skyfab.session.transport.keys import CONFIG
 from skyfab.session.transport.logins import ServerBusy
 from skyfab.session.transport.process import ProcessStream
 from skyfab.session.transport.questions import Place, Questions, by_ssh, places

@@ -1,0 +1,67 @@
+"""The hosts of a Slurm allocation, from the variables that Slurm sets inside of it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from typing import Final
+
+from skyfab.errors import InventoryError, UsageError
+from skyfab.inventory.file import Contents
+from skyfab.inventory.host import NAME
+from skyfab.inventory.listing import Listing
+from skyfab.inventory.selection import expand, split
+
+_NODES: Final = "SLURM_JOB_NODELIST"
+_OUTSIDE: Final = "start it inside of an allocation, as with: salloc --nodes=2"
+
+
+def read(environ: Mapping[str, str]) -> Contents:
+    """The hosts of the allocation; those of each component of a heterogeneous job are also a group, het0 and so on.
+
+    Raises InventoryError outside of an allocation.
+    """
+    job = environ.get("SLURM_JOB_ID", "")
+    listing = Listing(f"slurm job {job}" if job else "slurm")
+    size = re.fullmatch("[0-9]{1,4}", environ.get("SLURM_HET_SIZE", ""))
+    parts = {f"het{number}": f"{_NODES}_HET_GROUP_{number}" for number in range(int(size[0]) if size else 0)}
+    for group, variable in (parts or {"": _NODES}).items():
+        text = environ.get(variable) or ("" if parts else environ.get("SLURM_NODELIST", ""))
+        if not text:
+            raise InventoryError(f"{variable} is not set: this is no Slurm allocation", hint=_OUTSIDE)
+        names = _names(text, variable, listing)
+        for name in names:
+            listing.add(name, variable, {})
+        if group:
+            listing.add_group(group, variable, names)
+    return listing.read(_OUTSIDE)
+
+
+def _names(text: str, variable: str, listing: Listing) -> list[str]:
+    """The names that a compressed list stands for; Slurm itself is asked about what is not understood here."""
+    names: list[str] = []
+    try:
+        for word in split(text):
+            names += expand(word)
+            listing.limit(len(names))
+        if all(map(NAME.fullmatch, names)):
+            return names
+        raise UsageError(f"{text[:80]!r} is no list of nodes", hint="as in gpu[01-03,7],login1")
+    except UsageError as error:
+        asked = _asked(text)
+        if not asked:
+            listing.mistakes.note(variable, error.message, error.hint)
+        return asked
+
+
+def _asked(text: str) -> list[str]:
+    if text.startswith("-") or shutil.which("scontrol") is None:
+        return []
+    command = ["scontrol", "show", "hostnames", text]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return []
+    return said.stdout.split() if said.returncode == 0 else []

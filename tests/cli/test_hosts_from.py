@@ -1,0 +1,160 @@
+"""`skyfab hosts --from`, and hosts of other places in every command: ssh_config, Slurm, hostfiles, Ansible."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from skyfab.calls import results
+from skyfab.cli import tasks
+from skyfab.errors import HostError, UnknownHost
+from skyfab.inventory.inventory import Inventory
+from skyfab.pool.compute import Compute
+
+ANSIBLE = "[gpu]\nnode[1:2] ansible_user=ada\n[all:children]\ngpu\n[here]\nme ansible_connection=local\n"
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Skyfab = Callable[..., Ran]
+
+
+@pytest.fixture
+def skyfab(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Skyfab:
+    """The program, in this process and in a folder of its own, in which ssh_config is the file `config`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(results, "_by_option", False)  # a command that sets it is a process of its own
+    (tmp_path / "config").write_text(
+        "Host box web\n  HostName 127.0.0.1\n  Port 1\nHost github.com\n  User git\nHost *\n  ConnectTimeout 5\n"
+    )
+    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "config"))
+
+    def run(*words: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["skyfab", *words])
+        capfd.readouterr()
+        try:
+            tasks.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Ran(code, *capfd.readouterr())
+
+    return run
+
+
+# ---- hosts --from
+
+
+def test_aliases_are_shown_and_what_is_left_out_is_said(skyfab: Skyfab) -> None:
+    code, out, err = skyfab("hosts", "--from=ssh_config")
+    assert (code, out) == (0, "host  address  groups\nbox   box\nweb   web\n")
+    assert err == "left out: github.com: logs in as git, which serves repositories\n"
+    assert skyfab("hosts", "--from=ssh_config:b*").out == "host  address  groups\nbox   box\n"
+
+
+def test_a_source_is_shown_with_logins_and_groups(skyfab: Skyfab) -> None:
+    Path("cluster").write_text(ANSIBLE)
+    code, out, _ = skyfab("hosts", "--from=cluster")
+    assert code == 0
+    assert out == (
+        "host   address       groups\nnode1  ada@node1     gpu\nnode2  ada@node2     gpu\nme     this machine  here\n"
+    )
+    assert skyfab("hosts", "--from=cluster", "gpu,!node1").out.splitlines()[1:] == ["node2  ada@node2  gpu"]
+    listed = json.loads(skyfab("hosts", "--from=cluster", "--json", "node1").out)
+    assert listed == [{"name": "node1", "address": "ada@node1", "groups": ["gpu"]}]
+
+
+@pytest.mark.parametrize(
+    "text", [ANSIBLE, "node1 slots=4\nada@node2 slots=2\n", '[hosts."n[1-3]"]\n[groups]\ng = ["n1"]\n']
+)
+def test_toml_that_is_printed_is_an_inventory_that_is_equal(skyfab: Skyfab, text: str) -> None:
+    Path("cluster").write_text(text)
+    code, out, err = skyfab("hosts", "--from=cluster", "--toml")
+    assert (code, err) == (0, "")
+    assert Inventory.parse(out) == Inventory.of("cluster")
+
+
+def test_an_allocation_of_slurm_is_shown(skyfab: Skyfab, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = skyfab("hosts", "--from=slurm")
+    assert code == 2 and err.startswith("error: SLURM_JOB_NODELIST is not set")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[01-02]")
+    assert skyfab("hosts", "--from=slurm").out.split()[3:] == ["gpu01", "gpu01", "gpu02", "gpu02"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--from=missing"], "error: missing: cannot be read"),
+        (["--from=odd"], "say which: hostfile:odd or ansible:odd"),
+        (["--from=wrong"], "error: wrong:2: slots must be a whole number"),
+        (["--from=ssh_config:zzz"], "has no hosts\nhint: its aliases are box, web, github.com"),
+        (["--from=ssh_config", "bx"], "hint: did you mean box?"),
+        (["--from=ssh_config", "--inventory=x"], "--from and --inventory both say where hosts come from"),
+        (["--toml"], "hint: skyfab hosts --from=ssh_config --toml"),
+        (["--from=ssh_config", "--toml", "--json"], "--toml prints all hosts"),
+        (["--from=ssh_config", "--toml", "box"], "--toml prints all hosts"),
+        (["--from="], "--from needs a value"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_message_and_2(skyfab: Skyfab, words: list[str], says: str) -> None:
+    Path("odd").write_text("node1:4\n")
+    Path("wrong").write_text("a\nb slots=x\n")
+    code, out, err = skyfab("hosts", *words)
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+# ---- in every command
+
+COMMANDS = {
+    "hosts": [],
+    "exec": ["--", "true"],
+    "trust": [],
+    "gc": ["--dry-run"],
+    "runs": [],
+    "stacks": [],
+    "put": ["config"],
+    "get": ["x"],
+    "run": ["x.py"],
+}
+
+
+@pytest.mark.parametrize("task", COMMANDS)
+def test_an_alias_of_ssh_config_is_a_host_beside_an_inventory_file(skyfab: Skyfab, task: str) -> None:
+    """Nothing listens there: the command gets as far as to connect, and says so."""
+    Path("inventory.toml").write_text("[hosts.node1]\n")
+    Path("x.py").write_text("")
+    words = COMMANDS[task]
+    at = words.index("--") if "--" in words else len(words)
+    ran = skyfab(task, *words[:at], "--hosts=box", *words[at:])
+    assert "box" in ran.out + ran.err and ran.code in (1, 3), ran
+    ran = skyfab(task, *words[:at], "--hosts=bxo", *words[at:])
+    assert ran.code == 2 and "no host, group or tag fits bxo\nhint: did you mean box?" in ran.err
+
+
+@pytest.mark.parametrize("source", ["ssh_config", "ssh_config:b*", "hostfile:list", "list", "ansible:list"])
+def test_every_command_takes_a_source_in_place_of_a_file(skyfab: Skyfab, source: str) -> None:
+    Path("list").write_text("box\n")
+    code, out, err = skyfab("hosts", f"--inventory={source}", "box", "--json")
+    assert code == 3 and json.loads(out)[0]["name"] == "box" and not json.loads(out)[0]["reachable"], err
+    ran = skyfab("exec", f"--inventory={source}", "--hosts=box", "--", "true")
+    assert ran.code in (1, 3) and "box" in ran.err
+
+
+def test_a_pool_takes_aliases_and_sources(skyfab: Skyfab) -> None:
+    inventory = Inventory.parse("[hosts.node1]", "inventory.toml")
+    assert [host.name for host in Compute("box", inventory=inventory, ui="none").selected] == ["box"]
+    assert [host.name for host in Compute(inventory="ssh_config:w*", ui="none").selected] == ["web"]
+    with pytest.raises(UnknownHost, match="bxo"):
+        Compute("bxo", inventory=inventory)
+    with pytest.raises(HostError), Compute("box", inventory=inventory, ui="none"):
+        pass

@@ -1,0 +1,83 @@
+"""Hostfiles of MPI and DeepSpeed: hosts, slots, users, and mistakes with their lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyfab.errors import InventoryError
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+
+
+def read(text: str, folder: Path) -> list[Host]:
+    path = folder / "hostfile"
+    path.write_text(text)
+    inventory = Inventory.from_hostfile(path)
+    assert inventory.source == path
+    return list(inventory.hosts.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("node1\nnode2\n", [Host(name="node1"), Host(name="node2")]),
+        ("node1 slots=4", [Host(name="node1", slots=4)]),
+        ("node1 slots=4 max_slots=8\r\n", [Host(name="node1", slots=4)]),
+        ("node1 max-slots = 8 slots = 4", [Host(name="node1", slots=4)]),
+        ("node1 cpu=2", [Host(name="node1", slots=2)]),
+        ("node1:4", [Host(name="node1", slots=4)]),
+        ("node1:4 binding=user:0,3 ifname=ib0", [Host(name="node1", slots=4)]),
+        ("ada@node1 slots=2", [Host(name="node1", user="ada", slots=2)]),
+        ("node1 user=ada", [Host(name="node1", user="ada")]),
+        ("10.0.0.5 slots=2", [Host(name="10.0.0.5", slots=2)]),
+        ("# all\n\n  node1 slots=2 # the first\n", [Host(name="node1", slots=2)]),
+        ("node1\nnode1\nnode2\nnode1\n", [Host(name="node1", slots=3), Host(name="node2")]),
+        ("node1 slots=2\nnode1:3", [Host(name="node1", slots=5)]),
+    ],
+)
+def test_a_line_means_this_host(text: str, expected: list[Host], tmp_path: Path) -> None:
+    assert read(text, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("", ": has no hosts", "node1 slots=4"),
+        ("# nothing", ": has no hosts", "node1 slots=4"),
+        ("node1\nnode2 slots=four", ":2: slots must be a whole number, not 'four'", "node1 slots=4"),
+        ("node1 slots=-1", ":1: slots must be a whole number, not '-1'", "node1 slots=4"),
+        ("node1 slots=" + "9" * 5000, ":1: slots must be a whole number", "node1 slots=4"),
+        ("node1 slots=0", ":1: node1 has no slots", "!name"),
+        ("node1:4 slots=4", ":1: node1 has two numbers of slots", "node1 slots=4"),
+        ("node1 slot=4", ":1: 'slot=4' is nothing that a hostfile has", "did you mean slots?"),
+        ("node1 node2", ":1: 'node2' is nothing that a hostfile has", ""),
+        ("node1:x", ":1: no host's name: 'node1:x'", "node1 slots=4"),
+        ("node[1-3]", ":1: 'node[1-3]': cannot be a host's name", "letters"),
+        ("-oProxyCommand slots=1", ":1: '-oProxyCommand': cannot be a host's name", "letters"),
+        ("a;b@node1", ":1: 'node1': cannot be a user's name: 'a;b'", "letters"),
+        ("all slots=1", ":1: 'all': all is a word of its own in selections", "another name"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line(text: str, message: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(InventoryError) as caught:
+        read(text, tmp_path)
+    assert caught.value.message.startswith(f"{tmp_path}/hostfile{message}")
+    assert hint in str(caught.value.hint)
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InventoryError) as caught:
+        read("node1 slots=x\nnode2\nnode3 what\n", tmp_path)
+    first, *lines = str(caught.value).splitlines()
+    assert first == f"{tmp_path}/hostfile: 2 mistakes"
+    assert [line.split(":")[1] for line in lines] == ["1", "3"]
+
+
+def test_of_very_many_mistakes_the_first_hundred_are_shown(tmp_path: Path) -> None:
+    with pytest.raises(InventoryError) as caught:
+        read("".join(f"a b{number}\n" for number in range(1000)), tmp_path)
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith("1000 mistakes") and lines[-1].strip() == "and 900 more"
+    assert len(lines) == 102

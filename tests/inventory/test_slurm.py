@@ -1,0 +1,89 @@
+"""Hosts of a Slurm allocation: its compressed list of nodes, and what is said outside of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyfab.errors import InventoryError
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu[01-03,7]", "gpu01 gpu02 gpu03 gpu7"),
+        ("gpu[01-03,7],login-a[1-2]b", "gpu01 gpu02 gpu03 gpu7 login-a1b login-a2b"),
+        ("rack[1-2]n[08-10]", "rack1n08 rack1n09 rack1n10 rack2n08 rack2n09 rack2n10"),
+        ("a,b,c[1,3,5-6]", "a b c1 c3 c5 c6"),
+        ("n[098-101]", "n098 n099 n100 n101"),
+        ("gpu1,gpu1", "gpu1"),
+    ],
+)
+def test_a_list_of_nodes_means_these_hosts(nodes: str, expected: str) -> None:
+    inventory = Inventory.from_slurm({"SLURM_JOB_NODELIST": nodes, "SLURM_JOB_ID": "12"})
+    assert list(inventory.hosts) == expected.split()
+    assert inventory.hosts["gpu1" if nodes.startswith("gpu1") else expected.split()[0]].gpus == "auto"
+    assert str(inventory.source) == "slurm"
+
+
+def test_the_variable_of_older_versions_is_read() -> None:
+    assert Inventory.from_slurm({"SLURM_NODELIST": "a[1-2]"}).hosts == {"a1": Host(name="a1"), "a2": Host(name="a2")}
+
+
+def test_the_parts_of_a_heterogeneous_job_are_groups() -> None:
+    environ = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST": "cpu1",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "cpu1",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "gpu[1-2]",
+    }
+    inventory = Inventory.from_slurm(environ)
+    assert inventory.groups == {"het0": ("cpu1",), "het1": ("gpu1", "gpu2")}
+    with pytest.raises(InventoryError, match="HET_GROUP_1 is not set"):
+        Inventory.from_slurm({**environ, "SLURM_JOB_NODELIST_HET_GROUP_1": ""})
+
+
+@pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_NODELIST": ""}])
+def test_outside_of_an_allocation_there_is_a_clear_error(environ: dict[str, str]) -> None:
+    with pytest.raises(InventoryError, match="SLURM_JOB_NODELIST is not set: this is no Slurm allocation") as caught:
+        Inventory.from_slurm(environ)
+    assert "salloc" in str(caught.value.hint)
+
+
+def test_the_process_variables_are_used_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu7")
+    assert list(Inventory.from_slurm().hosts) == list(Inventory.of("slurm").hosts) == ["gpu7"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ("gpu[1-", "has brackets that are no range"),
+        ("gpu[3-1]", "counts down"),
+        ("gpu[0-99999999]", "stands for more than 10000 hosts"),
+        ("n[1-9999][1-9999]", "stands for more than 10000 hosts"),
+        (",".join(f"a{number}n[1-9999]" for number in range(20)), "more than 100000 hosts"),
+        ("a b", "is no list of nodes"),
+        ("-oProxyCommand=x", "is no list of nodes"),
+        (",,,", "has no hosts"),
+    ],
+)
+def test_a_list_that_cannot_be_is_an_error(nodes: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(InventoryError, match=message):
+        Inventory.from_slurm({"SLURM_JOB_NODELIST": nodes})
+
+
+def test_slurm_is_asked_about_a_list_that_is_not_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames bgp[00x11]" ] && echo bgp00 && echo bgp11\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert list(Inventory.from_slurm({"SLURM_JOB_NODELIST": "bgp[00x11]"}).hosts) == ["bgp00", "bgp11"]
+    scontrol.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(InventoryError, match="SLURM_JOB_NODELIST"):
+        Inventory.from_slurm({"SLURM_JOB_NODELIST": "bgp[00x11]"})

@@ -1,0 +1,276 @@
+"""Hosts of ssh_config: which of its words are aliases, what it includes, and what is left out or a mistake."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from skyfab.errors import InventoryError, UnknownHost
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+
+
+def aliases(text: str, folder: Path, pattern: str = "*") -> list[str]:
+    path = folder / "config"
+    path.write_bytes(text.encode())
+    return list(Inventory.from_ssh_config(pattern, path).hosts)
+
+
+ENTRIES = {
+    "plain": ("Host a", ["a"]),
+    "several": ("Host a b\tc", ["a", "b", "c"]),
+    "lower case": ("host a", ["a"]),
+    "upper case": ("HOST a", ["a"]),
+    "equals": ("Host=a", ["a"]),
+    "equals with spaces": ("Host = a b", ["a", "b"]),
+    "keyword in quotes": ('"Host" a', ["a"]),
+    "indented": ("  \tHost a", ["a"]),
+    "quotes": ("Host \"a\" 'b'", ["a", "b"]),
+    "parts in quotes": ('Host a"b"c', ["abc"]),
+    "comment line": ("# Host x\n  # Host y\nHost a", ["a"]),
+    "comment after": ("Host a # b", ["a"]),
+    "no comment inside": ("Host a\nHost b#c", ["a"]),
+    "CRLF": ("Host a\r\n  User x\r\nHost b\r\n", ["a", "b"]),
+    "form feed": ("Host a \f", ["a"]),
+    "no end of line": ("\n\nHost a", ["a"]),
+    "byte order mark": ("\ufeffHost a", ["a"]),
+    "star": ("Host * a", ["a"]),
+    "question mark": ("Host node? a", ["a"]),
+    "pattern inside": ("Host a b*c", ["a"]),
+    "negated pattern": ("Host a b !b*", ["a"]),
+    "negated name": ("Host a b !b", ["a"]),
+    "only negated": ("Host !b\nHost a", ["a"]),
+    "repeated": ("Host a\nHost a b", ["a", "b"]),
+    "Match host": ("Match host b\n  User x\nHost a", ["a"]),
+    "Match exec is not run": ('Match exec "touch ran"\nHost a', ["a"]),
+    "Match all": ("Match all\nHost a", ["a"]),
+    "tokens": ("Host a\n  HostName %h.example.com\n  ControlPath ~/%C", ["a"]),
+    "an address": ("Host 10.0.0.5 a", ["10.0.0.5", "a"]),
+    "a domain": ("Host a.example.com", ["a.example.com"]),
+    "odd letters": ("Host a_b-c+d.e", ["a_b-c+d.e"]),
+    "other letters": ("Host knödel", ["knödel"]),
+    "unknown keyword": ("Frobnicate yes\nHost a", ["a"]),
+    "keyword alone": ("Host a\n  Compression", ["a"]),
+    "IgnoreUnknown": ("IgnoreUnknown UseKeychain\nUseKeychain yes\nHost a", ["a"]),
+    "IPv6 is left out": ("Host ::1 a", ["a"]),
+    "a user is left out": ("Host ada@x a", ["a"]),
+    "an option is left out": ("Host -oProxyCommand=x a", ["a"]),
+    "brackets are left out": ("Host node[1-2] a", ["a"]),
+    "shell is left out": ("Host a;b $(x) `y` a", ["a"]),
+    "words of selections are left out": ("Host all none local a", ["a"]),
+    "git is left out": ("Host github.com\n  User git\nHost a", ["a"]),
+    "git of a pattern": ("Host g1 a\nHost g*\n  User git", ["a"]),
+    "git after another user": ("Host a\n  User ada\nHost *\n  User git\nHost b\n  User x", ["a"]),
+    "git of a negated pattern": ("Host * !a\n  User git\nHost a b", ["a"]),
+    "git in quotes": ('Host b\n  User "git"\nHost a', ["a"]),
+    "git in a Match": ("Host a\nMatch host a\n  User git", ["a"]),
+}
+
+
+LENIENT = ("byte order mark", "unknown keyword", "keyword alone")
+"""What ssh refuses, and tells when it connects."""
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh here")
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in LENIENT])
+def test_ssh_knows_these_aliases(name: str, tmp_path: Path) -> None:
+    """Each Host line says a port, and ssh finds it by the alias."""
+    text, expected = ENTRIES[name]
+    path = tmp_path / "config"
+    path.write_text(re.sub(r'(?im)^([ \t]*"?host"?[ \t=].*)$', r"\1\n  Port 7777", text.replace("\r", "")))
+    for alias in expected:
+        said = subprocess.run(["ssh", "-G", "-F", str(path), alias], capture_output=True, text=True)
+        assert "port 7777" in said.stdout.splitlines(), said.stderr
+
+
+@pytest.mark.parametrize(("text", "expected"), ENTRIES.values(), ids=ENTRIES)
+def test_an_entry_has_these_aliases(text: str, expected: list[str], tmp_path: Path) -> None:
+    assert aliases(text, tmp_path) == expected
+
+
+def test_a_host_has_the_alias_as_its_name_and_leaves_the_rest_to_ssh(tmp_path: Path) -> None:
+    path = tmp_path / "config"
+    path.write_text("Host gpu\n  HostName 10.0.0.5\n  Port 2222\n  User ada\n  ProxyJump gate\n")
+    inventory = Inventory.from_ssh_config(path=path)
+    assert inventory.hosts == {"gpu": Host(name="gpu")}
+    assert inventory.source == path
+
+
+def test_what_is_left_out_is_said_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "config"
+    path.write_text("Host github.com\n  User git\nHost a all x@y")
+    left_out = Inventory.from_ssh_config(path=path).left_out
+    assert left_out == {
+        "github.com": "logs in as git, which serves repositories",
+        "all": "is a word of its own in selections",
+        "x@y": "cannot be a host's name: letters, digits, '.', '_', '+' and '-', not a sign first",
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("*", ["gpu1", "gpu2", "web"]),
+        ("gpu*", ["gpu1", "gpu2"]),
+        ("gpu?,!gpu2", ["gpu1"]),
+        ("!gpu1", ["gpu2", "web"]),
+        ("web, gpu1", ["gpu1", "web"]),
+    ],
+)
+def test_a_pattern_chooses_aliases(pattern: str, expected: list[str], tmp_path: Path) -> None:
+    assert aliases("Host gpu1 gpu2\nHost web", tmp_path, pattern) == expected
+
+
+def test_a_pattern_that_fits_nothing_is_an_error_that_names_what_is_there(tmp_path: Path) -> None:
+    with pytest.raises(InventoryError, match="has no hosts") as caught:
+        aliases("Host gpu1 web", tmp_path, "gpu2")
+    assert caught.value.hint == "did you mean gpu1?"
+    with pytest.raises(InventoryError) as caught:
+        aliases("Host gpu1 web", tmp_path, "zzz")
+    assert caught.value.hint == "its aliases are gpu1, web"
+    with pytest.raises(InventoryError) as caught:
+        aliases("Host *", tmp_path)
+    assert "Host node1" in str(caught.value.hint)
+
+
+# Include
+
+
+def test_includes_are_read_where_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Globs in order, quotes, tokens and variables; a file that is missing is none."""
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "2.conf").write_text("Host two")
+    (tmp_path / "d" / "1.conf").write_text("Host one")
+    (tmp_path / "with space").write_text("Host three")
+    (tmp_path / "env").write_text("Host four")
+    monkeypatch.setenv("HERE", str(tmp_path))
+    include = f'Include {tmp_path}/d/*.conf "{tmp_path}/with space" ${{HERE}}/env {tmp_path}/missing'
+    assert aliases(f"Host a\nMatch all\n{include}\nHost b", tmp_path) == ["a", "one", "two", "three", "four", "b"]
+
+
+def test_a_relative_include_is_one_of_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    for name in ("rel", "tilde", "token"):
+        (tmp_path / ".ssh" / name).write_text(f"Host {name}")
+    assert aliases("Include rel ~/.ssh/tilde %d/.ssh/token", tmp_path) == ["rel", "tilde", "token"]
+
+
+def test_the_users_file_comes_before_the_systems_unless_another_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SKYFAB_SSH_CONFIG")
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text("Host mine")
+    assert next(iter(Inventory.from_ssh_config().hosts)) == "mine"
+    (tmp_path / "other").write_text("Host other")
+    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "other"))
+    assert list(Inventory.from_ssh_config().hosts) == ["other"]
+
+
+def test_an_include_in_a_host_block_is_for_that_block(tmp_path: Path) -> None:
+    """As for ssh, which reads it only for hosts that fit, and goes on with the block after it."""
+    (tmp_path / "inner").write_text("Host gpu1 web1\nHost gpu2\n  User git\n")
+    assert aliases(f"Host gpu*\n  Include {tmp_path}/inner\n  User ada\nHost gpu2 x", tmp_path) == ["gpu1", "x"]
+
+
+def test_circles_of_includes_are_told(tmp_path: Path) -> None:
+    (tmp_path / "b").write_text(f"Include {tmp_path}/config")
+    with pytest.raises(InventoryError, match=f"b:1: includes itself: {tmp_path}/config"):
+        aliases(f"Host a\nInclude {tmp_path}/b", tmp_path)
+
+
+def test_files_that_include_each_other_too_deeply_or_too_often_are_told(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"f{number}").write_text(f"Include {tmp_path}/f{number + 1}\n")
+    (tmp_path / "f20").write_text("Host a")
+    with pytest.raises(InventoryError, match="is included by another"):
+        aliases(f"Include {tmp_path}/f0", tmp_path)
+    for number in range(15):
+        (tmp_path / f"f{number}").write_text(f"Include {tmp_path}/f{number + 1}\n" * 2)
+    (tmp_path / "f15").write_text("Host a")
+    with pytest.raises(InventoryError, match="more than 1000 files"):
+        aliases(f"Include {tmp_path}/f0", tmp_path)
+
+
+def test_an_include_that_cannot_be_read_is_told_with_the_line_that_has_it(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"Host a\0\xff")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(InventoryError) as caught:
+        aliases(f"Host a\nInclude {tmp_path}/binary\nInclude {tmp_path}/folder\nInclude {tmp_path}/fifo", tmp_path)
+    first, binary, folder, fifo = str(caught.value).splitlines()
+    assert first == f"{tmp_path}/config: 3 mistakes"
+    assert binary.startswith(f"  {tmp_path}/config:2: includes '{tmp_path}/binary': is not a text file")
+    assert folder.startswith(f"  {tmp_path}/config:3: includes what is no file: {tmp_path}/folder")
+    assert fifo.startswith(f"  {tmp_path}/config:4: includes what is no file: {tmp_path}/fifo")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('Host "a', ":1: has a quote that does not end"),
+        ("Host a\n  User 'x", ":2: has a quote that does not end"),
+        ("Host", ":1: Host has no value"),
+        ("Host a\nInclude # nothing", ":2: Include has no value"),
+        ("Host " + "a " * 1001, ":1: Host has more than 1000 words"),
+        ("!!!", ":1: is no line of ssh_config"),
+        ("Host a\0", ": is not a text file"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InventoryError) as caught:
+        aliases(text, tmp_path)
+    assert caught.value.message.startswith(f"{tmp_path}/config{message}")
+    assert caught.value.hint
+
+
+def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(InventoryError, match="cannot be read"):
+        Inventory.from_ssh_config(path=tmp_path / "missing")
+
+
+# Beside an inventory file
+
+
+def test_an_alias_can_be_selected_beside_an_inventory_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config"
+    config.write_text("Host box gate*\n")
+    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(config))
+    inventory = Inventory.parse("[hosts.node1]", "inv.toml")
+    assert inventory.select("box,node1") == (Host(name="box"), Host(name="node1"))
+    for word in ("nod1", "gate1", "bx", "gate*"):
+        with pytest.raises(UnknownHost, match=r"inv.toml: no host, group or tag fits"):
+            inventory.select(word)
+    with pytest.raises(UnknownHost) as caught:
+        inventory.select("nod1")
+    assert caught.value.hint == "did you mean node1?"
+
+
+def test_a_host_of_the_file_comes_before_an_alias_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config"
+    config.write_text("Host box\n")
+    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(config))
+    inventory = Inventory.parse('[hosts.box]\naddress = "10.0.0.1"', "inv.toml")
+    assert inventory.select("box")[0].address == "10.0.0.1"
+
+
+def test_an_ssh_config_with_mistakes_has_no_aliases_and_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are told by ssh, and by whoever asks for the aliases."""
+    config = tmp_path / "config"
+    config.write_text('Host box\nHost "x\n')
+    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(config))
+    inventory = Inventory.parse("[hosts.node1]", "inv.toml")
+    with pytest.raises(UnknownHost):
+        inventory.select("bo")
+    config.unlink()
+    with pytest.raises(UnknownHost):
+        inventory.select("box")

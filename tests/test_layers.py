@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "cli": "errors sizes context protocol inventory calls plugins session detached env ui files survey pool lab",
     "lab": "errors scripts",  # it makes machines and does not use them, so that tests of anything can use it
     "__main__": "cli",
+    "pytest_plugin": "errors protocol calls lab",
 }
 
 LARGEST_MODULE = 450
@@ -57,7 +58,7 @@ LARGEST = {
     "survey": 640,
     "ui": 1700,
     "cli": 3150,
-    "lab": 2300,
+    "lab": 2370,
     "device": 5340,
 }
 """Lines of a whole package."""
@@ -74,6 +75,7 @@ OUTSIDE = {
     "paramiko": {"session.transport.client", "session.transport.fabric"},
     "pathspec": {"calls.project"},
     "packaging": {"calls.manifest", "env.lock", "env.resolve", "env.wheels"},
+    "pytest": {"pytest_plugin"},
     "rich": {"ui.table"},
     "tomli": {"toml"},
     "numpy": {"protocol.safe_types"},

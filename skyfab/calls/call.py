@@ -18,8 +18,8 @@ from skyfab.errors import UsageError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MAIN: Final = ("__main__", "__mp_main__")
-"""Names of the program's main module; multiprocessing uses the second one in spawned children."""
+BY_VALUE: Final = {"__main__", "__mp_main__"}
+"""Modules that hosts do not import: what they define is pickled by value."""
 
 
 class Pool(Protocol):
@@ -87,7 +87,7 @@ class Function(Generic[P, R]):
         """A host can import it by name, from a module that is sent or installed."""
         home = getattr(self.fn, "__module__", None)
         module = sys.modules.get(home) if isinstance(home, str) else None
-        if module is None or home in MAIN or not self._name:
+        if module is None or home in BY_VALUE or not self._name:
             return False
         found: Any = module
         for name in self._name.split("."):

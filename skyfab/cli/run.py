@@ -142,7 +142,8 @@ def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:
     """Fetches files that the run has written."""
     if patterns and not all(node.workdir.callers for node in compute.hosts):
         for report in compute.download(patterns):
-            print(report, file=sys.stderr)
+            if report.entries:  # of a host that has nothing, it has told
+                print(report, file=sys.stderr)
 
 
 def _parsed(target: str) -> tuple[Path, str]:

@@ -122,7 +122,7 @@ def run(
         if not isinstance(run, Run):
             _bring_back(compute, get)
     if isinstance(run, Run):
-        tell_how_to_attach(run)
+        tell_how_to_attach(run, name)
 
 
 def _save(compute: Compute, patterns: Sequence[str], error: BaseException) -> None:

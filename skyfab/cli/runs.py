@@ -191,13 +191,17 @@ def _age(text: str | None) -> float | None:
 def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
     """Prints a run's lines as they are shown while it is not detached."""
     from skyfab.ui.events import Output
+    from skyfab.ui.noise import is_noise
     from skyfab.ui.screen import line_format
     from skyfab.ui.terminal import is_rich, put
 
     where = {number: part.host for part in run.parts for number in part.about.ranks}
     shown = line_format(sys.stdout, sys.stderr)
     together = is_rich(sys.stdout, sys.stderr)
+    has_failed = run.state in ("failed", "lost")
     for line in run.lines(trouble=_tell, **options):
+        if is_noise(line.text) and not has_failed:
+            continue
         moment = f"{time.strftime('%m-%d %H:%M:%S', time.localtime(line.time))}.{int(line.time * 1000) % 1000:03d} "
         event = Output(
             host=where.get(line.rank, "?"),

@@ -10,7 +10,7 @@ from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
 from skyfab.errors import UsageError
 from skyfab.ui.hints import HINTS
-from skyfab.ui.terminal import clean
+from skyfab.ui.terminal import clean, clean_lines
 
 if TYPE_CHECKING:
     from skyfab.detached.run import Run
@@ -170,7 +170,7 @@ def attach(
     state = found.state
     print(f"{clean(found.name, colour=False)}: {state}", file=sys.stderr)
     for files in found.files():
-        print(clean(str(files), colour=False), file=sys.stderr)
+        print(clean_lines(str(files)), file=sys.stderr)
     if state in ("failed", "lost"):
         found.result()
     if state == "done":

@@ -409,7 +409,7 @@ def _exited(error: SystemExit) -> messages.Ended:
     """The reply to a call that called `sys.exit`, which ends the call and not the client's program."""
     code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     said = "" if error.code is None or isinstance(error.code, int) else f": {error.code}"
-    return messages.Ended(why="exit", text=_cut(f"the function called sys.exit({code}){said}"), exitcode=code)
+    return messages.Ended(why="exit", text=_cut(f"it called sys.exit({code}){said}"), exitcode=code)
 
 
 def _cut(text: str) -> str:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
-from typing import Any, Final, Generic, NoReturn, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Final, Generic, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
 
 from skyfab.errors import UsageError
 
@@ -34,7 +34,7 @@ class Pool(Protocol):
     def submit(self, call: Call[R], *, on: str = "one") -> Future[R]:
         """Starts it without waiting."""
 
-    def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
+    def gather(self, *calls: Call[Any] | Group) -> tuple[Any, ...] | Iterator[Any]:
         """Runs the calls in parallel."""
 
 
@@ -165,8 +165,12 @@ class Group:
         more = other.calls if isinstance(other, Group) else (other,)
         return Group((*self.calls, *more), self.stream, self.ordered)
 
-    def results(self, futures: Sequence[Future[Any]]) -> tuple[Any, ...] | Iterator[Any]:
-        """The results of its calls, as a tuple or an iterator. A failure, or Ctrl-C, cancels those that still run."""
+    def results(self, submit: Callable[[Call[Any]], Future[Any]]) -> tuple[Any, ...] | Iterator[Any]:
+        """Starts its calls with `submit`, and returns their results as a tuple or an iterator.
+
+        A failure, or Ctrl-C, cancels those that still run.
+        """
+        futures = [submit(call) for call in self.calls]
         if self.stream:
             stream = _stream(futures, futures if self.ordered else as_completed(futures))
             next(stream)  # start the generator, so that dropping it cancels the rest
@@ -202,6 +206,13 @@ def gather(*calls: Call[Any], stream: bool = False, ordered: bool = True) -> Gro
         if not isinstance(call, Call):
             raise TypeError(f"gather() takes calls such as f(1), not {call!r:.80}")
     return Group(calls, stream, ordered)
+
+
+def as_group(calls: Sequence[Call[Any] | Group]) -> Group:
+    """A group that is alone, or a new one of these calls. Raises TypeError for anything else."""
+    if len(calls) == 1 and isinstance(calls[0], Group):
+        return calls[0]
+    return gather(*cast("Sequence[Call[Any]]", calls))
 
 
 def as_function(fn: Any) -> Function[..., Any]:

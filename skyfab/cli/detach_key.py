@@ -10,6 +10,7 @@ import array
 import fcntl
 import os
 import select
+import shlex
 import sys
 import termios
 import time
@@ -126,11 +127,12 @@ def _watched() -> Iterator[_Watch]:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
-def tell_how_to_attach(run: Run) -> None:
-    """Prints the commands for a detached run, and its id to stdout."""
+def tell_how_to_attach(run: Run, name: str | None = None) -> None:
+    """Prints the commands for a detached run, with the `name` that the user gave it, and its id to stdout."""
     short = run.id[:8]
     launched.note(run.id, run.name)
     print(f"run {short} keeps running on {', '.join(run.hosts)}", file=sys.stderr)
+    word = short if not name or name.startswith("-") else shlex.quote(name)
     for task in ("attach", "logs", "stop"):
-        print(HINTS.adapted(f"  skyfab {task} {short}"), file=sys.stderr)
+        print(HINTS.adapted(f"  skyfab {task} {word}"), file=sys.stderr)
     print(short, flush=True)

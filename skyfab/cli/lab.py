@@ -62,9 +62,11 @@ def status(json_: Json = False) -> None:
         skyfab lab.status --json
     """
     import json
+    import os
     from dataclasses import asdict
 
     from skyfab import lab
+    from skyfab.lab.persistent import find
 
     found = lab.status()
     if json_:
@@ -74,3 +76,5 @@ def status(json_: Json = False) -> None:
         print(host)
     if not found:
         print(HINTS.adapted("no lab is up\nhint: skyfab lab.up"), file=sys.stderr)
+    elif (here := find()) is not None and os.environ.get("SKYFAB_INVENTORY") != str(here.inventory):
+        print(f"hint: export SKYFAB_INVENTORY={here.inventory}", file=sys.stderr)

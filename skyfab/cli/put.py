@@ -58,7 +58,7 @@ def get(
         skyfab get /var/log/syslog --hosts=gpu --to=logs
     """
     with _pool(hosts, inventory) as compute:
-        _tell(compute.download(path, to=to))
+        _tell([report for report in compute.download(path, to=to) if report.entries])  # of the others it has told
 
 
 @contextmanager

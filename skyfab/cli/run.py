@@ -126,7 +126,7 @@ def run(
         if not isinstance(run, Run):
             _bring_back(compute, get)
     if isinstance(run, Run):
-        tell_how_to_attach(run)
+        tell_how_to_attach(run, name)
 
 
 def _save(compute: Compute, patterns: Sequence[str], error: BaseException) -> None:
@@ -146,7 +146,8 @@ def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:
     """Fetches files that the run has written."""
     if patterns and not all(node.workdir.callers for node in compute.hosts):
         for report in compute.download(patterns):
-            print(report, file=sys.stderr)
+            if report.entries:  # of a host that has nothing, it has told
+                print(report, file=sys.stderr)
 
 
 def _parsed(target: str) -> tuple[Path, str]:

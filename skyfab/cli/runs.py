@@ -10,7 +10,7 @@ from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
 from skyfab.errors import UsageError
 from skyfab.ui.hints import HINTS
-from skyfab.ui.terminal import clean
+from skyfab.ui.terminal import clean, clean_lines
 
 if TYPE_CHECKING:
     from skyfab.detached.run import Run
@@ -170,7 +170,7 @@ def attach(
     state = found.state
     print(f"{clean(found.name, colour=False)}: {state}", file=sys.stderr)
     for files in found.files():
-        print(clean(str(files), colour=False), file=sys.stderr)
+        print(clean_lines(str(files)), file=sys.stderr)
     if state in ("failed", "lost"):
         found.result()
     if state == "done":
@@ -191,13 +191,17 @@ def _age(text: str | None) -> float | None:
 def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
     """Prints a run's lines as they are shown while it is not detached."""
     from skyfab.ui.events import Output
+    from skyfab.ui.noise import is_noise
     from skyfab.ui.screen import line_format
     from skyfab.ui.terminal import is_rich, put
 
     where = {number: part.host for part in run.parts for number in part.about.ranks}
     shown = line_format(sys.stdout, sys.stderr)
     together = is_rich(sys.stdout, sys.stderr)
+    has_failed = run.state in ("failed", "lost")
     for line in run.lines(trouble=_tell, **options):
+        if is_noise(line.text) and not has_failed:
+            continue
         moment = f"{time.strftime('%m-%d %H:%M:%S', time.localtime(line.time))}.{int(line.time * 1000) % 1000:03d} "
         event = Output(
             host=where.get(line.rank, "?"),

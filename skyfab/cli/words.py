@@ -170,6 +170,8 @@ class _Reader:
         return UsageError(f"there is no task {task!r}", hint=self._near(task, words))
 
     def _near(self, task: str, words: list[str]) -> str:
+        if task.partition(":")[0].endswith(".py"):
+            return f"did you mean: {self._typed('run', task, *words, *self._tail)}"
         near = _nearest(task.lower(), list(self._tasks))
         return f"did you mean: {self._typed(near, *words, *self._tail)}" if near else _help()
 

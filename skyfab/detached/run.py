@@ -355,5 +355,8 @@ def attach(
     if errors:
         raise errors[0]
     near = did_you_mean(id, [*(run.id[: max(8, len(id))] for run in found), *(run.name for run in found)])
+    if hosts is None and known.source is None:
+        hint = near or "is SKYFAB_INVENTORY set? or name its hosts: --hosts=…"
+        raise UsageError(f"no run {id!r} on this machine, and there is no inventory with others", hint=hint)
     where = "the hosts of the inventory and on this machine" if hosts is None else "these hosts"
     raise UsageError(f"no run {id!r} on {where}", hint=near or "to list them: skyfab runs")

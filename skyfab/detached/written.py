@@ -68,7 +68,7 @@ def parse(document: object) -> list[Written]:
         workdir, names = said.get("workdir"), said.get("names")
         count, size = _number(said.get("count")), _number(said.get("size"))
         if isinstance(workdir, str) and isinstance(names, list) and count and size is not None:
-            shown = tuple(name[:_NAME] for name in names[:3] if isinstance(name, str))
+            shown = tuple(re.sub(r"\s", " ", name[:_NAME]) for name in names[:3] if isinstance(name, str))
             common = said.get("common")
             common = common if isinstance(common, str) else ""
             found.append(Written(workdir, count, size, shown, said.get("complete") is True, common))

@@ -162,7 +162,10 @@ class Resolver:
             where = f"Python {self.target.python} on {uv.described(self.target)}"
             if question.torch and re.search(r"\btorch\b", why):
                 where += f", with torch {question.torch} as on {question.first}"
-            raise LockError(f"no versions of {wanted} fit {where}\n{why}", hint=_hint(why)) from None
+            said = f"no versions of {wanted} fit {where}"
+            if re.search(r"failed to lookup address|onnection (refused|reset)|unreachable|timed out", why):
+                said = f"{wanted} for {where}: an index cannot be reached"
+            raise LockError(f"{said}\n{why}", hint=_hint(why)) from None
 
     # torch: builds with and without GPU support are different files, from different indexes
 
@@ -436,7 +439,8 @@ def _hint(why: str) -> str:
     if re.search(r"\b(401|403)\b|authentic|Unauthorized|Forbidden", why):
         return "put user and password into the index's URL, pip's configuration or ~/.netrc"
     if re.search(r"/whl/(cpu|cu|rocm|xpu)\S*/torch", why):
-        return f"name an index that has torch: {index_option('URL', ['torch', '…'])}, or put a build where pip looks"
+        named = index_option("URL", ["torch"])
+        return f"name an index that has torch, as PyPI (its build needs more room): {named}, or put one where pip looks"
     if re.search(r"Failed to fetch|error sending request|[Cc]onnect|dns|timed out|certificate", why):
         return "is the index up? Where pip was told to look: pip config list"
     if "not found in" in why:

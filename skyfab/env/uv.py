@@ -112,6 +112,13 @@ def run_uv(
     return done.stdout
 
 
+_UNSAID = re.compile(
+    r"(Using|Resolved|Downloading|Downloaded|Creating|warning|Request failed after)\b"
+    r"|cause: (error sending request|client error|dns error|error resolving DNS|tcp connect error)"
+)
+"""Lines of uv that tell what it did, and links of a chain of causes that say less than the next one."""
+
+
 def reason(said: str) -> str:
     """The relevant part of uv's error output, at most 15 lines.
 
@@ -128,7 +135,7 @@ def reason(said: str) -> str:
         elif line and not line.startswith(" "):
             hint = False
         bare = line.strip(" ╰─▶×│").removeprefix("error: ")
-        if bare and not hint and not re.match(r"(Using|Resolved|Downloading|Downloaded|Creating|warning)\b", bare):
+        if bare and not hint and not _UNSAID.match(bare):
             kept.append(bare)
     return "\n".join(kept[:15])
 

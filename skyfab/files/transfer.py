@@ -59,7 +59,7 @@ class Here:
         return _Ready(getattr(self._side, request)(*arguments))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Report:
     """What a transfer to or from one host has done."""
 
@@ -75,19 +75,23 @@ class Report:
     seconds: float = 0.0
     skipped: list[tuple[str, str]] = field(default_factory=list)
     """Paths that were left out, and why."""
-    is_download: bool = False
+    folder: str = ""
+    """The folder of this machine that files were fetched into; empty if they were sent."""
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
 
     def __str__(self) -> str:
         """
         >>> str(Report("node1", files=1200, size=34_000_000, sent=1, sent_size=500_000, seconds=0.3))
         'node1: 1200 files, 34 MB; sent 1, 500 kB, in 0.3 s'
-        >>> str(Report("node1", files=1, size=12, is_download=True))
-        'node1: 1 file, 12 bytes; nothing to fetch, in 0.0 s'
+        >>> str(Report("node1", files=1, size=12, folder="results"))
+        'node1: 1 file, 12 bytes; nothing to fetch into results/, in 0.0 s'
         """
         count = f"{self.files} file{'' if self.files == 1 else 's'}, {readable(self.size)}"
-        past, present = ("fetched", "fetch") if self.is_download else ("sent", "send")
-        what = f"{past} {self.sent}, {readable(self.sent_size)}," if self.sent else f"nothing to {present},"
-        return f"{self.host}: {count}; {what} in {self.seconds:.1f} s"
+        past, present, where = ("fetched", "fetch", f" into {self.folder}/") if self.folder else ("sent", "send", "")
+        what = f"{past} {self.sent}, {readable(self.sent_size)}" if self.sent else f"nothing to {present}"
+        return f"{self.host}: {count}; {what}{where}, in {self.seconds:.1f} s"
 
     def note(self, path: str, why: str) -> None:
         if len(self.skipped) < _NOTES:

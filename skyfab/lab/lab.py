@@ -300,6 +300,8 @@ def take_down(folder: Path | str) -> None:
             _end(Record.load(place).hosts)
         reaper.shut_down(place)
         boot.give_back(place / "hosts")
+        if (place / "hosts").exists():  # may take long: if that is interrupted, the record is there for the next time
+            shutil.rmtree(place / "hosts")
         shutil.rmtree(place)
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from skyfab.calls import nesting
-from skyfab.calls.call import Call, Function, Group, TakesCalls, as_function, not_a_call, not_a_function
+from skyfab.calls.call import Call, Function, Group, TakesCalls, as_function, as_group, not_a_call, not_a_function
 from skyfab.calls.image import Image
 from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function
 from skyfab.calls.project import Project
@@ -349,9 +349,9 @@ class Compute(ShownPool, TakesCalls):
         """Waits up to `timeout` seconds until no rank runs a broadcast. Those of a cancelled one may take a moment."""
         self.hosts[0].session.wait(lambda: self._broadcasts.is_idle, timeout)
 
-    def gather(self, group: Group) -> tuple[Any, ...] | Iterator[Any]:
-        """Runs the calls of a `group` in parallel: ``(f(1) & g(2)) >> compute``."""
-        return group.results([self.submit(call) for call in group.calls])
+    def gather(self, *calls: Call[Any] | Group) -> tuple[Any, ...] | Iterator[Any]:
+        """Runs `calls` in parallel: ``compute.gather(f(1), g(2))`` is ``(f(1) & g(2)) >> compute``."""
+        return as_group(calls).results(self.submit)
 
     @overload
     def map(self, function: Function[..., R], *items: Iterable[Any]) -> list[R]: ...

@@ -135,7 +135,7 @@ class Files:
                 target = Target(os.fsencode(place))
                 try:
                     transfer = self._transfer(node, "fetching files", remote, Here(target))
-                    transfer.report.is_download = True
+                    transfer.report.folder = _typed(place)
                     transfer.run(functools.partial(_fits, target.room, ""))
                 finally:
                     target.close()
@@ -299,6 +299,14 @@ def _fits(room: int, host: str, size: int) -> None:
         return
     text = f"no room for these files: they need {readable(size)}, {readable(room)} are free"
     raise _unfit(errno.ENOSPC, text, host) if host else OSError(errno.ENOSPC, text)
+
+
+def _typed(folder: Path) -> str:
+    """A folder of this machine as one would type it."""
+    try:
+        return str(folder.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(folder)
 
 
 def _place(path: Path, *, elsewhere: str) -> str:

@@ -161,7 +161,7 @@ class FilesWritten(Event):
     """The command that copies the folder here."""
 
     def __str__(self) -> str:
-        return f"{self.host}: wrote {self.what} in {self.path}; to fetch: {self.fetch}"
+        return f"{self.host}: wrote {self.what} in {self.path}\n  to fetch: {self.fetch}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,6 +198,9 @@ def test_calls_side_by_side_raise_as_they_are(pool: sky.Compute) -> None:
         (add(1) & sky.function(stop)()) >> pool
     assert sky.gather(*(identity(n) for n in range(20))) >> pool == tuple(range(20))
     assert sky.gather() >> pool == ()
+    assert pool.gather(identity(1), identity(2)) == pool.gather(identity(1) & identity(2)) == (1, 2)
+    with pytest.raises(TypeError, match=r"takes calls such as f\(1\), not \["):
+        pool.gather([identity(1)])  # type: ignore[arg-type]
 
 
 def test_a_stream_yields_results_as_they_come(pool: sky.Compute, spot: Spot) -> None:

@@ -151,6 +151,11 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["nope"], "error: there is no task 'nope'\nhint: skyfab --help\n"),
+        (["train.py", "--ranks=2", "--", "-x"], "hint: did you mean: skyfab run train.py --ranks=2 -- -x\n"),
+        (
+            ["logs", "night"],
+            "error: no run 'night' on this machine, and there is no inventory with others\nhint: is SKYFAB_",
+        ),
         (["train", "--bogus"], "error: train has no option --bogus\nhint: skyfab train --help\n"),
         (["train", "--hosts"], "error: --hosts needs a value\nhint: skyfab train --hosts=all\n"),
         (
@@ -624,7 +629,9 @@ def test_lab_up_prints_an_inventory_that_works(tmp_path: Path) -> None:
         [path] = out.splitlines()
         assert "node1" in err and "hint" not in err, "the path goes to a variable"
         assert program("hosts", cwd=tmp_path, SKYFAB_INVENTORY=path).code == 0
-        assert program("lab.status", cwd=tmp_path, **place).out.startswith("node1 ")
+        status = program("lab.status", cwd=tmp_path, SKYFAB_INVENTORY="", **place)
+        assert status.out.startswith("node1 ") and status.err == f"hint: export SKYFAB_INVENTORY={path}\n"
+        assert program("lab.status", cwd=tmp_path, SKYFAB_INVENTORY=path, **place).err == ""
     finally:
         assert program("lab.down", cwd=tmp_path, **place).code == 0
     assert not Path(path).exists()

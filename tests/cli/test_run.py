@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from skyfab.cli.detach_key import tell_how_to_attach
 from skyfab.lab import Lab
 
 pytestmark = pytest.mark.programs
@@ -89,7 +92,7 @@ def test_a_script_written_for_torchrun_needs_no_change(project: Path, lent_lab: 
     ("text", "code", "said"),
     [
         ("raise SystemExit", 0, ""),
-        ("raise SystemExit(3)", 1, "sys.exit(3)"),
+        ("raise SystemExit(3)", 1, ": it called sys.exit(3)"),
         ("1 / 0", 1, "ZeroDivisionError"),
         ("import no_such_module", 1, "no_such_module"),
     ],
@@ -106,3 +109,20 @@ def test_what_cannot_be_run_is_said_before_anything_is_reached(project: Path, wo
     ran = skyfab(project, "run", *words)
     assert ran.returncode == 2
     assert "hint: skyfab run" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [(None, "0123abcd"), ("night", "night"), ("a b", "'a b'"), ("-x", "0123abcd")]
+)
+def test_the_commands_for_a_detached_run_have_the_name_that_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str | None, word: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run: Any = SimpleNamespace(id="0123abcd4567", name=name or "train.py", hosts=["node1", "node2"])
+    tell_how_to_attach(run, name)
+    out, err = capsys.readouterr()
+    assert out == "0123abcd\n", "always the id, for programs"
+    assert err.splitlines() == [
+        "run 0123abcd keeps running on node1, node2",
+        *(f"  skyfab {task} {word}" for task in ("attach", "logs", "stop")),
+    ]

@@ -533,7 +533,7 @@ def test_else_uv_chooses_pytorchs_index_for_the_targets_gpu(
 ) -> None:
     """Which is out of reach in tests: the address that was tried tells."""
     monkeypatch.setenv("UV_CUDA_DRIVER_VERSION", "999")  # this machine's
-    with pytest.raises(LockError, match=rf"(?s){path}.*hint: name an index that has torch"):
+    with pytest.raises(LockError, match=rf"(?s)^torch for .*: an index cannot be reached.*{path}.*hint: name an index"):
         lock_of("torch", target=replace(HOST, **changes))
 
 
@@ -906,6 +906,21 @@ def test_uvs_reason_is_cut_to_what_matters() -> None:
     assert text.splitlines()[:2] == ["No solution", "cause: number 0"]
     assert len(text.splitlines()) == 15
     assert "hint" not in text and "two" not in text and "\x1b" not in text
+
+
+def test_of_a_chain_of_causes_the_address_and_the_last_one_are_kept() -> None:
+    said = """error: Request failed after 3 retries in 7.3s
+  cause: Failed to fetch: https://index.example/simple/torch/
+  cause: error sending request for url (https://index.example/simple/torch/)
+  cause: client error (Connect)
+  cause: dns error
+  cause: error resolving DNS
+  cause: failed to lookup address information: Name or service not known
+"""
+    assert uv.reason(said).splitlines() == [
+        "cause: Failed to fetch: https://index.example/simple/torch/",
+        "cause: failed to lookup address information: Name or service not known",
+    ]
 
 
 def test_credentials_in_uvs_words_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -314,7 +314,12 @@ def test_put_and_get(here: Path, listed: Path) -> None:
     done = skyfab(here, "get", "data/*", "--hosts=node1", "--to=back", inventory=listed)
     assert done.returncode == 0, done.stderr
     assert (here / "back" / "data" / "-odd name").read_text() == "x"
-    assert done.stdout.startswith("node1: 1 file, 1 byte; fetched 1, 1 byte, in ")
+    assert done.stdout.startswith("node1: 1 file, 1 byte; fetched 1, 1 byte into back/, in ")
+    skyfab(here, "exec", "node1", "--", "touch only", inventory=listed)
+    done = skyfab(here, "get", "only", "--hosts=node1,node2", inventory=listed)
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("node1: 1 file, 0 bytes; fetched 1, 0 bytes into node1/, in ")
+    assert done.stderr == "node2: nothing there is called only\n"
     done = skyfab(here, "get", "nothing", "--hosts=node1", inventory=listed)
     assert done.returncode == 2
     assert "node1: nothing there is called nothing" in done.stderr

@@ -348,6 +348,24 @@ def test_stopping_leaves_nothing(tmp_path: Path) -> None:
     lab.stop()
 
 
+def test_taking_down_that_was_interrupted_is_finished_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while large files of the hosts are removed: the hosts are down, and the lab can still be found."""
+    lab = start(1, folder=tmp_path / "lab")
+
+    def interrupted(path: Path) -> None:
+        raise KeyboardInterrupt(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("skyfab.lab.lab.shutil.rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt, match=r"/hosts$"):
+            lab.stop()
+    assert [host.up for host in lab_module.status(lab.folder)] == [False]
+    assert lab_module.down(lab.folder)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_labs_at_once_do_not_meet(lab: Lab) -> None:
     with start(2) as other:
         assert {host.address for host in lab.hosts}.isdisjoint(host.address for host in other.hosts)

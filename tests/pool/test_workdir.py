@@ -231,7 +231,9 @@ def test_a_pool_that_wrote_says_what_lies_where_and_how_to_fetch_it(
         compute.submit(sky.function(read)("x"), on="node2").result()
     (event,) = told(found)
     name = project(str(folder))
-    assert str(event).startswith(f"node1: wrote 1 file (5 bytes): out/ckpt.pt in ~/.cache/skyfab/files/{name}; ")
+    assert str(event).startswith(
+        f"node1: wrote 1 file (5 bytes): out/ckpt.pt in ~/.cache/skyfab/files/{name}\n  to fetch: "
+    )
     lax = ["-q", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
     program, *words = shlex.split(event.fetch)
     subprocess.run([program, *lax, *words], cwd=tmp_path, check=True)
@@ -380,6 +382,9 @@ def test_what_a_host_says_of_files_is_not_believed() -> None:
     ):
         assert parse(bad) == []
     assert parse([{**good, "names": ["x" * 1000, 3, "y", "z"]}])[0].names == ("x" * 80, "y")
+    assert parse([{**good, "names": ["a\n  to fetch: rm"]}])[0].names == ("a   to fetch: rm",), (
+        "one line, whatever the host says"
+    )
 
 
 # ---- skyfab run
@@ -417,6 +422,7 @@ def test_a_detached_script_leaves_its_files(folder: Path, remote: list[sky.Host]
     assert [event.host for event in run.files()] == ["node1"]
     shown = skyfab(folder, "attach", run.id, inventory=place)
     assert "node1: wrote 1 file (1 byte): ckpt.pt in ~/.cache/skyfab/files/my-project-" in shown.stderr
+    assert "\n  to fetch: skyfab get ckpt.pt --hosts=node1 --to=node1\n" in shown.stderr
     with sky.Compute(remote[:1], ui="none") as compute:
         assert sky.function(read)("ckpt.pt") >> compute == "x"
 

@@ -31,6 +31,7 @@ from skyfab.session.transport.questions import Place, Questions, places
 from skyfab.session.transport.refusals import (
     by_hand,
     changed_key,
+    no_answer,
     refused,
     revoked_key,
     unknown_jump,
@@ -345,6 +346,7 @@ def _explain(hops: Sequence[Host], at: Host, error: Exception, inventory: Invent
             host=host.name,
             hint=f"is it up? one that is busy turns logins away (MaxStartups); try: {by_hand(host, jumps=jumps)}",
         )
-    if isinstance(error, socket.gaierror) and at is not host:
+    is_nameless = isinstance(error, socket.gaierror)
+    if is_nameless and at is not host:
         return unknown_jump(at.name, host, inventory)
-    return Unreachable(f"{at.destination}: {text}", host=host.name, hint=f"is it up? try: {by_hand(host, jumps=jumps)}")
+    return no_answer(f"{at.destination}: {text}", hops, inventory, is_nameless=is_nameless)

@@ -22,7 +22,15 @@ from skyfab.session.transport.askpass import Askpass
 from skyfab.session.transport.logins import ServerBusy
 from skyfab.session.transport.process import ProcessStream
 from skyfab.session.transport.questions import Place, Questions, by_ssh, places
-from skyfab.session.transport.refusals import by_hand, changed_key, refused, revoked_key, unknown_jump, unknown_key
+from skyfab.session.transport.refusals import (
+    by_hand,
+    changed_key,
+    no_answer,
+    refused,
+    revoked_key,
+    unknown_jump,
+    unknown_key,
+)
 from skyfab.ui.prompt import TERMINAL
 
 ALIVE_INTERVAL, ALIVE_COUNT = 10, 3
@@ -246,7 +254,7 @@ def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, 
         )
     if code == 255:
         said = re.sub(r"^ssh: ", "", last) or f"{host.destination} does not answer"
-        return Unreachable(said, host=host.name, hint=f"is it up? try: {by_hand(host, jumps=jumps)}")
+        return no_answer(said, hops, inventory, is_nameless=unresolved is not None)
     if code < 0:
         return Unreachable(f"ssh was ended on this machine, by signal {-code}", host=host.name)
     return HostLost(f"the connection ended{': ' + last if last else ''}", host=host.name)

@@ -6,7 +6,7 @@ import getpass
 import shlex
 from collections.abc import Sequence
 
-from skyfab.errors import AuthenticationRefused, HostKeyRefused, JumpRefused, JumpUnknown, PasswordNeeded
+from skyfab.errors import AuthenticationRefused, HostKeyRefused, JumpRefused, JumpUnknown, PasswordNeeded, Unreachable
 from skyfab.inventory.host import Host, did_you_mean
 from skyfab.inventory.inventory import Inventory
 from skyfab.session.transport import keys
@@ -63,6 +63,15 @@ def unknown_jump(name: str, target: Host, inventory: Inventory) -> JumpUnknown:
         host=target.name,
         hint=f"{near} (jump = … in the inventory)" if near else f"try: {shlex.join(['ssh', name])}",
     )
+
+
+def no_answer(said: str, hops: Sequence[Host], inventory: Inventory, *, is_nameless: bool) -> Unreachable:
+    """For a host that cannot be reached; with `is_nameless`, no address was found for its name."""
+    host, jumps = hops[-1], hops[:-1]
+    hint = f"is it up? try: {by_hand(host, jumps=jumps)}"
+    if is_nameless and inventory.source is None:
+        hint = f"no inventory is in use that could say where it is: is SKYFAB_INVENTORY set? Else, {hint}"
+    return Unreachable(said, host=host.name, hint=hint)
 
 
 def changed_key(target: Host, at: Host) -> HostKeyRefused:

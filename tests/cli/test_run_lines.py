@@ -1,0 +1,25 @@
+"""The lines of a detached run that `skyfab logs` and `attach` print."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyfab.cli import runs
+from skyfab.detached.logs import LogLine
+
+NOISE = "[W1116 10:00:00.123456789 socket.cpp:767] [c10d] The hostname of the client socket cannot be retrieved."
+
+
+@pytest.mark.parametrize(("state", "shown"), [("running", ["mine"]), ("done", ["mine"]), ("failed", [NOISE, "mine"])])
+def test_what_frameworks_write_when_they_start_is_printed_for_a_run_that_failed(
+    capsys: pytest.CaptureFixture[str], state: str, shown: list[str]
+) -> None:
+    """As it is while a run is not detached."""
+    lines = [LogLine(time=1.0, rank=0, stream="out", text=text) for text in (NOISE, "mine")]
+    part = SimpleNamespace(host="node1", about=SimpleNamespace(ranks=(0,)))
+    run: Any = SimpleNamespace(parts=[part], world_size=1, state=state, lines=lambda **_: iter(lines))
+    runs._print(run, timestamps=False)
+    assert capsys.readouterr().out.splitlines() == [f"node1 {text}" for text in shown]

@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from skyfab import toml
-from skyfab.calls.image import Image, PipIndex
+from skyfab.calls.image import Image, PipIndex, split_hashes
 from skyfab.calls.results import image_option, index_option
 from skyfab.env import builds, uv
 from skyfab.env.facts import Target
@@ -79,6 +79,8 @@ class Pins:
     """Indexes that the project names, each with the packages that come from it."""
     hashes: tuple[tuple[str, str], ...] = ()
     """The sha256 of each file by its name."""
+    allowed: tuple[tuple[str, str], ...] = ()
+    """``--hash`` options of requirements: the package, and what a file of it may have, ``sha256:…``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +100,8 @@ class Question:
     @classmethod
     def of(cls, image: Image, target: Target, pins: Pins) -> Question:
         """`pins` are those of the image's uv.lock."""
-        for text in image.pip:
-            requirement(text)
+        named = [(canonicalize_name(requirement(text).name), *split_hashes(text)) for text in image.pip]
+        pins = replace(pins, allowed=tuple((name, one) for name, _, hashes in named for one in hashes))
         scoped: set[str] = set()
         for index in image.pip_indexes:
             names = {canonicalize_name(name) for name in index.packages}
@@ -111,7 +113,8 @@ class Question:
         for index in pins.indexes:
             others = tuple(name for name in index.packages if canonicalize_name(name) not in scoped)
             places += (PipIndex(index.url, others),) if others else ()
-        return cls(pip=image.pip, indexes=places, target=target, platform=uv.platform_of(target), pins=pins)
+        pip = tuple(text for _, text, _ in named)
+        return cls(pip=pip, indexes=places, target=target, platform=uv.platform_of(target), pins=pins)
 
     @property
     def names(self) -> set[str]:
@@ -130,7 +133,8 @@ class Question:
         scopes = [[uv.bare(index.url), *index.packages] for index in self.indexes]
         target, pip = self.target, [clean(text) for text in self.pip]
         parts = [_FORMAT, pip, scopes, self.platform, target.python, target.driver, target.rocm, self.torch]
-        parts += [self.pins.constraints, self.pins.hashes, *map(_stamp, (*pip, *self.pins.constraints))]
+        pins = self.pins
+        parts += [pins.constraints, pins.hashes, *pins.allowed, *map(_stamp, (*pip, *pins.constraints))]
         return sum_of(json.dumps([*parts, uv.version(), sorted(said.items()), _uv_settings(environ)]))
 
 
@@ -390,7 +394,7 @@ def _stamp(text: str) -> str:
 
 def requirement(text: str) -> Requirement:
     try:
-        return Requirement(text)
+        return Requirement(split_hashes(text)[0])
     except InvalidRequirement:
         raise LockError(
             f"{image_option('pip')} names {uv.redact(text)!r}, which is no requirement",

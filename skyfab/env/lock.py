@@ -98,7 +98,7 @@ def _made(question: Question, *, upgrade: bool, only_known: bool) -> Lock | None
     path = uv.home() / "locks" / f"{question.key()}.toml"
     known = None if upgrade else _stored(path, question.target)
     if known is None and not only_known:
-        with uv.alone(str(path)):
+        with uv.making(path):
             known = None if upgrade else _stored(path, question.target)  # another process may have made it meanwhile
             if known is None:
                 resolved = clean(Resolver(question, refresh=upgrade).run())

@@ -304,6 +304,13 @@ def test_output_that_cannot_be_written_is_one_line_and_an_error(folder: Path) ->
             assert (ran.returncode, ran.stderr) == (1, says), task
 
 
+def test_a_command_whose_output_nobody_reads_is_stopped(folder: Path) -> None:
+    line = f"{{ {shlex.join(PROGRAM)} exec here -- yes; echo $? >code; }} | head -1"
+    ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("here y\n", "")
+    assert (folder / "code").read_text() == "1\n"
+
+
 # ---- completion
 
 

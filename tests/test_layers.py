@@ -53,7 +53,7 @@ LARGEST = {
     "detached": 900,
     "files": 1150,
     "plugins": 1100,
-    "ui": 1680,
+    "ui": 1690,
     "cli": 3150,
     "lab": 2300,
     "device": 5330,

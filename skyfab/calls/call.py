@@ -38,6 +38,14 @@ class Pool(Protocol):
         """Runs the calls in parallel."""
 
 
+def _pool(compute: Pool) -> Pool:
+    """Raises UsageError if it is something else, such as the name of a host."""
+    if not hasattr(compute, "broadcast"):
+        hosts = repr(compute) if isinstance(compute, str) else "…"
+        raise UsageError(f"{compute!r:.80} is no pool", hint=f"with sky.Compute({hosts}) as compute: …")
+    return compute
+
+
 class Function(Generic[P, R]):
     """A function that runs on hosts; `function` makes it. Calling it returns a `Call`; the plain function is `.fn`."""
 
@@ -132,13 +140,13 @@ class Call(Generic[R]):
         self.kwargs = kwargs
 
     def __rshift__(self, compute: Pool) -> R:
-        return compute.run(self)
+        return _pool(compute).run(self)
 
     def __matmul__(self, compute: Pool) -> list[R]:
-        return compute.broadcast(self)
+        return _pool(compute).broadcast(self)
 
     def __gt__(self, compute: Pool) -> Future[R]:
-        return compute.submit(self)
+        return _pool(compute).submit(self)
 
     def __and__(self, other: Call[Any] | Group) -> Group:
         return gather(self, *(other.calls if isinstance(other, Group) else (other,)))
@@ -159,7 +167,7 @@ class Group:
     ordered: bool = True
 
     def __rshift__(self, compute: Pool) -> Any:
-        return compute.gather(self)
+        return _pool(compute).gather(self)
 
     def __and__(self, other: Call[Any] | Group) -> Group:
         more = other.calls if isinstance(other, Group) else (other,)

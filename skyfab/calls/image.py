@@ -13,6 +13,13 @@ from skyfab.errors import UsageError
 from skyfab.inventory.host import setup_lines, variables
 from skyfab.notebook import ShownAsTable
 
+_HASH = re.compile(r"\s+--hash[=\s]\s*(\S+)")
+
+
+def split_hashes(text: str) -> tuple[str, tuple[str, ...]]:
+    """A requirement without its ``--hash`` options, and their values."""
+    return _HASH.sub("", text), tuple(_HASH.findall(text))
+
 
 @dataclass(frozen=True, slots=True)
 class PipIndex:

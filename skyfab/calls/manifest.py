@@ -178,8 +178,12 @@ class _Sources:
         return UsageError(f"{self._shown} has no uv.lock, and {why}", hint="uv lock")
 
 
-def listed(path: Path) -> list[str]:
-    """The requirements in a file. Raises UsageError if it cannot be read or has options other than -r and --hash."""
+def listed(path: Path, above: Sequence[Path] = ()) -> list[str]:
+    """The requirements in a file. Raises UsageError if it cannot be read or has options other than -r and --hash.
+
+    `above` are the files that have led to it.
+    """
+    above = (*above, path.resolve())
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -189,11 +193,13 @@ def listed(path: Path) -> list[str]:
         line = re.sub(r"(^|\s)#.*", "", line).strip()
         other = re.fullmatch(r"(?:-r\s*|--requirement[\s=]\s*)(\S.*)", line)
         if other:
-            found += listed(path.parent / other[1])
+            if (path.parent / other[1]).resolve() in above:
+                raise UsageError(f"{path}: -r {other[1]} leads back to {other[1]}", hint="take that line out")
+            found += listed(path.parent / other[1], above)
         elif line.startswith("-") and not re.fullmatch(r"(-e|--editable)\s*\.", line):
             raise UsageError(f"{path}: it may have requirements only, not {line!r:.80}", hint="--index=URL=packages")
         elif line not in ("", ".") and not line.startswith("-"):  # the project's own modules are sent anyway
-            found.append(re.sub(r"\s+--hash[=\s]\S+", "", line))
+            found.append(" ".join(line.split()))
     return found
 
 

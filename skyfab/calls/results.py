@@ -135,7 +135,7 @@ def _exception(
     if buffers:
         try:
             found = _plain_exception(buffers) if untrusted else codec.loads(buffers[0], buffers[1:])
-        except Exception:
+        except (Exception, SystemExit):  # unpickling calls what the exception's class says
             found = None
         if isinstance(found, Exception):
             return found

@@ -24,12 +24,47 @@ def perform(name: str, function: str, arguments: list[str], folder: str | None) 
         sys.path.insert(0, os.path.abspath(folder))  # noqa: PTH100
     path = next(path for folder in sys.path if os.path.isfile(path := os.path.join(folder, name)))  # noqa: PTH113,PTH118
     sys.argv = [path, *arguments]
-    if function:
-        found: Any = getattr(importlib.import_module(name.removesuffix(".py")), function)
-        awaited(getattr(found, "fn", found)(*arguments))
-        return
     try:
-        runpy.run_path(path, run_name="__main__")
+        if function:
+            found: Any = getattr(importlib.import_module(name.removesuffix(".py")), function)
+            awaited(getattr(found, "fn", found)(*arguments))
+        else:
+            runpy.run_path(path, run_name="__main__")
     except SystemExit as end:
-        if end.code not in (None, 0):
+        _finish()
+        if function or end.code not in (None, 0):
             raise
+    except BaseException:
+        _finish(threads=False)  # the failure is reported now, whatever else still runs
+        raise
+    else:
+        _finish()
+
+
+def _finish(*, threads: bool = True) -> None:
+    """Does what Python does when a program ends: waits for threads, runs `atexit`, writes what open files still hold.
+
+    The process of a rank does not end with the script, and never in this way.
+    """
+    import atexit
+    import gc
+    import threading
+
+    if threads:
+        threading._shutdown()  # type: ignore[attr-defined]  # thread pools are ended too
+    atexit._run_exitfuncs()
+    _flush_files()
+    gc.collect()  # closes what only the script has referred to: archives, databases
+
+
+def _flush_files() -> None:
+    """Flushes every open file. When the garbage collector closes one that belongs to a cycle, text can be lost."""
+    import gc
+    import io
+
+    for one in gc.get_objects():
+        if issubclass(type(one), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            try:
+                one.flush()
+            except Exception:  # it is closed, or its disk is full, of which Python would only warn
+                pass

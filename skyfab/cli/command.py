@@ -37,19 +37,28 @@ class Option:
     """A value for messages."""
     plain: bool = False
     """Words without an option's name are its values; several are joined with commas."""
+    joined: bool = False
+    """If it is given again, the values are joined with commas; else the last one counts."""
 
 
 _HOSTS: Final = "names, groups or tags of the inventory, node[1-4], !node3, user@10.0.0.5:2222; several with commas"
 _ALL: Final = "all hosts of the inventory, this machine where there is none"
 Hosts = Annotated[
-    str | None, Option(f"{_HOSTS}; also without --hosts=", "HOSTS", default=_ALL, example="all", plain=True)
+    str | None,
+    Option(f"{_HOSTS}; also without --hosts=", "HOSTS", default=_ALL, example="all", plain=True, joined=True),
 ]
 """Hosts, which may be named without ``--hosts=``."""
-NamedHosts = Annotated[str | None, Option(_HOSTS, "HOSTS", default=_ALL, example="all")]
+NamedHosts = Annotated[str | None, Option(_HOSTS, "HOSTS", default=_ALL, example="all", joined=True)]
 """Hosts of a command whose plain words are something else."""
 RunHosts = Annotated[
     str | None,
-    Option(f"where to look for it: {_HOSTS}", "HOSTS", default="all of the inventory, and this machine", example="all"),
+    Option(
+        f"where to look for it: {_HOSTS}",
+        "HOSTS",
+        default="all of the inventory, and this machine",
+        example="all",
+        joined=True,
+    ),
 ]
 InventoryFile = Annotated[
     str | None,

@@ -42,7 +42,7 @@ def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
     print("press d, then y, to detach: it keeps running when this program ends", file=sys.stderr)
     future: Future[Any] = compute.submit(call, on="all")
     try:
-        with _watched() as watch:
+        with _watched() as watch, compute.events.waiting:
             while not future.done():
                 if watch.is_pressed() and watch.confirms(future.done, compute.events) and not future.done():
                     return compute.detach(name=name)
@@ -81,6 +81,11 @@ class _Watch:
     def begin(self) -> None:
         termios.tcsetattr(self._fd, termios.TCSADRAIN, self._lines)
 
+    def _resume(self) -> None:
+        """Begins again after Ctrl-Z and `fg`: the shell has set the terminal to its own mode."""
+        if termios.tcgetattr(self._fd)[3] & termios.ECHO and TERMINAL.is_attended():
+            self.begin()
+
     def _waiting(self) -> int:
         """How many bytes can be read."""
         count = array.array("i", [0])
@@ -89,6 +94,7 @@ class _Watch:
 
     def is_pressed(self) -> bool:
         """`d` was pressed, and nothing before or after it."""
+        self._resume()
         if TERMINAL.is_busy or self._waiting() != 1:
             return False
         time.sleep(_ALONE)

@@ -33,8 +33,10 @@ class ProjectSettings:
 
         for folder in folders_above(script):
             if (file := folder / "pyproject.toml").is_file():
-                table = read(file).get("tool", {}).get("skyfab")
-                if table is not None:
+                tools = read(file).get("tool", {})
+                if not isinstance(tools, Mapping):
+                    raise UsageError(f"{file}: [tool] must be a table, not {kind(tools)}")
+                if (table := tools.get("skyfab")) is not None:
                     return _settings(table, file)
         return cls()
 

@@ -36,6 +36,8 @@ def put(
     from skyfab.cli.targets import near
 
     if not Path(path).expanduser().exists():
+        if Path(path).expanduser().is_symlink():
+            raise UsageError(f"{path} is a link to {Path(path).expanduser().readlink()}, which is not there")
         raise UsageError(f"there is no {path} here", hint=near(Path(path).expanduser()))
     with _pool(hosts, inventory) as compute:
         _tell(compute.upload(path, to=to))

@@ -18,11 +18,8 @@ def trust(
 ) -> int:
     """Record the keys of hosts that ssh does not know yet.
 
-    Shows their fingerprints first. Compare them with what the host itself says, on its own screen:
-
-        ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub
-
-    Ends with 1 when you do not agree.
+    Shows their fingerprints first. Compare them with what the host itself says, on its own screen, to ssh-keygen -lf
+    /etc/ssh/ssh_host_ed25519_key.pub. Ends with 1 when you do not agree.
 
         skyfab trust node1
         skyfab trust --hosts=node1,node2 --replace

@@ -142,6 +142,8 @@ class _Reader:
         """Notes a value; None for a flag."""
         name, values = parameter.name, self._line.values
         found = True if value is None else parameter.read(value)
+        if parameter.option.joined and name in values:
+            found = f"{values[name]},{found}"
         values[name] = [*values.get(name, []), found] if parameter.kind is list else found
 
     def _option(self, task: Command, word: str, words: list[str], at: int) -> tuple[Parameter, str | None]:

@@ -19,7 +19,7 @@ from skyfab.env import uv
 from skyfab.env.facts import Target
 from skyfab.env.resolve import LockError, Pins, Question, Resolver, clean, requirement, sum_of, text_of
 from skyfab.env.sources import file_of, is_built, with_wheels
-from skyfab.env.uvlock import check_files, read_pins
+from skyfab.env.uvlock import check_files, files_of, read_pins
 from skyfab.env.wheels import Wheel, applies, tags
 
 __all__ = ["Lock", "LockError", "Wheel", "indexes", "make_lock", "needs_push", "read_lock"]
@@ -98,15 +98,35 @@ def _made(question: Question, *, upgrade: bool, only_known: bool) -> Lock | None
     path = uv.home() / "locks" / f"{question.key()}.toml"
     known = None if upgrade else _stored(path, question.target)
     if known is None and not only_known:
-        with uv.alone(str(path)):
+        with uv.making(path):
             known = None if upgrade else _stored(path, question.target)  # another process may have made it meanwhile
             if known is None:
-                text = clean(Resolver(question, refresh=upgrade).run())
-                check_files(text, question.pins)
-                text = with_wheels(text, question.target)
+                resolved = clean(Resolver(question, refresh=upgrade).run())
+                check_files(resolved, question.pins)
+                text = with_wheels(resolved, question.target)
                 known = _lock(text, question.target)
+                _check_hashes(known, resolved, question.pins.allowed)
                 uv.write_whole(path, f"# {sum_of(text)}\n{text}".encode())
     return known
+
+
+def _check_hashes(lock: Lock, resolved: str, allowed: Sequence[tuple[str, str]]) -> None:
+    """Raises LockError if the file of a package is none that the ``--hash`` options of its requirement allow.
+
+    Of a wheel that was built here, the source archive counts: it is in the pylock.toml as uv has resolved it.
+    """
+    for wheel in lock.wheels:
+        wanted = [one for name, one in allowed if name == wheel.package]
+        files = {wheel.filename: wheel.sha256}
+        if wanted and is_built(wheel):
+            packages = [one for one in toml.loads(resolved).get("packages", []) if one["name"] == wheel.package]
+            files = {name: sha256 for one in packages for name, sha256 in files_of(one)}
+        if wanted and not {f"sha256:{sha256}" for sha256 in files.values()} & {*wanted}:
+            name, sha256 = next(iter(files.items()), (wheel.package, "unknown"))
+            raise LockError(
+                f"{name} has none of the hashes of its requirement\nsha256 {sha256}\nallowed {', '.join(wanted)}",
+                hint="if the file is the right one, add it: --hash=sha256:…; else ask who maintains the index",
+            )
 
 
 def _torch(lock: Lock) -> str:

@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -19,11 +19,12 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from skyfab import toml
-from skyfab.calls.image import Image, PipIndex
+from skyfab.calls.image import Image, PipIndex, split_hashes
 from skyfab.calls.results import image_option, index_option
 from skyfab.env import builds, uv
 from skyfab.env.facts import Target
 from skyfab.env.pipconf import NO_INDEX
+from skyfab.env.unresolved import hint_for
 from skyfab.env.uv import UvFailed
 from skyfab.errors import UsageError
 
@@ -79,6 +80,8 @@ class Pins:
     """Indexes that the project names, each with the packages that come from it."""
     hashes: tuple[tuple[str, str], ...] = ()
     """The sha256 of each file by its name."""
+    allowed: tuple[tuple[str, str], ...] = ()
+    """``--hash`` options of requirements: the package, and what a file of it may have, ``sha256:…``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +101,8 @@ class Question:
     @classmethod
     def of(cls, image: Image, target: Target, pins: Pins) -> Question:
         """`pins` are those of the image's uv.lock."""
-        for text in image.pip:
-            requirement(text)
+        named = [(canonicalize_name(requirement(text).name), *split_hashes(text)) for text in image.pip]
+        pins = replace(pins, allowed=tuple((name, one) for name, _, hashes in named for one in hashes))
         scoped: set[str] = set()
         for index in image.pip_indexes:
             names = {canonicalize_name(name) for name in index.packages}
@@ -111,7 +114,8 @@ class Question:
         for index in pins.indexes:
             others = tuple(name for name in index.packages if canonicalize_name(name) not in scoped)
             places += (PipIndex(index.url, others),) if others else ()
-        return cls(pip=image.pip, indexes=places, target=target, platform=uv.platform_of(target), pins=pins)
+        pip = tuple(text for _, text, _ in named)
+        return cls(pip=pip, indexes=places, target=target, platform=uv.platform_of(target), pins=pins)
 
     @property
     def names(self) -> set[str]:
@@ -130,7 +134,8 @@ class Question:
         scopes = [[uv.bare(index.url), *index.packages] for index in self.indexes]
         target, pip = self.target, [clean(text) for text in self.pip]
         parts = [_FORMAT, pip, scopes, self.platform, target.python, target.driver, target.rocm, self.torch]
-        parts += [self.pins.constraints, self.pins.hashes, *map(_stamp, (*pip, *self.pins.constraints))]
+        pins = self.pins
+        parts += [pins.constraints, pins.hashes, *pins.allowed, *map(_stamp, (*pip, *pins.constraints))]
         return sum_of(json.dumps([*parts, uv.version(), sorted(said.items()), _uv_settings(environ)]))
 
 
@@ -165,7 +170,7 @@ class Resolver:
             said = f"no versions of {wanted} fit {where}"
             if re.search(r"failed to lookup address|onnection (refused|reset)|unreachable|timed out", why):
                 said = f"{wanted} for {where}: an index cannot be reached"
-            raise LockError(f"{said}\n{why}", hint=_hint(why)) from None
+            raise LockError(f"{said}\n{why}", hint=hint_for(why)) from None
 
     # torch: builds with and without GPU support are different files, from different indexes
 
@@ -393,7 +398,7 @@ def _stamp(text: str) -> str:
 
 def requirement(text: str) -> Requirement:
     try:
-        return Requirement(text)
+        return Requirement(split_hashes(text)[0])
     except InvalidRequirement:
         raise LockError(
             f"{image_option('pip')} names {uv.redact(text)!r}, which is no requirement",
@@ -433,18 +438,3 @@ def _uv_settings(environ: Mapping[str, str]) -> list[str]:
     config = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
     files = [environ.get("UV_CONFIG_FILE", ""), f"{config}/uv/uv.toml", "/etc/uv/uv.toml"]
     return [sum_of(text_of(file)) for file in files if file]
-
-
-def _hint(why: str) -> str:
-    if re.search(r"\b(401|403)\b|authentic|Unauthorized|Forbidden", why):
-        return "put user and password into the index's URL, pip's configuration or ~/.netrc"
-    if re.search(r"/whl/(cpu|cu|rocm|xpu)\S*/torch", why):
-        named = index_option("URL", ["torch"])
-        return f"name an index that has torch, as PyPI (its build needs more room): {named}, or put one where pip looks"
-    if re.search(r"Failed to fetch|error sending request|[Cc]onnect|dns|timed out|certificate", why):
-        return "is the index up? Where pip was told to look: pip config list"
-    if "not found in" in why:
-        return "is the name right? Where pip was told to look: pip config list"
-    if re.search(r"no wheels? with a matching|[Ww]heels are available|no usable wheels", why):
-        return "choose a version that has a wheel for that platform and Python"
-    return f"change the versions in {image_option('pip')}"

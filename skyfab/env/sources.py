@@ -103,7 +103,7 @@ def _path(url: str) -> Path:
 def _wheel(source: _Source) -> Path:
     """The wheel of a source: the stored one, or a new one."""
     folder = uv.home() / "built" / source.key
-    with uv.alone(str(folder)):
+    with uv.making(folder):
         if not folder.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
             work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))

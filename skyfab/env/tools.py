@@ -33,7 +33,7 @@ def uv_for(target: Target) -> Path:
     name = f"uv-{uv.version()}-{uv.platform_of(target)}"
     path = uv.home() / "tools" / name / "uv"
     if not path.exists():
-        with uv.alone(str(path)):
+        with uv.making(path):
             if not path.exists():
                 (wheel,) = make_lock(Image(pip=(f"uv=={uv.version()}",)), target).wheels
                 _unpack(fetch([wheel])[wheel.sha256], path)
@@ -84,7 +84,7 @@ def python_for(target: Target) -> Path:
     """
     key = _download(target)
     folder = uv.home() / "pythons" / key
-    with uv.alone(str(folder)):
+    with uv.making(folder):
         if not folder.exists():
             _get(key, folder, target)
     (archive,) = folder.iterdir()

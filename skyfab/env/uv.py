@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import netrc
@@ -261,6 +262,21 @@ def alone(key: str) -> Iterator[None]:
             except OSError:
                 pass  # a file system without locks: two processes may do the same work, and both rename complete files
             yield
+
+
+@contextmanager
+def making(path: Path) -> Iterator[None]:
+    """As `alone`, while something in the cache is made. Raises UsageError if the cache cannot be written to."""
+    try:
+        with alone(str(path)):
+            yield
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UsageError(
+            f"the cache of this machine cannot be written to: {error.strerror}: {error.filename or home()}",
+            hint="name another folder: XDG_CACHE_HOME=/path/with/room",
+        ) from error
 
 
 def digest_of(path: Path) -> str:

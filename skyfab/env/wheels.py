@@ -139,7 +139,7 @@ def place(wheel: Wheel) -> Path:
 def _one(wheel: Wheel, source: _Source, count: _Progress) -> Path:
     path = place(wheel)
     if not _is_there(path, wheel):
-        with uv.alone(str(path)):
+        with uv.making(path):
             if not _is_there(path, wheel):  # another process may have downloaded it meanwhile
                 _bring(wheel, path, source, count)
                 return path

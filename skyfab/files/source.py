@@ -74,6 +74,9 @@ class Source:
                 continue
             try:
                 content = os.read(fd, min(about.st_size, SMALL) + 1)
+                if len(content) > about.st_size:  # it has grown; or it is one of /proc, which have no size
+                    while len(content) <= SMALL and (more := os.read(fd, SMALL + 1 - len(content))):
+                        content += more
             finally:
                 os.close(fd)
             if len(content) > min(room, SMALL):

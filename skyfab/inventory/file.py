@@ -181,13 +181,19 @@ class _Reader:
     def find_twins(self) -> None:
         """Records hosts that have the same address."""
         first: dict[tuple[str, int, str | None], str] = {}
+        alike: dict[Place, str] = {}
         for host in self.hosts.values():
             if host.address is None or host.transport == "local":
                 continue
-            twin = first.setdefault(place(host), host.name)
-            if twin != host.name:
+            twin, table = first.setdefault(place(host), host.name), self.places[host.name]
+            if twin != host.name and table == self.places[twin]:  # one mistake, however many hosts the table has
+                alike[table] = host.address
+            elif twin != host.name:
                 hint = "leave one of them out, or give them different ports"
-                self.note((*self.places[host.name], "address"), f"{host.name} has {host.address}, as {twin} has", hint)
+                self.note((*table, "address"), f"{host.name} has {host.address}, as {twin} has", hint)
+        for table, address in alike.items():
+            hint = "with a range too, as in 10.0.0.[11-14]"
+            self.note((*table, "address"), f"all its hosts have {address}", hint)
 
     def find_jump_circles(self) -> None:
         passed = {name: _passed(host) for name, host in self.hosts.items()}

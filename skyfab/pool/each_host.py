@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ def fan_out(
 ) -> list[Outcome[R]]:
     """Does the work on all hosts in parallel; returns one outcome for each, in order. Ctrl-C stops all.
 
-    `workdir` is that of `Compute`.
+    `workdir` is that of `Compute`. If what is shown is not read any more (`| head`), stops all and raises
+    BrokenPipeError.
 
     Raises an error that is not a SkyfabError: that is a bug in the work itself.
     """
@@ -49,12 +51,14 @@ def fan_out(
         for host in hosts
     ]
     events = Events()
-    detach = attach(events, "auto") if show else lambda: None
+    reader = _Reader()
+    detach = attach(events, "auto", on_closed=reader.left) if show else lambda: None
     for host, pool in zip(hosts, pools, strict=True):
         events.emit(HostState(host=host.name, state="connecting"))
         pool.events.subscribe(lambda event: None if isinstance(event, FilesWritten) else events.emit(event))
     try:
-        found = _run(work, pools)
+        with reader:
+            found = _run(work, pools)
     finally:
         detach()
     return [_outcome(host, one) for host, one in zip(hosts, found, strict=True)]
@@ -70,6 +74,30 @@ def surveys(hosts: Sequence[Host], inventory: Inventory) -> list[Survey | Skyfab
     """The survey of each host, or why there is none."""
     outcomes = fan_out(survey, hosts, inventory, show=False)
     return [outcome.result or outcome.error or SkyfabError("no answer") for outcome in outcomes]
+
+
+class _Reader:
+    """Who reads the output. Leaves the block with BrokenPipeError when that one is gone, as Ctrl-C leaves it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_waited_for = self._is_gone = False
+        self._thread = threading.get_ident()
+
+    def left(self) -> None:
+        with self._lock:
+            if self._is_waited_for:
+                self._is_gone = True
+                signal.pthread_kill(self._thread, signal.SIGINT)
+
+    def __enter__(self) -> None:
+        self._is_waited_for = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._lock:
+            self._is_waited_for = False
+        if self._is_gone and kind is KeyboardInterrupt:
+            raise BrokenPipeError from None
 
 
 def _outcome(host: Host, found: R | Raised | None) -> Outcome[R]:

@@ -27,8 +27,10 @@ _HIDDEN: Final = (
     *(f"{path}{os.sep}" for path in (Path(__file__).absolute().parents[1], Path(concurrent.futures.__file__).parent)),
     pickle.__file__,
 )
-_STARTS: Final = re.compile(r'  File "(?:[^"]*/bundles/[0-9a-f]+/skyfab/|<frozen (?:runpy|importlib))')
-"""A frame on a host that is not the program's."""
+_FRAME: Final = re.compile(
+    r'(?P<margin>(?: *\| )?)  File "(?P<hidden>[^"]*/bundles/[0-9a-f]+/skyfab/|<frozen (?:runpy|importlib))?'
+)
+"""A frame on a host; in an exception group it has a margin. `hidden` matches if it is not the program's."""
 _CHAIN: Final = {
     True: "\nThe above exception was the direct cause of the following exception:\n",
     False: "\nDuring handling of the above exception, another exception occurred:\n",
@@ -103,9 +105,9 @@ def _remote(error: BaseException) -> Iterator[str]:
     if lines[0] == _HEADER and lines.count(_HEADER) == 1:
         lines = lines[1:]
         lines = lines[: next((n for n, line in enumerate(lines) if not line.startswith(" ")), len(lines))]
-        lines = list(_own_frames(lines))
     elif _is_message(lines[0], error):  # there is no frame of the program, and the message follows below
         lines = [line for line in lines if line.startswith("hint: ")]
+    lines = list(_own_frames(lines))
     if lines:
         yield f"on {_place(error)}:"
         yield "\n".join(lines)
@@ -119,12 +121,14 @@ def _is_message(line: str, error: BaseException) -> bool:
 
 
 def _own_frames(lines: Sequence[str]) -> Iterator[str]:
-    """The lines of frames that are not those of skyfab or of what starts a script."""
-    hidden = False
+    """The lines without the frames of skyfab and of what starts a script."""
+    hidden: str | None = None  # the margin of the frame that is being left out
     for line in lines:
-        if line.startswith("  File "):
-            hidden = _STARTS.match(line) is not None
-        if not hidden:
+        if frame := _FRAME.match(line):
+            hidden = frame["margin"] if frame["hidden"] else None
+        elif hidden is not None and not line.startswith(f"{hidden}  "):
+            hidden = None
+        if hidden is None:
             yield line
 
 
@@ -149,7 +153,10 @@ def _ending(error: BaseException, prefix: str = "") -> Iterator[str]:
 
 
 def _kind(error: BaseException) -> tuple[type, str]:
-    return type(error), error.message if isinstance(error, SkyfabError) else str(error)
+    try:
+        return type(error), error.message if isinstance(error, SkyfabError) else str(error)
+    except Exception:
+        return type(error), "<exception str() failed>"  # as Python has it
 
 
 def _line(error: BaseException, *, typed: bool) -> str:

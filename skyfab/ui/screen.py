@@ -47,11 +47,13 @@ def attach(
     stderr: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
     timeout: float = TIMEOUT,
+    on_closed: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
     """Shows a pool's events from now on; returns a function that writes the rest and stops.
 
     `auto` is a display of its own in a notebook, `rich` if stdout and stderr are both a capable terminal, else `plain`.
-    A thread that emits an event waits up to `timeout` seconds for a slow output.
+    A thread that emits an event waits up to `timeout` seconds for a slow output. `on_closed` is called, on another
+    thread, when the output is a pipe that nobody reads any more.
     """
     files = stdout or sys.stdout, stderr or sys.stderr
     rich = kind == "rich" or (kind == "auto" and is_rich(*files))
@@ -64,6 +66,7 @@ def attach(
         view = Screen(files[0], clock, timeout, events.waiting)
     else:
         view = Plain(stdout, stderr, clock, timeout)
+    view.on_closed = on_closed
     unsubscribe = events.subscribe(view)
 
     def detach() -> None:

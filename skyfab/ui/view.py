@@ -73,6 +73,8 @@ class View(ABC):
         self._urgent = threading.Event()
         self._over = threading.Event()
         self._deaf = False
+        self.on_closed: Callable[[], None] = lambda: None
+        """Called when nobody reads the output any more."""
         self._progress = threading.Condition()
         self._asked = self._written = 0
         """Number of requests to write all text, and the last request that is fulfilled."""
@@ -190,8 +192,10 @@ class View(ABC):
                 if not self._deaf:
                     try:
                         self._write(lines)
-                    except (OSError, ValueError):  # a closed pipe (`| head`) or file
+                    except (OSError, ValueError) as error:  # a closed pipe (`| head`) or file
                         self._deaf = True
+                        if isinstance(error, BrokenPipeError):
+                            self.on_closed()
                 with self._progress:
                     self._behind = self._behind and left > 0
                     self._progress.notify_all()

@@ -163,7 +163,14 @@ def test_a_file_of_requirements(tmp_path: Path) -> None:
     write(tmp_path / "more" / "base.txt", "rich  # colours\n")
     file = "numpy>=2 \\\n  --hash=sha256:aa --hash=sha256:bb\n-r more/base.txt\n\n# nothing\n-e .\nx @ https://e.example/#x\n"
     write(tmp_path / "requirements.txt", file)
-    assert Image.of_project(tmp_path).pip == ("numpy>=2", "rich", "x @ https://e.example/#x")
+    assert Image.of_project(tmp_path).pip == (
+        "numpy>=2 --hash=sha256:aa --hash=sha256:bb",
+        "rich",
+        "x @ https://e.example/#x",
+    )
+    write(tmp_path / "more" / "base.txt", "-r ../requirements.txt\n")
+    with pytest.raises(sky.UsageError, match=r"base.txt: -r ../requirements.txt leads back"):
+        Image.of_project(tmp_path)
     write(tmp_path / "requirements.txt", "--extra-index-url https://e.example\nnumpy\n")
     with pytest.raises(sky.UsageError, match="requirements only, not '--extra-index-url"):
         Image.of_project(tmp_path)

@@ -104,6 +104,46 @@ def test_how_a_script_ends_is_how_the_command_ends(project: Path, text: str, cod
     assert said in ran.stderr
 
 
+ENDING = """
+import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+
+def late():
+    time.sleep(0.5)
+    open("thread", "w").write("data")
+
+def main():
+    atexit.register(lambda: open("atexit", "w").write("data"))
+    threading.Thread(target=late).start()
+    ThreadPoolExecutor().submit(print, "pool")
+
+left_open = open("open", "w")
+left_open.write("data")
+if __name__ == "__main__":
+    main()
+    {last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "last", "code", "missing"),
+    [
+        ("ending.py", "pass", 0, set()),
+        ("ending.py:main", "pass", 0, set()),
+        ("ending.py", "sys.exit(3)", 1, set()),
+        ("ending.py", "raise ValueError", 1, {"thread"}),
+    ],
+)
+def test_what_a_program_does_at_its_end_a_script_does_too(
+    project: Path, target: str, last: str, code: int, missing: set[str]
+) -> None:
+    (project / "ending.py").write_text(ENDING.format(last=last))
+    ran = skyfab(project, "run", "--ranks=1", target)
+    assert ran.returncode == code, ran.stderr
+    for name in {"thread", "atexit", "open"} - missing:
+        assert (project / name).read_text() == "data", name
+
+
 @pytest.mark.parametrize("words", [["nothing.py"], ["words.txt"], ["script.py:no way"]])
 def test_what_cannot_be_run_is_said_before_anything_is_reached(project: Path, words: list[str]) -> None:
     ran = skyfab(project, "run", *words)

@@ -55,6 +55,9 @@ def test_what_is_put_and_is_not_there(here: Path) -> None:
     with pytest.raises(UsageError) as caught:
         put.function("my dta")
     assert (caught.value.message, caught.value.hint) == ("there is no my dta here", "did you mean 'my data'?")
+    (here / "link").symlink_to("gone")
+    with pytest.raises(UsageError, match="link is a link to gone, which is not there"):
+        put.function("link")
 
 
 # ---- functions

@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from stage.spot import until
+from stage.typist import Typist
 
 from skyfab.cli import detach_key
 from skyfab.lab import Lab
@@ -299,6 +301,13 @@ def test_output_that_cannot_be_written_is_one_line_and_an_error(folder: Path) ->
             assert (ran.returncode, ran.stderr) == (1, says), task
 
 
+def test_a_command_whose_output_nobody_reads_is_stopped(folder: Path) -> None:
+    line = f"{{ {shlex.join(PROGRAM)} exec here -- yes; echo $? >code; }} | head -1"
+    ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("here y\n", "")
+    assert (folder / "code").read_text() == "1\n"
+
+
 # ---- completion
 
 
@@ -403,6 +412,21 @@ def test_d_is_a_key_press_of_its_own_and_what_is_typed_ahead_stays(typed: str, s
     assert os.read(theirs, 100).decode() == ("" if pressed else typed)
     for fd in (ours, theirs):
         os.close(fd)
+
+
+def test_run_shows_how_long_it_takes_and_d_works_after_the_shell_has_had_the_terminal(tmp_path: Path) -> None:
+    """As after Ctrl-Z and fg."""
+    (tmp_path / "job.py").write_text("import time\ntime.sleep(90)\n")
+    with Typist([*PROGRAM, "run", "--hosts=local", "--ranks=1", "job.py"], tmp_path) as person:
+        person.sees(r"job\.py · 1 rank · 0:0")
+        assert not person.echoes()
+        person.restores_echo()
+        until(lambda: not person.echoes())
+        person.presses(b"d")
+        person.sees(r"detach\? y/n")
+        person.presses(b"n")
+        person.presses(b"\x03")
+        assert person.ends() == 130
 
 
 # ---- hints

@@ -45,6 +45,8 @@ def test_whatever_is_typed_is_a_line_or_a_usage_error(typed: list[str]) -> None:
         ),
         ("logs night -f --rank=0", "logs", {"id_": "night", "follow": True, "rank": 0}, []),
         ("prepare --pip=a --pip b", "prepare", {"pip": ["a", "b"]}, []),
+        ("runs --hosts=node1 --hosts node2", "runs", {"hosts": "node1,node2"}, []),
+        ("put x --hosts=node1 --hosts=!node2", "put", {"path": "x", "hosts": "node1,!node2"}, []),
         ("trust --known-hosts=x --known-hosts=y", "trust", {"known_hosts": "y"}, []),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -112,6 +113,28 @@ def test_wheels_without_a_hash_in_the_index_get_one(index: Index) -> None:
     index.hashes = False
     wheel = index.add("app", "1.0")
     assert lock_of("app").wheels[0].sha256 == sha256(wheel)
+
+
+def test_a_file_has_a_hash_of_its_requirement_or_is_refused(index: Index) -> None:
+    app = index.add("app", "1.0", requires=["some-lib"])
+    index.add("some-lib", "1.5")
+    right, wrong = f"--hash=sha256:{sha256(app)}", f"--hash=sha256:{'0' * 64}"
+    assert chosen(lock_of(f"app==1.0 {wrong} {right}")) == {"app": "1.0", "some-lib": "1.5"}
+    with pytest.raises(LockError, match=rf"(?s){app.name} has none of the hashes.*{sha256(app)}\nallowed sha256:000"):
+        lock_of(f"app==1.0 {wrong}")
+
+
+def test_a_cache_here_that_cannot_be_written_to_is_named(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.add("app", "1.0")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(uv, "write_whole", full)
+    with pytest.raises(UsageError, match=r"(?s)cache of this machine .*No space left.*/cache.*XDG_CACHE_HOME"):
+        lock_of("app")
 
 
 def test_an_image_without_packages_needs_no_uv(counted: Counted) -> None:

@@ -265,6 +265,14 @@ def test_a_file_that_goes_while_it_is_read_is_left_out(tmp_path: Path) -> None:
     assert transfer.report.skipped == [("a", "gone, or changed while it was read")]
 
 
+@pytest.mark.skipif(not Path("/proc/version").exists(), reason="a file system of Linux")
+def test_a_file_that_has_no_size_arrives_whole(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "version").symlink_to("/proc/version")  # a link to something elsewhere: the file is sent
+    move(tmp_path / "from", tmp_path / "to")
+    assert (tmp_path / "to" / "version").read_text() == Path("/proc/version").read_text()
+
+
 def test_files_that_grow_while_they_are_read(tmp_path: Path) -> None:
     """One that has grown a little arrives as it is; many that have grown much are left for the next time."""
     for name in ("a", "b", "c"):

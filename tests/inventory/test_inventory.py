@@ -489,6 +489,7 @@ def test_what_ssh_or_a_shell_could_take_for_something_else_is_no_address(text: s
             "[hosts.b] address: b has h, as a has",
             "different ports",
         ),
+        ("[hosts.'a[1-500]']\naddress = 'h'", '[hosts."a[1-500]"] address: all its hosts have h', "10.0.0.[11-14]"),
         ("[hosts.local]\nport = 22", "[hosts.local] port: local is this machine, without SSH", "rename the host"),
         (
             "[hosts.local]\ntransport = 'fabric'",

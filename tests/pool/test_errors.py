@@ -82,6 +82,13 @@ class Speechless(Exception):
         raise RuntimeError("no words")
 
 
+class Exits(Exception):
+    """One that ends the program that unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, (7,)
+
+
 class NotAnException(BaseException):
     pass
 
@@ -370,6 +377,15 @@ def test_a_result_too_deep_to_pickle_is_an_error(pool: sky.Compute) -> None:
 
     with pytest.raises((sky.NotPicklable, sky.WorkerDied)):  # undoing it may overflow the stack
         deep() >> pool
+
+
+def test_an_exception_that_exits_when_it_is_unpickled_does_not_end_the_program(pool: sky.Compute) -> None:
+    @sky.function
+    def leave() -> None:
+        raise Exits("why")
+
+    with pytest.raises(sky.RemoteError, match="Exits: why"):
+        leave() >> pool
 
 
 # ---- the end of a process

@@ -84,15 +84,30 @@ def test_equal_errors_are_shown_once_and_the_first_failure_last() -> None:
     assert str(BroadcastError("f failed on 4 of 4 ranks", failures)).splitlines()[1] == "  node2[2] ValueError: boom"
 
 
+START = (
+    '  File "/root/.cache/skyfab/bundles/ab12/skyfab/calls/script.py", line 27, in perform\n'
+    '    runpy.run_path(path, run_name="__main__")\n'
+    '  File "<frozen runpy>", line 291, in run_path\n'
+)
+
+
 def test_frames_that_start_a_script_are_not_shown() -> None:
-    start = (
-        '  File "/root/.cache/skyfab/bundles/ab12/skyfab/calls/script.py", line 27, in perform\n'
-        '    runpy.run_path(path, run_name="__main__")\n'
-        '  File "<frozen runpy>", line 291, in run_path\n'
-    )
-    text = failure.text(from_host(ValueError("x"), "node1", 0, start + FRAMES))
+    text = failure.text(from_host(ValueError("x"), "node1", 0, START + FRAMES))
     assert text == failure.text(from_host(ValueError("x"), "node1", 0, FRAMES))
     assert "model.py" in text
+
+
+@pytest.mark.parametrize("margin", ["", "  | "])
+def test_nor_are_they_in_chains_and_groups(margin: str) -> None:
+    first = f"  + Exception Group {HEADER}\n" if margin else f"{HEADER}\n  a\nKeyError: 1\n\nDuring …\n\n{HEADER}\n"
+    last = f"{margin}ValueError: second\n{margin}  more"
+
+    def shown(frames: list[str]) -> str:
+        error = ValueError("second\n  more")
+        error.__cause__ = RemoteTraceback(first + "".join(margin + line for line in frames) + last, "node1")
+        return failure.text(error)
+
+    assert shown((START + FRAMES).splitlines(keepends=True)) == shown(FRAMES.splitlines(keepends=True))
 
 
 def test_a_chain_of_exceptions_on_the_host_is_shown_whole() -> None:
@@ -146,11 +161,12 @@ class Unprintable(Exception):
         raise TypeError("no text")
 
 
-def test_an_exception_that_cannot_be_printed_is_left_to_python(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_that_cannot_be_printed_is_shown_without_its_text() -> None:
     error = Unprintable()
-    error.__cause__ = RemoteTraceback("", "node1")
-    failure._hook(Unprintable, error, None)
-    assert "<exception str() failed>" in capsys.readouterr().err
+    error.__cause__ = RemoteTraceback(f"{HEADER}\n{FRAMES}", "node1")
+    last = "node1 Unprintable: <exception str() failed>"
+    assert failure.text(error).splitlines()[-1] == last
+    assert failure.summary(broadcast_error("f", [error], [error]), "error: ").splitlines()[-1] == last
 
 
 # ---- hooks

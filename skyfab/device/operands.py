@@ -51,7 +51,7 @@ def refuse_overlap(tensor: torch.Tensor) -> None:
 
     The host would refuse it too, but later, when autograd has recorded the change.
     """
-    if torch._debug_has_internal_overlap(tensor) == 1:  # type: ignore[no-untyped-call]
+    if torch._debug_has_internal_overlap(tensor) == 1:
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."

@@ -6,6 +6,7 @@ before a device is asked for.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -102,12 +103,22 @@ class _Module:
 
 
 _PRIVATE: Final = torch._C._autograd.DeviceType.PrivateUse1
+_probe: Final = functools.partial(bool)
+"""Calling it is a SystemError where Python's error is set, with that error as its cause."""
 
 
 class _Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc]
-    """PyTorch asks it several times for each operation."""
+    """PyTorch asks it several times for each operation, and also while what a hook has raised ends a backward.
+
+    Python's error is still set then. Returning with it would end the process, so it is taken away, and raised again
+    when the backward has ended.
+    """
 
     def type_(self) -> Any:
+        try:
+            _probe()
+        except SystemError as error:
+            patches.raised.error = error.__cause__
         return _PRIVATE
 
 

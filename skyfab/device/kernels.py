@@ -18,7 +18,14 @@ from typing import Any, Final
 import torch
 
 from skyfab.device import meta, tensors, wire
-from skyfab.device.operands import common_device, generator_operand, move_indices, refuse_lazy, resolve
+from skyfab.device.operands import (
+    common_device,
+    generator_operand,
+    move_indices,
+    refuse_lazy,
+    refuse_overlap,
+    resolve,
+)
 from skyfab.device.plans import Plan, before_plan, finish, new_cache, new_number, remember
 from skyfab.device.records import records
 from skyfab.device.refused import refuse_layout
@@ -45,6 +52,11 @@ _SAME_DTYPE: Final = frozenset(
     for name in ("mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "linear", "convolution")
 )
 """Operators whose tensors must have one dtype, which PyTorch does not check on its meta device."""
+_WRITES_OVER: Final = frozenset(
+    f"aten::{name}"
+    for name in ("fill_", "zero_", "masked_fill_", "index_fill_", "index_put_", "_index_put_impl_", "tril_", "triu_")
+)
+"""Operators that PyTorch lets write to tensors whose elements share memory."""
 _LAZY: Final = ("Conjugate", "Negative")
 """Dispatch keys of views that are conjugated or negated when they are read. PyTorch does so before most kernels; those
 that have a kernel of their own for such a key are given the views as they are."""
@@ -302,7 +314,10 @@ def _flat(values: Sequence[Any]) -> list[Any]:
 
 
 def _require_remote_results(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises RuntimeError if something would be written into this machine's memory: the host only has a copy."""
+    """Raises RuntimeError if something would be written into this machine's memory: the host only has a copy.
+
+    Also if it would be written to elements that share memory.
+    """
     for at, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             for value in _flat((args[at] if at < len(args) else kwargs.get(argument.name),)):
@@ -310,6 +325,8 @@ def _require_remote_results(op: Any, args: Sequence[Any], kwargs: Mapping[str, A
                     raise RuntimeError(
                         f"{op._schema.name} of tensors on a {TYPE} device cannot write into one on {value.device}"
                     )
+                if isinstance(value, torch.Tensor) and op._schema.name not in _WRITES_OVER:
+                    refuse_overlap(value)
 
 
 def layouts(outputs: Sequence[Layout | None]) -> list[Any]:

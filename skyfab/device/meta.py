@@ -23,8 +23,11 @@ _SHAPED_BY_DEVICE: Final = frozenset(
     )
 )
 """Operators some of whose results have other shapes or dtypes on CPUs. PyTorch's meta device has those of GPUs."""
-_SCALARS_OF_CPU: Final = frozenset(("masked_fill", "masked_fill_"))
+_SCALARS_OF_CPU: Final = frozenset(("masked_fill", "masked_fill_", "index_fill", "index_fill_"))
 """Operators that on devices take a number in this machine's memory too, and on PyTorch's meta device do not."""
+
+_NEED_WEIGHTS: Final = 10
+"""The place of that argument of attention: without it there is no second result, other than on the meta device."""
 
 
 def predict(
@@ -46,6 +49,8 @@ def predict(
         result = op(*meta_args, **meta_kwargs)
     if device != "cpu" and op is torch.ops.aten.log_sigmoid_forward.default:
         result = (result[0], result[1].new_empty(0))  # what only CPUs keep for the backward
+    if name == "_native_multi_head_attention" and not kwargs.get("need_weights", (*args[_NEED_WEIGHTS:], True)[0]):
+        result = (result[0], None)
     return result, meta_args, meta_kwargs
 
 

@@ -46,6 +46,18 @@ def refuse_lazy(tensor: torch.Tensor) -> torch.Tensor:
     raise NotImplementedError(f"on a {TYPE} device this cannot be written into a conjugated or negated view: clone it")
 
 
+def refuse_overlap(tensor: torch.Tensor) -> None:
+    """Raises RuntimeError if elements of a tensor that is written to share memory, as in an expanded one.
+
+    The host would refuse it too, but later, when autograd has recorded the change.
+    """
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+
+
 def move_indices(tensor: torch.Tensor, indices: Any) -> Any:
     """Indices may be in this process's memory, as they may be for CUDA: they are uploaded."""
     if type(indices) not in (list, tuple):

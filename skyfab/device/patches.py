@@ -23,12 +23,15 @@ def apply() -> None:
     tensor.pin_memory = _pinned(tensor.pin_memory)
     tensor.__repr__ = _printed(tensor.__repr__)
     torch.Generator = _Generator
+    for module in (torch.autograd, torch.autograd.graph):
+        module._engine_run_backward = _raising_again(module._engine_run_backward)
     torch.save = torch.serialization.save = _saving(torch.save)  # in both places: so it is pickled by name
     for name in ("set_default_dtype", "set_default_tensor_type"):
         setattr(torch, name, _telling_dtype(getattr(torch, name)))
     torch.serialization.register_package(5, lambda storage: None, _restored)
-    for name in ("__deepcopy__", "__getitem__", "__setitem__", "clone", "copy_", "cpu", "fill_", "tolist"):
+    for name in ("__deepcopy__", "__getitem__", "__setitem__", "byteswap", "clone", "copy_", "cpu", "fill_", "tolist"):
         setattr(torch.UntypedStorage, name, _needs_memory(getattr(torch.UntypedStorage, name)))
+    torch.UntypedStorage._new_shared = staticmethod(_unshared(torch.UntypedStorage._new_shared))
 
 
 def _is_plain(value: Any) -> bool:
@@ -137,6 +140,18 @@ def _needs_memory(original: Any) -> Any:
     return method
 
 
+def _unshared(original: Any) -> Any:
+    """Refuses to make remote memory that processes share, as a data loader's workers would for their batches."""
+
+    @functools.wraps(original)
+    def new_shared(size: int, *, device: Any = "cpu") -> Any:
+        if torch.device(device).type == TYPE:
+            raise RuntimeError(f"memory on {device} cannot be shared by processes: load data on this machine's CPU")
+        return original(size, device=device)
+
+    return new_shared
+
+
 def _on_own_device(original: Any) -> Any:
     """Makes the new tensor on the device of the old one: PyTorch asks for the current device, and here is none."""
 
@@ -243,6 +258,31 @@ class _Generator(_OwnGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
     def set_state(self, new_state: torch.Tensor) -> Any:
         special.set_random_state(self.stream, self.remote_id, new_state)
         return self
+
+
+class _Raised(threading.local):
+    """What a hook has raised in a backward of a thread, while PyTorch does not know it any more."""
+
+    error: BaseException | None = None
+
+
+raised: Final = _Raised()
+
+
+def _raising_again(original: Any) -> Any:
+    """Raises what a hook has raised."""
+
+    @functools.wraps(original)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except SystemError:
+            error, raised.error = raised.error, None
+            if error is None:
+                raise
+        raise error  # not in the clause: it keeps its own context
+
+    return run_backward
 
 
 def explain_own_backward(name: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from skyfab.device import copies, tensors, wire
 from skyfab.device.batches import Batch
 from skyfab.device.kernels import make_kernel
+from skyfab.device.operands import refuse_overlap
 from skyfab.device.refused import refuse_layout
 from skyfab.device.stream import DeviceStream
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, index_of, is_remote, layout_of, operand, stream_of
@@ -37,6 +38,9 @@ def kernels() -> dict[str, Callable[..., Any]]:
         "clone": _clone,
         "_to_copy": _to_copy,
         "_efficientzerotensor": torch.zeros,  # an ordinary tensor: the host has no other ones
+        "_nested_tensor_from_mask_left_aligned": lambda padded, mask: (
+            False
+        ),  # PyTorch asks before it makes a nested one
         "_local_scalar_dense": _item,
         "equal": _equal,
         "resize_": _resize,
@@ -164,6 +168,7 @@ def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
     if self.is_neg():
         _copy(self._neg_view(), -source.to(self.dtype))
         return self
+    refuse_overlap(self)
     if is_remote(source):
         source = source.resolve_conj().resolve_neg()
         if index_of(source) == index_of(self):

@@ -94,7 +94,7 @@ class Executor:
                             tensors[instruction[plan.first_output]] = result
                         elif plan.layouts:
                             for ident, tensor in zip(instruction[plan.first_output :], result, strict=False):
-                                if ident:
+                                if ident and tensor is not None:
                                     tensors[ident] = tensor
                     else:
                         tensors.lose(self._outputs(instruction), self._failure)

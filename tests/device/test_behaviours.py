@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -476,6 +477,23 @@ def test_transformers(device: Any) -> None:
     agree(program, device)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # the CPU's
+def test_transformers_in_evaluation(device: Any) -> None:
+    """PyTorch has other operators for them then."""
+    padding = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
+
+    def program(where: Any) -> Any:
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).to(where).eval()
+        attention = nn.MultiheadAttention(32, 4, batch_first=True).to(where).eval()
+        x = torch.randn(2, 7, 32).to(where)
+        with torch.no_grad():
+            out, none = attention(x, x, x, need_weights=False)
+            padded = model(x, src_key_padding_mask=padding.to(where))
+            return out, none is None, attention(x, x, x), model(x), padded[~padding.to(where)]
+
+    agree(program, device)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_recurrent_layers(device: Any, kind: Any, bidirectional: bool) -> None:
@@ -606,6 +624,44 @@ def test_hooks(device: Any) -> None:
     assert seen == [torch.Size([32, 64])]
     assert inner.grad is not None
     assert model[0].weight.grad is not None
+
+
+def test_hooks_that_raise(device: Any) -> None:
+    """What they raise ends the backward, and not the program."""
+
+    def fail(*args: Any) -> None:
+        raise LookupError("no") from KeyError("cause")
+
+    def check(loss: Any) -> None:
+        with pytest.raises(LookupError, match="no") as caught:
+            loss.backward()
+        assert isinstance(caught.value.__cause__, KeyError)
+
+    model, x = nn.Linear(2, 2).to(device), torch.ones(2, device=device, requires_grad=True)
+    for register in (lambda y: y.register_hook(fail), lambda y: y.grad_fn.register_prehook(fail)):
+        y = x * 2
+        register(y)
+        check(y.sum())
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, fail):
+        y = x.sin()
+    check(y.sum())
+    handle = model.register_full_backward_hook(fail)
+    check(model(x).sum())
+    handle.remove()
+    threads = [threading.Thread(target=lambda: model(x).sum().backward()) for _ in range(2)]
+    model.weight.register_post_accumulate_grad_hook(fail)
+    check(model(x).sum())
+    ended: list[Any] = []
+    hook, threading.excepthook = threading.excepthook, lambda args: ended.append(args.exc_type)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        threading.excepthook = hook
+    assert ended == [LookupError, LookupError]
+    x.sum().backward()
 
 
 def test_functional_transforms(device: Any) -> None:

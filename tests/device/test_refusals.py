@@ -106,6 +106,38 @@ def test_copies_that_need_not_block(device: Any) -> None:
     assert torch.ones(2, device=device).to(torch.float16).dtype is torch.float16
 
 
+def test_elements_that_share_memory_are_not_written_to(device: Any) -> None:
+    """It is an error at once: after a later one, autograd would have recorded the change."""
+    x = torch.ones(3, device=device, requires_grad=True)
+    y = x * 1
+    wide = y.expand(2, 3)
+    for write in (
+        lambda: wide.mul_(5),
+        lambda: wide.copy_(torch.zeros(2, 3)),
+        lambda: wide.copy_(torch.zeros(2, 3, device=device)),
+        lambda: torch.sin(y.detach(), out=wide.detach()[0:1].expand(3, 3)),
+    ):
+        with pytest.raises(RuntimeError, match=r"more than one element|shape"):
+            write()
+    y.sum().backward()
+    assert x.grad.tolist() == [1, 1, 1]
+    assert y.detach().expand(2, 3).zero_().tolist() == [[0, 0, 0]] * 2
+
+
+def test_memory_of_the_device_is_not_shared_by_processes(device: Any) -> None:
+    storage = torch.ones(3, device=device).untyped_storage()
+    with pytest.raises(RuntimeError, match="is not here"):
+        storage.byteswap(torch.float32)
+    with pytest.raises(RuntimeError, match="cannot be shared"):
+        torch.UntypedStorage._new_shared(12, device=device)
+    assert torch.UntypedStorage._new_shared(12).nbytes() == 12
+
+
+def test_a_number_of_this_machine_fills_a_remote_tensor(device: Any) -> None:
+    index = torch.tensor([1], device=device)
+    assert torch.zeros(2, device=device).index_fill(0, index, torch.tensor(3.0)).tolist() == [0, 3]
+
+
 def test_an_error_shows_numbers_as_numbers(device: Any) -> None:
     from skyfab.device.records import records
 

@@ -78,6 +78,7 @@ OUTSIDE = {
     "pytest": {"pytest_plugin"},
     "rich": {"ui.table"},
     "tomli": {"toml"},
+    "tomllib": {"toml"},  # of the standard library, from Python 3.11 on
     "numpy": {"protocol.safe_types"},
     "torch": {"protocol.codec", "protocol.safe_types", "plugins", "device", "cli.train"},
     "jax": {"plugins"},

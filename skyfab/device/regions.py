@@ -163,6 +163,10 @@ def load(stream: DeviceStream, function: Callable[..., Any], args: Sequence[Any]
 # ---- modules
 
 
+_PLAIN: Final = frozenset({bool, int, float, str, bytes, complex, type(None), torch.dtype})
+_MOST_STATES: Final = 64
+
+
 class RemoteModule(torch.nn.Module):  # type: ignore[misc]
     """A module whose forward is one instruction, and whose backward is one. `module` is the module itself."""
 
@@ -172,7 +176,7 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         self.module = module
         _device_of(module)
         self._digests: dict[Any, str] = {}
-        """What the host has of the module, for each state of `training` of its parts."""
+        """What the host has of the module, for each state of the plain attributes of its parts, such as `training`."""
         self._known: dict[Any, Any] = {}
         """For each kind of call: the bases of its results and the handle as meta tensors, the base of each result and
         which view of it the result is (kept.py), and what the module returns. The first call waits."""
@@ -192,14 +196,32 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         return fused.fill_in(self._known[key][2], results)
 
     def _on_host(self, device: torch.device) -> str:
-        """Sends the module without its tensors, once. Returns its digest."""
-        state = (device.index, tuple(part.training for part in self.module.modules()))
+        """Sends the module without its tensors, unless the host has it as it is now. Returns its digest.
+
+        Raises UsageError if it changes all the time.
+        """
+        state = (device.index, tuple(_plain(part) for part in self.module.modules()))
         if state not in self._digests:
+            if len(self._digests) >= _MOST_STATES:
+                raise UsageError(
+                    f"attributes of {type(self.module).__name__} have changed {_MOST_STATES} times, and the module was"
+                    " sent each time",
+                    hint="pass what changes as an argument of forward, or keep it in a buffer",
+                )
             stream = tensors.streams[device.index]
             packed = pack(stream, _Skeleton(self.module), tensors.streams)
             self._digests[state] = digest = name_of(packed.data, *packed.buffers)
             stream.ask([wire.MODULE, digest], memoryview(packed.data), *packed.buffers).value()
         return self._digests[state]
+
+
+def _plain(part: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
+    """The attributes of a part that are numbers, texts and the like, or tuples of these."""
+    return tuple((name, value) for name, value in vars(part).items() if _is_plain(value))
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 class _Skeleton:

@@ -7,6 +7,7 @@ any of them. `install` replaces that for errors that have to do with a pool; SKY
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import os
 import pickle
 import re
@@ -187,8 +188,9 @@ def install() -> None:
     """Formats uncaught exceptions that have to do with a pool, from now on. Leaves hooks of the program alone."""
     if os.environ.get("SKYFAB_TRACE"):
         return
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _hook
+    hook = sys.excepthook
+    if hook is sys.__excepthook__ or hook.__module__.partition(".")[0] == "exceptiongroup":  # which Python 3.10 needs
+        sys.excepthook = functools.partial(_hook, hook)
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _thread_hook
     shell = ipython()
@@ -196,9 +198,9 @@ def install() -> None:
         shell.set_custom_exc((BaseException,), _show_in_ipython)
 
 
-def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _hook(other: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not _show(error):
-        sys.__excepthook__(kind, error, trace)
+        other(kind, error, trace)
 
 
 def _thread_hook(args: threading.ExceptHookArgs) -> None:

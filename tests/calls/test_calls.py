@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import CancelledError, Future, as_completed, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -511,9 +512,9 @@ def test_a_pool_has_a_timeout_for_functions_that_have_none(open_pool: Callable[.
 
 def test_waiting_for_a_result_with_a_timeout_leaves_the_call_running(pool: sky.Compute, spot: Spot) -> None:
     future = wait_at(spot / "go", 5) > pool
-    with pytest.raises(TimeoutError):
+    with pytest.raises(futures.TimeoutError):
         future.result(0.05)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(futures.TimeoutError):
         future.exception(0.05)
     spot.leave("go")
     assert future.result(60) == 5

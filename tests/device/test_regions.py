@@ -196,6 +196,32 @@ def test_gradients_reach_the_input_of_a_remote_module(device: Any) -> None:
     torch.testing.assert_close(x.grad.cpu(), expected)
 
 
+class Scaled(nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2, bias=False)
+        self.scale: Any = 1.0
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) * self.scale
+
+
+def test_plain_attributes_of_a_remote_module_may_change(device: Any) -> None:
+    module = Scaled().to(device)
+    remote, x = sky.remote(module), torch.ones(1, 2, device=device)
+    once = remote(x).cpu()
+    module.scale = 2.0
+    assert torch.equal(remote(x).cpu(), once * 2)
+    module.scale = 1.0
+    assert torch.equal(remote(x).cpu(), once)
+    for number in range(3, 65):
+        module.scale = float(number)
+        remote(x)
+    module.scale = 65.0
+    with pytest.raises(sky.UsageError, match="have changed 64 times"):
+        remote(x)
+
+
 def test_a_remote_module_needs_a_remote_device() -> None:
     with pytest.raises(sky.UsageError, match="one remote device"):
         sky.remote(nn.Linear(2, 2))

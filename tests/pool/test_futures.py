@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from concurrent.futures import InvalidStateError, wait
 from typing import Any
@@ -90,7 +91,7 @@ def test_nobody_is_woken_where_nobody_waits(future: CallFuture) -> None:
 
 def test_a_call_that_has_no_host_yet_is_waited_for(future: CallFuture) -> None:
     future.node = None
-    with pytest.raises(TimeoutError):
+    with pytest.raises(concurrent.futures.TimeoutError):
         future.result(0.01)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from types import SimpleNamespace
 from typing import Any
 
@@ -218,7 +219,7 @@ def test_a_timeout_is_waited_for_once() -> None:
         assert waits.pop() == 0.3
         assert left is not None
         assert left <= 0.3
-        with pytest.raises(TimeoutError):
+        with pytest.raises(futures.TimeoutError):
             ask(0.001)
         waits.clear()
 

@@ -24,6 +24,7 @@ NAMES = [
     "CallError",
     "CallTimeout",
     "Compute",
+    "Container",
     "DeviceError",
     "Function",
     "Host",

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from skyfab.inventory.inventory import Inventory as Inventory
     from skyfab.pool.compute import Compute as Compute
     from skyfab.providers.container import Container as Container
+    from skyfab.providers.vagrant import Vagrant as Vagrant
 
 _HOMES = {
     "pool.compute": ("Compute",),
@@ -118,6 +119,7 @@ _HOMES = {
     "inventory.inventory": ("Inventory",),
     "calls.refs": ("Ref",),
     "providers.container": ("Container",),
+    "providers.vagrant": ("Vagrant",),
 }
 _MODULES = ("device", "lab", "plugins")
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

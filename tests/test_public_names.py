@@ -55,6 +55,7 @@ NAMES = [
     "Unreachable",
     "UntrustedResult",
     "UsageError",
+    "Vagrant",
     "WorkerDied",
     "attach",
     "fetch",

@@ -6,16 +6,15 @@ import os
 import secrets
 import select
 import shutil
-import subprocess
 import tempfile
 import time
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from skyfab.errors import HostUnfit, UsageError
 from skyfab.providers.engine import Engine, last_words
+from skyfab.providers.leash import Leash
 from skyfab.scripts import read
 
 _SCRIPT: Final = read("providers/keeper.sh")
@@ -24,7 +23,7 @@ _SCRIPT: Final = read("providers/keeper.sh")
 class Keeper:
     """A set of containers of one image, with a network of their own.
 
-    They exist as long as this process holds the stdin of the keeper's process open: any end of it is theirs.
+    They exist as long as this process holds the leash of the script that keeps them: any end of it is theirs.
     """
 
     def __init__(self, engine: Engine, count: int, options: Sequence[str]) -> None:
@@ -34,30 +33,22 @@ class Keeper:
         self.nodes = [f"node{number}" for number in range(1, count + 1)]
         self._engine = engine
         self._options = options
-        self._process: subprocess.Popen[bytes] | None = None
+        self._leash: Leash | None = None
         self._said = b""
 
     def begin(self, script: str, argument: str) -> None:
         """Starts the process, which makes the network. `script` is what containers run, with their name and that."""
         words = [str(self.folder), self.name, str(len(self.nodes)), script, argument, *self._options]
-        self._process = subprocess.Popen(
-            ["sh", "-c", _SCRIPT, self._engine.program, *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # neither Ctrl-C nor the end of a terminal ends it
-            bufsize=0,
-        )
-        _all.add(self)
+        self._leash = Leash(_SCRIPT, self._engine.program, *words)
 
     def run(self, image: str, timeout: float) -> dict[str, list[str]]:
         """Starts the containers; returns the words that the script of each has printed.
 
         Raises HostUnfit for a container that ends instead, or says nothing for so long.
         """
-        assert self._process is not None and self._process.stdin is not None
+        assert self._leash is not None
         try:
-            self._process.stdin.write(f"{image}\n".encode())
+            self._leash.stdin.write(f"{image}\n".encode())
         except BrokenPipeError:
             raise UsageError("the process that keeps the containers has ended") from None
         said: dict[str, list[str]] = {}
@@ -70,12 +61,12 @@ class Keeper:
         return said
 
     def _line(self, deadline: float) -> str:
-        assert self._process is not None and self._process.stdout is not None
+        assert self._leash is not None
         while b"\n" not in self._said:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0, deadline - time.monotonic()))
+            ready, _, _ = select.select([self._leash.stdout], [], [], max(0, deadline - time.monotonic()))
             if not ready:
                 raise HostUnfit("its sshd did not start in time", host=self.nodes[0])
-            data = os.read(self._process.stdout.fileno(), 65_536)
+            data = os.read(self._leash.stdout.fileno(), 65_536)
             if not data:
                 raise UsageError("the process that keeps the containers has ended")
             self._said += data
@@ -103,29 +94,7 @@ class Keeper:
 
     def close(self) -> None:
         """Removes the containers, their network and the folder; returns when they are gone."""
-        process, self._process = self._process, None
-        _all.discard(self)
-        if process is not None:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.close()
-            try:
-                process.wait()
-            finally:
-                process.stdout.close()
+        leash, self._leash = self._leash, None
+        if leash is not None:
+            leash.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def leave_to_parent(self) -> None:
-        """In a forked child: the containers are its parent's, and must not outlive it because of the child."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-
-
-_all: Final[weakref.WeakSet[Keeper]] = weakref.WeakSet()
-
-
-def _leave_all_to_parent() -> None:
-    for keeper in list(_all):
-        keeper.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -1,4 +1,4 @@
-"""Containers for tests: an image made of Debian's packages, once for each machine, and what this machine must be told."""
+"""Containers for tests: an image made of Debian's packages, once for each machine."""
 
 from __future__ import annotations
 

@@ -115,6 +115,12 @@ def test_ranks_in_containers_train_one_model(image: str) -> None:
     torch.testing.assert_close(first, second)
 
 
+def test_the_example_prints_a_mean_for_each_container(image: str, tmp_path: Path) -> None:
+    example = Path(sky.__file__).parents[1] / "examples" / "containers.py"
+    ran = subprocess.run([sys.executable, str(example), image], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-2:] == ["node1 2.0", "node2 3.0"], ran.stderr
+
+
 # ---- sshd for images that have none
 
 
@@ -142,7 +148,7 @@ def test_an_image_without_sshd_is_given_one_once(bare_image: str, no_image_with_
 
 def test_where_no_sshd_can_be_installed_the_error_says_so(bare_image: str, no_image_with_sshd: str) -> None:
     no_sources = "--volume=/dev/null:/etc/apt/sources.list:ro"
-    with pytest.raises(sky.HostUnfit, match="has no sshd, and none could be installed in it: .*openssh") as raised:
+    with pytest.raises(sky.HostUnfit, match=r"has no sshd, and none could be installed in it: .*openssh") as raised:
         Container(image=bare_image, options=[no_sources]).start()
     assert "openssh-server" in str(raised.value.hint)
 
@@ -156,7 +162,7 @@ def test_an_image_that_is_nowhere_is_an_error(image: str) -> None:
 
 
 def test_an_option_that_the_engine_refuses_is_an_error(image: str) -> None:
-    with pytest.raises(sky.HostUnfit, match="its container ended: .*no-such-option"):
+    with pytest.raises(sky.HostUnfit, match=r"its container ended: .*no-such-option"):
         Container(nodes=2, image=image, options=["--no-such-option"]).start()
 
 

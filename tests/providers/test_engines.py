@@ -1,4 +1,4 @@
-"""What is asked of podman and docker, and what is said where they are missing or refuse; with programs of the test's own."""
+"""What is asked of podman and docker, and what is said where they are missing or refuse; without them."""
 
 from __future__ import annotations
 

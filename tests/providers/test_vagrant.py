@@ -211,6 +211,15 @@ def test_boxes_that_are_brought_up_are_halted_and_no_others(boxes: Boxes) -> Non
 
 
 @pytest.mark.lab
+def test_the_example_brings_boxes_up_and_halts_them(boxes: Boxes, tmp_path: Path) -> None:
+    boxes.set("node2", "poweroff")
+    words = [sys.executable, str(ROOT / "examples" / "vagrant.py"), str(boxes.folder)]
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-2:] == ["node1 3.0", "node2 4.0"], ran.stderr
+    assert boxes.asked() == ["up node2", "halt node2"]
+
+
+@pytest.mark.lab
 def test_boxes_that_do_not_come_up_are_an_error(boxes: Boxes) -> None:
     for name in ("node1", "node2"):
         boxes.set(name, "not_created")

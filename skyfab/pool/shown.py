@@ -65,7 +65,7 @@ class ShownPool(ShownAsTable):
 
     def __repr__(self) -> str:
         names = ", ".join(host.name for host in self.selected[:8]) + (", …" if len(self.selected) > 8 else "")
-        return f"<Compute {names}: {'open' if self._open else 'not open'}>"
+        return f"<Compute {names or 'of a provider'}: {'open' if self._open else 'not open'}>"
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         if self._open:

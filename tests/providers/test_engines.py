@@ -115,7 +115,8 @@ def test_podman_is_given_gpus_that_it_knows(put: Put, tmp_path: Path, monkeypatc
     assert Engine("podman").gpus("auto") == ["--device=nvidia.com/gpu=all"]
 
 
-def test_a_provider_has_the_inventory(tmp_path: Path) -> None:
+def test_a_provider_has_the_inventory() -> None:
+    assert repr(sky.Compute(provider=sky.Container())) == "<Compute of a provider: not open>"
     with pytest.raises(sky.UsageError, match="inventory of its own"):
         sky.Compute(provider=sky.Container(), inventory=sky.Inventory.parse("[hosts.node1]"))
     with pytest.raises(sky.UsageError, match="rents no machines"):

@@ -21,6 +21,7 @@ TEST_PROGRAMS = {
         for name in ("bash", "busybox", "curl", "dash", "faketime", "fish", "ksh", "mksh", "tcsh", "wget", "zsh")
     },
     **programs.CODES,
+    **{name: name for name in ("debootstrap", "iptables", "podman", "runc")},
     "ps": "procps",
     "shellcheck": "shellcheck",
 }

@@ -8,6 +8,7 @@ from typing import Protocol
 from benchmarks.arena import Arena
 from benchmarks.bulk import Bulk
 from benchmarks.cold import Cold
+from benchmarks.containers import Containers
 from benchmarks.device import Device
 from benchmarks.distributed import Distributed
 from benchmarks.environment import Environment
@@ -42,5 +43,6 @@ ROWS: tuple[Row, ...] = (
     Distributed(),
     Reconnect(),
     Many(),
+    Containers(),
     Device(),
 )

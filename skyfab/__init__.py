@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from skyfab.inventory.host import Host as Host
     from skyfab.inventory.inventory import Inventory as Inventory
     from skyfab.pool.compute import Compute as Compute
+    from skyfab.providers.container import Container as Container
+    from skyfab.providers.vagrant import Vagrant as Vagrant
 
 _HOMES = {
     "pool.compute": ("Compute",),
@@ -116,6 +118,8 @@ _HOMES = {
     "inventory.host": ("Host",),
     "inventory.inventory": ("Inventory",),
     "calls.refs": ("Ref",),
+    "providers.container": ("Container",),
+    "providers.vagrant": ("Vagrant",),
 }
 _MODULES = ("device", "lab", "plugins")
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -15,7 +15,7 @@ _PLACES: Final = "the machines are your own: list them in inventory.toml, and ch
 _INSTEAD: Final = {
     **dict.fromkeys(("accelerator", "accelerators", "gpu", "gpus", "vcpus", "cpus", "cpu"), _SIZES),
     **dict.fromkeys(("memory", "memory_gb", "disk", "disk_gb", "architecture", "instance_type"), _SIZES),
-    **dict.fromkeys(("provider", "cloud", "region", "zone", "spot", "allocation", "max_hourly_cost", "ttl"), _PLACES),
+    **dict.fromkeys(("cloud", "region", "zone", "spot", "allocation", "max_hourly_cost", "ttl"), _PLACES),
 }
 
 

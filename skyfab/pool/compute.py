@@ -43,10 +43,11 @@ from skyfab.pool.options import check_options
 from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.rendezvous import RendezvousFinder
 from skyfab.pool.scheduler import Scheduler, Task, slots_of, solo_spec
-from skyfab.pool.shown import ShownPool
+from skyfab.pool.shown import ShownPool, show
 from skyfab.pool.stall import watch
 from skyfab.pool.workdir import Workdirs, tell_files
 from skyfab.protocol import codec
+from skyfab.providers.base import Provider
 from skyfab.session.fanout import meanwhile
 from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.session.timing import Timing
@@ -78,6 +79,7 @@ class Compute(ShownPool, TakesCalls):
         inventory: str | os.PathLike[str] | Inventory | None = None,
         nodes: int | None = None,
         where: str | None = None,
+        provider: Provider | None = None,
         ranks: int | Literal["auto"] = "auto",
         image: Image | None = None,
         plugins: Sequence[Plugin] = (),
@@ -93,7 +95,8 @@ class Compute(ShownPool, TakesCalls):
 
         `hosts` is a selection such as ``"gpu,!node3"``, or a list of names and hosts; None: all of the `inventory`,
         which is what `Inventory.of` takes (None: the one that is found). `where` is a condition on them, as in
-        ``"gpu.memory >= 40GB and not busy"`` (docs/hosts.md). `nodes` takes the first so many of them.
+        ``"gpu.memory >= 40GB and not busy"`` (docs/hosts.md). `nodes` takes the first so many of them. A `provider`,
+        as in ``Container(nodes=2)``, makes the hosts when the pool is opened and removes them when it is closed.
 
         `ranks` is how many processes a broadcast has on each host; ``"auto"``: one for each GPU, or one. `image` is
         their environment, `plugins` what they are set up with, `env` further variables.
@@ -113,7 +116,7 @@ class Compute(ShownPool, TakesCalls):
         """
         failure.install()
         check_options(ranks=ranks, lease=lease, heartbeat_timeout=heartbeat_timeout, results=results)
-        self._choice = HostChoice(hosts, inventory, nodes=nodes, where=where)
+        self._choice = HostChoice(hosts, inventory, nodes=nodes, where=where, provider=provider)
         self.inventory, self.selected = self._choice.inventory, self._choice.listed
         self._image = image or Image()
         self._plugins = tuple(plugins)
@@ -167,7 +170,8 @@ class Compute(ShownPool, TakesCalls):
         nesting.check()
         self._sync.begin()
         SIGINT_GUARD.watch()
-        self._show()
+        show(self.events, self._ui, self._lease, self._screen)
+        self._screen.callback(self._choice.release)
         try:
             nodes = self._connect()
         except BaseException:
@@ -193,6 +197,8 @@ class Compute(ShownPool, TakesCalls):
 
     def _connect(self) -> Sequence[Node]:
         self.selected = self._choice.choose(self.events)
+        self.inventory = self._choice.inventory
+        self._images.add(self.selected)
         nodes = self._nodes.make_nodes(self.selected, self.inventory)
         with meanwhile(self._sync.read_ahead):
             open_all(nodes, self.events, failed=lambda node: self._images.failed(node.host))
@@ -229,12 +235,6 @@ class Compute(ShownPool, TakesCalls):
                 SIGINT_GUARD.leave()
         for node in self.hosts:
             self.events.emit(HostState(host=node.name, state="closed"))
-
-    def _show(self) -> None:
-        if self._ui != "none":
-            from skyfab.ui.screen import attach
-
-            self._screen.callback(attach(self.events, self._ui, timeout=self._lease / 4))
 
     # ---- running
 

@@ -1,4 +1,7 @@
-"""Which hosts a pool has: those that are selected, and of these the ones that meet its condition when it is opened."""
+"""Which hosts a pool has: those that are selected, and of these the ones that meet its condition when it is opened.
+
+A provider makes them first.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from skyfab.errors import SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.selection import some
+from skyfab.providers.base import Provider
 from skyfab.survey.condition import Condition
 from skyfab.survey.survey import Survey
 from skyfab.ui.events import Events, Notice
@@ -19,7 +23,10 @@ _SHOWN: Final = 8
 
 
 class HostChoice:
-    """The hosts of a pool. `listed` are those that the selection names, known before anything is connected to."""
+    """The hosts of a pool. `listed` are those that the selection names, known before anything is connected to.
+
+    With a provider there are none before it is started.
+    """
 
     def __init__(
         self,
@@ -28,21 +35,40 @@ class HostChoice:
         *,
         nodes: int | None,
         where: str | None,
+        provider: Provider | None = None,
     ) -> None:
         """Raises InventoryError and UsageError."""
-        self.inventory = Inventory.of(inventory)
+        if provider is not None:
+            _check_provider(provider, inventory)
+        self._provider = provider
         self._condition = None if where is None else Condition.parse(where)
         self._nodes = nodes
-        items = list(hosts) if hosts is not None and not isinstance(hosts, str) else hosts
-        self.listed = self.inventory.select(items, nodes=nodes)
+        self._items = list(hosts) if hosts is not None and not isinstance(hosts, str) else hosts
+        self.inventory = Inventory(hosts={})
+        self.listed: tuple[Host, ...] = ()
+        if provider is None:
+            self._list(Inventory.of(inventory))
+
+    def _list(self, inventory: Inventory) -> None:
+        self.inventory = inventory
+        self.listed = inventory.select(self._items, nodes=self._nodes)
         if self._condition is not None:
-            self.listed = self.inventory.select(items)
+            self.listed = inventory.select(self._items)
+
+    def release(self) -> None:
+        """Stops the provider, if there is one: its hosts are removed."""
+        if self._provider is not None:
+            self._provider.stop()
 
     def choose(self, events: Events) -> tuple[Host, ...]:
         """The hosts to open: the first that meet the condition, if there is one. Connects to all listed to see that.
 
-        A host that cannot be reached does not meet it. Raises UsageError if too few do.
+        A provider is started, and stopped by `release`. A host that cannot be reached does not meet the condition.
+        Raises UsageError if too few do.
         """
+        if self._provider is not None:
+            name = type(self._provider).__name__
+            self._list(self._provider.start(lambda text: events.emit(Notice(host=name, text=text))))
         if self._condition is None:
             return self.listed
         from skyfab.pool.each_host import surveys
@@ -69,3 +95,13 @@ class HostChoice:
     def _reason(self, host: Host, outcome: Survey | SkyfabError) -> str:
         assert self._condition is not None
         return self._condition.values(host, outcome) if isinstance(outcome, Survey) else outcome.message
+
+
+def _check_provider(provider: object, inventory: object) -> None:
+    if not isinstance(provider, Provider):
+        raise UsageError(
+            f"Compute(provider={provider!r}) rents no machines",
+            hint="provider=sky.Container(nodes=2) makes some here; Compute(hosts=…) takes those of inventory.toml",
+        )
+    if inventory is not None:
+        raise UsageError("a provider has an inventory of its own", hint="leave out inventory=…, or provider=…")

@@ -25,12 +25,20 @@ class HostImages:
     """One image per host. Hosts with equal images share one preparation."""
 
     def __init__(self, hosts: Sequence[Host], image: Image, plugins: Sequence[Plugin]) -> None:
-        """`hosts` are those that may be used. Raises UsageError for an invalid image."""
+        """`hosts` are those that are known already. Raises UsageError for an invalid image."""
+        self._image = image
+        self._plugins = plugins
         self._images: dict[str, Image] = {}
         self._preparations: dict[str, Preparation] = {}
+        self.add(hosts)
+
+    def add(self, hosts: Sequence[Host]) -> None:
+        """Finds the images of hosts that may be used. Raises UsageError for an invalid one."""
         for host in hosts:
-            wanted = image
-            for plugin in plugins:
+            if host.name in self._images:
+                continue
+            wanted = self._image
+            for plugin in self._plugins:
                 wanted = plugin.transform(wanted, host)
             check(wanted, local_python())
             self._images[host.name] = next((known for known in self._images.values() if known == wanted), wanted)

@@ -1,17 +1,27 @@
-"""How a pool, its hosts and the futures of its calls show at a prompt and in a notebook."""
+"""How a pool, its hosts and the futures of its calls show at a prompt, in a notebook and while it is open."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Final
+from contextlib import ExitStack
+from typing import Any, Final, Literal
 
 from skyfab.inventory.host import Host
 from skyfab.notebook import ShownAsTable
 from skyfab.session.session import Session
+from skyfab.ui.events import Events
 
 _HEAD: Final = ("host", "login", "Python", "platform", "GPUs", "state")
+
+
+def show(events: Events, ui: Literal["auto", "rich", "plain", "none"], lease: float, until: ExitStack) -> None:
+    """Shows what happens in a pool while it is open, on the terminal or as lines."""
+    if ui != "none":
+        from skyfab.ui.screen import attach
+
+        until.callback(attach(events, ui, timeout=lease / 4))
 
 
 class ShownHost(ShownAsTable):
@@ -55,7 +65,7 @@ class ShownPool(ShownAsTable):
 
     def __repr__(self) -> str:
         names = ", ".join(host.name for host in self.selected[:8]) + (", …" if len(self.selected) > 8 else "")
-        return f"<Compute {names}: {'open' if self._open else 'not open'}>"
+        return f"<Compute {names or 'of a provider'}: {'open' if self._open else 'not open'}>"
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         if self._open:

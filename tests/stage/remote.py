@@ -60,3 +60,8 @@ def stumble() -> None:
     print("about to fail")
     if os.environ["TOKEN"] and os.environ["HF_TOKEN"]:
         raise RuntimeError("stumbled")
+
+
+def greeted() -> tuple[str, str | None]:
+    """The host's name, and a variable of the image that containers are made of."""
+    return os.uname().nodename, os.environ.get("GREETING")

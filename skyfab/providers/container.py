@@ -1,0 +1,146 @@
+"""`Container`: hosts that are containers of podman or docker, made for a pool and gone after it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from skyfab.errors import HostUnfit, UsageError
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+from skyfab.providers.base import LOG, Provider, Tell
+from skyfab.providers.engine import Engine, last_words
+from skyfab.providers.keeper import Keeper
+from skyfab.scripts import read
+
+_SERVE: Final = read("providers/container.sh")
+_INSTALL: Final = read("providers/install.sh")
+_WITH_SSHD: Final = "localhost/skyfab-sshd"
+"""Name of the images that were given an sshd; their tags are the ids of the images that had none."""
+_START: Final = 120.0
+"""Seconds for containers to start."""
+_INSTALLATION: Final = 900.0
+
+
+@dataclass(kw_only=True, eq=False)
+class Container(Provider):
+    """Containers as hosts: ``Compute(provider=Container(nodes=2))``, or ``with Container(nodes=2) as inventory``.
+
+    `nodes` is how many, and `image` what they are made of: a name that the engine knows or can pull. An image without
+    sshd is given one, once. `engine` is "podman", "docker", or "auto" for the first of them that is there.
+
+    Each may use so many processors (`cpus`) and so much memory (`memory`, as in "4g"). `gpus` are "all", "none", a list
+    of numbers, or "auto" for those that this machine has. `options` are further ones of the engine's ``run``.
+
+    They are removed when the pool is closed, and also when this program is killed.
+    """
+
+    nodes: int = 1
+    image: str = f"docker.io/library/python:{sys.version_info.major}.{sys.version_info.minor}-slim"
+    engine: Literal["auto", "podman", "docker"] = "auto"
+    cpus: float | None = None
+    memory: str | None = None
+    gpus: Literal["auto", "all", "none"] | Sequence[int] = "auto"
+    options: Sequence[str] = ()
+    _keeper: Keeper | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if type(self.nodes) is not int or self.nodes < 1:
+            raise UsageError(f"nodes must be a whole number from 1, not {self.nodes!r}")
+        if not self.image or self.image.startswith("-") or not self.image.isprintable() or " " in self.image:
+            raise UsageError(f"no image can be called {self.image!r}", hint='for instance image="debian:12"')
+        if self.cpus is not None and not self.cpus > 0:
+            raise UsageError(f"cpus must be a number above 0, not {self.cpus!r}")
+        if self.memory is not None and not re.fullmatch(r"[0-9]+[bkmg]?", str(self.memory)):
+            raise UsageError(f"memory must be a size, not {self.memory!r}", hint='for instance memory="4g"')
+        if isinstance(self.gpus, str) and self.gpus not in ("auto", "all", "none"):
+            raise UsageError(f"gpus cannot be {self.gpus!r}", hint='"auto", "all", "none" or a list: gpus=[0, 1]')
+        if isinstance(self.options, str):
+            raise UsageError("options must be a list of words", hint=f"options={self.options.split()!r}")
+
+    def start(self, tell: Tell = LOG.info) -> Inventory:
+        """Starts the containers; see `Provider.start`, also for `tell`. Raises UsageError and HostUnfit."""
+        if self._keeper is not None:
+            raise UsageError("these containers are up already", hint="a Container of its own for each pool")
+        engine = Engine(self.engine)
+        try:
+            hosts = self._serve(engine, tell)
+        except BaseException:
+            self.stop()
+            raise
+        return Inventory(hosts={host.name: host for host in hosts})
+
+    def stop(self) -> None:
+        """Removes the containers."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.close()
+
+    def _serve(self, engine: Engine, tell: Tell) -> list[Host]:
+        keeper = self._keep(engine, self.nodes)
+        key = keeper.folder / "key"
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "skyfab", "-f", str(key)], check=True)
+        keeper.begin(_SERVE, key.with_name("key.pub").read_text().strip())
+        image, source = self._find(engine, tell)  # meanwhile the network is made
+        said = keeper.run(image, _START)
+        if ["bare"] in said.values():
+            if image != self.image:
+                raise HostUnfit(f"the image {image} has no sshd", hint=f"{engine.name} rmi {image}")
+            self.stop()
+            self._add_sshd(engine, source, tell)
+            return self._serve(engine, tell)
+        ports = keeper.ports()
+        return [
+            Host(
+                name=node,
+                address="127.0.0.1",
+                port=ports[node],
+                user="root",
+                identity=str(key),
+                host_key=" ".join(said[node][1:]),
+                jump="none",
+            )
+            for node in keeper.nodes
+        ]
+
+    def _keep(self, engine: Engine, count: int) -> Keeper:
+        limits = [f"--cpus={self.cpus}"] if self.cpus is not None else []
+        limits += [f"--memory={self.memory}"] if self.memory is not None else []
+        self._keeper = Keeper(engine, count, [*limits, *engine.gpus(self.gpus), *self.options])
+        return self._keeper
+
+    def _find(self, engine: Engine, tell: Tell) -> tuple[str, str]:
+        """The image to run, which may be one that was given an sshd; and the id of the one that was asked for."""
+        with ThreadPoolExecutor(1) as threads:
+            listed = threads.submit(engine.try_run, "images", "--format={{.Tag}}", _WITH_SSHD)
+            found = engine.try_run("image", "inspect", "--format={{.Id}}", self.image)
+        if found.returncode:
+            tell(f"{engine.name} pulls {self.image}")
+            pulled = engine.try_run("pull", self.image)
+            if pulled.returncode:
+                hint = engine.hint(pulled.stderr) or f"try: {engine.name} pull {self.image}"
+                raise UsageError(f"there is no image {self.image}: {last_words(pulled.stderr)}", hint=hint)
+            found = engine.try_run("image", "inspect", "--format={{.Id}}", self.image)
+        source = found.stdout.strip().removeprefix("sha256:")
+        return (f"{_WITH_SSHD}:{source}" if source in listed.result().stdout.split() else self.image), source
+
+    def _add_sshd(self, engine: Engine, source: str, tell: Tell) -> None:
+        """Makes an image of a container in which sshd was installed. Raises HostUnfit if it cannot be installed."""
+        tell(f"{self.image} has no sshd: it is installed once, which makes the image {_WITH_SSHD}")
+        keeper = self._keep(engine, 1)
+        keeper.begin(_INSTALL, "")
+        try:
+            keeper.run(self.image, _INSTALLATION)
+        except HostUnfit as error:
+            reason = error.message.partition(": ")[2]
+            raise HostUnfit(
+                f"{self.image} has no sshd, and none could be installed in it: {reason}",
+                hint="use an image that has one (Debian, Fedora: openssh-server); or is there no network?",
+            ) from None
+        engine.run("commit", "--pause=false", keeper.container(keeper.nodes[0]), f"{_WITH_SSHD}:{source}")
+        self.stop()

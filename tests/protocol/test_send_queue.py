@@ -138,3 +138,16 @@ def test_a_stream_that_goes_on_keeps_what_it_has_used_of_its_credit(queue: SendQ
     sent(queue)
     queue.add(1, bytes(8))
     assert sent(queue) == [(1, bytes(2))]
+
+
+def test_a_stream_may_have_a_limit_of_its_own_and_is_told_what_is_left() -> None:
+    queue, left = SendQueue(), list[int]()
+    queue.limit(1, 10, left.append)
+    queue.add(1, bytes(6))
+    queue.add(1, bytes(9))
+    assert queue.queued(1) == 15
+    assert sent(queue) == [(1, bytes(6)), (1, bytes(4))]
+    assert queue.queued(1) == 5
+    queue.grant(1, 5)
+    sent(queue)
+    assert left == [9, 5, 0]

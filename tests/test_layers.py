@@ -46,7 +46,7 @@ LARGEST_MODULE = 450
 LARGEST = {
     "protocol": 2460,
     "agent": 4370,
-    "session": 4680,
+    "session": 4750,
     "pool": 5060,
     "env": 2960,
     "calls": 1700,
@@ -56,7 +56,7 @@ LARGEST = {
     "plugins": 1100,
     "survey": 640,
     "ui": 1700,
-    "cli": 3250,
+    "cli": 3230,
     "lab": 2300,
     "device": 5340,
 }

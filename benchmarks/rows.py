@@ -13,6 +13,7 @@ from benchmarks.device import Device
 from benchmarks.distributed import Distributed
 from benchmarks.environment import Environment
 from benchmarks.files import Files
+from benchmarks.forward import Forward
 from benchmarks.many import Many
 from benchmarks.map import Map
 from benchmarks.output import Lines
@@ -38,6 +39,7 @@ ROWS: tuple[Row, ...] = (
     Map(),
     Bulk(),
     Files(),
+    Forward(),
     Lines(),
     Environment(),
     Distributed(),

@@ -50,6 +50,10 @@ Hosts = Annotated[
 """Hosts, which may be named without ``--hosts=``."""
 NamedHosts = Annotated[str | None, Option(_HOSTS, "HOSTS", default=_ALL, example="all", joined=True)]
 """Hosts of a command whose plain words are something else."""
+OneHost = Annotated[
+    str | None,
+    Option("a name of the inventory, or user@10.0.0.5:2222", "HOST", default="its first host", example="node1"),
+]
 RunHosts = Annotated[
     str | None,
     Option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from skyfab.errors import UsageError
 from skyfab.inventory.host import LOCAL, Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.selection import some
@@ -22,6 +23,19 @@ def selected(
     if hosts is None and not quiet:
         print(_line(found, chosen, here=here), file=sys.stderr, flush=True)
     return found, chosen
+
+
+def selected_one(host: str | None, inventory: str | None) -> tuple[Inventory, Host]:
+    """The inventory, and the one host of it that a command is for: the first, if none was named.
+
+    Raises InventoryError, UnknownHost or UsageError.
+    """
+    found = Inventory.of(inventory)
+    chosen = found.select(host)
+    if host is not None and len(chosen) > 1:
+        names = some([one.name for one in chosen])
+        raise UsageError(f"{host} is {len(chosen)} hosts, and this is for one", hint=f"one of: {names}")
+    return found, chosen[0]
 
 
 def _line(inventory: Inventory, hosts: tuple[Host, ...], *, here: bool) -> str:

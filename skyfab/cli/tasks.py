@@ -15,6 +15,7 @@ from skyfab import __version__
 from skyfab.cli import completion, report, usage, verbose
 from skyfab.cli.command import Command, Exit, discard_output, flush_output
 from skyfab.cli.exec import exec_
+from skyfab.cli.forward import forward
 from skyfab.cli.gc import gc
 from skyfab.cli.hosts import hosts
 from skyfab.cli.lab import down, status, up
@@ -23,6 +24,7 @@ from skyfab.cli.put import get, put
 from skyfab.cli.run import run
 from skyfab.cli.runs import attach, logs, runs, stop
 from skyfab.cli.sigterm import SIGTERM
+from skyfab.cli.ssh import ssh
 from skyfab.cli.stacks import stacks
 from skyfab.cli.train import train
 from skyfab.cli.trust import trust
@@ -35,7 +37,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         command.name: command
         for command in (
             *(train, run, runs, logs, attach, stop),
-            *(hosts, stacks, exec_, put, get, trust, prepare, gc, completion.completion),
+            *(hosts, stacks, exec_, ssh, forward, put, get, trust, prepare, gc, completion.completion),
         )
     },
     **{f"lab.{command.name}": command for command in (up, down, status)},

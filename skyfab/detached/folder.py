@@ -37,6 +37,10 @@ class About:
     world: int
     on: str
     elastic: bool
+    workdir: str = ""
+    """Its working folder on this host, as it was sent to the agent; empty for one that goes with the run."""
+    python: str = ""
+    """The interpreter of its environment."""
 
     @classmethod
     def read(cls, text: str) -> About:
@@ -52,6 +56,7 @@ class About:
             hosts=hosts,
             ranks=_several(said.get("ranks"), int),
             **{name: said[name] for name in _FIELDS},
+            **{name: said[name] for name in ("workdir", "python") if isinstance(said.get(name), str)},
         )
 
 

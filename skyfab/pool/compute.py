@@ -31,6 +31,7 @@ from skyfab.pool.device_calls import DeviceCall
 from skyfab.pool.devices import Devices
 from skyfab.pool.fastpath import NOT_TAKEN, fastpath
 from skyfab.pool.files import AnyPath, Files
+from skyfab.pool.forward import ForwardsPorts
 from skyfab.pool.futures import refuse_to_block, wait_for
 from skyfab.pool.gang import GangCache
 from skyfab.pool.gangs import Broadcasts
@@ -63,7 +64,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Compute(ShownPool, TakesCalls):
+class Compute(ShownPool, ForwardsPorts, TakesCalls):
     """A pool of hosts. Opened by ``with``; on closing, all of its processes on the hosts are terminated.
 
     >>> with Compute("local") as compute:
@@ -127,7 +128,7 @@ class Compute(ShownPool, TakesCalls):
         self._lease, self._timeout, self._ui = lease, timeout, ui
         self.events = Events()
         self._sync = ProjectSync(Project(self._image))
-        self._around = contextlib.ExitStack()
+        self._around, self._screen = contextlib.ExitStack(), contextlib.ExitStack()
         self._results, self._untrusted = results, results == "data"
         self._scheduler = Scheduler(self.events.call, untrusted=self._untrusted)
         # Does not reference the pool: threads hold this function, and must not keep a dropped pool alive.
@@ -145,9 +146,7 @@ class Compute(ShownPool, TakesCalls):
         self._solo_spec = functools.partial(solo_spec, self._env_of, self._pool, self._nodes.count)
         self._devices = Devices(self._solo_spec, self._plugins, self.events, untrusted=self._untrusted)
         self.files = Files(self._solo_spec, self.events)
-        self._open = False
-        self._is_parents = False  # in a forked child it is True: the pool belongs to the parent process
-        self._screen = contextlib.ExitStack()
+        self._open = self._is_parents = False  # _is_parents is True in a forked child
         self.hosts: Sequence[Node] = ()  # once the pool is open
 
     # ---- opening and closing
@@ -226,6 +225,7 @@ class Compute(ShownPool, TakesCalls):
         finally:
             self._open = False
             open_pools.discard(self)
+            self._close_forwards()
             self._devices.close()
             self._scheduler.fail_all()
             self._broadcasts.close()
@@ -257,8 +257,7 @@ class Compute(ShownPool, TakesCalls):
         with self.events.waiting:
             result: R = fastpath(self._scheduler, function, arguments, label=label, timeout=timeout)
         if result is NOT_TAKEN:
-            task = Task(function, arguments, label=label, timeout=timeout)
-            self._scheduler.add(task)
+            self._scheduler.add(task := Task(function, arguments, label=label, timeout=timeout))
             result = wait_for(task.future, self.hosts, self.events.waiting)
         return result
 
@@ -299,8 +298,7 @@ class Compute(ShownPool, TakesCalls):
         else:
             function, _ = self._pack_function(call.function)
             label, retries = call.function.label, call.function.retries
-            task = Task(function, found, label=label, timeout=timeout, on=node, retries=retries)
-            self._scheduler.add(task)
+            self._scheduler.add(task := Task(function, found, label=label, timeout=timeout, on=node, retries=retries))
         task.future.pool = self
         watch(task.future, task.places, call.function, self.events)
         return task.future
@@ -336,6 +334,7 @@ class Compute(ShownPool, TakesCalls):
         call = self._broadcasts.at_work
         if call is None or call.gang is None:
             raise UsageError("no broadcast is under way", hint="submit(call, on='all') starts one; launch(call), a run")
+        self._close_forwards()
         self._scheduler.fail_all()  # only this broadcast continues; queued calls would count as part of the run
         self._broadcasts.close()
         nodes, label = call.gang.nodes, call.broadcast.label
@@ -430,6 +429,7 @@ class Compute(ShownPool, TakesCalls):
     def leave_to_parent(self) -> None:
         """In a forked child: the connections belong to the parent process, and must not be used here."""
         self._open, self._is_parents = False, True
+        self._leave_forwards_to_parent()
 
     def _check_open(self) -> None:
         if self._is_parents:

@@ -118,6 +118,8 @@ class Detacher:
                 "hosts": [each.name for each in self._nodes],
                 "place": place,
                 "ranks": list(ranks),
+                "workdir": node.workdir.told,
+                "python": node.agent.executable,
                 **more,
             }
             node.session.ask(messages.Detach(run=self.id, about=about))

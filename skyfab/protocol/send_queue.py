@@ -8,22 +8,34 @@ from skyfab.protocol.frames import Buffer, data_header
 
 TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Final
+
+    Taken = Callable[[int], None]
+    """Called when data of a stream was taken from its queue, with how many bytes are left in it."""
 
 CREDIT_WINDOW: Final = 16 * 1024 * 1024
 """DATA bytes that one stream may send before its receiver has consumed them."""
+
+FORWARD_WINDOW: Final = 4 * 1024 * 1024
+"""The same for a forwarded connection: so much of it may wait for a program that reads slowly."""
+FORWARD_QUEUE: Final = 1024 * 1024
+"""Bytes of a forwarded connection that wait to be sent, before no more is read from its socket."""
 
 
 class _Outgoing:
     """The queued data and the credit of one stream."""
 
-    __slots__ = ("credit", "last", "pending")
+    __slots__ = ("credit", "last", "pending", "size", "taken")
 
-    def __init__(self) -> None:
+    def __init__(self, credit: int, taken: Taken | None = None) -> None:
         self.last = False
         """No more data will be added."""
         self.pending: deque[memoryview] = deque()
-        self.credit = CREDIT_WINDOW
+        self.size = 0
+        """Bytes in `pending`."""
+        self.credit = credit
+        self.taken = taken
 
 
 class SendQueue:
@@ -34,21 +46,28 @@ class SendQueue:
         self.turns: deque[int] = deque()
         """Streams with queued data, in round-robin order. May contain streams that `forget` has removed since."""
 
+    def limit(self, stream: int, credit: int, taken: Taken) -> None:
+        """Begins a stream with another credit than the usual one."""
+        self._streams[stream] = _Outgoing(credit, taken)
+
     def add(self, stream: int, data: Buffer) -> None:
         """Queues data. It is not copied."""
-        if not len(data):
-            return
+        if len(data):
+            self._append(stream, memoryview(data).cast("B"))
+
+    def _append(self, stream: int, view: memoryview) -> None:
         outgoing = self._streams.get(stream)
         if outgoing is None:
-            outgoing = self._streams[stream] = _Outgoing()
+            outgoing = self._streams[stream] = _Outgoing(CREDIT_WINDOW)
         if not outgoing.pending:
             self.turns.append(stream)
-        outgoing.pending.append(memoryview(data).cast("B"))
+        outgoing.pending.append(view)
+        outgoing.size += len(view)
 
     def queued(self, stream: int) -> int:
         """Bytes of this stream that are queued."""
         outgoing = self._streams.get(stream)
-        return sum(map(len, outgoing.pending)) if outgoing else 0
+        return outgoing.size if outgoing else 0
 
     def grant(self, stream: int, credit: int) -> None:
         """The receiver accepts `credit` more bytes on this stream."""
@@ -62,12 +81,7 @@ class SendQueue:
 
     def mark_end(self, stream: int) -> None:
         """Queues an empty chunk, behind all data of the stream."""
-        outgoing = self._streams.get(stream)
-        if outgoing is None:
-            outgoing = self._streams[stream] = _Outgoing()
-        if not outgoing.pending:
-            self.turns.append(stream)
-        outgoing.pending.append(memoryview(b""))
+        self._append(stream, memoryview(b""))
 
     def finish(self, stream: int) -> None:
         """Marks the end of the stream's data: the stream is removed once all of it is sent."""
@@ -99,9 +113,12 @@ class SendQueue:
             else:
                 outgoing.pending[0] = view[size:]
             outgoing.credit -= size
+            outgoing.size -= size
             if outgoing.pending:
                 self.turns.append(stream)
             elif outgoing.last:
                 self.forget(stream)
+            if outgoing.taken is not None:
+                outgoing.taken(outgoing.size)
             return data_header(stream, size), view[:size]
         return None

@@ -108,7 +108,7 @@ class Connection:
             self._mux.attach(self._hello())
             self._take(link)
             self._read()  # the link's reply and the first frames may have arrived together
-            self._flush()
+            self.flush()
             actions = self._actions()
         self._reader.run(actions)
 
@@ -126,7 +126,7 @@ class Connection:
             self._close_by = self.timing.clock() + timeout
             if self.stream is not None and self.ended is None:
                 self._mux.bye()
-                self._flush()
+                self.flush()
             elif self.ended is None:
                 self._end(None)
             actions = self._actions()
@@ -144,7 +144,7 @@ class Connection:
         """Waits until the agent has received everything, then disconnects without a goodbye. Raises HostLost."""
         with self.lock:
             self._mux.ping()
-            self._flush()
+            self.flush()
         if not self.wait(self._is_received) and self.ended is not None:
             raise self.ended
         with self.lock:
@@ -170,7 +170,7 @@ class Connection:
             if not self._mux.is_received and self.timing.clock() - self._pinged > 0.05:
                 self._pinged = self.timing.clock()
                 self._mux.ping()
-                self._flush()
+                self.flush()
             return self._mux.is_received
 
     # ---- sending
@@ -194,13 +194,13 @@ class Connection:
         with self.lock:
             if self.ended is not None:
                 raise self.ended
-            number = self._new_number()
+            number = self.new_number()
             if answer is not None:
                 self.replies.pending[number] = PendingRequest(answer, failure or _ignore, worker)
             stream = self.stream
             if urgent or stream is None:
                 self._mux.send(number, head, parts, urgent=urgent)
-                self._flush()
+                self.flush()
             else:
                 try:
                     drained = self._mux.send_now(number, head, parts, stream.send)
@@ -215,7 +215,7 @@ class Connection:
         with self.lock:
             if self.ended is not None:
                 raise self.ended
-            number = self._new_number()
+            number = self.new_number()
             reply = self.replies.pending[number] = Reply(number, worker)
             stream = self.stream
             if stream is None:
@@ -244,10 +244,10 @@ class Connection:
         """Makes the reader call `on_wake`."""
         self._reader.wake(self)
 
-    def _new_number(self) -> int:
+    def new_number(self) -> int:
         """The next unused odd stream number; wraps around after 32 bits."""
         number = self._next_stream
-        while number in self.replies.pending:
+        while number in self.replies.pending or number in self.replies.channels:
             number = number + 2 if number < _LAST_STREAM else 1
         self._next_stream = number + 2 if number < _LAST_STREAM else 1
         return number
@@ -260,11 +260,11 @@ class Connection:
             if fd == self._source:
                 self._read()
                 if self._mux.has_output and self.ended is None:
-                    self._flush()
+                    self.flush()
             elif fd == self._sink:
                 self._reader.unwatch(fd)
                 self._sink = -1
-                self._flush()
+                self.flush()
             elif fd == self._stderr:
                 self._drain()
             return self._actions()
@@ -285,7 +285,7 @@ class Connection:
                 self._take(candidate)
                 self._read()  # the link's reply and the first frames may have arrived together
             if self.ended is None:
-                self._flush()
+                self.flush()
             return self._actions()
 
     def on_tick(self, now: float) -> Sequence[Action]:
@@ -304,7 +304,7 @@ class Connection:
                 suspect_after = self.timing.suspect_after
                 if now - max(self._mux.last_received, self._woke) > suspect_after and self.state is State.OPEN:
                     self._suspect(f"no heartbeat for {suspect_after:g} s")
-                self._flush()
+                self.flush()
             return self._actions()
 
     def _is_to_end(self, now: float) -> bool:
@@ -379,7 +379,8 @@ class Connection:
             error.host = error.host or self.host
             self._end(error)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Writes as much as possible."""
         if self.stream is None:
             return
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import subprocess
 import tempfile
 import weakref
@@ -55,6 +56,9 @@ _OPTIONS = {
     "Ciphers": "^aes128-gcm@openssh.com",
 }
 
+_TIDY = 'trap : INT TERM HUP; "$@"; s=$?; eval "$0"; exit $s'
+"""Runs a program, then the command that is its name."""
+
 
 class OpenSSH:
     """Runs commands through ``ssh``, one process for each stream."""
@@ -74,6 +78,7 @@ class OpenSSH:
         self._files: list[Path] = []
         self._questions = Questions()
         self._askpass: Askpass | None = None
+        self._is_by_hand = False
         weakref.finalize(self, _remove_here, self._files, os.getpid())
 
     def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ProcessStream:
@@ -110,7 +115,8 @@ class OpenSSH:
 
     def _options(self) -> dict[str, str]:
         """The options of all hosts on the path. Without a terminal, ssh must not ask."""
-        return _OPTIONS | ({} if self._askpass is None else {"BatchMode": "no"})
+        own = {"EscapeChar": "~"} if self._is_by_hand else {}
+        return _OPTIONS | ({} if self._askpass is None and not self._is_by_hand else {"BatchMode": "no"}) | own
 
     def argv(self, command: str) -> list[str]:
         """The whole command line. It never contains secrets."""
@@ -124,6 +130,19 @@ class OpenSSH:
         elif self._host.jump == "none":
             words += ["-o", "ProxyJump=none"]
         return [*words, "--", self._host.destination, command]
+
+    def by_hand(self, command: str, *, terminal: bool) -> list[str]:
+        """The command line for a program that becomes ssh: the user is asked by ssh itself.
+
+        Files that ssh needs are deleted after it, by a shell that waits for it.
+        """
+        keys.check((*self._jumps, self._host))
+        self._is_by_hand = True
+        words = self.argv(command)
+        words[1] = "-t" if terminal else "-T"
+        files = [str(file) for file in self._files]
+        self._files.clear()
+        return words if not files else ["/bin/sh", "-c", _TIDY, shlex.join(["rm", "-f", *files]), *words]
 
     def _own_options(self, host: Host) -> dict[str, str]:
         """The options of this host alone."""

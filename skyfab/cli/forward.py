@@ -1,0 +1,50 @@
+"""`skyfab forward`: ports of a host as ports of this machine."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Annotated
+
+from skyfab.cli.command import InventoryFile, OneHost, Option, command
+from skyfab.errors import UsageError
+
+
+@command
+def forward(
+    port: Annotated[str, Option("a port of the host, or name:port of what it can reach; several with commas", "PORT")],
+    host: OneHost = None,
+    inventory: InventoryFile = None,
+    local: Annotated[
+        int | None,
+        Option(
+            "the port here; 0 for any", "PORT", least=0, default="the same one if it is free, else any", example="0"
+        ),
+    ] = None,
+) -> int:
+    """Reach a port of a host at 127.0.0.1, until Ctrl-C.
+
+    For a TensorBoard or a notebook there. Connections go over one SSH connection, which is made anew when it breaks:
+    what is open then goes on. Others who use this machine can connect, too.
+
+        skyfab forward 6006 --host=node1
+        skyfab forward 6006,8888 --host=node1
+        skyfab forward 8888 --host=node1 --local=9999
+    """
+    from skyfab.calls.image import Image
+    from skyfab.cli.selected import selected_one
+    from skyfab.pool.compute import Compute
+
+    ports = port.split(",")
+    if local is not None and len(ports) > 1:
+        raise UsageError("--local= is for one port", hint=f"one command for each of {' and '.join(ports)}")
+    found, chosen = selected_one(host, inventory)
+    with Compute([chosen], inventory=found, image=Image(excludes=("*",))) as compute:
+        for one in [compute.forward(one, local=local) for one in ports]:
+            print(f"{one.url} → {one.to}", flush=True)
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            if sys.stderr.isatty():
+                print(file=sys.stderr)  # after the ^C that the terminal shows
+    return 130

@@ -1,0 +1,104 @@
+"""`skyfab ssh`: a shell on a host, in the project's folder and environment, or in those of a run."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from skyfab.cli.command import InventoryFile, Option, command
+from skyfab.errors import UsageError
+from skyfab.ui.hints import HINTS
+
+if TYPE_CHECKING:
+    from skyfab.inventory.host import Host
+    from skyfab.inventory.inventory import Inventory
+    from skyfab.session.enter import Entrance
+
+
+@command
+def ssh(
+    host: Annotated[str, Option("a name of the inventory, user@10.0.0.5:2222, or local", "HOST")],
+    *words: Annotated[str, Option("what to run there instead of a shell", "[-- COMMAND]")],
+    run: Annotated[
+        str | None, Option("in the folder and environment of this detached run: its id, or its name", "RUN")
+    ] = None,
+    inventory: InventoryFile = None,
+) -> None:
+    """Open a shell on a host.
+
+    It begins in the working folder, where run and put of this folder have their files, with the setup lines and
+    variables that a run has there, and the programs of this project's environment first. The command becomes the ssh
+    program, which asks for passwords itself; the exit code is the shell's.
+
+        skyfab ssh node1
+        skyfab ssh node1 -- python -c 'import torch; print(torch.__version__)'
+        skyfab ssh node1 --run=night
+    """
+    from skyfab.cli.selected import selected_one
+
+    found, chosen = selected_one(host, inventory)
+    if chosen.transport != "local" and shutil.which("ssh") is None:
+        raise UsageError("there is no ssh program here", hint="install OpenSSH's client")
+    line = " ".join(words)
+    entrance = _of_run(run, chosen, found, line) if run else _of_project(chosen, line)
+    argv = entrance.argv(found, terminal=sys.stdin.isatty())
+    sys.stdout.flush()
+    if chosen.transport == "local":
+        os.environ.update(entrance.variables)
+    os.execvp(argv[0], argv)
+
+
+def _of_project(host: Host, command: str) -> Entrance:
+    """The folder and environment that `skyfab run` uses."""
+    from skyfab.cli.image_options import ImageOptions
+    from skyfab.cli.project_settings import ProjectSettings
+    from skyfab.cli.run_environment import image_of, variables_of
+    from skyfab.env.prepare import Preparation
+    from skyfab.pool.workdir import Workdirs
+    from skyfab.session.bootstrap import local_python
+    from skyfab.session.enter import Entrance
+
+    script = Path.cwd() / "main.py"  # need not be there: its folder counts
+    settings = ProjectSettings.of(script)
+    image = image_of(script, ImageOptions(), settings, [host], no_project=False)
+    preparation = Preparation(image, [host], local_python())
+    python = image.python if image.python.startswith("/") else host.python
+    if python.startswith("/"):
+        programs, otherwise = posixpath.dirname(python), ""
+    elif preparation.is_empty:
+        programs = posixpath.dirname(sys.executable) if host.transport == "local" else ""
+        otherwise = f"{host.name}: no environment of this project"
+    else:
+        programs = preparation.guess(host).rpartition("/")[0]
+        hint = HINTS.adapted(f"skyfab run --hosts={host.name} builds it")
+        otherwise = f"{host.name}: the environment of this project is not there yet; {hint}"
+    return Entrance(
+        host=host,
+        folder=Workdirs(settings.workdir).of(host).told or "~",
+        programs=programs,
+        otherwise=otherwise,
+        setup="\n".join(filter(None, (host.setup, image.setup))),
+        variables={**host.env, **image.env, **variables_of((), (), settings)},
+        command=command,
+    )
+
+
+def _of_run(name: str, host: Host, inventory: Inventory, command: str) -> Entrance:
+    from skyfab.detached.run import attach
+    from skyfab.session.enter import Entrance
+
+    run = attach(name, [host], inventory=inventory, results="data")
+    about = next(part.about for part in run.parts if part.host == host.name)
+    return Entrance(
+        host=host,
+        folder=about.workdir or f"{host.cache.rstrip('/')}/runs/{run.id}",
+        programs=posixpath.dirname(about.python),
+        otherwise=f"{host.name}: it is not known which environment this run has",
+        setup=host.setup,
+        variables=host.env,
+        command=command,
+    )

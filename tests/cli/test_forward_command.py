@@ -1,0 +1,76 @@
+"""`skyfab forward`, as it is typed."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from skyfab.lab import Lab
+
+PROGRAM = [sys.executable, "-m", "skyfab"]
+
+
+class Hello(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"hello")
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A web server of this machine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hello) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.programs
+def test_ports_are_there_until_ctrl_c(port: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nothing = free.getsockname()[1]
+    words = [*PROGRAM, "forward", f"{port},{nothing}", "--host=local"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        lines = [process.stdout.readline().split() for _ in range(2)]
+        assert [line[1:] for line in lines] == [["→", f"local:{port}"], ["→", f"local:{nothing}"]]
+        assert urllib.request.urlopen(lines[0][0], timeout=60).read() == b"hello"
+        with pytest.raises(OSError, match=r"reset|closed|refused"):
+            urllib.request.urlopen(lines[1][0], timeout=60)
+        assert process.stderr.readline() == f"local: nothing listens at port {nothing} yet\n"
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+        assert (process.returncode, rest, errors) == (130, "", "")
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(lines[0][0], timeout=60)
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["6006,8888", "--local=1", "--host=node1"], "--local= is for one port"),
+        (["6006", "--host=node1,node2"], "node1,node2 is 2 hosts, and this is for one"),
+        (["6006", "--host=nodd1"], "node1"),
+        (["70000", "--host=local"], "'70000' is not a port"),
+    ],
+)
+def test_what_cannot_be_forwarded(lab: Lab, words: list[str], message: str) -> None:
+    done = subprocess.run(
+        [*PROGRAM, "forward", f"--inventory={lab.inventory}", *words], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 2
+    assert message in done.stderr

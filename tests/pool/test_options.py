@@ -1,0 +1,33 @@
+"""Options that no pool can have are refused before anything is connected to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"ranks": value} for value in (0, -1, "2", "many", 1.5, True, None)),
+        *({"lease": value} for value in (0.5, "60", None, float("nan"), True)),
+        *({"heartbeat_timeout": value} for value in (0, -1, "10", None)),
+        *({"results": value} for value in ("all", None, 1)),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_said_with_its_value(options: dict[str, Any]) -> None:
+    with pytest.raises(sky.UsageError) as failed:
+        sky.Compute("local", **options)
+    ((name, value),) = options.items()
+    assert f"{name}={value!r}" in failed.value.message
+
+
+@pytest.mark.parametrize(
+    "options", [{"ranks": 1}, {"ranks": "auto"}, {"lease": 1}, {"heartbeat_timeout": 0.5}], ids=str
+)
+def test_what_can_be(options: dict[str, Any]) -> None:
+    sky.Compute("local", **options)

@@ -36,7 +36,9 @@ MAY_IMPORT = {
     "files": "errors sizes protocol",  # one half of it runs on hosts
     "pool": "errors sizes notebook scripts context protocol inventory calls plugins session detached env ui device"
     " files survey",
-    "cli": "errors sizes context protocol inventory calls plugins session detached env ui files survey pool lab",
+    "doctor": "errors sizes toml protocol inventory calls session env ui survey pool",  # one half of it runs on hosts
+    "cli": "errors sizes toml context protocol inventory calls plugins session detached env ui files survey pool doctor"
+    " lab",
     "lab": "errors scripts",  # it makes machines and does not use them, so that tests of anything can use it
     "__main__": "cli",
 }
@@ -56,7 +58,8 @@ LARGEST = {
     "plugins": 1100,
     "survey": 640,
     "ui": 1700,
-    "cli": 3150,
+    "doctor": 1300,
+    "cli": 3450,
     "lab": 2300,
     "device": 5340,
 }
@@ -77,7 +80,7 @@ OUTSIDE = {
     "rich": {"ui.table"},
     "tomli": {"toml"},
     "numpy": {"protocol.safe_types"},
-    "torch": {"protocol.codec", "protocol.safe_types", "plugins", "device", "cli.train"},
+    "torch": {"protocol.codec", "protocol.safe_types", "plugins", "device", "doctor.host_speed", "cli.train"},
     "jax": {"plugins"},
     "jaxlib": {"plugins"},
     "uv": {"env.uv"},

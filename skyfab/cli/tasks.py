@@ -14,6 +14,7 @@ from typing import Final
 from skyfab import __version__
 from skyfab.cli import completion, report, usage, verbose
 from skyfab.cli.command import Command, Exit, discard_output, flush_output
+from skyfab.cli.doctor import doctor
 from skyfab.cli.exec import exec_
 from skyfab.cli.gc import gc
 from skyfab.cli.hosts import hosts
@@ -35,7 +36,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         command.name: command
         for command in (
             *(train, run, runs, logs, attach, stop),
-            *(hosts, stacks, exec_, put, get, trust, prepare, gc, completion.completion),
+            *(hosts, doctor, stacks, exec_, put, get, trust, prepare, gc, completion.completion),
         )
     },
     **{f"lab.{command.name}": command for command in (up, down, status)},

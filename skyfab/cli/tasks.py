@@ -18,6 +18,7 @@ from skyfab.cli.doctor import doctor
 from skyfab.cli.exec import exec_
 from skyfab.cli.gc import gc
 from skyfab.cli.hosts import hosts
+from skyfab.cli.init import init
 from skyfab.cli.lab import down, status, up
 from skyfab.cli.prepare import prepare
 from skyfab.cli.put import get, put
@@ -36,7 +37,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         command.name: command
         for command in (
             *(train, run, runs, logs, attach, stop),
-            *(hosts, doctor, stacks, exec_, put, get, trust, prepare, gc, completion.completion),
+            *(init, hosts, doctor, stacks, exec_, put, get, trust, prepare, gc, completion.completion),
         )
     },
     **{f"lab.{command.name}": command for command in (up, down, status)},

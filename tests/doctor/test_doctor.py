@@ -77,6 +77,7 @@ def sick() -> Iterator[tuple[Lab, Ran]]:
         lab["node4"].run(["sh", "-c", "mkdir -p /scratch && mount -t tmpfs none /scratch"])
         put(lab, "node4", "/root/.bashrc", "echo Welcome to node4\n")
         lab["node4"].run(["chsh", "-s", "/bin/bash", "root"], check=False)
+        doctor(lab.inventory, "node5")  # with a clock of faketime, nobody can wait for what is sent to a new host
         faketime = next(iter([*Path("/usr/lib").glob("*/faketime/libfaketime.so.1")]), None)
         late = f"export LD_PRELOAD={faketime} FAKETIME=-300s FAKETIME_DONT_FAKE_MONOTONIC=1" if faketime else ""
         text = lab.inventory.read_text()

@@ -10,6 +10,7 @@ from benchmarks.bulk import Bulk
 from benchmarks.cold import Cold
 from benchmarks.device import Device
 from benchmarks.distributed import Distributed
+from benchmarks.doctor import Doctor
 from benchmarks.environment import Environment
 from benchmarks.files import Files
 from benchmarks.many import Many
@@ -42,5 +43,6 @@ ROWS: tuple[Row, ...] = (
     Distributed(),
     Reconnect(),
     Many(),
+    Doctor(),
     Device(),
 )

@@ -20,7 +20,7 @@ from skyfab.pool.each_host import fan_out
 
 _MOST: Final = 128
 """Hosts that meet. With more, only these are examined for what is between them."""
-_QUICK: Final = 0.25
+_QUICK: Final = 0.15
 """Seconds in which the bandwidth of a pair is measured."""
 
 

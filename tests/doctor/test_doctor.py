@@ -18,6 +18,8 @@ from skyfab.lab import Lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
 
+SILENT = "import socket, time; s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('127.0.0.1', 53)); time.sleep(600)"
+"""A name server that never answers."""
 SMI = """#!/bin/sh
 case $1 in
   *compute-apps*) {processes} ;;
@@ -75,6 +77,9 @@ def sick() -> Iterator[tuple[Lab, Ran]]:
         lab["node2"].small_disk("/root/.cache", 300)
         lab["node3"].run(["mount", "-t", "tmpfs", "-o", "noexec,nr_inodes=5000", "none", "/mnt"])
         lab["node4"].run(["sh", "-c", "mkdir -p /scratch && mount -t tmpfs none /scratch"])
+        put(lab, "node3", "/etc/hosts", "127.0.0.1 localhost\n")
+        put(lab, "node3", "/etc/resolv.conf", "nameserver 127.0.0.1\n")
+        lab["node3"].run(["sh", "-c", f'"{lab["node3"].python}" -c "{SILENT}" >/dev/null 2>&1 &'])
         put(lab, "node4", "/root/.bashrc", "echo Welcome to node4\n")
         lab["node4"].run(["chsh", "-s", "/bin/bash", "root"], check=False)
         doctor(lab.inventory, "node5")  # with a clock of faketime, nobody can wait for what is sent to a new host
@@ -104,6 +109,12 @@ def test_a_clock_that_is_late(sick: tuple[Lab, Ran]) -> None:
     late = sick[1].found("node5", "clock")
     assert late["level"] == "warning" and re.search(r"(299|300|301)\.\d s behind", late["what"])
     assert [host for host, level in sick[1].levels("clock").items() if level != "ok"] == ["node5"]
+
+
+def test_a_name_server_that_does_not_answer(sick: tuple[Lab, Ran]) -> None:
+    assert "more than 5 s" in sick[1].found("node3", "name")["what"]
+    assert sick[1].levels("reverse name") == {"node3": "advice"}
+    assert [host for host, level in sick[1].levels("name").items() if level == "warning"] == ["node3"]
 
 
 def test_limits_and_logouts(sick: tuple[Lab, Ran]) -> None:

@@ -49,9 +49,8 @@ def doctor(
     elif paste:
         import getpass
 
-        users = [getpass.getuser(), *(host.user or "" for host in chosen)]
-        users += [name for one in found for name in one.people]
-        print(report.pasted(found, [host.name for host in chosen], users, __version__))
+        people = [getpass.getuser(), *(name for one in found for name in one.people)]
+        print(report.pasted(found, chosen, people, __version__))
     else:
         for line in report.lines(found, len(chosen)):
             print(line)

@@ -145,6 +145,8 @@ def _login(patient: Patient) -> Iterator[Finding]:
 
 def _shell(patient: Patient) -> Iterator[Finding]:
     seen = patient.seen
+    if patient.host.transport == "local":
+        return
     if seen.shell_said:
         first = seen.shell_said.splitlines()[0][:60]
         what = f"its login shell {seen.shell} prints {first!r} when it runs a command: scp and rsync fail with that"
@@ -159,6 +161,8 @@ def _shell(patient: Patient) -> Iterator[Finding]:
 
 def _sshd(patient: Patient) -> Iterator[Finding]:
     seen = patient.seen
+    if patient.host.transport == "local":
+        return
     if seen.startups is not None and seen.startups < _STARTUPS:
         what = f"its sshd drops logins while {seen.startups} others have not finished (MaxStartups)"
         fix = "in /etc/ssh/sshd_config: MaxStartups 10:30:100"

@@ -27,10 +27,14 @@ _QUICK: Final = 0.15
 def examined(hosts: Sequence[Host], inventory: Inventory, *, show: bool, measured: bool = False) -> list[Finding]:
     """The findings about hosts and pairs of them. With `measured`, also about their speed, within 15 s."""
     between: list[Finding] = []
+    speeds: dict[pairs.Pair, float] = {}
 
     def meet(pools: Mapping[str, Compute]) -> None:
         if len(pools) > 1:
-            between.extend(_between({host.name: pools[host.name] for host in hosts if host.name in pools}, measured))
+            ordered = {host.name: pools[host.name] for host in hosts if host.name in pools}
+            found, taken = _between(ordered, measured=measured)
+            between.extend(found)
+            speeds.update(taken)
 
     members = {host.name for host in hosts[:_MOST]}
     meeting = Meeting(len(members), meet)
@@ -54,7 +58,7 @@ def examined(hosts: Sequence[Host], inventory: Inventory, *, show: bool, measure
             continue
         found, own = outcome.result
         findings += found
-        rates[outcome.host.name] = own
+        rates[outcome.host.name] = {**own, **measure.network(outcome.host.name, speeds)}
     if measured:
         findings += _speeds(hosts, rates)
     return findings + between
@@ -87,7 +91,8 @@ def _speeds(hosts: Sequence[Host], rates: Mapping[str, measure.Rates]) -> list[F
     return found
 
 
-def _between(pools: Mapping[str, Compute], measured: bool) -> list[Finding]:
+def _between(pools: Mapping[str, Compute], *, measured: bool) -> tuple[list[Finding], dict[pairs.Pair, float]]:
+    """The findings about the network, and the bytes per second of each pair."""
     try:
         where, found = pairs.places(list(pools.values()))
         rounds = pairs.all_pairs(list(pools)) if measured else pairs.ring(list(pools))
@@ -96,5 +101,6 @@ def _between(pools: Mapping[str, Compute], measured: bool) -> list[Finding]:
     except SkyfabError as error:  # a host was lost meanwhile
         what = f"the network could not be examined: {error.message}"
         host = error.host or next(iter(pools))
-        return [Finding(section="network", check="ports", host=host, level="failure", what=what, fix=error.hint or "")]
-    return [*found, *failures, *pairs.bandwidths(rates)]
+        lost = Finding(section="network", check="ports", host=host, level="failure", what=what, fix=error.hint or "")
+        return [lost], {}
+    return [*found, *failures, *pairs.bandwidths(rates)], rates

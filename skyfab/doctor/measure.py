@@ -11,6 +11,7 @@ from statistics import median
 from typing import Final
 
 from skyfab.doctor.finding import Finding
+from skyfab.doctor.pairs import Pair
 from skyfab.env.uv import home
 from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
@@ -41,6 +42,12 @@ def parse(text: str) -> dict[str, float]:
     return {str(name)[:60]: float(rate) for name, rate in found.items()}
 
 
+def network(host: str, pairs: Mapping[Pair, float]) -> dict[str, float]:
+    """What a host has on the median of the pairs that it is in."""
+    own = [rate for pair, rate in pairs.items() if host in pair]
+    return {"network": median(own)} if own else {}
+
+
 def compared(rates: Mapping[str, Rates], earlier: Mapping[str, Sequence[Rates]]) -> list[Finding]:
     """A finding for each host and thing; `earlier` has what was measured before, by host."""
     found = []
@@ -67,6 +74,8 @@ def _compared(host: str, name: str, rate: float, peers: list[float], before: lis
 
 
 def _shown(name: str, rate: float) -> str:
+    if name == "network":
+        return f"{rate * 8 / 1e6:,.0f} Mbit/s"
     return f"{rate / 1e9:,.1f} GB/s" if name == "memory" else f"{rate / 1e9:,.2f} GFlop/s"
 
 

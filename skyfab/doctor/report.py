@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from skyfab.doctor.finding import LEVELS, SECTIONS, Finding, worst
+from skyfab.inventory.host import Host
 from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import clean, counted
 
@@ -62,9 +63,9 @@ def exit_code(findings: Sequence[Finding]) -> int:
 # ---- for an issue
 
 
-def pasted(findings: Sequence[Finding], names: Sequence[str], secrets: Iterable[str], version: str) -> str:
+def pasted(findings: Sequence[Finding], hosts: Sequence[Host], people: Iterable[str], version: str) -> str:
     """A block for an issue, without names of hosts and users, addresses and home folders."""
-    redact = Redaction(names, secrets)
+    redact = Redaction(hosts, people)
     system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     found = [f"{redact(one.host)} {one.section}/{one.check} {one.level}: {redact(one.what)}" for one in findings]
     return "\n".join(["```", f"skyfab {version}, {system}, {sys.platform}", *found, "```"])
@@ -73,10 +74,14 @@ def pasted(findings: Sequence[Finding], names: Sequence[str], secrets: Iterable[
 class Redaction:
     """Replaces what is nobody's business. What a host prints itself may have more: read it before you post it."""
 
-    def __init__(self, names: Sequence[str], secrets: Iterable[str]) -> None:
-        """`names` are those of hosts, which are numbered; `secrets` are users and other words."""
-        self._words = {name: f"host{number}" for number, name in enumerate(names, 1)}
-        self._words |= {word: "[user]" for word in secrets if word and word not in self._words and word != "root"}
+    def __init__(self, hosts: Sequence[Host], people: Iterable[str]) -> None:
+        """`hosts` are numbered; `people` are names of users."""
+        users = {*people, *(host.user or "" for host in hosts)} - {"", "root"}
+        self._words = dict.fromkeys(users, "[user]")
+        for number, host in enumerate(hosts, 1):
+            self._words |= dict.fromkeys((host.name, host.destination), f"host{number}")
+            for hop in (host.jump or "none").split(","):
+                self._words.setdefault(hop, "none" if hop == "none" else "[jump host]")
 
     def __call__(self, text: str) -> str:
         text = clean(text, colour=False)

@@ -126,7 +126,7 @@ def test_another_python_is_worth_a_word() -> None:
 
 
 def test_a_larger_disk_is_offered_where_the_cache_cannot_stay() -> None:
-    other = {"other_cache": "/scratch/ada/skyfab", "other_free": 10**12}
+    other: dict[str, Any] = {"other_cache": "/scratch/ada/skyfab", "other_free": 10**12}
     (one,) = told(noexec=1, **other)
     assert one.setting == ("cache", '"/scratch/ada/skyfab"') and "/scratch/ada/skyfab" in one.fix
     (one,) = told(disk_free=10**9, other_cache="/scratch/ada/skyfab", other_free=10**9)
@@ -212,8 +212,11 @@ def test_advice_is_no_failure() -> None:
 def test_what_is_pasted_names_nobody() -> None:
     found = [
         finding(host="gpu-7 → gpu-8", what="gpu-8 at 10.1.2.3 or fe80::1:2 of ada in /home/ada.b/x, adamant"),
+        finding(host="gpu-8", what="bob@eight.example.com through gate.example.com: root may"),
     ]
-    text = report.pasted(found, ["gpu-7", "gpu-8"], ["ada", "", "root"], "1.0")
+    hosts = [Host(name="gpu-7"), Host(name="gpu-8", address="eight.example.com", user="bob", jump="gate.example.com")]
+    text = report.pasted(found, hosts, ["ada", "", "root"], "1.0")
+    assert "host2 disk/disk warning: [user]@host2 through [jump host]: root may" in text
     assert (
         "host1 → host2 disk/disk warning: host2 at [address] or [address] of [user] in /home/[user]/x, adamant" in text
     )
@@ -249,6 +252,8 @@ def test_a_host_that_is_slower_than_its_peers_and_than_before_is_named() -> None
     rates = {"a": {"memory": 10e9}, "b": {"memory": 10e9}, "c": {"memory": 5e9}}
     by_host = {one.host: one for one in measure.compared(rates, {"b": [{"memory": 20e9}], "a": [{"memory": 11e9}]})}
     assert {host: one.level for host, one in by_host.items()} == {"a": "ok", "b": "warning", "c": "warning"}
+    assert measure.network("a", {("a", "b"): 4.0, ("c", "a"): 2.0, ("b", "c"): 9.0}) == {"network": 3.0}
+    assert measure.network("d", {("a", "b"): 4.0}) == {}
     assert "before" in by_host["b"].what and "median of 3 hosts" in by_host["c"].what
 
 

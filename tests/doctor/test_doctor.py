@@ -93,6 +93,18 @@ def sick() -> Iterator[tuple[Lab, Ran]]:
         yield lab, doctor(inventory, "--json")
 
 
+def test_this_machine_has_no_login(tmp_path: Path) -> None:
+    done = doctor(lab_less(tmp_path), "--json")
+    assert {one["host"] for one in json.loads(done.out)} == {"local"}, done.err
+    assert done.levels("shell") == done.levels("bandwidth") == {}
+
+
+def lab_less(folder: Path) -> Path:
+    """An inventory with this machine alone."""
+    (folder / "inventory.toml").write_text("[hosts.local]\n")
+    return folder / "inventory.toml"
+
+
 def test_findings_do_not_count_as_unreachable(sick: tuple[Lab, Ran]) -> None:
     assert sick[1].code == 1, sick[1].err
     assert set(sick[1].levels("login").values()) == {"ok"}
@@ -217,7 +229,7 @@ def test_measurements_are_compared_with_those_before(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = doctor(trio.inventory, "--measure", "--json")
     speeds = [one for one in json.loads(done.out) if one["section"] == "speed"]
-    assert {one["host"] for one in speeds} == {"node1", "node2", "node3"} and len(speeds) == 6
+    assert {one["host"] for one in speeds} == {"node1", "node2", "node3"} and len(speeds) == 9
     for file in tmp_path.rglob("measured/*.json"):
         file.write_text(json.dumps([{"memory": 1e15}]))
     done = doctor(trio.inventory, "--measure", "--json", "--hosts=node1")

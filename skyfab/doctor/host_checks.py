@@ -196,7 +196,7 @@ def _sshd() -> Found:
         first, _, most = words[words.index("startups") - 1].partition("-")
         found.update(startups=int(first), startups_most=int(most))
         file = words[words.index("-f") + 1] if "-f" in words else "/etc/ssh/sshd_config"
-        found["sessions"] = int(_setting(file, "maxsessions") or 10)
+        found["sessions"] = int(sshd_setting(file, "maxsessions") or 10)
         break
     return found
 
@@ -210,7 +210,7 @@ def _titles() -> Iterator[str]:
             continue
 
 
-def _setting(file: str, name: str, depth: int = 0) -> str | None:
+def sshd_setting(file: str, name: str, depth: int = 0) -> str | None:
     """The first value of a setting of sshd, in a file and in those that it includes."""
     try:
         with open(file, errors="replace") as lines:
@@ -224,7 +224,7 @@ def _setting(file: str, name: str, depth: int = 0) -> str | None:
             return values[0]
         if key.lower() == "include" and depth < 4:
             inner = [path for value in values for path in sorted(glob.glob(os.path.join("/etc/ssh", value)))]
-            value = next((one for one in (_setting(path, name, depth + 1) for path in inner) if one), None)
+            value = next((one for one in (sshd_setting(path, name, depth + 1) for path in inner) if one), None)
             if value is not None:
                 return value
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from skyfab.cli.doctor_fix import changed
 from skyfab.doctor import measure, pairs, report
 from skyfab.doctor.checks import Examined, Patient, findings, refused
 from skyfab.doctor.finding import Finding, worst
-from skyfab.doctor.host_checks import examine
+from skyfab.doctor.host_checks import examine, file_system, is_networked, sshd_setting
 from skyfab.doctor.meeting import Meeting
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostUnfit, ProtocolError, SkyfabError, Unreachable
 from skyfab.inventory.host import Host
@@ -178,6 +179,23 @@ def test_this_machine_is_examined() -> None:
     assert {one.check for one in findings(patient)} >= {"login", "clock", "disk", "Python"}
 
 
+def test_file_systems() -> None:
+    assert (file_system("/proc/self"), file_system("/proc")) == ("proc", "proc")
+    assert is_networked("nfs4") and is_networked("fuse.sshfs") and not is_networked("ext4") and not is_networked("")
+
+
+def test_settings_of_sshd(tmp_path: Path) -> None:
+    """The first value counts, in the order in which files are included; those of Match are for some logins only."""
+    (tmp_path / "a.conf").write_text("MaxSessions 3\n")
+    (tmp_path / "b.conf").write_text("MaxSessions=4\nPort 22\n")
+    main = tmp_path / "sshd_config"
+    main.write_text(f"# MaxSessions 1\n\nInclude {tmp_path}/*.conf\nMaxSessions 5\nMatch User x\n  MaxAuthTries 2\n")
+    assert [sshd_setting(str(main), name) for name in ("maxsessions", "port", "maxauthtries")] == ["3", "22", None]
+    main.write_text(f"Include {main}\n")
+    assert sshd_setting(str(main), "maxsessions") is None
+    assert sshd_setting(str(tmp_path / "none"), "maxsessions") is None
+
+
 # ---- the report
 
 
@@ -262,7 +280,7 @@ def test_other_things_are_not_compared() -> None:
     assert {one.level for one in measure.compared(rates, {})} == {"ok"}
 
 
-def test_measurements_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_measurements_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert list(measure.load(HOST)) == []
     for number in range(12):

@@ -11,6 +11,7 @@ from benchmarks.cold import Cold
 from benchmarks.containers import Containers
 from benchmarks.device import Device
 from benchmarks.distributed import Distributed
+from benchmarks.doctor import Doctor
 from benchmarks.environment import Environment
 from benchmarks.files import Files
 from benchmarks.forward import Forward
@@ -46,5 +47,6 @@ ROWS: tuple[Row, ...] = (
     Reconnect(),
     Many(),
     Containers(),
+    Doctor(),
     Device(),
 )

@@ -60,6 +60,9 @@ class Scale:
     """MiB of the large file."""
     trips: int = 5
     """Transfers of each."""
+    examined: int = 16
+    """Hosts of an examination."""
+    examinations: int = 5
 
 
 TASTE = Scale(
@@ -92,5 +95,7 @@ TASTE = Scale(
     files=50,
     file=8,
     trips=1,
+    examined=2,
+    examinations=1,
 )
 """Runs everything in seconds: checks that the benchmarks work, not how fast skyfab is."""

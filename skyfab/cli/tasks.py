@@ -14,10 +14,12 @@ from typing import Final
 from skyfab import __version__
 from skyfab.cli import completion, report, usage, verbose
 from skyfab.cli.command import Command, Exit, discard_output, flush_output
+from skyfab.cli.doctor import doctor
 from skyfab.cli.exec import exec_
 from skyfab.cli.forward import forward
 from skyfab.cli.gc import gc
 from skyfab.cli.hosts import hosts
+from skyfab.cli.init import init
 from skyfab.cli.lab import down, status, up
 from skyfab.cli.prepare import prepare
 from skyfab.cli.put import get, put
@@ -37,7 +39,8 @@ COMMANDS: Final[Mapping[str, Command]] = {
         command.name: command
         for command in (
             *(train, run, runs, logs, attach, stop),
-            *(hosts, stacks, exec_, ssh, forward, put, get, trust, prepare, gc, completion.completion),
+            *(init, hosts, doctor, stacks, exec_, ssh, forward, put, get),
+            *(trust, prepare, gc, completion.completion),
         )
     },
     **{f"lab.{command.name}": command for command in (up, down, status)},

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 COMPANIONS: Final = frozenset({"torchvision", "torchaudio"})
+DRIVERS: Final = {13: (580,), 12: (525, 60, 13), 11: (450, 80, 2)}
+"""CUDA's major version → the oldest driver that supports it (as in uv's own table)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,16 @@ def family(version: str) -> str | None:
     if cuda := re.fullmatch(r"cu(\d+)\d", label):
         return f"cuda{cuda[1]}"
     return label if re.fullmatch(r"(cpu|rocm[\d.]+|xpu|)", label) else None
+
+
+def cuda_for(driver: str) -> int | None:
+    """The newest major version of CUDA that an NVIDIA driver supports.
+
+    >>> cuda_for("550.54.14"), cuda_for("390.1")
+    (12, None)
+    """
+    numbers = tuple(map(int, re.findall(r"[0-9]{1,9}", driver)))
+    return next((cuda for cuda, oldest in DRIVERS.items() if numbers >= oldest), None)
 
 
 def fit(one: str, other: str, arch: str) -> bool:

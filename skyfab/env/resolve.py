@@ -16,7 +16,6 @@ from urllib.parse import unquote, urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 from skyfab import toml
 from skyfab.calls.image import Image, PipIndex, split_hashes
@@ -60,8 +59,6 @@ def text_of(path: str) -> str:
 
 TORCH = frozenset({"torch", *builds.COMPANIONS})
 _ACCELERATED = re.compile(r'^name = "(nvidia-|cuda-|triton"|pytorch-triton)', re.MULTILINE)
-_DRIVERS = {13: Version("580"), 12: Version("525.60.13"), 11: Version("450.80.2")}
-"""CUDA's major version → the oldest driver that supports it (as in uv's own table)."""
 _ROCM = ("7.2", "7.1", "7.0", "6.4", "6.3", "6.2.4", "6.2", "6.1", "6.0")
 _SAID = re.compile(
     "UV_(DEFAULT_INDEX|INDEX|INDEX_URL|EXTRA_INDEX_URL|FIND_LINKS|INDEX_STRATEGY|TORCH_BACKEND|CONSTRAINT|OVERRIDE"
@@ -288,9 +285,7 @@ class Resolver:
         if self._is_plain:
             return not build or build.startswith("cpu")
         if re.match(r"\d", self.target.driver):
-            return (
-                cuda is not None and _numbers(self.target.driver) >= _DRIVERS.get(int(cuda[1]), Version("9999")).release
-            )
+            return cuda is not None and _numbers(self.target.driver) >= builds.DRIVERS.get(int(cuda[1]), (9999,))
         return build.startswith("rocm")
 
     # scopes: uv uses a package's own index only if the package is requested by name

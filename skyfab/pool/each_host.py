@@ -36,12 +36,18 @@ class Outcome(Generic[R]):
 
 
 def fan_out(
-    work: Callable[[Compute], R], hosts: Sequence[Host], inventory: Inventory, *, show: bool, workdir: str = "temp"
+    work: Callable[[Compute], R],
+    hosts: Sequence[Host],
+    inventory: Inventory,
+    *,
+    show: bool,
+    workdir: str = "temp",
+    ended: Callable[[Host], None] = lambda host: None,
 ) -> list[Outcome[R]]:
     """Does the work on all hosts in parallel; returns one outcome for each, in order. Ctrl-C stops all.
 
-    `workdir` is that of `Compute`. If what is shown is not read any more (`| head`), stops all and raises
-    BrokenPipeError.
+    `workdir` is that of `Compute`. `ended` is called for each host when its work has ended or could not begin. If what
+    is shown is not read any more (`| head`), stops all and raises BrokenPipeError.
 
     Raises an error that is not a SkyfabError: that is a bug in the work itself.
     """
@@ -58,7 +64,7 @@ def fan_out(
         pool.events.subscribe(lambda event: None if isinstance(event, FilesWritten) else events.emit(event))
     try:
         with reader:
-            found = _run(work, pools)
+            found = _run(work, pools, ended)
     finally:
         detach()
     return [_outcome(host, one) for host, one in zip(hosts, found, strict=True)]
@@ -108,12 +114,17 @@ def _outcome(host: Host, found: R | Raised | None) -> Outcome[R]:
     return Outcome(host, error=found.error)
 
 
-def _run(work: Callable[[Compute], R], pools: Sequence[Compute]) -> list[R | Raised | None]:
+def _run(
+    work: Callable[[Compute], R], pools: Sequence[Compute], ended: Callable[[Host], None]
+) -> list[R | Raised | None]:
     over = threading.Event()
 
     def run(pool: Compute) -> R | None:
-        with pool:
-            return None if over.is_set() else work(pool)
+        try:
+            with pool:
+                return None if over.is_set() else work(pool)
+        finally:
+            ended(pool.selected[0])
 
     try:
         return for_each_host(run, pools)

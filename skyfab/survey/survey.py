@@ -91,15 +91,15 @@ class Survey:
             found = json.loads(text)
             disk, disk_free = found.get("disk") or (None, None)
             gpus = tuple(_gpu(one) for one in _list(found.get("gpus"), _MOST_GPUS))
-            return _checked(cls, {**found, "disk": disk, "disk_free": disk_free, "gpus": gpus})
+            return checked(cls, {**found, "disk": disk, "disk_free": disk_free, "gpus": gpus})
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             raise ProtocolError(f"not a survey of a host: {error}", host=host) from None
 
 
 def _gpu(found: Any) -> Gpu:
-    processes = tuple(_checked(GpuProcess, one) for one in _list(found.get("processes"), _MOST_PROCESSES))
+    processes = tuple(checked(GpuProcess, one) for one in _list(found.get("processes"), _MOST_PROCESSES))
     throttled = tuple(str(one)[:_LONGEST] for one in _list(found.get("throttled"), 16))
-    return _checked(Gpu, {**found, "processes": processes, "throttled": throttled})
+    return checked(Gpu, {**found, "processes": processes, "throttled": throttled})
 
 
 def _list(value: Any, most: int) -> list[Any]:
@@ -114,7 +114,7 @@ T = TypeVar("T")
 _KINDS: Final[dict[str, Any]] = {"int": int, "str": str, "float": (int, float)}
 
 
-def _checked(kind: type[T], found: dict[str, Any]) -> T:
+def checked(kind: type[T], found: dict[str, Any]) -> T:
     """Makes a dataclass of those values that it has fields for. Raises TypeError or ValueError for other types."""
     values = {}
     for field in fields(kind):  # type: ignore[arg-type]

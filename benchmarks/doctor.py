@@ -1,0 +1,47 @@
+"""Benchmark: how long an examination of many hosts takes, against one of a single host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks.arena import Arena
+from benchmarks.result import Bar, Result
+from benchmarks.sample import alternate
+from skyfab.doctor.examination import examined
+from skyfab.pool.each_host import fan_out
+
+
+class Doctor:
+    name = "doctor"
+    about = "skyfab doctor of many hosts, the network between them included, against one host, and against opening them"
+
+    def run(self, arena: Arena) -> Iterator[Result]:
+        with Arena.open(arena.scale, hosts=arena.scale.examined) as crowd:
+
+            def seconds(count: int) -> float:
+                started = time.perf_counter()
+                examined(crowd.hosts[:count], crowd.inventory, show=False)
+                return time.perf_counter() - started
+
+            def opening() -> float:
+                started = time.perf_counter()
+                fan_out(lambda pool: None, crowd.hosts, crowd.inventory, show=False)
+                return time.perf_counter() - started
+
+            seconds(arena.scale.examined)  # warm-up: fills the hosts' caches before the measurement
+            all_, one, opened = alternate(
+                arena.scale.examinations, lambda: seconds(arena.scale.examined), lambda: seconds(1), opening
+            )
+        result = Result(
+            row=self.name,
+            what=f"{arena.scale.examined} hosts",
+            unit="s",
+            ours=all_,
+            baseline=one,
+            against="one host",
+            bar=Bar(3.0),
+        )
+        yield result
+        yield replace(result, baseline=opened, against="opening and closing them", bar=None)

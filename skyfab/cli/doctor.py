@@ -1,0 +1,61 @@
+"""`skyfab doctor`: examines hosts and the network between them, and says what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+from skyfab.cli.command import Hosts, InventoryFile, Json, Option, command
+from skyfab.errors import UsageError
+from skyfab.ui.terminal import is_rich
+
+
+@command
+def doctor(
+    hosts: Hosts = None,
+    inventory: InventoryFile = None,
+    measure: Annotated[bool, Option("measure processors, GPUs, memory and all pairs, for 15 seconds")] = False,
+    fix: Annotated[bool, Option("show what belongs in the inventory, and write it there")] = False,
+    yes: Annotated[bool, Option("do not ask before --fix writes")] = False,
+    paste: Annotated[bool, Option("print a block for an issue, without names and addresses")] = False,
+    json_: Json = False,
+) -> int:
+    """Examine hosts and the network between them, and say what to do about what is not in order.
+
+    All hosts at once, over one connection each: login, shell, sshd, clock, names, limits, disk, GPUs and who uses
+    them; then whether hosts reach each other and how fast. docs/doctor.md explains each finding.
+
+    Ends with 0 when all is fine, advice included; with 1 after a warning or failure; with 3 when a host cannot be used.
+
+        skyfab doctor
+        skyfab doctor node1
+        skyfab doctor --hosts=gpu --measure
+        skyfab doctor --fix
+    """
+    from skyfab import __version__
+    from skyfab.cli.selected import selected
+    from skyfab.doctor import report
+    from skyfab.doctor.examination import examined
+
+    if json_ and (paste or fix):
+        raise UsageError("--json prints a list, and nothing else", hint="leave out --paste and --fix")
+    known, chosen = selected(hosts, inventory, quiet=json_)
+    show = not json_ and is_rich(sys.stdout, sys.stderr)
+    found = examined(chosen, known, show=show, measured=measure)
+    if json_:
+        print(json.dumps([asdict(one) for one in found], indent=2, ensure_ascii=False))
+    elif paste:
+        import getpass
+
+        people = [getpass.getuser(), *(name for one in found for name in one.people)]
+        print(report.pasted(found, chosen, people, __version__))
+    else:
+        for line in report.lines(found, len(chosen)):
+            print(line)
+    if fix:
+        from skyfab.cli.doctor_fix import offer
+
+        offer(found, known, yes=yes)
+    return report.exit_code(found)

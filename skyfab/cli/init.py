@@ -1,0 +1,189 @@
+"""`skyfab init`: from ssh_config and known_hosts to an inventory.toml with hosts that work."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+from skyfab.cli.command import Option, command
+from skyfab.errors import HostKeyRefused, SkyfabError, UsageError
+from skyfab.ui.hints import HINTS
+from skyfab.ui.terminal import clean, clean_lines, is_rich
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from skyfab.inventory.host import Host
+    from skyfab.inventory.inventory import Inventory
+    from skyfab.pool.each_host import Outcome
+    from skyfab.survey.survey import Survey
+
+_FILE: Final = "inventory.toml"
+
+
+@command
+def init(
+    hosts: Annotated[
+        str | None,
+        Option("the hosts to take: aliases of ssh_config, patterns, addresses", "HOSTS", example="gpu*", plain=True),
+    ] = None,
+    yes: Annotated[bool, Option("do not ask: take all, record keys, leave out what cannot be used")] = False,
+) -> int:
+    """Make an inventory.toml of the hosts that you log in to already.
+
+    Reads ssh_config and known_hosts, and asks at most three questions: which hosts, whether to record keys that ssh
+    does not know yet, and whether to leave out hosts that cannot be used. Runs a function on every host. A file that
+    is there is never changed. Ends with 3 when no host can be used: then nothing is written.
+
+        skyfab init
+        skyfab init 'gpu*' --yes
+        skyfab init node1,node2
+    """
+    from dataclasses import replace
+
+    path = Path(_FILE)
+    if os.path.lexists(path):
+        raise UsageError(f"{path} is there already, and is not changed", hint="skyfab doctor examines its hosts")
+    known = _known()
+    chosen = _named(_chosen(known, hosts, yes=yes))
+    outcomes = _greeted(chosen, known)
+    if strangers := [one.host for one in outcomes if _is_unknown(one)]:
+        again = _greeted(_recorded(strangers, yes=yes), known)
+        by_name = {one.host.name: one for one in again}
+        outcomes = [by_name.get(one.host.name, one) for one in outcomes]
+    _show(outcomes)
+    ready = [one.host for one in outcomes if one.error is None]
+    if not ready:
+        print("no host can be used, so nothing is written", file=sys.stderr)
+        return 3
+    kept = ready if len(ready) == len(outcomes) or _left_out(outcomes, yes=yes) else [one.host for one in outcomes]
+    found = replace(known, hosts={host.name: host for host in kept}, groups={})
+    _write(path, found)
+    print(f"written: {path}, with {len(kept)} host{'s' if len(kept) != 1 else ''}")
+    print(HINTS.adapted("next: skyfab doctor"))
+    return 0
+
+
+# ---- which hosts
+
+
+def _known() -> Inventory:
+    """The aliases of ssh_config, if any. Other names and addresses can be selected, too."""
+    from dataclasses import replace
+
+    from skyfab.inventory.inventory import Inventory
+
+    try:
+        found = Inventory.from_ssh_config()
+    except SkyfabError as error:
+        print(clean_lines(f"ssh_config: {error.message}"), file=sys.stderr)
+        return Inventory(hosts={})
+    for name, reason in found.left_out.items():
+        print(clean(f"left out: {name}: {reason}", colour=False), file=sys.stderr)
+    return replace(found, source=None)
+
+
+def _named(hosts: Sequence[Host]) -> list[Host]:
+    """The hosts with names that an inventory can have: an address with user or port is none."""
+    from dataclasses import replace
+
+    from skyfab.inventory.host import NAME
+
+    found: dict[str, Host] = {}
+    for host in hosts:
+        name = host.name if NAME.fullmatch(host.name) else re.sub(r"[^\w.+]+", "-", host.destination).strip("-")
+        if name in found:
+            name = f"{name}-{host.port or len(found)}"
+        found[name] = host if name == host.name else replace(host, name=name, address=host.destination)
+    return list(found.values())
+
+
+def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ...]:
+    """Those that were named; else asks. Without aliases in ssh_config, those of known_hosts are offered."""
+    from skyfab.inventory.known_hosts import names
+    from skyfab.inventory.selection import some
+
+    if hosts is not None:
+        return known.select(hosts)
+    others = [name for name in names() if name not in known.hosts]
+    offered = list(known.hosts) or others
+    if not offered:
+        raise UsageError(
+            "neither ssh_config nor known_hosts names a host", hint="name some: skyfab init ada@10.0.0.5,ada@10.0.0.6"
+        )
+    where = "ssh_config" if known.hosts else "known_hosts"
+    print(clean(f"{where} has {len(offered)}: {some(offered)}", colour=False))
+    if known.hosts and others:
+        print(clean(f"known_hosts also has {some(others)}", colour=False))
+    answer = "" if yes else _asked("which hosts? names, patterns as gpu*, or all [all] ", "name them, or add --yes")
+    if answer in ("", "all"):
+        return known.select(offered)
+    return known.select(answer)
+
+
+def _asked(question: str, hint: str) -> str:
+    if not sys.stdin.isatty():
+        raise UsageError("there is no terminal to ask at", hint=hint)
+    return input(question).strip()
+
+
+# ---- do they work
+
+
+def _greeted(hosts: Sequence[Host], known: Inventory) -> list[Outcome[Survey]]:
+    """Runs a function on every host, all at once."""
+    from skyfab.pool.each_host import fan_out, survey
+
+    return fan_out(survey, hosts, known, show=is_rich(sys.stdout, sys.stderr))
+
+
+def _is_unknown(outcome: Outcome[Survey]) -> bool:
+    """Its key is not on record. One that differs from the record is for `skyfab trust --replace`."""
+    return isinstance(outcome.error, HostKeyRefused) and "unknown" in outcome.error.message
+
+
+def _recorded(hosts: list[Host], *, yes: bool) -> list[Host]:
+    """Shows and records the keys of hosts; returns those that may be tried again."""
+    from skyfab.cli.host_keys import record
+
+    if not yes and not sys.stdin.isatty():
+        raise UsageError("there is no terminal to confirm host keys at", hint="skyfab trust, or skyfab init --yes")
+    try:
+        return hosts if record(hosts, known_hosts=None, replace=False, yes=yes) else []
+    except SkyfabError as error:  # of some: the others are recorded
+        print(clean_lines(str(error)), file=sys.stderr)
+        return hosts
+
+
+def _show(outcomes: Sequence[Outcome[Survey]]) -> None:
+    for one in outcomes:
+        if one.result is not None:
+            now = one.result
+            gpus = f", {len(now.gpus)} GPU{'s' if len(now.gpus) != 1 else ''}" if now.gpus else ""
+            print(
+                clean(f"{one.host.name}: hello from {now.os}, Python {now.python}, {now.cpus} CPUs{gpus}", colour=False)
+            )
+        elif one.error is not None:
+            print(clean_lines(f"{one.host.name}: cannot be used: {one.error.message}"))
+            if one.error.hint:
+                print(HINTS.adapted(clean_lines(f"  hint: {one.error.hint}")))
+
+
+def _left_out(outcomes: Sequence[Outcome[Survey]], *, yes: bool) -> bool:
+    count = sum(one.error is not None for one in outcomes)
+    which = "the one that cannot be used" if count == 1 else f"the {count} that cannot be used"
+    return yes or _asked(f"leave out {which}? [Y/n] ", "add --yes").lower() in ("", "y", "yes")
+
+
+def _write(path: Path, inventory: Inventory) -> None:
+    """Never over a file that has come meanwhile."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(inventory.to_toml())
+    except FileExistsError:
+        raise UsageError(f"{path} is there already, and is not changed", hint="skyfab doctor") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}", hint="cd into another folder") from None

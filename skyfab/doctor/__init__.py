@@ -1,0 +1,1 @@
+"""Examines hosts, and what is between them: findings, each with its fix."""

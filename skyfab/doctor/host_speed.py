@@ -1,0 +1,138 @@
+"""Measures the host that it runs on, and the network from it to another one: with torch where that is there."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+TYPE_CHECKING = False  # importing `typing` would slow the start of a worker
+if TYPE_CHECKING:
+    from typing import Final
+
+_BLOCK: Final = 1 << 20
+_PATIENCE: Final = 10.0
+_CONNECT: Final = 3.0
+_OPEN: Final = 120.0
+"""Seconds for which a host takes connections."""
+
+
+# ---- from one host to another
+
+
+def listen(word: str, seconds: float) -> int:
+    """Takes connections on a free port, in a thread: tells those who know the word how much came in so many seconds."""
+    import threading
+
+    listener = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
+    if listener.family == socket.AF_INET6:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    listener.bind(("", 0))
+    listener.listen(64)
+    listener.settimeout(_OPEN)
+
+    def accept() -> None:
+        try:
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=_take, args=(connection, word.encode(), seconds), daemon=True).start()
+        except OSError:
+            listener.close()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+def _take(connection: socket.socket, word: bytes, seconds: float) -> None:
+    room = bytearray(_BLOCK)
+    try:
+        with connection:
+            connection.settimeout(_PATIENCE)
+            said = b""
+            while len(said) < len(word):
+                part = connection.recv(len(word) - len(said))
+                if not part:
+                    return
+                said += part
+            if said != word:
+                return
+            count, began = 0, time.monotonic()
+            while time.monotonic() < began + seconds:
+                count += connection.recv_into(room)
+            connection.sendall(str(count / (time.monotonic() - began)).encode())
+            while connection.recv_into(room):  # closing now would take the reply back
+                pass
+    except OSError:
+        pass
+
+
+def send(address: str, port: int, word: str) -> str:
+    """Sends zeros until the other host has had enough. The bytes per second, or why there is no number, as JSON."""
+    from select import select
+
+    block = bytes(_BLOCK)
+    try:
+        with socket.create_connection((address, port), _CONNECT) as connection:
+            connection.sendall(word.encode())
+            connection.setblocking(False)
+            while True:
+                readable, writable, _ = select([connection], [connection], [], _PATIENCE)
+                if readable:
+                    return json.dumps({"rate": float(connection.recv(64) or b"0")})
+                if not writable:
+                    return json.dumps({"error": f"nothing moves for {_PATIENCE:.0f} s"})
+                connection.send(block)
+    except (OSError, ValueError) as error:
+        return json.dumps({"error": getattr(error, "strerror", None) or str(error)})
+
+
+# ---- one host
+
+
+def measure(seconds: float) -> str:
+    """Matrix products and copies of memory, for so many seconds each, as JSON; rates by what was measured."""
+    return json.dumps({**_product(seconds), "memory": _memory(seconds)})
+
+
+def _product(seconds: float) -> dict[str, float]:
+    """Operations per second of a matrix product, by who does it: only the same may be compared."""
+    try:
+        import torch
+    except Exception:  # it may be there and broken
+        return {"product, in Python": _plain_product(seconds)}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 4096 if device == "cuda" else 512
+    matrix = torch.ones(size, size, device=device)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    _ = matrix @ matrix
+    wait()
+    best, end = 0.0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        began = time.perf_counter()
+        _ = matrix @ matrix
+        wait()
+        best = max(best, 2 * size**3 / (time.perf_counter() - began))
+    return {f"product, by torch on {device}": best}
+
+
+def _plain_product(seconds: float) -> float:
+    size = 48
+    rows = [[float(one * other % 7) for one in range(size)] for other in range(size)]
+    best, end = 0.0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        began = time.perf_counter()
+        columns = list(zip(*rows, strict=True))
+        [[sum(map(float.__mul__, row, column)) for column in columns] for row in rows]
+        best = max(best, 2 * size**3 / (time.perf_counter() - began))
+    return best
+
+
+def _memory(seconds: float) -> float:
+    """Bytes per second that are copied, the best of several times."""
+    source, target = bytearray(64 * _BLOCK), memoryview(bytearray(64 * _BLOCK))
+    best, end = 0.0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        began = time.perf_counter()
+        target[:] = source
+        best = max(best, len(source) / (time.perf_counter() - began))
+    return best

@@ -1,0 +1,142 @@
+"""`skyfab init`: from ssh_config and known_hosts to an inventory.toml with hosts that work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stage.labs import start
+from stage.typist import Typist
+
+from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.known_hosts import names
+
+ODD = """
+Host github.com gitlab.example.com
+  User git
+Host *.example.com !bad.example.com
+  ForwardAgent no
+Match host weird
+  Port 99
+Host "quoted one" all none local
+Host = equals
+Host dup dup
+Host dead{0..9}
+  HostName 127.0.0.1
+  Port 1
+Host ümlaut under_score plus+sign dot.ted
+  HostName 127.0.0.1
+  Port 1
+Host *
+  ConnectTimeout 5
+  ServerAliveInterval 30
+"""
+
+
+def config(folder: Path, lines: str) -> dict[str, str]:
+    """Writes an ssh_config; returns the variables of a shell in which it is the user's."""
+    (folder / "config").write_text(lines)
+    return {**os.environ, "SKYFAB_SSH_CONFIG": str(folder / "config")}
+
+
+def skyfab(folder: Path, environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "skyfab", *words]
+    return subprocess.run(
+        argv, cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
+    )
+
+
+def test_a_file_that_is_there_is_not_changed(tmp_path: Path) -> None:
+    (tmp_path / "inventory.toml").write_text("mine")
+    done = skyfab(tmp_path, config(tmp_path, "Host a\n"), "init", "--yes")
+    assert done.returncode == 2 and "inventory.toml is there already, and is not changed" in done.stderr
+    assert (tmp_path / "inventory.toml").read_text() == "mine"
+
+
+def test_a_link_that_leads_nowhere_is_there_too(tmp_path: Path) -> None:
+    (tmp_path / "inventory.toml").symlink_to("elsewhere")
+    assert skyfab(tmp_path, config(tmp_path, "Host a\n"), "init", "--yes").returncode == 2
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_without_a_terminal_nothing_is_asked(tmp_path: Path) -> None:
+    done = skyfab(tmp_path, config(tmp_path, "Host a\n"), "init")
+    assert done.returncode == 2 and "no terminal to ask at" in done.stderr
+
+
+def test_no_host_can_be_used(tmp_path: Path) -> None:
+    done = skyfab(tmp_path, config(tmp_path, "Host a\n  HostName 127.0.0.1\n  Port 1\n"), "init", "--yes")
+    assert done.returncode == 3 and "a: cannot be used: " in done.stdout
+    assert not (tmp_path / "inventory.toml").exists()
+
+
+def test_names_of_known_hosts(tmp_path: Path) -> None:
+    file = tmp_path / "known_hosts"
+    file.write_text(
+        "# mine\nnode1,10.0.0.1 ssh-ed25519 AAAA\n[node2]:2222 ssh-rsa AAAA\n|1|abc=|def= ssh-rsa AAAA\n"
+        "@revoked node3 ssh-rsa AAAA\ngithub.com ssh-ed25519 AAAA\nnode1 ssh-rsa BBBB\n*.example.com ssh-rsa A\nbad\n"
+    )
+    assert names(file) == ["node1", "node2:2222"]
+    assert names(tmp_path / "none") == []
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(200)
+def test_forty_odd_entries(tmp_path: Path) -> None:
+    """Two of them work: one whose key is on record, and one whose key is recorded."""
+    with start(2) as lab:
+        known = tmp_path / "known_hosts"
+        first, second = lab.hosts
+        known.write_text(f"{first.address} {first.host_key}\n")
+        odd = ODD.replace("dead{0..9}", " ".join(f"dead{number}" for number in range(20)))
+        lines = [f"Host works{n}\n HostName {one.address}\n User root\n" for n, one in enumerate(lab.hosts)]
+        general = f'  IdentityFile "{first.identity}"\n  UserKnownHostsFile "{known}"\n  GlobalKnownHostsFile none\n'
+        environ = config(tmp_path, "".join(lines) + odd + general)
+        done = skyfab(tmp_path, environ, "init", "--yes")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert list(Inventory.load(tmp_path / "inventory.toml").hosts) == ["works0", "works1"]
+        assert "left out: github.com: logs in as git" in done.stderr and "left out: quoted one" in done.stderr
+        assert "works1: hello from " in done.stdout and "dead7: cannot be used" in done.stdout
+        assert done.stdout.endswith("written: inventory.toml, with 2 hosts\nnext: skyfab doctor\n")
+        assert second.host_key in known.read_text()
+        assert skyfab(tmp_path, environ, "hosts").returncode == 0
+
+
+@pytest.mark.lab
+@pytest.mark.timeout(200)
+def test_three_questions(tmp_path: Path) -> None:
+    with start(2) as lab:
+        first = lab.hosts[0]
+        lines = [f"Host works{n}\n HostName {one.address}\n User root\n" for n, one in enumerate(lab.hosts)]
+        lines += ["Host dead\n  HostName 127.0.0.1\n  Port 1\nHost *\n"]
+        known = f'  UserKnownHostsFile "{tmp_path}/known"\n  GlobalKnownHostsFile none\n'
+        environ = config(tmp_path, "".join(lines) + f'  IdentityFile "{first.identity}"\n' + known)
+        words = [sys.executable, "-m", "skyfab", "init"]
+        with Typist(words, tmp_path, SKYFAB_SSH_CONFIG=environ["SKYFAB_SSH_CONFIG"]) as typist:
+            for question, answer in (
+                (r"which hosts\?.*", "works*,dead"),
+                ("record them in .*", "y"),
+                ("leave out the one .*", "n"),
+            ):
+                typist.sees(question)
+                typist.types(answer)
+            assert typist.ends() == 0, typist.said
+        assert list(Inventory.load(tmp_path / "inventory.toml").hosts) == ["works0", "works1", "dead"]
+
+
+@pytest.mark.lab
+def test_addresses_get_names(tmp_path: Path) -> None:
+    with start(1) as lab:
+        (host,) = lab.hosts
+        known = tmp_path / "known"
+        known.write_text(f"{host.address} {host.host_key}\n")
+        environ = config(
+            tmp_path, f'Host *\n  IdentityFile "{host.identity}"\n  UserKnownHostsFile "{known}"\n  User nobody\n'
+        )
+        done = skyfab(tmp_path, environ, "init", f"root@{host.address}:22", "--yes")
+        assert done.returncode == 0, done.stdout + done.stderr
+        (found,) = Inventory.load(tmp_path / "inventory.toml").hosts.values()
+        assert (found.name, found.user, found.port) == (host.address, "root", 22)

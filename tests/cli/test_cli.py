@@ -374,7 +374,7 @@ def test_the_options_of_prepare_are_an_image(tmp_path: Path) -> None:
     )
     image = options.image()
     assert image.python == "3.11"
-    assert image.pip == ("a", "b", "c", "numpy >=1", "torch    ==2.6") and image.apt == ("git", "curl", "jq")
+    assert image.pip == ("a", "b", "c", "numpy >=1", "torch ==2.6") and image.apt == ("git", "curl", "jq")
     assert image.pip_indexes == (PipIndex("https://i.example/s?x=1", ("a", "b")), PipIndex("http://j/", ("c",)))
     assert image.install == "push"
     file.write_text("numpy\n-i https://i.example\n")

@@ -125,8 +125,8 @@ def test_hosts_stays_readable_at_20_columns(folder: Path) -> None:
 def test_piped_output_has_columns_and_no_escapes(folder: Path) -> None:
     ran = piped(folder, "hosts", "both")
     head, here, dead = ran.stdout.splitlines()
-    assert head.startswith("host  address           python")
-    assert here.startswith("here  this machine      3.")
+    assert head.startswith("host  address           system")
+    assert here.startswith("here  this machine      ")
     assert dead.startswith("dead  root@127.0.0.1:1  –")
     assert "\x1b" not in ran.stdout + ran.stderr
 

@@ -245,6 +245,7 @@ def program(folder: Path, line: str) -> Path:
     return path
 
 
+@pytest.mark.programs
 def test_a_program_whose_rank_fails_shows_its_own_lines_and_the_cause_last(tmp_path: Path) -> None:
     path = program(tmp_path, "train(3) @ compute")
     found = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=100)
@@ -256,6 +257,7 @@ def test_a_program_whose_rank_fails_shows_its_own_lines_and_the_cause_last(tmp_p
     assert files == [(str(path), "14"), (str(path), "9"), (str(tmp_path / "parts.py"), "3")]
 
 
+@pytest.mark.programs
 def test_a_thread_of_a_program_shows_the_same(tmp_path: Path) -> None:
     path = program(tmp_path, "t = threading.Thread(target=lambda: parts.step >> compute); t.start(); t.join()")
     found = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=100)
@@ -266,6 +268,7 @@ def test_a_thread_of_a_program_shows_the_same(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("line", ["train(3) @ compute", "train(3) >> compute", "compute.map(train, [1, 2])"])
 def test_ctrl_c_is_one_line(tmp_path: Path, line: str) -> None:
     path = program(tmp_path, f"print('go', flush=True); parts.step = print; {line}")

@@ -30,7 +30,7 @@ class HostChoice:
 
     def __init__(
         self,
-        hosts: str | Iterable[str | Host] | None,
+        hosts: str | Host | Iterable[str | Host] | None,
         inventory: str | os.PathLike[str] | Inventory | None,
         *,
         nodes: int | None,
@@ -43,7 +43,7 @@ class HostChoice:
         self._provider = provider
         self._condition = None if where is None else Condition.parse(where)
         self._nodes = nodes
-        self._items = list(hosts) if hosts is not None and not isinstance(hosts, str) else hosts
+        self._items = hosts if hosts is None or isinstance(hosts, (str, Host)) else list(hosts)
         self.inventory = Inventory(hosts={})
         self.listed: tuple[Host, ...] = ()
         if provider is None:

@@ -276,7 +276,8 @@ def test_a_loader_is_read_ahead(device: Any) -> None:
 
 
 def test_memory(device: Any) -> None:
-    gc.collect()  # tensors of the tests before
+    gc.collect()  # tensors of the tests before, here and there
+    sky.run_on(device, gc.collect)
     sky.synchronize()
     before = sky.memory(device)
     big = torch.zeros(1 << 20, device=device)

@@ -233,16 +233,18 @@ def test_a_pool_that_closes_closes_its_forwards(open_pool: Callable[..., sky.Com
 
 def test_a_forked_child_does_not_keep_the_port(open_pool: Callable[..., sky.Compute]) -> None:
     forward = open_pool().forward(1)
-    read, write = os.pipe()
+    (read, write), (here, there) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:  # lives until the test has looked
         os.close(write)
+        os.write(there, b"!")
         os.read(read, 1)
         os._exit(0)
+    os.read(here, 1)
     forward.close()
     with pytest.raises(ConnectionRefusedError):
         connect(forward)
-    for fd in (read, write):
+    for fd in (read, write, here, there):
         os.close(fd)
     os.waitpid(child, 0)
 

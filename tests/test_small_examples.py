@@ -1,0 +1,52 @@
+"""The short examples, run as a reader would run them: on this machine, and on hosts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyfab.lab import Lab
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PRINTED = {
+    "hello": ["2.5"],
+    "gather": ["(0.2, 0.1)", "came: 0.1", "came: 0.3", "[0.01, 0.01, 0.01, 0.01, 0.01]"],
+    "gpu_info": ["no NVIDIA GPU"],
+    "files": ["0.txt 4000"],
+    "own_plugin": ["True True"],
+    "forward": ["hello from"],
+    "detached": ["[5", "skyfab logs count"],
+}
+"""What each prints, among other things."""
+
+
+def run(name: str, folder: Path, *hosts: str, **environ: str) -> str:
+    words = [sys.executable, str(EXAMPLES / f"{name}.py"), *hosts]
+    done = subprocess.run(words, cwd=folder, env={**os.environ, **environ}, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("name", PRINTED)
+def test_on_this_machine(name: str, tmp_path: Path) -> None:
+    if name == "gpu_info":
+        pytest.skip("this machine may have a GPU") if Path("/proc/driver/nvidia").exists() else None
+    said = run(name, tmp_path)
+    assert [text for text in PRINTED[name] if text not in said] == []
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRINTED)
+def test_on_two_hosts(name: str, tmp_path: Path, lab: Lab) -> None:
+    said = run(name, tmp_path, "node1" if name == "forward" else "node1,node2", SKYFAB_INVENTORY=str(lab.inventory))
+    assert [text for text in PRINTED[name] if text not in said] == []
+    if name in ("gpu_info", "forward"):
+        assert "node1" in said
+    if name == "files":
+        assert "1.txt 4000" in said

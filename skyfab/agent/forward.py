@@ -30,9 +30,11 @@ class Forwarded:
     """One connection, from Connect until both directions have ended. It removes itself from `channels`."""
 
     def __init__(self, stream: int, message: Connect, mux: Mux, poller: Poller, channels: dict[int, Forwarded]) -> None:
-        """Raises ProtocolError for what is no port."""
+        """Raises ProtocolError for what is no port, and for a stream that has a connection."""
         if not 0 < message.port < 65536:
             raise ProtocolError(f"not a port: {message.port}")
+        if stream in channels:
+            raise ProtocolError(f"stream {stream} has a connection already")
         self._stream = stream
         self._mux = mux
         self._poller = poller

@@ -78,7 +78,7 @@ def test_lines_that_waited_are_named_the_slowest_first(device: Any) -> None:
         sky.run_on(device, slow)
     lines = [(line.place, line.waits) for line in found.lines]
     assert lines == [(f"{__file__}:{slept}", 1), (f"{__file__}:{quick}", 3)]
-    assert found.lines[0].longest > 2
+    assert found.lines[0].longest > 1.9  # this side begins to wait a little later
     assert found.waits == 4
 
 

@@ -62,7 +62,7 @@ class Forwarded:
             return
         from threading import Thread
 
-        bell, rope = os.pipe()
+        done, ended = os.pipe()
 
         def ask() -> None:
             try:
@@ -71,15 +71,15 @@ class Forwarded:
             except (OSError, UnicodeError) as error:
                 self._reason = f"{host}: {getattr(error, 'strerror', None) or error}"
             finally:
-                os.close(rope)
+                os.close(ended)
 
         def answered() -> None:
-            self._poller.drop(bell)
-            os.close(bell)
+            self._poller.drop(done)
+            os.close(done)
             if self._channels.get(self._stream) is self:  # else the client has given up meanwhile
                 self._try_next()
 
-        self._poller.add(bell, READ, answered)
+        self._poller.add(done, READ, answered)
         Thread(target=ask, daemon=True).start()
 
     def _try_next(self) -> None:

@@ -21,7 +21,7 @@ from skyfab.inventory.toml_lines import lines_by_key
 def offer(findings: Sequence[Finding], inventory: Inventory, *, yes: bool) -> bool:
     """Shows what would change in the inventory, asks unless `yes`, and writes it; returns whether it did.
 
-    Raises UsageError where there is nobody to ask, or no file that could be changed.
+    Raises UsageError without a terminal to ask at, or no file that could be changed.
     """
     wanted: dict[str, dict[str, str]] = {}
     for one in findings:

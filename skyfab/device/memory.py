@@ -51,7 +51,7 @@ class Tensors(dict[int, torch.Tensor]):
         self._lost.update((ident, failure) for ident in idents if ident and ident not in self)
 
     def withhold(self, idents: Iterable[int], thread: int, failure: Failure) -> None:
-        """Nobody can use these tensors, nor others that share memory with them, before a thread is told."""
+        """No thread can use these tensors, nor others that share memory with them, before a thread is told."""
         known = {ident: tensor for ident, (tensor, *_) in self._withheld.items()} | self
         memories = {_memory(known[ident]) for ident in idents if ident in known}
         for tensor, threads, _ in self._withheld.values():

@@ -88,7 +88,7 @@ class DeviceStream:
         """Channels from other devices that have failed."""
         self._lock = threading.RLock()
         self._replying = threading.Lock()
-        """Held for moments, while nobody waits, by who notes replies or looks at what has been noted."""
+        """Held only briefly, and never while waiting: protects what is noted about replies."""
         self._ahead: deque[Batch] = deque()
         self._bytes = 0
         self._error: DeviceError | None = None

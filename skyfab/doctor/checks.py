@@ -308,7 +308,7 @@ def _gpu(patient: Patient, gpu: Gpu) -> Iterator[Finding]:
         yield _found(patient, "GPUs", "throttling", "warning", what, fix)
     if gpu.is_busy:
         users = dict.fromkeys(f"{one.user or '?'} ({one.command or one.pid})" for one in gpu.processes)
-        what = f"GPU {gpu.index} is in use by {', '.join(users) or 'somebody'}"
+        what = f"GPU {gpu.index} is in use by {', '.join(users) or 'an unknown user'}"
         what += "" if gpu.use is None else f", {gpu.use} %"
         fix = "wait, or take hosts that are free: --where='not busy'"
         yield _found(patient, "GPUs", "in use", "advice", what, fix)

@@ -68,7 +68,7 @@ def _compared(host: str, name: str, rate: float, peers: list[float], before: lis
     what = f"{name}: {_shown(name, rate)}"
     if not slower:
         return Finding(section="speed", check="speed", host=host, level="ok", what=what)
-    fix = "does somebody else use it, is it hot, or in another power mode? skyfab hosts; cpupower frequency-info, there"
+    fix = "is it used by others, hot, or in another power mode? skyfab hosts; cpupower frequency-info, there"
     what = f"slower: {what}; {' and '.join(slower)}"
     return Finding(section="speed", check="speed", host=host, level="warning", what=what, fix=fix)
 

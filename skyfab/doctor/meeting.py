@@ -13,7 +13,7 @@ class Meeting(Generic[T]):
     """Waits for so many threads, each of which arrives with an item or leaves. Thread-safe."""
 
     def __init__(self, count: int, work: Callable[[Mapping[str, T]], None]) -> None:
-        """`work` is called once with what has arrived, by name, when nobody else is awaited."""
+        """`work` is called once with what has arrived, by name, when no other host is awaited."""
         self._work = work
         self._awaited = count
         self._items: dict[str, T] = {}
@@ -39,7 +39,7 @@ class Meeting(Generic[T]):
                 self._changed.notify_all()
 
     def leave(self, name: str) -> None:
-        """Nobody waits for this one any longer. Does nothing after it has arrived, or for the second time."""
+        """This one is not awaited any longer. Does nothing after it has arrived, or for the second time."""
         with self._changed:
             if name not in self._items and name not in self._left:
                 self._left.add(name)

@@ -72,7 +72,7 @@ def pasted(findings: Sequence[Finding], hosts: Sequence[Host], people: Iterable[
 
 
 class Redaction:
-    """Replaces what is nobody's business. What a host prints itself may have more: read it before you post it."""
+    """Replaces private names and values. What a host prints itself may have more: read it before you post it."""
 
     def __init__(self, hosts: Sequence[Host], people: Iterable[str]) -> None:
         """`hosts` are numbered; `people` are names of users."""

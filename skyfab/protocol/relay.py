@@ -36,7 +36,7 @@ class Channel(Protocol):
 
 
 class Relay:
-    """One connection, until both directions have ended. Whoever made it then closes the socket."""
+    """One connection, until both directions have ended. Its owner then closes the socket."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

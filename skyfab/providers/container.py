@@ -14,8 +14,8 @@ from skyfab.errors import HostUnfit, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.providers.base import LOG, Provider, Tell
+from skyfab.providers.container_set import ContainerSet
 from skyfab.providers.engine import Engine, last_words
-from skyfab.providers.keeper import Keeper
 from skyfab.scripts import read
 
 _SERVE: Final = read("providers/container.sh")
@@ -47,7 +47,7 @@ class Container(Provider):
     memory: str | None = None
     gpus: Literal["auto", "all", "none"] | Sequence[int] = "auto"
     options: Sequence[str] = ()
-    _keeper: Keeper | None = field(default=None, init=False, repr=False)
+    _set: ContainerSet | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if type(self.nodes) is not int or self.nodes < 1:
@@ -65,7 +65,7 @@ class Container(Provider):
 
     def start(self, tell: Tell = LOG.info) -> Inventory:
         """Starts the containers; see `Provider.start`, also for `tell`. Raises UsageError and HostUnfit."""
-        if self._keeper is not None:
+        if self._set is not None:
             raise UsageError("these containers are up already", hint="a Container of its own for each pool")
         engine = Engine(self.engine)
         try:
@@ -77,24 +77,24 @@ class Container(Provider):
 
     def stop(self) -> None:
         """Removes the containers."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.close()
+        made, self._set = self._set, None
+        if made is not None:
+            made.close()
 
     def _serve(self, engine: Engine, tell: Tell) -> list[Host]:
-        keeper = self._keep(engine, self.nodes)
-        key = keeper.folder / "key"
+        made = self._keep(engine, self.nodes)
+        key = made.folder / "key"
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "skyfab", "-f", str(key)], check=True)
-        keeper.begin(_SERVE, key.with_name("key.pub").read_text().strip())
+        made.begin(_SERVE, key.with_name("key.pub").read_text().strip())
         image, source = self._find(engine, tell)  # meanwhile the network is made
-        said = keeper.run(image, _START)
+        said = made.run(image, _START)
         if ["bare"] in said.values():
             if image != self.image:
                 raise HostUnfit(f"the image {image} has no sshd", hint=f"{engine.name} rmi {image}")
             self.stop()
             self._add_sshd(engine, source, tell)
             return self._serve(engine, tell)
-        ports = keeper.ports()
+        ports = made.ports()
         return [
             Host(
                 name=node,
@@ -105,14 +105,14 @@ class Container(Provider):
                 host_key=" ".join(said[node][1:]),
                 jump="none",
             )
-            for node in keeper.nodes
+            for node in made.nodes
         ]
 
-    def _keep(self, engine: Engine, count: int) -> Keeper:
+    def _keep(self, engine: Engine, count: int) -> ContainerSet:
         limits = [f"--cpus={self.cpus}"] if self.cpus is not None else []
         limits += [f"--memory={self.memory}"] if self.memory is not None else []
-        self._keeper = Keeper(engine, count, [*limits, *engine.gpus(self.gpus), *self.options])
-        return self._keeper
+        self._set = ContainerSet(engine, count, [*limits, *engine.gpus(self.gpus), *self.options])
+        return self._set
 
     def _find(self, engine: Engine, tell: Tell) -> tuple[str, str]:
         """The image to run, which may be one that was given an sshd; and the id of the one that was asked for."""
@@ -132,15 +132,15 @@ class Container(Provider):
     def _add_sshd(self, engine: Engine, source: str, tell: Tell) -> None:
         """Makes an image of a container in which sshd was installed. Raises HostUnfit if it cannot be installed."""
         tell(f"{self.image} has no sshd: it is installed once, which makes the image {_WITH_SSHD}")
-        keeper = self._keep(engine, 1)
-        keeper.begin(_INSTALL, "")
+        made = self._keep(engine, 1)
+        made.begin(_INSTALL, "")
         try:
-            keeper.run(self.image, _INSTALLATION)
+            made.run(self.image, _INSTALLATION)
         except HostUnfit as error:
             reason = error.message.partition(": ")[2]
             raise HostUnfit(
                 f"{self.image} has no sshd, and none could be installed in it: {reason}",
                 hint="use an image that has one (Debian, Fedora: openssh-server); or is there no network?",
             ) from None
-        engine.run("commit", "--pause=false", keeper.container(keeper.nodes[0]), f"{_WITH_SSHD}:{source}")
+        engine.run("commit", "--pause=false", made.container(made.nodes[0]), f"{_WITH_SSHD}:{source}")
         self.stop()

@@ -1,7 +1,7 @@
 # shellcheck shell=sh
 # The first process of a container: makes a host key, starts sshd, and ends when stdin is at its end.
 #
-# Given by providers/keeper.sh: $0 the name of the container, $1 the public key that may log in.
+# Given by providers/container_set.sh: $0 the name of the container, $1 the public key that may log in.
 # Prints "NAME bare" if there is no sshd, else "NAME ready TYPE KEY" with the public host key once sshd listens.
 sshd=$(PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin command -v sshd) || {
     echo "$0 bare"

@@ -1,7 +1,7 @@
 # shellcheck shell=sh
 # Installs sshd in a container, from which an image is made then. Ends when stdin is at its end.
 #
-# Given by providers/keeper.sh: $0 the name of the container. Prints "NAME installed".
+# Given by providers/container_set.sh: $0 the name of the container. Prints "NAME installed".
 set -e
 exec 3>&1 >&2
 if command -v apt-get; then

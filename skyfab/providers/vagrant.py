@@ -17,7 +17,7 @@ from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.providers.base import LOG, Provider, Tell
 from skyfab.providers.engine import last_words
-from skyfab.providers.leash import Leash
+from skyfab.providers.reaper import Reaper
 from skyfab.scripts import read
 
 _KEEP: Final = read("providers/vagrant.sh")
@@ -47,11 +47,11 @@ class Vagrant(Provider):
 
     folder: str | os.PathLike[str] = "."
     up: bool = field(default=False, kw_only=True)
-    _keeper: Leash | None = field(default=None, init=False, repr=False)
+    _reaper: Reaper | None = field(default=None, init=False, repr=False)
 
     def start(self, tell: Tell = LOG.info) -> Inventory:
         """Brings boxes up if asked; see `Provider.start`, also for `tell`. Raises UsageError and HostError."""
-        if self._keeper is not None:
+        if self._reaper is not None:
             raise UsageError("these boxes were brought up already", hint="a Vagrant of its own for each pool")
         program = self._program()
         boxes = self._status(program)
@@ -77,9 +77,9 @@ class Vagrant(Provider):
 
     def stop(self) -> None:
         """Halts the boxes that `start` has brought up."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.close()
+        reaper, self._reaper = self._reaper, None
+        if reaper is not None:
+            reaper.close()
 
     def _program(self) -> str:
         found = shutil.which("vagrant")
@@ -119,8 +119,8 @@ class Vagrant(Provider):
 
     def _bring_up(self, program: str, names: Sequence[str]) -> None:
         with tempfile.NamedTemporaryFile(prefix="skyfab-vagrant-") as log:
-            self._keeper = Leash(_KEEP, program, log.name, *names, cwd=self.folder)
-            code = self._keeper.stdout.readline().strip()
+            self._reaper = Reaper(_KEEP, program, log.name, *names, cwd=self.folder)
+            code = self._reaper.stdout.readline().strip()
             if code != b"0":
                 said = Path(log.name).read_text(errors="replace")
                 raise HostUnfit(f"vagrant up {' '.join(names)} failed: {last_words(said)}", hint="try: vagrant up")

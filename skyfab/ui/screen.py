@@ -53,7 +53,7 @@ def attach(
 
     `auto` is a display of its own in a notebook, `rich` if stdout and stderr are both a capable terminal, else `plain`.
     A thread that emits an event waits up to `timeout` seconds for a slow output. `on_closed` is called, on another
-    thread, when the output is a pipe that nobody reads any more.
+    thread, when the output is a pipe that is not read any more.
     """
     files = stdout or sys.stdout, stderr or sys.stderr
     rich = kind == "rich" or (kind == "auto" and is_rich(*files))

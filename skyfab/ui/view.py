@@ -74,7 +74,7 @@ class View(ABC):
         self._over = threading.Event()
         self._deaf = False
         self.on_closed: Callable[[], None] = lambda: None
-        """Called when nobody reads the output any more."""
+        """Called when the output is not read any more."""
         self._progress = threading.Condition()
         self._asked = self._written = 0
         """Number of requests to write all text, and the last request that is fulfilled."""

@@ -91,7 +91,7 @@ def test_a_good_host_has_no_findings() -> None:
         ({"networked": 1, "filesystem": "nfs4"}, "network disk", "advice", "nfs4"),
         ({"gpu_error": "nvidia-smi: no answer"}, "GPU tool", "failure", "no answer"),
         ({"gpus": [GPU | {"throttled": ["its temperature"]}]}, "throttling", "warning", "by its temperature"),
-        ({"gpus": [GPU | {"use": 97}]}, "in use", "advice", "somebody, 97 %"),
+        ({"gpus": [GPU | {"use": 97}]}, "in use", "advice", "an unknown user, 97 %"),
         (
             {"gpus": [GPU | {"processes": [{"pid": 7, "user": "bob", "command": "python"}]}]},
             *("in use", "advice", "by bob (python)"),

@@ -1,4 +1,4 @@
-"""`Keeper`: the process that starts a set of containers, and removes them when this program stops it or exits."""
+"""`ContainerSet`: the process that starts a set of containers, and removes them when this program stops it or exits."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Final
 
 from skyfab.errors import HostUnfit, UsageError
 from skyfab.providers.engine import Engine, last_words
-from skyfab.providers.leash import Leash
+from skyfab.providers.reaper import Reaper
 from skyfab.scripts import read
 
-_SCRIPT: Final = read("providers/keeper.sh")
+_SCRIPT: Final = read("providers/container_set.sh")
 
 
-class Keeper:
+class ContainerSet:
     """A set of containers of one image, with a network of their own.
 
-    They exist as long as this process holds the leash of the script that keeps them: any end of it is theirs.
+    They exist as long as this process does: at its end, however that comes, the reaper removes them.
     """
 
     def __init__(self, engine: Engine, count: int, options: Sequence[str]) -> None:
@@ -33,22 +33,22 @@ class Keeper:
         self.nodes = [f"node{number}" for number in range(1, count + 1)]
         self._engine = engine
         self._options = options
-        self._leash: Leash | None = None
+        self._reaper: Reaper | None = None
         self._said = b""
 
     def begin(self, script: str, argument: str) -> None:
         """Starts the process, which makes the network. `script` is what containers run, with their name and that."""
         words = [str(self.folder), self.name, str(len(self.nodes)), script, argument, *self._options]
-        self._leash = Leash(_SCRIPT, self._engine.program, *words)
+        self._reaper = Reaper(_SCRIPT, self._engine.program, *words)
 
     def run(self, image: str, timeout: float) -> dict[str, list[str]]:
         """Starts the containers; returns the words that the script of each has printed.
 
         Raises HostUnfit for a container that ends instead, or says nothing for so long.
         """
-        assert self._leash is not None
+        assert self._reaper is not None
         try:
-            self._leash.stdin.write(f"{image}\n".encode())
+            self._reaper.stdin.write(f"{image}\n".encode())
         except BrokenPipeError:
             raise UsageError("the process that keeps the containers has ended") from None
         said: dict[str, list[str]] = {}
@@ -61,12 +61,12 @@ class Keeper:
         return said
 
     def _line(self, deadline: float) -> str:
-        assert self._leash is not None
+        assert self._reaper is not None
         while b"\n" not in self._said:
-            ready, _, _ = select.select([self._leash.stdout], [], [], max(0, deadline - time.monotonic()))
+            ready, _, _ = select.select([self._reaper.stdout], [], [], max(0, deadline - time.monotonic()))
             if not ready:
                 raise HostUnfit("its sshd did not start in time", host=self.nodes[0])
-            data = os.read(self._leash.stdout.fileno(), 65_536)
+            data = os.read(self._reaper.stdout.fileno(), 65_536)
             if not data:
                 raise UsageError("the process that keeps the containers has ended")
             self._said += data
@@ -94,7 +94,7 @@ class Keeper:
 
     def close(self) -> None:
         """Removes the containers, their network and the folder; returns when they are gone."""
-        leash, self._leash = self._leash, None
-        if leash is not None:
-            leash.close()
+        reaper, self._reaper = self._reaper, None
+        if reaper is not None:
+            reaper.close()
         shutil.rmtree(self.folder, ignore_errors=True)

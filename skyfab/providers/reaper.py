@@ -1,4 +1,4 @@
-"""`Leash`: a shell script that cleans up when its stdin is at its end, however this process ends."""
+"""`Reaper`: a shell script that cleans up when its stdin is at its end, however this process ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 from typing import IO, Final
 
 
-class Leash:
+class Reaper:
     """A process whose stdin is held open by this one. It prints to `stdout`."""
 
     def __init__(self, script: str, *words: str, cwd: str | os.PathLike[str] = ".") -> None:
@@ -37,13 +37,13 @@ class Leash:
             self.stdout.close()
 
 
-_all: Final[weakref.WeakSet[Leash]] = weakref.WeakSet()
+_all: Final[weakref.WeakSet[Reaper]] = weakref.WeakSet()
 
 
 def _leave_all_to_parent() -> None:
     """In a forked child: it may outlive its parent, whose end is the one that counts."""
-    for leash in list(_all):
-        leash.stdin.close()
+    for reaper in list(_all):
+        reaper.stdin.close()
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -73,11 +73,11 @@ class Agent:
 
     def run(self) -> None:
         """Runs until the client sends BYE, the lease expires, a detached run is complete, or SIGTERM."""
-        alarm, bell = os.pipe()  # a signal alone would not interrupt the poll
-        os.set_blocking(bell, False)
-        signal.set_wakeup_fd(bell)
+        wakeup, signals = os.pipe()  # a signal alone would not interrupt the poll
+        os.set_blocking(signals, False)
+        signal.set_wakeup_fd(signals)
         signal.signal(signal.SIGTERM, self._terminated)
-        self._poller.add(alarm, READ, lambda: self._woken(alarm))
+        self._poller.add(wakeup, READ, lambda: self._woken(wakeup))
         self._listener.setblocking(False)
         self._poller.add(self._listener.fileno(), READ, self._accept)
         try:
@@ -97,8 +97,8 @@ class Agent:
         worker = self._workers.known_heads.get(bytes(frame[HEADER.size : HEADER.size + head]))
         return worker is not None and worker.take(stream, frame)
 
-    def _woken(self, alarm: int) -> None:
-        os.read(alarm, 64)
+    def _woken(self, wakeup: int) -> None:
+        os.read(wakeup, 64)
 
     def _terminated(self, *_: object) -> None:
         self._done = True

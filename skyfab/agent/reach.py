@@ -46,19 +46,19 @@ class PeerProbe:
         self._timeout = timeout
         self._poller = watch
         self._done = done
-        self._bell, self._rope = os.pipe()
-        watch.add(self._bell, READ, self._finish)
+        self._over, self._running = os.pipe()
+        watch.add(self._over, READ, self._finish)
         Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         try:
             _try_all(self._peers, min(self._timeout, _LONGEST))
         finally:
-            os.close(self._rope)
+            os.close(self._running)
 
     def _finish(self) -> None:
-        self._poller.drop(self._bell)
-        os.close(self._bell)
+        self._poller.drop(self._over)
+        os.close(self._over)
         self._done([[peer.reason, peer.own] for peer in self._peers])
 
 

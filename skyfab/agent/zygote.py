@@ -137,17 +137,17 @@ def _prepare() -> None:
 
 
 def _serve(control: socket.socket, cwd: str) -> None:
-    alarm_in, alarm_out = os.pipe()
-    for fd in (alarm_in, alarm_out):
+    wakeup_in, wakeup_out = os.pipe()
+    for fd in (wakeup_in, wakeup_out):
         os.set_blocking(fd, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(alarm_out, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wakeup_out, warn_on_full_buffer=False)
     children: dict[int, int] = {}
-    own = {control.fileno(), alarm_in, alarm_out}
+    own = {control.fileno(), wakeup_in, wakeup_out}
     parent = os.getpid()
     _adopt_orphans()
     try:
-        _attend(control, alarm_in, children, lambda request, fds: _become_worker(request, fds, cwd, own, parent))
+        _attend(control, wakeup_in, children, lambda request, fds: _become_worker(request, fds, cwd, own, parent))
     finally:
         _kill(list(children))
         _end_all()  # a process that still runs could write to the folder
@@ -158,17 +158,17 @@ def _serve(control: socket.socket, cwd: str) -> None:
 
 def _attend(
     control: socket.socket,
-    alarm: int,
+    wakeup: int,
     children: dict[int, int],
     become: Callable[[dict[str, Any], list[int]], NoReturn],
 ) -> None:
     """Forks and kills as the agent requests, until it closes the socket."""
-    sources = [control.fileno(), alarm]
+    sources = [control.fileno(), wakeup]
     while True:
         ready, _, _ = select.select(sources, [], [])
-        if alarm in ready:
+        if wakeup in ready:
             with contextlib.suppress(BlockingIOError):
-                os.read(alarm, 4096)
+                os.read(wakeup, 4096)
             _reap(children, control)
         if sources[0] in ready:
             request, fds = _receive(control)

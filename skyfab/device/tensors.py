@@ -291,7 +291,7 @@ def result_of(stream: DeviceStream, instruction: Sequence[Any], first: int, *upl
     try:
         value = stream.ask(instruction, *uploads).value()
         return ITERATOR if value == ITERATOR else restore(value, first, stream.index)
-    except BaseException:  # also Ctrl-C: the host may have results that nobody will use
+    except BaseException:  # also Ctrl-C: the host may have results that will not be used
         stream.freed.append(-first)
         raise
 

@@ -12,7 +12,7 @@ from .process import Process, spawn
 
 SCRIPT = read("lab/reaper.sh")
 
-_leashes: dict[Path, int] = {}
+_pipes: dict[Path, int] = {}
 """By lab folder, our end of a pipe to the reaper. When this process exits, the kernel closes it: the signal to reap."""
 
 
@@ -22,22 +22,22 @@ def watch(folder: Path) -> None:
     package = str(Path(__file__).resolve().parents[2])
     env = {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": package}
     try:
-        keeper = spawn(["sh", "-c", SCRIPT, sys.executable, str(folder)], env=env, stdin=its_end)
+        reaper = spawn(["sh", "-c", SCRIPT, sys.executable, str(folder)], env=env, stdin=its_end)
     except BaseException:
         os.close(ours)
         raise
     finally:
         os.close(its_end)
-    (folder / "keeper.pid").write_text(str(keeper))
-    _leashes[folder] = ours
+    (folder / "reaper.pid").write_text(str(reaper))
+    _pipes[folder] = ours
 
 
 def shut_down(folder: Path) -> None:
     """Ends the reaper, if there is one and it is not this process."""
     try:
-        Process.parse((folder / "keeper.pid").read_text()).end()
+        Process.parse((folder / "reaper.pid").read_text()).end()
     except FileNotFoundError:
         pass
-    leash = _leashes.pop(folder, None)
-    if leash is not None:
-        os.close(leash)
+    end = _pipes.pop(folder, None)
+    if end is not None:
+        os.close(end)

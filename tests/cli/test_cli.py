@@ -11,19 +11,17 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from stage.index import Index
+from stage.program import Ran, Skyfab
 
-from skyfab.calls import results
 from skyfab.calls.call import as_function
 from skyfab.calls.image import Image, PipIndex
-from skyfab.cli import environment, host_keys, report, tasks
+from skyfab.cli import environment, host_keys, report
 from skyfab.cli.host_keys import Entry, Key
 from skyfab.cli.image_options import ImageOptions
 from skyfab.cli.tasks import COMMANDS
@@ -52,34 +50,6 @@ NOBODY = "root@127.0.0.1:1"
 
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Skyfab = Callable[..., Ran]
-
-
-@pytest.fixture
-def skyfab(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Skyfab:
-    """``skyfab("hosts", "--json")``: the program, in this process and in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(results, "_by_option", False)  # a command that sets it is a process of its own
-
-    def run(*words: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["skyfab", *words])
-        capfd.readouterr()
-        try:
-            tasks.main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Ran(code, *capfd.readouterr())
-
-    return run
 
 
 def program(*words: str, cwd: Path, **environ: str) -> Ran:

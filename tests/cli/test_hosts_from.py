@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from stage.program import Skyfab
 
-from skyfab.calls import results
-from skyfab.cli import tasks
 from skyfab.errors import HostError, UnknownHost
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.compute import Compute
@@ -19,36 +15,13 @@ from skyfab.pool.compute import Compute
 ANSIBLE = "[gpu]\nnode[1:2] ansible_user=ada\n[all:children]\ngpu\n[here]\nme ansible_connection=local\n"
 
 
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Skyfab = Callable[..., Ran]
-
-
-@pytest.fixture
-def skyfab(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Skyfab:
-    """The program, in this process and in a folder of its own, in which ssh_config is the file `config`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(results, "_by_option", False)  # a command that sets it is a process of its own
+@pytest.fixture(autouse=True)
+def ssh_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The file `config` in the test's own folder."""
     (tmp_path / "config").write_text(
         "Host box web\n  HostName 127.0.0.1\n  Port 1\nHost github.com\n  User git\nHost *\n  ConnectTimeout 5\n"
     )
     monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "config"))
-
-    def run(*words: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["skyfab", *words])
-        capfd.readouterr()
-        try:
-            tasks.main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Ran(code, *capfd.readouterr())
-
-    return run
 
 
 # ---- hosts --from

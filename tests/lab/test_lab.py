@@ -392,12 +392,12 @@ def test_a_lab_whose_owner_is_killed_is_taken_down(tmp_path: Path) -> None:
     until(lambda: mentions(str(folder)) == [])
 
 
-def test_the_next_lab_sweeps_one_that_lost_its_owner_and_its_keeper(
+def test_the_next_lab_sweeps_one_that_lost_its_owner_and_its_reaper(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    kill_keeper = "from skyfab.lab.process import Process; Process.parse((lab.folder / 'keeper.pid').read_text()).end()"
-    _abandon(None, kill_keeper)
+    kill_reaper = "from skyfab.lab.process import Process; Process.parse((lab.folder / 'reaper.pid').read_text()).end()"
+    _abandon(None, kill_reaper)
     (left,) = tmp_path.iterdir()
     hosts = Lab.load(left).hosts
     assert all(host.up for host in hosts)

@@ -34,12 +34,12 @@ class Manifest:
     """Whether the script itself describes it."""
 
 
-def find(path: Path) -> Manifest | None:
+def find(path: Path, *, script_only: bool = False) -> Manifest | None:
     """The environment of a script or folder: its own, or else the nearest project's. Raises UsageError."""
     script = path.absolute() if path.is_file() else None
     if script is not None and (manifest := _of_script(script)) is not None:
         return manifest
-    for folder in folders_above(path):
+    for folder in () if script_only else folders_above(path):
         if (file := folder / "pyproject.toml").is_file():
             manifest = _of_project(file, script)
             if manifest is not None:
@@ -84,12 +84,35 @@ def _of_project(file: Path, script: Path | None) -> Manifest | None:
     """None if the file says nothing about packages: it may hold only the settings of tools."""
     document, shown = read(file), _shown(file)
     project = document.get("project")
-    if not isinstance(project, dict) or "dependencies" not in project:
+    if not isinstance(project, dict):
         return None
+    if "dependencies" not in project:
+        if (found := _dynamic(document, project, file)) is None:
+            return None
+        project = {**project, "dependencies": found}
     lock = next((lock for folder in folders_above(file) if (lock := folder / "uv.lock").is_file()), None)
     image = _image(project, document.get("tool", {}), shown, lock, file.parent)
     own = _own_packages(file.parent, project, script) if "build-system" in document else ()
     return Manifest(shown + (f" with {lock.name}" if image.lock and lock else ""), replace(image, includes=tuple(own)))
+
+
+def _dynamic(document: Mapping[str, Any], project: Mapping[str, Any], file: Path) -> list[str] | None:
+    """Dependencies that the build backend adds, where files list them; None if there are none, or requirements.txt."""
+    declared = project.get("dynamic", [])
+    if not isinstance(declared, list) or "dependencies" not in declared:
+        return None
+    table: Any = document.get("tool", {})
+    for key in ("setuptools", "dynamic", "dependencies", "file"):
+        table = table.get(key) if isinstance(table, dict) else None
+    files = [table] if isinstance(table, str) else table
+    if isinstance(files, list) and files and all(isinstance(name, str) for name in files):
+        return [requirement for name in files for requirement in listed(file.parent / name)]
+    if (file.parent / "requirements.txt").is_file():
+        return None
+    raise UsageError(
+        f"{_shown(file)}: its dependencies are dynamic: only its build backend knows them",
+        hint="list them in requirements.txt, or name them with --pip=…, or run with --no-project",
+    )
 
 
 def _own_packages(folder: Path, project: Mapping[str, Any], script: Path | None) -> Sequence[str]:

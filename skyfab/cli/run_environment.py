@@ -48,14 +48,11 @@ def _found(
 ) -> Manifest | None:
     if given.name_packages:
         return Manifest("the command line", given.image())
-    manifest = None if no_project else find(script)
-    is_scripts = manifest is not None and manifest.is_scripts
-    if settings.image.name_packages and not is_scripts:
-        return Manifest("[tool.skyfab]", settings.image.image())
     # This machine, and interpreters that the inventory names, have what the project needs.
-    if not is_scripts and all(host.transport == "local" or host.python.startswith("/") for host in hosts):
-        return None
-    return manifest
+    are_ready = all(host.transport == "local" or host.python.startswith("/") for host in hosts)
+    in_settings = settings.image.name_packages
+    manifest = None if no_project else find(script, script_only=in_settings or are_ready)
+    return Manifest("[tool.skyfab]", settings.image.image()) if manifest is None and in_settings else manifest
 
 
 def _described(image: Image) -> str:

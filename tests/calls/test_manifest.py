@@ -96,6 +96,28 @@ def test_a_pyproject_that_does_not_list_packages_is_passed_over(tmp_path: Path, 
     assert Image.of_project(tmp_path).pip == ("flask",)
 
 
+def test_dependencies_that_files_list_for_the_build_backend(tmp_path: Path) -> None:
+    text = '[project]\nname = "app"\ndynamic = ["version", "dependencies"]\n'
+    files = '[tool.setuptools.dynamic]\ndependencies = {file = ["base.txt", "more.txt"]}\n'
+    (tmp_path / "pyproject.toml").write_text(text + files)
+    (tmp_path / "base.txt").write_text("numpy==2.0\n")
+    (tmp_path / "more.txt").write_text("# nothing else\nrich\n")
+    found = find(tmp_path)
+    assert found is not None and found.image.pip == ("numpy==2.0", "rich")
+
+
+def test_dependencies_that_only_a_build_backend_knows_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "app"\ndynamic = ["dependencies"]\n')
+    with pytest.raises(sky.UsageError, match="its dependencies are dynamic") as raised:
+        find(tmp_path)
+    assert "requirements.txt" in str(raised.value.hint)
+    (tmp_path / "app.py").touch()
+    assert find(tmp_path / "app.py", script_only=True) is None
+    (tmp_path / "requirements.txt").write_text("rich\n")
+    found = find(tmp_path)
+    assert found is not None and found.image.pip == ("rich",)
+
+
 def test_a_lock_above_the_project_is_that_of_its_workspace(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     lock = write(tmp_path / "uv.lock", "version = 1\n")

@@ -33,8 +33,9 @@ class _Current(threading.local):
 
 
 current: Final = _Current()
-Entry = tuple[Sequence[Any], Where, Thread]
-"""An instruction, the line that it comes from, and the thread that has emitted it."""
+Entry = tuple[Sequence[Any], Where, Thread, bool]
+"""An instruction, the line that it comes from, the thread that has emitted it, and whether it is a change in place that
+autograd has recorded."""
 
 
 class Observer(Protocol):

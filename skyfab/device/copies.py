@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from skyfab.device import wire
+from skyfab.device.operands import is_recorded
 from skyfab.device.stream import DeviceStream
 from skyfab.device.tensors import DTYPE_NUMBERS, new_id, operand, stream_of
 
@@ -67,7 +68,8 @@ def copy(channel: int, target: torch.Tensor, source: torch.Tensor, *, is_new: bo
         number = _new_number()
         sender.emit([wire.SEND, channel, number, read])
         sender.flush()
-        receiver.emit([wire.RECEIVE, channel, number, written, layout, shape, dtype, size])
+        instruction = [wire.RECEIVE, channel, number, written, layout, shape, dtype, size]
+        receiver.emit(instruction, recorded=not is_new and is_recorded((target, source)))
 
 
 def _connect(*pair: DeviceStream) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -44,6 +44,13 @@ def resolve(tensor: torch.Tensor) -> torch.Tensor:
 
 def refuse_lazy(tensor: torch.Tensor) -> torch.Tensor:
     raise NotImplementedError(f"on a {TYPE} device this cannot be written into a conjugated or negated view: clone it")
+
+
+def is_recorded(args: Iterable[Any]) -> bool:
+    """Whether autograd records an operator with these arguments."""
+    return torch.is_grad_enabled() and any(
+        is_recorded(arg) if type(arg) is list else isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
+    )
 
 
 def refuse_overlap(tensor: torch.Tensor) -> None:

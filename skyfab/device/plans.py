@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from skyfab.device import tensors, wire
+from skyfab.device.operands import is_recorded
 from skyfab.device.stream import DeviceStream
 from skyfab.device.tensors import Layout
 
@@ -19,7 +20,7 @@ _MOST_PLANS: Final = 20_000
 class Plan:
     """How a kind of call is executed."""
 
-    __slots__ = ("number", "outputs", "results", "single", "stream")
+    __slots__ = ("number", "outputs", "results", "single", "stream", "writes")
 
     def __init__(self, number: int, stream: DeviceStream, outputs: Sequence[Layout | None], results: Any) -> None:
         self.number = number
@@ -30,6 +31,8 @@ class Plan:
         """What the call returns: outputs by place (int, or a list), or arguments ("name", place)."""
         self.single = outputs[0] if results == [0] else None
         """The layout of the only result, if it is one new tensor."""
+        self.writes = results is None or any(type(result) is tuple for result in results)
+        """Whether it changes an argument in place."""
 
 
 new_number: Final = itertools.count().__next__
@@ -79,7 +82,7 @@ def finish(plan: Plan, instruction: list[Any], args: Sequence[Any]) -> Any:
             tensor, ident = layout.new()
             made.append(tensor)
             instruction.append(ident)
-    plan.stream.emit(instruction)
+    plan.stream.emit(instruction, recorded=plan.writes and is_recorded(args))
     if plan.results is None:
         return None
     found = [_result(result, made, args) for result in plan.results]

@@ -11,7 +11,7 @@ import torch
 from skyfab.device import copies, tensors, wire
 from skyfab.device.batches import Batch
 from skyfab.device.kernels import make_kernel
-from skyfab.device.operands import refuse_overlap
+from skyfab.device.operands import is_recorded, refuse_overlap
 from skyfab.device.refused import refuse_layout
 from skyfab.device.stream import DeviceStream
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, index_of, is_remote, layout_of, operand, stream_of
@@ -178,7 +178,8 @@ def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
             return self
         source = fetch(source)
     if self.numel():
-        stream_of(self).upload((wire.UPLOAD, operand(self)[1]), _snapshot(source, self.shape, self.dtype))
+        data = _snapshot(source, self.shape, self.dtype)
+        stream_of(self).upload((wire.UPLOAD, operand(self)[1]), data, recorded=is_recorded((self, source)))
     return self
 
 

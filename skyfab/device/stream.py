@@ -116,17 +116,21 @@ class DeviceStream:
 
     # ---- sending
 
-    def emit(self, instruction: Sequence[Any]) -> None:
-        """Adds an instruction. Raises the error of an earlier one."""
+    def emit(self, instruction: Sequence[Any], *, recorded: bool = False) -> None:
+        """Adds an instruction. Raises the error of an earlier one.
+
+        `recorded`: a change in place that autograd records. If it is not executed, what it would have changed cannot be
+        used any more: its gradients would be wrong.
+        """
         buffer = self.buffer
-        buffer.append((instruction, where(), current.thread))
+        buffer.append((instruction, where(), current.thread, recorded))
         if len(buffer) >= self.limit:
             self._full()
 
-    def upload(self, instruction: Sequence[Any], data: memoryview) -> None:
+    def upload(self, instruction: Sequence[Any], data: memoryview, *, recorded: bool = False) -> None:
         """Adds an instruction whose last item is the number of a buffer. The memory must not change any more."""
         with self.link.guard, self._lock:
-            self.buffer.append(((*instruction, len(self._uploads)), where(), current.thread))
+            self.buffer.append(((*instruction, len(self._uploads)), where(), current.thread, recorded))
             self._uploads.append(data)
             self._size += len(data)
         if self._size > 1 << 20:
@@ -178,7 +182,7 @@ class DeviceStream:
                 first = len(self._uploads)
                 instruction = [*instruction, *range(first, first + len(uploads))]
                 self._uploads += uploads
-            self.buffer.append((instruction, where(), current.thread))
+            self.buffer.append((instruction, where(), current.thread, False))
             batch = self._send()
             assert batch is not None
             return batch
@@ -218,14 +222,14 @@ class DeviceStream:
     def tell(self, instruction: Sequence[Any]) -> None:
         """Adds an instruction that the host executes after an error too. Raises no error of an earlier one."""
         if self._lost is None:
-            self.buffer.append((instruction, None, current.thread))
+            self.buffer.append((instruction, None, current.thread, False))
 
     def ask_later(self, instruction: Sequence[Any], then: Callable[[Batch, Exception | None], None]) -> None:
         """Sends an instruction that replies. `then` is called with the reply, on the thread that reads."""
         with self.link.guard, self._lock:
             self._raise()
             self._wait_for_room()
-            self.buffer.append((instruction, where(), current.thread))
+            self.buffer.append((instruction, where(), current.thread, False))
             batch = self._send(then)
             assert batch is not None
 
@@ -333,7 +337,7 @@ class DeviceStream:
 
     def gone(self, why: str, entries: Sequence[Entry]) -> Exception:
         """The error for a device whose process has ended, while or after it executed these instructions."""
-        lines = list(dict.fromkeys(filter(None, (describe(place) for _, place, _ in (*entries[:1], *entries[-1:])))))
+        lines = list(dict.fromkeys(filter(None, (describe(place) for _, place, *_ in (*entries[:1], *entries[-1:])))))
         after = f", with what it was sent from {' to '.join(lines)}" if lines else ""
         return WorkerDied(
             f"the worker of {self.device} ended{after}, and its tensors are gone: {why}",
@@ -373,20 +377,22 @@ class DeviceStream:
                     batch.error = error
                 self._error, self._skipped, self._uploads, self._size = None, [], [], 0
                 instruction = (wire.RESUME, error.message, self._leave_untold(skipped, error))
-            self.buffer[: len(entries)] = [*kept, (instruction, None, me)]
+            self.buffer[: len(entries)] = [*kept, (instruction, None, me, False)]
             self._set_limit()
 
     def _leave_untold(self, skipped: Sequence[Entry], error: DeviceError) -> list[tuple[int, list[Sequence[Any]]]]:
         """The other threads whose instructions were skipped are told when they use the device again.
 
-        Returns their numbers, and these instructions. The first of all is the one that failed.
+        Returns their numbers, and these instructions. The first of all is the one that failed. Under number 0, which no
+        thread has, are those that autograd has recorded.
         """
         found: dict[Thread, list[Sequence[Any]]] = {}
-        for at, (instruction, _, thread) in enumerate(skipped):
+        for at, (instruction, _, thread, _) in enumerate(skipped):
             if thread is not current.thread and (not at or _is_skipped(instruction)):
                 found.setdefault(thread, []).append(instruction)
         self._untold.update(dict.fromkeys(found, error))
-        return [(thread.number, instructions) for thread, instructions in found.items()]
+        recorded = [instruction for instruction, _, _, is_recorded in skipped if is_recorded]
+        return [(0, recorded), *((thread.number, instructions) for thread, instructions in found.items())]
 
     def leave_to_parent(self) -> None:
         """This process was forked: the device belongs to the parent."""

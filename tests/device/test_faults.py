@@ -92,6 +92,41 @@ def test_after_a_failure_everything_is_as_if_the_program_had_stopped_there(devic
     assert kept.tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda y: y.mul_(5),
+        lambda y: y[0].add_(1),
+        lambda y: y.zero_(),
+        lambda y: y.copy_(torch.zeros(3)),
+        lambda y: y.index_fill_(0, torch.tensor([7]).to(y.device), 0.0),  # it is the one that fails
+    ],
+)
+def test_after_a_failure_what_autograd_has_recorded_and_the_host_not_done_is_an_error(device: Any, change: Any) -> None:
+    """With gradients of the change, and without its values, `backward` would be silently wrong."""
+    x = torch.ones(3, device=device, requires_grad=True)
+    y, counted = x * 2, torch.zeros(3, device=device)
+    torch.sky.synchronize()
+    torch.ones(3, device=device)[torch.tensor([7]).to(device)]
+    change(y)
+    counted.add_(1)  # nothing is recorded: it is as before
+    with pytest.raises(sky.DeviceError, match="out of bounds"):
+        torch.sky.synchronize()
+    assert counted.tolist() == [0, 0, 0]
+    with pytest.raises(sky.DeviceError, match="out of bounds"):
+        y.tolist()
+
+    def gradients() -> list[float]:
+        y.square().sum().backward()
+        return x.grad.tolist()  # type: ignore[no-any-return]
+
+    with pytest.raises(sky.DeviceError, match="out of bounds"):
+        gradients()
+    x.grad = None
+    (x * 3).sum().backward()
+    assert x.grad.tolist() == [3, 3, 3]
+
+
 def test_an_error_is_raised_by_the_next_operations_too(device: Any) -> None:
     torch.zeros(3, device=device)[torch.tensor([9]).to(device)]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -354,18 +355,36 @@ def test_the_wheel_carries_the_scripts_and_the_examples(tmp_path: Path) -> None:
 # ---- the tests in groups
 
 
-def test_groups_have_every_test_once() -> None:
-    names = [name for group in groups.split(3, groups.tests(fast=False), {}) for name in group]
+def test_every_file_of_tests_is_run_the_longest_first() -> None:
+    names = groups.in_order(groups.tests(fast=False), {"test_inv.py": 9, "test_layers.py": 8})
+    assert names[:2] == ["tests/test_inv.py", "tests/test_layers.py"]
     assert len(names) == len(set(names))
     assert {ROOT / name for name in names} == set((ROOT / "tests").rglob("test_*.py"))
     assert not [name for name in (*groups.SECONDS, *groups.SLOW_SECONDS) if not (ROOT / "tests" / name).exists()]
 
 
-def test_groups_are_even() -> None:
-    for seconds in (groups.SECONDS, groups.SLOW_SECONDS):
-        found = groups.split(3, groups.tests(fast=False), seconds)
-        total = [sum(seconds.get(name.removeprefix("tests/"), groups.OTHERS) for name in names) for names in found]
-        assert max(total) < 1.1 * min(total)
+@pytest.mark.programs
+def test_processes_share_the_files_of_tests(tmp_path: Path) -> None:
+    """Each file is run by one of them, in order; failures and files without tests count as ever."""
+    for name, text in {
+        "test_a.py": "import time\ndef test_a():\n    time.sleep(1)\n",
+        "test_b.py": "def test_b(): pass\ndef test_c(): assert 0\n",
+        "test_none.py": "",
+        "test_d.py": "import time\ndef test_d():\n    time.sleep(1)\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "files").write_text("test_a.py\ntest_b.py\ntest_none.py\ntest_d.py\n")
+    words = [sys.executable, "-m", "pytest", "-v", "-p", "tools.sharing", f"--share={tmp_path}", "--rootdir", tmp_path]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    ran = re.findall(r"^test_\w\.py::(test_\w) (PASSED|FAILED)", "\n".join(outputs), re.MULTILINE)
+    assert sorted(ran) == [("test_a", "PASSED"), ("test_b", "PASSED"), ("test_c", "FAILED"), ("test_d", "PASSED")]
+    codes = {process.returncode for process in processes}  # 5: the other one has taken all
+    assert 1 in codes and codes <= {0, 1, 5}
 
 
 def test_progress_counts_what_is_done(tmp_path: Path) -> None:

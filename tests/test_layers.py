@@ -53,7 +53,7 @@ LARGEST = {
     "session": 4800,
     "pool": 5160,
     "env": 3000,
-    "calls": 1750,
+    "calls": 1775,
     "inventory": 2400,
     "providers": 700,
     "detached": 920,

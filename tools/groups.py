@@ -90,7 +90,7 @@ SECONDS = {
     "ui/test_notebook.py": 17,
     "ui/test_ui.py": 5,
 }
-"""What files below tests/ take, measured once: for an even split, nothing else."""
+"""What files below tests/ take, measured once: those that take longest are run first."""
 SLOW_SECONDS = {
     "agent/test_agent_fuzz.py": 9,
     "agent/test_program_ends.py": 17,
@@ -160,18 +160,10 @@ EVERY = 30.0
 RESULTS = re.compile(r"^[.FEsxX]+(?:\s+\[ *\d+%\])?$")
 
 
-def split(count: int, paths: Sequence[Path], seconds: Mapping[str, float]) -> list[list[str]]:
-    """The files in so many groups that take about as long as each other: the longest first, to the emptiest.
-
-    Within a group, files of one folder follow each other: they share hosts.
-    """
-    groups: list[tuple[float, list[str]]] = [(0.0, []) for _ in range(count)]
-    needed = {path: seconds.get(path.relative_to(ROOT / "tests").as_posix(), OTHERS) for path in paths}
-    for path in sorted(paths, key=lambda path: -needed[path]):
-        at = min(range(count), key=lambda at: groups[at][0])
-        total, names = groups[at]
-        groups[at] = (total + needed[path], [*names, str(path.relative_to(ROOT))])
-    return [sorted(names) for _, names in groups]
+def in_order(paths: Sequence[Path], seconds: Mapping[str, float]) -> list[str]:
+    """The names of the files, those that take longest first: then all processes end at about the same time."""
+    names = [path.relative_to(ROOT).as_posix() for path in paths]
+    return sorted(names, key=lambda name: -seconds.get(name.removeprefix("tests/"), OTHERS))
 
 
 def tests(*, fast: bool) -> list[Path]:
@@ -186,9 +178,10 @@ def run(python: str, count: int, options: Sequence[str]) -> int:
         logs = [Path(folder) / f"{number}.log" for number in range(count)]
         running = []
         seconds = SLOW_SECONDS if any(word.startswith("slow") for word in options) else SECONDS
-        for names, log in zip(split(count, tests(fast="--fast" in options), seconds), logs, strict=True):
+        (Path(folder) / "files").write_text("\n".join(in_order(tests(fast="--fast" in options), seconds)))
+        for log in logs:
             with log.open("wb") as file:
-                words = [python, "-m", "pytest", "-q", *options, *names]
+                words = [python, "-m", "pytest", "-q", "-p", "tools.sharing", f"--share={folder}", *options]
                 running.append(subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT))
         try:
             _wait(running, logs)
@@ -201,7 +194,7 @@ def run(python: str, count: int, options: Sequence[str]) -> int:
             print(f"---- process {number} of {count}", flush=True)
             sys.stdout.write(_worth_showing(log.read_text(errors="replace")))
         sys.stdout.flush()
-    # Without tests (5) is no failure: an expression may select none of one group.
+    # Without tests (5) is no failure: the others may have taken all files.
     return max((process.returncode for process in running if process.returncode != 5), default=5)
 
 

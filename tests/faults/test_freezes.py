@@ -254,7 +254,7 @@ def test_a_call_in_a_frozen_rank_can_be_cancelled(lab: Lab, open_pool: Open, spo
 
 
 def test_a_call_in_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze) -> None:
-    pool = open_pool("openssh", lease=600, timeout=1.5)
+    pool = open_pool("openssh", lease=600, timeout=5)  # on a busy machine it takes seconds to begin
     future = pool.submit(stay(spot / "pid"))
     rank = frozen_rank(lab, spot, freeze)
     with pytest.raises(sky.CallTimeout):
@@ -265,7 +265,7 @@ def test_a_call_in_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: 
 
 @pytest.mark.slow
 def test_a_gang_with_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze) -> None:
-    pool = open_pool("openssh", count=2, lease=600, timeout=2)
+    pool = open_pool("openssh", count=2, lease=600, timeout=6)
     future = pool.submit(stay_if_first(spot / "pid"), on="all")
     rank = frozen_rank(lab, spot, freeze)
     with pytest.raises((sky.CallTimeout, sky.BroadcastError)) as caught:

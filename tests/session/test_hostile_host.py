@@ -143,7 +143,7 @@ def prepared() -> Iterator[tuple[Session, Puppet, Listener]]:
     host = Host(name="node")
     puppet, listener = Puppet(), Listener()
     made = Bootstrap(host=host, session=SESSION, bundle=bundle(), python=local_python())
-    session = Session(made, lambda: puppet, listener, SharedReader(), Timing(lease=5))
+    session = Session(made, lambda: puppet, listener, SharedReader(), Timing(lease=15))
     try:
         yield session, puppet, listener
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,15 +23,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Sharing:
-    """Collects and runs one file after another."""
+    """Imports and runs one file after another."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._modules: dict[Path, pytest.Collector] = {}
         self._taken = taken(folder)
         self._count = 0
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection(self) -> bool:
-        return True  # each file is collected when it is taken
+    def pytest_collection(self, session: pytest.Session) -> bool:
+        session.perform_collect(names(self._folder), genitems=False)
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """The first time it is all files, not imported yet; later the tests of one."""
+        if not self._modules:
+            self._modules = {module.path: module for module in items}
+            items.clear()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -49,16 +60,22 @@ class Sharing:
 
     def _next(self, session: pytest.Session) -> Sequence[pytest.Item]:
         for name in self._taken:
-            items = [*session.perform_collect([name])]
+            module = self._modules[session.config.invocation_params.dir / name]
+            items = [*session.genitems(module)]
+            session.config.hook.pytest_collection_modifyitems(session=session, config=session.config, items=items)
             self._count += len(items)
             if items:
                 return items
         return ()
 
 
+def names(folder: Path) -> list[str]:
+    return (folder / "files").read_text().splitlines()
+
+
 def taken(folder: Path) -> Iterator[str]:
     """The files that this process takes."""
-    for number, name in enumerate((folder / "files").read_text().splitlines()):
+    for number, name in enumerate(names(folder)):
         try:
             (folder / str(number)).touch(exist_ok=False)
         except FileExistsError:

@@ -80,7 +80,7 @@ def environ(lent_lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def connect_as_a_person_would(lab: Lab, home: Path) -> Path:
-    """An ssh_config that names the hosts, for what pages type without skyfab; returns the folder of an ssh that reads it.
+    """An ssh_config with the hosts, for what pages type without skyfab; returns a folder with an ssh that reads it.
 
     The ssh program goes by passwd and not by $HOME. Hosts have torchrun, as where torch is installed for everyone.
     """

@@ -28,7 +28,15 @@ PRINTED = {
 
 def run(name: str, folder: Path, *hosts: str, **environ: str) -> str:
     words = [sys.executable, str(EXAMPLES / f"{name}.py"), *hosts]
-    done = subprocess.run(words, cwd=folder, env={**os.environ, **environ}, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env={**os.environ, **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -52,6 +60,13 @@ def test_on_two_hosts(name: str, tmp_path: Path, lab: Lab) -> None:
         assert "node1" in said
     if name == "files":
         assert "1.txt 4000" in said
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+def test_tensorboard_is_installed_on_a_host_and_read_from_here(tmp_path: Path, lab: Lab) -> None:
+    said = run("forward_tensorboard", tmp_path, "node1", SKYFAB_INVENTORY=str(lab.inventory))
+    assert said.startswith("http://127.0.0.1:") and said.endswith("scalars: loss\n")
 
 
 @pytest.mark.lab

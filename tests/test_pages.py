@@ -124,6 +124,7 @@ def test_the_python_of_a_page_runs(name: str, environ: dict[str, str], tmp_path:
 
 @pytest.mark.lab
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", pages_with("console"))
 def test_the_commands_of_a_page_print_what_it_shows(name: str, environ: dict[str, str], tmp_path: Path) -> None:
     """In order, in a bare shell; numbers may differ. What the reader has already, a script makes."""
@@ -136,7 +137,7 @@ def test_the_commands_of_a_page_print_what_it_shows(name: str, environ: dict[str
     if script.exists():
         subprocess.run(["sh", str(script)], cwd=tmp_path, check=True)
     typed = commands(DOCS / name)
-    for one, printed in zip(typed, type_all(typed, tmp_path, environ, 110), strict=True):
+    for one, printed in zip(typed, type_all(typed, tmp_path, environ, 280), strict=True):
         assert alike(printed, one.shown), f"{one.command} printed {printed}"
 
 

@@ -14,19 +14,29 @@ from skyfab.lab import Lab
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PRINTED = {
     "hello": ["2.5"],
+    "broadcast_shard": ["9 words for", "rank 1: ", "all: 9 words, 35 letters"],
     "gather": ["(0.2, 0.1)", "came: 0.1", "came: 0.3", "[0.01, 0.01, 0.01, 0.01, 0.01]"],
     "gpu_info": ["no NVIDIA GPU"],
     "files": ["0.txt 4000"],
     "own_plugin": ["True True"],
     "forward": ["hello from"],
     "detached": ["[5", "skyfab logs count"],
+    "doctor_in_ci": ["checks: ", "failure: 0"],
 }
 """What each prints, among other things."""
 
 
 def run(name: str, folder: Path, *hosts: str, **environ: str) -> str:
     words = [sys.executable, str(EXAMPLES / f"{name}.py"), *hosts]
-    done = subprocess.run(words, cwd=folder, env={**os.environ, **environ}, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env={**os.environ, **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -50,3 +60,23 @@ def test_on_two_hosts(name: str, tmp_path: Path, lab: Lab) -> None:
         assert "node1" in said
     if name == "files":
         assert "1.txt 4000" in said
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+def test_tensorboard_is_installed_on_a_host_and_read_from_here(tmp_path: Path, lab: Lab) -> None:
+    said = run("forward_tensorboard", tmp_path, "node1", SKYFAB_INVENTORY=str(lab.inventory))
+    assert said.startswith("http://127.0.0.1:") and said.endswith("scalars: loss\n")
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+def test_a_job_of_ci_ends_with_what_the_doctor_finds(lab: Lab) -> None:
+    """A host that cannot be reached is a failure of the job, and an annotation that is one line."""
+    words = [sys.executable, str(EXAMPLES / "doctor_in_ci.py"), "ada@127.0.0.1:1"]
+    environ = {**os.environ, "SKYFAB_INVENTORY": str(lab.inventory), "GITHUB_ACTIONS": "true"}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1, done.stderr
+    annotation, last = done.stdout.splitlines()
+    assert annotation.startswith("::error title=skyfab doctor::ada@127.0.0.1:1: ") and "%0Afix: " in annotation
+    assert "failure: 1" in last

@@ -148,7 +148,7 @@ SLOW_SECONDS = {
     "session/test_waiting.py": 30,
     "test_digits.py": 9,
     "test_examples.py": 156,
-    "test_pages.py": 183,
+    "test_pages.py": 260,
     "test_security.py": 39,
 }
 """The same for their tests that are marked as slow."""

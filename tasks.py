@@ -110,6 +110,25 @@ def bench(only: Annotated[str | None, Option("one benchmark, by its name", "NAME
     finish(run(sys.executable, "-m", "benchmarks", *(["--only", only] if only else [])))
 
 
+@command
+def docs(
+    serve: Annotated[bool, Option("then serve it at 127.0.0.1, until Ctrl-C")] = False,
+    record: Annotated[
+        bool, Option("type README's commands on two lab hosts, and draw docs/pictures/terminal.svg")
+    ] = False,
+) -> None:
+    """Draw the pictures and build the documentation into build/docs. Warnings and broken links are errors."""
+    if record:
+        programs.require()
+        finish(run(sys.executable, "-m", "tools.record"))
+    finish(run(sys.executable, "-m", "tools.pictures"))
+    options = ["-q", "--fail-on-warning", "--keep-going", "--conf-dir=docs", "--doctree-dir=build/doctrees"]
+    finish(run(sys.executable, "-m", "sphinx", *options, ".", "build/docs"))
+    print("build/docs/index.html", file=sys.stderr)
+    if serve:
+        finish(run(sys.executable, "-m", "http.server", "--bind=127.0.0.1", "--directory=build/docs"))
+
+
 def run(*words: str) -> int:
     """Run a program in the checkout, on the caller's own terminal: colours, bars and Ctrl-C work as ever."""
     return subprocess.run(words, cwd=ROOT).returncode
@@ -122,5 +141,5 @@ def finish(code: int) -> None:
 
 
 if __name__ == "__main__":
-    own = {command.name: command for command in (test, check, bench, mutate)}
+    own = {command.name: command for command in (test, check, bench, docs, mutate)}
     main(["./inv", *sys.argv[1:]], commands={**COMMANDS, **own})

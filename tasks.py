@@ -104,10 +104,14 @@ def check() -> None:
 
 
 @command
-def bench(only: Annotated[str | None, Option("one benchmark, by its name", "NAME")] = None) -> None:
+def bench(
+    only: Annotated[str | None, Option("one benchmark by its name, or several with commas", "NAMES")] = None,
+    chart: Annotated[str | None, Option("draw the results there, and write FILE.json", "FILE.svg")] = None,
+) -> None:
     """Measure against raw ssh, execnet and torchrunx on the lab, and print the ratios."""
     programs.require()
-    finish(run(sys.executable, "-m", "benchmarks", *(["--only", only] if only else [])))
+    options = [*(["--only", only] if only else []), *(["--chart", str(Path(chart).resolve())] if chart else [])]
+    finish(run(sys.executable, "-m", "benchmarks", *options))
 
 
 @command

@@ -91,8 +91,8 @@ def page_of_example(path: Path, source: str) -> str:
 
 
 def guides_to(example: Path) -> list[Path]:
-    """The pages that link to an example."""
-    return [page for page in sorted((ROOT / "docs").glob("*.md")) if f"](../{example})" in page.read_text()]
+    """The pages that name an example."""
+    return [page for page in sorted((ROOT / "docs").glob("*.md")) if str(example) in page.read_text()]
 
 
 class Commands(Directive):

@@ -126,7 +126,15 @@ def docs(
         programs.require()
         finish(run(sys.executable, "-m", "tools.record"))
     finish(run(sys.executable, "-m", "tools.pictures"))
-    options = ["-q", "--fail-on-warning", "--keep-going", "--conf-dir=docs", "--doctree-dir=build/doctrees"]
+    options = [
+        "-q",
+        "--fresh-env",
+        "--write-all",
+        "--fail-on-warning",
+        "--keep-going",
+        "--conf-dir=docs",
+        "--doctree-dir=build/doctrees",
+    ]
     finish(run(sys.executable, "-m", "sphinx", *options, ".", "build/docs"))
     print("build/docs/index.html", file=sys.stderr)
     if serve:

@@ -17,8 +17,7 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import pyte
@@ -47,11 +46,14 @@ def main() -> None:
             "TERM": "xterm-256color",
             "PS1": "$ ",
         }
-        with Terminal(environ) as terminal:
-            terminal.wait()
-            for command in commands((ROOT / "README.md").read_text(encoding="utf-8")):
-                terminal.type(command)
-            recording = terminal.recording()
+        try:
+            with Terminal(environ) as terminal:
+                terminal.wait()
+                for command in commands((ROOT / "README.md").read_text(encoding="utf-8")):
+                    terminal.type(command)
+                recording = terminal.recording()
+        finally:  # the last command takes the lab down, unless another one failed
+            subprocess.run([sys.executable, "-m", "skyfab", "lab.down"], env=environ, cwd=ROOT, capture_output=True)
     for private in (home, str(ROOT), str(Path.home())):
         if any(private in line for line in recording.text()):
             sys.exit(f"the screen shows {private}")
@@ -74,26 +76,18 @@ class Terminal:
         self._started = time.monotonic()
         self._frames: list[Frame] = []
         self._part = 0
-        self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-        with _closed(slave):
-            self._shell = subprocess.Popen(
-                ["bash", "--norc", "--noediting"],
-                cwd=ROOT,
-                env=dict(environ),
-                stdin=slave,
-                stdout=slave,
-                stderr=slave,
-                start_new_session=True,
-                preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-            )
+        self._shell, self._master = pty.fork()
+        if self._shell == pty.CHILD:
+            os.chdir(ROOT)
+            os.execve("/bin/bash", ["bash", "--norc", "--noediting"], dict(environ))
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
 
     def __enter__(self) -> Terminal:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._shell.send_signal(signal.SIGHUP)
-        self._shell.wait()
+        os.kill(self._shell, signal.SIGHUP)
+        os.waitpid(self._shell, 0)
         os.close(self._master)
 
     def type(self, command: str) -> None:
@@ -142,14 +136,6 @@ class Terminal:
 
     def recording(self) -> Recording:
         return Recording(COLUMNS, self._frames)
-
-
-@contextmanager
-def _closed(descriptor: int) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

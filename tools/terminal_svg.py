@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import pairwise
 from typing import NamedTuple
 
 from tools.svg import Svg
@@ -115,7 +116,7 @@ def _settled(frames: Sequence[Frame]) -> Iterator[Frame]:
 
 def _paced(frames: Sequence[Frame]) -> Iterator[Frame]:
     """The same from 0 on, with no part that is too long."""
-    steps = [after.time - before.time for before, after in zip(frames, frames[1:], strict=False)]
+    steps = [after.time - before.time for before, after in pairwise(frames)]
     lengths: dict[int, float] = {}
     for frame, step in zip(frames[1:], steps, strict=True):
         lengths[frame.part] = lengths.get(frame.part, 0) + step

@@ -58,9 +58,11 @@ def _taken(result: Mapping[str, Any], ratio: float) -> float:
 def _notes(document: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> list[str]:
     facts = document["facts"]
     rows = ",".join(dict.fromkeys(result["row"] for result in results))
+    busy = ["The machine was busy with other work: the figures are no better than that."]
     return [
         f"Some of the rows: ./inv bench --only={rows}, with hosts of the lab; medians.",
         f"{facts['cores']} cores, {facts['arch']}, Python {facts['python']}, {facts['ssh']}, {facts['cipher']}; "
         f"load {facts['load']:.1f} before.",
+        *(busy if facts["load"] > facts["cores"] else []),
         *document["notes"],
     ]

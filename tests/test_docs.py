@@ -137,3 +137,11 @@ def test_a_recording_shows_a_line_from_when_it_is_there_until_it_is_not() -> Non
     picture = str(recording.svg("a title"))
     assert "animation: 7.50s" in picture, "half a second, a minute shown in two seconds, and five at the end"
     assert picture.count('class="line last"') == 2
+
+
+def test_a_chart_says_that_the_machine_was_busy() -> None:
+    document = json.loads((PICTURES / "bench.json").read_text())
+    quiet = {**document, "facts": {**document["facts"], "load": 0.1}}
+    busy = {**document, "facts": {**document["facts"], "load": 50.0}}
+    assert "busy" not in str(chart.drawn(quiet))
+    assert "busy" in str(chart.drawn(busy))

@@ -104,10 +104,41 @@ def check() -> None:
 
 
 @command
-def bench(only: Annotated[str | None, Option("one benchmark, by its name", "NAME")] = None) -> None:
+def bench(
+    only: Annotated[str | None, Option("one benchmark by its name, or several with commas", "NAMES")] = None,
+    chart: Annotated[str | None, Option("draw the results there, and write FILE.json", "FILE.svg")] = None,
+) -> None:
     """Measure against raw ssh, execnet and torchrunx on the lab, and print the ratios."""
     programs.require()
-    finish(run(sys.executable, "-m", "benchmarks", *(["--only", only] if only else [])))
+    options = [*(["--only", only] if only else []), *(["--chart", str(Path(chart).resolve())] if chart else [])]
+    finish(run(sys.executable, "-m", "benchmarks", *options))
+
+
+@command
+def docs(
+    serve: Annotated[bool, Option("then serve it at 127.0.0.1, until Ctrl-C")] = False,
+    record: Annotated[
+        bool, Option("type README's commands on two lab hosts, and draw docs/pictures/terminal.svg")
+    ] = False,
+) -> None:
+    """Draw the pictures and build the documentation into build/docs. Warnings and broken links are errors."""
+    if record:
+        programs.require()
+        finish(run(sys.executable, "-m", "tools.record"))
+    finish(run(sys.executable, "-m", "tools.pictures"))
+    options = [
+        "-q",
+        "--fresh-env",
+        "--write-all",
+        "--fail-on-warning",
+        "--keep-going",
+        "--conf-dir=docs",
+        "--doctree-dir=build/doctrees",
+    ]
+    finish(run(sys.executable, "-m", "sphinx", *options, ".", "build/docs"))
+    print("build/docs/index.html", file=sys.stderr)
+    if serve:
+        finish(run(sys.executable, "-m", "http.server", "--bind=127.0.0.1", "--directory=build/docs"))
 
 
 def run(*words: str) -> int:
@@ -122,5 +153,5 @@ def finish(code: int) -> None:
 
 
 if __name__ == "__main__":
-    own = {command.name: command for command in (test, check, bench, mutate)}
+    own = {command.name: command for command in (test, check, bench, docs, mutate)}
     main(["./inv", *sys.argv[1:]], commands={**COMMANDS, **own})

@@ -9,7 +9,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import table
+from benchmarks import chart, table
 from benchmarks.arena import Arena
 from benchmarks.facts import Facts
 from benchmarks.result import Result, Skip
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     scale = TASTE if options.quick else Scale()
     if options.size:
         scale = replace(scale, size=options.size)
-    rows = [row for row in ROWS if options.only in (None, row.name)]
+    rows = [row for row in ROWS if options.only is None or row.name in options.only]
     try:
         with Arena.open(scale) as arena:
             facts = Facts.of(arena)
@@ -33,9 +33,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     table.show(results, [*notes, str(facts)])
-    if options.json:
-        document = {"facts": facts.document(), "results": [result.document() for result in results], "notes": notes}
-        options.json.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    document = {"facts": facts.document(), "results": [result.document() for result in results], "notes": notes}
+    written = options.json or (options.chart and options.chart.with_suffix(".json"))
+    if written:
+        written.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    if options.chart:
+        chart.drawn(document).write(options.chart)
     return 1 if any("crashed" in note for note in notes) else 0
 
 
@@ -63,11 +66,22 @@ def measure(rows: list[Row], arena: Arena) -> tuple[list[Result], list[str]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", metavar="NAME", choices=[row.name for row in ROWS], help="one row")
+    parser.add_argument("--only", metavar="NAMES", type=_names, help="one row, or several with commas")
     parser.add_argument("--size", type=int, metavar="MIB", help="of the large tensor (default: 1024)")
     parser.add_argument("--quick", action="store_true", help="a taste of everything, in seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--chart", type=Path, metavar="FILE.svg", help="draw the results there, and write FILE.json")
     return parser
+
+
+def _names(text: str) -> list[str]:
+    """The names of rows. Raises ArgumentTypeError."""
+    known = [row.name for row in ROWS]
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"there is no row {name!r}; there are: {', '.join(known)}")
+    return names
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ class Host:
     port: int | None = None
     """None: that of ssh_config, or 22."""
     user: str | None = None
+    """None: that of ssh_config, or the user of this machine."""
     identity: str | None = None
     """The file of the private key; ``~`` is the home folder on this machine."""
     jump: str | None = None
@@ -89,7 +90,9 @@ class Host:
     host_key: str | None = None
     """``"ssh-ed25519 AAAA…"``; None: that of known_hosts."""
     python: str = "auto"
+    """The default for images on this host: ``"auto"``, ``"3.11"``, or the path of an interpreter there."""
     gpus: Literal["auto"] | tuple[int, ...] = "auto"
+    """The numbers of the GPUs to use; ``()`` for none."""
     slots: int = 1
     """Number of solo calls that may run at the same time."""
     cache: str = "~/.cache/skyfab"
@@ -99,9 +102,13 @@ class Host:
     setup: str = ""
     """Shell lines that run on the host before Python, as in ``module load cuda``: workers have their variables."""
     transport: Literal["auto", "openssh", "fabric", "local"] = "auto"
+    """How it is connected to: the ssh program, Fabric, or no SSH at all for this machine."""
     interface: str = "auto"
+    """The network interface for traffic between hosts, as in ``"ib0"``: they connect at its address."""
     tags: tuple[str, ...] = ()
+    """Words that select it, as names and groups do."""
     env: Mapping[str, str] = field(default_factory=Env, hash=False)
+    """Environment variables of its workers."""
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -1,0 +1,147 @@
+"""The documentation site: every page is in its navigation, every example has a guide, and what pages show is so.
+
+The site itself is built by `./inv docs`, which CI runs; here is what can be said without Sphinx.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+import skyfab
+from benchmarks import chart
+from tools import pictures
+from tools.terminal_svg import Frame, Recording, Run
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PICTURES = DOCS / "pictures"
+
+
+def navigation() -> list[str]:
+    """The entries of all toctrees, as paths from the checkout, without suffix; some are patterns."""
+    entries = []
+    for page in sorted(DOCS.rglob("*.md")):
+        for tree in re.findall(r"^:::\{toctree\}\n(.*?)^:::$", page.read_text(), re.MULTILINE | re.DOTALL):
+            lines = [line for line in tree.splitlines() if line and not line.startswith(":")]
+            entries += [str((page.parent / line).resolve().relative_to(ROOT)) for line in lines]
+    return entries
+
+
+def test_every_page_and_example_is_in_the_navigation() -> None:
+    pages = [*DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
+    found = [str(page.relative_to(ROOT).with_suffix("")) for page in pages]
+    entries = navigation()
+    assert [page for page in found if page != "docs/index" and not any(fnmatchcase(page, one) for one in entries)] == []
+
+
+def test_what_the_navigation_names_is_there() -> None:
+    named = [entry for entry in navigation() if "*" not in entry]
+    assert [entry for entry in named if not (ROOT / f"{entry}.md").exists()] == []
+
+
+def test_every_example_has_a_guide() -> None:
+    """A page names it."""
+    text = "".join(page.read_text() for page in DOCS.glob("*.md"))
+    examples = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "examples").rglob("*.py"))]
+    assert [example for example in examples if example not in text] == []
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    documented = re.findall(r"^\.\. auto\w+:: skyfab\.(\w+)", text, re.MULTILINE)
+    assert sorted(set(skyfab.__all__) - set(documented)) == []
+    assert [name for name in documented if documented.count(name) > 1 and name != "plugins"] == []
+
+
+# ---- troubleshooting
+
+
+def messages() -> list[str]:
+    """The first column of the tables of messages."""
+    page = (DOCS / "troubleshooting.md").read_text()
+    tables = re.findall(r"^\| message \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page, re.MULTILINE)
+    return [row.split("`")[1] for table in tables for row in table.splitlines()]
+
+
+def literals(path: Path) -> list[str]:
+    """The strings of a module; of an f-string, the parts between its values."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+LITERALS = [literals(path) for path in (ROOT / "skyfab").rglob("*.py")]
+
+
+@pytest.mark.parametrize("message", messages())
+def test_a_message_of_troubleshooting_is_in_the_source(message: str) -> None:
+    """All its parts are in one module."""
+    parts = [part for part in message.split("…") if part.strip()]
+    assert any(all(any(part in text for text in texts) for part in parts) for texts in LITERALS)
+
+
+def test_troubleshooting_names_every_kind_of_error_that_a_host_or_call_has() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    kinds = {"Unreachable", "AuthenticationRefused", "HostKeyRefused", "HostUnfit", "PeersUnreachable", "HostLost"}
+    kinds |= {"NotPicklable", "WorkerDied", "DeviceError", "UntrustedResult", "CallTimeout", "UsageError"}
+    assert [kind for kind in sorted(kinds) if f"`{kind}`" not in page] == []
+
+
+# ---- pictures
+
+
+@pytest.mark.parametrize("source", sorted(PICTURES.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_picture_is_what_its_source_says(source: Path) -> None:
+    """`./inv docs` draws it again."""
+    assert source.with_suffix(".svg").read_text() == str(pictures.drawn(source))
+
+
+def test_the_chart_is_that_of_the_figures_beside_it() -> None:
+    """`./inv bench --chart=docs/pictures/bench.svg` makes both."""
+    document = json.loads((PICTURES / "bench.json").read_text())
+    assert (PICTURES / "bench.svg").read_text() == str(chart.drawn(document))
+
+
+def test_every_picture_is_small_and_used() -> None:
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *DOCS.rglob("*.md")])
+    for picture in PICTURES.glob("*.svg"):
+        assert picture.stat().st_size < 200_000
+        assert f"pictures/{picture.name})" in pages
+
+
+def test_the_recording_shows_what_the_readme_has_typed() -> None:
+    from html import unescape
+
+    recorded = unescape((PICTURES / "terminal.svg").read_text())
+    blocks = re.findall(r"^```console\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    typed = [line for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    assert [line for line in typed if "pip install" not in line and f">{line}<" not in recorded] == []
+
+
+def test_a_recording_shows_a_line_from_when_it_is_there_until_it_is_not() -> None:
+    def line(text: str) -> tuple[Run, ...]:
+        return (Run(0, text, "default", False),)
+
+    frames = [
+        Frame(10.0, 0, (line("$ l"), ())),
+        Frame(10.5, 0, (line("$ ls"), ())),
+        Frame(70.0, 1, (line("$ ls"), line("a.txt"))),
+    ]
+    recording = Recording(20, frames)
+    assert recording.text() == ["$ l", "$ ls", "a.txt"]
+    picture = str(recording.svg("a title"))
+    assert "animation: 7.50s" in picture, "half a second, a minute shown in two seconds, and five at the end"
+    assert picture.count('class="line last"') == 2
+
+
+def test_a_chart_says_that_the_machine_was_busy() -> None:
+    document = json.loads((PICTURES / "bench.json").read_text())
+    quiet = {**document, "facts": {**document["facts"], "load": 0.1}}
+    busy = {**document, "facts": {**document["facts"], "load": 50.0}}
+    assert "busy" not in str(chart.drawn(quiet))
+    assert "busy" in str(chart.drawn(busy))

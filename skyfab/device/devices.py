@@ -26,7 +26,7 @@ def open_device(name: str, link: Link) -> DeviceStream:
         import torch
     except ImportError as error:
         raise UsageError("a remote device needs torch in this program too", hint="pip install torch") from error
-    from skyfab.device import backend, plans, tensors, wire
+    from skyfab.device import backend, patches, plans, tensors, wire
     from skyfab.device.stream import DeviceStream
 
     with _registering:
@@ -62,6 +62,7 @@ def open_device(name: str, link: Link) -> DeviceStream:
         )
     stream.emit([wire.SEED, torch.initial_seed() % (1 << 64), 0])  # torch.manual_seed may have come before
     stream.emit([wire.DEFAULT, tensors.DTYPE_NUMBERS[torch.get_default_dtype()]])
+    stream.emit(patches.settings())
     return stream
 
 

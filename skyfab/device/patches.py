@@ -28,6 +28,8 @@ def apply() -> None:
     torch.save = torch.serialization.save = _saving(torch.save)  # in both places: so it is pickled by name
     for name in ("set_default_dtype", "set_default_tensor_type"):
         setattr(torch, name, _telling_dtype(getattr(torch, name)))
+    for name in ("set_float32_matmul_precision", "use_deterministic_algorithms", "set_deterministic_debug_mode"):
+        setattr(torch, name, _telling_settings(getattr(torch, name)))
     torch.serialization.register_package(5, lambda storage: None, _restored)
     for name in ("__deepcopy__", "__getitem__", "__setitem__", "byteswap", "clone", "copy_", "cpu", "fill_", "tolist"):
         setattr(torch.UntypedStorage, name, _needs_memory(getattr(torch.UntypedStorage, name)))
@@ -187,6 +189,27 @@ def _telling_dtype(original: Any) -> Any:
         original(kind)
         if (dtype := torch.get_default_dtype()) is not before:
             plans.forget_plans([wire.DEFAULT, tensors.DTYPE_NUMBERS[dtype]])
+
+    return function
+
+
+def settings() -> list[Any]:
+    """The instruction that tells a host what this program has set."""
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch.backends was used too, and they differ
+        precision = ""
+    return [wire.SETTINGS, precision, torch.get_deterministic_debug_mode()]
+
+
+def _telling_settings(original: Any) -> Any:
+    """Tells hosts what was set."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        for stream in tensors.streams:
+            stream.tell(settings())
 
     return function
 

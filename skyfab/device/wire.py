@@ -65,10 +65,12 @@ RECEIVE: Final = -22
 shape and dtype of what comes, and its size in bytes."""
 DEFAULT: Final = -24
 """dtype: that of new tensors and results for which the program names none."""
+SETTINGS: Final = -25
+"""precision of products of float32 or an empty string, mode of deterministic algorithms: as torch has them here."""
 
 BLOCK: Final = 1 << 20
 """Ids in a block: for results of which only the host knows how many tensors they have."""
-REMEMBERED: Final = frozenset((VIEW, FREE, PLAN, GENERATOR, FORGET, SEND, RECEIVE, RESUME, TOLD, DEFAULT))
+REMEMBERED: Final = frozenset((VIEW, FREE, PLAN, GENERATOR, FORGET, SEND, RECEIVE, RESUME, TOLD, DEFAULT, SETTINGS))
 """Instructions that are executed after an error too, and change no values then: both sides remember their ids; the
 other end of a channel is told that a transfer does not take place."""
 

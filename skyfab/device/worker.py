@@ -50,6 +50,7 @@ class Executor:
             wire.RESUME: self._resume,
             wire.TOLD: self._told,
             wire.DEFAULT: self._default_dtype,
+            wire.SETTINGS: self._set,
             wire.VIEW: self._view,
             wire.FREE: self._free,
             wire.PLAN: self._plan,
@@ -184,6 +185,11 @@ class Executor:
 
     def _default_dtype(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         torch.set_default_dtype(DTYPES[instruction[1]])
+
+    def _set(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        if instruction[1]:
+            torch.set_float32_matmul_precision(instruction[1])
+        torch.set_deterministic_debug_mode(instruction[2])
 
     def _hello(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"

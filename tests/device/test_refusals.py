@@ -236,6 +236,29 @@ def test_sparse_zeros(device: Any) -> None:
             torch.zeros(3, 3, layout=layout, device=device)
 
 
+def test_what_is_set_here_is_set_there(device: Any) -> None:
+    def found() -> Any:
+        import torch
+
+        return torch.get_float32_matmul_precision(), torch.get_deterministic_debug_mode()
+
+    assert sky.run_on(device, found) == ("highest", 0)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert sky.run_on(device, found) == ("medium", 0)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert sky.run_on(device, found) == ("medium", 1)
+        torch.use_deterministic_algorithms(True)
+        order = torch.tensor([0, 0]).to(device)
+        torch.zeros(2).to(device).put_(order, torch.ones(2).to(device), accumulate=False)
+        with pytest.raises(sky.DeviceError, match="deterministic"):
+            sky.synchronize()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+    assert sky.run_on(device, found) == ("highest", 0)
+
+
 def test_the_default_dtype(device: Any) -> None:
     """That of the program holds there too, and what a function sets holds for it alone."""
 

@@ -15,22 +15,22 @@ _OPTIONAL: Final = ("address", "system", "python", "disk", "CPUs", "memory", "lo
 _LONGEST: Final = {"host": 24, "GPUs": 48, "hosts": 24, "name": 24}
 """Columns of these cells at most; those of the last cell are what is left."""
 _LEAST: Final = 20
-"""Columns that are left for the last cell."""
+"""Columns that are left for the last cell at least; on a wide screen a third of it, if that is needed."""
 _BETWEEN: Final = "  "
 _KEYS: Final = "↑↓ select  Tab runs  l log  s stacks  x stop  ? keys  q quit"
 _TEXT_KEYS: Final = "q back  ↑↓ PgUp PgDn scroll  End follow"
 _BOLD, _BAR, _PLAIN = "\x1b[1m", "\x1b[7m", "\x1b[0m"
 
 HELP: Final = (
-    "↑ ↓ or k j         the host or run above or below",
-    "PgUp PgDn          a page up or down",
-    "Home End           the first host, the last run",
-    "Tab                from the hosts to the runs and back",
-    "l or Enter         follow the log of the run, or of the first run on the host",
-    "s                  the stacks of all ranks of the run, or on the host",
-    "x, then y          stop the run",
-    "q                  back; from the hosts, quit",
-    "Ctrl-C             quit",
+    "↑ ↓ or k j    the host or run above or below",
+    "PgUp PgDn     a page up or down",
+    "Home End      the first host, the last run",
+    "Tab           from the hosts to the runs and back",
+    "l or Enter    follow the log of the run, or of the host's",
+    "s             the stacks of all ranks of the run or host",
+    "x, then y     stop the run",
+    "q             back; from the hosts, quit",
+    "Ctrl-C        quit",
 )
 
 
@@ -66,7 +66,7 @@ def _pane(pane: Pane, head: Sequence[str], rows: Sequence[Row], view: View, colu
     top = view.tops[pane == "run"]
     widths = column_widths(head, rows, columns)
     where = f" {top + 1}–{top + room} of {len(rows)}" if room < len(rows) else ""
-    made = [_BOLD + fill(_line(head, head, widths), columns - len(where)) + where + _PLAIN]
+    made = [_BOLD + fill(_line(head, head, widths).rstrip(), columns - len(where)) + where + _PLAIN]
     for row in rows[top : top + room]:
         line = fill(_line(head, row.cells, widths), columns)
         made.append(_BAR + line + _PLAIN if view.selected == (pane, row.key) else line)
@@ -79,14 +79,15 @@ def column_widths(head: Sequence[str], rows: Sequence[Row], columns: int) -> dic
         min(_LONGEST.get(name, columns), max(width(name), *(width(row.cells[at]) for row in rows), 1))
         for at, name in enumerate(head)
     ]
+    least = min(widest[-1], max(_LEAST, columns // 3))
     kept = list(range(len(head)))
     for name in (*[name for name in _OPTIONAL if name in head], ""):
         fixed = sum(widest[at] + len(_BETWEEN) for at in kept[:-1])
-        if fixed + _LEAST <= columns or not name:
+        if fixed + least <= columns or not name:
             break
         kept.remove(head.index(name))
     widths = {at: widest[at] for at in kept}
-    over = sum(widths[at] + len(_BETWEEN) for at in kept[:-1]) + _LEAST - columns
+    over = sum(widths[at] + len(_BETWEEN) for at in kept[:-1]) + least - columns
     for at in sorted(kept[:-1], key=lambda at: widths[at], reverse=True):  # still too wide: the widest ones are cut
         less = max(0, min(over, widths[at] - 8))
         widths[at] -= less

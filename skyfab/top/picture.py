@@ -52,7 +52,7 @@ def picture(seen: Sequence[Seen], inventory: Inventory, *, every: float, clock: 
     found = runs_of([part for one in seen for part in _parts(one)], inventory, hosts, "data")
     found.sort(key=lambda run: _ORDER.index(run.state) if run.state in _ORDER else len(_ORDER))  # stable: latest first
     return Picture(
-        summary=_summary(seen, found),
+        summary=_summary(seen, [_condition(one, every, clock) for one in seen], found),
         hosts=tuple(Row(one.host.name, _host_cells(one, every, clock)) for one in seen),
         runs=tuple(Row(run.id, _run_cells(run, now)) for run in found),
         found={run.id: run for run in found},
@@ -66,10 +66,18 @@ def _parts(one: Seen) -> Sequence[Part]:
     return [replace(part, state="unreachable") if part.state == "running" else part for part in one.parts]
 
 
-def _summary(seen: Sequence[Seen], runs: Sequence[Run]) -> str:
+def _condition(one: Seen, every: float, clock: float) -> str:
+    if one.error is not None:
+        return "lost"
+    if one.heard is None:
+        return "connecting"
+    return "late" if clock - one.heard > every + _LATE else "ready"
+
+
+def _summary(seen: Sequence[Seen], conditions: Sequence[str], runs: Sequence[Run]) -> str:
     """``64 hosts: 62 ready, 1 connecting, 1 lost · 12 of 16 GPUs busy · 3 runs, 2 running``"""
-    states = ["lost" if one.error else "connecting" if one.survey is None else "ready" for one in seen]
-    parts = [f"{states.count(state)} {state}" for state in ("ready", "connecting", "lost") if state in states]
+    names = ("ready", "connecting", "late", "lost")
+    parts = [f"{conditions.count(name)} {name}" for name in names if name in conditions]
     said = [f"{counted(len(seen), 'host')}: {', '.join(parts)}"]
     gpus = [gpu for one in seen if one.survey and not one.error for gpu in one.survey.gpus]
     if gpus:
@@ -87,12 +95,11 @@ def _host_cells(one: Seen, every: float, clock: float) -> tuple[str, ...]:
 
 
 def _state(one: Seen, told: str, every: float, clock: float) -> str:
-    since = None if one.heard is None else clock - one.heard
+    condition = _condition(one, every, clock)
+    since = "" if one.heard is None else age(clock - one.heard)
     if one.error is not None:
-        return f"{'' if since is None else f'last heard {age(since)} ago: '}{one.error.message}"
-    if since is None:
-        return "connecting"
-    return f"no answer for {age(since)}" if since > every + _LATE else told
+        return f"last heard {since} ago: {one.error.message}" if since else one.error.message
+    return f"no answer for {since}" if condition == "late" else told if condition == "ready" else condition
 
 
 def _run_cells(run: Run, now: float) -> tuple[str, ...]:

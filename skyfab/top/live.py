@@ -45,7 +45,9 @@ class Live:
                     while self._step(screen, monitor):
                         pass
             finally:
-                self._close_text()
+                if (text := self._text) is not None:
+                    text.close()
+                    text.join(_MOMENT)
 
     def _step(self, screen: FullScreen, monitor: Monitor) -> bool:
         """Draws once, and does what the next keys ask for. False: the user quits."""

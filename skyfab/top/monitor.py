@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from skyfab.calls.call import Function, as_function
 from skyfab.calls.image import Image
 from skyfab.detached.folder import Part, parse_parts
-from skyfab.errors import ProtocolError, SkyfabError
+from skyfab.errors import HostUnfit, ProtocolError, RemoteTraceback, SkyfabError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.compute import Compute
@@ -80,13 +80,9 @@ def look(pool: Compute, answers: Answers) -> tuple[Survey, tuple[Part, ...]]:
 class Monitor:
     """Looks at all hosts every so many seconds, from entering the block until its end."""
 
-    def __init__(
-        self, hosts: Sequence[Host], inventory: Inventory, every: float, changed: Callable[[], None] = lambda: None
-    ) -> None:
-        """`changed` is called on a thread whenever something new is known."""
+    def __init__(self, hosts: Sequence[Host], inventory: Inventory, every: float) -> None:
         self._inventory = inventory
         self._every = every
-        self._changed = changed
         self._over = threading.Event()
         self._seen = {host.name: Seen(host=host) for host in hosts}
         self._pools: dict[str, Compute] = {}
@@ -119,12 +115,14 @@ class Monitor:
             answered = self._seen[host.name].heard
             try:
                 self._look_until_it_fails(host, first)
-            except SkyfabError as error:
-                self._note(replace(self._seen[host.name], error=error))
-            except BaseException as error:
-                self._bug = error
-                self._changed()
-                return
+            except Exception as error:
+                known = error if isinstance(error, SkyfabError) else None
+                if isinstance(error.__cause__, RemoteTraceback):  # raised on the host
+                    known = HostUnfit(f"it cannot be looked at: {type(error).__name__}: {error}", host=host.name)
+                if known is None:
+                    self._bug = error
+                    return
+                self._note(replace(self._seen[host.name], error=known))
             if self._seen[host.name].heard != answered:
                 waits = Backoff(_FIRST_RETRY, _LAST_RETRY, jitter=0.3)
             self._over.wait(waits.next())
@@ -133,6 +131,8 @@ class Monitor:
         nothing = Image(excludes=("*",))  # of the caller's project is sent
         pool = Compute([host], inventory=self._inventory, image=nothing, workdir="temp", results="data", ui="none")
         self._pools[host.name] = pool
+        if self._over.is_set():  # since then: no other thread would close it
+            return
         answers = Answers(host.name)
         with pool:
             gpus = pool.hosts[0].agent.gpus if host.gpus == "auto" else len(host.gpus)
@@ -145,4 +145,3 @@ class Monitor:
     def _note(self, seen: Seen) -> None:
         if not self._over.is_set():
             self._seen[seen.host.name] = seen
-            self._changed()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, command
 from skyfab.errors import HostUnfit, UsageError
-from skyfab.survey.cells import NAMES, cells
 from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import clean_lines, is_rich
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from skyfab.protocol.messages import AgentHello
     from skyfab.survey.survey import Survey
 
-_HEAD: Final = ("host", "address", *NAMES)
 _OPTIONAL: Final = ("system", "disk", "CPUs", "python", "load", "memory")
 """Columns that a narrow terminal does without, the first of them first."""
 
@@ -72,9 +70,10 @@ def hosts(
 
 def show_facts(found: Sequence[Facts]) -> None:
     """Prints a table of hosts, and on stderr what helps where one cannot be used."""
+    from skyfab.survey.cells import NAMES
     from skyfab.ui.table import table
 
-    table(_HEAD, [facts.row for facts in found], right=("CPUs", "load"), optional=_OPTIONAL)
+    table(("host", "address", *NAMES), [facts.row for facts in found], right=("CPUs", "load"), optional=_OPTIONAL)
     for facts in found:
         if facts.hint:
             print(HINTS.adapted(clean_lines(f"hint: {facts.name}: {facts.hint}")), file=sys.stderr)
@@ -145,7 +144,8 @@ class Facts:
     @property
     def row(self) -> tuple[str, ...]:
         """The cells of the table."""
-        now = self.survey
-        if now is None:
-            return (self.name, self.address, *["–"] * (len(_HEAD) - 3), self.error or "")
-        return (self.name, self.address, *cells(now, self.gpus))
+        from skyfab.survey.cells import NAMES, cells
+
+        if self.survey is None:
+            return (self.name, self.address, *["–"] * (len(NAMES) - 1), self.error or "")
+        return (self.name, self.address, *cells(self.survey, self.gpus))

@@ -35,6 +35,7 @@ class FullScreen:
         self._size = (0, 0)
         self._asked = TERMINAL.spent
         self._wakes, self._wake = -1, -1
+        self._is_stopping = False
         self._handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> FullScreen:
@@ -69,17 +70,22 @@ class FullScreen:
         try:
             put(sys.stdout, _LEAVE)
         finally:
-            termios.tcsetattr(self._fd, termios.TCSAFLUSH, self._before)
+            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: stops the program as the shell expects; goes on here after `fg`."""
+        """Ctrl-Z: noted only, since the signal may come in the middle of a write."""
+        self._is_stopping = True
+        self._wake_up()
+
+    def _suspend(self) -> None:
+        """Stops the program as the shell expects; goes on here after `fg`."""
+        self._is_stopping = False
         self._give_back()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.raise_signal(signal.SIGTSTP)  # to this thread: another one could take it too late
         signal.signal(signal.SIGTSTP, self._stop)
         self._before = termios.tcgetattr(self._fd)
         self._take()
-        self._wake_up()
 
     def _resized(self, number: int, frame: FrameType | None) -> None:
         self._wake_up()
@@ -104,6 +110,9 @@ class FullScreen:
         ready, _, _ = select.select([self._fd, self._wakes], [], [], timeout)
         if self._wakes in ready:
             os.read(self._wakes, 4096)
+        if self._is_stopping:
+            self._suspend()
+            return []
         if self._fd not in ready or TERMINAL.is_busy:
             return []
         data = os.read(self._fd, 1024)

@@ -106,10 +106,12 @@ def test_ctrl_z_gives_the_terminal_back_and_fg_takes_it_again(folder: Path) -> N
         person.sees("1 host: 1 ready")
         person.hears_of(b"\x1a", re.escape(RESTORED))
         person.sees("Stopped")
+        person.sees("bash-")
         person.types("fg")
         person.sees(re.escape(ALTERNATE))
         person.sees("1 host: 1 ready")
         person.hears_of(b"q", re.escape(RESTORED))
+        person.sees("bash-")
         person.types("echo code $?; exit")
         person.sees("code 0")
         assert person.ends() == 0

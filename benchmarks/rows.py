@@ -20,6 +20,7 @@ from benchmarks.map import Map
 from benchmarks.output import Lines
 from benchmarks.reconnect import Reconnect
 from benchmarks.result import Result
+from benchmarks.top import Top
 from benchmarks.warm import Warm
 
 
@@ -46,6 +47,7 @@ ROWS: tuple[Row, ...] = (
     Distributed(),
     Reconnect(),
     Many(),
+    Top(),
     Containers(),
     Doctor(),
     Device(),

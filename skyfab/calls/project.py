@@ -110,6 +110,8 @@ class Project:
         folders are scanned at intervals that keep the cost low; without it, the files of loaded modules are checked
         every time.
         """
+        if self._image.excludes == ("*",) and not self._includes:
+            return EMPTY  # of a large project, a scan would be most of what a small call costs
         with self._lock:  # a scan replaces the watch: other threads must not get the old tree meanwhile
             quiet = self._changes.none_since()
             now = time.monotonic()

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, command
 from skyfab.errors import HostUnfit, UsageError
-from skyfab.sizes import progress, readable
 from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import clean_lines, is_rich
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from skyfab.inventory.host import Host
     from skyfab.pool.each_host import Outcome
     from skyfab.protocol.messages import AgentHello
     from skyfab.survey.survey import Survey
 
-_HEAD: Final = ("host", "address", "system", "python", "CPUs", "load", "memory", "disk", "GPUs", "state")
 _OPTIONAL: Final = ("system", "disk", "CPUs", "python", "load", "memory")
 """Columns that a narrow terminal does without, the first of them first."""
 
@@ -50,7 +50,6 @@ def hosts(
     """
     from skyfab.cli.selected import selected
     from skyfab.pool.each_host import fan_out, survey
-    from skyfab.ui.table import table
 
     if from_ is not None:
         if inventory is not None:
@@ -65,11 +64,19 @@ def hosts(
     if json_:
         print(json.dumps([asdict(facts) for facts in found], indent=2, ensure_ascii=False))
     else:
-        table(_HEAD, [facts.row for facts in found], right=("CPUs", "load"), optional=_OPTIONAL)
-        for facts in found:
-            if facts.hint:
-                print(HINTS.adapted(clean_lines(f"hint: {facts.name}: {facts.hint}")), file=sys.stderr)
+        show_facts(found)
     return 0 if all(facts.error is None for facts in found) else 3
+
+
+def show_facts(found: Sequence[Facts]) -> None:
+    """Prints a table of hosts, and on stderr what helps where one cannot be used."""
+    from skyfab.survey.cells import NAMES
+    from skyfab.ui.table import table
+
+    table(("host", "address", *NAMES), [facts.row for facts in found], right=("CPUs", "load"), optional=_OPTIONAL)
+    for facts in found:
+        if facts.hint:
+            print(HINTS.adapted(clean_lines(f"hint: {facts.name}: {facts.hint}")), file=sys.stderr)
 
 
 def _show_source(source: str, hosts: str | None, *, as_toml: bool, as_json: bool) -> int:
@@ -137,53 +144,8 @@ class Facts:
     @property
     def row(self) -> tuple[str, ...]:
         """The cells of the table."""
-        now = self.survey
-        if now is None:
-            return (self.name, self.address, *["–"] * (len(_HEAD) - 3), self.error or "")
-        return (
-            self.name,
-            self.address,
-            _short(now.os),
-            now.python,
-            str(now.cpus),
-            "–" if now.load is None else f"{now.load:.1f}",
-            _free(now.memory_free, now.memory),
-            _free(now.disk_free, now.disk),
-            self._gpus(now),
-            "ready" if now.gpu_error is None else f"ready, but {now.gpu_error}",
-        )
+        from skyfab.survey.cells import NAMES, cells
 
-    def _gpus(self, now: Survey) -> str:
-        """``2 H100, 71 of 80 GB free, ada``: how many, of which kind, and who uses them."""
-        if not now.gpus:
-            unknown = self.gpus and now.gpu_tool is None
-            return f"{self.gpus}, use unknown: it has no nvidia-smi" if unknown else str(self.gpus)
-        kinds = ", ".join(dict.fromkeys(_kind(gpu.name) for gpu in now.gpus))
-        free = [gpu.memory_free for gpu in now.gpus]
-        known = [size for size in free if size is not None]
-        parts = [f"{len(now.gpus)} {kinds}", *([f"{readable(min(known))} free"] if known else [])]
-        users = dict.fromkeys(process.user or "?" for gpu in now.gpus for process in gpu.processes)
-        return ", ".join([*parts, *(users or ["idle" if not now.is_busy else "in use"])])
-
-
-def _short(system: str) -> str:
-    """
-    >>> _short("Debian GNU/Linux 12 (bookworm)"), _short("Ubuntu 24.04.1 LTS")
-    ('Debian 12', 'Ubuntu 24.04.1 LTS')
-    """
-    return system.replace("GNU/Linux ", "").partition(" (")[0]
-
-
-def _kind(name: str) -> str:
-    """
-    >>> _kind("NVIDIA H100 80GB HBM3")
-    'H100 80GB HBM3'
-    """
-    return name.removeprefix("NVIDIA ").removeprefix("AMD ")
-
-
-def _free(free: int | None, total: int | None) -> str:
-    """``12 of 64 GB free``, as far as it is known."""
-    if total is None:
-        return "–"
-    return readable(total) if free is None else f"{progress(free, total)} free"
+        if self.survey is None:
+            return (self.name, self.address, *["–"] * (len(NAMES) - 1), self.error or "")
+        return (self.name, self.address, *cells(self.survey, self.gpus))

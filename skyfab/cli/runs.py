@@ -10,9 +10,11 @@ from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
 from skyfab.errors import UsageError
 from skyfab.ui.hints import HINTS
-from skyfab.ui.terminal import clean, clean_lines
+from skyfab.ui.terminal import clean, clean_lines, settled
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from skyfab.detached.run import Run
     from skyfab.errors import SkyfabError
 
@@ -40,14 +42,12 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
 
     from skyfab.cli.selected import selected
     from skyfab.detached.run import survey
-    from skyfab.ui.table import table
 
     found, errors = survey(*selected(hosts, inventory, quiet=json_, here=True))
     if json_:
-        print(json.dumps([_facts(run) for run in found], indent=2, ensure_ascii=False))
+        print(json.dumps([facts_of(run) for run in found], indent=2, ensure_ascii=False))
     elif found:
-        head = ("run", "state", "started", "ranks", "GPUs", "hosts", "name", "last line")
-        table(head, [_row(run) for run in found], right=("ranks",))
+        show_runs(found)
     elif not errors:
         print("no runs there", file=sys.stderr)
     for error in errors:
@@ -55,14 +55,23 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
     return 3 if errors else 0
 
 
+def show_runs(found: Sequence[Run]) -> None:
+    """Prints a table of runs."""
+    from skyfab.ui.table import table
+
+    head = ("run", "state", "started", "ranks", "GPUs", "hosts", "name", "last line")
+    table(head, [_row(run) for run in found], right=("ranks",))
+
+
 def _row(run: Run) -> tuple[str, ...]:
     hosts = ", ".join(run.hosts)
     if run.unasked:
         hosts += f" (not asked: {', '.join(run.unasked)})"
-    return (run.id[:8], run.state, _moment(run.started), str(run.world_size), _busy(run), hosts, run.name, _last(run))
+    return (run.id[:8], run.state, _moment(run.started), str(run.world_size), _busy(run), hosts, run.name, run.last)
 
 
-def _facts(run: Run) -> dict[str, Any]:
+def facts_of(run: Run) -> dict[str, Any]:
+    """A run, as `--json` prints it. Programs rely on the names."""
     return {
         "id": run.id,
         "name": run.name,
@@ -73,18 +82,8 @@ def _facts(run: Run) -> dict[str, Any]:
         "hosts": run.hosts,
         "not_asked": run.unasked,
         "gpus": {part.host: [_usage(gpu) for gpu in part.gpus] for part in run.parts},
-        "last": _last(run),
+        "last": run.last,
     }
-
-
-def _last(run: Run) -> str:
-    last = next((part.last for part in run.parts if part.last), "")
-    return _settled(last)[:200]
-
-
-def _settled(line: str) -> str:
-    """A line without what was overwritten in it: the last state of a progress bar."""
-    return line.rstrip("\r").rpartition("\r")[2]
 
 
 def _busy(run: Run) -> str:
@@ -207,7 +206,7 @@ def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
             host=where.get(line.rank, "?"),
             rank=None if run.world_size == 1 else line.rank,
             stream="stdout" if line.stream == "out" else "stderr",
-            text=(moment if timestamps else "") + _settled(line.text),
+            text=(moment if timestamps else "") + settled(line.text),
         )
         put(sys.stdout if line.stream == "out" or together else sys.stderr, shown(event))
 

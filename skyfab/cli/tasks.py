@@ -28,6 +28,7 @@ from skyfab.cli.runs import attach, logs, runs, stop
 from skyfab.cli.sigterm import SIGTERM
 from skyfab.cli.ssh import ssh
 from skyfab.cli.stacks import stacks
+from skyfab.cli.top import top
 from skyfab.cli.train import train
 from skyfab.cli.trust import trust
 from skyfab.cli.words import read
@@ -39,7 +40,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         command.name: command
         for command in (
             *(train, run, runs, logs, attach, stop),
-            *(init, hosts, doctor, stacks, exec_, ssh, forward, put, get),
+            *(init, hosts, top, doctor, stacks, exec_, ssh, forward, put, get),
             *(trust, prepare, gc, completion.completion),
         )
     },

@@ -90,13 +90,18 @@ class Part:
 
 def read_parts(shell: Shell, run: str | None = None) -> list[Part]:
     """Reads the state of all runs on a host, or of one run; then without the GPUs, whose query may take a second."""
-    lines = shell.run(given(run=run or "") + _LOOK).splitlines()
+    return parse_parts(shell.host.name, shell.run(given(run=run or "") + _LOOK))
+
+
+def parse_parts(host: str, text: str) -> list[Part]:
+    """The runs on a host in what look.sh has printed there. Anything else in it is ignored."""
+    lines = text.split("\n")  # a progress bar has \r in its line
     gpus = tuple(line.removeprefix("=gpu ") for line in lines if line.startswith("=gpu "))
     found = []
     for number, line in enumerate(lines):
         if line.startswith("=run "):
             try:
-                found.append(_part(shell.host.name, lines[number : number + 4], gpus))
+                found.append(_part(host, lines[number : number + 4], gpus))
             except (ValueError, IndexError):
                 continue  # incomplete, or not written by skyfab
     return found

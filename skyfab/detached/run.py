@@ -27,6 +27,7 @@ from skyfab.protocol.blobs import split
 from skyfab.session.shell import ScriptFailed, Shell
 from skyfab.session.shell_pool import PASSING, Shells
 from skyfab.ui.events import FilesWritten
+from skyfab.ui.terminal import settled
 
 Results = Literal["any", "data"]
 """What is accepted from hosts; ``"data"`` for hosts that are not trusted: see `Compute`."""
@@ -83,6 +84,11 @@ class Run(ShownAsTable):
     def state(self) -> State:
         """The state as of the last query."""
         return self._state_of(self._parts)
+
+    @property
+    def last(self) -> str:
+        """The last line that a rank wrote, as of the last query."""
+        return settled(next((part.last for part in self._parts if part.last), ""))[:200]
 
     @property
     def has_ended(self) -> bool:
@@ -161,10 +167,11 @@ class Run(ShownAsTable):
         tail: int | None = None,
         since: float | None = None,
         trouble: Trouble | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[LogLine]:
         """As `logs`, with times; of what is there already only the last `tail` lines, and those not before `since`.
 
-        `follow`, `rank` and `trouble` are as for `logs`.
+        `follow`, `rank` and `trouble` are as for `logs`; following ends early once `stopped` is true.
         The times are those of the hosts' clocks, in seconds since 1970.
         Raises UsageError for a rank that the run has not.
         """
@@ -176,7 +183,7 @@ class Run(ShownAsTable):
             while True:
                 over = not follow or self._is_over(shells)
                 yield from reader.new(rest=over, patient=follow)
-                if over and reader.complete:
+                if (over and reader.complete) or stopped():
                     return
                 time.sleep(PACE)
 
@@ -315,16 +322,21 @@ def survey(
     For None, the hosts are those of the inventory and this machine.
     """
     errors: list[SkyfabError] = []
-    parts: dict[str, list[Part]] = {}
     selected = inventory.select(["all", LOCAL.name] if hosts is None else hosts)
     with Shells(selected, inventory) as shells:
-        for found in shells.ask(read_parts, errors if patient else None):
-            for part in found:
-                parts.setdefault(part.about.id, []).append(part)
+        found = shells.ask(read_parts, errors if patient else None)
+    return runs_of([part for some in found for part in some], inventory, selected, results), errors
+
+
+def runs_of(found: Iterable[Part], inventory: Inventory, hosts: Sequence[Host], results: Results = "any") -> list[Run]:
+    """The runs that these parts, which `hosts` have told, belong to; the latest first."""
+    parts: dict[str, list[Part]] = {}
+    for part in found:
+        parts.setdefault(part.about.id, []).append(part)
     all_runs = [
-        Run(sorted(some, key=lambda part: part.about.place), inventory, selected, results) for some in parts.values()
+        Run(sorted(some, key=lambda part: part.about.place), inventory, hosts, results) for some in parts.values()
     ]
-    return sorted(all_runs, key=lambda run: run.started, reverse=True), errors
+    return sorted(all_runs, key=lambda run: run.started, reverse=True)
 
 
 def attach(

@@ -28,8 +28,8 @@ File = tuple[str, bytes]
 
 _CORE: Final = ("agent", "protocol")
 """The packages of the core; all modules that are in no package belong to it too."""
-_LEFT_OUT: Final = ("examples", "cli", "pytest_plugin.py")
-"""The command line and the plugin for pytest are not needed on hosts."""
+_LEFT_OUT: Final = ("examples", "cli", "top", "pytest_plugin.py")
+"""The command line, its live view and the plugin for pytest are not needed on hosts."""
 _LAB: Final = "lab"
 """Included only if the program imports it: modules of the program that import it may contain functions for hosts."""
 _MAIN: Final = """import sys

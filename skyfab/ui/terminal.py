@@ -33,6 +33,11 @@ def clean_lines(text: str) -> str:
     return "\n".join(clean(line, colour=False) for line in text.split("\n"))
 
 
+def settled(line: str) -> str:
+    """A line without what was overwritten in it: the last state of a progress bar."""
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
 def counted(count: int, noun: str) -> str:
     """
     >>> counted(1, "rank"), counted(2, "rank")

@@ -87,3 +87,15 @@ def test_a_pool_that_is_opened_again_sees_what_was_written_meanwhile(folder: Pat
     (folder / "one.py").write_text("value = 333\n")
     assert found.tree().digest != before.digest
     found.close()
+
+
+def test_a_project_of_which_nothing_is_sent_is_not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`skyfab top` makes such calls all the time, in whichever folder it was started."""
+
+    def roots(loaded: object, includes: object) -> list[project.Root]:
+        raise AssertionError("it was scanned")
+
+    monkeypatch.setattr(project, "_roots", roots)
+    found = project.Project(sky.Image(excludes=["*"]))
+    assert found.tree() is project.EMPTY
+    assert found.tree(anew=True) is project.EMPTY

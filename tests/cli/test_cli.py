@@ -112,7 +112,7 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
     )
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     ours = {name for name in loaded if name.startswith("skyfab.") and not name.startswith("skyfab.cli")}
-    assert ours == {"skyfab.errors", "skyfab.sizes", "skyfab.ui", "skyfab.ui.hints", "skyfab.ui.terminal"}
+    assert ours == {"skyfab.errors", "skyfab.ui", "skyfab.ui.hints", "skyfab.ui.terminal"}
     assert not loaded & {"skyfab.cli.environment", "skyfab.pool.each_host", "skyfab.cli.host_keys"}
     assert not loaded & {"fabric", "invoke", "rich"}
 

@@ -77,7 +77,7 @@ def test_what_hosts_say_about_their_gpus(gpu_lab: Lab) -> None:
     code, out, err = skyfab("hosts", f"--inventory={gpu_lab.inventory}")
     rows = out.splitlines()[1:]
     assert "1 H100, 86 GB free, idle" in rows[0]
-    assert "1 H100, 12 GB free, root" in rows[1]
+    assert "1 H100 at 99 %, 12 GB free, root" in rows[1]
     assert rows[2].rstrip().endswith("ready, but nvidia-smi: NVIDIA-SMI has failed because the driver is not running")
 
 

@@ -1,0 +1,76 @@
+"""`skyfab top`: hosts and the runs on them, live; or once, for programs and pipes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+from skyfab.cli.command import Hosts, InventoryFile, Option, command
+from skyfab.cli.sigterm import SIGTERM
+from skyfab.ui.terminal import is_rich
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from skyfab.inventory.host import Host
+    from skyfab.inventory.inventory import Inventory
+
+
+@command
+def top(
+    hosts: Hosts = None,
+    inventory: InventoryFile = None,
+    every: Annotated[int, Option("look at each host every so many seconds", "SECONDS")] = 2,
+    once: Annotated[bool, Option("print it once, and end")] = False,
+    json_: Annotated[bool, Option("print it once, for programs")] = False,
+) -> int:
+    """Show hosts and the runs on them, live.
+
+    What `skyfab hosts` and `skyfab runs` show, over one connection to each host, which stays open. Keys: arrows select,
+    l follows the log of a run, s shows where its ranks are, x stops it, ? lists all keys, q quits. Where the output is
+    no terminal, it is printed once. Then it ends with 3 when a host cannot be asked.
+
+        skyfab top
+        skyfab top --hosts=gpu --every=5
+        skyfab top --once
+        skyfab top --json
+    """
+    from skyfab.cli.selected import selected
+
+    is_live = not once and not json_ and is_rich(sys.stdin, sys.stdout)
+    known, chosen = selected(hosts, inventory, quiet=is_live or json_)
+    if not is_live:
+        return _once(known, chosen, as_json=json_)
+    from skyfab.top.live import Live
+
+    try:
+        Live(chosen, known, every).run()
+    except KeyboardInterrupt:
+        return 130 if SIGTERM.came else 0
+    return 0
+
+
+def _once(inventory: Inventory, hosts: Sequence[Host], *, as_json: bool) -> int:
+    from skyfab.cli.hosts import Facts, show_facts
+    from skyfab.cli.runs import facts_of, show_runs
+    from skyfab.detached.run import runs_of
+    from skyfab.pool.each_host import Outcome, fan_out
+    from skyfab.top.monitor import Answers, look
+
+    outcomes = fan_out(
+        lambda pool: (pool.hosts[0].agent, *look(pool, Answers(pool.hosts[0].name))), hosts, inventory, show=False
+    )
+    parts = [part for one in outcomes if one.result for part in one.result[2]]
+    runs = runs_of(parts, inventory, hosts, "data")
+    found = [Facts.of(Outcome(one.host, one.result and one.result[:2], one.error)) for one in outcomes]
+    if as_json:
+        document = {"hosts": [asdict(facts) for facts in found], "runs": [facts_of(run) for run in runs]}
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+    else:
+        show_facts(found)
+        if runs:
+            print()
+            show_runs(runs)
+    return 0 if all(facts.error is None for facts in found) else 3

@@ -1,0 +1,1 @@
+"""`skyfab top`: a live view of hosts and the runs on them."""

@@ -29,7 +29,7 @@ from skyfab.lab import Lab
 from skyfab.session.transport import Stream, transport_for
 from skyfab.session.transport.fabric import Fabric
 from skyfab.session.transport.local import Local
-from skyfab.session.transport.openssh import OpenSSH
+from skyfab.session.transport.openssh import OpenSSH, explain
 from skyfab.session.transport.process import ProcessStream
 from skyfab.session.transport.questions import Questions, places
 from skyfab.ui.prompt import TERMINAL
@@ -319,15 +319,26 @@ def test_more_than_512_mb_each_way(by: str, hosts_of: Hosts) -> None:
         way.close()
 
 
-def test_a_stream_ends_with_what_its_program_has_started(runs_on: Callable[[str, int], bool]) -> None:
-    """To a host behind others, ssh starts an ssh of its own."""
-    stream = ProcessStream(["sh", "-c", "sleep 600 & echo $!; wait"], lambda code, text: RuntimeError(text))
+@pytest.mark.parametrize("then", ["wait", "exit 255"])
+def test_a_stream_ends_with_what_its_program_has_started(then: str, runs_on: Callable[[str, int], bool]) -> None:
+    """To a host behind others, ssh starts an ssh of its own, which may outlive it."""
+    stream = ProcessStream(["sh", "-c", f"sleep 600 & echo $!; {then}"], lambda code, text: RuntimeError(text))
     wait_for(stream)
     view = memoryview(bytearray(20))
     child = int(bytes(view[: stream.recv_into(view)]))
     assert runs_on("here", child)
     stream.close()
     until(lambda: not runs_on("here", child), "the end of its child")
+
+
+def test_jump_hosts_that_need_each_other_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
+    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "config"))
+    host = sky.Host(name="a")
+    error = explain([host], 255, "Connection timed out during banner exchange", sky.Inventory(hosts={"a": host}))
+    assert isinstance(error, sky.Unreachable)
+    assert error.hint is not None
+    assert "goes in a circle: a → b → a" in error.hint
 
 
 # ---- which transport

@@ -108,7 +108,7 @@ class _Reader:
     def circle_of(self, name: str) -> list[str]:
         """The hosts that an alias is reached through, if they need each other; empty if they do not.
 
-        ssh would start one process after another. It looks up its first jump host only; others are reached through that.
+        ssh would start one process after another. It looks up its first jump host; others are reached through that.
         """
         way: list[str] = []
         while name not in way:

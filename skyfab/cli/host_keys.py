@@ -21,6 +21,7 @@ from skyfab.errors import HostKeyRefused, SkyfabError, Unreachable, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.ssh_config import CONFIG
 from skyfab.session.fanout import Raised, for_each_host, one_error
+from skyfab.ui.prompt import answer
 
 _TIMEOUT: Final = 5
 """Timeout in seconds for fetching a host's keys."""
@@ -158,7 +159,7 @@ def _agreed(entries: list[Entry], *, yes: bool) -> bool:
         raise UsageError(
             "there is no terminal to confirm at", hint="compare the fingerprints, then type it again with --yes"
         )
-    return input(f"record them in {entries[0].file}? [y/N] ").strip().lower() in ("y", "yes")
+    return answer(f"record them in {entries[0].file}? [y/N] ").lower() in ("y", "yes")
 
 
 def _known(entry: Entry) -> set[Key]:

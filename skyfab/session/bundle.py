@@ -36,7 +36,7 @@ _MAIN: Final = """import os, sys
 if sys.version_info < (3, 10):
     sys.exit(sys.version.split()[0])
 disk = os.statvfs(sys.path[0])
-if disk.f_frsize * disk.f_bavail < 16_000_000:  # on a full disk Python keeps bytecode that is cut off, and fails from then
+if disk.f_frsize * disk.f_bavail < 16_000_000:  # Python would keep bytecode that is cut off, and fail from then on
     sys.dont_write_bytecode = True
 from skyfab.agent.link import main
 sys.exit(main(sys.argv[1:]))

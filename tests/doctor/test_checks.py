@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skyfab.cli.doctor_fix import changed
+from skyfab.cli.doctor_fix import changed, offer
 from skyfab.doctor import measure, pairs, report
 from skyfab.doctor.checks import Examined, Patient, findings, refused
 from skyfab.doctor.finding import Finding, worst
@@ -352,3 +352,12 @@ def test_a_setting_is_written_where_it_belongs() -> None:
 def test_a_value_over_several_lines_is_left_to_the_user() -> None:
     text = "[hosts.a]\ngpus = [\n 0,\n 1]\n"
     assert changed(text, {"a": {"gpus": "[0]"}}) == (text, ["[hosts.a] gpus = [0]"])
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_lines_end_as_they_did(tmp_path: Path, line_end: str) -> None:
+    path = tmp_path / "inventory.toml"
+    path.write_bytes(line_end.join(["[hosts.a]", 'user = "ada"', ""]).encode())
+    found = Finding(section="disk", check="disk", host="a", level="failure", what="", setting=("cache", '"/x"'))
+    assert offer([found], Inventory.load(path), yes=True)
+    assert path.read_bytes().decode() == line_end.join(["[hosts.a]", 'cache = "/x"', 'user = "ada"', ""])

@@ -134,6 +134,16 @@ def test_a_larger_disk_is_offered_where_the_cache_cannot_stay() -> None:
     assert one.setting is None
 
 
+def test_gpus_that_are_alike_are_told_together() -> None:
+    bob = {"processes": [{"pid": 7, "user": "bob", "command": "python"}]}
+    gpus = [GPU | bob | {"index": number, "use": 90 + number} for number in range(3)]
+    hot = [GPU | {"index": number, "throttled": ["its temperature"], "temperature": 80 + number} for number in (3, 4)]
+    assert [finding.what for finding in told(gpus=[*gpus, *hot])] == [
+        "GPU 3, 4 are slowed down by its temperature, at 83 to 84 °C",
+        "GPU 0, 1, 2 are in use by bob (python), 90 to 92 %",
+    ]
+
+
 def test_a_damaged_gpu_can_be_left_out() -> None:
     (one,) = told([GPU, GPU | {"index": 1, "ecc_errors": 1}, GPU | {"index": 2}])
     assert one.setting == ("gpus", "[0, 2]")

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ def record(hosts: Sequence[Host], *, known_hosts: str | None, replace: bool, yes
             raise UsageError(f"{program} is not installed here", hint="it is in the package openssh-client")
     new: list[Entry] = []
     failures: list[BaseException] = []
-    for fetched in for_each_host(lambda host: _fetch(host, known_hosts), hosts):
+    scans = _Scans()
+    for fetched in for_each_host(lambda host: _fetch(host, known_hosts, scans), hosts):
         try:
             if isinstance(fetched, Raised):
                 raise fetched.error
@@ -78,7 +80,22 @@ def record(hosts: Sequence[Host], *, known_hosts: str | None, replace: bool, yes
     return agreed
 
 
-def _fetch(host: Host, known_hosts: str | None) -> Entry:
+class _Scans:
+    """The keys of each address, fetched once: an sshd that many aliases lead to drops many connections at a time."""
+
+    def __init__(self) -> None:
+        self._locks: dict[tuple[str, str], threading.Lock] = {}
+        self._keys: dict[tuple[str, str], tuple[Key, ...]] = {}
+
+    def keys(self, address: str, port: str) -> tuple[Key, ...]:
+        place = address, port
+        with self._locks.setdefault(place, threading.Lock()):
+            if place not in self._keys:
+                self._keys[place] = tuple(_keys(_run("ssh-keyscan", "-T", str(_TIMEOUT), "-p", port, "--", address)))
+            return self._keys[place]
+
+
+def _fetch(host: Host, known_hosts: str | None, scans: _Scans) -> Entry:
     """Fetches a host's keys. Raises UsageError or Unreachable."""
     if host.host_key is not None:
         raise UsageError(
@@ -95,8 +112,7 @@ def _fetch(host: Host, known_hosts: str | None) -> Entry:
             host=host.name,
             hint=f"let ssh ask: ssh {way}-o StrictHostKeyChecking=ask -p {port} {host.destination} true",
         )
-    said = _run("ssh-keyscan", "-T", str(_TIMEOUT), "-p", port, "--", address)
-    keys = tuple(_keys(said))
+    keys = scans.keys(address, port)
     if not keys:
         raise Unreachable(
             f"no host key from {address}:{port}", host=host.name, hint=f"is it up? ssh -p {port} {address}"

@@ -50,7 +50,7 @@ LARGEST_MODULE = 450
 LARGEST = {
     "protocol": 2490,
     "agent": 4400,
-    "session": 4800,
+    "session": 4850,
     "pool": 5160,
     "env": 3000,
     "calls": 1750,

@@ -122,7 +122,7 @@ def _obstacle(root: str) -> str:
         return f"{root} cannot be written to"
     found = os.statvfs(root)
     free = found.f_frsize * (found.f_bavail if os.getuid() else found.f_bfree)
-    return f"there is no room on the disk of {root}" if free < _ROOM else ""
+    return f"No space left on the disk of {root}" if free < _ROOM else ""
 
 
 def unpack(root: str) -> None:

@@ -15,6 +15,8 @@ import stat
 import sys
 
 SOCKET = "agent.sock"
+_LONGEST = 4096
+"""The longest message of an agent that cannot start."""
 
 
 def main(argv: list[str]) -> int:
@@ -27,11 +29,17 @@ def main(argv: list[str]) -> int:
         print(f"skyfab: {error}", file=sys.stderr)
         return 1
     about = {"connection": os.environ.get("SSH_CONNECTION", "")}
-    socket.send_fds(agent, [json.dumps(about).encode()], [0, 1])
+    with contextlib.suppress(ConnectionError):  # it terminates, and says why
+        socket.send_fds(agent, [json.dumps(about).encode()], [0, 1])
     for fd in (0, 1):
         os.close(fd)
-    agent.recv(1)  # until the agent closes the socket or terminates
-    return 0
+    try:
+        said = agent.recv(_LONGEST).decode(errors="replace")  # until the agent closes the socket or terminates
+    except ConnectionError:
+        said = f"the agent has ended, see {cache}/logs/{session}/agent.log"
+    if said:
+        print(f"skyfab: {said}", file=sys.stderr)
+    return 1 if said else 0
 
 
 def _enter_folder(cache: str, session: str, *, make: bool) -> None:
@@ -135,9 +143,17 @@ def _start(listener: socket.socket, cache: str, session: str, *, inherited: tupl
 
         Agent(listener, zygote, cache=cache, session=session).run()
         code = 0
-    except BaseException:
+    except BaseException as error:
         import traceback
 
-        traceback.print_exc()
+        _tell(listener, f"{type(error).__name__}: {error}")
+        traceback.print_exc()  # last: on a full disk it fails
     finally:
         os._exit(code)
+
+
+def _tell(listener: socket.socket, text: str) -> None:
+    """Sends the link that waits for this agent the reason why it cannot start."""
+    with contextlib.suppress(OSError):
+        listener.settimeout(1)
+        listener.accept()[0].sendall(text.encode()[:_LONGEST])

@@ -16,6 +16,7 @@ from skyfab.errors import UsageError
 from skyfab.inventory.file import bare
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.toml_lines import lines_by_key
+from skyfab.ui.prompt import answer
 
 
 def offer(findings: Sequence[Finding], inventory: Inventory, *, yes: bool) -> bool:
@@ -36,7 +37,9 @@ def offer(findings: Sequence[Finding], inventory: Inventory, *, yes: bool) -> bo
             "--fix changes an inventory.toml, and these hosts come from another source",
             hint="skyfab hosts --from=SOURCE --toml > inventory.toml makes one",
         )
-    old = path.read_text(encoding="utf-8")
+    content = path.read_bytes().decode()
+    line_end = "\r\n" if "\r\n" in content else "\n"
+    old = content.replace(line_end, "\n")
     new, by_hand = changed(old, wanted)
     for line in by_hand:
         print(f"to be written by hand: {line}")
@@ -47,7 +50,7 @@ def offer(findings: Sequence[Finding], inventory: Inventory, *, yes: bool) -> bo
     print("\n".join(diff))
     if not yes and not _agreed(path):
         return False
-    _write(path, new)
+    _write(path, new.replace("\n", line_end))
     print(f"written: {path}")
     return True
 
@@ -91,7 +94,7 @@ def _is_whole(line: str) -> bool:
 def _agreed(path: Path) -> bool:
     if not sys.stdin.isatty():
         raise UsageError("there is no terminal to confirm at", hint="look at it, then type it again with --yes")
-    return input(f"write this to {path}? [y/N] ").strip().lower() in ("y", "yes")
+    return answer(f"write this to {path}? [y/N] ").lower() in ("y", "yes")
 
 
 def _write(path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from skyfab.errors import HostKeyRefused, SkyfabError, Unreachable, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.ssh_config import CONFIG
 from skyfab.session.fanout import Raised, for_each_host, one_error
+from skyfab.ui.prompt import answer
 
 _TIMEOUT: Final = 5
 """Timeout in seconds for fetching a host's keys."""
@@ -61,7 +63,8 @@ def record(hosts: Sequence[Host], *, known_hosts: str | None, replace: bool, yes
             raise UsageError(f"{program} is not installed here", hint="it is in the package openssh-client")
     new: list[Entry] = []
     failures: list[BaseException] = []
-    for fetched in for_each_host(lambda host: _fetch(host, known_hosts), hosts):
+    scans = _Scans()
+    for fetched in for_each_host(lambda host: _fetch(host, known_hosts, scans), hosts):
         try:
             if isinstance(fetched, Raised):
                 raise fetched.error
@@ -77,7 +80,22 @@ def record(hosts: Sequence[Host], *, known_hosts: str | None, replace: bool, yes
     return agreed
 
 
-def _fetch(host: Host, known_hosts: str | None) -> Entry:
+class _Scans:
+    """The keys of each address, fetched once: an sshd that many aliases lead to drops many connections at a time."""
+
+    def __init__(self) -> None:
+        self._locks: dict[tuple[str, str], threading.Lock] = {}
+        self._keys: dict[tuple[str, str], tuple[Key, ...]] = {}
+
+    def keys(self, address: str, port: str) -> tuple[Key, ...]:
+        place = address, port
+        with self._locks.setdefault(place, threading.Lock()):
+            if place not in self._keys:
+                self._keys[place] = tuple(_keys(_run("ssh-keyscan", "-T", str(_TIMEOUT), "-p", port, "--", address)))
+            return self._keys[place]
+
+
+def _fetch(host: Host, known_hosts: str | None, scans: _Scans) -> Entry:
     """Fetches a host's keys. Raises UsageError or Unreachable."""
     if host.host_key is not None:
         raise UsageError(
@@ -94,8 +112,7 @@ def _fetch(host: Host, known_hosts: str | None) -> Entry:
             host=host.name,
             hint=f"let ssh ask: ssh {way}-o StrictHostKeyChecking=ask -p {port} {host.destination} true",
         )
-    said = _run("ssh-keyscan", "-T", str(_TIMEOUT), "-p", port, "--", address)
-    keys = tuple(_keys(said))
+    keys = scans.keys(address, port)
     if not keys:
         raise Unreachable(
             f"no host key from {address}:{port}", host=host.name, hint=f"is it up? ssh -p {port} {address}"
@@ -158,7 +175,7 @@ def _agreed(entries: list[Entry], *, yes: bool) -> bool:
         raise UsageError(
             "there is no terminal to confirm at", hint="compare the fingerprints, then type it again with --yes"
         )
-    return input(f"record them in {entries[0].file}? [y/N] ").strip().lower() in ("y", "yes")
+    return answer(f"record them in {entries[0].file}? [y/N] ").lower() in ("y", "yes")
 
 
 def _known(entry: Entry) -> set[Key]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from skyfab.cli.command import Option, command
 from skyfab.errors import HostKeyRefused, SkyfabError, UsageError
 from skyfab.ui.hints import HINTS
+from skyfab.ui.prompt import answer
 from skyfab.ui.terminal import clean, clean_lines, is_rich
 
 if TYPE_CHECKING:
@@ -118,16 +119,16 @@ def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ..
     print(clean(f"{where} has {len(offered)}: {some(offered)}", colour=False))
     if known.hosts and others:
         print(clean(f"known_hosts also has {some(others)}", colour=False))
-    answer = "" if yes else _asked("which hosts? names, patterns as gpu*, or all [all] ", "name them, or add --yes")
-    if answer in ("", "all"):
+    given = "" if yes else _asked("which hosts? names, patterns as gpu*, or all [all] ", "name them, or add --yes")
+    if given in ("", "all"):
         return known.select(offered)
-    return known.select(answer)
+    return known.select(given)
 
 
 def _asked(question: str, hint: str) -> str:
     if not sys.stdin.isatty():
         raise UsageError("there is no terminal to ask at", hint=hint)
-    return input(question).strip()
+    return answer(question)
 
 
 # ---- do they work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -286,8 +286,8 @@ def _gpus(patient: Patient) -> Iterator[Finding]:
         yield _found(patient, "GPUs", "GPU tool", "failure", survey.gpu_error, fix)
     damaged = [gpu.index for gpu in survey.gpus if gpu.ecc_errors]
     whole = [gpu.index for gpu in survey.gpus if not gpu.ecc_errors]
-    for gpu in survey.gpus:
-        yield from _gpu(patient, gpu)
+    yield from _slow_gpus(patient)
+    yield from _busy_gpus(patient)
     if damaged:
         setting = ("gpus", str(whole)) if whole else None
         which = ", ".join(map(str, damaged))
@@ -300,20 +300,44 @@ def _gpus(patient: Patient) -> Iterator[Finding]:
         yield _driver(patient, driver)
 
 
-def _gpu(patient: Patient, gpu: Gpu) -> Iterator[Finding]:
-    if gpu.throttled:
-        what = f"GPU {gpu.index} is slowed down by {', '.join(gpu.throttled)}"
-        what += "" if gpu.temperature is None else f", at {gpu.temperature} °C"
-        fix = "look at fans, dust and the power limit: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER"
+def _slow_gpus(patient: Patient) -> Iterator[Finding]:
+    fix = "look at fans, dust and the power limit: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER"
+    for reasons, gpus in _alike(patient.survey.gpus, lambda gpu: ", ".join(gpu.throttled)):
+        what = f"{_numbers(gpus)} slowed down by {reasons}{_range([gpu.temperature for gpu in gpus], 'at ', ' °C')}"
         yield _found(patient, "GPUs", "throttling", "warning", what, fix)
-    if gpu.is_busy:
-        users = dict.fromkeys(f"{one.user or '?'} ({one.command or one.pid})" for one in gpu.processes)
-        what = f"GPU {gpu.index} is in use by {', '.join(users) or 'an unknown user'}"
-        what += "" if gpu.use is None else f", {gpu.use} %"
-        fix = "wait, or take hosts that are free: --where='not busy'"
+
+
+def _busy_gpus(patient: Patient) -> Iterator[Finding]:
+    fix = "wait, or take hosts that are free: --where='not busy'"
+    for users, gpus in _alike(patient.survey.gpus, _users):
+        what = f"{_numbers(gpus)} in use by {users}{_range([gpu.use for gpu in gpus], '', ' %')}"
         yield _found(patient, "GPUs", "in use", "advice", what, fix)
-    else:
-        yield _found(patient, "GPUs", "in use", "ok", f"GPU {gpu.index}, {gpu.name}, is free")
+    for gpu in patient.survey.gpus:
+        if not gpu.is_busy:
+            yield _found(patient, "GPUs", "in use", "ok", f"GPU {gpu.index}, {gpu.name}, is free")
+
+
+def _users(gpu: Gpu) -> str:
+    users = dict.fromkeys(f"{one.user or '?'} ({one.command or one.pid})" for one in gpu.processes)
+    return (", ".join(users) or "an unknown user") if gpu.is_busy else ""
+
+
+def _alike(gpus: Sequence[Gpu], text_of: Callable[[Gpu], str]) -> Iterable[tuple[str, list[Gpu]]]:
+    """GPUs with the same text, together: a host may have sixteen. Those without a text are left out."""
+    found: dict[str, list[Gpu]] = {}
+    for gpu in gpus:
+        if text := text_of(gpu):
+            found.setdefault(text, []).append(gpu)
+    return found.items()
+
+
+def _numbers(gpus: Sequence[Gpu]) -> str:
+    return f"GPU {', '.join(str(gpu.index) for gpu in gpus)} {'is' if len(gpus) == 1 else 'are'}"
+
+
+def _range(values: Sequence[int | None], before: str, unit: str) -> str:
+    known = sorted({value for value in values if value is not None})
+    return f", {before}{' to '.join(map(str, dict.fromkeys((known[0], known[-1]))))}{unit}" if known else ""
 
 
 def _driver(patient: Patient, driver: str) -> Finding:

@@ -6,17 +6,17 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from skyfab.calls.call import Call, as_function
+from skyfab.calls.call import as_function
 from skyfab.doctor import checks, measure, pairs
 from skyfab.doctor.finding import Finding
 from skyfab.doctor.host_checks import examine
 from skyfab.doctor.host_speed import measure as measure_host
 from skyfab.doctor.meeting import Meeting
-from skyfab.errors import HostUnfit, ProtocolError, RemoteTraceback, SkyfabError
+from skyfab.errors import ProtocolError, SkyfabError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.compute import Compute
-from skyfab.pool.each_host import fan_out
+from skyfab.pool.each_host import ask, fan_out
 
 _MOST: Final = 128
 """Hosts that meet. With more, only these are examined for what is between them."""
@@ -42,7 +42,7 @@ def examined(hosts: Sequence[Host], inventory: Inventory, *, show: bool, measure
     def work(pool: Compute) -> tuple[list[Finding], measure.Rates]:
         (node,) = pool.hosts
         asked = time.time()
-        text = _asked(pool, as_function(examine)(node.host.cache))
+        text = ask(pool, as_function(examine)(node.host.cache))
         found = checks.findings(checks.Patient.parse(node.host, text, asked, time.time()))
         rates = _measured(pool) if measured else {}
         if node.name in members:
@@ -64,19 +64,8 @@ def examined(hosts: Sequence[Host], inventory: Inventory, *, show: bool, measure
     return findings + between
 
 
-def _asked(pool: Compute, call: Call[str]) -> str:
-    """What a host answers. Raises HostUnfit where the examination itself fails there: others go on."""
-    try:
-        return str(pool.run(call))
-    except Exception as error:
-        if not isinstance(error.__cause__, RemoteTraceback):
-            raise
-        what = f"it cannot be examined: {type(error).__name__}: {error}"
-        raise HostUnfit(what, host=pool.hosts[0].name, hint="please report this, with the output of --paste") from error
-
-
 def _measured(pool: Compute) -> measure.Rates:
-    said = _asked(pool, as_function(measure_host)(measure.SECONDS))
+    said = ask(pool, as_function(measure_host)(measure.SECONDS))
     try:
         return measure.parse(said)
     except (ValueError, TypeError) as error:

@@ -16,7 +16,7 @@ from typing import Final
 
 from skyfab.errors import InventoryError
 from skyfab.inventory.file import RESERVED, SPELLING, Contents
-from skyfab.inventory.host import NAME, did_you_mean, expanded
+from skyfab.inventory.host import NAME, Address, did_you_mean, expanded
 from skyfab.inventory.listing import Listing
 from skyfab.inventory.selection import some
 from skyfab.inventory.text import lines_of, read_text
@@ -52,6 +52,8 @@ def read(pattern: str = "*", path: str | os.PathLike[str] | None = None) -> Cont
             listing.left_out[name] = "is a word of its own in selections"
         elif reader.user_of(name) == "git":
             listing.left_out[name] = "logs in as git, which serves repositories"
+        elif circle := reader.circle_of(name):
+            listing.left_out[name] = f"its ProxyJump goes in a circle: {' → '.join(circle)}"
         else:
             listing.add(name, at, {})
     return listing.read(did_you_mean(words, reader.aliases) or _hint(reader))
@@ -63,6 +65,14 @@ def aliases() -> frozenset[str]:
         return frozenset(_read(None).aliases)
     except InventoryError:
         return frozenset()
+
+
+def circle_of(name: str) -> list[str]:
+    """The hosts that an alias is reached through, if their ProxyJump lines need each other; else empty."""
+    try:
+        return _read(None).circle_of(name)
+    except InventoryError:
+        return []
 
 
 def _hint(reader: _Reader) -> str:
@@ -85,15 +95,36 @@ class _Reader:
         self.listing = listing
         self.aliases: dict[str, str] = {}
         """Where each alias is."""
-        self._users: list[tuple[tuple[_Patterns, ...], str]] = []
-        """The conditions and the value of each User line."""
+        self._values: dict[str, list[tuple[tuple[_Patterns, ...], str]]] = {"user": [], "proxyjump": []}
+        """The conditions and the value of each User and ProxyJump line."""
         self._files = 0
 
     def user_of(self, name: str) -> str | None:
         """The user that an alias logs in as, as far as Host lines say it."""
-        if all(user != "git" for _, user in self._users):  # the only one that matters here
+        if all(user != "git" for _, user in self._values["user"]):  # the only one that matters here
             return None
-        return next((user for hosts, user in self._users if all(patterns.fit(name) for patterns in hosts)), None)
+        return self._value("user", name)
+
+    def circle_of(self, name: str) -> list[str]:
+        """The hosts that an alias is reached through, if they need each other; empty if they do not.
+
+        ssh would start one process after another. It looks up its first jump host; others are reached through that.
+        """
+        way: list[str] = []
+        while name not in way:
+            way.append(name)
+            jump = self._value("proxyjump", name)
+            if jump is None or jump.lower() == "none":
+                return []
+            address = Address.parse(jump.split(",")[0].removeprefix("ssh://"))
+            if address is None:
+                return []
+            name = address.host
+        return [*way, name]
+
+    def _value(self, keyword: str, name: str) -> str | None:
+        values = self._values[keyword]
+        return next((value for hosts, value in values if all(patterns.fit(name) for patterns in hosts)), None)
 
     def read(self, path: Path, base: Path, outer: tuple[_Patterns, ...], above: tuple[str, ...]) -> None:
         """Reads a file: `base` is the folder of relative includes, `outer` are the Host lines above an Include."""
@@ -121,8 +152,8 @@ class _Reader:
                 self.listing.limit(len(self.aliases))
             elif keyword == "match":
                 active = outer if [word.lower() for word in words] == ["all"] else None
-            elif keyword == "user" and words and active is not None:
-                self._users.append((active, words[0]))
+            elif keyword in self._values and words and active is not None:
+                self._values[keyword].append((active, words[0]))
             elif keyword == "include":
                 for word in words:
                     self._include(word, at, base, outer if active is None else active, (*above, here))

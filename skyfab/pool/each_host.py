@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from skyfab.calls.call import as_function
+from skyfab.calls.call import Call, as_function
 from skyfab.calls.image import Image
-from skyfab.errors import SkyfabError
+from skyfab.errors import HostUnfit, RemoteTraceback, SkyfabError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.compute import Compute
+from skyfab.session.bootstrap import storage_hint
 from skyfab.session.fanout import Raised, for_each_host
 from skyfab.survey.look import look
 from skyfab.survey.survey import Survey
@@ -73,7 +74,19 @@ def fan_out(
 def survey(pool: Compute) -> Survey:
     """What the one host of a pool is and does right now. Raises a HostError."""
     (host,) = pool.hosts
-    return Survey.parse(str(pool.run(as_function(look)(host.host.cache))), host.name)
+    return Survey.parse(ask(pool, as_function(look)(host.host.cache)), host.name)
+
+
+def ask(pool: Compute, call: Call[str]) -> str:
+    """What the one host of a pool answers to a function of skyfab. Raises HostUnfit where that fails: others go on."""
+    try:
+        return str(pool.run(call))
+    except Exception as error:
+        if not isinstance(error.__cause__, RemoteTraceback):
+            raise
+        what = f"it cannot be examined: {type(error).__name__}: {error}"
+        hint = storage_hint(str(error)) or "please report this, with the output of skyfab doctor --paste"
+        raise HostUnfit(what, host=pool.hosts[0].name, hint=hint) from error
 
 
 def surveys(hosts: Sequence[Host], inventory: Inventory) -> list[Survey | SkyfabError]:

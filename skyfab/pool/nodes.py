@@ -180,6 +180,8 @@ def named(nodes: Sequence[Node], name: str) -> Node:
         if name in (node.name, "one", "head"):
             return node
     names = ", ".join(node.name for node in nodes)
+    if name == "all":
+        raise UsageError("on='all' is not one host", hint=f'on is "head" or one of: {names}')
     raise UsageError(f"no host {name!r} in this pool", hint=f'on is "one", "all", "head" or one of: {names}')
 
 

@@ -67,7 +67,8 @@ class Vagrant(Provider):
         running = {box.name: box for box in boxes if box.state == "running"}
         if not running:
             hint = f"(cd {shlex.quote(os.fspath(self.folder))} && vagrant up), or sky.Vagrant(…, up=True)"
-            raise UsageError(f"no box runs: {', '.join(f'{box.name} ({box.state})' for box in boxes)}", hint=hint)
+            states = ", ".join(f"{box.name} ({box.state})" for box in boxes)
+            raise UsageError(f"no box runs: {states or 'vagrant status names none'}", hint=hint)
         try:
             hosts = parse(self._run(program, "ssh-config", *running))
             return Inventory(hosts={host.name: self._with_key(host, running[host.name]) for host in hosts})

@@ -112,7 +112,9 @@ class Bootstrap:
                     hint=_OTHER,
                 )
             else:
-                raise HostUnfit(f"skyfab could not be set up there: {detail}", host=self.host.name, hint=_room(detail))
+                raise HostUnfit(
+                    f"skyfab could not be set up there: {detail}", host=self.host.name, hint=storage_hint(detail)
+                )
 
     def _push(self, shell: Shell) -> None:
         archive = self.bundle.archive
@@ -121,7 +123,8 @@ class Bootstrap:
         self.bundle.library  # noqa: B018  # packed while the host unpacks the core, and sent when its agent runs
 
 
-def _room(detail: str) -> str | None:
+def storage_hint(detail: str) -> str | None:
+    """What to do about an error of the cache folder."""
     if "No space left" in detail or "quota" in detail:
         return "free some space there, or put the cache on another disk (cache = … in the inventory)"
     if "is open to others" in detail:
@@ -147,7 +150,7 @@ def _greet(stream: Stream, shell: Shell) -> None:
     if word == "setup":
         raise _setup_failed(detail, shell.host)
     if word == "failed":
-        raise HostUnfit(detail, host=shell.host.name, hint=_room(detail))
+        raise HostUnfit(detail, host=shell.host.name, hint=storage_hint(detail))
 
 
 def _setup_failed(detail: str, host: Host) -> HostUnfit:
@@ -184,7 +187,7 @@ def cannot_run(error: Exception, host: Host) -> Exception:
         said = error.message.partition(": ")[2]
         if said.startswith("skyfab: "):  # written by the link itself
             text = said.removeprefix("skyfab: ")
-            return HostUnfit(f"skyfab could not be set up there: {text}", host=host.name, hint=_room(text))
+            return HostUnfit(f"skyfab could not be set up there: {text}", host=host.name, hint=storage_hint(text))
         old = re.match(r"\d+\.\d+\.\d+", said)
         if old:
             return other_python(old[0], host)

@@ -32,9 +32,12 @@ _LEFT_OUT: Final = ("examples", "cli", "top", "pytest_plugin.py")
 """The command line, its live view and the plugin for pytest are not needed on hosts."""
 _LAB: Final = "lab"
 """Included only if the program imports it: modules of the program that import it may contain functions for hosts."""
-_MAIN: Final = """import sys
+_MAIN: Final = """import os, sys
 if sys.version_info < (3, 10):
     sys.exit(sys.version.split()[0])
+disk = os.statvfs(sys.path[0])
+if disk.f_frsize * disk.f_bavail < 16_000_000:  # Python would keep bytecode that is cut off, and fail from then on
+    sys.dont_write_bytecode = True
 from skyfab.agent.link import main
 sys.exit(main(sys.argv[1:]))
 """

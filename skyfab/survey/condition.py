@@ -37,6 +37,9 @@ _UNITS: Final = {
     **{f"{letter}B": 1000 ** (power + 1) for power, letter in enumerate("kMGT")},
     **{f"{letter}iB": 1024 ** (power + 1) for power, letter in enumerate("KMGT")},
 }
+_SIZES: Final = ("gpu.memory", "gpu.free", "memory", "memory.free", "disk.free")
+_LEAST_SIZE: Final = 1_000_000
+"""A smaller number of bytes without a unit is a slip: every host would meet ``memory >= 40``."""
 _COMPARISONS: Final[Mapping[str, Callable[[Any, Any], bool]]] = {
     ">=": operator.ge,
     "<=": operator.le,
@@ -74,6 +77,8 @@ class Condition:
     @classmethod
     def parse(cls, text: str) -> Condition:
         """Reads a condition. Raises UsageError, which says where it is wrong."""
+        if not isinstance(text, str):
+            raise UsageError(f"where must be a text, not {text!r}", hint=_HINT)
         parser = _Parser(text)
         test = parser.either()
         if parser.token is not None:
@@ -166,7 +171,7 @@ class _Parser:
                 raise self.unexpected(")")
             self._advance()
             return test
-        left = self._value()
+        one, left = self.token, self._value()
         if self._is("in"):
             self._advance()
             return _contains(left, self._value())
@@ -174,7 +179,12 @@ class _Parser:
             return left
         sign = self.token["sign"]
         self._advance()
-        return _compares(left, sign, self._value())
+        other, right = self.token, self._value()
+        for size, number in ((one, other), (other, one)):
+            if size is not None and number is not None and size["name"] in _SIZES and _lacks_unit(number):
+                what = f"{number['number']} has no unit, and {size['name']} is a size"
+                raise self._error(what, f"write {number['number']}GB")
+        return _compares(left, sign, right)
 
     def _value(self) -> Test:
         token = self.token
@@ -193,6 +203,10 @@ class _Parser:
             raise self._error(f"there is no {name}", hint)
         self.names.append(name)
         return lambda values: values[name]
+
+
+def _lacks_unit(token: re.Match[str]) -> bool:
+    return bool(token["number"]) and not token["unit"] and 0 < float(token["number"]) < _LEAST_SIZE
 
 
 def _unit(unit: str | None) -> str:

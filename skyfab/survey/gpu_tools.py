@@ -22,9 +22,9 @@ _MORE: Final = ("driver_version", "clocks_throttle_reasons.active", "ecc.errors.
 _PROCESSES: Final = ("gpu_uuid", "pid", "used_memory")
 _THROTTLED: Final = {
     0x04: "its power limit",
-    0x08: "a slowdown by the hardware",
+    0x08: "the hardware",
     0x20: "its temperature",
-    0x40: "its temperature, in hardware",
+    0x40: "its temperature (hardware)",
     0x80: "the power supply",
 }
 """Bits of nvidia-smi's throttle reasons that mean a slower GPU; idle and clocks that were set are no fault."""
@@ -106,8 +106,9 @@ def _query(run: Run, what: str, fields: tuple[str, ...]) -> list[list[str]]:
     text = run(["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"])
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     rows = [row for row in rows if not row[0].lower().startswith("no ")]  # "No running processes found"
-    if any(len(row) != len(fields) for row in rows):
-        raise ToolFailed(f"its output is not what was expected: {text.strip().splitlines()[0][:200]}")
+    for row in rows:
+        if len(row) != len(fields):
+            raise ToolFailed(f"its output is not what was expected: {', '.join(row)[:200]}")
     return rows
 
 

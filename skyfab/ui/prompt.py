@@ -73,6 +73,14 @@ class Terminal:
 TERMINAL: Final = Terminal()
 
 
+def answer(question: str) -> str:
+    """Reads a line that is shown as it is typed. The end of input (Ctrl-D) is no answer: it ends as Ctrl-C does."""
+    try:
+        return input(question).strip()
+    except EOFError:
+        raise KeyboardInterrupt from None
+
+
 @contextmanager
 def _without_echo() -> Iterator[int]:
     """A descriptor of the terminal, in line mode without echo; afterwards it is as it was."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,13 @@ def test_the_error_for_such_a_place_says_what_to_do(place: Path, monkeypatch: py
     with pytest.raises(sky.HostUnfit, match="shared is open to others") as caught:
         sky.Compute([sky.Host(name="here", transport="local", cache=str(place))], ui="none").open()
     assert "cache = …" in str(caught.value.hint)
+
+
+def test_an_agent_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """Its log may be on a full disk."""
+    program = (
+        "import sys; sys.modules['skyfab.agent.zygote'] = None; from skyfab.agent import link; link.main(sys.argv[1:])"
+    )
+    words = [sys.executable, "-c", program, str(tmp_path / "cache"), "a-0", "start"]
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30)
+    assert done.stderr.startswith("skyfab: ModuleNotFoundError: import of skyfab.agent.zygote halted"), done.stderr

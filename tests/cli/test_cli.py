@@ -515,6 +515,22 @@ def test_exec_on_every_host(skyfab: Skyfab, lab: Lab) -> None:
     assert sorted(out.splitlines()) == ["node1 ready", "node2 ready", "node3 ready"]
 
 
+def test_an_address_of_many_aliases_is_asked_for_its_key_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, skyfab: Skyfab
+) -> None:
+    """An sshd drops connections when many begin at once."""
+    fake = tmp_path / "ssh-keyscan"
+    key = "AAAAC3NzaC1lZDI1NTE5AAAAIPUnK2Ray/BWDM/iFcd8qYpFn0ZZwGRpokCBZRVDGLkJ"
+    fake.write_text(f"#!/bin/sh\necho asked >>{tmp_path}/asked\necho 192.0.2.7 ssh-ed25519 {key}\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "config").write_text("Host a b c\n  HostName 192.0.2.7\n")
+    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "config"))
+    code, out, _ = skyfab("trust", "--hosts=a,b,c", f"--known-hosts={tmp_path}/known", "--yes")
+    assert code == 0, out
+    assert (tmp_path / "asked").read_text() == "asked\n"
+
+
 @pytest.mark.lab
 def test_an_unknown_host_key_is_refused_until_it_is_trusted(
     skyfab: Skyfab, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

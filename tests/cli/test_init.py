@@ -67,6 +67,15 @@ def test_without_a_terminal_nothing_is_asked(tmp_path: Path) -> None:
     assert done.returncode == 2 and "no terminal to ask at" in done.stderr
 
 
+def test_the_end_of_input_is_no_answer(tmp_path: Path) -> None:
+    environ = config(tmp_path, "Host dead\n  HostName 127.0.0.1\n  Port 1\n")
+    with Typist([sys.executable, "-m", "skyfab", "init"], tmp_path, **environ) as typist:
+        typist.sees(r"which hosts\?.*")
+        typist.presses(b"\x04")
+        assert typist.ends() == 130
+        assert "Traceback" not in typist.said
+
+
 def test_no_host_can_be_used(tmp_path: Path) -> None:
     done = skyfab(tmp_path, config(tmp_path, "Host a\n  HostName 127.0.0.1\n  Port 1\n"), "init", "--yes")
     assert done.returncode == 3 and "a: cannot be used: " in done.stdout

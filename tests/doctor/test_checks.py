@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skyfab.cli.doctor_fix import changed
+from skyfab.cli.doctor_fix import changed, offer
 from skyfab.doctor import measure, pairs, report
 from skyfab.doctor.checks import Examined, Patient, findings, refused
 from skyfab.doctor.finding import Finding, worst
@@ -132,6 +132,16 @@ def test_a_larger_disk_is_offered_where_the_cache_cannot_stay() -> None:
     assert one.setting == ("cache", '"/scratch/ada/skyfab"') and "/scratch/ada/skyfab" in one.fix
     (one,) = told(disk_free=10**9, other_cache="/scratch/ada/skyfab", other_free=10**9)
     assert one.setting is None
+
+
+def test_gpus_that_are_alike_are_told_together() -> None:
+    bob = {"processes": [{"pid": 7, "user": "bob", "command": "python"}]}
+    gpus = [GPU | bob | {"index": number, "use": 90 + number} for number in range(3)]
+    hot = [GPU | {"index": number, "throttled": ["its temperature"], "temperature": 80 + number} for number in (3, 4)]
+    assert [finding.what for finding in told(gpus=[*gpus, *hot])] == [
+        "GPU 3, 4 are slowed down by its temperature, at 83 to 84 °C",
+        "GPU 0, 1, 2 are in use by bob (python), 90 to 92 %",
+    ]
 
 
 def test_a_damaged_gpu_can_be_left_out() -> None:
@@ -352,3 +362,12 @@ def test_a_setting_is_written_where_it_belongs() -> None:
 def test_a_value_over_several_lines_is_left_to_the_user() -> None:
     text = "[hosts.a]\ngpus = [\n 0,\n 1]\n"
     assert changed(text, {"a": {"gpus": "[0]"}}) == (text, ["[hosts.a] gpus = [0]"])
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_lines_end_as_they_did(tmp_path: Path, line_end: str) -> None:
+    path = tmp_path / "inventory.toml"
+    path.write_bytes(line_end.join(["[hosts.a]", 'user = "ada"', ""]).encode())
+    found = Finding(section="disk", check="disk", host="a", level="failure", what="", setting=("cache", '"/x"'))
+    assert offer([found], Inventory.load(path), yes=True)
+    assert path.read_bytes().decode() == line_end.join(["[hosts.a]", 'cache = "/x"', 'user = "ada"', ""])

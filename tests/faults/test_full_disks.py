@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import errands
 import pytest
@@ -15,6 +16,8 @@ from stage.threads import begin
 
 import skyfab as sky
 from skyfab.lab import Lab, LabHost
+from skyfab.pool.each_host import surveys
+from skyfab.survey.survey import Survey
 from skyfab.ui.events import Output
 
 pytestmark = pytest.mark.lab
@@ -97,6 +100,23 @@ def test_more_output_than_the_disk_has_room_for(
     assert speak(lines) >> pool == lines
     assert spoken == list(range(lines))
     works(pool, spot)
+
+
+def test_a_disk_that_is_full_once_skyfab_has_arrived(small: LabHost, hosts_of: Callable[..., list[sky.Host]]) -> None:
+    """The host says so, others are surveyed, and no file that is cut off is left: with room again, it works."""
+    small.run(["sh", "-c", f"head -c {(SIZE - 1) * MB} /dev/zero >{PLACE}/fill"])
+    first, second = hosts_of("openssh")
+    hosts = [replace(first, cache=f"{PLACE}/cache"), second]
+    inventory = sky.Inventory(hosts={host.name: host for host in hosts})
+    for _ in range(2):
+        full, other = surveys(hosts, inventory)
+        assert isinstance(full, sky.HostUnfit)
+        assert "No space left" in full.message
+        assert full.hint is not None
+        assert "free some space" in full.hint
+        assert isinstance(other, Survey)
+    make_room(small)
+    assert isinstance(surveys(hosts, inventory)[0], Survey)
 
 
 @pytest.mark.usefixtures("hurry")

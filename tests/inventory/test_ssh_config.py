@@ -69,6 +69,9 @@ ENTRIES = {
     "git of a negated pattern": ("Host * !a\n  User git\nHost a b", ["a"]),
     "git in quotes": ('Host b\n  User "git"\nHost a', ["a"]),
     "git in a Match": ("Host a\nMatch host a\n  User git", ["a"]),
+    "jump hosts": ("Host a\n  ProxyJump b\nHost b\n  ProxyJump ada@c:22,d\nHost *\n  ProxyJump none", ["a", "b"]),
+    "jumps in a circle": ("Host b\n  ProxyJump ada@c:22,d\nHost c\n  ProxyJump ssh://b\nHost a", ["a"]),
+    "jump through a circle": ("Host b\n  ProxyJump c\nHost c d\n  ProxyJump d\nHost a", ["a"]),
 }
 
 
@@ -84,7 +87,7 @@ def test_ssh_knows_these_aliases(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config"
     path.write_text(re.sub(r'(?im)^([ \t]*"?host"?[ \t=].*)$', r"\1\n  Port 7777", text.replace("\r", "")))
     for alias in expected:
-        said = subprocess.run(["ssh", "-G", "-F", str(path), alias], capture_output=True, text=True)
+        said = subprocess.run(["ssh", "-G", "-F", str(path), alias], capture_output=True, text=True, cwd=tmp_path)
         assert "port 7777" in said.stdout.splitlines(), said.stderr
 
 

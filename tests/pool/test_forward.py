@@ -261,6 +261,8 @@ def test_a_port_here_that_is_in_use(open_pool: Callable[..., sky.Compute]) -> No
         taken = other.getsockname()[1]
         with pytest.raises(sky.UsageError, match=f"port {taken} of this machine cannot be used"):
             pool.forward(1, local=taken)
+    with pytest.raises(sky.UsageError, match="on='all' is not one host"):
+        pool.forward(1, on="all")
     with pytest.raises(sky.UsageError, match="local=70000 is not a port"):
         pool.forward(1, local=70000)
     with pytest.raises(sky.UsageError, match="is the one that it should lead to"):

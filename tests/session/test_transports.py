@@ -29,7 +29,8 @@ from skyfab.lab import Lab
 from skyfab.session.transport import Stream, transport_for
 from skyfab.session.transport.fabric import Fabric
 from skyfab.session.transport.local import Local
-from skyfab.session.transport.openssh import OpenSSH
+from skyfab.session.transport.logins import ServerBusy
+from skyfab.session.transport.openssh import OpenSSH, explain
 from skyfab.session.transport.process import ProcessStream
 from skyfab.session.transport.questions import Questions, places
 from skyfab.ui.prompt import TERMINAL
@@ -319,15 +320,55 @@ def test_more_than_512_mb_each_way(by: str, hosts_of: Hosts) -> None:
         way.close()
 
 
-def test_a_stream_ends_with_what_its_program_has_started(runs_on: Callable[[str, int], bool]) -> None:
-    """To a host behind others, ssh starts an ssh of its own."""
-    stream = ProcessStream(["sh", "-c", "sleep 600 & echo $!; wait"], lambda code, text: RuntimeError(text))
+@pytest.mark.parametrize("then", ["wait", "exit 255"])
+def test_a_stream_ends_with_what_its_program_has_started(then: str, runs_on: Callable[[str, int], bool]) -> None:
+    """To a host behind others, ssh starts an ssh of its own, which may outlive it."""
+    stream = ProcessStream(["sh", "-c", f"sleep 600 & echo $!; {then}"], lambda code, text: RuntimeError(text))
     wait_for(stream)
     view = memoryview(bytearray(20))
     child = int(bytes(view[: stream.recv_into(view)]))
     assert runs_on("here", child)
     stream.close()
     until(lambda: not runs_on("here", child), "the end of its child")
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        (
+            "ssh: connect to host 10.0.0.1 port 22: Connection refused",
+            "its jump host cannot be reached: connect to",
+        ),
+        (
+            "channel 0: open failed: connect failed: No route to host",
+            "its jump host does not connect to it: No route",
+        ),
+        ("channel 0: open failed: administratively prohibited: open failed", "connect to it: administratively prohib"),
+        ("/bin/bash: line 1: exec: nc: not found", "its ProxyCommand cannot be run: nc: not found"),
+        ("sh: 1: exec: nc: not found", "its ProxyCommand cannot be run: nc: not found"),
+        ("zsh:1: command not found: nc", "hung up before the login"),
+        ("kex_exchange_identification: read: Connection reset by peer", "hung up before the login"),
+    ],
+)
+def test_a_server_that_is_not_reached_is_not_taken_for_a_busy_one(said: str, what: str) -> None:
+    """What an inner ssh or a ProxyCommand says comes before the words of the outer ssh."""
+    outer = (
+        "kex_exchange_identification: Connection closed by remote host\r\nConnection closed by UNKNOWN port 65535\r\n"
+    )
+    host = sky.Host(name="a")
+    error = explain([host], 255, f"{said}\r\n{outer}", sky.Inventory(hosts={"a": host}))
+    assert what in str(error)
+    assert isinstance(error, ServerBusy) == ("hung up" in what)
+
+
+def test_jump_hosts_that_need_each_other_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
+    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "config"))
+    host = sky.Host(name="a")
+    error = explain([host], 255, "Connection timed out during banner exchange", sky.Inventory(hosts={"a": host}))
+    assert isinstance(error, sky.Unreachable)
+    assert error.hint is not None
+    assert "goes in a circle: a → b → a" in error.hint
 
 
 # ---- which transport

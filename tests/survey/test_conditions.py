@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -57,7 +58,7 @@ USED = Survey(
         ("memory > 1.5 kB", True, False, False),
         ("40GB <= gpu.memory", False, True, True),
         ("os > 3", False, False, False),
-        ("gpu.memory != 3", True, True, True),
+        ("gpu.memory != 3GB", True, True, True),
         ("load < 1", True, True, True),
     ],
 )
@@ -85,9 +86,12 @@ def test_processors_count_where_there_is_no_gpu() -> None:
         ("__import__('os')", "there is no __import__", "there are"),
         ("gpus; 1", "'; 1' cannot be read", "as in"),
         ("(" * 1000, "nested too deeply", "as in"),
+        ("gpu.memory >= 40", "40 has no unit, and gpu.memory is a size", "write 40GB"),
+        ("16 < memory", "16 has no unit", "write 16GB"),
+        (5, "must be a text, not 5", "as in"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_connected_to(text: str, what: str, hint: str) -> None:
+def test_what_is_wrong_is_said_before_anything_is_connected_to(text: Any, what: str, hint: str) -> None:
     with pytest.raises(sky.UsageError) as failed:
         sky.Compute("local", where=text)
     assert what in failed.value.message

@@ -264,6 +264,8 @@ def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, 
         user, name, methods = denied.groups() if denied else (None, None, "")
         at = _at(jumps, host, user, name) if is_inner else host
         return refused(hops, at, [method for method in methods.split(",") if method], typed=typed)
+    if code == 255 and is_inner and (reason := _before_login(errors)):
+        return no_answer(reason, hops, inventory, is_nameless=False)
     busy = re.search(r"exchange_identification: (.*)", errors)  # with a jump host, that of an inner ssh
     if code == 255 and busy:
         return ServerBusy(
@@ -277,6 +279,18 @@ def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, 
     if code < 0:
         return Unreachable(f"ssh was ended on this machine, by signal {-code}", host=host.name)
     return HostLost(f"the connection ended{': ' + last if last else ''}", host=host.name)
+
+
+def _before_login(errors: str) -> str:
+    """Why a jump host or a ProxyCommand gave ssh no connection to the host; empty where the server may be busy."""
+    for what, pattern in (
+        ("its jump host cannot be reached", r"^ssh: (connect to host .*)"),
+        ("its jump host does not connect to it", r"^channel \d+: open failed: (?:connect failed: )?(.*)"),
+        ("its ProxyCommand cannot be run", r"^\S*sh: (?:.*: )?(\S+: (?:command )?not found)"),
+    ):
+        if found := re.search(pattern, errors, re.MULTILINE):
+            return f"{what}: {found[1].strip()}"
+    return ""
 
 
 def _at(jumps: Sequence[Host], host: Host, user: str | None, name: str | None) -> Host:

@@ -87,7 +87,7 @@ class ProcessStream:
         poll = select.poll()
         if self._err is not None:
             poll.register(self._err, select.POLLIN)
-        while (code := self._process.poll()) is None and time.monotonic() < until:
+        while (code := self._poll()) is None and time.monotonic() < until:
             if self._err is None:
                 time.sleep(0.01)
             else:  # it exits only after all of its output has been read
@@ -102,15 +102,34 @@ class ProcessStream:
             assert pipe
             with contextlib.suppress(OSError):
                 pipe.close()
-        try:
-            self._process.wait(1)
-        except subprocess.TimeoutExpired:  # still connecting, or the host does not respond
+        if not self._ends_within(1):  # still connecting, or the host does not respond
             self.end(signal.SIGTERM)
-            try:
-                self._process.wait(2)
-            except subprocess.TimeoutExpired:
+            if not self._ends_within(2):
                 self.end(signal.SIGKILL)
                 self._process.wait()
+
+    def _ends_within(self, seconds: float) -> bool:
+        until, pause = time.monotonic() + seconds, 0.0005
+        while self._poll() is None:
+            if time.monotonic() > until:
+                return False
+            time.sleep(pause)
+            pause = min(pause * 2, 0.05)
+        return True
+
+    def _poll(self) -> int | None:
+        """The exit code of the process, if it has ended. Then the rest of its group is terminated.
+
+        With jump hosts in ssh_config, ssh has child processes that may outlive it; where those name each other as
+        jump hosts, each starts another one without an end. The group is signalled before the process is waited for:
+        until then, its number belongs to no other.
+        """
+        if self._process.returncode is None:
+            with contextlib.suppress(ChildProcessError):  # another thread has waited for it, or SIGCHLD is ignored
+                if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    return None
+                self._signal_group(signal.SIGTERM)
+        return self._process.poll()
 
     def leave_to_parent(self) -> None:
         """In a forked child: closes the pipes, which would otherwise keep ssh running after the parent's end."""
@@ -121,9 +140,12 @@ class ProcessStream:
 
     def end(self, number: int) -> None:
         """Terminates the process group: with jump hosts, ssh has a child process of its own."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+        if self._poll() is None:
+            self._signal_group(number)
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM where only a zombie is left
+            os.killpg(self._process.pid, number)
 
 
 _STREAMS: Final[weakref.WeakSet[ProcessStream]] = weakref.WeakSet()

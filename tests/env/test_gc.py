@@ -37,7 +37,7 @@ OLD_RUN, YOUNG_RUN, NEW_RUN = (f"{letter * 16}-0" for letter in "abc")
 
 FILL = f"""
 mkdir -p "$c" && cd "$c" && mkdir envs packages bundles trees blobs logs pythons || exit 1
-age() {{ n=$1; shift; find "$@" -exec touch -h -d "$n" {{}} +; }}
+age() {{ n=$1; shift; find "$@" -exec touch -c -h -d "$n" {{}} + || :; }}
 for f in packages bundles trees pythons; do
   for d in {OLD} {YOUNG} {NEW}; do mkdir "$f/$d" && echo content >"$f/$d/file"; done
 done

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -68,19 +69,31 @@ def folders(host: LabHost) -> set[str]:
 def left(looks: Sequence[Callable[[], set[str]]], before: set[str] | None = None, timeout: float = 10.0) -> set[str]:
     """What is there now and was not before, once it no longer goes away by itself.
 
-    What follows a colon only describes a trace: a process may have become another program.
+    What follows a colon only describes a trace: a process may have become another program. What has taken the place of
+    something from before is not left: on a busy machine a connection may be made anew.
     """
     known = {trace.partition(": ")[0] for trace in before or ()}
     deadline = time.monotonic() + timeout
     collected = False
     while True:
-        found = {trace for look in looks for trace in look() if trace.partition(": ")[0] not in known}
+        found: set[str] = set()
+        for look in looks:
+            now = {trace.partition(": ")[0]: trace for trace in look()}
+            gone = Counter(_kind(name) for name in known - now.keys())
+            new = Counter(_kind(name) for name in now.keys() - known)
+            found |= {
+                trace for name, trace in now.items() if name not in known and new[_kind(name)] > gone[_kind(name)]
+            }
         if not found or time.monotonic() > deadline:
             return found
         if not collected:
             gc.collect()
             collected = True
         time.sleep(0.01)
+
+
+def _kind(trace: str) -> str:
+    return trace.split(maxsplit=1)[0]
 
 
 def _words(pid: int) -> str:

@@ -97,7 +97,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test that runs over each transport has one of them in the default tier, and all in the soak.
 
-    The fast tier has no framework, no test that is marked as slow, no SSH and no programs.
+    The fast tier has no framework, no test that is marked as slow, no random data, no SSH and no programs.
     """
     over: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -117,8 +117,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = chosen
 
 
-def _is_fast(item: pytest.Item) -> bool:
-    if any(map(item.get_closest_marker, SLOW_MARKERS)):
+def _is_fast(item: Any) -> bool:
+    if any(map(item.get_closest_marker, SLOW_MARKERS)) or getattr(item.obj, "is_hypothesis_test", False):
         return False
     fixtures = set(getattr(item, "fixturenames", ()))
     if SLOW_FIXTURES & fixtures:

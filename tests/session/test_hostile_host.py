@@ -500,7 +500,7 @@ def test_a_host_that_answers_and_never_acknowledges_is_given_up(monkeypatch: pyt
             puppet.say(head(stream, messages.Done()))
             session.wait(lambda: len(said) > before or bool(errors))  # noqa: B023
         assert isinstance(errors[0].__cause__, sky.ProtocolError)
-        assert len(said) < 40
+        assert len(said) < 80  # some are sent while it is being given up
         puppet.host.shutdown(socket.SHUT_RDWR)
         reader.join()
 

@@ -60,7 +60,8 @@ class Engine:
         if "permission denied" in lowered and "docker" in lowered:
             return "your user may not use docker: sudo usermod -aG docker $USER, or podman, which needs no group"
         if "rlimit" in lowered:
-            return 'limits that this machine does not allow: options=["--ulimit=nofile=1024:1024"] sets others'
+            which = "nproc" if "rlimit type 6" in lowered or "nproc" in lowered else "nofile"
+            return f'a limit that this machine does not allow: add options=["--ulimit={which}=1024:1024"]'
         return None
 
     def gpus(self, wanted: str | Sequence[int]) -> list[str]:

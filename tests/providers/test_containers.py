@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -119,6 +120,21 @@ def test_the_example_prints_a_mean_for_each_container(image: str, tmp_path: Path
     example = Path(sky.__file__).parents[1] / "examples" / "containers.py"
     ran = subprocess.run([sys.executable, str(example), image], cwd=tmp_path, capture_output=True, text=True)
     assert ran.stdout.splitlines()[-2:] == ["node1 2.0", "node2 3.0"], ran.stderr
+
+
+def test_the_example_has_hosts_for_commands_until_enter(image: str, tmp_path: Path) -> None:
+    example = Path(sky.__file__).parents[1] / "examples" / "container_hosts.py"
+    words = [sys.executable, str(example), image]
+    with subprocess.Popen(words, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdin is not None and running.stdout is not None
+        name, _, file = running.stdout.readline().removeprefix("export ").strip().partition("=")
+        hosts = [sys.executable, "-m", "skyfab", "hosts", "--json"]
+        shown = subprocess.run(hosts, cwd=tmp_path, env={**os.environ, name: file}, capture_output=True, text=True)
+        assert [host["name"] for host in json.loads(shown.stdout)] == ["node1", "node2"], shown.stderr
+        running.stdin.write("\n")
+        running.stdin.flush()
+        assert running.wait(60) == 0
+    assert not Path(file).exists()
 
 
 # ---- sshd for images that have none

@@ -385,6 +385,7 @@ def test_processes_share_the_files_of_tests(tmp_path: Path) -> None:
     assert sorted(ran) == [("test_a", "PASSED"), ("test_b", "PASSED"), ("test_c", "FAILED"), ("test_d", "PASSED")]
     codes = {process.returncode for process in processes}  # 5: the other one has taken all
     assert 1 in codes and codes <= {0, 1, 5}
+    assert (tmp_path / "failed").read_text() == "test_b.py::test_c\n"
 
 
 def test_progress_counts_what_is_done(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def run(python: str, count: int, options: Sequence[str]) -> int:
                 words = [python, "-m", "pytest", "-q", "-p", "tools.sharing", f"--share={folder}", *options]
                 running.append(subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT))
         try:
-            _wait(running, logs)
+            _wait(running, logs, Path(folder) / "failed")
         except KeyboardInterrupt:
             for process in running:
                 process.send_signal(signal.SIGINT)  # where it did not come from a terminal, which tells all
@@ -198,11 +198,17 @@ def run(python: str, count: int, options: Sequence[str]) -> int:
     return max((process.returncode for process in running if process.returncode != 5), default=5)
 
 
-def _wait(running: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> None:
+def _wait(running: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], failed: Path) -> None:
+    """Shows how far the processes are, and names tests as they fail."""
     live, started, said = sys.stdout.isatty(), time.monotonic(), 0.0
+    named = 0
     while any(process.poll() is None for process in running):
         time.sleep(0.5)
         elapsed = time.monotonic() - started
+        lines = failed.read_text().splitlines() if failed.exists() else []
+        for line in lines[named:]:
+            print(f"\rfailed: {line}", flush=True)
+        named = len(lines)
         if elapsed - said > (1.0 if live else EVERY):
             said = elapsed
             print(f"\r{progress(logs, elapsed)}", end="" if live else "\n", flush=True)

@@ -1,7 +1,7 @@
 """A plugin of pytest: several processes share the files of tests, each takes the next one when it is through with one.
 
 ``--share=FOLDER``: the names of all files are in FOLDER/files, in the order in which they are taken. A process takes
-one by making FOLDER/NUMBER, which only one of them can.
+one by making FOLDER/NUMBER, which only one of them can. Tests that have failed are named in FOLDER/failed at once.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class Sharing:
             items = following
         session.testscollected = self._count
         return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with (self._folder / "failed").open("a") as file:
+                file.write(f"{report.nodeid}\n")
 
     def _next(self, session: pytest.Session) -> Sequence[pytest.Item]:
         for name in self._taken:

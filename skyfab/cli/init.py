@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 from skyfab.cli.command import Option, command
 from skyfab.errors import HostKeyRefused, SkyfabError, UsageError
 from skyfab.ui.hints import HINTS
-from skyfab.ui.prompt import answer
 from skyfab.ui.terminal import clean, clean_lines, is_rich
 
 if TYPE_CHECKING:
@@ -128,6 +127,8 @@ def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ..
 def _asked(question: str, hint: str) -> str:
     if not sys.stdin.isatty():
         raise UsageError("there is no terminal to ask at", hint=hint)
+    from skyfab.ui.prompt import answer
+
     return answer(question)
 
 

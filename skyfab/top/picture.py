@@ -60,7 +60,7 @@ def picture(seen: Sequence[Seen], inventory: Inventory, *, every: float, clock: 
 
 
 def _parts(one: Seen) -> Sequence[Part]:
-    """The runs on a host; nobody knows whether they still run if it cannot be asked."""
+    """The runs on a host. If it cannot be asked, those that ran may have ended since."""
     if one.error is None:
         return one.parts
     return [replace(part, state="unreachable") if part.state == "running" else part for part in one.parts]

@@ -51,7 +51,8 @@ def test(
     soak: Annotated[bool, Option("all tests, those that take minutes too")] = False,
     python: Annotated[str | None, Option("the fast tests with another Python, for example 3.12", "VERSION")] = None,
     processes: Annotated[
-        int | None, Option("how many at once, each with labs of its own (default: one more than cores, at most 4)", "N")
+        int | None,
+        Option("how many at once, each with labs of its own (default: cores, one more without --slow; at most 4)", "N"),
     ] = None,
     args: Annotated[str, Option("more arguments for pytest")] = "",
 ) -> None:
@@ -68,7 +69,7 @@ def test(
         finish(run(program, "-m", "pytest", *chosen, *(["-k", k] if k else []), *shlex.split(args)))
         return
     print(f"about {TIERS[tier].minutes} minutes on two cores", file=sys.stderr)
-    count = processes or min(4, (os.cpu_count() or 1) + 1)  # tests wait for a third of their time
+    count = processes or min(4, (os.cpu_count() or 1) + (tier != "slow"))  # the others wait for a third of their time
     options = [*options, "--durations=15"]
     finish(groups.run(program, count, options) if count > 1 else run(program, "-m", "pytest", *options))
 

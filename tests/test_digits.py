@@ -214,7 +214,7 @@ def test_with_a_process_group_two_ranks_train_as_one_would(digits, data, model, 
         for rank in range(2)
     ]
     try:
-        printed = [rank.communicate(timeout=60)[0].count("\n") for rank in ranks]
+        printed = [rank.communicate(timeout=170)[0].count("\n") for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

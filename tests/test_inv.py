@@ -380,7 +380,7 @@ def test_processes_share_the_files_of_tests(tmp_path: Path) -> None:
         subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    outputs = [process.communicate(timeout=170)[0] for process in processes]
     ran = re.findall(r"^test_\w\.py::(test_\w) (PASSED|FAILED)", "\n".join(outputs), re.MULTILINE)
     assert sorted(ran) == [("test_a", "PASSED"), ("test_b", "PASSED"), ("test_c", "FAILED"), ("test_d", "PASSED")]
     codes = {process.returncode for process in processes}  # 5: the other one has taken all

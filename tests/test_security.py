@@ -823,9 +823,9 @@ def test_a_detached_run_keeps_no_secret(namespaces: Lab, open_pool: Callable[...
     """What its hosts keep of it are its answers and what it printed."""
     pool = open_pool("openssh", user="ada", env={"TOKEN": SECRET}, plugins=[sky.plugins.huggingface(token=SECRET)])
     run = pool.launch(sky.function(lambda: len(os.environ["TOKEN"] + os.environ["HF_TOKEN"]))(), name="quiet")
-    assert run.result(timeout=60) == [2 * len(SECRET)]
+    assert run.result(timeout=170) == [2 * len(SECRET)]
     small = pool.launch(sky.function(len)(SECRET), on="one", name="small")  # the whole call is one small message
-    assert small.result(timeout=60) == len(SECRET)
+    assert small.result(timeout=170) == len(SECRET)
     cache = namespaces.hosts[0].path("/home/ada/.cache/skyfab")
     assert list(cache.glob(f"runs/{run.id}/result.*"))
     assert seen_in(cache, SECRET) == []

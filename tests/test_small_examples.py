@@ -35,7 +35,7 @@ def run(name: str, folder: Path, *hosts: str, **environ: str) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=170,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -75,7 +75,7 @@ def test_a_job_of_ci_ends_with_what_the_doctor_finds(lab: Lab) -> None:
     """A host that cannot be reached is a failure of the job, and an annotation that is one line."""
     words = [sys.executable, str(EXAMPLES / "doctor_in_ci.py"), "ada@127.0.0.1:1"]
     environ = {**os.environ, "SKYFAB_INVENTORY": str(lab.inventory), "GITHUB_ACTIONS": "true"}
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=170)
     assert done.returncode == 1, done.stderr
     annotation, last = done.stdout.splitlines()
     assert annotation.startswith("::error title=skyfab doctor::ada@127.0.0.1:1: ") and "%0Afix: " in annotation

@@ -42,9 +42,9 @@ def test_a_call_that_saves_and_returns_when_it_is_stopped_does_not_cost_its_slot
     if end == "cancel":
         assert running.cancel()
         with pytest.raises(CancelledError):
-            running.result(30)
+            running.result(170)
     else:
-        assert running.result(30) == "saved", "what it returns in time is its result"
+        assert running.result(170) == "saved", "what it returns in time is its result"
     assert sky.function(os.getpid)() >> pool != int(pid), "its process is replaced"
     assert add(1) >> pool == 11
 
@@ -61,7 +61,7 @@ def cancel_one_of_twelve(pool: sky.Compute, seed: int, rounds: int) -> int:
         cancelled = futures[chosen].cancel()
         for n, future in enumerate(futures):
             if n != chosen or not cancelled:
-                assert future.result(60) == n + 10, f"seed {seed}, round {number}"
+                assert future.result(170) == n + 10, f"seed {seed}, round {number}"
                 answered += 1
     return answered
 

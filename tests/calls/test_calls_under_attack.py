@@ -48,7 +48,7 @@ def test_a_broadcast_that_is_detached_keeps_its_own_result_whatever_else_the_poo
     )
     time.sleep(0.3)
     run = pool.detach()
-    assert run.result(timeout=60) == ["first", "first"]
+    assert run.result(timeout=170) == ["first", "first"]
     for future in (first, second):
         assert isinstance(future.exception(10), sky.SkyfabError)
 
@@ -57,7 +57,7 @@ def test_a_broadcast_that_is_detached_keeps_its_own_result_whatever_else_the_poo
 def test_a_result_that_exits_when_it_is_unpickled_holds_nothing_up(open_pool: OpenPool, on: str) -> None:
     pool = open_pool("local", ranks=2)
     try:
-        pool.submit(sky.function(lambda: Leaves())(), on=on).result(30)
+        pool.submit(sky.function(lambda: Leaves())(), on=on).result(170)
     except (SystemExit, sky.NotPicklable, sky.BroadcastError):
         pass  # whichever thread has read it
     assert sky.function(late)("next", 0) @ pool == ["next", "next"]
@@ -114,14 +114,14 @@ def test_functions_of_a_spawned_child_run(tmp_path: Path) -> None:
                 queue = context.Queue()
                 child = context.Process(target=work, args=(queue,))
                 child.start()
-                print(queue.get(timeout=60))
+                print(queue.get(timeout=170))
                 child.join()
             """
         )
     )
     env = {**os.environ, "PYTHONPATH": str(Path(sky.__file__).parents[1])}
     ran = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90
+        [sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170
     )
     assert ran.stdout == "(40, 40)\n", ran.stderr
 

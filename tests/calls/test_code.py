@@ -49,7 +49,7 @@ class Program:
     def run(self, *words: str, stdin: str = "", cwd: str = "", **env: str) -> tuple[int, str, str]:
         """Its exit code, and what it said on stdout and stderr."""
         with self.start(*words, cwd=cwd, **env) as running:
-            out, err = running.communicate(stdin, timeout=60)
+            out, err = running.communicate(stdin, timeout=170)
         return running.returncode, out, err
 
     def __call__(self, *words: str, stdin: str = "", cwd: str = "", **env: str) -> Any:
@@ -759,7 +759,7 @@ def test_two_programs_with_modules_of_the_same_name_use_one_host_at_once(lab: La
     for running in programs:
         assert running.stdout is not None
         assert running.stdout.readline() == "ready\n"
-    ends = [running.communicate("go\n", timeout=60) for running in programs]
+    ends = [running.communicate("go\n", timeout=170) for running in programs]
     assert [json.loads(out) for out, _ in ends] == [[1, 1], [2, 2]], ends
 
 

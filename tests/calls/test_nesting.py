@@ -32,7 +32,7 @@ GUARD = 'if __name__ == "__main__":'
 @pytest.mark.slow
 def test_a_file_with_an_unguarded_pool_ends_with_an_error_and_not_with_ever_more_processes(tmp_path: Path) -> None:
     (tmp_path / "unguarded.py").write_text(UNGUARDED)
-    ran = skyfab(tmp_path, "run", "unguarded.py:mean", processes=200, timeout=40)
+    ran = skyfab(tmp_path, "run", "unguarded.py:mean", processes=200, timeout=170)
     assert ran.returncode == 2
     assert "unguarded.py, line 10: the module opens a pool while a rank imports it" in ran.stderr
     assert GUARD in ran.stderr
@@ -41,7 +41,7 @@ def test_a_file_with_an_unguarded_pool_ends_with_an_error_and_not_with_ever_more
 @pytest.mark.slow
 def test_a_script_that_opens_a_pool_is_not_run_as_a_rank(tmp_path: Path) -> None:
     (tmp_path / "unguarded.py").write_text(UNGUARDED)
-    ran = skyfab(tmp_path, "run", "unguarded.py", processes=200, timeout=40)
+    ran = skyfab(tmp_path, "run", "unguarded.py", processes=200, timeout=170)
     assert ran.returncode == 2
     assert "unguarded.py, line 10: the script opens a pool while every rank runs it" in ran.stderr
     assert "python unguarded.py" in ran.stderr
@@ -97,7 +97,7 @@ def test_the_depth_is_read_as_a_number_or_not_at_all(monkeypatch: pytest.MonkeyP
 def test_a_program_opens_pools_at_its_top(tmp_path: Path) -> None:
     """Nothing is refused outside of ranks."""
     (tmp_path / "program.py").write_text(UNGUARDED)
-    ran = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=170)
     assert ran.stdout == "[1.5, 1.5]\n", ran.stderr
 
 

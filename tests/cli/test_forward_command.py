@@ -47,15 +47,15 @@ def test_ports_are_there_until_ctrl_c(port: int) -> None:
         assert process.stdout is not None and process.stderr is not None
         lines = [process.stdout.readline().split() for _ in range(2)]
         assert [line[1:] for line in lines] == [["→", f"local:{port}"], ["→", f"local:{nothing}"]]
-        assert urllib.request.urlopen(lines[0][0], timeout=60).read() == b"hello"
+        assert urllib.request.urlopen(lines[0][0], timeout=170).read() == b"hello"
         with pytest.raises(OSError, match=r"reset|closed|refused"):
-            urllib.request.urlopen(lines[1][0], timeout=60)
+            urllib.request.urlopen(lines[1][0], timeout=170)
         assert process.stderr.readline() == f"local: nothing listens at port {nothing} yet\n"
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=60)
+        rest, errors = process.communicate(timeout=170)
         assert (process.returncode, rest, errors) == (130, "", "")
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(lines[0][0], timeout=60)
+        urllib.request.urlopen(lines[0][0], timeout=170)
 
 
 @pytest.mark.lab
@@ -70,7 +70,7 @@ def test_ports_are_there_until_ctrl_c(port: int) -> None:
 )
 def test_what_cannot_be_forwarded(lab: Lab, words: list[str], message: str) -> None:
     done = subprocess.run(
-        [*PROGRAM, "forward", f"--inventory={lab.inventory}", *words], capture_output=True, text=True, timeout=100
+        [*PROGRAM, "forward", f"--inventory={lab.inventory}", *words], capture_output=True, text=True, timeout=170
     )
     assert done.returncode == 2
     assert message in done.stderr

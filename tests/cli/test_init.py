@@ -45,7 +45,7 @@ def config(folder: Path, lines: str) -> dict[str, str]:
 def skyfab(folder: Path, environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "skyfab", *words]
     return subprocess.run(
-        argv, cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100
+        argv, cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=170
     )
 
 

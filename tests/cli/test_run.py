@@ -50,7 +50,7 @@ def project(tmp_path: Path) -> Path:
 def skyfab(project: Path, *words: str, inventory: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **({"SKYFAB_INVENTORY": str(inventory)} if inventory else {})}
     argv = [sys.executable, "-m", "skyfab", *words]
-    return subprocess.run(argv, cwd=project, env=env, capture_output=True, text=True, timeout=100)
+    return subprocess.run(argv, cwd=project, env=env, capture_output=True, text=True, timeout=170)
 
 
 def test_a_script_runs_on_every_rank_with_its_arguments(project: Path) -> None:

@@ -42,7 +42,7 @@ def folder(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def ssh(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [*PROGRAM, "ssh", *words], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=100
+        [*PROGRAM, "ssh", *words], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=170
     )
     left = [path.name for path in (folder.parent / "tmp").iterdir() if path.name.startswith("skyfab-")]
     assert not left, f"left behind: {left}"

@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 def piped(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **environ}
-    return subprocess.run([*PROGRAM, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+    return subprocess.run([*PROGRAM, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=170)
 
 
 def seen(folder: Path, columns: int, *words: str, **environ: str) -> tuple[int, str]:
@@ -303,7 +303,7 @@ def test_output_that_cannot_be_written_is_one_line_and_an_error(folder: Path) ->
 
 def test_a_command_whose_output_nobody_reads_is_stopped(folder: Path) -> None:
     line = f"{{ {shlex.join(PROGRAM)} exec here -- yes; echo $? >code; }} | head -1"
-    ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=170)
     assert (ran.stdout, ran.stderr) == ("here y\n", "")
     assert (folder / "code").read_text() == "1\n"
 
@@ -358,7 +358,7 @@ def test_bash_completes(folder: Path, line: str, words: list[str]) -> None:
         printf '%s\\n' "${{COMPREPLY[@]}}"
         complete -p skyfab
     """
-    ran = subprocess.run(["bash", "--norc", "-c", script], cwd=folder, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(["bash", "--norc", "-c", script], cwd=folder, capture_output=True, text=True, timeout=170)
     assert ran.stdout.splitlines() == [*words, "complete -o default -F _skyfab skyfab"], ran.stderr
 
 
@@ -371,7 +371,7 @@ def test_other_shells_take_their_scripts(folder: Path, shell: str) -> None:
         script = "skyfab completion fish | source; complete -C 'skyfab hos'"
     else:
         script = 'compdef() { echo "$@"; }; eval "$(skyfab completion zsh)"; functions _skyfab >/dev/null && echo hosts'
-    ran = subprocess.run([shell, "-c", script], cwd=folder, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([shell, "-c", script], cwd=folder, capture_output=True, text=True, timeout=170)
     assert ran.stdout.split()[-1] == "hosts", ran.stderr
     assert ran.stderr == ""
 

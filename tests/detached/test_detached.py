@@ -100,7 +100,7 @@ def test_a_run_goes_on_without_its_program(hosts: list[sky.Host], spot: Spot) ->
         run.result(0.1)
     spot.leave("go")
     found = sky.attach(run.id[:6], hosts)
-    assert [(rank, world, len(data), data[0]) for rank, world, data in found.result(60)] == [
+    assert [(rank, world, len(data), data[0]) for rank, world, data in found.result(170)] == [
         (rank, 2, 1_000_000, rank) for rank in range(2)
     ]
     assert found.status == "done"
@@ -113,7 +113,7 @@ def test_a_run_goes_on_without_its_program(hosts: list[sky.Host], spot: Spot) ->
 
 def test_a_run_on_one_host_returns_one_result(hosts: list[sky.Host], namespaces: Lab) -> None:
     run = launch(hosts, count(1), on=hosts[1].name, name="one")
-    assert run.result(60)[:2] == (0, 1)
+    assert run.result(170)[:2] == (0, 1)
     assert run.hosts == [hosts[1].name]
     folder = namespaces.hosts[1].path(f"/root/.cache/skyfab/runs/{run.id}")
     assert json.loads((folder / "call").read_text())["arguments"]
@@ -168,15 +168,15 @@ def test_following_a_run_takes_one_login(hosts: list[sky.Host], spot: Spot) -> N
     seen = connections()
     assert len(seen) == 2
     listening = begin(lambda: list(follower))
-    waiting = begin(lambda: run.result(60))
+    waiting = begin(lambda: run.result(170))
     until(lambda: len(connections()) == 4, "somebody who waits for the result")
     both = connections()
     for _ in range(30):
         time.sleep(0.05)
         assert connections() == both
     spot.leave("go")
-    assert len(listening.result(60)) == 9
-    assert len(waiting.result(60)) == 2
+    assert len(listening.result(170)) == 9
+    assert len(waiting.result(170)) == 2
     assert connections() == set()
 
 
@@ -191,7 +191,7 @@ def test_following_a_run_survives_connections_that_break(
     troubles: list[sky.SkyfabError] = []
     follower = run.logs(follow=True, trouble=troubles.append)
     first = [next(follower) for _ in range(5)]
-    waiting = begin(lambda: run.result(60))
+    waiting = begin(lambda: run.result(170))
     until(lambda: sum(map(len, map(logins, namespaces.hosts[:2]))) == 4, "somebody who waits for the result")
     for host in namespaces.hosts[:2]:
         for process in logins(host):
@@ -201,7 +201,7 @@ def test_following_a_run_survives_connections_that_break(
     for rank in range(2):
         lines = [line for number, stream, line in [*first, *rest] if (number, stream) == (rank, "out")]
         assert lines == [f"line {n} of rank {rank}" for n in range(40)]
-    assert [rank for rank, _, _ in waiting.result(60)] == [0, 1]
+    assert [rank for rank, _, _ in waiting.result(170)] == [0, 1]
     assert {error.host for error in troubles} == {host.name for host in hosts}
 
 
@@ -212,7 +212,7 @@ def test_a_rank_that_fails_ends_the_run(hosts: list[sky.Host], how: str, kind: t
     with sky.Compute(hosts[:1], ranks=3, ui="none") as pool:
         run = pool.launch(fail(how), name="bad")
     with pytest.raises(sky.BroadcastError) as raised:
-        run.result(30)
+        run.result(170)
     assert any(isinstance(error, kind) for error in raised.value.exceptions)
     assert run.status == "failed"
 
@@ -230,11 +230,11 @@ def test_a_run_is_stopped(hosts: list[sky.Host], spot: Spot) -> None:
 @pytest.mark.slow
 def test_a_run_that_was_removed_is_lost(hosts: list[sky.Host], namespaces: Lab) -> None:
     run = launch(hosts, count(1), name="removed")
-    run.result(30)
+    run.result(170)
     shutil.rmtree(namespaces.hosts[1].path(f"/root/.cache/skyfab/runs/{run.id}"))
     assert run.status == "lost"
     with pytest.raises(sky.HostLost) as raised:
-        run.result(30)
+        run.result(170)
     assert raised.value.host == hosts[1].name
     assert {rank for rank, _, _ in run.logs(follow=True)} == {0}
 
@@ -252,7 +252,7 @@ def test_a_broadcast_that_is_under_way_is_left_to_its_hosts(hosts: list[sky.Host
             future.result(10)
     assert run.status == "running"
     spot.leave("go")
-    assert [rank for rank, _, _ in run.result(60)] == [0, 1]
+    assert [rank for rank, _, _ in run.result(170)] == [0, 1]
     assert lines_of(run)[1, "out"] == [f"line {n} of rank 1" for n in range(10)]
 
 
@@ -277,13 +277,13 @@ def test_a_program_that_is_killed_leaves_its_runs_alone(namespaces: Lab, hosts: 
     """
     env = {**os.environ, "SKYFAB_INVENTORY": str(namespaces.inventory)}
     argv = [sys.executable, "-c", textwrap.dedent(program)]
-    ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=170)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     run = sky.attach(ended.stdout.strip(), inventory=namespaces.inventory)
     spot.wait("go.waits")
     assert run.status == "running"
     spot.leave("go")
-    assert run.result(30) == "done"
+    assert run.result(170) == "done"
 
 
 @pytest.mark.slow
@@ -327,7 +327,7 @@ def test_a_run_that_does_not_end_says_what_to_do(
 def test_a_name_that_was_used_twice_means_the_newest_and_no_name_is_refused(hosts: list[sky.Host]) -> None:
     twins = [launch(hosts[:1], count(1), on="one", name="twin") for _ in range(2)]
     for twin in twins:
-        twin.result(30)
+        twin.result(170)
     assert sky.attach("twin", hosts).id == twins[1].id
     assert sky.attach(twins[0].id[:8], hosts).id == twins[0].id
     with pytest.raises(sky.UsageError, match=r"no run 'twni'.*\n.*did you mean twin"):
@@ -346,7 +346,7 @@ def test_a_name_that_was_used_twice_means_the_newest_and_no_name_is_refused(host
 def skyfab(lab: Lab, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "SKYFAB_INVENTORY": str(lab.inventory)}
     argv = [sys.executable, "-m", "skyfab", *arguments]
-    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=90, stdin=subprocess.DEVNULL)
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=170, stdin=subprocess.DEVNULL)
 
 
 @pytest.fixture
@@ -427,7 +427,7 @@ def test_runs_on_some_hosts_says_how_they_stand_there_and_who_was_not_asked(
     namespaces: Lab, hosts: list[sky.Host]
 ) -> None:
     run = launch(hosts, count(1), name="both")
-    run.result(60)
+    run.result(170)
     first, second = (host.name for host in hosts)
 
     def listed(where: str) -> str:

@@ -29,7 +29,7 @@ def run(lent_lab: Lab, tmp_path: Path) -> Run:
     def example(name: str, hosts: str, *options: str) -> list[str]:
         words = [sys.executable, str(EXAMPLES / f"{name}.py"), f"--hosts={hosts}", *options]
         env = {**os.environ, "SKYFAB_INVENTORY": str(lent_lab.inventory)}
-        ran = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110)
+        ran = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170)
         assert ran.returncode == 0, ran.stderr
         return ran.stdout.splitlines()
 

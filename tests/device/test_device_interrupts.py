@@ -43,7 +43,7 @@ device = compute.device("cpu")
 def run(code: str) -> str:
     """What a program prints that has a device of this machine."""
     ended = subprocess.run(
-        [sys.executable, "-c", BEGIN + code + "\ncompute.close()"], capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", BEGIN + code + "\ncompute.close()"], capture_output=True, text=True, timeout=170
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout
@@ -74,6 +74,7 @@ print("counted", done > 1000)
 
 @pytest.mark.slow
 def test_while_tensors_are_made_and_sent() -> None:
+    """Without `tensor[10:]`: when interrupted in the device guard, pybind11 never frees the calling frame."""
     code = """
 data = torch.arange(50_000)
 total = data.sum().item() - 45
@@ -82,7 +83,7 @@ kept, most = [], 0
 def make(count=10**9):
     for _ in range(count):
         there = data.to(device)
-        kept.append((there * 2 - there)[10:].relu())
+        kept.append((there * 2 - there).narrow(0, 10, 49_990).relu())
         del kept[:-5]
 
 make(1)

@@ -27,7 +27,7 @@ class Other:
         self._pool = ThreadPoolExecutor(1)
 
     def __call__(self, function: Callable[[], Any]) -> Any:
-        return self._pool.submit(function).result(60)
+        return self._pool.submit(function).result(170)
 
     def end(self) -> None:
         self._pool.shutdown()
@@ -141,7 +141,7 @@ def test_a_thread_that_waits_for_a_value_is_told(device: Any, thread: Other, fai
     with failing:
         future = thread._pool.submit(ask)
         assert asked.wait(60)
-    for look in (lambda: future.result(60), lambda: torch.ones(1, device=device).item()):
+    for look in (lambda: future.result(170), lambda: torch.ones(1, device=device).item()):
         with pytest.raises(sky.DeviceError, match=FAILURE):
             look()
     assert thread(kept.tolist) == kept.tolist() == [1, 1]
@@ -152,7 +152,7 @@ def test_a_fetch_of_another_thread_tells_it(device: Any, thread: Other, failing:
     with failing:
         future = thread._pool.submit(lambda: sky.fetch(kept))
     with pytest.raises(sky.DeviceError, match=FAILURE):
-        thread(lambda: future.result(60).result(60))
+        thread(lambda: future.result(170).result(170))
     assert thread(lambda: kept.add_(1).tolist()) == [2, 2]
     with pytest.raises(sky.DeviceError, match=FAILURE):
         sky.synchronize()

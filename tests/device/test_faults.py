@@ -319,7 +319,7 @@ def test_the_number_of_remote_tensors_stays(device: Any, count: int) -> None:
 
 def test_skyfab_does_not_import_torch() -> None:
     code = "import sys, skyfab; skyfab.Compute; skyfab.fetch; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=170)
 
 
 def test_a_host_with_another_torch_is_refused(remote_pool: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_results_of_a_region(device: Any) -> None:
 
 
 def test_results_of_a_call(remote_pool: sky.Compute, device: Any) -> None:
-    shared(remote_pool.submit(sky.function(several)(), keep=True).result(60))
+    shared(remote_pool.submit(sky.function(several)(), keep=True).result(170))
 
 
 def test_values_of_a_generator(device: Any) -> None:

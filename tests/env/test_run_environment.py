@@ -39,7 +39,7 @@ def run(app: Path, fresh: Callable[..., list[sky.Host]]) -> Callable[..., subpro
     file = inventory(app.parent / "inventory.toml", [*fresh("openssh", 1, name="node1")])
 
     def ran(*words: str) -> subprocess.CompletedProcess[str]:
-        return skyfab(app, "run", "--hosts=all", *words, inventory=file, timeout=100)
+        return skyfab(app, "run", "--hosts=all", *words, inventory=file, timeout=170)
 
     return ran
 

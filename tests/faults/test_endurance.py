@@ -78,10 +78,10 @@ def work(pool: sky.Compute, calls: int) -> None:
         number += 1
         assert echo(number) >> pool == number
         assert say(number) >> pool == number
-        assert [future.result(60) for future in [echo(n) > pool for n in range(20)]] == list(range(20))
+        assert [future.result(170) for future in [echo(n) > pool for n in range(20)]] == list(range(20))
         assert pool.map(lambda n: n + 1, range(30)) == list(range(1, 31))
         assert say(number) @ pool == [number] * ranks
-        assert pool.submit(echo(number), on="node2").result(60) == number
+        assert pool.submit(echo(number), on="node2").result(170) == number
         assert (echo(1) & echo(2)) >> pool == (1, 2)
         with pytest.raises(ZeroDivisionError):
             sky.function(divide)(0) >> pool
@@ -151,7 +151,7 @@ def settle(pool: sky.Compute) -> None:
     sessions = [node.session for node in pool.hosts]
     until(lambda: not any(session.connection.replies.pending for session in sessions), "every call answered")
     for future in [echo(n) > pool for n in range(100)]:
-        future.result(60)
+        future.result(170)
     assert pool.world_size == len(echo(0) @ pool)
 
 

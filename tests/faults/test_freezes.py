@@ -138,7 +138,7 @@ def test_an_agent_that_freezes_while_another_host_answers_is_a_host_lost(
     go_on = freeze(victim)
     before = time.monotonic()
     with pytest.raises(sky.HostLost) as caught:
-        future.result(60)
+        future.result(170)
     assert caught.value.host == "node1"
     assert 1 < time.monotonic() - before < 20
     assert [errands.note(spot / "calls", str(n)) >> pool for n in range(5)] == list("01234")
@@ -206,7 +206,7 @@ def test_an_agent_that_is_frozen_for_longer_than_its_lease_is_lost_and_cleans_up
     victim = agent(pool, lab["node1"])
     go_on = freeze(victim)
     with pytest.raises(sky.HostLost, match="lease"):
-        future.result(30)
+        future.result(170)
     go_on()
     is_cleaned_up(lab, victim, 20)  # and nothing else: a new agent may be there already, since the pool is open
 
@@ -258,7 +258,7 @@ def test_a_call_in_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: 
     future = pool.submit(stay(spot / "pid"))
     rank = frozen_rank(lab, spot, freeze)
     with pytest.raises(sky.CallTimeout):
-        future.result(30)
+        future.result(170)
     until(lambda: gone(lab, rank), "the end of the frozen process", 20)
     assert errands.note(spot / "calls", "next") >> pool == "next"
 
@@ -269,7 +269,7 @@ def test_a_gang_with_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot
     future = pool.submit(stay_if_first(spot / "pid"), on="all")
     rank = frozen_rank(lab, spot, freeze)
     with pytest.raises((sky.CallTimeout, sky.BroadcastError)) as caught:
-        future.result(30)
+        future.result(170)
     assert "time" in str(caught.value)
     until(lambda: gone(lab, rank), "the end of the frozen process", 20)
     assert errands.note_rank(spot / "calls", "next") @ pool == [(0, "next"), (1, "next")]
@@ -285,7 +285,7 @@ def test_a_rank_that_freezes_for_a_while_loses_nothing(lab: Lab, open_pool: Open
     spot.leave("go")
     assert not future.done()
     go_on()
-    assert future.result(30) == int(pid)
+    assert future.result(170) == int(pid)
 
 
 def test_a_pool_with_a_frozen_rank_closes_in_good_time(lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze) -> None:

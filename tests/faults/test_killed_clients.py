@@ -85,7 +85,7 @@ class Client:
         """Seconds from its beginning to its natural end."""
         began = time.monotonic()
         running = self.start()
-        out, err = running.communicate(timeout=100)
+        out, err = running.communicate(timeout=170)
         assert running.returncode == 0, err
         assert out.split()[-1] == "closed"
         return time.monotonic() - began
@@ -97,7 +97,7 @@ class Client:
             running.wait(seconds)
         except subprocess.TimeoutExpired:
             running.send_signal(signal.SIGKILL)
-        out, err = running.communicate(timeout=30)
+        out, err = running.communicate(timeout=170)
         assert running.returncode in (0, -signal.SIGKILL), err
         return (out.split() or ["starting"])[-1]
 
@@ -154,7 +154,7 @@ def test_a_client_that_is_killed_while_the_network_is_away_leaves_nothing(lab: L
         pass
     silence(lab.hosts)
     running.send_signal(signal.SIGKILL)
-    running.communicate(timeout=30)
+    running.communicate(timeout=170)
     left = remains.after(lab.hosts, seconds=LEASE + 5)
     restore(lab.hosts)
     assert not left, f"left behind: {sorted(left)}"

@@ -83,7 +83,7 @@ def one_of_three_is_away(lab: Lab, pool: sky.Compute, spot: Spot, patience: floa
     silence([lab["node1"]])
     while not gone.done():  # the others work as if nothing were
         for name in ("node2", "node3"):
-            assert pool.submit(errands.digest(b"x"), on=name).result(30)
+            assert pool.submit(errands.digest(b"x"), on=name).result(170)
     with pytest.raises(sky.HostLost) as caught:
         gone.result()
     apart = time.monotonic() - cut
@@ -93,7 +93,7 @@ def one_of_three_is_away(lab: Lab, pool: sky.Compute, spot: Spot, patience: floa
     assert not any(future.done() for future in others)
     assert {sky.function(lambda: sky.instance_info().hostname)() >> pool for _ in range(6)} <= {"node2", "node3"}
     with pytest.raises(sky.HostLost):
-        pool.submit(errands.digest(b""), on="node1").result(30)
+        pool.submit(errands.digest(b""), on="node1").result(170)
     with pytest.raises((sky.HostLost, sky.BroadcastError)) as group:
         errands.digest(b"") @ pool
     assert "node1" in str(group.value)
@@ -137,7 +137,7 @@ def test_the_only_host_of_a_pool_is_waited_for_until_its_lease_is_over(
     time.sleep(4)
     assert not future.done()
     restore(lab.hosts)
-    assert future.result(30) == "meanwhile"
+    assert future.result(170) == "meanwhile"
     assert spot.notes("calls")["node1"].splitlines() == ["before", "meanwhile"]
 
 
@@ -172,7 +172,7 @@ def test_a_host_that_is_started_again_is_lost_at_once(
     before = time.monotonic()
     lab["node1"].reboot()
     with pytest.raises(sky.HostLost) as caught:
-        gone.result(60)
+        gone.result(170)
     assert caught.value.host == "node1"
     assert time.monotonic() - before < 45
     assert not other.done()
@@ -193,7 +193,7 @@ def test_a_host_whose_power_fails_is_lost_and_the_others_go_on(
     lab["node1"].kill()
     try:
         with pytest.raises(sky.HostLost) as caught:
-            gone.result(60)
+            gone.result(170)
         assert caught.value.host == "node1"
         assert [arrive(spot / "there") >> pool for _ in range(4)]
         assert not any(future.done() for future in others)

@@ -52,7 +52,7 @@ def without(machine: LabHost) -> LabHost:
 
 def type_(host: LabHost, user: str, *words: str) -> subprocess.CompletedProcess[str]:
     env = ["env", "SKYFAB_LAB=/var/tmp/standing", f"PYTHONPATH={PROJECT}", "PYTHONDONTWRITEBYTECODE=1"]
-    return host.run([*env, host.python, *words], user=user, check=False, timeout=100)
+    return host.run([*env, host.python, *words], user=user, check=False, timeout=170)
 
 
 def test_lab_up_installs_what_is_missing(without: LabHost) -> None:

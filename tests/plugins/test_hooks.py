@@ -133,7 +133,7 @@ def test_the_example_in_the_docs_runs_and_prints_what_it_says(tmp_path: Path) ->
     )
     (tmp_path / "seeded.py").write_text(program)
     shown = subprocess.run(
-        [sys.executable, "seeded.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "seeded.py"], cwd=tmp_path, capture_output=True, text=True, timeout=170, check=True
     )
     assert shown.stdout == "True\n"
 

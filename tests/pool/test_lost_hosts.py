@@ -92,7 +92,7 @@ def test_a_host_that_vanishes_during_a_collective_ends_the_gang(
     place.wait("met", 2)
     pair["node2"].cut()
     with pytest.raises(sky.BroadcastError) as raised:
-        future.result(30)
+        future.result(170)
     assert isinstance(raised.value.exceptions[0], sky.HostLost)
     assert raised.value.exceptions[0].host == "node2"
     pair["node2"].restore()
@@ -112,8 +112,8 @@ def test_a_call_that_may_be_repeated_moves_to_another_host(
         place.leave(f"at{n}.go")
     pair["node2"].cut()
     place.leave("never")
-    assert futures[0].result(30) == "node1"
-    assert futures[1].result(30) == "node1"
+    assert futures[0].result(170) == "node1"
+    assert futures[1].result(170) == "node1"
 
 
 def test_a_map_goes_on_without_a_host(pair: Lab, pool: Callable[..., sky.Compute], place: Spot) -> None:
@@ -144,7 +144,7 @@ def test_a_call_that_may_not_be_repeated_fails(pair: Lab, pool: Callable[..., sk
     pair["node2"].cut()
     for one in (future, moved):
         with pytest.raises(sky.HostLost) as raised:
-            one.result(30)
+            one.result(170)
         assert raised.value.host == "node2"
     assert compute.submit(sky.function(len)("four"), on="node1").result(10) == 4
 
@@ -162,5 +162,5 @@ def test_when_nobody_answers_the_fault_may_be_here(pair: Lab, pool: Callable[...
     place.leave("go")
     until(lambda: any("is this machine's network up?" in line for line in said), "whose fault it may be")
     pair.restore()
-    assert [future.result(30) for future in futures] == ["node1", "node2"]
+    assert [future.result(170) for future in futures] == ["node1", "node2"]
     assert not any(": lost" in line for line in said)

@@ -136,7 +136,7 @@ def test_a_server_that_turns_logins_away_is_asked_again(
     try:
         node.path("/etc/ssh/sshd_config").write_text(before + "MaxStartups 3:100:3\n")
         node.reboot()
-        with sky.Compute(names, ui="none") as compute:
+        with sky.Compute(names, heartbeat_timeout=60, ui="none") as compute:
             assert len({info.hostname for info in sky.function(sky.instance_info)() @ compute}) == 1
     finally:
         node.path("/etc/ssh/sshd_config").write_text(before)

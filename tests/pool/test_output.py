@@ -116,7 +116,7 @@ def test_what_is_written_arrives_while_the_call_still_runs(pool: sky.Compute, ev
     until(lambda: lines(events) == ["now"], "a line of a call that runs")
     assert not future.done()
     spot.leave("go")
-    future.result(30)
+    future.result(170)
 
 
 # ---- what a line is
@@ -125,9 +125,9 @@ def test_what_is_written_arrives_while_the_call_still_runs(pool: sky.Compute, ev
 def test_text_without_an_end_of_line_is_shown_when_the_call_ends(pool: sky.Compute, events: list[Event]) -> None:
     speak = sky.function(lambda text: print(text, end=""))
     node = pool.hosts[0].name
-    pool.submit(speak("one\ntwo"), on=node).result(30)
+    pool.submit(speak("one\ntwo"), on=node).result(170)
     assert lines(events) == ["one", "two"]
-    pool.submit(speak("three"), on=node).result(30)
+    pool.submit(speak("three"), on=node).result(170)
     assert lines(events) == ["one", "two", "three"]
 
 
@@ -160,7 +160,7 @@ def test_a_progress_bar_is_seen_to_move(pool: sky.Compute, events: list[Event], 
     for step in range(3):
         until(lambda step=step: str(step) in lines(events, "stderr"), "the next state of the progress bar")
         spot.leave(f"step{step}")
-    future.result(30)
+    future.result(170)
 
 
 def test_line_ends_of_other_systems_are_line_ends(pool: sky.Compute, events: list[Event]) -> None:
@@ -184,7 +184,7 @@ def test_a_dos_line_end_in_two_writes_is_one_line_end(pool: sky.Compute, events:
     future = speak() > pool
     until(lambda: "first" in lines(events), "the first half")
     spot.leave("go")
-    future.result(30)
+    future.result(170)
     assert [(e.text, e.end) for e in events if isinstance(e, Output)] == [
         ("first", "\n"),
         ("half", "\n"),
@@ -242,7 +242,7 @@ def test_a_character_in_two_writes_is_one_character(pool: sky.Compute, events: l
     future = speak() > pool
     until(lambda: "start" in lines(events), "the first half")
     spot.leave("go")
-    future.result(30)
+    future.result(170)
     assert lines(events) == ["start", "half é"]
 
 
@@ -269,7 +269,7 @@ def test_lines_carry_the_host_and_rank_that_wrote_them(pool: sky.Compute, events
 
 def test_lines_of_a_solo_call_carry_the_host_and_no_rank(pool: sky.Compute, events: list[Event]) -> None:
     for node in pool.hosts:
-        pool.submit(sky.function(print)(f"I am {node.name}"), on=node.name).result(30)
+        pool.submit(sky.function(print)(f"I am {node.name}"), on=node.name).result(170)
     assert [str(e) for e in events if isinstance(e, Output)] == [f"{n.name} I am {n.name}" for n in pool.hosts]
     sky.function(print)("together") @ pool
     assert {str(e) for e in events if isinstance(e, Output)} >= {
@@ -351,9 +351,9 @@ def test_a_flood_on_one_host_does_not_hold_up_calls_on_another(pool: sky.Compute
     future = pool.submit(flood(), on=pool.hosts[0].name)
     spot.wait("started")
     for number in range(50):
-        assert pool.submit(sky.function(abs)(-number), on=pool.hosts[1].name).result(30) == number
+        assert pool.submit(sky.function(abs)(-number), on=pool.hosts[1].name).result(170) == number
     spot.leave("stop")
-    future.result(60)
+    future.result(170)
 
 
 @pytest.mark.slow
@@ -510,8 +510,8 @@ def test_a_silent_function_that_fails_is_heard_and_the_next_one_too(pool: sky.Co
 
     node = pool.hosts[0].name
     with pytest.raises(ValueError, match="shown"):
-        pool.submit(fail(), on=node).result(30)
-    pool.submit(sky.function(print)("audible"), on=node).result(30)
+        pool.submit(fail(), on=node).result(170)
+    pool.submit(sky.function(print)("audible"), on=node).result(170)
     assert lines(events) == ["audible"]
 
 
@@ -570,12 +570,12 @@ def test_a_function_that_takes_its_output_apart_still_returns(pool: sky.Compute,
         return how
 
     node = pool.hosts[0].name
-    assert pool.submit(tear(), on=node).result(30) == how
-    assert pool.submit(sky.function(abs)(-3), on=node).result(30) == 3
+    assert pool.submit(tear(), on=node).result(170) == how
+    assert pool.submit(sky.function(abs)(-3), on=node).result(170) == 3
 
 
 def test_a_function_that_closes_every_descriptor_is_an_error_and_not_a_hang(pool: sky.Compute) -> None:
     node = pool.hosts[0].name
     with pytest.raises(sky.WorkerDied):
-        pool.submit(sky.function(lambda: os.closerange(3, 1000))(), on=node).result(30)
-    assert pool.submit(sky.function(abs)(-3), on=node).result(30) == 3
+        pool.submit(sky.function(lambda: os.closerange(3, 1000))(), on=node).result(170)
+    assert pool.submit(sky.function(abs)(-3), on=node).result(170) == 3

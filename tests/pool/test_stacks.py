@@ -36,7 +36,7 @@ Current thread 0x0000aaaa (most recent call first):
 def stacks(lab: Lab) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "SKYFAB_INVENTORY": str(lab.inventory)}
     argv = [sys.executable, "-m", "skyfab", "stacks", "--hosts=node1,node2"]
-    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=170)
 
 
 @pytest.mark.lab
@@ -103,7 +103,7 @@ def test_ranks_of_a_detached_run_are_shown_together(
     first, second = [line for line in shown.stdout.splitlines() if " rank" in line[:9]]
     assert first.startswith("2 ranks in ") and first.endswith(": node1[0], node2[1]")
     assert second.startswith("1 rank in ") and ": node1 " in second
-    assert [found.result(30) for found in (run, other)] == [[None, None], None]
+    assert [found.result(170) for found in (run, other)] == [[None, None], None]
 
 
 def test_the_main_thread_counts_and_our_own_frames_do_not() -> None:

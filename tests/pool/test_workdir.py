@@ -418,7 +418,7 @@ def test_a_detached_script_leaves_its_files(folder: Path, remote: list[sky.Host]
     started = skyfab(folder, "run", "--detach", "--hosts=node1", "saves.py", inventory=place)
     assert started.returncode == 0, started.stderr
     run = attach(started.stdout.strip(), inventory=place)
-    run.result(timeout=30)
+    run.result(timeout=170)
     assert [event.host for event in run.files()] == ["node1"]
     shown = skyfab(folder, "attach", run.id, inventory=place)
     assert "node1: wrote 1 file (1 byte): ckpt.pt in ~/.cache/skyfab/files/my-project-" in shown.stderr

@@ -31,7 +31,7 @@ def nothing_stays(image: str) -> Iterator[None]:
     """A test leaves no container, network or folder."""
     before = of_podman()
     yield
-    left = traces.left([of_podman], before, timeout=30)
+    left = traces.left([of_podman], before, timeout=170)
     assert not left, f"left behind by this test: {sorted(left)}"
 
 
@@ -245,7 +245,7 @@ def test_a_program_that_is_killed_leaves_nothing(image: str, moment: str, wait: 
             assert len(of_podman() - before) == 4
         program.send_signal(number)
         program.wait(60)
-        until(lambda: of_podman() == before, timeout=60)
+        until(lambda: of_podman() == before, timeout=170)
     finally:
         try:
             os.killpg(program.pid, signal.SIGKILL)  # the child of one that was forked

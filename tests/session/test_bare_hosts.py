@@ -69,7 +69,7 @@ def test_a_detached_script_runs_there(project: Path, hosts: list[sky.Host], tmp_
     ran = skyfab(project, "run", "--detach", "--hosts=node1", "plain.py", inventory=place)
     assert ran.returncode == 0, ran.stderr
     run = attach(ran.stdout.strip(), inventory=place)
-    assert run.result(timeout=30) == [None]
+    assert run.result(timeout=170) == [None]
     assert [line for _, _, line in run.logs()] == ["rank 0"]
 
 

@@ -53,7 +53,7 @@ def at_terminal(inventory: Path, *words: str) -> Typist:
 
 def piped(inventory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*SKYFAB, *words], cwd=inventory.parent, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+        [*SKYFAB, *words], cwd=inventory.parent, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=170
     )
 
 

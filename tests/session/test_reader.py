@@ -147,7 +147,7 @@ def test_at_most_one_thread_reads(reader: SharedReader) -> None:
             pipe.say()
         time.sleep(0.002)
     for pipe in pipes:
-        until(lambda: sum(map(len, pipe.read)) == 50, timeout=20)  # noqa: B023
+        until(lambda: sum(map(len, pipe.read)) == 50, timeout=170)  # noqa: B023
         pipe.threads += [""] * 200
     reader.poke()
     for thread in waiting:

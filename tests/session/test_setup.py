@@ -115,7 +115,7 @@ def test_bash_is_preferred_and_not_needed(shells: list[str], tmp_path: Path) -> 
             env={"PATH": str(tmp_path), "HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=170,
         ).stdout
 
     lines = f"PATH={tmp_path}\nexport A=1 B=${{BASH_VERSION:+bash}}"  # /etc/profile may have set another PATH

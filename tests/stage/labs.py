@@ -67,7 +67,7 @@ def ssh(host: LabHost, command: str, user: str | None = None) -> str:
     return done.stdout
 
 
-def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
+def until(condition: Callable[[], object], timeout: float = 100.0) -> None:
     """Waits until a condition holds."""
     deadline = time.monotonic() + timeout
     while not condition():

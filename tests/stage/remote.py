@@ -15,7 +15,7 @@ def leave(path: str, text: str = "") -> None:
     Path(f"{path}.{os.getpid()}.new").replace(path)
 
 
-def wait_for(path: str, timeout: float = 20.0) -> str:
+def wait_for(path: str, timeout: float = 100.0) -> str:
     """The text of a file, once it is there."""
     deadline = time.monotonic() + timeout
     while not Path(path).exists():

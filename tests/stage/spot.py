@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], what: str = "", timeout: float = 30.0) -> T:
+def until(condition: Callable[[], T], what: str = "", timeout: float = 100.0) -> T:
     """Waits until a condition holds, and returns what it said."""
     deadline = time.monotonic() + timeout
     while not (found := condition()):

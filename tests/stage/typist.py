@@ -31,7 +31,7 @@ class Typist:
         self.said = ""
         self._looked = 0
 
-    def sees(self, pattern: str, timeout: float = 60) -> re.Match[str]:
+    def sees(self, pattern: str, timeout: float = 120) -> re.Match[str]:
         """Waits until something new that matches is shown."""
         deadline = time.monotonic() + timeout
         while (match := re.compile(pattern).search(self.said, self._looked)) is None:
@@ -62,7 +62,7 @@ class Typist:
         mode[3] |= termios.ECHO
         termios.tcsetattr(self._theirs, termios.TCSADRAIN, mode)
 
-    def ends(self, timeout: float = 60) -> int:
+    def ends(self, timeout: float = 120) -> int:
         """Reads until the program has ended, and returns its exit code."""
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:

@@ -248,7 +248,7 @@ def program(folder: Path, line: str) -> Path:
 @pytest.mark.programs
 def test_a_program_whose_rank_fails_shows_its_own_lines_and_the_cause_last(tmp_path: Path) -> None:
     path = program(tmp_path, "train(3) @ compute")
-    found = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=100)
+    found = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=170)
     lines = found.stderr.splitlines()
     assert found.returncode == 1
     assert lines[0] == HEADER
@@ -260,7 +260,7 @@ def test_a_program_whose_rank_fails_shows_its_own_lines_and_the_cause_last(tmp_p
 @pytest.mark.programs
 def test_a_thread_of_a_program_shows_the_same(tmp_path: Path) -> None:
     path = program(tmp_path, "t = threading.Thread(target=lambda: parts.step >> compute); t.start(); t.join()")
-    found = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=100)
+    found = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=170)
     assert found.returncode == 0
     assert found.stderr.startswith("in thread Thread-")
     assert found.stderr.splitlines()[-1] == (

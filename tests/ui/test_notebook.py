@@ -51,7 +51,7 @@ class Notebook:
         self.messages.clear()
 
         def interrupt() -> None:
-            until(lambda: interrupt_at in printed(cell.outputs), timeout=60)
+            until(lambda: interrupt_at in printed(cell.outputs), timeout=170)
             os.kill(self._client.km.provisioner.pid, signal.SIGINT)
 
         with contextlib.ExitStack() as stack:
@@ -73,7 +73,7 @@ def of_type(outputs: list[Any], kind: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def notebook(home: object) -> Iterator[Notebook]:
-    client = nbclient.NotebookClient(nbformat.v4.new_notebook(), timeout=90, allow_errors=True, kernel_name="python3")
+    client = nbclient.NotebookClient(nbformat.v4.new_notebook(), timeout=170, allow_errors=True, kernel_name="python3")
     client.create_kernel_manager()
     client.km.transport = "ipc"  # over TCP the kernel warns
     with client.setup_kernel():

@@ -214,7 +214,7 @@ def test_an_output_that_is_not_read_holds_up_no_thread_and_no_more_than_so_much_
             made(ended())
 
     try:
-        begin(emit).result(20)
+        begin(emit).result(170)
         assert made._waiting <= 20_000
         assert len(made._lines) < 500
     finally:

@@ -12,7 +12,7 @@ _PART: Final = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[A-Za-z0-9_-]+)"
 _DOTTED: Final = rf"({_PART}(?:[ \t]*\.[ \t]*{_PART})*)"
 _TABLE: Final = re.compile(rf"[ \t]*\[\[?[ \t]*{_DOTTED}[ \t]*\]")
 _KEY: Final = re.compile(rf"[ \t]*{_DOTTED}[ \t]*=")
-_LONG: Final = ('"""', "'''")
+_LONG: Final = ('"' * 3, "'" * 3)
 """The quotes of strings that go over several lines."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import io
 import json
@@ -23,7 +24,7 @@ from skyfab.errors import ProtocolError
 from skyfab.protocol import LIBRARY_NAMES, messages
 from skyfab.protocol.blobs import name_of
 from skyfab.scripts import read
-from skyfab.session.bundle import Bundle, bundle
+from skyfab.session.bundle import Bundle, bundle, without_prose
 
 LIBRARIES = {"fabric", "paramiko", "invoke", "rich", "pathspec", "numpy", "torch", "uv", "exceptiongroup"}
 
@@ -425,8 +426,8 @@ from skyfab.session.bundle import bundle
 print(len(bundle().archive), len(bundle().library), *(path for path, _ in bundle().rest))
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert int(said[0]) < 99 * 1024
-    assert int(said[1]) < 400 * 1024  # sent behind the first calls
+    assert int(said[0]) < 70 * 1024
+    assert int(said[1]) < 300 * 1024  # sent behind the first calls
     assert not [path for path in said[2:] if path.startswith("skyfab/lab/")]
     assert "skyfab/lab/lab.py" in dict(bundle().rest), "this one uses it"
     assert gzip.decompress(bundle().archive)
@@ -437,3 +438,29 @@ def test_the_bundle_is_a_value() -> None:
         bundle().digest = "x"  # type: ignore[misc]
     assert isinstance(bundle(), Bundle)
     assert len(bundle().digest) == 64
+
+
+SOURCES = [file for file in (*bundle().core, *bundle().rest) if file[0].endswith(".py")]
+
+
+def statements(source: bytes) -> tuple[str, list[int]]:
+    """What is executed, and in which lines."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            kept = [one for one in body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))]
+            node.body = kept  # type: ignore[attr-defined]
+    return ast.dump(tree), [node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=[path for path, _ in SOURCES])
+def test_without_docstrings_and_comments_the_code_is_the_same(file: tuple[str, bytes]) -> None:
+    assert statements(without_prose(file[1])) == statements(file[1])
+
+
+def test_docstrings_and_comments_are_not_sent() -> None:
+    source = (
+        '"""Doc."""\n# one\nTEXT = """\n# kept\n"""\ndef f():\n    """Two\n    lines."""\n    # two\n    return "#"\n'
+    )
+    sent = '""""""\n\nTEXT = """\n# kept\n"""\ndef f():\n    """\n"""\n\n    return "#"\n'
+    assert without_prose(source.encode()).decode() == sent

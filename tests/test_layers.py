@@ -55,7 +55,7 @@ LARGEST = {
     "pool": 5180,
     "env": 3000,
     "calls": 1775,
-    "inventory": 2420,
+    "inventory": 2440,
     "providers": 700,
     "detached": 940,
     "files": 1170,

@@ -96,7 +96,8 @@ class Inventory(ShownAsTable):
         """The aliases of ssh_config, and of what it includes, that fit `pattern`: ``"gpu*,!gpu3"``.
 
         `path` is another file than that of the user. A host has the alias as its name and no address: ssh resolves it.
-        Patterns and Match blocks are no aliases. Aliases that log in as git are left out.
+        Patterns and Match blocks are no aliases. Left out are aliases that log in as git, and all but one of those
+        that are the same account of the same address.
         Raises InventoryError with all mistakes, or if nothing fits.
         """
         word = "ssh_config" if pattern == "*" else f"ssh_config:{pattern}"

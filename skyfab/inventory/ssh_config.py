@@ -31,6 +31,10 @@ _MOST_FILES: Final = 1000
 _MOST_WORDS: Final = 1000
 """On one line."""
 
+_ACCOUNT: Final = ("port", "user", "proxyjump", "proxycommand")
+"""With the address, what tells whether two aliases are the same account of the same machine."""
+_MOST_COMPARED: Final = 500
+"""Addresses are not compared where there are more aliases: each may depend on every line."""
 _LINE: Final = re.compile(r'"?([A-Za-z0-9]+)"?(?:[ \t]*=[ \t]*|[ \t]+|$)(.*)')
 _QUOTED: Final = r""""((?:\\.|[^"\\])*)"|'((?:\\.|[^'\\])*)'"""
 _WORD: Final = re.compile(rf"""[ \t]*(#.*|(?:{_QUOTED}|\\.|\\$|[^ \t"'\\])+)""")
@@ -43,6 +47,8 @@ def read(pattern: str = "*", path: str | os.PathLike[str] | None = None) -> Cont
     listing = reader.listing
     words = [word.strip() for word in pattern.split(",") if word.strip()]
     patterns = _Patterns(words if any(not word.startswith("!") for word in words) else ["*", *words])
+    names: dict[str, list[str]] = {}
+    """Those that are taken, by their addresses."""
     for name, at in reader.aliases.items():
         if not patterns.fit(name):
             continue
@@ -54,7 +60,10 @@ def read(pattern: str = "*", path: str | os.PathLike[str] | None = None) -> Cont
             listing.left_out[name] = "logs in as git, which serves repositories"
         elif circle := reader.circle_of(name):
             listing.left_out[name] = f"its ProxyJump goes in a circle: {' → '.join(circle)}"
+        elif first := reader.another_name(name, same := names.setdefault(reader.address_of(name), [])):
+            listing.left_out[name] = f"is another name of {first}"
         else:
+            same.append(name)
             listing.add(name, at, {})
     return listing.read(did_you_mean(words, reader.aliases) or _hint(reader))
 
@@ -95,8 +104,10 @@ class _Reader:
         self.listing = listing
         self.aliases: dict[str, str] = {}
         """Where each alias is."""
-        self._values: dict[str, list[tuple[tuple[_Patterns, ...], str]]] = {"user": [], "proxyjump": []}
-        """The conditions and the value of each User and ProxyJump line."""
+        self._values: dict[str, list[tuple[tuple[_Patterns, ...], str]]] = {
+            keyword: [] for keyword in ("hostname", *_ACCOUNT)
+        }
+        """The conditions and the value of each line with such a keyword."""
         self._files = 0
 
     def user_of(self, name: str) -> str | None:
@@ -104,6 +115,18 @@ class _Reader:
         if all(user != "git" for _, user in self._values["user"]):  # the only one that matters here
             return None
         return self._value("user", name)
+
+    def address_of(self, name: str) -> str:
+        """The address of an alias as Host lines say it; without one, its name."""
+        found = self._value("hostname", name) if len(self.aliases) <= _MOST_COMPARED else None
+        return name if found is None or "%" in found else found
+
+    def another_name(self, name: str, others: Iterable[str]) -> str | None:
+        """One of the aliases with the same address that is the same account, reached in the same way."""
+        return next((other for other in others if self._account(other) == self._account(name)), None)
+
+    def _account(self, name: str) -> list[str | None]:
+        return [self._value(keyword, name) for keyword in _ACCOUNT]
 
     def circle_of(self, name: str) -> list[str]:
         """The hosts that an alias is reached through, if they need each other; empty if they do not.
@@ -153,7 +176,7 @@ class _Reader:
             elif keyword == "match":
                 active = outer if [word.lower() for word in words] == ["all"] else None
             elif keyword in self._values and words and active is not None:
-                self._values[keyword].append((active, words[0]))
+                self._values[keyword].append((active, " ".join(words)))
             elif keyword == "include":
                 for word in words:
                     self._include(word, at, base, outer if active is None else active, (*above, here))

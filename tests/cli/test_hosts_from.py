@@ -19,7 +19,8 @@ ANSIBLE = "[gpu]\nnode[1:2] ansible_user=ada\n[all:children]\ngpu\n[here]\nme an
 def ssh_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The file `config` in the test's own folder."""
     (tmp_path / "config").write_text(
-        "Host box web\n  HostName 127.0.0.1\n  Port 1\nHost github.com\n  User git\nHost *\n  ConnectTimeout 5\n"
+        "Host box\n  Port 1\nHost web\n  Port 2\nHost box web\n  HostName 127.0.0.1\n"
+        "Host github.com\n  User git\nHost *\n  ConnectTimeout 5\n"
     )
     monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "config"))
 

@@ -24,9 +24,7 @@ Match host weird
 Host "quoted one" all none local
 Host = equals
 Host dup dup
-Host dead{0..9}
-  HostName 127.0.0.1
-  Port 1
+DEAD
 Host ümlaut under_score plus+sign dot.ted
   HostName 127.0.0.1
   Port 1
@@ -100,13 +98,14 @@ def test_forty_odd_entries(tmp_path: Path) -> None:
         known = tmp_path / "known_hosts"
         first, second = lab.hosts
         known.write_text(f"{first.address} {first.host_key}\n")
-        odd = ODD.replace("dead{0..9}", " ".join(f"dead{number}" for number in range(20)))
+        dead = "".join(f"Host dead{number}\n  HostName 127.0.0.{number + 2}\n  Port 1\n" for number in range(20))
         lines = [f"Host works{n}\n HostName {one.address}\n User root\n" for n, one in enumerate(lab.hosts)]
         general = f'  IdentityFile "{first.identity}"\n  UserKnownHostsFile "{known}"\n  GlobalKnownHostsFile none\n'
-        environ = config(tmp_path, "".join(lines) + odd + general)
+        environ = config(tmp_path, "".join(lines) + ODD.replace("DEAD\n", dead) + general)
         done = skyfab(tmp_path, environ, "init", "--yes")
         assert done.returncode == 0, done.stdout + done.stderr
         assert list(Inventory.load(tmp_path / "inventory.toml").hosts) == ["works0", "works1"]
+        assert "left out: dot.ted: is another name of ümlaut" in done.stderr
         assert "left out: github.com: logs in as git" in done.stderr and "left out: quoted one" in done.stderr
         assert "works1: hello from " in done.stdout and "dead7: cannot be used" in done.stdout
         assert done.stdout.endswith("written: inventory.toml, with 2 hosts\nnext: skyfab doctor\n")

@@ -69,6 +69,15 @@ ENTRIES = {
     "git of a negated pattern": ("Host * !a\n  User git\nHost a b", ["a"]),
     "git in quotes": ('Host b\n  User "git"\nHost a', ["a"]),
     "git in a Match": ("Host a\nMatch host a\n  User git", ["a"]),
+    "two names of one account": ("Host a a.lab\n  HostName 10.0.0.5\nHost b\n  HostName 10.0.0.5", ["a"]),
+    "two ports of one address": ("Host a\n  Port 1\nHost b\n  Port 2\nHost *\n  HostName 10.0.0.5", ["a", "b"]),
+    "two users of one machine": ("Host a\n  User ada\nHost a b\n  HostName 10.0.0.5", ["a", "b"]),
+    "one address in two networks": (
+        "Host a\n  ProxyCommand nc gate1 %h\nHost b\n  ProxyCommand nc gate2 %h\nHost *\n  HostName 10.0.0.5",
+        ["a", "b"],
+    ),
+    "an alias of an alias": ("Host a\nHost b\n  HostName a", ["a"]),
+    "addresses made of names": ("Host a b\n  HostName %h.lab", ["a", "b"]),
     "jump hosts": ("Host a\n  ProxyJump b\nHost b\n  ProxyJump ada@c:22,d\nHost *\n  ProxyJump none", ["a", "b"]),
     "jumps in a circle": ("Host b\n  ProxyJump ada@c:22,d\nHost c\n  ProxyJump ssh://b\nHost a", ["a"]),
     "jump through a circle": ("Host b\n  ProxyJump c\nHost c d\n  ProxyJump d\nHost a", ["a"]),
@@ -106,12 +115,13 @@ def test_a_host_has_the_alias_as_its_name_and_leaves_the_rest_to_ssh(tmp_path: P
 
 def test_what_is_left_out_is_said_with_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "config"
-    path.write_text("Host github.com\n  User git\nHost a all x@y")
+    path.write_text("Host github.com\n  User git\nHost a all x@y\nHost b\n  HostName a")
     left_out = Inventory.from_ssh_config(path=path).left_out
     assert left_out == {
         "github.com": "logs in as git, which serves repositories",
         "all": "is a word of its own in selections",
         "x@y": "cannot be a host's name: letters, digits, '.', '_', '+' and '-', not a sign first",
+        "b": "is another name of a",
     }
 
 

@@ -6,6 +6,7 @@ descriptors 1 and 2 goes to further pipes, which the agent reads.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -127,13 +128,15 @@ class Worker:
         self._fflush.argtypes = [ctypes.c_void_p]
 
     def close(self) -> None:
-        """Runs the plugins' cleanup, after the agent has closed the pipe."""
+        """Runs the plugins' cleanup and what functions left to `atexit`, after the agent has closed the pipe."""
         if self._poisoned:
             return
         try:
             self._hooks.close()
         except Exception:
             sys.stderr.write(_trace(sys.exc_info()[1]))  # type: ignore[arg-type]
+        atexit._run_exitfuncs()  # writers of logs and metrics write there what they still hold
+        self._flush()
 
     def serve(self) -> None:
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
@@ -540,6 +541,25 @@ def test_children_that_a_function_has_started_are_gone_when_the_pool_closes(
     alone, together = pool.submit(start(), on="node1").result(170), start() @ pool
     assert runs_on("node1", alone) and runs_on("node1", together[0]) and runs_on("node2", together[1])
     pool.close()
+    clean()
+
+
+def test_what_functions_leave_to_atexit_is_done_when_the_pool_closes(
+    open_pool: Callable[..., sky.Compute], spot: Spot, clean: Callable[[], None]
+) -> None:
+    """As writers of metrics do. One that does not return is not waited for long."""
+
+    @sky.function
+    def start(path: str) -> None:
+        atexit.register(time.sleep, 600)  # the last one that is called
+        atexit.register(leave, path, "the last steps")
+        atexit.register(int, "one that fails")
+
+    pool = open_pool("openssh", count=2, lease=600)
+    start(spot / "written") @ pool
+    assert not spot.notes("written")
+    pool.close()
+    assert list(spot.wait("written", 2).values()) == ["the last steps"] * 2
     clean()
 
 

@@ -1,11 +1,11 @@
-"""The lines of the screen: a picture and a view at a width and a height. Pure."""
+"""The lines of the screen: a snapshot and a view at a width and a height. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-from skyfab.top.picture import HOSTS, RUNS, Picture, Row
+from skyfab.top.snapshot import HOSTS, RUNS, Row, Snapshot
 from skyfab.top.view import Pane, View, panes
 from skyfab.top.width import cut, fill, width
 
@@ -34,14 +34,14 @@ HELP: Final = (
 )
 
 
-def table_frame(picture: Picture, view: View, columns: int, lines: int) -> list[str]:
+def table_frame(snapshot: Snapshot, view: View, columns: int, lines: int) -> list[str]:
     """A screen with the hosts and the runs; `view` is settled."""
-    for_hosts, for_runs = panes(picture, lines)
-    made = [_BOLD + fill(picture.summary, columns) + _PLAIN]
-    made += _pane("host", HOSTS, picture.hosts, view, columns, for_hosts)
-    if picture.runs:
-        made += _pane("run", RUNS, picture.runs, view, columns, for_runs)
-    return _with_keys(made, _last_line(picture, view), columns, lines)
+    for_hosts, for_runs = panes(snapshot, lines)
+    made = [_BOLD + fill(snapshot.summary, columns) + _PLAIN]
+    made += _pane("host", HOSTS, snapshot.hosts, view, columns, for_hosts)
+    if snapshot.runs:
+        made += _pane("run", RUNS, snapshot.runs, view, columns, for_runs)
+    return _with_keys(made, _last_line(snapshot, view), columns, lines)
 
 
 def text_frame(title: str, text: Sequence[str], view: View, columns: int, lines: int) -> list[str]:
@@ -50,9 +50,9 @@ def text_frame(title: str, text: Sequence[str], view: View, columns: int, lines:
     return _with_keys(made, view.note or _TEXT_KEYS, columns, lines)
 
 
-def _last_line(picture: Picture, view: View) -> str:
-    if view.stopping and view.stopping in picture.found:
-        run = picture.found[view.stopping]
+def _last_line(snapshot: Snapshot, view: View) -> str:
+    if view.stopping and view.stopping in snapshot.found:
+        run = snapshot.found[view.stopping]
         return f"stop {run.id[:8]} on {len(run.hosts)} host{'s' if len(run.hosts) > 1 else ''}? y/n"
     return view.note or _KEYS
 

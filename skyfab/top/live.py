@@ -14,8 +14,8 @@ from skyfab.inventory.inventory import Inventory
 from skyfab.top.frame import HELP, table_frame, text_frame
 from skyfab.top.fullscreen import FullScreen
 from skyfab.top.monitor import Monitor
-from skyfab.top.picture import Picture, picture
 from skyfab.top.reading import Reading, log_of, stacks_of
+from skyfab.top.snapshot import Snapshot, snapshot
 from skyfab.top.view import Action, View
 from skyfab.top.width import wrap
 
@@ -51,7 +51,7 @@ class Live:
 
     def _step(self, screen: FullScreen, monitor: Monitor) -> bool:
         """Draws once, and does what the next keys ask for. False: the user quits."""
-        now = picture(monitor.seen(), self._inventory, every=self._every, clock=time.monotonic(), now=time.time())
+        now = snapshot(monitor.seen(), self._inventory, every=self._every, clock=time.monotonic(), now=time.time())
         columns, lines = screen.size
         if self._said:
             self._view = replace(self._view, note=self._said.pop(0))
@@ -67,7 +67,7 @@ class Live:
                 return False
         return True
 
-    def _do(self, action: Action, now: Picture) -> bool:
+    def _do(self, action: Action, now: Snapshot) -> bool:
         if action.wish == "quit":
             return False
         self._close_text()
@@ -92,7 +92,7 @@ class Live:
             self._text.close()
             self._text = None
 
-    def _stop(self, id_: str, now: Picture) -> None:
+    def _stop(self, id_: str, now: Snapshot) -> None:
         try:
             now.found[id_].stop()
             self._said.append(f"{id_[:8]} is stopped")

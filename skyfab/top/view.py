@@ -1,4 +1,4 @@
-"""`View`: what of a picture is on the screen and selected, and what a key does. Pure: it draws and reads nothing."""
+"""`View`: what of a snapshot is on the screen and selected, and what a key does. Pure: it draws and reads nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from skyfab.top.picture import Picture
+from skyfab.top.snapshot import Snapshot
 
 Pane = Literal["host", "run"]
 Wish = Literal["log", "stacks", "stop", "quit", "close"]
@@ -45,7 +45,7 @@ class View:
     note: str = ""
     """Shown in the last line until the next key."""
 
-    def press(self, key: str, picture: Picture, lines: int, length: int = 0) -> tuple[View, Action | None]:
+    def press(self, key: str, snapshot: Snapshot, lines: int, length: int = 0) -> tuple[View, Action | None]:
         """The view after a key on a screen with so many lines, and what is to be done. A text has `length` lines."""
         if self.stopping:
             action = Action("stop", run=self.stopping) if key in ("y", "Y") else None
@@ -58,30 +58,30 @@ class View:
         if key == "?":
             return replace(view, text="keys", is_followed=False, top=0), None
         if key in ("l", "enter", "s", "x"):
-            return view._ask(key, picture)
-        return view._move(key, picture, lines), None
+            return view._ask(key, snapshot)
+        return view._move(key, snapshot, lines), None
 
-    def _ask(self, key: str, picture: Picture) -> tuple[View, Action | None]:
+    def _ask(self, key: str, snapshot: Snapshot) -> tuple[View, Action | None]:
         pane, name = self.selected
         if key == "s":
             return self, Action("stacks", run=name) if pane == "run" else Action("stacks", host=name)
-        run = name if pane == "run" else picture.run_on(name)
-        if run is None or run not in picture.found:
+        run = name if pane == "run" else snapshot.run_on(name)
+        if run is None or run not in snapshot.found:
             return replace(self, note=f"no run on {name}"), None
         if key != "x":
             return self, Action("log", run=run)
         if pane == "host":
             return replace(self, note="select a run to stop it: Tab goes to the runs"), None
-        if picture.found[run].has_ended:
+        if snapshot.found[run].has_ended:
             return replace(self, note=f"{run[:8]} has ended already"), None
         return replace(self, stopping=run), None
 
     # ---- hosts and runs
 
-    def _move(self, key: str, picture: Picture, lines: int) -> View:
-        rows = _rows(picture)
+    def _move(self, key: str, snapshot: Snapshot, lines: int) -> View:
+        rows = _rows(snapshot)
         at = rows.index(self.selected) if self.selected in rows else 0
-        page = max(1, panes(picture, lines)[self.selected[0] == "run"])
+        page = max(1, panes(snapshot, lines)[self.selected[0] == "run"])
         if key == "tab":
             other = [row for row in rows if row[0] != self.selected[0]]
             return replace(self, selected=other[0]) if other else self
@@ -93,14 +93,14 @@ class View:
             at += _MOVES.get(key, 0) + page * _PAGES.get(key, 0)
         return replace(self, selected=rows[min(max(at, 0), len(rows) - 1)]) if rows else self
 
-    def settled(self, picture: Picture, lines: int) -> View:
+    def settled(self, snapshot: Snapshot, lines: int) -> View:
         """With a selection that is there, and on the screen."""
-        rows = _rows(picture)
+        rows = _rows(snapshot)
         selected = self.selected if self.selected in rows else rows[0] if rows else self.selected
         tops = tuple(
             _visible(top, room, [row.key for row in some], selected[1] if selected[0] == pane else None)
             for top, room, some, pane in zip(
-                self.tops, panes(picture, lines), (picture.hosts, picture.runs), ("host", "run"), strict=True
+                self.tops, panes(snapshot, lines), (snapshot.hosts, snapshot.runs), ("host", "run"), strict=True
             )
         )
         return replace(self, selected=selected, tops=(tops[0], tops[1]))
@@ -132,17 +132,17 @@ class View:
         return text[top : top + room]
 
 
-def _rows(picture: Picture) -> list[tuple[Pane, str]]:
-    hosts: list[tuple[Pane, str]] = [("host", row.key) for row in picture.hosts]
-    return hosts + [("run", row.key) for row in picture.runs]
+def _rows(snapshot: Snapshot) -> list[tuple[Pane, str]]:
+    hosts: list[tuple[Pane, str]] = [("host", row.key) for row in snapshot.hosts]
+    return hosts + [("run", row.key) for row in snapshot.runs]
 
 
-def panes(picture: Picture, lines: int) -> tuple[int, int]:
+def panes(snapshot: Snapshot, lines: int) -> tuple[int, int]:
     """How many hosts and how many runs a screen with so many lines has room for.
 
     Runs have at least a third of it, if there are as many, and what hosts do not need.
     """
-    hosts, runs = len(picture.hosts), len(picture.runs)
+    hosts, runs = len(snapshot.hosts), len(snapshot.runs)
     room = max(0, lines - _FRAME - (1 if runs else 0))  # runs have a head of their own
     for_runs = min(runs, max(room // 3, room - hosts))
     return min(hosts, room - for_runs), for_runs

@@ -16,7 +16,7 @@ from skyfab.survey.survey import Gpu, GpuProcess, Survey
 from skyfab.top.frame import HELP, table_frame, text_frame
 from skyfab.top.keys import decode, is_partial
 from skyfab.top.monitor import Seen
-from skyfab.top.picture import Picture, picture
+from skyfab.top.snapshot import Snapshot, snapshot
 from skyfab.top.view import Action, View, panes
 from skyfab.top.width import width
 
@@ -43,15 +43,15 @@ def part(number: int, *hosts: str, state: str = "running", last: str = "step 1",
     return Part(host=hosts[place], about=about, state=state, started=NOW - 60 * number, last=last)  # type: ignore[arg-type]
 
 
-def made(hosts: Sequence[Seen]) -> Picture:
-    return picture(hosts, Inventory(hosts={one.host.name: one.host for one in hosts}), every=2, clock=CLOCK, now=NOW)
+def made(hosts: Sequence[Seen]) -> Snapshot:
+    return snapshot(hosts, Inventory(hosts={one.host.name: one.host for one in hosts}), every=2, clock=CLOCK, now=NOW)
 
 
 def plain(lines: Sequence[str]) -> list[str]:
     return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
 
 
-def screen(found: Picture, columns: int, lines: int = 24, view: View | None = None) -> list[str]:
+def screen(found: Snapshot, columns: int, lines: int = 24, view: View | None = None) -> list[str]:
     """The lines, each of which has exactly the width of the screen."""
     shown = plain(table_frame(found, (view or View()).settled(found, lines), columns, lines))
     assert [width(line) for line in shown] == [columns] * lines
@@ -136,12 +136,12 @@ def test_runs_are_of_all_their_hosts_and_those_that_run_come_first() -> None:
 # ---- keys
 
 
-def crowd(count: int = 64, runs: int = 10) -> Picture:
+def crowd(count: int = 64, runs: int = 10) -> Snapshot:
     first = seen("node1", parts=tuple(part(n, "node1") for n in range(1, runs + 1)))
     return made([first, *(seen(f"node{n}") for n in range(2, count + 1))])
 
 
-def pressed(found: Picture, *keys: str, lines: int = 24, view: View | None = None) -> tuple[View, Action | None]:
+def pressed(found: Snapshot, *keys: str, lines: int = 24, view: View | None = None) -> tuple[View, Action | None]:
     now, action = (view or View()).settled(found, lines), None
     for key in keys:
         now, action = now.press(key, found, lines)
@@ -149,7 +149,7 @@ def pressed(found: Picture, *keys: str, lines: int = 24, view: View | None = Non
     return now, action
 
 
-def bar(found: Picture, view: View, lines: int = 24) -> str:
+def bar(found: Snapshot, view: View, lines: int = 24) -> str:
     """The line that is selected."""
     (line,) = [line for line in table_frame(found, view, 100, lines)[:-1] if line.startswith("\x1b[7m")]
     return plain([line])[0].split()[0]

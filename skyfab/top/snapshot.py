@@ -1,4 +1,4 @@
-"""`Picture`: what `skyfab top` shows at one moment, as rows of cells. Made of what is known; draws nothing."""
+"""`Snapshot`: what `skyfab top` shows at one moment, as rows of cells. Made of what is known; draws nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class Snapshot:
     """All rows, and the line above them."""
 
     summary: str
@@ -46,12 +46,12 @@ class Picture:
         return next((row.key for row in self.runs if host in self.found[row.key].hosts), None)
 
 
-def picture(seen: Sequence[Seen], inventory: Inventory, *, every: float, clock: float, now: float) -> Picture:
+def snapshot(seen: Sequence[Seen], inventory: Inventory, *, every: float, clock: float, now: float) -> Snapshot:
     """`clock` is that of `Seen.heard`; `now` is the time of day, in seconds since 1970."""
     hosts = [one.host for one in seen]
     found = runs_of([part for one in seen for part in _parts(one)], inventory, hosts, "data")
     found.sort(key=lambda run: _ORDER.index(run.state) if run.state in _ORDER else len(_ORDER))  # stable: latest first
-    return Picture(
+    return Snapshot(
         summary=_summary(seen, [_condition(one, every, clock) for one in seen], found),
         hosts=tuple(Row(one.host.name, _host_cells(one, every, clock)) for one in seen),
         runs=tuple(Row(run.id, _run_cells(run, now)) for run in found),

@@ -301,6 +301,14 @@ def test_output_that_cannot_be_written_is_one_line_and_an_error(folder: Path) ->
             assert (ran.returncode, ran.stderr) == (1, says), task
 
 
+def test_a_run_goes_on_when_its_output_cannot_be_written(folder: Path) -> None:
+    (folder / "job.py").write_text("print('lost')\nopen('done', 'w').close()\n")
+    line = f"PYTHONUNBUFFERED=1 {shlex.join(PROGRAM)} run --hosts=local job.py >/dev/full"
+    ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, stderr=subprocess.PIPE, text=True, timeout=170)
+    assert ran.stderr.count("skyfab: standard output: No space left on device: no more is shown\n") == 1
+    assert (folder / "done").exists()
+
+
 def test_a_command_whose_output_nobody_reads_is_stopped(folder: Path) -> None:
     line = f"{{ {shlex.join(PROGRAM)} exec here -- yes; echo $? >code; }} | head -1"
     ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=170)

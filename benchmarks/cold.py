@@ -8,11 +8,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import skyfab as sky
 from benchmarks.arena import Arena
 from benchmarks.remote import nothing
 from benchmarks.result import Bar, Result
 from benchmarks.sample import Sample, alternate
 from skyfab.inventory.host import Host
+
+_PROJECT = sky.Image(excludes=["/tests/", "/skyfab/", "/examples/", "/tools/", "/docs/"])
+"""A project as a user's program has one: without it, the size of this repository would be measured."""
 
 
 class Cold:
@@ -47,7 +51,7 @@ class Cold:
 
 def _start(arena: Arena, host: Host) -> float:
     started = time.perf_counter()
-    with arena.pool(host) as compute:
+    with arena.pool(host, image=_PROJECT) as compute:
         nothing() >> compute
         return time.perf_counter() - started
 

@@ -61,7 +61,7 @@ LARGEST = {
     "files": 1170,
     "plugins": 1100,
     "survey": 790,
-    "ui": 1730,
+    "ui": 1740,
     "doctor": 1330,
     "top": 1000,
     "cli": 3750,

@@ -14,6 +14,7 @@ from skyfab.cli import report
 from skyfab.cli.sigterm import SIGTERM
 from skyfab.errors import UsageError
 from skyfab.ui.hints import HINTS
+from skyfab.ui.terminal import unwritten
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,8 @@ def flush_output() -> None:
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
+        if unwritten:
+            raise unwritten.pop()
     except OSError as error:
         discard_output()
         sys.exit(1 if isinstance(error, BrokenPipeError) else f"error: standard output: {error.strerror}")

@@ -68,16 +68,25 @@ def has_colours() -> bool:
     return not os.environ.get("NO_COLOR")
 
 
+unwritten: Final[list[OSError]] = []
+"""Why standard output could not be written, as to a full disk. Calls go on; a command ends with it."""
+
+
 def put(file: TextIO | None, text: str) -> None:
     """Writes and flushes text; escapes characters that the file's encoding lacks."""
     if file is None:  # a program without a console
         return
     try:
-        file.write(text)
-    except UnicodeEncodeError:
-        encoding = file.encoding or "ascii"
-        file.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    file.flush()
+        try:
+            file.write(text)
+        except UnicodeEncodeError:
+            encoding = file.encoding or "ascii"
+            file.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        file.flush()
+    except OSError as error:
+        if file is sys.stdout:
+            unwritten.append(error)
+        raise
 
 
 class Live:

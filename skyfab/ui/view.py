@@ -9,8 +9,6 @@ read, a terminal that is paused) is behind: until it has caught up, no thread wa
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -34,7 +32,7 @@ from skyfab.ui.events import (
     State,
 )
 from skyfab.ui.noise import is_noise
-from skyfab.ui.terminal import clean_lines, put
+from skyfab.ui.terminal import clean_lines
 
 Line = tuple[str, str]
 """The output stream of a line, and its text with its line ending."""
@@ -198,9 +196,6 @@ class View(ABC):
                         self._deaf = True
                         if isinstance(error, BrokenPipeError):
                             self.on_closed()
-                        elif isinstance(error, OSError):  # a full disk: the calls go on
-                            with contextlib.suppress(OSError, ValueError):
-                                put(sys.stderr, f"skyfab: standard output: {error.strerror}: no more is shown\n")
                 with self._progress:
                     self._behind = self._behind and left > 0
                     self._progress.notify_all()

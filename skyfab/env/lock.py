@@ -125,8 +125,15 @@ def _check_hashes(lock: Lock, resolved: str, allowed: Sequence[tuple[str, str]])
             name, sha256 = next(iter(files.items()), (wheel.package, "unknown"))
             raise LockError(
                 f"{name} has none of the hashes of its requirement\nsha256 {sha256}\nallowed {', '.join(wanted)}",
-                hint="if the file is the right one, add it: --hash=sha256:…; else ask who maintains the index",
+                hint=_hash_hint(wheel),
             )
+
+
+def _hash_hint(wheel: Wheel) -> str:
+    _, _, build = wheel.version.partition("+")
+    if build:  # the lines that `uv pip compile --generate-hashes` writes have the files of one build
+        return f"hosts get the build that fits them, here {build}: add --hash=sha256:… of it, or leave hashes out"
+    return "if the file is the right one, add it: --hash=sha256:…; else ask who maintains the index"
 
 
 def _torch(lock: Lock) -> str:

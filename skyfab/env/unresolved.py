@@ -9,6 +9,8 @@ from skyfab.calls.results import image_option, index_option
 
 def hint_for(why: str) -> str:
     """The next thing to try, for the reason that uv gives."""
+    if re.search(r"No space left|[Dd]isk quota|quota exceeded", why):
+        return "uv's cache on this machine has no room: uv cache prune, or UV_CACHE_DIR=/path/with/room"
     if re.search(r"\b(401|403)\b|authentic|Unauthorized|Forbidden", why):
         return "put user and password into the index's URL, pip's configuration or ~/.netrc"
     if re.search(r"/whl/(cpu|cu|rocm|xpu)\S*/torch", why):

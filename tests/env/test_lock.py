@@ -22,6 +22,7 @@ from skyfab.calls.image import Image, PipIndex
 from skyfab.env import builds, tools, uv
 from skyfab.env.facts import Target
 from skyfab.env.lock import Lock, LockError, indexes, make_lock, needs_push, read_lock
+from skyfab.env.unresolved import hint_for
 from skyfab.env.wheels import fetch
 from skyfab.errors import UsageError
 
@@ -122,6 +123,12 @@ def test_a_file_has_a_hash_of_its_requirement_or_is_refused(index: Index) -> Non
     assert chosen(lock_of(f"app==1.0 {wrong} {right}")) == {"app": "1.0", "some-lib": "1.5"}
     with pytest.raises(LockError, match=rf"(?s){app.name} has none of the hashes.*{sha256(app)}\nallowed sha256:000"):
         lock_of(f"app==1.0 {wrong}")
+
+
+def test_a_hash_of_another_build_says_which_build_the_hosts_get(index: Index) -> None:
+    index.add("app", "1.0+cpu")
+    with pytest.raises(LockError, match=r"hint: hosts get the build that fits them, here cpu: add --hash"):
+        lock_of(f"app==1.0 --hash=sha256:{'0' * 64}")
 
 
 def test_a_cache_here_that_cannot_be_written_to_is_named(
@@ -378,6 +385,11 @@ def test_an_index_that_is_down(index: Index, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(LockError, match=r"(?s)Connection refused.*hint: is the index up") as caught:
         lock_of("app")
     assert "hidden" not in str(caught.value)
+
+
+def test_a_cache_of_uv_that_is_full_is_said_to_be_so() -> None:
+    said = "Failed to write to the client cache\ncause: failed to write to file `/c/x`: No space left on device"
+    assert hint_for(said).startswith("uv's cache on this machine has no room: uv cache prune")
 
 
 def test_an_index_that_wants_a_password(private: Index, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def _named(hosts: Sequence[Host]) -> list[Host]:
 
 def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ...]:
     """Those that were named; else asks. Without aliases in ssh_config, those of known_hosts are offered."""
-    from skyfab.inventory.known_hosts import names
+    from skyfab.inventory.known_hosts import has_hashed, names
     from skyfab.inventory.selection import some
 
     if hosts is not None:
@@ -111,9 +111,10 @@ def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ..
     others = [name for name in names() if name not in known.hosts]
     offered = list(known.hosts) or others
     if not offered:
-        raise UsageError(
-            "neither ssh_config nor known_hosts names a host", hint="name some: skyfab init ada@10.0.0.5,ada@10.0.0.6"
-        )
+        what = "ssh_config names no host, and known_hosts has only hashes of names"
+        if not has_hashed():
+            what = "neither ssh_config nor known_hosts names a host"
+        raise UsageError(what, hint="name some: skyfab init ada@10.0.0.5,ada@10.0.0.6")
     where = "ssh_config" if known.hosts else "known_hosts"
     print(clean(f"{where} has {len(offered)}: {some(offered)}", colour=False))
     if known.hosts and others:

@@ -47,8 +47,8 @@ def read(pattern: str = "*", path: str | os.PathLike[str] | None = None) -> Cont
     listing = reader.listing
     words = [word.strip() for word in pattern.split(",") if word.strip()]
     patterns = _Patterns(words if any(not word.startswith("!") for word in words) else ["*", *words])
-    names: dict[str, list[str]] = {}
-    """Those that are taken, by their addresses."""
+    taken: dict[object, str] = {}
+    """The first alias of each account."""
     for name, at in reader.aliases.items():
         if not patterns.fit(name):
             continue
@@ -60,10 +60,9 @@ def read(pattern: str = "*", path: str | os.PathLike[str] | None = None) -> Cont
             listing.left_out[name] = "logs in as git, which serves repositories"
         elif circle := reader.circle_of(name):
             listing.left_out[name] = f"its ProxyJump goes in a circle: {' → '.join(circle)}"
-        elif first := reader.another_name(name, same := names.setdefault(reader.address_of(name), [])):
+        elif (first := taken.setdefault(reader.account_of(name), name)) != name:
             listing.left_out[name] = f"is another name of {first}"
         else:
-            same.append(name)
             listing.add(name, at, {})
     return listing.read(did_you_mean(words, reader.aliases) or _hint(reader))
 
@@ -108,6 +107,8 @@ class _Reader:
             keyword: [] for keyword in ("hostname", *_ACCOUNT)
         }
         """The conditions and the value of each line with such a keyword."""
+        self._has_match = False
+        """There are such lines whose conditions are left to ssh."""
         self._files = 0
 
     def user_of(self, name: str) -> str | None:
@@ -116,17 +117,19 @@ class _Reader:
             return None
         return self._value("user", name)
 
-    def address_of(self, name: str) -> str:
-        """The address of an alias as Host lines say it; without one, its name."""
-        found = self._value("hostname", name) if len(self.aliases) <= _MOST_COMPARED else None
-        return name if found is None or "%" in found else found
+    def account_of(self, name: str) -> object:
+        """The same for aliases that are the same account of the same machine, reached in the same way.
 
-    def another_name(self, name: str, others: Iterable[str]) -> str | None:
-        """One of the aliases with the same address that is the same account, reached in the same way."""
-        return next((other for other in others if self._account(other) == self._account(name)), None)
-
-    def _account(self, name: str) -> list[str | None]:
-        return [self._value(keyword, name) for keyword in _ACCOUNT]
+        Where Host lines do not say it, each alias is taken for an account of its own.
+        """
+        if self._has_match or len(self.aliases) > _MOST_COMPARED:
+            return name
+        values = {keyword: self._value(keyword, name) for keyword in self._values}
+        if any("%" in (value or "") for value in values.values()):
+            return name
+        values["hostname"] = (values["hostname"] or name).lower()
+        values["port"] = values["port"] or "22"
+        return tuple(None if value is None or value.lower() == "none" else value for value in values.values())
 
     def circle_of(self, name: str) -> list[str]:
         """The hosts that an alias is reached through, if they need each other; empty if they do not.
@@ -157,7 +160,7 @@ class _Reader:
             raise InventoryError(f"{self.listing.source}: includes more than {_MOST_FILES} files", hint="see: ssh -G x")
         note = self.listing.mistakes.note
         active: tuple[_Patterns, ...] | None = outer
-        for number, line in enumerate(lines_of(read_text(path)), 1):
+        for number, line in enumerate(lines_of(read_text(path, strict=False)), 1):
             at = f"{path}:{number}"
             try:
                 keyword, words = _words(line)
@@ -177,7 +180,10 @@ class _Reader:
                 active = outer if [word.lower() for word in words] == ["all"] else None
             elif keyword in self._values and words and active is not None:
                 self._values[keyword].append((active, " ".join(words)))
+            elif keyword in self._values and words:
+                self._has_match = True
             elif keyword == "include":
+                self._has_match |= active is None
                 for word in words:
                     self._include(word, at, base, outer if active is None else active, (*above, here))
 

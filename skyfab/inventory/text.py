@@ -12,12 +12,15 @@ _LARGEST: Final = 4 * 1024 * 1024
 """Bytes. A device such as /dev/zero has no end."""
 
 
-def read_text(path: str | os.PathLike[str], hint: str = "check the path") -> str:
-    """The text of a file. Raises InventoryError if it cannot be read, is too large or is no text."""
+def read_text(path: str | os.PathLike[str], hint: str = "check the path", *, strict: bool = True) -> str:
+    """The text of a file. Raises InventoryError if it cannot be read, is too large or is no text.
+
+    If not `strict`, bytes that are not UTF-8 are accepted, as in comments of files that other programs read.
+    """
     try:
         with Path(path).open("rb") as file:
             content = file.read(_LARGEST + 1)
-        text = content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig", "strict" if strict else "backslashreplace")
     except OSError as error:
         raise InventoryError(f"{os.fspath(path)}: cannot be read: {error.strerror}", hint=hint) from None
     except ValueError as error:  # not UTF-8, or a NUL in the path

@@ -126,6 +126,30 @@ def test_what_is_left_out_is_said_with_the_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Host a b\n  HostName x\n  ProxyCommand connect %n", ["a", "b"]),
+        ("Host a b\n  HostName x\n  ProxyJump %n-gate", ["a", "b"]),
+        ("Match originalhost b\n  Port 2222\nHost a b\n  HostName x", ["a", "b"]),
+        ("Match exec true\n  Include more\nHost a b\n  HostName x", ["a", "b"]),
+        ("Match exec true\n  ForwardAgent no\nHost a b\n  HostName x", ["a"]),
+        ("Host a\n  HostName x\n  Port 2222\nHost b\n  HostName x", ["a", "b"]),
+        ("Host a\n  HostName x\nHost b\n  HostName X\n  Port 22\n  ProxyJump none", ["a"]),
+    ],
+)
+def test_only_aliases_that_are_certainly_one_machine_are_one_host(
+    text: str, expected: list[str], tmp_path: Path
+) -> None:
+    assert aliases(text, tmp_path) == expected
+
+
+def test_bytes_that_are_no_text_are_left_to_ssh(tmp_path: Path) -> None:
+    path = tmp_path / "config"
+    path.write_bytes(b"# serveur d\xe9di\xe9\nHost web\n  HostName 10.0.0.5\n")
+    assert list(Inventory.from_ssh_config(path=path).hosts) == ["web"]
+
+
+@pytest.mark.parametrize(
     ("pattern", "expected"),
     [
         ("*", ["gpu1", "gpu2", "web"]),
@@ -220,7 +244,7 @@ def test_an_include_that_cannot_be_read_is_told_with_the_line_that_has_it(tmp_pa
         aliases(f"Host a\nInclude {tmp_path}/binary\nInclude {tmp_path}/folder\nInclude {tmp_path}/fifo", tmp_path)
     first, binary, folder, fifo = str(caught.value).splitlines()
     assert first == f"{tmp_path}/config: 3 mistakes"
-    assert binary.startswith(f"  {tmp_path}/config:2: includes '{tmp_path}/binary': is not a text file")
+    assert binary.startswith(f"  {tmp_path}/config:2: includes {tmp_path}/binary: is not a text file")
     assert folder.startswith(f"  {tmp_path}/config:3: includes what is no file: {tmp_path}/folder")
     assert fifo.startswith(f"  {tmp_path}/config:4: includes what is no file: {tmp_path}/fifo")
 

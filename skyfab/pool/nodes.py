@@ -192,6 +192,7 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
     """
     make_room(len(nodes))
     errors: dict[int, Exception] = {}
+    interrupted = False
 
     def enter(node: Node) -> None:
         try:
@@ -199,6 +200,9 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
         except Exception as error:
             errors[node.index] = error
             failed(node)
+            if interrupted:
+                events.emit(HostState(host=node.name, state="closed"))
+                return
             detail = (error.message if isinstance(error, SkyfabError) else str(error)).partition("\n")[0]
             events.emit(HostState(host=node.name, state="failed", detail=detail))
         else:
@@ -209,6 +213,7 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
     try:
         results_of(for_each_host(enter, nodes))
     except BaseException:  # Ctrl-C: also stops those that are still connecting
+        interrupted = True
         close_all(nodes)
         raise
     if errors:

@@ -11,9 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from skyfab.calls.project import with_local_paths
 from skyfab.scripts import read
 
 _SCRIPT: Final = read("pool/stacks.sh")
+_STARTS: Final = re.compile(r"(^|[/ ])(skyfab/calls/script\.py|runpy(\.py|>))$")
+"""Files that start a script."""
 _FRAME: Final = re.compile(r'\s*File "(.*)", line ([0-9]{1,9}) in (.*)')
 _HEAD: Final = re.compile(r"(\S+) ([0-9]{1,9}) (\S+) (\S+)")
 
@@ -68,8 +71,11 @@ def parse(host: str, text: str) -> list[Stack]:
 
 
 def frames_of(text: str) -> tuple[Frame, ...]:
-    """The main thread's frames in faulthandler's output, which has it last; without the frames of skyfab."""
-    threads = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[1:]
+    """The main thread's frames in faulthandler's output, which has it last; without the frames of skyfab.
+
+    Files of the project are named as they are here, or in their folder: hosts have them in different places.
+    """
+    threads = re.split(r"^(?:Current thread|Thread) .*$", with_local_paths(text), flags=re.MULTILINE)[1:]
     return _own(tuple(_frames(threads[-1]))) if threads else ()
 
 
@@ -84,6 +90,8 @@ def _own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     for place, frame in enumerate(frames):
         if frame.file.endswith("skyfab/agent/worker.py"):
             own = tuple(frames[:place])
+            while own and _STARTS.search(own[-1].file):
+                own = own[:-1]
             return () if all("/skyfab/protocol/" in above.file for above in own) else own
     return tuple(frames)
 

@@ -17,7 +17,7 @@ from stage.spot import Spot, until
 
 import skyfab as sky
 from skyfab.lab import Lab
-from skyfab.pool.stacks import Frame, Stack, groups, parse
+from skyfab.pool.stacks import Frame, Stack, frames_of, groups, parse
 from skyfab.ui.events import Stalled
 
 SAID = """
@@ -110,6 +110,20 @@ def test_the_main_thread_counts_and_our_own_frames_do_not() -> None:
     (found,) = parse("node1", SAID)
     assert (found.host, found.rank, found.pid, found.pool) == ("node1", 2, 41, "9f")
     assert [str(frame) for frame in found.frames] == ["next at /x/load.py:12", "train at /x/train.py:90"]
+
+
+def test_files_of_a_project_are_named_without_the_folder_of_the_host() -> None:
+    frames = [
+        frames_of(f'Thread 0x1:\n  File "{cache}/trees/{"ab" * 32}/000/lib/load.py", line 3 in load\n')
+        for cache in ("/home/ada/.cache/skyfab", "/scratch/bob")
+    ]
+    assert frames[0] == frames[1] == (Frame(file="lib/load.py", line=3, function="load"),)
+
+
+def test_frames_that_start_a_script_are_not_shown() -> None:
+    files = ("/x/train.py", "/usr/lib/python3.11/runpy.py", "<frozen runpy>", "/c/bundles/b/skyfab/calls/script.py")
+    lines = [f'  File "{file}", line 3 in f' for file in (*files, "/c/bundles/b/skyfab/agent/worker.py")]
+    assert [frame.file for frame in frames_of("\n".join(["Thread 0x1:", *lines]))] == ["/x/train.py"]
 
 
 def test_groups_are_sorted_by_size_and_kept_apart_by_pool() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 import torch
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from skyfab.device.tensors import TYPE
 
@@ -76,7 +77,7 @@ def register() -> list[torch.library.Library]:
         _check_results(torch, f"sparse_{name}_tensor", "sparse")
     for name in ("nested_tensor", "as_nested_tensor"):
         _check_results(torch.nested, name, "nested")
-    jagged = torch.nested._internal.nested_tensor.NestedTensor
+    jagged: Any = NestedTensor
     jagged.__new__ = staticmethod(_checking_values(jagged.__new__))
     return [rest, library]
 

@@ -59,7 +59,8 @@ class Agent:
         self._pace = 1.0
         """Seconds between time checks of an idle loop."""
         self._rounds = 0
-        self._done = False
+        self._ending = self._done = False
+        """`_ending`: running calls have a short time left; `_done`: also that is over."""
         self._greeted = False
         """A client has sent hello, so it may reconnect."""
         self.mux = Mux(self, fastpath=self._fastpath)
@@ -89,6 +90,8 @@ class Agent:
                 self._rounds += 1
                 if idle or self._connection is None or not self._rounds & 63:  # rarely when busy, to save time
                     self._look_at_the_clock()
+                if self._ending:
+                    self._done |= self._workers.shut_down()
         finally:
             self._clean_up()
 
@@ -101,7 +104,7 @@ class Agent:
         os.read(wakeup, 64)
 
     def _terminated(self, *_: object) -> None:
-        self._done = True
+        self._ending = True
 
     def _wait_time(self) -> float:
         """Seconds until the next timer."""
@@ -116,7 +119,7 @@ class Agent:
         if self._ended is not None and time.monotonic() >= self._judge_at:
             self._judge()
         if self._ended is None and (time.monotonic() >= self._until() or self._is_fulfilled()):
-            self._done = True
+            self._ending = True
 
     def _until(self) -> float:
         """When the lease expires, unless something is received from the client before."""
@@ -307,7 +310,7 @@ class Agent:
         self.mux.resume(hello.received)
 
     def bye(self, reason: str) -> None:
-        self._done = True
+        self._ending = True
 
     def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
         self._handlers.take(stream, head, data)

@@ -38,10 +38,16 @@ class RunFolder:
         """Calls without a reply: their streams, and the ranks that run them."""
         self._drafts: dict[int, tuple[Any, str, int]] = {}
         """Replies that are being written: the file, the resulting state, and how many bytes are missing."""
-        self._status: dict[str, Any] = {"state": "running", "started": time.time(), "ended": None, "ranks": {}}
+        self._status: dict[str, Any] = {
+            "state": "running",
+            "started": time.time(),
+            "ended": None,
+            "ranks": {},
+            "failed": {},
+        }
         self.files: list[dict[str, Any]] = []
         """Which files were written in working directories, noted at the end."""
-        self.failed = False
+        self.failed = self._stopped = False
         self.on_failure: Callable[[], None] = lambda: None
         self._write("agent", f"{os.getpid()} {_boot()} {os.getcwd()}\n".encode())
         self._write("status", json.dumps(self._status).encode())
@@ -68,6 +74,10 @@ class RunFolder:
             said = {"function": call.function, "arguments": sizes, "timeout": call.timeout}
             self._write("call", json.dumps(said).encode())
 
+    def stop(self) -> None:
+        """The run is ended from outside: replies from now on do not count."""
+        self._stopped = True
+
     def close(self) -> None:
         """Writes the final status; calls without a reply count as stopped."""
         for stream in list(self._drafts):
@@ -82,6 +92,8 @@ class RunFolder:
 
     def _note(self, rank: int, state: str) -> None:
         self._status["ranks"][str(rank)] = state
+        if state == "failed":
+            self._status["failed"][str(rank)] = time.time()
         self._write("status", json.dumps(self._status).encode())
 
     def _write(self, name: str, content: bytes) -> None:
@@ -100,7 +112,7 @@ class RunFolder:
         self, stream: int, head: bytes, parts: Sequence[Buffer] = (), *, urgent: bool = False, large: bool = False
     ) -> None:
         """Begins to store a reply. Ignores other messages: output is in the logs, and Exited has no reader."""
-        if stream not in self._ranks:
+        if stream not in self._ranks or self._stopped:
             return
         message = messages.decode(head)
         state = "done" if isinstance(message, messages.Result) else "failed"

@@ -128,14 +128,16 @@ class Worker:
         self._fflush.argtypes = [ctypes.c_void_p]
 
     def close(self) -> None:
-        """Runs the plugins' cleanup and what functions left to `atexit`, after the agent has closed the pipe."""
+        """Runs the plugins' cleanup and what functions left to `atexit`, and writes what open files still hold."""
         if self._poisoned:
             return
         try:
             self._hooks.close()
         except Exception:
             sys.stderr.write(_trace(sys.exc_info()[1]))  # type: ignore[arg-type]
+        context.flush_files()  # also before: what is called next may not return
         atexit._run_exitfuncs()  # writers of logs and metrics write there what they still hold
+        context.flush_files()
         self._flush()
 
     def serve(self) -> None:

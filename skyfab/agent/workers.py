@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import time
@@ -35,6 +34,8 @@ _STACKS: Final = 64 * 1024
 _GRACE: Final = 2.0
 _CLOSE_TIMEOUT: Final = 1.0
 """Seconds that idle processes have to exit when the pool closes."""
+_STOP_TIMEOUT: Final = 2.5
+"""The same, if some run a call: these are killed a little earlier."""
 
 
 class Sender(Protocol):
@@ -79,6 +80,8 @@ class Workers:
         """Workers whose process could not be started: their rank, and the error."""
         self.known_heads: dict[bytes, WorkerHandle] = {}
         """Heads of earlier small calls, and the workers that have received such a head and its function."""
+        self._end_by: float | None = None
+        """When the pool closes, or a detached run is stopped: until when processes may react."""
         self._started = 0
         self._next_stream = 2
         poller.add(zygote.fileno(), READ, self._on_zygote)
@@ -248,7 +251,7 @@ class Workers:
         """Ends calls that have timed out; returns when to check again, `until` at the latest."""
         for worker in list(self.timed):
             until = min(until, worker.check_time(self.now()) or until)
-        return until
+        return until if self._end_by is None else min(until, self._end_by)
 
     # ---- the end of workers
 
@@ -281,7 +284,10 @@ class Workers:
 
     def _reap(self, worker: WorkerHandle, exitcode: int | None, text: str = "") -> None:
         """The worker process has exited, or could not be started."""
-        worker.ended(exitcode, text if exitcode is None else self._describe_end(exitcode))
+        if self._end_by is None:
+            worker.ended(exitcode, text if exitcode is None else self._describe_end(exitcode))
+        else:
+            worker.output.finish()  # no replies: the client is told that the agent has ended
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
         self._retire(worker)
@@ -299,14 +305,24 @@ class Workers:
             group.discard(worker)
         worker.close()
 
+    def shut_down(self) -> bool:
+        """Ends every process, and returns whether all have exited, or their time is over.
+
+        Idle ones exit by themselves. Those that run a call get SIGTERM and time to react. What they write meanwhile is
+        forwarded, so this is called in every round of the event loop.
+        """
+        if self._end_by is None:
+            busy = [worker for worker in self if not worker.shut_down()]
+            self._end_by = self.now() + (_STOP_TIMEOUT if busy else _CLOSE_TIMEOUT)
+            if self._record is not None:
+                self._record.stop()
+        for worker in self:
+            if worker.calls:
+                worker.stop("cancelled")
+        return not self._workers or self.now() >= self._end_by
+
     def close(self) -> None:
-        """Ends every process. Idle ones may exit by themselves first, and have a limited time to do so."""
-        leaving = {worker.number for worker in self if worker.shut_down()}
-        deadline = self.now() + _CLOSE_TIMEOUT
-        with contextlib.suppress(EOFError):
-            while leaving and (left := deadline - self.now()) > 0:
-                select.select([self._zygote], [], [], left)
-                leaving -= {number for what, number, _ in self._zygote.notices() if what == "ended"}
+        """Kills the processes that are left."""
         self._zygote.close()
 
 

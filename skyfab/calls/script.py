@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from skyfab.context import awaited
+from skyfab.context import awaited, flush_files
 
 TYPE_CHECKING = False  # importing `typing` would slow down a cold start
 if TYPE_CHECKING:
@@ -53,18 +53,5 @@ def _finish(*, threads: bool = True) -> None:
     if threads:
         threading._shutdown()  # type: ignore[attr-defined]  # thread pools are ended too
     atexit._run_exitfuncs()
-    _flush_files()
+    flush_files()
     gc.collect()  # closes what only the script has referred to: archives, databases
-
-
-def _flush_files() -> None:
-    """Flushes every open file. When the garbage collector closes one that belongs to a cycle, text can be lost."""
-    import gc
-    import io
-
-    for one in gc.get_objects():
-        if issubclass(type(one), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
-            try:
-                one.flush()
-            except Exception:  # it is closed, or its disk is full, of which Python would only warn
-                pass

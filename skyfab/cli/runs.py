@@ -67,7 +67,8 @@ def _row(run: Run) -> tuple[str, ...]:
     hosts = ", ".join(run.hosts)
     if run.unasked:
         hosts += f" (not asked: {', '.join(run.unasked)})"
-    return (run.id[:8], run.state, _moment(run.started), str(run.world_size), _busy(run), hosts, run.name, run.last)
+    state = f"{run.state}, {len(run.failed)} failed" if run.state == "running" and run.failed else run.state
+    return (run.id[:8], state, _moment(run.started), str(run.world_size), _busy(run), hosts, run.name, run.last)
 
 
 def facts_of(run: Run) -> dict[str, Any]:
@@ -79,6 +80,7 @@ def facts_of(run: Run) -> dict[str, Any]:
         "state": run.state,
         "started": run.started,
         "ranks": run.world_size,
+        "failed": [rank for _, rank in run.failed],
         "hosts": run.hosts,
         "not_asked": run.unasked,
         "gpus": {part.host: [_usage(gpu) for gpu in part.gpus] for part in run.parts},
@@ -198,7 +200,13 @@ def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
     shown = line_format(sys.stdout, sys.stderr)
     together = is_rich(sys.stdout, sys.stderr)
     has_failed = run.state in ("failed", "lost")
+    told: set[tuple[str, int]] = set()
     for line in run.lines(trouble=_tell, **options):
+        for host, rank in run.failed if run.state == "running" else ():
+            if (host, rank) not in told:
+                told.add((host, rank))
+                text = f"{host}[{rank}] has failed, and the others go on; to end them: skyfab stop {run.id[:8]}"
+                print(HINTS.adapted(clean(text, colour=False)), file=sys.stderr)
         if is_noise(line.text) and not has_failed:
             continue
         moment = f"{time.strftime('%m-%d %H:%M:%S', time.localtime(line.time))}.{int(line.time * 1000) % 1000:03d} "
@@ -220,7 +228,8 @@ def _tell(error: SkyfabError) -> None:
 def stop(id_: RunName, hosts: RunHosts = None, inventory: InventoryFile = None) -> None:
     """End a detached run on all its hosts.
 
-    Its ranks and what they started; what it wrote stays. One that has ended already is left as it is.
+    Its ranks and what they started: SIGTERM, two seconds to save something, then SIGKILL. What it wrote stays. One that
+    has ended already is left as it is.
 
         skyfab stop 3f2a91c0
     """

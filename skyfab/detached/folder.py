@@ -86,6 +86,8 @@ class Part:
     """For each GPU of the host its utilization in percent and the megabytes in use."""
     files: tuple[Written, ...] = ()
     """Files that it has written to persistent working folders; known once it has ended."""
+    failed: tuple[tuple[int, float], ...] = ()
+    """Ranks that have failed on this host, and when, by its clock."""
 
 
 def read_parts(shell: Shell, run: str | None = None) -> list[Part]:
@@ -118,8 +120,19 @@ def _part(host: str, lines: list[str], gpus: tuple[str, ...]) -> Part:
     if type(started) not in (int, float) or not 0 <= started < _LATEST:
         raise ValueError("started")
     known: State = "lost" if state == "running" and alive != "yes" else state
-    files = tuple(parse(status.get("files")))
-    return Part(host=host, about=about, state=known, started=float(started), last=last, gpus=gpus, files=files)
+    said: Any = status.get("failed")
+    times = said if isinstance(said, dict) else {}
+    failed = tuple((rank, times[str(rank)]) for rank in about.ranks if type(times.get(str(rank))) is float)
+    return Part(
+        host=host,
+        about=about,
+        state=known,
+        started=float(started),
+        last=last,
+        gpus=gpus,
+        files=tuple(parse(status.get("files"))),
+        failed=failed,
+    )
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from skyfab.calls.results import in_order, unpack_result
-from skyfab.detached.folder import About, Part, State, read_parts, stop
+from skyfab.detached.folder import Part, State, read_parts, stop
 from skyfab.detached.logs import LogLine, LogReader
 from skyfab.detached.written import event
 from skyfab.errors import HostLost, SkyfabError, UsageError, broadcast_error
@@ -27,6 +27,7 @@ from skyfab.protocol.blobs import split
 from skyfab.session.shell import ScriptFailed, Shell
 from skyfab.session.shell_pool import PASSING, Shells
 from skyfab.ui.events import FilesWritten
+from skyfab.ui.noise import is_noise
 from skyfab.ui.terminal import settled
 
 Results = Literal["any", "data"]
@@ -87,8 +88,15 @@ class Run(ShownAsTable):
 
     @property
     def last(self) -> str:
-        """The last line that a rank wrote, as of the last query."""
-        return settled(next((part.last for part in self._parts if part.last), ""))[:200]
+        """The last line that a rank wrote, as of the last query; not one that says nothing."""
+        lines = (part.last for part in self._parts)
+        return settled(next((line for line in lines if line and not is_noise(line)), ""))[:200]
+
+    @property
+    def failed(self) -> list[tuple[str, int]]:
+        """Host and rank of each failure, in the order of time, as of the last query."""
+        found = sorted((moment, part.host, rank) for part in self._parts for rank, moment in part.failed)
+        return [(host, rank) for _, host, rank in found]
 
     @property
     def has_ended(self) -> bool:
@@ -212,7 +220,7 @@ class Run(ShownAsTable):
                     self._check_lost(parts)
                     shells.ask(lambda shell: self._fetch(shell, parts, answers), errors)  # noqa: B023
                     if not errors:
-                        return self._conclude(parts[0].about, [one for some in answers.values() for one in some])
+                        return self._conclude(parts, [one for some in answers.values() for one in some])
                 if time.monotonic() > until:
                     why = f"cannot be asked: {errors[0]}" if errors else f"is still {state}"
                     raise TimeoutError(f"run {self.id[:8]} {why}")
@@ -257,9 +265,15 @@ class Run(ShownAsTable):
         with suppress(ScriptFailed):  # a full disk must not make the fetch fail
             shell.run(f'true >"$c"/runs/{self.id}/fetched')
 
-    def _conclude(self, about: About, answers: list[tuple[int, Any]]) -> Any:
-        values = [value for _, value in sorted(answers, key=lambda answer: answer[0])]
-        failures = [value.error for value in values if isinstance(value, _Failed)]
+    def _conclude(self, parts: Sequence[Part], answers: list[tuple[int, Any]]) -> Any:
+        about = parts[0].about
+        moments = {rank: moment for part in parts for rank, moment in part.failed}
+        answers.sort(key=lambda answer: answer[0])
+        values = [value for _, value in answers]
+        failed = [
+            (moments.get(rank, float("inf")), value.error) for rank, value in answers if isinstance(value, _Failed)
+        ]
+        failures = [error for _, error in sorted(failed, key=lambda failure: failure[0])]
         if about.on != "all":
             if failures:
                 raise failures[0]

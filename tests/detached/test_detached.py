@@ -63,6 +63,28 @@ def fail(how: str) -> None:
     time.sleep(120)
 
 
+@sky.function
+def save_when_stopped(path: str) -> None:
+    def save(*_: object) -> None:
+        time.sleep(0.5)
+        leave(path + ".done")
+        print("saved", flush=True)
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, save)
+    leave(path + ".waits")
+    time.sleep(600)
+
+
+@sky.function
+def fail_in_turn(go: str) -> None:
+    if sky.instance_info().rank == 1:
+        raise ValueError("rank 1 first")
+    leave(go + ".waits")
+    wait_for(go, 60)
+    raise ValueError("rank 0 later")
+
+
 @pytest.fixture
 def hosts(namespaces: Lab, hosts_of: Hosts) -> list[sky.Host]:
     return hosts_of("openssh", 2)
@@ -225,6 +247,31 @@ def test_a_run_is_stopped(hosts: list[sky.Host], spot: Spot) -> None:
     assert run.status == "stopped"
     assert lines_of(run)[0, "out"] == [f"line {n} of rank 0" for n in range(6)]
     run.stop()  # it is over
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_has_time_to_save(hosts: list[sky.Host], spot: Spot) -> None:
+    run = launch(hosts, save_when_stopped(spot / "saves"), name="careful")
+    spot.wait("saves.waits", 2)
+    run.stop()
+    assert spot.wait("saves.done", 2)
+    assert run.status == "stopped"
+    assert lines_of(run)[1, "out"] == ["saved"]
+
+
+@pytest.mark.slow
+def test_the_rank_that_failed_first_is_told_first_and_while_others_run(
+    hosts: list[sky.Host], namespaces: Lab, spot: Spot
+) -> None:
+    run = launch(hosts, fail_in_turn(spot / "go"), name="turns")
+    spot.wait("go.waits")
+    until(lambda: run.status == "running" and run.failed == [("node2", 1)], "the failure of a rank")
+    shown = skyfab(namespaces, "runs").stdout
+    assert "running, 1 failed" in shown
+    spot.leave("go")
+    with pytest.raises(sky.BroadcastError) as raised:
+        run.result(170)
+    assert [str(error) for error in raised.value.exceptions] == ["rank 1 first", "rank 0 later"]
 
 
 @pytest.mark.slow

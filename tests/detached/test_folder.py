@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import skyfab as sky
 from skyfab.detached.folder import read_parts
 from skyfab.detached.logs import LogReader
+from skyfab.detached.run import runs_of
 from skyfab.session.bootstrap import open_shell
 from skyfab.session.shell import Shell
 from skyfab.session.shell_pool import Shells
@@ -249,6 +250,25 @@ def test_runs_are_found_whatever_they_are_called(shell: Shell, folder: Path) -> 
     assert (part.about.name, part.state, part.last) == ("x =run y", "done", "=gpu 1, 2")
     assert [one.about.id for one in read_parts(shell)] == [RUN]
     assert read_parts(shell, "nobody") == []
+
+
+def test_a_last_line_says_something(shell: Shell, folder: Path) -> None:
+    (folder / "about").write_text(json.dumps(ABOUT))
+    (folder / "status").write_text(json.dumps(STATUS))
+    for line, last in (("step 3", "step 3"), ("[Gloo] Rank 0 is connected to 1 peer ranks. Expected", "")):
+        (folder / "logs" / "0.out").write_text(f"{line}\n")
+        (run,) = runs_of(read_parts(shell), sky.Inventory(hosts={}), [])
+        assert run.last == last
+
+
+@pytest.mark.parametrize(
+    ("said", "failed"),
+    [({"1": 2.5, "0": 3.5, "7": 1.0}, ((0, 3.5), (1, 2.5))), ({"0": "soon"}, ()), ([1], ()), (None, ())],
+)
+def test_failures_are_read_with_their_times(shell: Shell, folder: Path, said: Any, failed: Any) -> None:
+    (folder / "about").write_text(json.dumps(ABOUT))
+    (folder / "status").write_text(json.dumps({**STATUS, "failed": said}))
+    assert read_parts(shell)[0].failed == failed
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from stage.spot import Spot, until
 import skyfab as sky
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.process import LabProcess
-from skyfab.ui.events import HostState
+from skyfab.ui.events import HostState, Output
 
 pytestmark = pytest.mark.lab
 
@@ -553,13 +553,42 @@ def test_what_functions_leave_to_atexit_is_done_when_the_pool_closes(
     def start(path: str) -> None:
         atexit.register(time.sleep, 600)  # the last one that is called
         atexit.register(leave, path, "the last steps")
+        atexit.register(print, "all is written", flush=True)
         atexit.register(int, "one that fails")
+        start.log = open(path + ".log", "w")  # type: ignore[attr-defined]  # noqa: SIM115,PTH123
+        start.log.write("a line")  # type: ignore[attr-defined]
 
     pool = open_pool("openssh", count=2, lease=600)
+    said: list[str] = []
+    pool.events.subscribe(lambda event: said.append(event.text) if isinstance(event, Output) else None)
     start(spot / "written") @ pool
     assert not spot.notes("written")
     pool.close()
     assert list(spot.wait("written", 2).values()) == ["the last steps"] * 2
+    assert list(spot.notes("written.log").values()) == ["a line"] * 2
+    assert said.count("all is written") == 2 and sum("one that fails" in line for line in said) == 2
+    clean()
+
+
+def test_what_runs_when_the_pool_closes_has_time_to_save(
+    open_pool: Callable[..., sky.Compute], spot: Spot, clean: Callable[[], None]
+) -> None:
+    @sky.function
+    def train(path: str) -> None:
+        def save(*_: object) -> None:
+            time.sleep(0.5)
+            leave(path + ".saved")
+            raise SystemExit(0)
+
+        signal.signal(signal.SIGTERM, save)
+        leave(path + ".waits")
+        time.sleep(600)
+
+    pool = open_pool("openssh", count=2, lease=600)
+    pool.submit(train(spot / "train"), on="all")
+    spot.wait("train.waits", 2)
+    pool.close()
+    assert len(spot.notes("train.saved")) == 2
     clean()
 
 

@@ -143,7 +143,7 @@ def test_a_run_is_followed_looked_at_and_stopped(two: Lab, tmp_path: Path) -> No
             person.hears_of(b"\tl", rf"log of {run}")
             person.sees(r"node[12]\[1\] step \d+")
             person.hears_of(b"q", rf"{run} +running")
-            person.hears_of(b"s", r"2 ranks in train at \S+job.py")
+            person.hears_of(b"s", r"2 ranks in train at job.py:")
             person.hears_of(b"q", rf"{run} +running")
             person.hears_of(b"x", r"stop \w+ on 2 hosts\? y/n")
             person.hears_of(b"n", "not stopped")

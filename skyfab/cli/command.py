@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, get_args, get_origin
+from typing import Annotated, Any, Final, TextIO, get_args, get_origin
 
 from skyfab.cli import report
 from skyfab.cli.sigterm import SIGTERM
@@ -182,13 +182,21 @@ def command(function: Callable[..., int | None]) -> Command:
     return Command(function)
 
 
-def discard_output() -> None:
-    """Drops what could not be written, which would be another error when the program ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def discard_output(stream: TextIO | None = None) -> None:
+    """Drops what could not be written, to stdout if no other is given: it would be another error at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
 def flush_output() -> None:
-    """Ends the program with 1 if what it printed could not be written, as to a full disk."""
+    """Ends the program with 1 if what it printed could not be written, as to a full disk.
+
+    Messages on stderr that could not be written are dropped: the exit code says the same.
+    """
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except OSError:
+        discard_output(sys.stderr)  # else Python fails to write them again, and ends with 120
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

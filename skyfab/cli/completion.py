@@ -20,7 +20,8 @@ _SHELLS: Final = ("bash", "zsh", "fish")
 def completion(shell: Annotated[str, Option("bash, zsh or fish", "SHELL")]) -> None:
     """Print a script that completes what you type.
 
-    Tasks, options, hosts and groups of the inventory, and runs that were started on this machine. No host is asked.
+    Tasks, options, hosts and groups of the inventory, aliases of ssh_config, and runs that this machine has started. No
+    host is asked.
     Put the line for your shell into its start-up file:
 
         eval "$(skyfab completion bash)"
@@ -74,6 +75,8 @@ def _for_task(task: Command, words: list[str], typed: str) -> list[str]:
 def _values(parameter: Parameter, words: Sequence[str], typed: str) -> list[str]:
     """What may be given for it; nothing where a shell's own completion, of files, is right."""
     kind = parameter.option.value
+    if kind == "HOST":
+        return sorted(known_hosts(words, groups=False))
     if kind == "HOSTS":
         before = typed[: typed.rfind(",") + 1]
         return [before + name for name in sorted(known_hosts(words)) if name not in before.split(",")]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from skyfab.cli.command import Detach, InventoryFile, NamedHosts, Nodes, Option, Ranks, Where, Workdir, command
 from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements
 from skyfab.errors import BroadcastError, SkyfabError, UsageError
+from skyfab.ui.hints import HINTS
 
 if TYPE_CHECKING:
     from skyfab.pool.compute import Compute
@@ -126,6 +127,9 @@ def run(
         if not isinstance(run, Run):
             _bring_back(compute, get)
     if isinstance(run, Run):
+        if get:
+            where = f"{shlex.join(get)} --hosts={','.join(run.hosts)}"
+            print(HINTS.adapted(f"nothing is fetched; when it has ended: skyfab get {where}"), file=sys.stderr)
         tell_how_to_attach(run, name)
 
 

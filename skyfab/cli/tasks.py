@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Final
 
 from skyfab import __version__
@@ -52,12 +54,15 @@ COMMANDS: Final[Mapping[str, Command]] = {
 def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> None:
     """Runs the `skyfab` program; with other commands, that of a project."""
     HINTS.program, words = ("skyfab", sys.argv[1:]) if argv is None else (argv[0], list(argv[1:]))
+    if sys.stderr is None:  # closed: messages would go to stdout
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     try:
         with SIGTERM.as_interrupt():
             _run(words, commands)
     except Exit as end:
         if end.message:
-            print(end.message, file=sys.stderr)
+            with suppress(OSError):
+                print(end.message, file=sys.stderr)
         sys.exit(end.code)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EBADF):

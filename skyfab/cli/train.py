@@ -6,16 +6,19 @@ import importlib
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import skyfab
 from skyfab.cli.command import Detach, Hosts, InventoryFile, Option, Ranks, command
+from skyfab.cli.image_options import ImageOptions, Index
 from skyfab.errors import BroadcastError, RemoteTraceback, UsageError
 from skyfab.ui.terminal import counted
 
 if TYPE_CHECKING:
     from skyfab.calls.call import Call
+    from skyfab.calls.image import Image
     from skyfab.detached.run import Run
     from skyfab.inventory.host import Host
     from skyfab.inventory.inventory import Inventory
@@ -28,6 +31,7 @@ def train(
     inventory: InventoryFile = None,
     epochs: Annotated[int, Option("how often each rank sees its share of the data", "N")] = 10,
     ranks: Ranks = None,
+    index: Index = (),
     detach: Detach = False,
 ) -> None:
     """Train a digit classifier, on hosts or here.
@@ -38,19 +42,23 @@ def train(
         skyfab train
         skyfab train node1 node2 --epochs=20
         skyfab train --hosts=gpu --inventory=lab.toml --ranks=2
+        skyfab train --hosts=gpu --index=https://download.pytorch.org/whl/cu126=torch
         skyfab train --hosts=gpu --epochs=500 --detach
     """
+    from skyfab.calls import results
     from skyfab.calls.call import as_function
     from skyfab.cli.detach_key import tell_how_to_attach
     from skyfab.cli.selected import selected
     from skyfab.detached.run import Run
 
+    results.name_options()
     started = time.monotonic()
     folder = _example()
     found, chosen = selected(hosts, inventory)
     if hosts is None and found.source is None:
         ranks = ranks or 2
-    pool = _pool(chosen, found, ranks, folder)  # raises for a mistake in the inventory before torch is imported
+    image = _image(ImageOptions(index=index), folder)
+    pool = _pool(chosen, found, ranks, image)  # raises for a mistake in the inventory before torch is imported
     digits = _imported(folder)
     data = digits.load()
     model = _untrained(digits, data)
@@ -85,13 +93,15 @@ def _example() -> Path:
     raise UsageError("the digits example is missing from this installation", hint="install skyfab again")
 
 
-def _pool(hosts: Sequence[Host], inventory: Inventory, ranks: int | None, folder: Path) -> Compute:
+def _image(options: ImageOptions, folder: Path) -> Image:
+    """Only the example's module is sent, wherever it is installed and whatever else is imported here."""
+    return replace(options.image(), includes=(str(folder / "digits.py"),), excludes=("*", "!/digits.py"))
+
+
+def _pool(hosts: Sequence[Host], inventory: Inventory, ranks: int | None, image: Image) -> Compute:
     from skyfab import plugins
-    from skyfab.calls.image import Image
     from skyfab.pool.compute import Compute
 
-    # Only the example's module is sent, wherever it is installed and whatever else is imported here.
-    image = Image(includes=(str(folder / "digits.py"),), excludes=("*", "!/digits.py"))
     torch = plugins.torch()
     return Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=image, plugins=[torch], workdir="temp")
 

@@ -236,15 +236,20 @@ def _nearest(word: str, known: Sequence[str]) -> str | None:
     return next((by_letters[one] for one in difflib.get_close_matches(word.lstrip("-"), by_letters, 1, 0.65)), None)
 
 
-def known_hosts(words: Sequence[str]) -> set[str]:
-    """Names of hosts, groups and tags; none if the inventory has mistakes, which are another message."""
+def known_hosts(words: Sequence[str], *, groups: bool = True) -> set[str]:
+    """Names of hosts, aliases of ssh_config included, and of groups and tags.
+
+    None if the inventory has mistakes, which are another message.
+    """
     from skyfab.errors import SkyfabError
     from skyfab.inventory.inventory import Inventory
+    from skyfab.inventory.ssh_config import aliases
 
     given = [word.partition("=")[2] for word in words if word.startswith("--inventory=")]
     try:
         found = Inventory.of(given[-1] if given else None)
     except SkyfabError:
         return set()
+    single = {*found.hosts, *aliases(), "local"}
     tags = {tag for host in found.hosts.values() for tag in host.tags}
-    return {*found.hosts, *found.groups, *tags, "all", "local"}
+    return {*single, *found.groups, *tags, "all"} if groups else single

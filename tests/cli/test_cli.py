@@ -184,6 +184,7 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         (["gc", "--inventory=missing.toml"], "error: missing.toml: cannot be read"),
         (["prepare", "--install=no"], "error: --install=no\nhint: auto, push or fetch"),
         (["prepare", "--index=https://mirror.example/simple"], "error: --index=https://mirror.example/simple\nhint: "),
+        (["train", "--index=https://mirror.example/simple"], "error: --index=https://mirror.example/simple\nhint: "),
         (["prepare", "--index=torch=torch"], "error: --index=torch=torch\nhint: "),
         (["prepare", "--requirements=missing.txt"], "error: missing.txt: cannot be read: No such file"),
         (["prepare", "--apt=No"], "'No', which is no Debian package"),

@@ -309,6 +309,14 @@ def test_a_run_goes_on_when_its_output_cannot_be_written(folder: Path) -> None:
     assert ran.stderr.count("No space") == 1 and (folder / "done").exists()
 
 
+def test_messages_that_cannot_be_written_change_neither_the_output_nor_the_exit_code(folder: Path) -> None:
+    for end in ("2>/dev/full", "2>&-"):
+        for task, code in (("frobnicate", 2), ("hosts --json nobody@127.0.0.1:1", 3)):
+            line = f"{shlex.join(PROGRAM)} {task} {end}"
+            ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, stdout=subprocess.PIPE, text=True, timeout=170)
+            assert (ran.returncode, ran.stdout[:1]) == (code, "[" if "json" in task else ""), line
+
+
 def test_a_command_whose_output_nobody_reads_is_stopped(folder: Path) -> None:
     line = f"{{ {shlex.join(PROGRAM)} exec here -- yes; echo $? >code; }} | head -1"
     ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=170)
@@ -330,6 +338,7 @@ def test_a_command_whose_output_nobody_reads_is_stopped(folder: Path) -> None:
         ("skyfab run --hosts=b", ["--hosts=both"]),
         ("skyfab run --hosts=dead,h", ["--hosts=dead,here"]),
         ("skyfab run --hosts h", ["here"]),
+        ("skyfab ssh ", ["dead", "here", "local"]),
         ("skyfab exec -- h", []),
         ("skyfab run hel", []),
         ("skyfab completion ", ["bash", "zsh", "fish"]),
@@ -340,6 +349,12 @@ def test_a_command_whose_output_nobody_reads_is_stopped(folder: Path) -> None:
 def test_what_may_follow(folder: Path, line: str, words: list[str]) -> None:
     ran = piped(folder, "--complete", line)
     assert (ran.returncode, ran.stdout.split(), ran.stderr) == (0, words, "")
+
+
+def test_aliases_of_ssh_config_may_follow(folder: Path) -> None:
+    (folder / "config").write_text("Host gpu1 gpu2\n  User ada\nHost *.lab\n  User bob\n")
+    ran = piped(folder, "--complete", "skyfab ssh g", SKYFAB_SSH_CONFIG=str(folder / "config"))
+    assert (ran.returncode, ran.stdout.split(), ran.stderr) == (0, ["gpu1", "gpu2"], "")
 
 
 @pytest.fixture

@@ -392,3 +392,35 @@ def test_progress_counts_what_is_done(tmp_path: Path) -> None:
     log = tmp_path / "1.log"
     log.write_text("....F.s.E  [ 50%]\nsomething else ....\n..\n")
     assert groups.progress([log], 75.0) == "1:15  11 done, 2 failed"
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        (
+            "flag = Path('flag'); there = flag.exists(); flag.touch(); assert there",
+            0,
+            "failed beside others, passed alone",
+        ),
+        ("assert 0", 1, "failed beside others"),
+    ],
+    ids=["the-second-time-it-passes", "it-fails-twice"],
+)
+def test_a_test_that_fails_beside_others_is_run_again_alone(tmp_path: Path, body: str, code: int, said: str) -> None:
+    for name in ("groups.py", "sharing.py"):
+        (tmp_path / "tools").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_a.py").write_text("def test_a(): pass\n")
+    (tmp_path / "tests/test_b.py").write_text(f"from pathlib import Path\n\ndef test_b():\n    {body}\n")
+    ended = subprocess.run(
+        [sys.executable, "-c", "import sys; from tools import groups; sys.exit(groups.run(sys.executable, 2, []))"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    assert f"{said}: tests/test_b.py::test_b\n" in ended.stdout
+    assert "test_a " not in ended.stdout

@@ -173,7 +173,7 @@ def test_closing_while_the_network_is_away_does_not_wait_for_it(
     time.sleep(1)
     before = time.monotonic()
     pool.close()
-    assert time.monotonic() - before < 20
+    assert time.monotonic() - before < 60
     with pytest.raises(sky.SkyfabError):
         future.result(10)
 

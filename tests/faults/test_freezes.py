@@ -140,7 +140,7 @@ def test_an_agent_that_freezes_while_another_host_answers_is_a_host_lost(
     with pytest.raises(sky.HostLost) as caught:
         future.result(170)
     assert caught.value.host == "node1"
-    assert 1 < time.monotonic() - before < 20
+    assert 1 < time.monotonic() - before < 60
     assert [errands.note(spot / "calls", str(n)) >> pool for n in range(5)] == list("01234")
     assert set(spot.notes("calls")) == {"node2"}
     if goes_on:
@@ -148,7 +148,7 @@ def test_an_agent_that_freezes_while_another_host_answers_is_a_host_lost(
         is_cleaned_up(lab, victim, 4 + 10)
     before = time.monotonic()
     pool.close()
-    assert time.monotonic() - before < 20
+    assert time.monotonic() - before < 60
     if not goes_on:  # nobody but its owner can do anything about it; the rest goes with it
         os.kill(victim.outside, signal.SIGKILL)
 
@@ -189,7 +189,7 @@ def test_a_pool_whose_only_agent_is_frozen_closes_all_the_same(
     go_on = freeze(agent(pool, lab["node1"]))
     before = time.monotonic()
     pool.close()
-    assert time.monotonic() - before < 20
+    assert time.monotonic() - before < 60
     with pytest.raises(sky.SkyfabError):
         future.result(10)
     go_on()
@@ -224,7 +224,7 @@ def test_a_link_that_is_frozen_is_not_missed(lab: Lab, open_pool: Open, spot: Sp
         time.sleep(0.1)
     before = time.monotonic()
     pool.close()
-    assert time.monotonic() - before < 15
+    assert time.monotonic() - before < 60
     go_on()
     left = remains.after([lab["node1"]], seconds=10)
     assert not left, f"left behind: {sorted(left)}"
@@ -254,7 +254,7 @@ def test_a_call_in_a_frozen_rank_can_be_cancelled(lab: Lab, open_pool: Open, spo
 
 
 def test_a_call_in_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze) -> None:
-    pool = open_pool("openssh", lease=600, timeout=5)  # on a busy machine it takes seconds to begin
+    pool = open_pool("openssh", lease=600, timeout=8)  # on a busy machine it takes seconds to begin
     future = pool.submit(stay(spot / "pid"))
     rank = frozen_rank(lab, spot, freeze)
     with pytest.raises(sky.CallTimeout):
@@ -265,7 +265,7 @@ def test_a_call_in_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: 
 
 @pytest.mark.slow
 def test_a_gang_with_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze) -> None:
-    pool = open_pool("openssh", count=2, lease=600, timeout=6)
+    pool = open_pool("openssh", count=2, lease=600, timeout=20)
     future = pool.submit(stay_if_first(spot / "pid"), on="all")
     rank = frozen_rank(lab, spot, freeze)
     with pytest.raises((sky.CallTimeout, sky.BroadcastError)) as caught:
@@ -294,7 +294,7 @@ def test_a_pool_with_a_frozen_rank_closes_in_good_time(lab: Lab, open_pool: Open
     frozen_rank(lab, spot, freeze)
     before = time.monotonic()
     pool.close()
-    assert time.monotonic() - before < 15
+    assert time.monotonic() - before < 60
     with pytest.raises(sky.SkyfabError):
         future.result(10)
     left = remains.after([lab["node1"]], seconds=10)

@@ -42,11 +42,11 @@ def away_for_longer_than_the_lease(lab: Lab, pool: sky.Compute, spot: Spot, leas
     silence(lab.hosts)
     for future, node in zip(futures, pool.hosts, strict=True):
         with pytest.raises(sky.HostLost, match="lease") as caught:
-            future.result(lease + 30)
+            future.result(170)
         assert caught.value.host == node.name
         assert caught.value.hint
     assert time.monotonic() - cut > lease - 1, "it may have come back until then"
-    left = remains.after(lab.hosts, seconds=cut + lease + 5 - time.monotonic())
+    left = remains.after(lab.hosts, seconds=cut + lease + 20 - time.monotonic())
     assert not left, f"left behind while the cable is out: {sorted(left)}"
     restore(lab.hosts)
     sshd.wait(lab["node1"])
@@ -88,7 +88,8 @@ def one_of_three_is_away(lab: Lab, pool: sky.Compute, spot: Spot, patience: floa
         gone.result()
     apart = time.monotonic() - cut
     assert caught.value.host == "node1"
-    assert patience - 3 < apart < patience + 15, f"lost after {apart:.1f} s"
+    assert apart > patience - 3, f"lost after {apart:.1f} s"
+    assert f"no heartbeat for {patience:g} s" in str(caught.value), "and not after the whole lease"
     assert [node.lost is None for node in pool.hosts] == [False, True, True]
     assert not any(future.done() for future in others)
     assert {sky.function(lambda: sky.instance_info().hostname)() >> pool for _ in range(6)} <= {"node2", "node3"}
@@ -108,10 +109,10 @@ def two_slots(open_pool: Callable[..., sky.Compute]) -> Callable[..., sky.Comput
 @pytest.mark.slow
 def test_one_of_three_is_away(lab: Lab, two_slots: Callable[..., sky.Compute], spot: Spot) -> None:
     """It is lost after `silence`, long before its lease is over."""
-    pool = two_slots(lease=12, heartbeat_timeout=4)
+    pool = two_slots(lease=30, heartbeat_timeout=8)
     cut = time.monotonic()
-    one_of_three_is_away(lab, pool, spot, 4)
-    left = remains.after([lab["node1"]], seconds=cut + 12 + 10 - time.monotonic())
+    one_of_three_is_away(lab, pool, spot, 8)
+    left = remains.after([lab["node1"]], seconds=cut + 30 + 20 - time.monotonic())
     assert not left, f"left behind on the lost host: {sorted(left)}"
 
 
@@ -174,7 +175,7 @@ def test_a_host_that_is_started_again_is_lost_at_once(
     with pytest.raises(sky.HostLost) as caught:
         gone.result(170)
     assert caught.value.host == "node1"
-    assert time.monotonic() - before < 45
+    assert time.monotonic() - before < 60
     assert not other.done()
     other.cancel()
     until(lambda: other.done(), "the end of the other call")
@@ -199,7 +200,7 @@ def test_a_host_whose_power_fails_is_lost_and_the_others_go_on(
         assert not any(future.done() for future in others)
         before = time.monotonic()
         pool.close()
-        assert time.monotonic() - before < 20
+        assert time.monotonic() - before < 60
     finally:
         lab["node1"].reboot()
     clean(lab)

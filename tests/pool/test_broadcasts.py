@@ -179,7 +179,7 @@ def test_cancelling_a_broadcast_with_retries_is_quiet(open_pool: OpenPool, caplo
 def test_a_broadcast_that_is_stopped_and_returns_leaves_the_next_one_alone(open_pool: OpenPool) -> None:
     """Its processes are ended all the same: the next broadcast must not go to them."""
 
-    @sky.function(timeout=0.3)
+    @sky.function(timeout=2)
     def save_and_return() -> str:
         saved: list[int] = []
         signal.signal(signal.SIGTERM, lambda *_: saved.append(1))
@@ -188,6 +188,6 @@ def test_a_broadcast_that_is_stopped_and_returns_leaves_the_next_one_alone(open_
         return "saved"
 
     pool = open_pool("local", ranks=2)
-    for _ in range(5):
+    for _ in range(3):
         assert save_and_return() @ pool == ["saved"] * 2
         assert sky.function(lambda: sky.instance_info().rank)() @ pool == [0, 1]

@@ -452,7 +452,7 @@ def test_a_timeout_passes_while_small_calls_keep_the_host_busy(
 ) -> None:
     pool = open_pool("openssh", host={"slots": 2})
 
-    @sky.function(timeout=0.5)
+    @sky.function(timeout=3)
     def overdue(path: str) -> None:
         linger(path)
 

@@ -22,7 +22,7 @@ _PER_SERVER: Final = 8
 """Parallel logins at one server. Other users may log in there too."""
 _ALL: Final = max(32, min(256, 16 * (os.cpu_count() or 1)))
 """Parallel logins of this program."""
-_PAUSES: Final = (0.25, 0.5, 1.0, 2.0)
+_PAUSES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds before each retry, with jitter."""
 
 

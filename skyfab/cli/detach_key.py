@@ -1,7 +1,8 @@
 """Runs a broadcast and watches the keyboard: `d`, pressed alone and confirmed, detaches it, so that it continues.
 
-What is typed ahead is for the shell that follows. So the terminal stays in its line mode, where nothing can be read
-before a line is complete, and `d` is made a character that completes a line: a line of one character is a lone `d`.
+What is typed ahead is for the shell that follows, so nothing is read to find out which key it was: `d` is made a
+character that completes a line, Enter is not, and the terminal tells how many bytes it has in complete lines and, out
+of its line mode, in all. What was typed before is lost only when the question is asked.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
     try:
         with _watched() as watch, compute.events.waiting:
             while not future.done():
-                if watch.is_pressed() and watch.confirms(future.done, compute.events) and not future.done():
+                if (
+                    TERMINAL.is_attended()
+                    and watch.is_pressed()
+                    and watch.confirms(future.done, compute.events)
+                    and not future.done()
+                ):
                     return compute.detach(name=name)
                 time.sleep(_PACE)
     except KeyboardInterrupt as error:
@@ -66,9 +72,13 @@ class _Watch:
         self._fd = fd
         self._lines = self._mode(termios.ICANON)
         self._keys = self._mode(0)
+        self._count = 0
+        """Bytes that were typed, and not read, when it last looked."""
+        self._typed_at = 0.0
 
     def _mode(self, canonical: int) -> list[Any]:
         mode = termios.tcgetattr(self._fd)
+        mode[0] &= ~termios.ICRNL
         mode[3] = mode[3] & ~(termios.ECHO | termios.ECHONL | termios.ICANON) | canonical
         control = list(mode[6])
         if canonical:
@@ -80,10 +90,11 @@ class _Watch:
 
     def begin(self) -> None:
         termios.tcsetattr(self._fd, termios.TCSADRAIN, self._lines)
+        self._is_d_next()
 
     def _resume(self) -> None:
         """Begins again after Ctrl-Z and `fg`: the shell has set the terminal to its own mode."""
-        if termios.tcgetattr(self._fd)[3] & termios.ECHO and TERMINAL.is_attended():
+        if termios.tcgetattr(self._fd)[3] & termios.ECHO and not TERMINAL.is_busy:
             self.begin()
 
     def _waiting(self) -> int:
@@ -92,17 +103,34 @@ class _Watch:
         fcntl.ioctl(self._fd, termios.FIONREAD, count)
         return count[0]
 
+    def _is_d_next(self) -> bool:
+        """Since it last looked one key was pressed, `d`, and before that none for a while."""
+        with TERMINAL.drawing() as is_free:
+            if not is_free:  # what is typed answers a question, which has a mode of its own
+                return False
+            complete = self._waiting()
+            termios.tcsetattr(self._fd, termios.TCSANOW, self._keys)
+            count = self._waiting()
+            termios.tcsetattr(self._fd, termios.TCSANOW, self._lines)
+        now = time.monotonic()
+        is_d = count == self._count + 1 == complete and now - self._typed_at > _ALONE
+        if count != self._count:
+            self._count, self._typed_at = count, now
+        return is_d
+
     def is_pressed(self) -> bool:
-        """`d` was pressed, and nothing before or after it."""
+        """`d` was pressed, and nothing shortly before or after it."""
         self._resume()
-        if TERMINAL.is_busy or self._waiting() != 1:
+        if not self._is_d_next():
             return False
         time.sleep(_ALONE)
-        termios.tcsetattr(self._fd, termios.TCSADRAIN, self._keys)  # counts what follows it, too
-        try:
-            return self._waiting() == 1 and os.read(self._fd, 1) in (b"d", b"D")
-        finally:
-            self.begin()
+        count = self._count
+        self._is_d_next()
+        if self._count != count:
+            return False
+        typed = os.read(self._fd, count)  # up to the last `d`: what was typed before it is complete, too
+        self._count = 0
+        return typed[-1:] in (b"d", b"D")
 
     def confirms(self, over: Callable[[], bool], events: Events) -> bool:
         """Asks whether to detach; no, if it is over before there is an answer."""
@@ -130,7 +158,8 @@ def _watched() -> Iterator[_Watch]:
     try:
         yield watch
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        if TERMINAL.is_attended():  # in the background the terminal is the shell's
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
 def tell_how_to_attach(run: Run, name: str | None = None) -> None:

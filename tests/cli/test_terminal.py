@@ -15,8 +15,10 @@ import subprocess
 import sys
 import termios
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from stage.spot import until
@@ -403,38 +405,82 @@ def test_other_shells_take_their_scripts(folder: Path, shell: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "slowly", "pressed"),
+    ("typed", "pressed"),
     [
-        ("d", False, True),
-        ("D", False, True),
-        ("date\n", False, False),
-        ("d\n", False, False),
-        ("x", False, False),
-        ("xd", True, False),
-        ("ls node1\n", True, False),
-        ("cd x\n", True, False),
+        (["d"], True),
+        (["D"], True),
+        (["date\r"], False),
+        (["d\r"], False),
+        (["x"], False),
+        ([*"xd"], False),
+        ([*"ls node1\r"], False),
+        ([*"cd x\r"], False),
+        (["\r", "later", "\r", "later", "d"], True),
+        (["cd x\r", "later", "d"], True),
+        (["cd", "later", " x\r", "later", "d"], True),
+        (["dd", "later", "d"], True),
+        ([*"dd"], False),
+        (["cd x", "later", "\r"], False),
+        (["cd x", "later", "y", "later", "\r"], False),
     ],
 )
-def test_d_is_a_key_press_of_its_own_and_what_is_typed_ahead_stays(typed: str, slowly: bool, pressed: bool) -> None:
+def test_d_is_a_key_press_of_its_own_and_what_is_typed_ahead_stays(
+    monkeypatch: pytest.MonkeyPatch, typed: list[str], pressed: bool
+) -> None:
+    """The parts are typed in one go, unless there is time between them. Time passes when it is waited."""
     ours, theirs = pty.openpty()
+    parts = [*typed, "later"]
+    now = 1.0
+
+    def sleep(seconds: float) -> None:
+        """Someone who types goes on typing meanwhile."""
+        nonlocal now
+        now += seconds
+        if parts[0] != "later":
+            write()
+
+    def write() -> None:
+        os.write(ours, parts.pop(0).encode())
+        time.sleep(0.05)  # until it is there
+
+    monkeypatch.setattr(detach_key, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     watch = detach_key._Watch(theirs)
     watch.begin()
     found = False
-    for part in typed if slowly else [typed]:
-        os.write(ours, part.encode())
-        found = found or watch.is_pressed()
-    deadline = time.monotonic() + 1
-    while not found and time.monotonic() < deadline:
+    while parts and not found:
+        if parts[0] == "later":
+            parts.pop(0)
+            now += 0.5
+        else:
+            write()
         found = watch.is_pressed()
-        time.sleep(0.05)
     assert found is pressed
+    assert not parts or parts == ["later"]
     mode = termios.tcgetattr(theirs)  # as a shell reads
     mode[3] &= ~termios.ICANON
     mode[6][termios.VMIN] = 0
     termios.tcsetattr(theirs, termios.TCSADRAIN, mode)
-    assert os.read(theirs, 100).decode() == ("" if pressed else typed)
+    left = "".join(part for part in typed if part != "later")
+    assert os.read(theirs, 100).decode() == ("" if pressed else left)
     for fd in (ours, theirs):
         os.close(fd)
+
+
+def test_a_question_is_answered_with_enter_while_d_is_watched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs) as stdin, ThreadPoolExecutor() as threads:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        watch = detach_key._Watch(theirs)
+        watch.begin()
+        asking = threads.submit(detach_key.TERMINAL.ask, "code?")
+        until(lambda: detach_key.TERMINAL.is_busy)
+        until(lambda: b"code?" in os.read(ours, 100))
+        assert not watch.is_pressed()
+        os.write(ours, b"dad\r")
+        assert asking.result(20) == "dad"
+        until(lambda: not detach_key.TERMINAL.is_busy)
+        assert not watch.is_pressed()
+    os.close(ours)
 
 
 def test_run_shows_how_long_it_takes_and_d_works_after_the_shell_has_had_the_terminal(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ HOST = sky.Host(name="node1", address="192.0.2.1")
 
 class Clock:
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.now = time.monotonic()  # the reader has no other clock
 
     def __call__(self) -> float:
         return self.now

@@ -64,7 +64,7 @@ LARGEST = {
     "ui": 1740,
     "doctor": 1330,
     "top": 1000,
-    "cli": 3770,
+    "cli": 3810,
     "lab": 2370,
     "device": 5500,
 }

@@ -5,12 +5,21 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
-
-from skyfab.cli.tasks import main as main
 
 if TYPE_CHECKING:
     from skyfab.cli.invoke_tasks import namespace as namespace
+
+
+def main() -> None:
+    """Runs the `skyfab` program."""
+    try:
+        from skyfab.cli import tasks
+    except KeyboardInterrupt:  # all commands are loaded, which takes a moment
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
+    tasks.main()
 
 
 def __getattr__(name: str) -> Any:

@@ -192,7 +192,6 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
     """
     make_room(len(nodes))
     errors: dict[int, Exception] = {}
-    interrupted = False
 
     def enter(node: Node) -> None:
         try:
@@ -200,7 +199,7 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
         except Exception as error:
             errors[node.index] = error
             failed(node)
-            if interrupted:
+            if node.session.was_stopped:  # Ctrl-C, or another thread has closed the pool
                 events.emit(HostState(host=node.name, state="closed"))
                 return
             detail = (error.message if isinstance(error, SkyfabError) else str(error)).partition("\n")[0]
@@ -213,7 +212,6 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
     try:
         results_of(for_each_host(enter, nodes))
     except BaseException:  # Ctrl-C: also stops those that are still connecting
-        interrupted = True
         close_all(nodes)
         raise
     if errors:

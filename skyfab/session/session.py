@@ -56,6 +56,8 @@ class Session:
         self.transport = reach
         self._bootstrap = launch
         self.connection = Connection(self.host, listener, reader, self, timing)
+        self.was_stopped = False
+        """Whether opening failed because the session was closed meanwhile."""
         self._gate = threading.Lock()
         self._sends_library = False
         # The connection's own methods: another call level would cost time in every call.
@@ -94,6 +96,7 @@ class Session:
             try:
                 return self._introduce(retry(self._join, self._is_leaving))
             except BaseException:
+                self.was_stopped = self._is_leaving()
                 self.connection.close(GOODBYE)
                 raise
 

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -399,6 +400,43 @@ def test_other_shells_take_their_scripts(folder: Path, shell: str) -> None:
     ran = subprocess.run([shell, "-c", script], cwd=folder, capture_output=True, text=True, timeout=170)
     assert ran.stdout.split()[-1] == "hosts", ran.stderr
     assert ran.stderr == ""
+
+
+# ---- Ctrl-C
+
+
+@pytest.mark.parametrize(
+    "words", [["exec", "--", "true"], ["run", "hello.py"], ["hosts"], ["doctor"]], ids=lambda words: words[0]
+)
+def test_ctrl_c_while_hosts_connect_is_no_failure_of_theirs(folder: Path, words: list[str]) -> None:
+    """One host is ready, the other accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        text = INVENTORY.format(cache=folder).replace("port = 1", f"port = {silent.getsockname()[1]}")
+        (folder / "inventory.toml").write_text(text)
+        task, *rest = words
+        with Typist([*PROGRAM, task, "--hosts=both", *rest], folder) as person:
+            silent.settimeout(60)
+            with silent.accept()[0]:
+                person.sees("dead", 60) if task in ("exec", "run") else time.sleep(1)
+                person.presses(b"\x03")
+                assert person.ends() == 130
+        assert "failed" not in person.said
+        assert "Traceback" not in person.said
+
+
+def test_ctrl_c_while_commands_are_loaded_is_no_traceback() -> None:
+    program = """if True:
+        import sys
+        class Interrupt:
+            def find_spec(self, name, *_):
+                if name == "skyfab.cli.tasks":
+                    raise KeyboardInterrupt
+        sys.meta_path.insert(0, Interrupt())
+        from skyfab.cli import main
+        main()
+    """
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "interrupted\n")
 
 
 # ---- the key d

@@ -40,13 +40,17 @@ class Files:
                 taken = alternate(scale.trips, again)[0]
                 row = f"{scale.files} files {what}, a second time"
                 yield Result(row=self.name, what=row, unit="s", ours=taken, bar=Bar(0.5, on="value"))
-            for what, ours, baseline in (
-                ("out", ferry.large_out, ferry.cat_out),
-                ("back", ferry.large_back, ferry.cat_back),
-            ):
-                seconds = alternate(scale.trips, ours, baseline)
-                rates = tuple(taken.each(lambda each: scale.file * _MIB / each / 1e6) for taken in seconds)
-                yield self._result(f"{scale.file} MiB {what}", "MB/s", rates, "ssh cat", Bar(0.9, "at least"))
+            for link, mbit in (("", None), (" at 1 Gbit/s", 1000.0)):
+                arena.first_machine.slow(mbit)
+                for what, ours, baseline in (
+                    ("out", ferry.large_out, ferry.cat_out),
+                    ("back", ferry.large_back, ferry.cat_back),
+                ):
+                    seconds = alternate(scale.trips, ours, baseline)
+                    rates = tuple(taken.each(lambda each: scale.file * _MIB / each / 1e6) for taken in seconds)
+                    row = f"{scale.file} MiB {what}{link}"
+                    yield self._result(row, "MB/s", rates, "ssh cat", Bar(0.9, "at least"))
+            arena.first_machine.slow(None)
             arena.first_machine.run(["rm", "-rf", _THERE])
 
     def _result(self, what: str, unit: str, taken: Sequence[Sample], against: str, bar: Bar) -> Result:

@@ -267,7 +267,7 @@ def _holds(outer: Path, inner: Path) -> bool:
 
 
 def _package(folder: Path) -> bool:
-    return (folder / "__init__.py").exists()
+    return os.path.exists(folder / "__init__.py")  # pathlib raises PermissionError for a folder of another user
 
 
 def _main_folder() -> str | None:
@@ -383,7 +383,11 @@ class _Walk:
             if depth == 0 and self._root.only and entry.name not in self._root.only:
                 continue
             path = Path(entry.path)
-            if entry.is_dir():
+            try:
+                is_folder = entry.is_dir()
+            except OSError:  # a link into a folder of another user
+                continue
+            if is_folder:
                 if depth == 0 and self._root.packages and not _package(path):
                     continue
                 if self._enters(entry) and not self._ignored(path, ignores, folder=True):
@@ -418,7 +422,7 @@ def _up_to_repository(folder: Path) -> list[Path]:
     """The folder and its parents up to the root of its git repository; only the folder itself outside of one."""
     chain = [folder, *folder.parents]
     for place, parent in enumerate(chain):
-        if (parent / ".git").exists():
+        if os.path.exists(parent / ".git"):
             return chain[: place + 1]
     return [folder]
 

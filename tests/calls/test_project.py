@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -99,3 +101,30 @@ def test_a_project_of_which_nothing_is_sent_is_not_scanned(monkeypatch: pytest.M
     found = project.Project(sky.Image(excludes=["*"]))
     assert found.tree() is project.EMPTY
     assert found.tree(anew=True) is project.EMPTY
+
+
+def test_a_script_may_lie_beside_what_other_users_keep_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in /tmp."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        folder.chmod(0o755)
+        (folder / "script.py").write_text("value = 1\n")
+        (folder / "theirs.py").write_text("value = 2\n")
+        (folder / "private").mkdir()
+        (folder / "private" / "__init__.py").touch()
+        (folder / "link").symlink_to("private/inner")
+        monkeypatch.setattr(project, "_roots", lambda loaded, includes: [project.Root(folder, packages=True)])
+        for name in ("theirs.py", "private"):
+            (folder / name).chmod(0)
+        user = os.geteuid()
+        try:
+            if user == 0:  # may read everything
+                os.seteuid(65534)
+            found = project.Project(sky.Image())
+            names = [name for name, *_ in found.tree().files]
+            found.close()
+        finally:
+            os.seteuid(user)
+            (folder / "private").chmod(0o700)
+        assert "000/script.py" in names
+        assert not [name for name in names if "private" in name or "link" in name]

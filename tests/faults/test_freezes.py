@@ -131,7 +131,7 @@ def test_a_pool_opens_again_although_an_agent_of_its_last_opening_is_still_there
 def test_an_agent_that_freezes_while_another_host_answers_is_a_host_lost(
     lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze, goes_on: bool
 ) -> None:
-    pool = open_pool("openssh", count=2, lease=4, heartbeat_timeout=2)
+    pool = open_pool("openssh", count=2, lease=12, heartbeat_timeout=6)
     future = pool.submit(stay(spot / "pid"), on="node1")
     spot.wait("pid")
     victim = agent(pool, lab["node1"])
@@ -145,7 +145,7 @@ def test_an_agent_that_freezes_while_another_host_answers_is_a_host_lost(
     assert set(spot.notes("calls")) == {"node2"}
     if goes_on:
         go_on()
-        is_cleaned_up(lab, victim, 4 + 10)
+        is_cleaned_up(lab, victim, 12 + 20)
     before = time.monotonic()
     pool.close()
     assert time.monotonic() - before < 60

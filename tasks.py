@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from skyfab.cli import main
 from skyfab.cli.command import Exit, Option, command
-from skyfab.cli.tasks import COMMANDS
+from skyfab.cli.tasks import COMMANDS, main
 from skyfab.lab import programs
 from tools import groups
 

@@ -38,6 +38,8 @@ class RunFolder:
         """Calls without a reply: their streams, and the ranks that run them."""
         self._drafts: dict[int, tuple[Any, str, int]] = {}
         """Replies that are being written: the file, the resulting state, and how many bytes are missing."""
+        self._cancelled: set[int] = set()
+        """Streams of calls that were ended because another rank had failed."""
         self._status: dict[str, Any] = {
             "state": "running",
             "started": time.time(),
@@ -90,9 +92,9 @@ class RunFolder:
         self._status["files"] = self.files
         self._write("status", json.dumps(self._status).encode())
 
-    def _note(self, rank: int, state: str) -> None:
+    def _note(self, rank: int, state: str, *, is_cause: bool = True) -> None:
         self._status["ranks"][str(rank)] = state
-        if state == "failed":
+        if state == "failed" and is_cause:
             self._status["failed"][str(rank)] = time.time()
         self._write("status", json.dumps(self._status).encode())
 
@@ -116,6 +118,8 @@ class RunFolder:
             return
         message = messages.decode(head)
         state = "done" if isinstance(message, messages.Result) else "failed"
+        if isinstance(message, messages.Ended) and message.why == "cancelled":
+            self._cancelled.add(stream)
         file = None
         with contextlib.suppress(OSError):
             file = open(self._path(stream) + ".new", "wb")  # noqa: SIM115
@@ -151,7 +155,7 @@ class RunFolder:
             os.rename(self._path(stream) + ".new", self._path(stream))
         except OSError:
             state = "failed"
-        self._note(self._ranks.pop(stream), state)
+        self._note(self._ranks.pop(stream), state, is_cause=stream not in self._cancelled)
         if state == "failed" and not self.failed:
             self.failed = True
             self.on_failure()

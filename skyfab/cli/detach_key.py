@@ -1,8 +1,8 @@
 """Runs a broadcast and watches the keyboard: `d`, pressed alone and confirmed, detaches it, so that it continues.
 
-What is typed ahead is for the shell that follows, so nothing is read to find out which key it was: `d` is made a
-character that completes a line, Enter is not, and the terminal tells how many bytes it has in complete lines and, out
-of its line mode, in all. What was typed before is lost only when the question is asked.
+What is typed ahead is for the shell that follows. So the terminal stays in its line mode, where nothing can be read
+before a line is complete, and `d` is made a character that completes a line: a line of one character is a lone `d`, or
+Enter, which means nothing to a shell. After other keys `d` is for the shell, too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import fcntl
 import os
 import select
 import shlex
+import signal
 import sys
 import termios
 import time
@@ -40,17 +41,13 @@ def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
     """``call @ compute``; if the user presses `d` meanwhile and confirms, detaches it and returns the run."""
     if not _is_at_terminal():
         return compute.broadcast(call)
-    print("press d, then y, to detach: it keeps running when this program ends", file=sys.stderr)
+    print("press d to detach: it keeps running when this program ends", file=sys.stderr)
     future: Future[Any] = compute.submit(call, on="all")
     try:
         with _watched() as watch, compute.events.waiting:
             while not future.done():
-                if (
-                    TERMINAL.is_attended()
-                    and watch.is_pressed()
-                    and watch.confirms(future.done, compute.events)
-                    and not future.done()
-                ):
+                is_pressed = TERMINAL.is_attended() and watch.is_pressed()
+                if is_pressed and watch.confirms(future.done, compute.events) and not future.done():
                     return compute.detach(name=name)
                 time.sleep(_PACE)
     except KeyboardInterrupt as error:
@@ -72,13 +69,9 @@ class _Watch:
         self._fd = fd
         self._lines = self._mode(termios.ICANON)
         self._keys = self._mode(0)
-        self._count = 0
-        """Bytes that were typed, and not read, when it last looked."""
-        self._typed_at = 0.0
 
     def _mode(self, canonical: int) -> list[Any]:
         mode = termios.tcgetattr(self._fd)
-        mode[0] &= ~termios.ICRNL
         mode[3] = mode[3] & ~(termios.ECHO | termios.ECHONL | termios.ICANON) | canonical
         control = list(mode[6])
         if canonical:
@@ -90,11 +83,10 @@ class _Watch:
 
     def begin(self) -> None:
         termios.tcsetattr(self._fd, termios.TCSADRAIN, self._lines)
-        self._is_d_next()
 
     def _resume(self) -> None:
         """Begins again after Ctrl-Z and `fg`: the shell has set the terminal to its own mode."""
-        if termios.tcgetattr(self._fd)[3] & termios.ECHO and not TERMINAL.is_busy:
+        if termios.tcgetattr(self._fd)[3] & termios.ECHO:
             self.begin()
 
     def _waiting(self) -> int:
@@ -103,34 +95,22 @@ class _Watch:
         fcntl.ioctl(self._fd, termios.FIONREAD, count)
         return count[0]
 
-    def _is_d_next(self) -> bool:
-        """Since it last looked one key was pressed, `d`, and before that none for a while."""
-        with TERMINAL.drawing() as is_free:
-            if not is_free:  # what is typed answers a question, which has a mode of its own
-                return False
-            complete = self._waiting()
-            termios.tcsetattr(self._fd, termios.TCSANOW, self._keys)
-            count = self._waiting()
-            termios.tcsetattr(self._fd, termios.TCSANOW, self._lines)
-        now = time.monotonic()
-        is_d = count == self._count + 1 == complete and now - self._typed_at > _ALONE
-        if count != self._count:
-            self._count, self._typed_at = count, now
-        return is_d
-
     def is_pressed(self) -> bool:
-        """`d` was pressed, and nothing shortly before or after it."""
+        """`d` was pressed, and nothing before or after it. Enter, pressed alone, is dropped."""
+        if TERMINAL.is_busy:
+            return False
         self._resume()
-        if not self._is_d_next():
+        if self._waiting() != 1:
             return False
         time.sleep(_ALONE)
-        count = self._count
-        self._is_d_next()
-        if self._count != count:
-            return False
-        typed = os.read(self._fd, count)  # up to the last `d`: what was typed before it is complete, too
-        self._count = 0
-        return typed[-1:] in (b"d", b"D")
+        with TERMINAL.drawing() as is_free:
+            if not is_free:
+                return False
+            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._keys)  # counts what follows it, too
+            try:
+                return self._waiting() == 1 and os.read(self._fd, 1) in (b"d", b"D")
+            finally:
+                self.begin()
 
     def confirms(self, over: Callable[[], bool], events: Events) -> bool:
         """Asks whether to detach; no, if it is over before there is an answer."""
@@ -140,7 +120,7 @@ class _Watch:
         try:
             while not over():
                 if select.select([self._fd], [], [], _PACE)[0]:
-                    is_yes = os.read(self._fd, 1) in (b"y", b"Y")
+                    is_yes = self._typed().strip().lower() in (b"y", b"yes")
                     answer = "yes" if is_yes else "no: it goes on here"
                     return is_yes
             return False
@@ -148,18 +128,41 @@ class _Watch:
             self.begin()
             events.emit(Question(host="", text="", answer=answer))
 
+    def _typed(self) -> bytes:
+        """What is typed until a pause: a key may be several bytes, and the shell must not get a part of a word."""
+        typed = b""
+        while select.select([self._fd], [], [], _ALONE)[0] and (data := os.read(self._fd, 1024)):
+            typed += data
+        return typed
+
 
 @contextmanager
 def _watched() -> Iterator[_Watch]:
+    """Watches the terminal. It is as before afterwards, and while keys (Ctrl-Z, Ctrl-\\) stop or end the program."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
+
+    def restore() -> None:
+        if TERMINAL.is_attended():  # in the background the terminal is the shell's
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+    def obey(number: int, _: object) -> None:
+        restore()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        signal.signal(number, obey)  # it goes on after Ctrl-Z
+
+    keys = [number for number in (signal.SIGTSTP, signal.SIGQUIT) if signal.getsignal(number) is signal.SIG_DFL]
     watch = _Watch(fd)
     watch.begin()
     try:
+        for number in keys:
+            signal.signal(number, obey)
         yield watch
     finally:
-        if TERMINAL.is_attended():  # in the background the terminal is the shell's
-            termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        for number in keys:
+            signal.signal(number, signal.SIG_DFL)
+        restore()
 
 
 def tell_how_to_attach(run: Run, name: str | None = None) -> None:

@@ -200,13 +200,12 @@ def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
     shown = line_format(sys.stdout, sys.stderr)
     together = is_rich(sys.stdout, sys.stderr)
     has_failed = run.state in ("failed", "lost")
-    told: set[tuple[str, int]] = set()
-    for line in run.lines(trouble=_tell, **options):
-        for host, rank in run.failed if run.state == "running" else ():
-            if (host, rank) not in told:
-                told.add((host, rank))
-                text = f"{host}[{rank}] has failed, and the others go on; to end them: skyfab stop {run.id[:8]}"
-                print(HINTS.adapted(clean(text, colour=False)), file=sys.stderr)
+
+    def tell_failure(host: str, rank: int) -> None:
+        text = f"{host}[{rank}] has failed, and the others go on; to end them: skyfab stop {run.id[:8]}"
+        print(HINTS.adapted(clean(text, colour=False)), file=sys.stderr)
+
+    for line in run.lines(trouble=_tell, failed=tell_failure, **options):
         if is_noise(line.text) and not has_failed:
             continue
         moment = f"{time.strftime('%m-%d %H:%M:%S', time.localtime(line.time))}.{int(line.time * 1000) % 1000:03d} "

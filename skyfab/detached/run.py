@@ -175,11 +175,13 @@ class Run(ShownAsTable):
         tail: int | None = None,
         since: float | None = None,
         trouble: Trouble | None = None,
+        failed: Callable[[str, int], None] = lambda host, rank: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[LogLine]:
         """As `logs`, with times; of what is there already only the last `tail` lines, and those not before `since`.
 
-        `follow`, `rank` and `trouble` are as for `logs`; following ends early once `stopped` is true.
+        `follow`, `rank` and `trouble` are as for `logs`; following ends early once `stopped` is true. `failed` is
+        called once for each rank that has failed while others go on, with its host.
         The times are those of the hosts' clocks, in seconds since 1970.
         Raises UsageError for a rank that the run has not.
         """
@@ -188,8 +190,13 @@ class Run(ShownAsTable):
             raise UsageError(f"run {self.id[:8]} has no rank {rank}: it has {has}")
         with self._all_shells(trouble=trouble if follow else None) as shells:
             reader = LogReader(shells, self.id, started=self.started, rank=rank, tail=tail, since=since)
+            told: set[tuple[str, int]] = set()
             while True:
                 over = not follow or self._is_over(shells)
+                for one in self.failed if self.state == "running" else ():
+                    if one not in told:
+                        told.add(one)
+                        failed(*one)
                 yield from reader.new(rest=over, patient=follow)
                 if (over and reader.complete) or stopped():
                     return

@@ -88,9 +88,8 @@ def _without_echo() -> Iterator[int]:
     try:
         before = termios.tcgetattr(fd)
         mode: list[Any] = [*before[:6], list(before[6])]
-        mode[0] |= termios.ICRNL  # while the key `d` is watched for, that ends lines, and Enter does not
         mode[3] = mode[3] & ~(termios.ECHO | termios.ECHONL) | termios.ICANON | termios.ISIG
-        mode[6][termios.VEOL] = mode[6][termios.VEOL2] = b"\0"
+        mode[6][termios.VEOL] = mode[6][termios.VEOL2] = b"\0"  # the key `d` may end lines
         termios.tcsetattr(fd, termios.TCSAFLUSH, mode)
         try:
             yield fd

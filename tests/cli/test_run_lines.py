@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,17 +26,13 @@ def test_what_frameworks_write_when_they_start_is_printed_for_a_run_that_failed(
     assert capsys.readouterr().out.splitlines() == [f"node1 {text}" for text in shown]
 
 
-def test_a_rank_that_has_failed_while_others_run_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [LogLine(time=1.0, rank=0, stream="out", text=text) for text in ("one", "two")]
+def test_a_rank_that_has_failed_while_others_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def lines(*, failed: Callable[[str, int], None], **_: object) -> Iterator[LogLine]:
+        yield LogLine(time=1.0, rank=0, stream="out", text="one")
+        failed("node2", 1)
+
     part = SimpleNamespace(host="node1", about=SimpleNamespace(ranks=(0,)))
-    run: Any = SimpleNamespace(
-        id="3f2a91c0aa",
-        parts=[part],
-        world_size=2,
-        state="running",
-        failed=[("node2", 1)],
-        lines=lambda **_: iter(lines),
-    )
+    run: Any = SimpleNamespace(id="3f2a91c0aa", parts=[part], world_size=2, state="running", lines=lines)
     runs._print(run, timestamps=False)
     told = "node2[1] has failed, and the others go on; to end them: skyfab stop 3f2a91c0"
     assert capsys.readouterr().err.splitlines() == [told]

@@ -27,6 +27,7 @@ from stage.typist import Typist
 
 from skyfab.cli import detach_key
 from skyfab.lab import Lab
+from skyfab.ui.events import Events
 
 pytestmark = pytest.mark.programs
 
@@ -454,12 +455,12 @@ def test_ctrl_c_while_commands_are_loaded_is_no_traceback() -> None:
         ([*"ls node1\r"], False),
         ([*"cd x\r"], False),
         (["\r", "later", "\r", "later", "d"], True),
-        (["cd x\r", "later", "d"], True),
-        (["cd", "later", " x\r", "later", "d"], True),
-        (["dd", "later", "d"], True),
         ([*"dd"], False),
+        (["dy"], False),
+        (["cd x\r", "later", "d"], False),
         (["cd x", "later", "\r"], False),
-        (["cd x", "later", "y", "later", "\r"], False),
+        (["cd", "later", " x\r"], False),
+        (["x", "later", "\r", "later", "d"], False),
     ],
 )
 def test_d_is_a_key_press_of_its_own_and_what_is_typed_ahead_stays(
@@ -498,7 +499,7 @@ def test_d_is_a_key_press_of_its_own_and_what_is_typed_ahead_stays(
     mode[3] &= ~termios.ICANON
     mode[6][termios.VMIN] = 0
     termios.tcsetattr(theirs, termios.TCSADRAIN, mode)
-    left = "".join(part for part in typed if part != "later")
+    left = "".join(part for part in typed if part != "later").replace("\r", "\n")
     assert os.read(theirs, 100).decode() == ("" if pressed else left)
     for fd in (ours, theirs):
         os.close(fd)
@@ -519,6 +520,46 @@ def test_a_question_is_answered_with_enter_while_d_is_watched_for(monkeypatch: p
         until(lambda: not detach_key.TERMINAL.is_busy)
         assert not watch.is_pressed()
     os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("y", True),
+        ("Y", True),
+        ("yes\r", True),
+        ("n", False),
+        ("u /etc/hostname\r", False),
+        ("\x1b[A", False),
+        ("é", False),
+    ],
+)
+def test_the_answer_is_all_that_is_typed(typed: str, answer: bool) -> None:
+    ours, theirs = pty.openpty()
+    watch = detach_key._Watch(theirs)
+    os.write(ours, typed.encode())
+    assert watch.confirms(lambda: False, Events()) is answer
+    assert watch._waiting() == 0
+    for fd in (ours, theirs):
+        os.close(fd)
+
+
+def test_the_terminal_is_usable_while_the_program_is_stopped_and_when_it_was_ended(tmp_path: Path) -> None:
+    """At a shell that leaves the terminal as it finds it."""
+    (tmp_path / "job.py").write_text("import time\ntime.sleep(90)\n")
+    with Typist(["dash", "-i"], tmp_path, PS1="$ ") as person:
+        person.types(shlex.join([*PROGRAM, "run", "--hosts=local", "--ranks=1", "job.py"]))
+        for key in (b"\x1a", b"\x1c"):
+            person.sees(r"job\.py · 1 rank · 0:0")
+            until(lambda: not person.echoes())
+            person.presses(key)
+            until(person.echoes)
+            person.types("echo is $((20 + 3))")
+            person.sees("is 23")
+            person.types("fg")
+        person.sees("dash: .*fg: ")
+        person.types("exit")
+        person.ends()
 
 
 def test_run_shows_how_long_it_takes_and_d_works_after_the_shell_has_had_the_terminal(tmp_path: Path) -> None:

@@ -78,11 +78,13 @@ def save_when_stopped(path: str) -> None:
 
 @sky.function
 def fail_in_turn(go: str) -> None:
-    if sky.instance_info().rank == 1:
-        raise ValueError("rank 1 first")
+    rank = sky.instance_info().rank
+    if rank == 3:
+        wait_for(go + ".first", 60)
+        raise ValueError("rank 3 first")
     leave(go + ".waits")
     wait_for(go, 60)
-    raise ValueError("rank 0 later")
+    raise ValueError(f"rank {rank} later")
 
 
 @pytest.fixture
@@ -263,15 +265,24 @@ def test_a_run_that_is_stopped_has_time_to_save(hosts: list[sky.Host], spot: Spo
 def test_the_rank_that_failed_first_is_told_first_and_while_others_run(
     hosts: list[sky.Host], namespaces: Lab, spot: Spot
 ) -> None:
-    run = launch(hosts, fail_in_turn(spot / "go"), name="turns")
-    spot.wait("go.waits")
-    until(lambda: run.status == "running" and run.failed == [("node2", 1)], "the failure of a rank")
-    shown = skyfab(namespaces, "runs").stdout
-    assert "running, 1 failed" in shown
+    """The other rank of its host is stopped because of it, and counts as no failure."""
+    with sky.Compute(hosts, ranks=2, ui="none") as pool:
+        run = pool.launch(fail_in_turn(spot / "go"), name="turns")
+    spot.wait("go.waits", 2)
+    told: list[tuple[str, int]] = []
+    following = begin(lambda: list(run.lines(follow=True, failed=lambda *one: told.append(one))))
+    spot.leave("go.first")
+    until(lambda: told == [("node2", 3)], "the failure of a rank, while it is followed")
+    other = sky.attach(run.id, hosts)
+    until(lambda: other.status == "running" and other.parts[1].state == "failed", "the end of the other rank there")
+    assert other.failed == [("node2", 3)]
+    assert "running, 1 failed" in skyfab(namespaces, "runs").stdout
     spot.leave("go")
     with pytest.raises(sky.BroadcastError) as raised:
-        run.result(170)
-    assert [str(error) for error in raised.value.exceptions] == ["rank 1 first", "rank 0 later"]
+        other.result(170)
+    assert str(raised.value.exceptions[0]) == "rank 3 first"
+    following.result(60)
+    assert told == [("node2", 3)]
 
 
 @pytest.mark.slow

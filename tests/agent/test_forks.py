@@ -42,7 +42,7 @@ def test_a_daemon_that_was_forked_goes_with_its_rank(
     ((machine, daemon),) = spot.wait("daemon").items()
     assert runs_on(machine, int(daemon))
     assert future.cancel()
-    until(lambda: not runs_on(machine, int(daemon)), "the end of the daemon", 20)
+    until(lambda: not runs_on(machine, int(daemon)), "the end of the daemon", 60)
     assert runs_on(machine, int(spot.notes("other")[machine])), "that of another rank stays"
     assert ok(1) >> pool == 1
     other.cancel()

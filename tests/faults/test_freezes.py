@@ -226,7 +226,7 @@ def test_a_link_that_is_frozen_is_not_missed(lab: Lab, open_pool: Open, spot: Sp
     pool.close()
     assert time.monotonic() - before < 60
     go_on()
-    left = remains.after([lab["node1"]], seconds=10)
+    left = remains.after([lab["node1"]], seconds=30)
     assert not left, f"left behind: {sorted(left)}"
 
 
@@ -249,7 +249,7 @@ def test_a_call_in_a_frozen_rank_can_be_cancelled(lab: Lab, open_pool: Open, spo
     future = pool.submit(stay(spot / "pid"))
     rank = frozen_rank(lab, spot, freeze)
     assert future.cancel()
-    until(lambda: gone(lab, rank), "the end of the frozen process", 20)
+    until(lambda: gone(lab, rank), "the end of the frozen process", 60)
     assert errands.note(spot / "calls", "next") >> pool == "next"
 
 
@@ -259,7 +259,7 @@ def test_a_call_in_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: 
     rank = frozen_rank(lab, spot, freeze)
     with pytest.raises(sky.CallTimeout):
         future.result(170)
-    until(lambda: gone(lab, rank), "the end of the frozen process", 20)
+    until(lambda: gone(lab, rank), "the end of the frozen process", 60)
     assert errands.note(spot / "calls", "next") >> pool == "next"
 
 
@@ -271,7 +271,7 @@ def test_a_gang_with_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot
     with pytest.raises((sky.CallTimeout, sky.BroadcastError)) as caught:
         future.result(170)
     assert "time" in str(caught.value)
-    until(lambda: gone(lab, rank), "the end of the frozen process", 20)
+    until(lambda: gone(lab, rank), "the end of the frozen process", 60)
     assert errands.note_rank(spot / "calls", "next") @ pool == [(0, "next"), (1, "next")]
 
 
@@ -297,7 +297,7 @@ def test_a_pool_with_a_frozen_rank_closes_in_good_time(lab: Lab, open_pool: Open
     assert time.monotonic() - before < 60
     with pytest.raises(sky.SkyfabError):
         future.result(10)
-    left = remains.after([lab["node1"]], seconds=10)
+    left = remains.after([lab["node1"]], seconds=30)
     assert not left, f"left behind: {sorted(left)}"
 
 
@@ -317,7 +317,7 @@ def test_calls_go_on_while_the_zygote_is_frozen_and_what_it_was_told_is_done_lat
     future.cancel()
     time.sleep(1)
     go_on()
-    until(lambda: gone(lab, rank), "the end of the call that was cancelled", 20)
+    until(lambda: gone(lab, rank), "the end of the call that was cancelled", 60)
     assert errands.note(spot / "calls", "last") >> pool == "last"
 
 

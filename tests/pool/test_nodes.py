@@ -22,6 +22,7 @@ class FakeSession:
         self.error = error
         self.responds = True
         self.closed = False
+        self.was_stopped = False
         self.connection = SimpleNamespace(timing=Timing(lease=60, heartbeat_timeout=10))
 
     def open(self) -> Any:

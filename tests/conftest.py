@@ -55,8 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: programs of ours would ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for number in (signal.SIGQUIT, signal.SIGHUP):  # in the background, and with nohup
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     home = Path(tempfile.mkdtemp(prefix="skyfab-home-"))
     config.stash[_home] = home
     config.stash[_labs] = []

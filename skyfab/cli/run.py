@@ -143,7 +143,7 @@ def _save(compute: Compute, patterns: Sequence[str], error: BaseException) -> No
     try:
         _bring_back(compute, patterns)
     except (SkyfabError, OSError) as trouble:
-        print(report.text(trouble), file=sys.stderr)
+        print(f"not fetched: {report.text(trouble).removeprefix('error: ')}", file=sys.stderr)  # the cause follows
 
 
 def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:

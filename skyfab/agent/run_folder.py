@@ -38,8 +38,6 @@ class RunFolder:
         """Calls without a reply: their streams, and the ranks that run them."""
         self._drafts: dict[int, tuple[Any, str, int]] = {}
         """Replies that are being written: the file, the resulting state, and how many bytes are missing."""
-        self._cancelled: set[int] = set()
-        """Streams of calls that were ended because another rank had failed."""
         self._status: dict[str, Any] = {
             "state": "running",
             "started": time.time(),
@@ -92,9 +90,9 @@ class RunFolder:
         self._status["files"] = self.files
         self._write("status", json.dumps(self._status).encode())
 
-    def _note(self, rank: int, state: str, *, is_cause: bool = True) -> None:
-        self._status["ranks"][str(rank)] = state
-        if state == "failed" and is_cause:
+    def _note(self, rank: int, state: str) -> None:
+        self._status["ranks"][str(rank)] = "failed" if state == "cancelled" else state
+        if state == "failed":
             self._status["failed"][str(rank)] = time.time()
         self._write("status", json.dumps(self._status).encode())
 
@@ -119,7 +117,7 @@ class RunFolder:
         message = messages.decode(head)
         state = "done" if isinstance(message, messages.Result) else "failed"
         if isinstance(message, messages.Ended) and message.why == "cancelled":
-            self._cancelled.add(stream)
+            state = "cancelled"  # because another rank has failed
         file = None
         with contextlib.suppress(OSError):
             file = open(self._path(stream) + ".new", "wb")  # noqa: SIM115
@@ -155,7 +153,7 @@ class RunFolder:
             os.rename(self._path(stream) + ".new", self._path(stream))
         except OSError:
             state = "failed"
-        self._note(self._ranks.pop(stream), state, is_cause=stream not in self._cancelled)
+        self._note(self._ranks.pop(stream), state)
         if state == "failed" and not self.failed:
             self.failed = True
             self.on_failure()

@@ -418,11 +418,20 @@ def test_ctrl_c_while_hosts_connect_is_no_failure_of_theirs(folder: Path, words:
         with Typist([*PROGRAM, task, "--hosts=both", *rest], folder) as person:
             silent.settimeout(60)
             with silent.accept()[0]:
-                person.sees("dead", 60) if task in ("exec", "run") else time.sleep(1)
+                person.sees("dead")
                 person.presses(b"\x03")
                 assert person.ends() == 130
         assert "failed" not in person.said
         assert "Traceback" not in person.said
+
+
+def test_what_a_failed_run_has_not_written_is_a_note_before_its_cause(folder: Path) -> None:
+    (folder / "job.py").write_text("raise ValueError('mine')\n")
+    ran = piped(folder, "run", "--hosts=here", "--ranks=1", "--workdir=temp", "--get=ckpt/*", "job.py")
+    assert ran.returncode == 1
+    first, *_, last = ran.stderr.splitlines()
+    assert first == "not fetched: here: nothing there is called ckpt/*"
+    assert last == "here[0] ValueError: mine"
 
 
 def test_ctrl_c_while_commands_are_loaded_is_no_traceback() -> None:

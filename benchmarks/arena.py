@@ -14,7 +14,7 @@ from benchmarks.scale import Scale
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.lab import Lab, LabHost
-from skyfab.session.transport.openssh import OpenSSH
+from skyfab.ssh.openssh import OpenSSH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

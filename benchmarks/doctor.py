@@ -9,7 +9,7 @@ from dataclasses import replace
 from benchmarks.arena import Arena
 from benchmarks.result import Bar, Result
 from benchmarks.sample import alternate
-from skyfab.doctor.examination import examined
+from skyfab.inspect.doctor.examine import examined
 from skyfab.pool.each_host import fan_out
 
 

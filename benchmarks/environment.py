@@ -28,7 +28,7 @@ from skyfab.env.tools import uv_for
 from skyfab.env.wheels import fetch
 from skyfab.inventory.host import Host
 from skyfab.session.bootstrap import local_python, open_shell
-from skyfab.session.transport import transport_for
+from skyfab.ssh import transport_for
 
 _DELAY = 0.05
 """One-way delay in seconds to a simulated distant host."""

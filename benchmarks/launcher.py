@@ -12,7 +12,7 @@ import socket
 import sys
 
 from benchmarks import training
-from skyfab.agent.host_info import HostInfo
+from skyfab.host.agent.host_info import HostInfo
 
 READY = "ready"
 ENV = "BENCH_ENV_"

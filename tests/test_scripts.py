@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from skyfab import scripts
+from skyfab._util import scripts
 
 ROOT = Path(__file__).parents[1]
 FILES = [*sorted((ROOT / "skyfab").rglob("*.sh")), *sorted((ROOT / "tools").rglob("*.sh")), ROOT / "inv"]

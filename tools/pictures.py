@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from skyfab import toml
+from skyfab._util import toml
 from skyfab.session.state import NEXT
 from tools.svg import Svg
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
+from skyfab._util.html import ShownAsTable
 from skyfab.errors import UsageError
 from skyfab.inventory.host import setup_lines, variables
-from skyfab.notebook import ShownAsTable
 
 _HASH = re.compile(r"\s+--hash[=\s]\s*(\S+)")
 

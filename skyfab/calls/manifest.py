@@ -14,7 +14,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
-from skyfab import toml
+from skyfab._util import toml
 from skyfab.calls.image import Image, PipIndex
 from skyfab.errors import UsageError
 

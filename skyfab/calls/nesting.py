@@ -46,7 +46,7 @@ def _module_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         home = str(frame.f_globals.get("__name__", ""))
-        if home.startswith(("skyfab.agent", "skyfab.plugins")):  # frames further out are not part of the call
+        if home.startswith(("skyfab.host.agent", "skyfab.plugins")):  # frames further out are not part of the call
             return None
         code = frame.f_code
         if code.co_name == "<module>" and not code.co_filename.startswith("<"):

@@ -20,12 +20,12 @@ from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Final
 
+from skyfab._util.sizes import readable
 from skyfab.calls import nesting
 from skyfab.calls.folder_watch import Changes
 from skyfab.calls.image import Image
 from skyfab.errors import UsageError
 from skyfab.protocol.blobs import name_of
-from skyfab.sizes import readable
 
 _DATA: Final = 1024 * 1024
 """Data files in packages are sent up to this size in bytes; larger ones only with `includes`."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, NoReturn, SupportsIndex, TypeVar
 
+from skyfab._util.sizes import readable
 from skyfab.errors import NotPicklable, UsageError
 from skyfab.protocol.blobs import allocate, name_of
 from skyfab.protocol.codec import Packed, pack, unpack
-from skyfab.sizes import readable
 
 T = TypeVar("T")
 

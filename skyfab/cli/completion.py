@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
-from skyfab.cli import launched
+from skyfab.cli import run_history
 from skyfab.cli.command import Command, Option, Parameter, command
 from skyfab.cli.words import HELP, VERBOSE, known_hosts
 from skyfab.errors import UsageError
@@ -81,5 +81,5 @@ def _values(parameter: Parameter, words: Sequence[str], typed: str) -> list[str]
         before = typed[: typed.rfind(",") + 1]
         return [before + name for name in sorted(known_hosts(words)) if name not in before.split(",")]
     if kind == "RUN":
-        return launched.names()
+        return run_history.names()
     return list(_SHELLS) if kind == "SHELL" else []

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from skyfab.calls.call import Call
-from skyfab.cli import launched
+from skyfab.cli import run_history
 from skyfab.detached.run import Run
 from skyfab.pool.compute import Compute
 from skyfab.pool.futures import note_stopped
@@ -168,7 +168,7 @@ def _watched() -> Iterator[_Watch]:
 def tell_how_to_attach(run: Run, name: str | None = None) -> None:
     """Prints the commands for a detached run, with the `name` that the user gave it, and its id to stdout."""
     short = run.id[:8]
-    launched.note(run.id, run.name)
+    run_history.note(run.id, run.name)
     print(f"run {short} keeps running on {', '.join(run.hosts)}", file=sys.stderr)
     word = short if not name or name.startswith("-") else shlex.quote(name)
     for task in ("attach", "logs", "stop"):

@@ -35,9 +35,9 @@ def doctor(
         skyfab doctor --fix
     """
     from skyfab import __version__
-    from skyfab.cli.selected import selected
-    from skyfab.doctor import report
-    from skyfab.doctor.examination import examined
+    from skyfab.cli.host_selection import selected
+    from skyfab.inspect.doctor import report
+    from skyfab.inspect.doctor.examine import examined
 
     if json_ and (paste or fix):
         raise UsageError("--json prints a list, and nothing else", hint="leave out --paste and --fix")

@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from skyfab import toml
-from skyfab.doctor.finding import Finding
+from skyfab._util import toml
 from skyfab.errors import UsageError
+from skyfab.inspect.doctor.finding import Finding
 from skyfab.inventory.file import bare
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.toml_lines import lines_by_key

@@ -29,7 +29,7 @@ def exec_(
         skyfab exec --hosts=gpu -- 'nvidia-smi -L | wc -l'
     """
     from skyfab.calls.call import as_function
-    from skyfab.cli.selected import selected
+    from skyfab.cli.host_selection import selected
     from skyfab.pool.each_host import fan_out
 
     line = " ".join(words)

@@ -32,7 +32,7 @@ def forward(
         skyfab forward 8888 --host=node1 --local=9999
     """
     from skyfab.calls.image import Image
-    from skyfab.cli.selected import selected_one
+    from skyfab.cli.host_selection import selected_one
     from skyfab.pool.compute import Compute
 
     ports = port.split(",")

@@ -39,7 +39,7 @@ def gc(
     """
     import json
 
-    from skyfab.cli.selected import selected
+    from skyfab.cli.host_selection import selected
     from skyfab.env.gc import sweep_here
 
     found: list[dict[str, object]] = []
@@ -85,7 +85,7 @@ def clean(
     from skyfab.env.gc import sweep
     from skyfab.session.bootstrap import open_shell
     from skyfab.session.fanout import Raised, for_each_host, one_error
-    from skyfab.session.transport import transport_for
+    from skyfab.ssh import transport_for
 
     over = threading.Event()
 

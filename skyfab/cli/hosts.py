@@ -15,10 +15,10 @@ from skyfab.ui.terminal import clean_lines, is_rich
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from skyfab.inspect.survey import Survey
     from skyfab.inventory.host import Host
     from skyfab.pool.each_host import Outcome
     from skyfab.protocol.messages import AgentHello
-    from skyfab.survey.survey import Survey
 
 _OPTIONAL: Final = ("system", "disk", "CPUs", "python", "load", "memory")
 """Columns that a narrow terminal does without, the first of them first."""
@@ -48,7 +48,7 @@ def hosts(
         skyfab hosts --hosts=gpu --json
         skyfab hosts --from=ssh_config --toml > inventory.toml
     """
-    from skyfab.cli.selected import selected
+    from skyfab.cli.host_selection import selected
     from skyfab.pool.each_host import fan_out, survey
 
     if from_ is not None:
@@ -70,7 +70,7 @@ def hosts(
 
 def show_facts(found: Sequence[Facts]) -> None:
     """Prints a table of hosts, and on stderr what helps where one cannot be used."""
-    from skyfab.survey.cells import NAMES
+    from skyfab.inspect.columns import NAMES
     from skyfab.ui.table import table
 
     table(("host", "address", *NAMES), [facts.row for facts in found], right=("CPUs", "load"), optional=_OPTIONAL)
@@ -144,7 +144,7 @@ class Facts:
     @property
     def row(self) -> tuple[str, ...]:
         """The cells of the table."""
-        from skyfab.survey.cells import NAMES, cells
+        from skyfab.inspect.columns import NAMES, cells
 
         if self.survey is None:
             return (self.name, self.address, *["–"] * (len(NAMES) - 1), self.error or "")

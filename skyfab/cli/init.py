@@ -16,10 +16,10 @@ from skyfab.ui.terminal import clean, clean_lines, is_rich
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from skyfab.inspect.survey import Survey
     from skyfab.inventory.host import Host
     from skyfab.inventory.inventory import Inventory
     from skyfab.pool.each_host import Outcome
-    from skyfab.survey.survey import Survey
 
 _FILE: Final = "inventory.toml"
 

@@ -35,7 +35,7 @@ def prepare(
     """
     from skyfab.calls import results
     from skyfab.cli.environment import build, look_for_newer, write_lock
-    from skyfab.cli.selected import selected
+    from skyfab.cli.host_selection import selected
 
     results.name_options()
     options = ImageOptions(pip=pip, index=index, requirements=requirements, apt=apt, install=install, python=python)

@@ -33,7 +33,7 @@ def put(
         skyfab put data --hosts=gpu
         skyfab put model.pt --hosts=node1 --to=/scratch/models/
     """
-    from skyfab.cli.targets import near
+    from skyfab.cli.script_argument import near
 
     if not Path(path).expanduser().exists():
         if Path(path).expanduser().is_symlink():
@@ -67,7 +67,7 @@ def get(
 def _pool(hosts: str | None, inventory: str | None) -> Iterator[Compute]:
     """A pool whose hosts are sent no modules. An error of this machine's files is a message, as one of a host's is."""
     from skyfab.calls.image import Image
-    from skyfab.cli.selected import selected
+    from skyfab.cli.host_selection import selected
     from skyfab.files.entries import words
     from skyfab.pool.compute import Compute
 

@@ -75,9 +75,9 @@ def run(
     from skyfab.calls.call import as_function
     from skyfab.calls.script import perform
     from skyfab.cli.detach_key import broadcast, tell_how_to_attach
+    from skyfab.cli.host_selection import selected
     from skyfab.cli.project_settings import ProjectSettings
     from skyfab.cli.run_environment import image_of, plugins_of, variables_of
-    from skyfab.cli.selected import selected
     from skyfab.detached.run import Run
     from skyfab.plugins.base import Torchrun
     from skyfab.pool.compute import Compute
@@ -155,7 +155,7 @@ def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:
 
 
 def _parsed(target: str) -> tuple[Path, str]:
-    from skyfab.cli.targets import check_function, near
+    from skyfab.cli.script_argument import check_function, near
 
     name, colon, function = target.partition(":")
     script = Path(name).expanduser()

@@ -40,7 +40,7 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
     """
     import json
 
-    from skyfab.cli.selected import selected
+    from skyfab.cli.host_selection import selected
     from skyfab.detached.run import survey
 
     found, errors = survey(*selected(hosts, inventory, quiet=json_, here=True))
@@ -192,8 +192,8 @@ def _age(text: str | None) -> float | None:
 def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
     """Prints a run's lines as they are shown while it is not detached."""
     from skyfab.ui.events import Output
-    from skyfab.ui.noise import is_noise
     from skyfab.ui.screen import line_format
+    from skyfab.ui.suppressed import is_noise
     from skyfab.ui.terminal import is_rich, put
 
     where = {number: part.host for part in run.parts for number in part.about.ranks}

@@ -16,7 +16,7 @@ from skyfab.ui.hints import HINTS
 if TYPE_CHECKING:
     from skyfab.inventory.host import Host
     from skyfab.inventory.inventory import Inventory
-    from skyfab.session.enter import Entrance
+    from skyfab.session.interactive import Entrance
 
 
 @command
@@ -38,7 +38,7 @@ def ssh(
         skyfab ssh node1 -- python -c 'import torch; print(torch.__version__)'
         skyfab ssh node1 --run=night
     """
-    from skyfab.cli.selected import selected_one
+    from skyfab.cli.host_selection import selected_one
 
     found, chosen = selected_one(host, inventory)
     if chosen.transport != "local" and shutil.which("ssh") is None:
@@ -60,7 +60,7 @@ def _of_project(host: Host, command: str) -> Entrance:
     from skyfab.env.prepare import Preparation
     from skyfab.pool.workdir import Workdirs
     from skyfab.session.bootstrap import local_python
-    from skyfab.session.enter import Entrance
+    from skyfab.session.interactive import Entrance
 
     script = Path.cwd() / "main.py"  # need not be there: its folder counts
     settings = ProjectSettings.of(script)
@@ -89,7 +89,7 @@ def _of_project(host: Host, command: str) -> Entrance:
 
 def _of_run(name: str, host: Host, inventory: Inventory, command: str) -> Entrance:
     from skyfab.detached.run import attach
-    from skyfab.session.enter import Entrance
+    from skyfab.session.interactive import Entrance
 
     run = attach(name, [host], inventory=inventory, results="data")
     about = next(part.about for part in run.parts if part.host == host.name)

@@ -28,7 +28,7 @@ def stacks(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = F
     """
     import json
 
-    from skyfab.cli.selected import selected
+    from skyfab.cli.host_selection import selected
     from skyfab.pool.stacks import describe, groups, parse, script
     from skyfab.session.shell_pool import Shells
 

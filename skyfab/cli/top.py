@@ -37,13 +37,13 @@ def top(
         skyfab top --once
         skyfab top --json
     """
-    from skyfab.cli.selected import selected
+    from skyfab.cli.host_selection import selected
 
     is_live = not once and not json_ and is_rich(sys.stdin, sys.stdout)
     known, chosen = selected(hosts, inventory, quiet=is_live or json_)
     if not is_live:
         return _once(known, chosen, as_json=json_)
-    from skyfab.top.live import Live
+    from skyfab.inspect.top.live import Live
 
     try:
         Live(chosen, known, every).run()
@@ -56,8 +56,8 @@ def _once(inventory: Inventory, hosts: Sequence[Host], *, as_json: bool) -> int:
     from skyfab.cli.hosts import Facts, show_facts
     from skyfab.cli.runs import facts_of, show_runs
     from skyfab.detached.run import runs_of
+    from skyfab.inspect.top.monitor import Answers, look
     from skyfab.pool.each_host import Outcome, fan_out
-    from skyfab.top.monitor import Answers, look
 
     outcomes = fan_out(
         lambda pool: (pool.hosts[0].agent, *look(pool, Answers(pool.hosts[0].name))), hosts, inventory, show=False

@@ -48,7 +48,7 @@ def train(
     from skyfab.calls import results
     from skyfab.calls.call import as_function
     from skyfab.cli.detach_key import tell_how_to_attach
-    from skyfab.cli.selected import selected
+    from skyfab.cli.host_selection import selected
     from skyfab.detached.run import Run
 
     results.name_options()

@@ -25,7 +25,7 @@ def trust(
         skyfab trust --hosts=node1,node2 --replace
     """
     from skyfab.cli.host_keys import record
-    from skyfab.cli.selected import selected
+    from skyfab.cli.host_selection import selected
 
     _, chosen = selected(hosts, inventory)
     remote = [host for host in chosen if host.transport != "local"]

@@ -1,4 +1,4 @@
-"""Reads the folder of a detached run on a host, over a plain shell. `skyfab.agent.run_folder` writes it."""
+"""Reads the folder of a detached run on a host, over a plain shell. `skyfab.host.agent.run_folder` writes it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
+from skyfab._util.scripts import given, read
 from skyfab.detached.written import Written, parse
-from skyfab.scripts import given, read
 from skyfab.session.shell import Shell
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from skyfab._util.scripts import given, read
 from skyfab.inventory.host import Host
-from skyfab.scripts import given, read
 from skyfab.session.shell import Shell
 from skyfab.session.shell_pool import PASSING, Shells
 
@@ -23,7 +23,7 @@ _TOGETHER: Final = 32 * 1024 * 1024
 _BLOCK: Final = 64 * 1024
 """Bytes that are read at once to find a place from the end."""
 _RECORD: Final = 32
-"""Bytes of a record of agent/log_times.py."""
+"""Bytes of a record of host/agent/log_times.py."""
 
 
 class LogLine(NamedTuple):

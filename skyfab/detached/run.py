@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from skyfab._util.html import ShownAsTable
 from skyfab.calls.results import in_order, unpack_result
 from skyfab.detached.folder import Part, State, read_parts, stop
 from skyfab.detached.logs import LogLine, LogReader
@@ -21,13 +22,12 @@ from skyfab.detached.written import event
 from skyfab.errors import HostLost, SkyfabError, UsageError, broadcast_error
 from skyfab.inventory.host import LOCAL, Host, did_you_mean
 from skyfab.inventory.inventory import Inventory
-from skyfab.notebook import ShownAsTable
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import split
 from skyfab.session.shell import ScriptFailed, Shell
 from skyfab.session.shell_pool import PASSING, Shells
 from skyfab.ui.events import FilesWritten
-from skyfab.ui.noise import is_noise
+from skyfab.ui.suppressed import is_noise
 from skyfab.ui.terminal import settled
 
 Results = Literal["any", "data"]

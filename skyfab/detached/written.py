@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from skyfab._util.sizes import readable
 from skyfab.errors import UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol.blobs import name_of
-from skyfab.sizes import readable
 from skyfab.ui.events import FilesWritten
 from skyfab.ui.hints import HINTS
 

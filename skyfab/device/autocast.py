@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from skyfab.device import composed
+from skyfab.device import composite_ops
 from skyfab.device.tensors import TYPE, is_remote
 
 _LOWER: Final = (
@@ -116,7 +116,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     given = [tensor for tensor in (x, weight, bias) if tensor is not None]
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
         if all(is_remote(t) and t.dtype in (torch.float32, torch.float16, torch.bfloat16) for t in given):
-            return composed.cast_linear(x, weight, bias, torch.get_autocast_dtype(TYPE))
+            return composite_ops.cast_linear(x, weight, bias, torch.get_autocast_dtype(TYPE))
         return torch.ops.aten.linear.default(*given)
 
 

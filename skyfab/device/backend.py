@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from skyfab.device import autocast, composed, patches, refused, special, tensors
+from skyfab.device import autocast, composite_ops, manual_kernels, patches, refused, tensors
 from skyfab.device.kernels import make_kernel
 from skyfab.device.tensors import TYPE
 from skyfab.errors import UsageError
@@ -84,22 +84,22 @@ class _Module:
         return max((stream.index + 1 for stream in tensors.streams if not stream.is_lost), default=0)
 
     def manual_seed_all(self, seed: int) -> None:
-        special.seed_all(seed)
+        manual_kernels.seed_all(seed)
 
     def manual_seed(self, seed: int) -> None:
-        special.seed_all(seed)
+        manual_kernels.seed_all(seed)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
     def synchronize(self, device: Any = None) -> None:
-        special.synchronize(device)
+        manual_kernels.synchronize(device)
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return special.get_rng_state(_current.index if device is None else device)
+        return manual_kernels.get_rng_state(_current.index if device is None else device)
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        special.set_rng_state(state, _current.index if device is None else device)
+        manual_kernels.set_rng_state(state, _current.index if device is None else device)
 
 
 _PRIVATE: Final = torch._C._autograd.DeviceType.PrivateUse1
@@ -161,13 +161,13 @@ def register() -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
     library = torch.library.Library("aten", "IMPL")
     _libraries.append(library)
-    own_kernels = {**special.kernels(), **composed.undifferentiated(), **composed.differentiable()}
+    own_kernels = {**manual_kernels.kernels(), **composite_ops.undifferentiated(), **composite_ops.differentiable()}
     for operator, kernel in own_kernels.items():
         library.impl(operator, kernel, "PrivateUse1")
     for operator, op in _operators(own_kernels):
         kind = refused.kind_of(operator)
         library.impl(operator, refused.refusing(operator, kind) if kind else make_kernel(op), "PrivateUse1")
-    for operator, kernel in composed.differentiable().items():
+    for operator, kernel in composite_ops.differentiable().items():
         library.impl(operator, kernel, "AutogradPrivateUse1")
     _libraries.extend((*autocast.register(), *refused.register()))
     patches.apply()

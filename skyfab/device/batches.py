@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from skyfab.device import wire
-from skyfab.device.places import Where
+from skyfab.device.call_site import Where
 from skyfab.errors import DeviceError, ProtocolError, SkyfabError
+from skyfab.host.device import wire
 from skyfab.protocol import messages
 
 

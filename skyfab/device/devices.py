@@ -26,8 +26,9 @@ def open_device(name: str, link: Link) -> DeviceStream:
         import torch
     except ImportError as error:
         raise UsageError("a remote device needs torch in this program too", hint="pip install torch") from error
-    from skyfab.device import backend, patches, plans, tensors, wire
+    from skyfab.device import backend, patches, plans, tensors
     from skyfab.device.stream import DeviceStream
+    from skyfab.host.device import wire
 
     with _registering:
         backend.check()
@@ -81,15 +82,15 @@ def synchronize() -> None:
     """Waits until all remote devices have executed everything. Raises the error of an operation that failed."""
     import sys
 
-    if "skyfab.device.special" in sys.modules:
-        from skyfab.device import special
+    if "skyfab.device.manual_kernels" in sys.modules:
+        from skyfab.device import manual_kernels
 
-        special.synchronize()
+        manual_kernels.synchronize()
 
 
 def memory(device: torch.device) -> dict[str, int]:
     """Bytes of memory on the remote `device`: ``allocated`` by this program's tensors, ``free`` and ``total``."""
-    from skyfab.device import wire
+    from skyfab.host.device import wire
 
     stream = _stream_of(device)
     stream.flush()  # what is not used any more is freed at the end of a batch
@@ -101,9 +102,9 @@ def memory(device: torch.device) -> dict[str, int]:
 
 def fetch(tensor: torch.Tensor) -> Future[torch.Tensor]:
     """Starts to copy the remote `tensor` to this machine; the program goes on. The result is the copy."""
-    from skyfab.device import special
+    from skyfab.device import manual_kernels
 
-    return special.fetch_later(tensor)
+    return manual_kernels.fetch_later(tensor)
 
 
 def prefetch(loader: Iterable[T], device: torch.device, depth: int = 2) -> Iterator[T]:
@@ -137,9 +138,9 @@ def run_on(device: torch.device, function: Callable[..., Any], *args: Any, **kwa
     A generator function returns an iterator, and what it yields comes back as it is yielded. Raises DeviceError if the
     function raises, and NotPicklable.
     """
-    from skyfab.device import regions
+    from skyfab.device import remote_functions
 
-    return regions.run(_stream_of(device), function, args, kwargs)
+    return remote_functions.run(_stream_of(device), function, args, kwargs)
 
 
 def load_on(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -148,13 +149,13 @@ def load_on(device: torch.device, function: Callable[..., Any], *args: Any, **kw
     What comes back is the state dict, with remote tensors: ``model.load_state_dict(state, assign=True)`` for a model
     that was made on the meta device.
     """
-    from skyfab.device import regions
+    from skyfab.device import remote_functions
 
-    return regions.load(_stream_of(device), function, args, kwargs)
+    return remote_functions.load(_stream_of(device), function, args, kwargs)
 
 
 def remote(module: torch.nn.Module) -> torch.nn.Module:
     """`module` with its forward as one instruction, and its backward as one. Its parameters must be on one device."""
-    from skyfab.device import regions
+    from skyfab.device import remote_functions
 
-    return regions.remote(module)
+    return remote_functions.remote(module)

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import torch
 
-from skyfab.device import meta, tensors, wire
-from skyfab.device.operands import (
+from skyfab.device import meta, tensors
+from skyfab.device.arguments import (
     common_device,
     generator_operand,
     move_indices,
@@ -27,9 +27,10 @@ from skyfab.device.operands import (
     resolve,
 )
 from skyfab.device.plans import Plan, before_plan, finish, new_cache, new_number, remember
-from skyfab.device.records import records
 from skyfab.device.refused import refuse_layout
+from skyfab.device.storages import records
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, Layout, is_remote, layout_of, operand, operands
+from skyfab.host.device import wire
 
 _NUMBERS: Final = frozenset((int, float, bool, complex))
 _PARAMETERS: Final = frozenset(

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import torch
 
-from skyfab.device import operands, plans, special, tensors, wire
+from skyfab.device import arguments, manual_kernels, plans, tensors
 from skyfab.device.tensors import TYPE
+from skyfab.host.device import wire
 
 
 def apply() -> None:
@@ -96,12 +97,12 @@ def _saving(original: Any) -> Any:
 def _copy_here(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in this machine's memory; in `torch.save`, a view of the copy of its storage."""
     if _now.copied is None or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
-        return special.fetch(tensor)
+        return manual_kernels.fetch(tensor)
     storage = tensor.untyped_storage()
     key = (storage.data_ptr(), tensor.dtype)  # a file has one dtype for each storage
     if key not in _now.copied:
         size = storage.nbytes() // tensor.element_size()
-        _now.copied[key] = special.fetch(tensor.detach().as_strided((size,), (1,), 0))
+        _now.copied[key] = manual_kernels.fetch(tensor.detach().as_strided((size,), (1,), 0))
     return _now.copied[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
@@ -221,7 +222,7 @@ def _printed(original: Any) -> Any:
     def shown(self: Any, *, tensor_contents: str | None = None) -> str:
         if not _is_plain(self) or tensor_contents is not None:
             return str(original(self, tensor_contents=tensor_contents))
-        here = special.fetch(self)
+        here = manual_kernels.fetch(self)
         text = str(original(here))
         suffix = f", device='{self.device}'"
         if self.grad_fn is not None:
@@ -256,7 +257,7 @@ class _Generator(_OwnGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
         stream = tensors.streams[device.index or 0]
         made.remote_id = tensors.new_id()
         made.stream = stream
-        operands.remote_generators[made._cdata] = (made.remote_id, stream.index)
+        arguments.remote_generators[made._cdata] = (made.remote_id, stream.index)
         stream.emit([wire.GENERATOR, made.remote_id])
         return made
 
@@ -264,7 +265,7 @@ class _Generator(_OwnGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
         pass
 
     def __del__(self) -> None:
-        if operands.remote_generators.pop(self._cdata, None) is not None:
+        if arguments.remote_generators.pop(self._cdata, None) is not None:
             self.stream.freed.append(self.remote_id)
 
     @property
@@ -276,10 +277,10 @@ class _Generator(_OwnGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
         return super().manual_seed(seed)
 
     def get_state(self) -> torch.Tensor:
-        return special.random_state(self.stream, self.remote_id)
+        return manual_kernels.random_state(self.stream, self.remote_id)
 
     def set_state(self, new_state: torch.Tensor) -> Any:
-        special.set_random_state(self.stream, self.remote_id, new_state)
+        manual_kernels.set_random_state(self.stream, self.remote_id, new_state)
         return self
 
 

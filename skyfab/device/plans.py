@@ -8,10 +8,11 @@ from typing import Any, Final
 
 import torch
 
-from skyfab.device import tensors, wire
-from skyfab.device.operands import is_recorded
+from skyfab.device import tensors
+from skyfab.device.arguments import is_recorded
 from skyfab.device.stream import DeviceStream
 from skyfab.device.tensors import Layout
+from skyfab.host.device import wire
 
 _MOST_PLANS: Final = 20_000
 """Plans that are kept. A program whose shapes never repeat makes new ones all the time."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from skyfab.device import batches, places, ticker, wire
+from skyfab.device import batches, call_site, flusher
+from skyfab.host.device import wire
 
 
 class Line:
@@ -59,7 +60,7 @@ class Profile:
 
     def __enter__(self) -> Profile:
         """Raises the error of an operation before it."""
-        for one in ticker.open_streams():
+        for one in flusher.open_streams():
             one.flush()  # what came before is not counted
         batches.observers.append(self)
         self._begin = time.perf_counter()
@@ -68,7 +69,7 @@ class Profile:
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         """Raises the error of an operation in it."""
         try:
-            for one in ticker.open_streams():
+            for one in flusher.open_streams():
                 if kind is None:
                     one.flush()
                 else:
@@ -99,9 +100,9 @@ class Profile:
         with self._lock:
             self.bytes_received += size
 
-    def waited(self, place: places.Where, seconds: float) -> None:
+    def waited(self, place: call_site.Where, seconds: float) -> None:
         """The program has waited at a place."""
-        name = places.describe(place) or "a place that is not known"
+        name = call_site.describe(place) or "a place that is not known"
         with self._lock:
             line = self._lines.setdefault(name, Line(name))
             line.waits += 1

@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from skyfab.device import wire
 from skyfab.device.batches import Batch, Entry, Thread, current, observers
-from skyfab.device.places import Where, describe, where
-from skyfab.device.records import Record, forget
-from skyfab.device.ticker import watch
+from skyfab.device.call_site import Where, describe, where
+from skyfab.device.flusher import watch
+from skyfab.device.storages import Record, forget
 from skyfab.errors import DeviceError, HostLost, SkyfabError, UsageError, WorkerDied
+from skyfab.host.device import wire
 from skyfab.protocol import codec
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from skyfab.device import wire
-from skyfab.device.records import Record, records
+from skyfab.device.storages import Record, records
 from skyfab.errors import ProtocolError
+from skyfab.host.device import wire
 
 if TYPE_CHECKING:
     from skyfab.device.stream import DeviceStream

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from skyfab._util.scripts import given, read
+from skyfab._util.sizes import readable
 from skyfab.detached.folder import ALIVE
 from skyfab.env.uv import home
 from skyfab.errors import HostUnfit, UsageError
-from skyfab.scripts import given, read
 from skyfab.session.shell import ScriptFailed, Shell
-from skyfab.sizes import readable
 
 _HOUR: Final = 60
 _DAY: Final = 24 * _HOUR

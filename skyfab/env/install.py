@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from skyfab._util.scripts import given, read
 from skyfab.env.uv import digest_of
 from skyfab.env.wheels import Wheel
 from skyfab.protocol.blobs import name_of
-from skyfab.scripts import given, read
 from skyfab.session.shell import Shell
 
 _MISSING: Final = read("env/missing.sh")

@@ -13,12 +13,12 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from packaging.markers import InvalidMarker
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from skyfab import toml
+from skyfab._util import toml
 from skyfab.calls.image import Image
 from skyfab.env import uv
 from skyfab.env.facts import Target
 from skyfab.env.resolve import LockError, Pins, Question, Resolver, clean, requirement, sum_of, text_of
-from skyfab.env.sources import file_of, is_built, with_wheels
+from skyfab.env.sdists import file_of, is_built, with_wheels
 from skyfab.env.uvlock import check_files, files_of, read_pins
 from skyfab.env.wheels import Wheel, applies, tags
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Final, Protocol
 
+from skyfab._util.sizes import readable
 from skyfab.calls.image import Image
 from skyfab.calls.results import image_option
 from skyfab.env.facts import Facts, Program, Target
@@ -21,7 +22,6 @@ from skyfab.errors import HostUnfit, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
 from skyfab.session.shell import ScriptFailed, Shell
-from skyfab.sizes import readable
 
 if TYPE_CHECKING:
     from skyfab.env.install import Package
@@ -169,7 +169,7 @@ class _Steps:
     def _reachable(self, lock: Lock) -> tuple[bool, bool]:
         """Whether the host can download the packages, and an interpreter, by itself."""
         from skyfab.env.lock import indexes, needs_push
-        from skyfab.env.sources import is_built
+        from skyfab.env.sdists import is_built
         from skyfab.env.uv import origin
 
         image = self.plan.image
@@ -183,7 +183,7 @@ class _Steps:
 
     def _install(self, facts: Facts, target: Target, lock: Lock, own: str | None, digest: str) -> None:
         from skyfab.env.install import Package, build, discard, install_apt, unpack_python
-        from skyfab.env.sources import is_built
+        from skyfab.env.sdists import is_built
         from skyfab.env.tools import python_for
 
         packages_there, python_there = self._reachable(lock)

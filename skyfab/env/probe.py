@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from skyfab.scripts import given, read
+from skyfab._util.scripts import given, read
 
 from .facts import Facts, Gpu, Program
 

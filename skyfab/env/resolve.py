@@ -17,10 +17,10 @@ from urllib.parse import unquote, urlsplit
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from skyfab import toml
+from skyfab._util import toml
 from skyfab.calls.image import Image, PipIndex, split_hashes
 from skyfab.calls.results import image_option, index_option
-from skyfab.env import builds, uv
+from skyfab.env import torch_variants, uv
 from skyfab.env.facts import Target
 from skyfab.env.pipconf import NO_INDEX
 from skyfab.env.unresolved import hint_for
@@ -57,7 +57,7 @@ def text_of(path: str) -> str:
         return ""  # reading it as a lock reports the error
 
 
-TORCH = frozenset({"torch", *builds.COMPANIONS})
+TORCH = frozenset({"torch", *torch_variants.COMPANIONS})
 _ACCELERATED = re.compile(r'^name = "(nvidia-|cuda-|triton"|pytorch-triton)', re.MULTILINE)
 _ROCM = ("7.2", "7.1", "7.0", "6.4", "6.3", "6.2.4", "6.2", "6.1", "6.0")
 _SAID = re.compile(
@@ -204,7 +204,7 @@ class Resolver:
         text = self._scoped(constraints=fixed)
         for stranger in self._strangers(text):
             for version in self._offered(stranger.package):
-                if builds.fit(torch, version, self.target.arch):
+                if torch_variants.fit(torch, version, self.target.arch):
                     try:
                         text = self._scoped(constraints=[*fixed, f"{stranger.package}=={version}"])
                     except UvFailed:
@@ -213,16 +213,16 @@ class Resolver:
                     break
         return text
 
-    def _strangers(self, text: str) -> list[builds.Build]:
+    def _strangers(self, text: str) -> list[torch_variants.Build]:
         """Builds that do not fit torch's, except those whose index the user has named."""
         if self.target.system != "Linux":
             return []
-        return builds.strangers(text, self.target.arch, self.question.scoped)
+        return torch_variants.strangers(text, self.target.arch, self.question.scoped)
 
     def _check_builds(self, text: str) -> None:
         strangers = self._strangers(text)
         if strangers:
-            torch = builds.of_lock(text)["torch"]
+            torch = torch_variants.of_lock(text)["torch"]
             names = " and ".join(map(str, strangers))
             build = torch.version.partition("+")[2] or "CUDA"
             raise LockError(
@@ -285,7 +285,9 @@ class Resolver:
         if self._is_plain:
             return not build or build.startswith("cpu")
         if re.match(r"\d", self.target.driver):
-            return cuda is not None and _numbers(self.target.driver) >= builds.DRIVERS.get(int(cuda[1]), (9999,))
+            return cuda is not None and _numbers(self.target.driver) >= torch_variants.DRIVERS.get(
+                int(cuda[1]), (9999,)
+            )
         return build.startswith("rocm")
 
     # scopes: uv uses a package's own index only if the package is requested by name

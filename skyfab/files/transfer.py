@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Final, Protocol
 
+from skyfab._util.sizes import readable
 from skyfab.errors import ProtocolError
 from skyfab.files.entries import FILE, name, shown
 from skyfab.files.replies import check
 from skyfab.files.source import GONE, PIECE, SMALL, Source
 from skyfab.files.target import EQUAL_SIZE, NEWER, Target
-from skyfab.sizes import readable
 
 _AHEAD: Final = 16
 """Requests that are sent ahead: to read packs and pieces, and as many to write them."""

@@ -12,8 +12,8 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final, NamedTuple
 
 from skyfab.errors import InventoryError, UsageError
+from skyfab.inventory.builder import Listing
 from skyfab.inventory.file import RESERVED, Contents
-from skyfab.inventory.listing import Listing
 from skyfab.inventory.selection import MOST
 
 _KEYS: Final = {

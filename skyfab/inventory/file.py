@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
-from skyfab import toml
+from skyfab._util import toml
 from skyfab.errors import InventoryError, UsageError
 from skyfab.inventory.host import CHECKS, LOCAL, NAME, Address, Host, did_you_mean, kind
 from skyfab.inventory.mistakes import Mistakes

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from skyfab._util.html import ShownAsTable
 from skyfab.errors import InventoryError, UnknownHost, UsageError
-from skyfab.inventory import ansible_files, hostfile, slurm, sources, ssh_config
+from skyfab.inventory import ansible_files, detect, hostfile, slurm, ssh_config
 from skyfab.inventory.file import Contents, read
 from skyfab.inventory.host import LOCAL, Address, Host, expanded
 from skyfab.inventory.selection import Names, choose
 from skyfab.inventory.text import read_text
 from skyfab.inventory.writer import written
-from skyfab.notebook import ShownAsTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Inventory(ShownAsTable):
         """
         if isinstance(given, Inventory):
             return given
-        return cls.find() if given is None else cls._made(sources.read(given), given)
+        return cls.find() if given is None else cls._made(detect.read(given), given)
 
     @classmethod
     def find(cls, environ: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] = ".") -> Inventory:
@@ -206,7 +206,7 @@ class Inventory(ShownAsTable):
 def found_source(environ: Mapping[str, str], cwd: str | os.PathLike[str] = ".") -> Path | str | None:
     """The file, or the word, of ``$SKYFAB_INVENTORY``, else the inventory file of this folder, else of the user."""
     if named := environ.get("SKYFAB_INVENTORY"):
-        return named if sources.is_word(named) else Path(cwd, expanded(named))
+        return named if detect.is_word(named) else Path(cwd, expanded(named))
     config = Path(environ.get("XDG_CONFIG_HOME", ""))
     if not config.is_absolute():  # then the XDG specification says to ignore it
         config = expanded("~/.config")

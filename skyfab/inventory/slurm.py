@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from skyfab.errors import InventoryError, UsageError
+from skyfab.inventory.builder import Listing
 from skyfab.inventory.file import Contents
 from skyfab.inventory.host import NAME
-from skyfab.inventory.listing import Listing
 from skyfab.inventory.selection import expand, split
 
 _NODES: Final = "SLURM_JOB_NODELIST"

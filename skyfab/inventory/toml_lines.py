@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from skyfab import toml
+from skyfab._util import toml
 from skyfab.inventory.text import lines_of
 
 _PART: Final = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[A-Za-z0-9_-]+)"

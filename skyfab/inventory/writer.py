@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 
-from skyfab import toml
+from skyfab._util import toml
 from skyfab.inventory.file import bare
 from skyfab.inventory.host import Host
 

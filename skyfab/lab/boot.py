@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyfab.scripts import read
+from skyfab._util.scripts import read
 
 from . import sshd
 from .process import Process, spawn

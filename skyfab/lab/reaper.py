@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from skyfab.scripts import read
+from skyfab._util.scripts import read
 
 from .process import Process, spawn
 

@@ -43,8 +43,8 @@ from skyfab.pool.nodes import Nodes, PoolOwner, close_all, named, open_all
 from skyfab.pool.options import check_options
 from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.rendezvous import RendezvousFinder
+from skyfab.pool.reprs import ShownPool, show
 from skyfab.pool.scheduler import Scheduler, Task, slots_of, solo_spec
-from skyfab.pool.shown import ShownPool, show
 from skyfab.pool.stall import watch
 from skyfab.pool.workdir import Workdirs, tell_files
 from skyfab.protocol import codec

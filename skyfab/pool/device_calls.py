@@ -101,7 +101,8 @@ class DeviceCall:
 
     def _stays(self, data: memoryview) -> Any:
         """The result, with remote tensors. Raises ProtocolError."""
-        from skyfab.device import tensors, wire
+        from skyfab.device import tensors
+        from skyfab.host.device import wire
 
         document = wire.decode(data)
         value = document.get("value") if isinstance(document, dict) else None

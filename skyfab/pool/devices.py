@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from skyfab.calls.call import Call, as_function
 from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function, send_main_by_value, sources_of
-from skyfab.device import devices, entry
+from skyfab.device import devices
 from skyfab.errors import DeviceError, HostLost, HostUnfit, SkyfabError, UsageError, WorkerDied
+from skyfab.host.device import entry
 from skyfab.pool.addresses import Candidates
 from skyfab.pool.device_calls import DeviceCall
 from skyfab.pool.node import Caller, Node, WorkerSpec
@@ -123,11 +124,11 @@ class Devices:
 
         With a node, only devices of that host count. Raises NotPicklable, and errors of devices.
         """
-        from skyfab.device import regions
+        from skyfab.device import remote_functions
 
         send_main_by_value()
         try:
-            return regions.find((*call.args, call.kwargs or None), self._on(node))
+            return remote_functions.find((*call.args, call.kwargs or None), self._on(node))
         except SkyfabError:  # a tensor that is copied cannot be
             raise
         except Exception:
@@ -143,7 +144,7 @@ class Devices:
 
         Tensors of other devices on which it might run are refused, any other ones are copied.
         """
-        from skyfab.device import regions, tensors
+        from skyfab.device import remote_functions, tensors
 
         link = stream.link
         assert isinstance(link, DeviceLink)
@@ -154,7 +155,7 @@ class Devices:
         first = tensors.new_block() if keep else 0
         values = (stream.device, first, call.function, sources_of(call.function), call.args, call.kwargs, None)
         function = pack_function(self._caller, self._plugins)
-        arguments = regions.pack(stream, values, self._on(on))
+        arguments = remote_functions.pack(stream, values, self._on(on))
         started = DeviceCall(stream, link.node, link.worker, call.function.label, first, untrusted=self._untrusted)
 
         def send() -> None:

@@ -11,13 +11,13 @@ from typing import Final, Generic, TypeVar
 from skyfab.calls.call import Call, as_function
 from skyfab.calls.image import Image
 from skyfab.errors import HostUnfit, RemoteTraceback, SkyfabError
+from skyfab.host.ask.survey import look
+from skyfab.inspect.survey import Survey
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.compute import Compute
 from skyfab.session.bootstrap import storage_hint
 from skyfab.session.fanout import Raised, for_each_host
-from skyfab.survey.look import look
-from skyfab.survey.survey import Survey
 from skyfab.ui.events import Events, FilesWritten, HostState
 from skyfab.ui.screen import attach
 

@@ -16,23 +16,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from skyfab._util.sizes import readable
 from skyfab.calls.call import as_function
 from skyfab.calls.pack import PackedFunction, pack_function
 from skyfab.calls.project import files_of, note_laid_out
 from skyfab.calls.results import unpack_result
 from skyfab.errors import CallCancelled, HostLost, HostUnfit, ProtocolError, SkyfabError, UsageError
 from skyfab.files.entries import Entry, name, walk
-from skyfab.files.host import serve
 from skyfab.files.replies import check
 from skyfab.files.source import Source
 from skyfab.files.target import Target
 from skyfab.files.transfer import Here, Report, Side, Transfer
+from skyfab.host.ask.files import serve
 from skyfab.pool.futures import refuse_to_block
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.protocol import codec, messages
 from skyfab.session.fanout import Raised, for_each_host, one_error
 from skyfab.session.sigint import SIGINT_GUARD
-from skyfab.sizes import readable
 from skyfab.ui.events import Events, Moved, Notice
 
 if TYPE_CHECKING:

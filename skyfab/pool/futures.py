@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from skyfab.errors import UsageError
 from skyfab.pool.node import Node
-from skyfab.pool.shown import ShownFuture
+from skyfab.pool.reprs import ShownFuture
 from skyfab.session.reader import refuse_nested_wait
 from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.ui.events import Waiting, emitting

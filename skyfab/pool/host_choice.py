@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from typing import Final
 
 from skyfab.errors import SkyfabError, UsageError
+from skyfab.inspect.condition import Condition
+from skyfab.inspect.survey import Survey
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.selection import some
 from skyfab.providers.base import Provider
-from skyfab.survey.condition import Condition
-from skyfab.survey.survey import Survey
 from skyfab.ui.events import Events, Notice
 
 _SHOWN: Final = 8

@@ -19,7 +19,7 @@ from skyfab.calls.project import Tree
 from skyfab.errors import CallCancelled, HostError, HostLost, HostUnfit, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.pool.shown import ShownHost
+from skyfab.pool.reprs import ShownHost
 from skyfab.pool.workdir import Workdir
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import LARGE, name_of
@@ -140,7 +140,7 @@ class Node(ShownHost):
     def connection(self) -> fabric.Connection:
         """A `fabric.Connection` to the host, for anything else: ``run``, ``put``, ``forward_local``."""
         if self._connection is None:
-            from skyfab.session.transport.fabric import connection
+            from skyfab.ssh.fabric import connection
 
             self._connection = connection(self.host, self._inventory)
         return self._connection
@@ -159,7 +159,7 @@ class Node(ShownHost):
 
     def close(self) -> None:
         if self._connection is not None:
-            from skyfab.session.transport.fabric import hang_up
+            from skyfab.ssh.fabric import hang_up
 
             hang_up(self._connection)
         self.session.close()

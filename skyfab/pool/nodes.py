@@ -26,8 +26,8 @@ from skyfab.session.lines import Lines
 from skyfab.session.reader import SharedReader
 from skyfab.session.session import Session
 from skyfab.session.timing import Timing
-from skyfab.session.transport import transport_for
-from skyfab.session.transport.process import end_all
+from skyfab.ssh import transport_for
+from skyfab.ssh.process import end_all
 from skyfab.ui.events import Events, HostState, Importing, Output
 
 _PER_HOST: Final = 8

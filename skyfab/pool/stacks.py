@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from skyfab._util.scripts import read
 from skyfab.calls.project import with_local_paths
-from skyfab.scripts import read
 
 _SCRIPT: Final = read("pool/stacks.sh")
 _STARTS: Final = re.compile(r"(^|[/ ])(skyfab/calls/script\.py|runpy(\.py|>))$")
@@ -88,7 +88,7 @@ def _frames(text: str) -> Iterable[Frame]:
 def _own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """Without the outer frames that belong to skyfab; empty if the worker is waiting for a call."""
     for place, frame in enumerate(frames):
-        if frame.file.endswith("skyfab/agent/worker.py"):
+        if frame.file.endswith("skyfab/host/agent/worker.py"):
             own = tuple(frames[:place])
             while own and _STARTS.search(own[-1].file):
                 own = own[:-1]

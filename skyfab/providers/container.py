@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from skyfab._util.scripts import read
 from skyfab.errors import HostUnfit, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.providers.base import LOG, Provider, Tell
 from skyfab.providers.container_set import ContainerSet
 from skyfab.providers.engine import Engine, last_words
-from skyfab.scripts import read
 
 _SERVE: Final = read("providers/container.sh")
 _INSTALL: Final = read("providers/install.sh")

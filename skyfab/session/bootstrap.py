@@ -19,16 +19,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from skyfab._util.scripts import one_line, read
 from skyfab.errors import HostLost, HostUnfit
 from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
 from skyfab.protocol.messages import AgentHello
-from skyfab.scripts import one_line, read
 from skyfab.session.bundle import Bundle
 from skyfab.session.shell import START, Deadline, Shell
-from skyfab.session.transport.base import Stream, Transport
-from skyfab.session.transport.logins import LOGINS
-from skyfab.session.transport.refusals import by_hand
+from skyfab.ssh.base import Stream, Transport
+from skyfab.ssh.logins import LOGINS
+from skyfab.ssh.refusals import by_hand
 
 _LOG: Final = logging.getLogger("skyfab")
 _SCRIPT: Final = one_line(read("session/bootstrap.sh"))

@@ -10,7 +10,7 @@
 SKYFAB_UMASK=$(umask)
 export SKYFAB_UMASK
 umask 077
-# space for a number, see agent/zygote.py
+# space for a number, see host/agent/zygote.py
 SKYFAB_FORKED=0000000000
 export SKYFAB_FORKED
 d() { printf %bx "$1"; }

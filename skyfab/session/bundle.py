@@ -27,11 +27,11 @@ from skyfab.protocol.blobs import name_of
 File = tuple[str, bytes]
 """A relative path and its content."""
 
-_CORE: Final = ("agent", "protocol")
+_CORE: Final = ("files/", "host/", "protocol/")
 """The packages of the core; all modules that are in no package belong to it too."""
-_LEFT_OUT: Final = ("examples", "cli", "top", "pytest_plugin.py")
+_LEFT_OUT: Final = ("examples/", "cli/", "inspect/top/", "pytest_plugin.py")
 """The command line, its live view and the plugin for pytest are not needed on hosts."""
-_LAB: Final = "lab"
+_LAB: Final = "lab/"
 """Included only if the program imports it: modules of the program that import it may contain functions for hosts."""
 _MAIN: Final = """import os, sys
 if sys.version_info < (3, 10):
@@ -39,7 +39,7 @@ if sys.version_info < (3, 10):
 disk = os.statvfs(sys.path[0])
 if disk.f_frsize * disk.f_bavail < 16_000_000:  # Python would keep bytecode that is cut off, and fail from then on
     sys.dont_write_bytecode = True
-from skyfab.agent.link import main
+from skyfab.host.agent.link import main
 sys.exit(main(sys.argv[1:]))
 """
 _QUOTES: Final = b'"' * 3  # as in all code that is sent: three in a row begin or end a string
@@ -111,15 +111,15 @@ def bundle() -> Bundle:
 
 
 def _is_core(path: str) -> bool:
-    package, *inner = path.split("/")
-    return package != "skyfab" or len(inner) == 1 or inner[0] in _CORE
+    package, _, inner = path.partition("/")
+    return package != "skyfab" or "/" not in inner or inner.startswith(_CORE)
 
 
 def _files() -> Iterator[File]:
     yield "__main__.py", _MAIN.encode()
-    left_out = _LEFT_OUT if f"skyfab.{_LAB}" in sys.modules else (*_LEFT_OUT, _LAB)
+    left_out = _LEFT_OUT if "skyfab.lab" in sys.modules else (*_LEFT_OUT, _LAB)
     for package in (Path(__file__).parents[1], Path(cloudpickle.__file__).parent):
         for file in sorted(file for kind in ("*.py", "*.sh") for file in package.rglob(kind)):
-            inner = file.relative_to(package)
-            if inner.parts[0] not in left_out:
-                yield f"{package.name}/{inner.as_posix()}", file.read_bytes()
+            inner = file.relative_to(package).as_posix()
+            if not inner.startswith(left_out):
+                yield f"{package.name}/{inner}", file.read_bytes()

@@ -20,7 +20,7 @@ from skyfab.session.reconnect import Joiner, Link, Reconnector, as_lost, close, 
 from skyfab.session.replies import Answer, Failure, Listener, PendingRequest, Replies, Reply
 from skyfab.session.state import LEAVING, NEXT, State
 from skyfab.session.timing import Timing
-from skyfab.session.transport.base import Stream
+from skyfab.ssh.base import Stream
 
 _LAST_STREAM: Final = 2**32 - 1
 

@@ -16,7 +16,7 @@ from skyfab.errors import HostLost, HostUnfit, SkyfabError
 from skyfab.session.backoff import Backoff
 from skyfab.session.replies import Listener, Replies
 from skyfab.session.timing import Timing
-from skyfab.session.transport.base import Stream, Transport
+from skyfab.ssh.base import Stream, Transport
 from skyfab.ui.prompt import TERMINAL
 
 ATTEMPT: Final = 10.0

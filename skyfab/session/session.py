@@ -24,8 +24,8 @@ from skyfab.session.connection import Connection
 from skyfab.session.reader import SharedReader
 from skyfab.session.replies import Listener
 from skyfab.session.timing import Timing
-from skyfab.session.transport.base import Stream, Transport
-from skyfab.session.transport.logins import LOGINS, ServerBusy, retry
+from skyfab.ssh.base import Stream, Transport
+from skyfab.ssh.logins import LOGINS, ServerBusy, retry
 from skyfab.ui.prompt import TERMINAL
 
 _LOG: Final = logging.getLogger("skyfab")

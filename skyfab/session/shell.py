@@ -15,8 +15,8 @@ from typing import Final
 from skyfab.errors import HostLost, HostUnfit, ProtocolError, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.protocol.frames import Buffer
-from skyfab.session.transport.base import Stream
-from skyfab.session.transport.refusals import by_hand
+from skyfab.ssh.base import Stream
+from skyfab.ssh.refusals import by_hand
 from skyfab.ui.prompt import TERMINAL
 
 _NOISE: Final = 256 * 1024

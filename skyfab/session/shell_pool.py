@@ -18,7 +18,7 @@ from skyfab.session.backoff import Backoff
 from skyfab.session.bootstrap import open_shell
 from skyfab.session.fanout import Raised, for_each_host
 from skyfab.session.shell import ScriptFailed, Shell
-from skyfab.session.transport import transport_for
+from skyfab.ssh import transport_for
 
 PassingError = HostLost | Unreachable
 T = TypeVar("T")

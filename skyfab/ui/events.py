@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from skyfab.sizes import progress
+from skyfab._util.sizes import progress
 
 State = Literal["connecting", "preparing", "ready", "reconnecting", "lost", "failed", "closed"]
 

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, TextIO
 
-from skyfab.sizes import progress
-from skyfab.ui.calls import Calls
+from skyfab._util.sizes import progress
 from skyfab.ui.events import (
     CallEnded,
     CallStarted,
@@ -23,9 +22,10 @@ from skyfab.ui.events import (
     State,
     Waiting,
 )
+from skyfab.ui.live_calls import Calls
+from skyfab.ui.printer import TIMEOUT, Line, View
 from skyfab.ui.prompt import TERMINAL
 from skyfab.ui.terminal import RESET, Live, clean, has_colours, is_notebook, is_rich, put
-from skyfab.ui.view import TIMEOUT, Line, View
 
 _SPARSE: Final = 5.0
 """Seconds between updates of a progress bar in plain output, where lines cannot be overwritten."""
@@ -59,7 +59,7 @@ def attach(
     rich = kind == "rich" or (kind == "auto" and is_rich(*files))
     view: View
     if kind == "auto" and stdout is stderr is None and is_notebook():
-        from skyfab.ui.cell import Cell
+        from skyfab.ui.notebook_view import Cell
 
         view = Cell(files[0], clock, timeout, events.waiting)
     elif rich:

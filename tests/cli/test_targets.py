@@ -9,7 +9,7 @@ import pytest
 from skyfab.cli import words
 from skyfab.cli.put import put
 from skyfab.cli.run import _parsed
-from skyfab.cli.targets import check_function
+from skyfab.cli.script_argument import check_function
 from skyfab.cli.tasks import COMMANDS
 from skyfab.errors import UsageError
 

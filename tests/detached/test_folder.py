@@ -19,7 +19,7 @@ from skyfab.detached.run import runs_of
 from skyfab.session.bootstrap import open_shell
 from skyfab.session.shell import Shell
 from skyfab.session.shell_pool import Shells
-from skyfab.session.transport import transport_for
+from skyfab.ssh import transport_for
 
 RUN = "abc123"
 ABOUT = {

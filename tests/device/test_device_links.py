@@ -20,8 +20,8 @@ from stage.labs import start
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.device import channels
-from skyfab.device.channels import Channel, ChannelBroken, NotSent
+from skyfab.host.device import p2p_tls
+from skyfab.host.device.p2p_tls import Channel, ChannelBroken, NotSent
 from skyfab.lab import Lab
 
 torch = pytest.importorskip("torch")
@@ -272,16 +272,16 @@ def test_a_receiver_that_has_failed_does_not_hold_up_the_sender(linked: tuple[An
     a = torch.ones(MANY, device=first)
     with tensors.streams[second.index]._lock:  # nothing is sent there by itself meanwhile
         torch.zeros(3, device=second)[torch.tensor([7]).to(second)]
-        copies = [a.to(second) for _ in range(50)]  # more than may wait to be sent
+        p2p_client = [a.to(second) for _ in range(50)]  # more than may wait to be sent
     assert a.sum().item() == MANY
     with pytest.raises(sky.DeviceError, match="out of bounds"):
-        copies[-1].sum().item()
+        p2p_client[-1].sum().item()
     same((a + 1).to(second).mean(), torch.tensor(2.0))
 
 
 def break_channels() -> None:
     """Runs in a worker: its connections end."""
-    from skyfab.device import worker
+    from skyfab.host.device import worker
 
     for executor in worker._EXECUTORS.values():
         for channel in executor._transfers._channels.values():
@@ -441,9 +441,9 @@ def test_without_cryptography_copies_come_through_here(monkeypatch: pytest.Monke
 
 
 def certificate() -> tuple[str, str]:
-    from skyfab.device import copies
+    from skyfab.device import p2p_client
 
-    made = copies._certificate()
+    made = p2p_client._certificate()
     assert made is not None
     return made
 
@@ -505,7 +505,7 @@ def shake(port: int, context: ssl.SSLContext) -> None:
 
 def other_certificate(port: int) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    with channels._file_of("".join(certificate())) as path:
+    with p2p_tls._file_of("".join(certificate())) as path:
         context.load_cert_chain(path)
     shake(port, context)
 
@@ -554,7 +554,7 @@ def test_a_stranger_that_listens_is_told_nothing() -> None:
 def test_nothing_listens_and_no_key_is_left(
     linked: tuple[Any, Any], remote_pool: sky.Compute, lent_lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from skyfab.device import copies
+    from skyfab.device import p2p_client
 
     made = certificate()
     key = made[1].splitlines()[1]
@@ -564,10 +564,10 @@ def test_nothing_listens_and_no_key_is_left(
         lines = [line.split() for text in files for line in text.splitlines()]
         return [int(words[1].rpartition(":")[2], 16) for words in lines if words[3] == "0A"]
 
-    copies._channels.clear()
+    p2p_client._channels.clear()
     first, second = linked
     with monkeypatch.context() as patched:
-        patched.setattr(copies, "_certificate", lambda: made)
+        patched.setattr(p2p_client, "_certificate", lambda: made)
         same(torch.ones(3, device=first).to(second), torch.ones(3))
     folders = ["/tmp", "/root", "/home", "/run", "/dev/shm", "/var/tmp"]
     for device, host in zip(linked, remote_pool.hosts, strict=True):
@@ -589,10 +589,10 @@ def test_a_hostile_sender_cannot_send_another_tensor(ends: Ends, monkeypatch: py
         def pack(self, number: int, *rest: Any) -> bytes:
             return original.pack(number + 1, *rest)
 
-        unpack, size = staticmethod(channels._SENT.unpack), channels._SENT.size
+        unpack, size = staticmethod(p2p_tls._SENT.unpack), p2p_tls._SENT.size
 
-    original = channels._SENT
-    monkeypatch.setattr(channels, "_SENT", Wrong())
+    original = p2p_tls._SENT
+    monkeypatch.setattr(p2p_tls, "_SENT", Wrong())
     assert ends.connect()
     ends.sender.send(1, memoryview(bytes(10)))
     with pytest.raises(ChannelBroken, match="something else"):
@@ -603,7 +603,7 @@ def test_a_hostile_sender_cannot_send_another_tensor(ends: Ends, monkeypatch: py
 
 
 def test_what_waits_to_be_sent_is_bounded(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "_MOST_WAITING", 100)
+    monkeypatch.setattr(p2p_tls, "_MOST_WAITING", 100)
     assert ends.connect()
     sent: list[int] = []
 

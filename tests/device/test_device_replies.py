@@ -127,10 +127,10 @@ def test_any_reply(stream: DeviceStream, data: bytes) -> None:
     ("buffers", "size"), [([], 4), ([b"123"], 4), ([b"12345"], 4), ([b"1234", b""], 4), ([b""], 4)]
 )
 def test_bytes_of_another_length(device: Any, buffers: list[bytes], size: int) -> None:
-    from skyfab.device import special
+    from skyfab.device import manual_kernels
 
     with pytest.raises(sky.ProtocolError, match="bytes for a tensor"):
-        special.fill(torch.empty(size, dtype=torch.uint8), [memoryview(buffer) for buffer in buffers])
+        manual_kernels.fill(torch.empty(size, dtype=torch.uint8), [memoryview(buffer) for buffer in buffers])
 
 
 @pytest.mark.parametrize("why", ["died", "exit", "unstarted", "nonsense"])

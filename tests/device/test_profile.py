@@ -13,7 +13,8 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.device import batches, stream, ticker, wire
+from skyfab.device import batches, flusher, stream
+from skyfab.host.device import wire
 
 torch = pytest.importorskip("torch")
 
@@ -133,7 +134,7 @@ def test_the_table(device: Any) -> None:
 
 def test_an_error_of_an_operation_is_raised_at_the_end(device: Any) -> None:
     index = torch.tensor([7], device=device)
-    (mine,) = (one for one in ticker.open_streams() if one.index == device.index)
+    (mine,) = (one for one in flusher.open_streams() if one.index == device.index)
 
     def program() -> None:
         with found:

@@ -139,7 +139,7 @@ def test_a_number_of_this_machine_fills_a_remote_tensor(device: Any) -> None:
 
 
 def test_an_error_shows_numbers_as_numbers(device: Any) -> None:
-    from skyfab.device.records import records
+    from skyfab.device.storages import records
 
     x, index = torch.zeros(3, device=device), torch.tensor([9]).to(device)
     value = records[x.data_ptr()].id

@@ -20,7 +20,7 @@ from skyfab.env.gc import Swept, script, sweep, sweep_here
 from skyfab.errors import HostUnfit, PoolError
 from skyfab.lab import Lab
 from skyfab.session.bootstrap import open_shell
-from skyfab.session.transport import transport_for
+from skyfab.ssh import transport_for
 
 HOSTILE = 'it\'s a "cache" $(x) *'
 """A folder's name that only quotes get through a shell."""

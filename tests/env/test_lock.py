@@ -19,7 +19,7 @@ from stage.spot import until
 from stage.threads import at_once
 
 from skyfab.calls.image import Image, PipIndex
-from skyfab.env import builds, tools, uv
+from skyfab.env import tools, torch_variants, uv
 from skyfab.env.facts import Target
 from skyfab.env.lock import Lock, LockError, indexes, make_lock, needs_push, read_lock
 from skyfab.env.unresolved import hint_for
@@ -661,7 +661,7 @@ def test_an_index_for_torch_alone_says_that_torchvision_belongs_there_too(privat
     ],
 )
 def test_which_builds_fit(one: str, other: str, arch: str, fitting: bool) -> None:
-    assert builds.fit(one, other, arch) is builds.fit(other, one, arch) is fitting
+    assert torch_variants.fit(one, other, arch) is torch_variants.fit(other, one, arch) is fitting
 
 
 def test_macos_takes_torch_from_the_index(index: Index) -> None:

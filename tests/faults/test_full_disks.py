@@ -15,9 +15,9 @@ from stage.spot import Spot
 from stage.threads import begin
 
 import skyfab as sky
+from skyfab.inspect.survey import Survey
 from skyfab.lab import Lab, LabHost
 from skyfab.pool.each_host import surveys
-from skyfab.survey.survey import Survey
 from skyfab.ui.events import Output
 
 pytestmark = pytest.mark.lab

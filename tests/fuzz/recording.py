@@ -34,8 +34,8 @@ from skyfab.session.lines import Lines
 from skyfab.session.reader import SharedReader
 from skyfab.session.session import Session
 from skyfab.session.timing import Timing
-from skyfab.session.transport.base import Stream
-from skyfab.session.transport.local import Local
+from skyfab.ssh.base import Stream
+from skyfab.ssh.local import Local
 
 CORPUS = Path(__file__).parent / "corpus"
 SIDES = ("client", "host")

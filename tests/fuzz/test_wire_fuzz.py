@@ -27,13 +27,13 @@ from hypothesis import strategies as st
 from mutation import PIECES, RECORDED, Source, mutated
 from recording import CONVERSATIONS, CORPUS, SIDES, Ear, Frame, Told, record
 
-from skyfab.agent import handlers
-from skyfab.agent import store as store_module
-from skyfab.agent import workers as seats_module
-from skyfab.agent.agent import Agent
-from skyfab.agent.forward import Forwarded
-from skyfab.agent.store import Writer
 from skyfab.errors import ProtocolError, SkyfabError
+from skyfab.host.agent import handlers
+from skyfab.host.agent import store as store_module
+from skyfab.host.agent import workers as seats_module
+from skyfab.host.agent.agent import Agent
+from skyfab.host.agent.forward import Forwarded
+from skyfab.host.agent.store import Writer
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.frames import HEAD, HELLO
 from skyfab.session.channel import Channel

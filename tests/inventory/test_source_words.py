@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyfab.errors import InventoryError
+from skyfab.inventory.detect import kind_of
 from skyfab.inventory.host import LOCAL, Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.inventory.sources import kind_of
 from skyfab.inventory.toml_lines import lines_by_key
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGifrC2TEtlDqvu01rFE2MKRF/J8lbSByLau0+8Ie1SJ"

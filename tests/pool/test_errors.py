@@ -109,7 +109,7 @@ def test_an_exception_arrives_as_its_own_type_with_the_remote_traceback_as_cause
     assert "numbers[value]  # the line that the user must see" in cause.text
     assert f'File "{__file__}"' in cause.text
     assert "in explode" in cause.text
-    assert "skyfab/agent" not in cause.text, "our own frames are not the user's business"
+    assert "skyfab/host/agent" not in cause.text, "our own frames are not the user's business"
 
 
 def test_what_python_prints_shows_the_remote_line_and_the_host(pool: sky.Compute) -> None:

@@ -19,8 +19,8 @@ from skyfab.errors import HostLost, UsageError
 from skyfab.lab import Lab
 from skyfab.pool import nodes
 from skyfab.session.fanout import for_each_host
-from skyfab.session.transport.logins import Logins, ServerBusy, Turn, retry
-from skyfab.session.transport.openssh import explain, servers_of
+from skyfab.ssh.logins import Logins, ServerBusy, Turn, retry
+from skyfab.ssh.openssh import explain, servers_of
 from skyfab.ui.events import Event, Output
 
 # ---- logins

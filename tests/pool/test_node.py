@@ -380,7 +380,7 @@ def test_a_host_is_lost_for_the_first_reason_and_only_when_its_session_has_ended
 
 def test_closing_closes_the_session_and_the_users_connection(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[object] = []
-    monkeypatch.setattr("skyfab.session.transport.fabric.hang_up", ended.append)
+    monkeypatch.setattr("skyfab.ssh.fabric.hang_up", ended.append)
     node.close()
     assert session_of(node).closed
     assert ended == []

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab.agent.poller import READ, Poller
-from skyfab.agent.ports import Ports
-from skyfab.agent.reach import PeerProbe
 from skyfab.errors import PeersUnreachable, PoolError, ProtocolError
+from skyfab.host.agent.peer_probe import PeerProbe
+from skyfab.host.agent.poller import READ, Poller
+from skyfab.host.agent.ports import Ports
 from skyfab.pool.addresses import Candidates
 from skyfab.pool.rendezvous import RendezvousFinder, ask_all
 from skyfab.protocol import messages

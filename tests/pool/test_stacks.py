@@ -28,8 +28,8 @@ Thread 0x0000ffff (most recent call first):
 Current thread 0x0000aaaa (most recent call first):
   File "/x/load.py", line 12 in next
   File "/x/train.py", line 90 in train
-  File "/c/bundles/b/skyfab/agent/worker.py", line 200 in _perform
-  File "/c/bundles/b/skyfab/agent/worker.py", line 90 in serve
+  File "/c/bundles/b/skyfab/host/agent/worker.py", line 200 in _perform
+  File "/c/bundles/b/skyfab/host/agent/worker.py", line 90 in serve
 """
 
 
@@ -122,7 +122,7 @@ def test_files_of_a_project_are_named_without_the_folder_of_the_host() -> None:
 
 def test_frames_that_start_a_script_are_not_shown() -> None:
     files = ("/x/train.py", "/usr/lib/python3.11/runpy.py", "<frozen runpy>", "/c/bundles/b/skyfab/calls/script.py")
-    lines = [f'  File "{file}", line 3 in f' for file in (*files, "/c/bundles/b/skyfab/agent/worker.py")]
+    lines = [f'  File "{file}", line 3 in f' for file in (*files, "/c/bundles/b/skyfab/host/agent/worker.py")]
     assert [frame.file for frame in frames_of("\n".join(["Thread 0x1:", *lines]))] == ["/x/train.py"]
 
 

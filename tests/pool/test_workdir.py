@@ -15,10 +15,10 @@ import pytest
 from stage.projects import inventory, skyfab
 
 import skyfab as sky
-from skyfab.agent import files
 from skyfab.detached.run import attach
 from skyfab.detached.written import Written, parse, project, to_fetch
 from skyfab.errors import ProtocolError
+from skyfab.host.agent import workdir as agent_workdir
 from skyfab.lab import Lab
 from skyfab.pool.workdir import Workdir, Workdirs
 from skyfab.ui.events import Event, FilesWritten
@@ -89,13 +89,13 @@ def test_another_folder_here_is_another_one_there(folder: Path, monkeypatch: pyt
     monkeypatch.setenv("LOGNAME", "somebody")
     assert first != project(str(folder))
     for odd in ("/", "/a/…", "/a/..", "/a/-rf", "/a/.hidden", "/a/" + "x" * 300):
-        assert files.place(project(odd), "/cache") == f"/cache/files/{project(odd)}"
+        assert agent_workdir.place(project(odd), "/cache") == f"/cache/files/{project(odd)}"
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "..", "a b", "$(x)", "a\n"])
 def test_an_agent_makes_folders_in_its_cache_and_nowhere_else(name: str) -> None:
     with pytest.raises(ProtocolError):
-        files.place(name, "/cache")
+        agent_workdir.place(name, "/cache")
 
 
 def test_a_path_that_was_named_is_made_and_stays(folder: Path, remote: list[sky.Host], spot: object) -> None:
@@ -203,12 +203,12 @@ def test_files_are_laid_out_once_and_whole(tmp_path: Path, monkeypatch: pytest.M
     source, target = tmp_path / "tree", tmp_path / "cache/files/p"
     write(str(source / "a/b.txt"), "1")
     monkeypatch.chdir(tmp_path)
-    files.enter(str(target), str(tmp_path / "cache"), str(source))
+    agent_workdir.enter(str(target), str(tmp_path / "cache"), str(source))
     first = (target / "a/b.txt").stat()
-    files.enter(str(target), str(tmp_path / "cache"), str(source))
+    agent_workdir.enter(str(target), str(tmp_path / "cache"), str(source))
     assert (target / "a/b.txt").stat().st_ino == first.st_ino
     (target / "a/b.txt").write_text("2")
-    files.enter(str(target), str(tmp_path / "cache"), str(source))
+    agent_workdir.enter(str(target), str(tmp_path / "cache"), str(source))
     assert (target / "a/b.txt").read_text() == "1"
     assert [path.name for path in (target / "a").iterdir()] == ["b.txt"]
 
@@ -263,10 +263,10 @@ def test_a_look_at_a_large_folder_ends(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(run)
     os.utime(folder / "before.txt", (1, 1))
     time.sleep(0.02)  # the clock of files is coarse
-    written = files.Written()
+    written = agent_workdir.Written()
     written.begin("p", str(folder), str(included))
     assert (run / "files").read_text() == "p\n"
-    files.enter(str(folder), str(tmp_path), str(included))
+    agent_workdir.enter(str(folder), str(tmp_path), str(included))
     assert written.report() == []
     write(str(folder / "deep/new.txt"), "123")
     write(str(folder / "__pycache__/x.pyc"), "1")
@@ -277,7 +277,7 @@ def test_a_look_at_a_large_folder_ends(tmp_path: Path, monkeypatch: pytest.Monke
     assert [one["common"] for one in written.report()] == ["deep"]
     for number in range(5):
         write(str(folder / f"{number}.txt"), "")
-    monkeypatch.setattr(files, "_MOST", 4)
+    monkeypatch.setattr(agent_workdir, "_MOST", 4)
     assert [one["complete"] for one in written.report()] in ([False], [])
 
 
@@ -352,8 +352,8 @@ def test_what_was_fetched_is_not_told(
     run, folder = tmp_path / "run", tmp_path / "folder"
     run.mkdir()
     monkeypatch.chdir(run)
-    monkeypatch.setattr(files, "_NAMES", 10)
-    written = files.Written()
+    monkeypatch.setattr(agent_workdir, "_NAMES", 10)
+    written = agent_workdir.Written()
     written.begin("p", str(folder), "")
     for name in ("a.pt", "ckpt/.hidden", "ckpt/b.pt", "ckpt/deep/c.csv"):
         write(str(folder / name), "1")

@@ -27,7 +27,7 @@ from skyfab.session.bundle import bundle
 from skyfab.session.reader import SharedReader
 from skyfab.session.session import Session
 from skyfab.session.timing import Timing
-from skyfab.session.transport.local import Local
+from skyfab.ssh.local import Local
 
 SESSION = "0123456789abcdef"
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 import skyfab as sky
-from skyfab.session.transport import openssh, questions
-from skyfab.session.transport.openssh import OpenSSH
-from skyfab.session.transport.questions import Place, Questions, by_ssh
+from skyfab.ssh import openssh, questions
+from skyfab.ssh.openssh import OpenSSH
+from skyfab.ssh.questions import Place, Questions, by_ssh
 from skyfab.ui.prompt import TERMINAL
 
 NODE = Place(name="node1", login="ada@10.0.0.1")

@@ -28,7 +28,7 @@ import skyfab as sky
 from skyfab.env.gc import Swept, sweep
 from skyfab.lab import Lab
 from skyfab.session.bootstrap import open_shell
-from skyfab.session.transport import transport_for
+from skyfab.ssh import transport_for
 
 pytestmark = pytest.mark.lab
 

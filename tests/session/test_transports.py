@@ -26,13 +26,13 @@ from stage.threads import begin
 
 import skyfab as sky
 from skyfab.lab import Lab
-from skyfab.session.transport import Stream, transport_for
-from skyfab.session.transport.fabric import Fabric
-from skyfab.session.transport.local import Local
-from skyfab.session.transport.logins import ServerBusy
-from skyfab.session.transport.openssh import OpenSSH, explain
-from skyfab.session.transport.process import ProcessStream
-from skyfab.session.transport.questions import Questions, places
+from skyfab.ssh import Stream, transport_for
+from skyfab.ssh.fabric import Fabric
+from skyfab.ssh.local import Local
+from skyfab.ssh.logins import ServerBusy
+from skyfab.ssh.openssh import OpenSSH, explain
+from skyfab.ssh.process import ProcessStream
+from skyfab.ssh.questions import Questions, places
 from skyfab.ui.prompt import TERMINAL
 
 pytestmark = pytest.mark.lab

@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stage.threads import begin
 
-from skyfab.ui import view
+from skyfab.ui import printer
 from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Importing, Mapped, Output, Question, Waiting
-from skyfab.ui.noise import is_noise
 from skyfab.ui.prompt import TERMINAL
 from skyfab.ui.screen import Plain, Screen, attach
+from skyfab.ui.suppressed import is_noise
 from skyfab.ui.table import table
 from skyfab.ui.terminal import Live, clean, clean_lines, is_rich
 
@@ -181,8 +181,8 @@ def test_many_lines_are_one_write(plain: Plain, stdout: Recorder) -> None:
 def test_a_writer_of_too_much_waits_for_the_reader(
     plain: Plain, stdout: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(view, "_MOST", 1000)
-    monkeypatch.setattr(view, "_OVERHEAD", 0)
+    monkeypatch.setattr(printer, "_MOST", 1000)
+    monkeypatch.setattr(printer, "_OVERHEAD", 0)
     for _ in range(100):
         plain(out("x" * 90))
     assert 9 <= stdout.writes <= 11
@@ -204,7 +204,7 @@ def test_an_output_that_is_not_read_holds_up_no_thread_and_no_more_than_so_much_
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that emits may be the one that reads a host's stream: without it the host's lease would end."""
-    monkeypatch.setattr(view, "_MOST", 20_000)
+    monkeypatch.setattr(printer, "_MOST", 20_000)
     paused = Paused()
     made = Plain(paused, paused, clock, timeout=0.1)
 

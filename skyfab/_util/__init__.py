@@ -1,0 +1,1 @@
+"""Small things that any part of skyfab may need: scripts, sizes, TOML, tables in notebooks."""

@@ -1,0 +1,225 @@
+"""Operators that PyTorch composes of many others, as one instruction each way.
+
+The host keeps the autograd graph of the forward for the backward, under a handle that is freed like a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from skyfab.device import kernels, meta, plans, tensors
+from skyfab.device.arguments import common_device
+from skyfab.device.kernels import make_kernel
+from skyfab.device.plans import Plan, finish
+from skyfab.device.tensors import is_remote, layout_of, operands
+from skyfab.host.device import composite_host, wire
+
+_aten: Final = torch.ops.aten
+_cache: Final = plans.new_cache()
+_OPERATORS: Final = (
+    _aten.scaled_dot_product_attention.default,
+    _aten.lstm.input,
+    _aten.lstm.data,
+    _aten.gru.input,
+    _aten.gru.data,
+    _aten.rnn_tanh.input,
+    _aten.rnn_tanh.data,
+    _aten.rnn_relu.input,
+    _aten.rnn_relu.data,
+    _aten.lstm_cell.default,
+    _aten.gru_cell.default,
+    _aten.rnn_tanh_cell.default,
+    _aten.rnn_relu_cell.default,
+)
+
+
+def undifferentiated() -> dict[str, Callable[..., Any]]:
+    """Kernels below autograd, by operator."""
+    return {"linear": make_kernel(_aten.linear.default), "linear_backward": _linear_backward}
+
+
+def differentiable() -> dict[str, Callable[..., Any]]:
+    """Kernels that have a gradient of their own, by operator."""
+    return {op._schema.name.removeprefix("aten::") + kernels.overload(op): _composed(op) for op in _OPERATORS}
+
+
+def call(
+    name: str,
+    args: Sequence[Any],
+    outputs: Callable[[], Sequence[torch.Tensor | None]],
+    device: torch.device,
+    key: Any = None,
+) -> tuple[Any, ...]:
+    """Calls a function of the worker (fused.py). `args` are lists of tensors, and constants, which must be hashable.
+
+    `outputs` makes meta tensors as the function will return them; `key` is what they depend on besides `args`.
+    """
+    instruction: list[Any] = [0]
+    plain: list[torch.Tensor | None] = []  # kept until the instruction has been emitted
+    keys, template = _encode(args, instruction, plain)
+    keys = (name, device.index, key, *keys)
+    plan = _cache.get(keys)
+    if plan is None:
+        plans.before_plan()
+        index = common_device([*plain, device], {})
+        stream = tensors.streams[index]
+        with stream.link.guard:
+            made = outputs()
+        found = [None if t is None else layout_of(tuple(t.shape), t.stride(), t.dtype, index) for t in made]
+        plan = Plan(plans.new_number(), stream, found, list(range(len(found))))
+        plan.single = None
+        plan.stream.emit([wire.PLAN, plan.number, f"sky::{name}", template, (), kernels.layouts(found)])
+        plans.remember(_cache, keys, plan)
+    instruction[0] = plan.number
+    result = finish(plan, instruction, ())
+    return result if isinstance(result, tuple) else (result,)
+
+
+def call_first(name: str, args: Sequence[Any], device: torch.device) -> Any:
+    """The same, and waits for what the function returns: only the host can tell its layouts."""
+    operands_: list[Any] = []
+    plain: list[torch.Tensor | None] = []  # kept until the instruction has been emitted
+    _, template = _encode(args, operands_, plain)
+    first = tensors.new_block()
+    stream = tensors.streams[common_device([*plain, device], {})]
+    return tensors.result_of(stream, [wire.DYNAMIC, f"sky::{name}", template, (), operands_, first], first)
+
+
+def _encode(
+    args: Sequence[Any], instruction: list[Any], plain: list[torch.Tensor | None]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Adds the operands to an instruction, and the tensors that they stand for to `plain`.
+
+    Returns what a plan depends on, and the plan's arguments.
+    """
+    keys: list[Any] = []
+    template: list[Any] = []
+    for value in args:
+        if isinstance(value, list):
+            value = [t if t is None else t.resolve_conj().resolve_neg() for t in value]
+            plain += value
+            keys.append(operands(value, instruction))
+            template.append((wire.LIST, tuple(map(_kind, value))))
+        else:
+            keys.append((type(value), value))
+            template.append((wire.CONSTANT, value))
+    return tuple(keys), tuple(template)
+
+
+def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    if tensor is None:
+        return (wire.CONSTANT, None)
+    return (wire.TENSOR,) if is_remote(tensor) else (wire.SCALAR_TENSOR,)
+
+
+def _meta(shape: Any, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(shape, dtype=like.dtype, device="meta")
+
+
+def _linear_backward(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, mask: Sequence[bool]) -> Any:
+    wanted = tuple(mask)
+
+    def outputs() -> list[torch.Tensor | None]:
+        shapes = (x.shape, weight.shape, weight.shape[:1])
+        return [_meta(shape, x) if is_wanted else None for shape, is_wanted in zip(shapes, wanted, strict=True)]
+
+    return call("linear_backward", [[x, grad, weight], wanted], outputs, x.device)
+
+
+class _CastLinear(torch.autograd.Function):  # type: ignore[misc]
+    """A linear layer in lower precision: the casts are part of the instruction, each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.dtype, ctx.bias = dtype, None if bias is None else bias.dtype
+        shape = (*x.shape[:-1], weight.shape[0])
+        name = str(dtype).removeprefix("torch.")
+        outputs = lambda: [torch.empty(shape, dtype=dtype, device="meta")]  # noqa: E731
+        return call("cast_linear", [[x, weight, bias], name], outputs, x.device)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        wanted = tuple(ctx.needs_input_grad[:3])
+
+        def outputs() -> list[torch.Tensor | None]:
+            kinds = ((x.shape, x), (weight.shape, weight), (weight.shape[:1], weight))
+            return [
+                _meta(shape, like) if is_wanted else None
+                for (shape, like), is_wanted in zip(kinds, wanted, strict=True)
+            ]
+
+        name = str(ctx.dtype).removeprefix("torch.")
+        with torch.no_grad():
+            found = call("cast_linear_backward", [[x, grad, weight], name, wanted], outputs, x.device)
+        return (*only_once(found, "linear with autocast"), None)
+
+
+def cast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
+    """A linear layer in lower precision."""
+    return _CastLinear.apply(x, weight, bias, dtype)
+
+
+def _composed(op: Any) -> Callable[..., Any]:
+    """A kernel that calls the whole operator on the host."""
+    name = op._schema.name + kernels.overload(op)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        found: list[torch.Tensor] = []
+        spec = (name, composite_host.template((args, kwargs), found))
+        device = next(tensor.device for tensor in found if is_remote(tensor))
+        result = _Composed.apply(op, spec, device, *found)
+        return result if len(op._schema.returns) > 1 else result[0]
+
+    return kernel
+
+
+class _Composed(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, op: Any, spec: Any, device: torch.device, *inputs: torch.Tensor) -> Any:
+        wanted = ctx.needs_input_grad[3:]
+
+        def outputs() -> list[torch.Tensor]:
+            args, kwargs = composite_host.fill_in(spec[1], [meta.to_meta(tensor) for tensor in inputs])
+            result = op(*args, **kwargs)
+            if op is _aten.scaled_dot_product_attention.default and result.dim() == 4:
+                result = result.transpose(1, 2).contiguous().transpose(1, 2)  # as the fast kernels of GPUs return it
+            results = result if isinstance(result, tuple) else (result,)
+            return [*results, torch.empty(0, device="meta")]
+
+        *results, handle = call("composed", [list(inputs), spec, wanted], outputs, device)
+        ctx.save_for_backward(handle, *inputs)
+        ctx.wanted, ctx.name = wanted, spec[0].removeprefix("aten::")
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        handle, *inputs = ctx.saved_tensors
+        with torch.no_grad():
+            found = gradients(handle, list(grads), inputs, ctx.wanted)
+        return (None, None, None, *only_once(found, ctx.name))
+
+
+def gradients(handle: torch.Tensor, grads: list[Any], inputs: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    """The gradients of inputs for which they are wanted, from the graph that the host keeps."""
+
+    shapes = tuple((t.shape, t.dtype) for t, is_wanted in zip(inputs, wanted, strict=True) if is_wanted)
+
+    def outputs() -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
+
+    found = iter(call("backward", [[handle], grads], outputs, handle.device, shapes))
+    return [next(found) if is_wanted else None for is_wanted in wanted]
+
+
+def only_once(grads: Sequence[torch.Tensor | None], name: str) -> Sequence[torch.Tensor | None]:
+    """The gradients; differentiating them again raises an error, where constants would give wrong numbers."""
+    if not torch.is_grad_enabled():
+        return grads
+    fail = torch._C._functions.DelayedError(f"{name} on a remote device has no second derivatives".encode(), len(grads))
+    found: Sequence[torch.Tensor | None] = fail(*(t if t is None else t.detach().requires_grad_() for t in grads))
+    return found

@@ -1,0 +1,368 @@
+"""Kernels that are not generated: memory, views, copies, values, and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Final
+
+import torch
+
+from skyfab.device import p2p_client, tensors
+from skyfab.device.arguments import is_recorded, refuse_overlap
+from skyfab.device.batches import Batch
+from skyfab.device.kernels import make_kernel
+from skyfab.device.refused import refuse_layout
+from skyfab.device.stream import DeviceStream
+from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, index_of, is_remote, layout_of, operand, stream_of
+from skyfab.errors import ProtocolError
+from skyfab.host.device import wire
+from skyfab.protocol.blobs import LARGE, allocate
+
+_aten: Final = torch.ops.aten
+_ONE_TENSOR: Final = 2
+"""Uses of a storage that has one tensor: the tensor's, and that of the storage's object here."""
+
+
+def kernels() -> dict[str, Callable[..., Any]]:
+    """All of them, by operator."""
+    return {
+        "as_strided": _as_strided,
+        "view": _view,
+        "_reshape_alias": _as_strided,
+        "unfold": _unfold,
+        "empty.memory_format": _empty,
+        "empty_strided": _empty_strided,
+        "copy_": _copy,
+        "_copy_from": lambda source, target, non_blocking=False: _copy(target, source),
+        "_copy_from_and_resize": lambda source, target: _copy(target.resize_(source.shape), source),
+        "clone": _clone,
+        "_to_copy": _to_copy,
+        "_efficientzerotensor": torch.zeros,  # an ordinary tensor: the host has no other ones
+        "_nested_tensor_from_mask_left_aligned": lambda padded, mask: (
+            False
+        ),  # PyTorch asks before it makes a nested one
+        "_local_scalar_dense": _item,
+        "equal": _equal,
+        "resize_": _resize,
+        "view_as_real": _like_cpu(_aten.view_as_real.default),
+        "view_as_complex": _like_cpu(_aten.view_as_complex.default),
+        "set_.source_Storage_storage_offset": _like_cpu(_aten.set_.source_Storage_storage_offset),
+        "set_.source_Tensor": _like_cpu(_aten.set_.source_Tensor),
+        "set_.source_Storage": _like_cpu(_aten.set_.source_Storage),
+    }
+
+
+def _like_cpu(op: Any) -> Callable[..., Any]:
+    """PyTorch's kernel for the CPU, for operators that change only what a tensor says about its memory."""
+    call = op._handle.redispatch_boxed
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return lambda *args, **kwargs: call(keys, *args, **kwargs)
+
+
+# ---- memory and views
+
+
+def _stream(device: torch.device | None) -> DeviceStream:
+    return tensors.streams[0 if device is None else device.index or 0]
+
+
+def _empty(
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    refuse_layout("empty", layout)
+    if memory_format is None or memory_format is torch.contiguous_format:
+        stride, step = [], 1
+        for length in reversed(size):
+            stride.append(step)
+            step *= max(length, 1)
+        return _empty_strided(size, stride[::-1], dtype=dtype, device=device)
+    meta = torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format)
+    return _empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+
+
+def _empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> torch.Tensor:
+    refuse_layout("empty_strided", layout)
+    stream = _stream(device)
+    found = layout_of(tuple(size), tuple(stride), dtype or torch.get_default_dtype(), stream.index)
+    tensor, ident = found.new()
+    stream.emit([wire.EMPTY, ident, found.shape, found.stride, DTYPE_NUMBERS[found.dtype]])
+    return tensor
+
+
+def _as_strided(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
+    result = self.detach()
+    result.as_strided_(size, stride, self.storage_offset() if storage_offset is None else storage_offset)
+    return result
+
+
+_views: Final[dict[Any, Any]] = {}
+
+
+def _view(self: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    key = (self.shape, self.stride(), tuple(size))
+    found = _views.get(key)
+    if found is None:
+        if len(_views) > 100_000:
+            _views.clear()
+        meta = torch.empty_strided(self.shape, self.stride(), device="meta").view(size)
+        found = _views[key] = (tuple(meta.shape), meta.stride())
+    return _as_strided(self, *found)
+
+
+def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
+    meta = torch.empty_strided(self.shape, self.stride(), device="meta").unfold(dimension, size, step)
+    return _as_strided(self, meta.shape, meta.stride(), self.storage_offset() + meta.storage_offset())
+
+
+def _resize(self: torch.Tensor, size: Sequence[int], *, memory_format: Any = None) -> torch.Tensor:
+    if tuple(size) != self.shape:
+        meta = torch.empty(size, device="meta")
+        storage, offset = self.untyped_storage(), self.storage_offset()
+        if meta.numel() and (offset + meta.numel()) * self.element_size() > storage.nbytes():
+            storage = _larger(storage, (offset + meta.numel()) * self.element_size(), self.device)
+        self.set_(storage, offset, meta.shape, meta.stride())
+    if memory_format is not None:
+        meta = torch.empty(size, device="meta").to(memory_format=memory_format)
+        self.as_strided_(meta.shape, meta.stride())
+    return self
+
+
+def _larger(storage: torch.UntypedStorage, size: int, device: torch.device) -> torch.UntypedStorage:
+    """A new storage of so many bytes that begins with those of another one, of which there must be one tensor only."""
+    if torch._C._storage_Use_Count(storage._cdata) > _ONE_TENSOR:
+        raise RuntimeError(f"a tensor on {device} cannot grow while others share its memory: resize_ a clone of it")
+    new = torch.empty(size, dtype=torch.uint8, device=device)
+    if storage.nbytes():
+        old = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
+        new[: storage.nbytes()].copy_(old)
+    return new.untyped_storage()
+
+
+# ---- copies and values
+
+_copy_kernel: Final = make_kernel(_aten.copy_.default)
+_clone_kernel: Final = make_kernel(_aten.clone.default)
+_to_copy_kernel: Final = make_kernel(_aten._to_copy.default)
+
+
+def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not is_remote(self):
+        return self.copy_(fetch(source))
+    if self.is_conj():
+        _copy(self.conj(), source.conj())
+        return self
+    if self.is_neg():
+        _copy(self._neg_view(), -source.to(self.dtype))
+        return self
+    refuse_overlap(self)
+    if is_remote(source):
+        source = source.resolve_conj().resolve_neg()
+        if index_of(source) == index_of(self):
+            return _copy_kernel(self, source, non_blocking)
+        if channel := p2p_client.channel_between(stream_of(source), stream_of(self)):
+            p2p_client.copy(channel, self, source)
+            return self
+        source = fetch(source)
+    if self.numel():
+        data = _snapshot(source, self.shape, self.dtype)
+        stream_of(self).upload((wire.UPLOAD, operand(self)[1]), data, recorded=is_recorded((self, source)))
+    return self
+
+
+def _snapshot(source: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> memoryview:
+    """The elements of a tensor of this machine in memory that nothing else writes to."""
+    size = shape.numel() * dtype.itemsize
+    if size < LARGE:
+        copy = torch.empty(shape, dtype=dtype)
+    else:  # in huge pages, which halves the time
+        copy = torch.frombuffer(allocate(size), dtype=torch.uint8).view(dtype).view(shape)
+    copy.copy_(source)
+    return memoryview(copy.reshape(-1).view(torch.uint8).numpy()) if copy.numel() else memoryview(b"")
+
+
+def _clone(self: torch.Tensor, *, memory_format: torch.memory_format | None = None) -> torch.Tensor:
+    is_new = self.is_conj() or self.is_neg()
+    if is_new:
+        self = _aten._conj_physical(self.conj()) if self.is_conj() else _aten.neg(self._neg_view())
+    if memory_format is None or (is_new and memory_format is torch.preserve_format):
+        return self if is_new else _clone_kernel(self)
+    return _clone_kernel(self, memory_format=memory_format)
+
+
+def _to_copy(
+    self: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    """``Tensor.to``. A conversion on the device is one instruction; a copy to another place is written to there."""
+    refuse_layout("to", layout)
+    self = self.resolve_conj().resolve_neg()
+    memory_format = memory_format or torch.preserve_format
+    device = device or self.device
+    if is_remote(self) and device.type == TYPE and (device.index or 0) == index_of(self):
+        return _to_copy_kernel(self, dtype=dtype or self.dtype, memory_format=memory_format)
+    if device.type == TYPE and self.is_cpu and self.is_contiguous() and self.numel() and memory_format in _AS_IS:
+        return _make(self, dtype or self.dtype, device)
+    meta = torch.empty_strided(self.shape, self.stride(), dtype=dtype or self.dtype, device="meta")
+    meta = torch.empty_like(meta, memory_format=memory_format)
+    if is_remote(self) and device.type == TYPE and self.numel():
+        stream = _stream(device)
+        if channel := p2p_client.channel_between(stream_of(self), stream):
+            made, _ = layout_of(tuple(meta.shape), meta.stride(), meta.dtype, stream.index).new()
+            p2p_client.copy(channel, made, self, is_new=True)
+            return made
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device).copy_(self)
+
+
+_AS_IS: Final = (torch.preserve_format, torch.contiguous_format)
+
+
+def _make(source: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor on a device, of one on this machine."""
+    stream = _stream(device)
+    data = _snapshot(source, source.shape, dtype)
+    layout = layout_of(tuple(source.shape), source.stride(), dtype, stream.index)
+    tensor, ident = layout.new()
+    stream.upload((wire.MAKE, ident, layout.shape, DTYPE_NUMBERS[dtype]), data)
+    return tensor
+
+
+def fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in this machine's memory. Waits for it."""
+    refuse_layout("a copy", tensor.layout)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    result = torch.empty(tensor.shape, dtype=tensor.dtype)
+    if result.numel():
+        batch = stream_of(tensor).ask([wire.FETCH, operand(tensor)[1]])
+        batch.value()
+        fill(result, batch.buffers)
+    return result
+
+
+class _Fetched(Future[torch.Tensor]):
+    """A copy in progress. A program that has asked for its result has been told of its error."""
+
+    def __init__(self, stream: DeviceStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        if isinstance(error, Exception):
+            self._stream.consume(error)
+        return error
+
+    def result(self, timeout: float | None = None) -> torch.Tensor:
+        self.exception(timeout)
+        return super().result()
+
+
+def fetch_later(tensor: torch.Tensor) -> Future[torch.Tensor]:
+    """Starts to copy a tensor to this machine's memory."""
+    if not is_remote(tensor):
+        copied: Future[torch.Tensor] = Future()
+        copied.set_result(tensor.detach().clone())
+        return copied
+    future = _Fetched(stream_of(tensor))
+    future.set_running_or_notify_cancel()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+
+    def arrived(batch: Batch, error: Exception | None) -> None:
+        if error is not None:
+            future.set_exception(error)
+            return
+        try:
+            batch.value()
+            result = torch.empty(tensor.shape, dtype=tensor.dtype)
+            fill(result, batch.buffers)
+            future.set_result(result)
+        except Exception as found:
+            future.set_exception(found)
+
+    stream_of(tensor).ask_later([wire.FETCH, operand(tensor)[1]], arrived)
+    return future
+
+
+def fill(result: torch.Tensor, buffers: Sequence[memoryview]) -> None:
+    """Writes what a host sent into a new tensor. Raises ProtocolError if it is not as long as that."""
+    size = result.numel() * result.element_size()
+    if len(buffers) != 1 or len(buffers[0]) != size:
+        raise ProtocolError(f"a device sent {[*map(len, buffers)]} bytes for a tensor of {size}")
+    memoryview(result.reshape(-1).view(torch.uint8).numpy())[:] = buffers[0]
+
+
+def _item(self: torch.Tensor) -> Any:
+    return fetch(self).item()
+
+
+def _equal(self: torch.Tensor, other: torch.Tensor) -> bool:
+    if self.device != other.device:
+        raise RuntimeError(f"cannot compare tensors on {self.device} and {other.device}: move one with .to(device)")
+    return self.shape == other.shape and bool((self == other).all().item())
+
+
+# ---- the device
+
+
+def _streams(device: Any) -> Sequence[DeviceStream]:
+    if device is None:
+        return tensors.streams
+    device = torch.device(TYPE, device) if isinstance(device, int) else torch.device(device)
+    return [_stream(device)]
+
+
+def synchronize(device: Any = None) -> None:
+    """Waits until everything has been executed; on all devices, or one."""
+    for stream in _streams(device):
+        if not stream.is_lost:
+            stream.ask([wire.SYNC]).value()
+
+
+def seed_all(seed: int) -> None:
+    for stream in tensors.streams:
+        if not stream.is_lost:
+            stream.emit([wire.SEED, seed % (1 << 64), 0])
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    (stream,) = _streams(device if device is not None else 0)
+    return torch.empty(0, dtype=torch.uint8) if stream.is_lost else random_state(stream, 0)
+
+
+def random_state(stream: DeviceStream, ident: int) -> torch.Tensor:
+    """The state of a generator."""
+    batch = stream.ask([wire.STATE, ident])
+    batch.value()
+    result = torch.empty(len(batch.buffers[0]) if batch.buffers else 0, dtype=torch.uint8)
+    fill(result, batch.buffers)
+    return result
+
+
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    (stream,) = _streams(device if device is not None else 0)
+    if not stream.is_lost:  # PyTorch saves and restores the states of all devices
+        set_random_state(stream, 0, state)
+
+
+def set_random_state(stream: DeviceStream, ident: int, state: torch.Tensor) -> None:
+    stream.ask([wire.STATE, ident], _snapshot(state, state.shape, torch.uint8))

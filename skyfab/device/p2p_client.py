@@ -1,0 +1,128 @@
+"""Copies from one remote device to another. The bytes go from host to host, where these reach each other.
+
+For each copy the one worker is told to send and the other to receive. Workers execute their instructions in order, and
+may wait for each other: so all copies of a program are told in one order, and sending before receiving.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from skyfab.device.arguments import is_recorded
+from skyfab.device.stream import DeviceStream
+from skyfab.device.tensors import DTYPE_NUMBERS, new_id, operand, stream_of
+from skyfab.host.device import wire
+
+_lock: Final = threading.RLock()
+"""Held while a copy is told: they have one order."""
+_new_number: Final = itertools.count(1).__next__
+_channels: Final[weakref.WeakKeyDictionary[DeviceStream, weakref.WeakKeyDictionary[DeviceStream, int]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By the device that sends, and the one that receives; 0 if their hosts do not reach each other."""
+
+
+def channel_between(sender: DeviceStream, receiver: DeviceStream) -> int:
+    """The channel for copies from one device to another; 0 if there can be none. The first copy makes it, and waits.
+
+    Raises errors of both devices.
+    """
+    sender.check()
+    receiver.check()
+    with _lock:
+        known = _channels.setdefault(sender, weakref.WeakKeyDictionary())
+        if known.get(receiver) in receiver.broken:
+            _forget(known.pop(receiver), sender, receiver)
+        if receiver not in known:
+            known[receiver] = _connect(sender, receiver)
+            if not known[receiver]:
+                _channels.setdefault(receiver, weakref.WeakKeyDictionary())[sender] = 0
+        return known[receiver]
+
+
+def copy(channel: int, target: torch.Tensor, source: torch.Tensor, *, is_new: bool = False) -> None:
+    """Copies a tensor of one device to another, as `copy_` does; to one that its host does not know yet if it is new.
+
+    Raises errors of both devices, and RuntimeError if the shapes do not fit.
+    """
+    sender, receiver = stream_of(source), stream_of(target)
+    source = source.expand(target.shape)
+    for dim, step in enumerate(source.stride()):
+        if not step:  # equal elements are sent once
+            source = source.narrow(dim, 0, 1)
+    if not source.numel():
+        return
+    if target.dtype.itemsize < source.dtype.itemsize:
+        source = source.to(target.dtype)
+    shape, dtype, size = tuple(source.shape), DTYPE_NUMBERS[source.dtype], source.numel() * source.element_size()
+    layout = (tuple(target.shape), target.stride(), DTYPE_NUMBERS[target.dtype]) if is_new else None
+    read, written = operand(source)[1], operand(target)[1]
+    with _lock:
+        number = _new_number()
+        sender.emit([wire.SEND, channel, number, read])
+        sender.flush()
+        instruction = [wire.RECEIVE, channel, number, written, layout, shape, dtype, size]
+        receiver.emit(instruction, recorded=not is_new and is_recorded((target, source)))
+
+
+def _connect(*pair: DeviceStream) -> int:
+    """Makes a channel between two devices. Each may be the one that the other can connect to."""
+    made = _certificate()
+    if made is None:
+        return 0
+    first, second = sorted(pair, key=lambda stream: stream.index)
+    for listening, calling in ((first, second), (second, first)):
+        addresses = listening.link.addresses_for(calling.link)
+        if not addresses:
+            continue
+        calling.ask([wire.SYNC])  # it comes to what follows at once
+        ident = new_id()
+        ports = listening.ask([wire.LISTEN, ident, calling.link.name, *made, addresses]).value()
+        places = _places(addresses, ports)
+        if calling.ask([wire.CONNECT, ident, listening.link.name, *made, places]).value() is True:
+            return ident
+        _forget(ident, *pair)
+    pair[0].link.notice(f"no connection with {pair[1].link.name} either way: copies between them come through here")
+    return 0
+
+
+def _places(addresses: Sequence[str], ports: object) -> list[tuple[str, int]]:
+    """The addresses with the ports that a host says it has opened there."""
+    found = ports if isinstance(ports, list) else []
+    pairs = zip(addresses, found, strict=False)
+    return [(address, port) for address, port in pairs if type(port) is int and 0 < port < 65536]
+
+
+def _forget(channel: int, *pair: DeviceStream) -> None:
+    for stream in pair:
+        stream.broken.discard(channel)
+        stream.freed.append(channel)
+
+
+def _certificate() -> tuple[str, str] | None:
+    """A new certificate and its key, for both ends of one channel; None where this program has no `cryptography`."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        return None
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "skyfab")])
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(datetime.datetime(2000, 1, 1))  # clocks of hosts may be wrong
+        .not_valid_after(datetime.datetime(9999, 12, 31))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return made.public_bytes(pem).decode(), plain.decode()

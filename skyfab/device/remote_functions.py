@@ -1,0 +1,282 @@
+"""Regions: functions and modules that run as a whole on the host of a device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from skyfab.device import composite_ops, tensors
+from skyfab.device.call_site import where
+from skyfab.device.meta import to_meta
+from skyfab.device.tensors import is_remote, operand
+from skyfab.errors import NotPicklable, SkyfabError, UsageError
+from skyfab.host.device import composite_host, entry, wire
+from skyfab.protocol import codec
+from skyfab.protocol.blobs import name_of
+
+if TYPE_CHECKING:
+    from skyfab.device.batches import Batch
+    from skyfab.device.stream import DeviceStream
+
+_AHEAD: Final = 4
+"""Requests for values of a generator that are sent before the values are needed."""
+
+
+def run(stream: DeviceStream, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a function on the host and waits. If it is a generator function, returns an iterator."""
+    first = tensors.new_block()
+    packed = pack(stream, (getattr(function, "fn", function), tuple(args), dict(kwargs)), tensors.streams)
+    found = tensors.result_of(stream, [wire.RUN, first], first, memoryview(packed.data), *packed.buffers)
+    return _RemoteIterator(stream, first) if found is tensors.ITERATOR else found
+
+
+def pack(stream: DeviceStream, value: Any, refused: Collection[DeviceStream]) -> codec.Payload:
+    """Pickles a value. Tensors of the device become references to the host's; those of other devices are copied.
+
+    Raises UsageError for tensors of a refused device, and NotPicklable.
+    """
+
+    def reference(item: Any) -> tuple[Any, ...] | None:
+        if not is_remote(item):
+            return None
+        other = tensors.stream_of(item)
+        if other is not stream:
+            if other in refused:
+                raise UsageError(
+                    f"a tensor on {item.device} ({other.link.name}) for a function on {stream.torch_device} "
+                    f"({stream.link.name})",
+                    hint="tensor.to(device); or tensor.cpu(), for a copy of its values",
+                )
+            return None
+        if item.is_conj() or item.is_neg():
+            raise UsageError("a conjugated or negated view for a function on a device", hint="clone it")
+        ident = operand(item.detach())[1]
+        return entry.tensor, (stream.device, ident, item.requires_grad, isinstance(item, torch.nn.Parameter))
+
+    try:
+        return codec.dumps(value, reference)
+    except SkyfabError:
+        raise
+    except Exception as error:
+        raise NotPicklable(f"the function or its arguments cannot be pickled: {error}") from error
+
+
+class _Found(Exception):
+    def __init__(self, stream: DeviceStream) -> None:
+        self.stream = stream
+
+
+def find(value: Any, streams: Collection[DeviceStream]) -> DeviceStream | codec.Payload:
+    """The one of these devices that has the first remote tensor in a value; if there is none, the pickled value."""
+
+    def reference(item: Any) -> None:
+        if is_remote(item) and (stream := tensors.stream_of(item)) in streams:
+            raise _Found(stream)
+
+    try:
+        return codec.dumps(value, reference)
+    except _Found as found:
+        return found.stream
+
+
+class _RemoteIterator(Iterator[Any]):
+    """What a generator on the host yields. Some values are asked for ahead, so that the host does not wait."""
+
+    def __init__(self, stream: DeviceStream, ident: int) -> None:
+        self._stream = stream
+        self._ident = ident
+        self._waiting: deque[tuple[Future[Any], int]] = deque()
+        """Requests, and the first ids of their values."""
+        self._values: deque[Any] = deque()
+        self._is_over = False
+
+    def __next__(self) -> Any:
+        while not self._values:
+            if self._is_over:
+                raise StopIteration
+            while len(self._waiting) < _AHEAD:
+                self._ask()
+            self._receive()
+        return self._values.popleft()
+
+    def _receive(self) -> None:
+        """Waits for more values."""
+        future, first = self._waiting[0]
+        self._stream.wait(future.done, where())
+        try:
+            batch = future.result(0)
+            with self._stream.link.guard:
+                self._values.extend(tensors.restore(batch.value(), first, self._stream.index))
+                self._waiting.popleft()  # not before: Ctrl-C may end the wait
+        except TimeoutError:
+            self._stream.check()
+            raise
+        except Exception as error:
+            self.close()
+            self._stream.consume(error)
+            raise
+        if batch.document.get("over"):
+            self._end()
+
+    def _ask(self) -> None:
+        future: Future[Any] = Future()
+        first = tensors.new_block()
+
+        def arrived(batch: Batch, error: Exception | None) -> None:
+            try:
+                if error is not None:
+                    raise error
+                future.set_result(batch)
+            except Exception as found:
+                future.set_exception(found)
+
+        with self._stream.link.guard:
+            self._stream.ask_later([wire.NEXT, self._ident, first], arrived)
+            self._waiting.append((future, first))
+
+    def close(self) -> None:
+        """Ends the generator on the host. It yields nothing more here."""
+        self._values.clear()
+        self._end()
+
+    def _end(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._stream.freed += [self._ident, *(-first for _, first in self._waiting)]
+            self._waiting.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def load(stream: DeviceStream, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a function that returns a module or a state dict; returns the state dict. Raises UsageError."""
+    found = run(stream, composite_host.Loader(getattr(function, "fn", function)), args, kwargs)
+    if not isinstance(found, dict):
+        raise UsageError(f"load_on: the function returned {type(found).__name__}, not a module or a state dict")
+    return found
+
+
+# ---- modules
+
+
+_PLAIN: Final = frozenset({bool, int, float, str, bytes, complex, type(None), torch.dtype})
+_MOST_STATES: Final = 64
+
+
+class RemoteModule(torch.nn.Module):  # type: ignore[misc]
+    """A module whose forward is one instruction, and whose backward is one. `module` is the module itself."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """Raises UsageError if its parameters and buffers are not on one remote device."""
+        super().__init__()
+        self.module = module
+        _device_of(module)
+        self._digests: dict[Any, str] = {}
+        """What the host has of the module, for each state of the plain attributes of its parts, such as `training`."""
+        self._known: dict[Any, Any] = {}
+        """For each kind of call: the bases of its results and the handle as meta tensors, the base of each result and
+        which view of it the result is (kept.py), and what the module returns. The first call waits."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        device = _device_of(self.module)
+        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        inputs: list[torch.Tensor] = []
+        template = composite_host.template((args, kwargs), inputs)
+        autocast = ""
+        if torch.is_autocast_enabled(tensors.TYPE):
+            autocast = str(torch.get_autocast_dtype(tensors.TYPE)).removeprefix("torch.")
+        spec = (self._on_host(device), tuple(own), template, autocast)
+        found = (*inputs, *own.values())
+        key = (device.index, spec, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in found))
+        results = _Forward.apply(self._known, key, spec, device, *found)
+        return composite_host.fill_in(self._known[key][2], results)
+
+    def _on_host(self, device: torch.device) -> str:
+        """Sends the module without its tensors, unless the host has it as it is now. Returns its digest.
+
+        Raises UsageError if it changes all the time.
+        """
+        state = (device.index, tuple(_plain(part) for part in self.module.modules()))
+        if state not in self._digests:
+            if len(self._digests) >= _MOST_STATES:
+                raise UsageError(
+                    f"attributes of {type(self.module).__name__} have changed {_MOST_STATES} times, and the module was"
+                    " sent each time",
+                    hint="pass what changes as an argument of forward, or keep it in a buffer",
+                )
+            stream = tensors.streams[device.index]
+            packed = pack(stream, _Skeleton(self.module), tensors.streams)
+            self._digests[state] = digest = name_of(packed.data, *packed.buffers)
+            stream.ask([wire.MODULE, digest], memoryview(packed.data), *packed.buffers).value()
+        return self._digests[state]
+
+
+def _plain(part: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
+    """The attributes of a part that are numbers, texts and the like, or tuples of these."""
+    return tuple((name, value) for name, value in vars(part).items() if _is_plain(value))
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+class _Skeleton:
+    """Pickles a module with tensors on the meta device in place of its own."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def __reduce__(self) -> Any:
+        import copy
+
+        memo: dict[int, Any] = {}
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            meta = to_meta(tensor.detach())
+            memo[id(tensor)] = (
+                torch.nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else meta
+            )
+        return composite_host.itself, (copy.deepcopy(self._module, memo),)
+
+
+def _device_of(module: torch.nn.Module) -> torch.device:
+    found = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    if len(found) != 1 or next(iter(found)).type != tensors.TYPE:
+        places = ", ".join(sorted(map(str, found))) or "nowhere"
+        raise UsageError(
+            f"the module's tensors must be on one remote device, and are on {places}", hint="module.to(device)"
+        )
+    return next(iter(found))
+
+
+class _Forward(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, known: dict[Any, Any], key: Any, spec: Any, device: torch.device, *inputs: Any) -> Any:
+        ctx.wanted = wanted = ctx.needs_input_grad[4:]
+        args = [list(inputs), spec, wanted]
+        if key in known:
+            metas, *expected = known[key]
+            *bases, handle = composite_ops.call("module", [*args, tuple(expected)], lambda: metas, device)
+        else:
+            (*bases, handle), *expected = composite_ops.call_first("module_first", args, device)
+            known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], *expected)
+        places = known[key][1]
+        results = [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in places]
+        ctx.save_for_backward(handle, *inputs)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        handle, *inputs = ctx.saved_tensors
+        with torch.no_grad():
+            found = composite_ops.gradients(handle, list(grads), inputs, ctx.wanted)
+        return (None, None, None, None, *composite_ops.only_once(found, "sky.remote"))
+
+
+def remote(module: torch.nn.Module) -> RemoteModule:
+    """The module, as one instruction each way. Raises UsageError."""
+    return RemoteModule(module)

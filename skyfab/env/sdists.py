@@ -1,0 +1,190 @@
+"""Builds wheels on this machine from packages that exist only as source: an archive, a git address or a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from skyfab._util import toml
+from skyfab.calls.results import index_option
+from skyfab.env import uv
+from skyfab.env.facts import Target
+from skyfab.env.resolve import LockError, sum_of
+from skyfab.env.wheels import Wheel, applies, fetch
+
+_SECONDS = 600
+"""Timeout for git."""
+
+
+def with_wheels(text: str, target: Target, *, base: Path | None = None) -> str:
+    """A pylock.toml in which packages that have only a source refer to a wheel that was built here.
+
+    Relative paths are relative to `base`. Raises LockError.
+    """
+    head, *blocks = re.split(r"(?m)^(?=\[\[packages\]\])", text)
+    return head + "".join(_built(block, target, base or Path()) for block in blocks)
+
+
+def _built(block: str, target: Target, base: Path) -> str:
+    if not re.search(r"(?m)^(\[packages\.)?(sdist|vcs|directory|archive)\b", block):
+        return block
+    try:
+        (package,) = toml.loads(block)["packages"]
+        source = _Source.of(package, base) if applies(package.get("marker", ""), target) else None
+    except (ValueError, KeyError, TypeError, AttributeError):  # reading it as a lock reports the error
+        return block
+    if source is None:
+        return block
+    wheel = _wheel(source)
+    if not wheel.name.endswith("-none-any.whl"):
+        _check_platform(package["name"], target)
+    marker = f"marker = {toml.dumps(package['marker'])}\n" if "marker" in package else ""
+    entry = f"name = {toml.dumps(wheel.name)}, url = {toml.dumps(wheel.as_uri())}"
+    version = toml.dumps(wheel.name.split("-")[1])
+    return (
+        f"[[packages]]\nname = {toml.dumps(package['name'])}\nversion = {version}\n{marker}"
+        f'wheels = [{{ {entry}, hashes = {{ sha256 = "{uv.digest_of(wheel)}" }} }}]\n\n'
+    )
+
+
+def file_of(wheel: Wheel) -> Path:
+    """The file of a wheel that was built here."""
+    return _path(wheel.url)
+
+
+def is_built(wheel: Wheel) -> bool:
+    """Whether a wheel was built here: no index has it."""
+    return wheel.url.startswith((uv.home() / "built").as_uri())
+
+
+class _Source:
+    """Where the source of a package is: an archive with its sha256, a commit of a git repository, or a folder."""
+
+    def __init__(self, name: str, url: str, *, sha256: str = "", commit: str = "", inner: str = "") -> None:
+        self.name, self.url, self.sha256, self.commit, self.inner = name, url, sha256, commit, inner
+
+    @classmethod
+    def of(cls, package: Mapping[str, Any], base: Path) -> _Source | None:
+        """None for a package that has wheels."""
+        found = package.get("vcs") or package.get("directory") or package.get("archive") or package.get("sdist")
+        if package.get("wheels") or found is None or ("vcs" in package and "commit-id" not in found):
+            return None
+        url = found.get("url") or (base / found["path"]).absolute().as_uri()
+        if url.endswith(".whl"):
+            return None
+        sha256 = found.get("hashes", {}).get("sha256", "")
+        if not (sha256 or "vcs" in package or "directory" in package):
+            raise LockError(f"{package['name']}: its source has no sha256 in the lock")
+        return cls(
+            package["name"], url, sha256=sha256, commit=found.get("commit-id", ""), inner=found.get("subdirectory", "")
+        )
+
+    @property
+    def key(self) -> str:
+        what = self.sha256 or self.commit or uv.stamp(_path(self.url))
+        parts = [uv.bare(self.url), what, self.inner, sys.version, platform.machine()]
+        return sum_of(json.dumps(parts))
+
+
+def _path(url: str) -> Path:
+    return Path(unquote(urlsplit(url).path))
+
+
+def _wheel(source: _Source) -> Path:
+    """The wheel of a source: the stored one, or a new one."""
+    folder = uv.home() / "built" / source.key
+    with uv.making(folder):
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
+            try:
+                _build(source, work)
+                os.rename(work / "out", folder)  # noqa: PTH104 - the target does not exist
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def _build(source: _Source, work: Path) -> None:
+    where = uv.redact(source.url)
+    try:
+        place = _brought(source, work)
+        options = ("--wheel", "--no-create-gitignore", "--python", sys.executable, "--out-dir", str(work / "out"))
+        uv.run_uv("build", *options, str(place / source.inner), env={"UV_PYTHON_DOWNLOADS": "never"}, cwd=work)
+    except uv.UvFailed as failed:
+        raise LockError(
+            f"{source.name} cannot be built from {where}\n{failed}",
+            hint="a package that has wheels is not built: choose another version, or ask who maintains it",
+        ) from None
+
+
+def _brought(source: _Source, work: Path) -> Path:
+    """The source as a file or folder of this machine."""
+    if source.commit:
+        _clone(source, work / "clone")
+        return work / "clone"
+    if source.sha256:
+        filename = _path(source.url).name
+        archive = Wheel(package=source.name, version="", filename=filename, url=source.url, sha256=source.sha256)
+        return fetch([archive])[source.sha256]
+    return _path(source.url)
+
+
+def _clone(source: _Source, folder: Path) -> None:
+    folder.mkdir()
+    _git(folder, "init", "-q")
+    try:
+        _git(folder, "fetch", "-q", "--depth=1", source.url, source.commit)
+    except uv.UvFailed:  # not every server sends a commit by its name
+        _git(folder, "fetch", "-q", "--tags", source.url, "+refs/heads/*:refs/remotes/origin/*")
+    _git(folder, "checkout", "-q", source.commit)
+    if (folder / ".gitmodules").exists():
+        _git(folder, "submodule", "update", "-q", "--init", "--recursive", "--depth=1")
+
+
+def _git(folder: Path, *words: str) -> None:
+    env = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
+    try:
+        ran = subprocess.run(
+            ["git", *words],
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise uv.UvFailed(f"git {words[0]}: {getattr(error, 'strerror', None) or 'took too long'}") from None
+    if ran.returncode:
+        raise uv.UvFailed(uv.redact(f"git {words[0]}: {ran.stderr.strip()[-1000:]}"))
+
+
+def _check_platform(name: str, target: Target) -> None:
+    """Raises LockError if a wheel with compiled code that was built here cannot run on the target."""
+    here = (platform.system(), {"arm64": "aarch64"}.get(platform.machine(), platform.machine()))
+    there = (target.system, {"arm64": "aarch64"}.get(target.arch, target.arch))
+    libc, number = platform.libc_ver()
+    known, _, other = target.libc.partition(" ")
+    same = here == there and (here[0] != "Linux" or libc == known)
+    if not same or _numbers(number) > _numbers(other):
+        raise LockError(
+            f"{name} has no wheel, and what is built from its source here does not run on {uv.described(target)}",
+            hint=f"build a wheel there, put it into a folder, and name that: {index_option('FOLDER', ['…'])}",
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])

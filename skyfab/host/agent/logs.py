@@ -1,0 +1,174 @@
+"""Captures a worker's stdout and stderr: stores them in a file on the host and forwards them to the client.
+
+The file is the buffer: when the client is slow or disconnected, the worker continues, and forwarding catches up from
+the file later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from skyfab.protocol.messages import Log
+from skyfab.protocol.pipes import ROOM, widen
+
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
+if TYPE_CHECKING:
+    from typing import Final
+
+    from skyfab.host.agent.log_times import LogTimes
+    from skyfab.host.agent.run_folder import RunFolder
+    from skyfab.protocol.mux import Mux
+
+_ROOM: Final = 1024 * 1024
+"""Bytes that may be queued for the connection; the rest waits in the file."""
+_LARGE: Final = 64 * 1024 * 1024
+"""Bytes after which the log file is rotated; the last two files are kept."""
+_MOST: Final = 1024 * 1024 * 1024
+"""Bytes that may wait in the file. A process that writes more than its client receives is blocked then."""
+
+
+class LogPipe:
+    """The agent's end of one worker's stdout or stderr."""
+
+    def __init__(self, mux: Mux | RunFolder, stream: int, path: str, *, worker: str, fd: int) -> None:
+        self.source, self.sink = os.pipe()
+        os.set_blocking(self.source, False)
+        widen(self.source)  # so that a burst of lines does not block the worker
+        self._mux = mux
+        self._path = path
+        self._stream = stream
+        self._file = -1
+        with contextlib.suppress(OSError):
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._base = 0
+        """Bytes that were written to earlier files."""
+        self.end = self._sent = os.fstat(self._file).st_size if self._file >= 0 else 0
+        """Bytes of output so far, in the file or forwarded."""
+        self._full = False
+        self.hung_up = False
+        self._unkept = b""
+        """Output that neither the file nor the connection could take."""
+        self._announce: bytes | None = Log(worker=worker, fd=fd).encode()
+        self.times: LogTimes | None = None
+        """When it was written; only in detached runs."""
+
+    def fileno(self) -> int:
+        return self.source
+
+    def drain(self) -> bool:
+        """Reads once from the pipe. Returns False at end of file: all writers have closed it.
+
+        It reads at most a pipe's capacity, so that a process that writes all the time does not block the agent.
+        """
+        if self.stopped:
+            return True
+        try:
+            data = os.read(self.source, ROOM)
+        except BlockingIOError:
+            return True
+        if data:
+            self._keep(data)
+        return bool(data)
+
+    def _keep(self, data: bytes) -> None:
+        ahead = self._sent == self.end and self._mux.queued(self._stream) < _ROOM
+        if self.times is not None:
+            self.times.note(self.end - self._base)
+        kept = self._write(data)
+        if ahead:
+            self._forward(data)
+        elif kept < len(data):  # the disk is full and the client is behind: the process must wait
+            self._unkept = data[kept:]
+        self.end += len(data) if ahead else kept
+        if ahead:
+            self._sent = self.end
+            if self.end - self._base > _LARGE:
+                self._turn_over()
+
+    def _turn_over(self) -> None:
+        """Rotates the log file, and deletes the one before the last."""
+        with contextlib.suppress(OSError):
+            os.rename(self._path, f"{self._path}.1")
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(file, self._file)
+            os.close(file)
+            os.set_inheritable(self._file, False)
+            self._base = self.end
+            if self.times is not None:
+                self.times.turn_over()
+
+    def _write(self, data: bytes) -> int:
+        """Returns how many bytes were written. After a failed write, the file is not written to again."""
+        if self._file < 0 or self._full:
+            return 0
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._file, view) :]
+        except OSError:
+            self._full = True
+        return len(data) - len(view)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether reading is suspended until the client has caught up."""
+        return bool(self._unkept) or self.end - self._sent > _MOST
+
+    def told(self, mark: int) -> bool:
+        """Whether everything up to `mark` has been given to the connection."""
+        return self._sent - self._mux.queued(self._stream) >= mark
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something that was read has not been given to the connection."""
+        return self._sent < self.end or bool(self._unkept) or self._mux.queued(self._stream) > 0
+
+    def catch_up(self) -> bool:
+        """Forwards more of the file, as far as the connection takes it. Returns whether it forwarded anything."""
+        before = self._sent
+        while self._sent < self.end and self._mux.queued(self._stream) < _ROOM:
+            data = os.pread(self._file, min(256 * 1024, self.end - self._sent), self._sent - self._base)
+            if not data:
+                break
+            self._forward(data)
+            self._sent += len(data)
+        if self._unkept and self._sent == self.end and self._mux.queued(self._stream) < _ROOM:
+            self._forward(self._unkept)
+            self.end += len(self._unkept)
+            self._sent = self.end
+            self._unkept = b""
+        return self._sent > before
+
+    def _forward(self, data: bytes) -> None:
+        if self._announce is not None:
+            self._mux.send(self._stream, self._announce, large=True)
+            self._announce = None
+        self._mux.send_data(self._stream, data)
+
+    def move(self, path: str, record: RunFolder) -> None:
+        """Continues in the folder of a detached run, without forwarding."""
+        with contextlib.suppress(OSError):
+            os.rename(self._path, path)
+        self._path = path
+        self._mux = record
+        self.times = record.times_of(path)
+        self.times.note(0)  # of what came before, no times are known
+
+    def hang_up(self) -> None:
+        """Closes the pipe; what was written is still forwarded."""
+        if not self.hung_up:
+            os.close(self.source)
+            self.hung_up = True
+
+    def close(self) -> None:
+        """Closes the log, after all of it has been forwarded."""
+        self.hang_up()
+        if self._file >= 0:
+            os.close(self._file)
+        if self.times is not None:
+            self.times.close()
+        if self._announce is None:
+            self._mux.end(self._stream)
+        else:  # nothing was written
+            self._mux.finish(self._stream)

@@ -1,0 +1,190 @@
+"""The folder of a detached run on one host: without a client, results and states are written to files.
+
+``runs/ID`` in the cache contains `about` (the run's description), `call` (what it calls), `status` (its state), `agent`
+(the agent's process), a log for each rank and stream, when it was written, and each rank's result. A file with its
+final name is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+
+from skyfab.host.agent.log_times import LogTimes
+from skyfab.protocol import messages
+from skyfab.protocol.blobs import inline_size
+
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+    from skyfab.protocol.frames import Buffer
+    from skyfab.protocol.mux import Mux
+
+
+class RunFolder:
+    """Replaces the Mux for the workers of a detached run: stores what they send."""
+
+    def __init__(self, folder: str, about: Mapping[str, Any], mux: Mux) -> None:
+        os.makedirs(os.path.join(folder, "logs"), mode=0o700)
+        os.mkdir(os.path.join(folder, "times"), mode=0o700)
+        self.logs = os.path.join(folder, "logs")
+        self._folder = folder
+        self._mux = mux
+        self._ranks: dict[int, int] = {}
+        """Calls without a reply: their streams, and the ranks that run them."""
+        self._drafts: dict[int, tuple[Any, str, int]] = {}
+        """Replies that are being written: the file, the resulting state, and how many bytes are missing."""
+        self._status: dict[str, Any] = {
+            "state": "running",
+            "started": time.time(),
+            "ended": None,
+            "ranks": {},
+            "failed": {},
+        }
+        self.files: list[dict[str, Any]] = []
+        """Which files were written in working directories, noted at the end."""
+        self.failed = self._stopped = False
+        self.on_failure: Callable[[], None] = lambda: None
+        self._write("agent", f"{os.getpid()} {_boot()} {os.getcwd()}\n".encode())
+        self._write("status", json.dumps(self._status).encode())
+        self._write("about", json.dumps(dict(about)).encode())  # last: its presence makes the run valid
+
+    def times_of(self, log: str) -> LogTimes:
+        """Notes when a log is written."""
+        return LogTimes(os.path.join(self._folder, "times", os.path.basename(log)))
+
+    @property
+    def running(self) -> bool:
+        """Whether some call has no reply yet."""
+        return bool(self._ranks)
+
+    def expect(self, stream: int, rank: int) -> None:
+        """A rank has received the call of the run."""
+        self._ranks[stream] = rank
+        self._note(rank, "running")
+
+    def keep_call(self, call: messages.Call) -> None:
+        """Notes once what is called: the function's digest and the sizes of its arguments, but not their values."""
+        if not os.path.exists(os.path.join(self._folder, "call")):
+            sizes = [part if isinstance(part, int) else part[1] for part in call.parts]
+            said = {"function": call.function, "arguments": sizes, "timeout": call.timeout}
+            self._write("call", json.dumps(said).encode())
+
+    def stop(self) -> None:
+        """The run is ended from outside: replies from now on do not count."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """Writes the final status; calls without a reply count as stopped."""
+        for stream in list(self._drafts):
+            self.forget(stream)
+        for rank in self._ranks.values():
+            self._status["ranks"][str(rank)] = "stopped"
+        states = set(self._status["ranks"].values())
+        self._status["state"] = next((bad for bad in ("stopped", "failed") if bad in states), "done")
+        self._status["ended"] = time.time()
+        self._status["files"] = self.files
+        self._write("status", json.dumps(self._status).encode())
+
+    def _note(self, rank: int, state: str) -> None:
+        self._status["ranks"][str(rank)] = "failed" if state == "cancelled" else state
+        if state == "failed":
+            self._status["failed"][str(rank)] = time.time()
+        self._write("status", json.dumps(self._status).encode())
+
+    def _write(self, name: str, content: bytes) -> None:
+        """Writes a file atomically. Ignores errors, because a full disk must not end the run."""
+        path = os.path.join(self._folder, name)
+        with contextlib.suppress(OSError):
+            with open(f"{path}.new", "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(f"{path}.new", path)
+
+    # ---- the interface of Mux, used by workers and logs
+
+    def send(
+        self, stream: int, head: bytes, parts: Sequence[Buffer] = (), *, urgent: bool = False, large: bool = False
+    ) -> None:
+        """Begins to store a reply. Ignores other messages: output is in the logs, and Exited has no reader."""
+        if stream not in self._ranks or self._stopped:
+            return
+        message = messages.decode(head)
+        state = "done" if isinstance(message, messages.Result) else "failed"
+        if isinstance(message, messages.Ended) and message.why == "cancelled":
+            state = "cancelled"  # because another rank has failed
+        file = None
+        with contextlib.suppress(OSError):
+            file = open(self._path(stream) + ".new", "wb")  # noqa: SIM115
+            file.write(len(head).to_bytes(4, "big") + head)
+        self._drafts[stream] = (file, state, inline_size(getattr(message, "parts", ())))
+        for part in parts:
+            self.send_data(stream, part)
+        if not self._drafts.get(stream, (None, "", 1))[2]:
+            self._complete(stream)
+
+    def send_data(self, stream: int, data: Buffer) -> None:
+        if stream not in self._drafts:
+            return
+        file, state, missing = self._drafts[stream]
+        missing -= len(data)
+        try:
+            if file is not None:
+                file.write(data)
+        except OSError:
+            file, state = None, "failed"  # the disk is full
+        self._drafts[stream] = (file, state, missing)
+        if missing <= 0 and len(data):
+            self._complete(stream)
+
+    def _complete(self, stream: int) -> None:
+        file, state, _ = self._drafts.pop(stream)
+        try:
+            if file is None:
+                raise OSError("there was no room")
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            os.rename(self._path(stream) + ".new", self._path(stream))
+        except OSError:
+            state = "failed"
+        self._note(self._ranks.pop(stream), state)
+        if state == "failed" and not self.failed:
+            self.failed = True
+            self.on_failure()
+
+    def _path(self, stream: int) -> str:
+        return os.path.join(self._folder, f"result.{self._ranks[stream]}")
+
+    def queued(self, stream: int) -> int:
+        return 0
+
+    def used(self, stream: int, length: int) -> None:
+        self._mux.used(stream, length)
+
+    def forget(self, stream: int) -> None:
+        file, _, _ = self._drafts.pop(stream, (None, "", 0))
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+                os.unlink(self._path(stream) + ".new")
+
+    def finish(self, stream: int) -> None:
+        """Nothing to do when a stream is complete."""
+
+    def end(self, stream: int) -> None:
+        """Nothing either."""
+
+
+def _boot() -> str:
+    """Identifies the current boot of the machine."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return "?"

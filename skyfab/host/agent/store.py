@@ -1,0 +1,179 @@
+"""Content-addressed store of a host: blobs and project trees by sha256, in the pool's run folder or the host's cache.
+
+A blob is written under a temporary name, verified, and renamed: a file with its final name is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+
+from skyfab.errors import ProtocolError
+from skyfab.host.agent.workdir import INCLUDED
+from skyfab.protocol.blobs import check_name
+
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+
+_FIXED = 0x10  # MAP_FIXED, the same on Linux, macOS and the BSDs: replaces the mapping at that address
+
+
+def map_blob(stores: Sequence[str], name: str) -> memoryview:
+    """The blob as copy-on-write memory: workers share one copy until they write to it."""
+    for store in stores:
+        try:
+            fd = os.open(os.path.join(store, name), os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            size = os.fstat(fd).st_size
+            if not size:
+                return memoryview(bytearray())
+            return memoryview(_mapped(fd, size))
+        finally:
+            os.close(fd)
+    raise FileNotFoundError(f"blob {name} is not on this host")
+
+
+def _mapped(fd: int, size: int) -> mmap.mmap:
+    """A private mapping of a file. Python's `mmap` would keep a descriptor open, and a model has many blobs."""
+    import ctypes
+
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    place = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _FIXED
+    if _libc_mmap()(place, size, prot, flags, fd, 0) != place:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return area
+
+
+@functools.cache
+def _libc_mmap() -> Any:
+    import ctypes
+
+    found = ctypes.CDLL(None, use_errno=True).mmap
+    found.restype = ctypes.c_void_p
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    return found
+
+
+class Store:
+    """One pool's view of the store: its own blobs, then the cache's."""
+
+    def __init__(self, *, run: str, cache: str) -> None:
+        self.folders = [os.path.join(run, "blobs"), os.path.join(cache, "blobs")]
+        self._trees = os.path.join(cache, "trees")
+
+    def missing(self, names: Sequence[object]) -> list[str]:
+        """The names that are in neither folder. Marks the others as used."""
+        return [name for name in map(check_name, names) if not self._find(name)]
+
+    def _find(self, name: str) -> str | None:
+        for folder in self.folders:
+            path = os.path.join(folder, name)
+            with contextlib.suppress(OSError):
+                os.utime(path)
+                return path
+        return None
+
+    def writer(self, name: str, *, keep: bool) -> Writer:
+        """Creates a writer for a new blob, in the cache if `keep`."""
+        return Writer(self.folders[1 if keep else 0], check_name(name))
+
+    def lay_out(self, digest: str, files: Sequence[Sequence[str]]) -> str:
+        """Creates the folder of a tree atomically and returns it. Raises FileNotFoundError for a missing blob."""
+        target = self.tree(digest)
+        if os.path.isdir(target):
+            os.utime(target)
+            return target
+        os.makedirs(self._trees, mode=0o700, exist_ok=True)
+        import tempfile
+
+        draft = tempfile.mkdtemp(prefix=f".{digest[:16]}-", dir=self._trees)  # unique, even if hosts share the cache
+        try:
+            for path, name in files:
+                _copy(self._find(check_name(name)), _inside(draft, path))
+            with contextlib.suppress(OSError):  # another process may have created it first
+                os.rename(draft, target)
+            if not os.path.isdir(target):
+                raise OSError(f"{target} could not be made")
+        finally:
+            _remove(draft)
+        return target
+
+    def tree(self, digest: str) -> str:
+        """The path of a tree's folder, whether or not it exists."""
+        return os.path.join(self._trees, check_name(digest))
+
+    def roots(self, digest: str) -> list[str]:
+        """The folders of a tree for `sys.path`, in order of their numbered names."""
+        folder = self.tree(digest)
+        return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name != INCLUDED]
+
+    def included(self, digest: str) -> str:
+        """The folder of a tree with the files for working directories; empty if it has none."""
+        folder = os.path.join(self.tree(digest), INCLUDED) if digest else ""
+        return folder if folder and os.path.isdir(folder) else ""
+
+
+class Writer:
+    """Writes one blob into the store, or into another folder as `target`."""
+
+    def __init__(self, folder: str, name: str, target: str = "") -> None:
+        import hashlib  # imported late: OpenSSL is slow to load, and few pools have blobs
+        import tempfile
+
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        self._digest: Any = hashlib.sha256()
+        self._name = name
+        self._target = os.path.join(folder, target or name)
+        self._fd, self._draft = tempfile.mkstemp(prefix=f".{name[:16]}-", dir=folder)
+
+    def write(self, view: memoryview) -> None:
+        self._digest.update(view)
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+    def commit(self) -> None:
+        """Completes the blob. Raises ProtocolError if its sha256 does not match its name."""
+        os.close(self._fd)
+        self._fd = -1
+        if self._digest.hexdigest() != self._name:
+            self.abort()
+            raise ProtocolError(f"blob {self._name} arrived damaged")
+        os.replace(self._draft, self._target)
+
+    def abort(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        with contextlib.suppress(OSError):
+            os.unlink(self._draft)
+
+
+def _inside(root: str, path: str) -> str:
+    """The relative path below `root`. Raises ProtocolError for a path outside it."""
+    clean = os.path.normpath(path)
+    if os.path.isabs(clean) or clean == ".." or clean.startswith("../") or "\0" in clean:
+        raise ProtocolError(f"a path outside its tree: {path!r}")
+    return os.path.join(root, clean)
+
+
+def _copy(source: str | None, target: str) -> None:
+    if source is None:
+        raise FileNotFoundError(f"the content of {target} is not on this host")
+    os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+    with open(source, "rb") as content, open(target, "wb") as file:
+        while piece := content.read(1 << 20):
+            file.write(piece)
+
+
+def _remove(folder: str) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,221 @@
+"""Forwards a worker's replies and output in order: a reply is never sent before what was written earlier."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import select
+from collections import deque
+
+from skyfab.errors import ProtocolError
+from skyfab.protocol import messages
+from skyfab.protocol.blobs import inline_size
+from skyfab.protocol.frames import BYE, DATA, HEAD, Reader
+
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any, Final, Protocol
+
+    from skyfab.host.agent.logs import LogPipe
+    from skyfab.host.agent.run_folder import RunFolder
+    from skyfab.protocol.frames import Buffer
+    from skyfab.protocol.mux import Mux
+else:
+    Protocol = object
+
+_BACKLOG: Final = 2 * 1024 * 1024
+"""Bytes of a reply that may be queued for the connection before the agent stops reading from the worker."""
+
+
+class Handle(Protocol):
+    """The part of a worker's handle that its output uses."""
+
+    source: int
+    logs: Sequence[LogPipe]
+    calls: Any
+    stopping: bool
+
+    def answered(self, stream: int) -> None: ...
+    def announce_end(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class Owner(Protocol):
+    """The part of the agent that a worker's handle uses."""
+
+    mux: Mux | RunFolder
+    dirty: set[Any]
+    """Workers with queued frames to flush."""
+    stuck: set[Any]
+    """Workers whose replies wait for the connection."""
+
+    behind: set[LogPipe]
+    """Logs that have not been forwarded completely."""
+    timed: set[Any]
+    """Workers with a deadline."""
+
+    def now(self) -> float: ...
+    def flush(self) -> None: ...
+    def relay(self, frame: memoryview) -> bool: ...
+    def kill(self, worker: Any, number: int = ...) -> None: ...
+    def abandon(self, stream: int) -> None: ...
+    def drain(self, log: LogPipe) -> None: ...
+    def writable(self, worker: Any, wanted: bool) -> None: ...
+    def readable(self, worker: Any, wanted: bool) -> None: ...
+
+
+class WorkerOutput:
+    """Forwards from one worker to the client."""
+
+    def __init__(self, worker: Handle, owner: Owner) -> None:
+        self._worker = worker
+        self._owner = owner
+        self._logs = worker.logs
+        self._recv_into = io.FileIO(worker.source, closefd=False).readinto
+        self._poll = select.poll()
+        for log in worker.logs:
+            self._poll.register(log, select.POLLIN)
+        self._reader = Reader(self, fastpath=self._return)
+        self._stalled: deque[tuple[tuple[int, ...] | None, int, int, bytes, int]] = deque()
+        """Frames of replies that wait, each with the log positions that must be forwarded before it."""
+        self._answer: tuple[int, int] | None = None
+        """The large reply in progress: its stream, and how many bytes are missing."""
+
+    def read(self) -> None:
+        """Reads frames from the worker."""
+        try:
+            if self._reader.pump(self._recv_into):
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        except ProtocolError:  # user code wrote to our pipe: only this worker must be killed
+            self._worker.kill()
+        self._owner.readable(self._worker, False)  # the pipe is closed
+
+    def place(self, stream: int, length: int) -> memoryview:
+        return memoryview(bytearray(length))
+
+    def _return(self, stream: int, frame: memoryview, head: int) -> bool:
+        """Fast path: relays the frame of a small reply unchanged. Returns False if anything must be sent before it."""
+        worker = self._worker
+        if (
+            self._stalled
+            or worker.stopping
+            or not worker.calls
+            or worker.calls[0].stream != stream
+            or self._poll.poll(0)
+        ):
+            return False
+        if self._owner.behind or not self._owner.relay(frame):
+            return False
+        worker.answered(stream)
+        return True
+
+    def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
+        marks: tuple[int, ...] | None = ()
+        if kind == BYE:  # the worker exits after its next reply
+            self._worker.stopping = True
+            return
+        if kind == HEAD and not stream:
+            self._owner.mux.send(0, messages.expect(messages.Importing, bytes(payload)).encode())
+            return
+        if kind == HEAD:
+            if self._poll.poll(0):
+                for log in self._logs:
+                    self._owner.drain(log)
+            if any(log.waiting for log in self._logs):
+                marks = self._marks()
+        if not self._stalled and marks is not None and self._told(marks):
+            self._pass_on(kind, stream, payload, head)
+        else:
+            self._stalled.append((marks, kind, stream, bytes(payload), head))
+            self._pause()
+
+    def _marks(self) -> tuple[int, ...] | None:
+        """The current position of each log; None while some output cannot be read because its log is stopped."""
+        if any(log.stopped for log in self._logs) or self._poll.poll(0):
+            return None
+        return tuple(log.end for log in self._logs)
+
+    def _told(self, marks: tuple[int, ...]) -> bool:
+        """Whether the logs are forwarded up to these positions, so that the reply may follow; flushes if not."""
+        if not marks or all(log.told(mark) for log, mark in zip(self._logs, marks, strict=True)):
+            return True
+        self._owner.flush()
+        return all(log.told(mark) for log, mark in zip(self._logs, marks, strict=True))
+
+    def _pass_on(self, kind: int, stream: int, payload: Buffer, head: int) -> None:
+        mux = self._owner.mux
+        if kind == DATA:
+            self._relay(stream, payload)
+        elif head:
+            self._worker.announce_end()
+            mux.send(stream, bytes(payload[:head]), (payload[head:],))
+            self._worker.answered(stream)
+        elif kind == HEAD:
+            content = bytes(payload)
+            missing = inline_size(getattr(messages.decode(content), "parts", ()))
+            if not missing:
+                self._worker.announce_end()
+            mux.send(stream, content, large=True)
+            if missing:
+                self._answer = (stream, missing)
+            else:
+                self._worker.answered(stream)
+
+    def _pause(self) -> None:
+        self._owner.stuck.add(self._worker)
+        self._owner.readable(self._worker, False)
+
+    def _relay(self, stream: int, payload: Buffer) -> None:
+        if self._answer is None:
+            return
+        missing = self._answer[1] - len(payload)
+        self._answer = (stream, missing)
+        if missing <= 0:
+            self._worker.announce_end()
+        self._owner.mux.send_data(stream, payload)
+        if missing <= 0:
+            self._answer = None
+            self._owner.mux.finish(stream)
+            self._worker.answered(stream)
+        elif self._owner.mux.queued(stream) > _BACKLOG:
+            self._pause()
+
+    def resume(self) -> bool:
+        """Continues if the logs are forwarded and the connection has taken enough of a large reply.
+
+        Returns whether it forwarded anything or resumed reading.
+        """
+        before = len(self._stalled)
+        while self._stalled and self._is_next():
+            self._pass_on(*self._stalled.popleft()[1:])
+        if self._stalled or (self._answer is not None and self._owner.mux.queued(self._answer[0]) >= _BACKLOG // 2):
+            return len(self._stalled) < before
+        self._owner.stuck.discard(self._worker)
+        self._owner.readable(self._worker, True)
+        return True
+
+    def _is_next(self) -> bool:
+        """Whether the first waiting frame may be forwarded."""
+        marks, *frame = self._stalled[0]
+        if marks is None:
+            marks = self._marks()
+            if marks is None:
+                return False
+            self._stalled[0] = (marks, *frame)  # type: ignore[assignment]
+        return self._told(marks)
+
+    def finish(self) -> int | None:
+        """The process has exited: forwards all it sent. Returns the stream of an incomplete reply, or None."""
+        with contextlib.suppress(OSError, ProtocolError):
+            while self._reader.pump(self._recv_into):
+                pass
+        for log in self._logs:
+            log.drain()
+        while self._stalled:
+            self._pass_on(*self._stalled.popleft()[1:])
+        return self._answer[0] if self._answer is not None else None

@@ -1,0 +1,333 @@
+"""The zygote: a small process that forks workers, so that they start fast and in a clean state.
+
+It has imported what every worker needs, has one thread and never uses a GPU. It is the parent of the workers: it
+reports to the agent how each one exited, and kills them all if the agent terminates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn
+
+_PIECE = 64 * 1024
+"""Bytes in a packet; longer data is split. The system refuses packets of more than about 200 kB."""
+_MARK, _DIGITS = "SKYFAB_FORKED", 10
+_LAST, _MORE = b".", b"+"
+"""The first byte of a packet: the last one of a request, or more follow."""
+
+
+class Zygote:
+    """The agent's handle of its zygote process."""
+
+    def __init__(self) -> None:
+        """Forks the zygote, in the pool's run folder."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if not self.pid:
+            _run(theirs)
+        theirs.close()
+        ours.setblocking(False)
+        self._socket = ours
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def spawn(self, request: dict[str, Any], fds: list[int]) -> None:
+        """Requests a worker with these descriptors: source, sink, stdout, stderr and optionally a listening socket.
+
+        ``request["id"]`` identifies it.
+        """
+        self._tell(request, fds)
+
+    def kill(self, rank: int, number: int = signal.SIGKILL, *, alone: bool = False) -> None:
+        """Sends a signal to a worker and, unless `alone`, to its process group.
+
+        The zygote does it, because only the parent can be certain that the pid has not been reused.
+        """
+        self._tell({"kill": rank, "signal": number, "alone": alone}, [])
+
+    def _tell(self, document: dict[str, Any], fds: list[int]) -> None:
+        data = json.dumps(document).encode()
+        self._socket.setblocking(True)
+        try:
+            while len(data) > _PIECE:
+                self._socket.send(_MORE + data[:_PIECE])
+                data = data[_PIECE:]
+            socket.send_fds(self._socket, [_LAST + data], fds)
+        except ConnectionError:
+            pass  # the zygote has terminated; `notices` reports it
+        finally:
+            self._socket.setblocking(False)
+
+    def notices(self) -> list[tuple[str, int, Any]]:
+        """Events of workers: ("started", id, pid), ("ended", id, exit code), ("failed", id, error).
+
+        A worker that failed could not be forked. Raises EOFError when the zygote has terminated.
+        """
+        found: list[tuple[str, int, Any]] = []
+        while True:
+            try:
+                data = self._socket.recv(_PIECE)
+            except BlockingIOError:
+                return found
+            except ConnectionError:
+                data = b""
+            if not data:
+                if found:
+                    return found
+                raise EOFError("the zygote is gone")
+            found.append(tuple(json.loads(data)))
+
+    def close(self) -> None:
+        """Terminates the zygote and, through it, every worker."""
+        self._socket.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def _run(control: socket.socket) -> NoReturn:
+    code = 1
+    try:
+        _close_all_but({0, 1, 2, control.fileno()})
+        _prepare()
+        _serve(control, os.path.abspath("work"))
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _close_all_but(keep: set[int]) -> None:
+    """Closes every inherited descriptor except these."""
+    try:
+        fds = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:  # not Linux
+        fds = list(range(4096))
+    for fd in fds:
+        if fd not in keep:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _prepare() -> None:
+    """Imports what every worker needs, and runs `site`, without which the interpreter was started."""
+    import site
+
+    from skyfab.host.agent import library, worker
+
+    library.install()
+    worker.Worker  # noqa: B018  # imported before the fork, so that workers share its memory
+    site.main()
+    gc.collect()
+    gc.freeze()  # the garbage collector then does not write to shared pages
+
+
+def _serve(control: socket.socket, cwd: str) -> None:
+    wakeup_in, wakeup_out = os.pipe()
+    for fd in (wakeup_in, wakeup_out):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakeup_out, warn_on_full_buffer=False)
+    children: dict[int, int] = {}
+    own = {control.fileno(), wakeup_in, wakeup_out}
+    parent = os.getpid()
+    _adopt_orphans()
+    try:
+        _attend(control, wakeup_in, children, lambda request, fds: _become_worker(request, fds, cwd, own, parent))
+    finally:
+        _kill(list(children))
+        _end_all()  # a process that still runs could write to the folder
+        import shutil
+
+        shutil.rmtree(os.path.dirname(cwd), ignore_errors=True)  # a killed agent has not done it
+
+
+def _attend(
+    control: socket.socket,
+    wakeup: int,
+    children: dict[int, int],
+    become: Callable[[dict[str, Any], list[int]], NoReturn],
+) -> None:
+    """Forks and kills as the agent requests, until it closes the socket."""
+    sources = [control.fileno(), wakeup]
+    while True:
+        ready, _, _ = select.select(sources, [], [])
+        if wakeup in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wakeup, 4096)
+            _reap(children, control)
+        if sources[0] in ready:
+            request, fds = _receive(control)
+            if request is None:
+                return
+            if "kill" in request:
+                victims = [pid for pid, rank in children.items() if rank == request["kill"]]
+                if request["alone"]:
+                    _signal(victims, request["signal"])
+                else:
+                    _kill(victims, request["signal"])
+                continue
+            try:
+                pid = os.fork()
+            except OSError as error:  # a process or memory limit: only this worker fails
+                _say(control, "failed", request["id"], str(error))
+            else:
+                if not pid:
+                    become(request, fds)
+                children[pid] = request["id"]
+                _say(control, "started", request["id"], pid)
+            for fd in fds:
+                os.close(fd)
+
+
+def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """The agent's next request and its descriptors; None at end of file."""
+    data = b""
+    while True:
+        packet, fds, _, _ = socket.recv_fds(control, len(_LAST) + _PIECE, 8)
+        if not packet:
+            return None, []
+        data += packet[1:]
+        if packet[:1] == _LAST:
+            return json.loads(data), fds
+
+
+def _say(control: socket.socket, *notice: object) -> None:
+    with contextlib.suppress(ConnectionError):  # the agent has terminated: end of file follows
+        control.send(json.dumps(notice).encode())
+
+
+def _reap(children: dict[int, int], control: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        if pid in children:
+            with contextlib.suppress(OSError):  # also end what the worker has started and left running
+                os.killpg(pid, signal.SIGKILL)
+            _kill([stray for stray in _offspring() if stray not in children and _belongs(stray, children[pid])])
+            _say(control, "ended", children.pop(pid), os.waitstatus_to_exitcode(status))
+
+
+def _kill(pids: list[int], number: int = signal.SIGKILL) -> None:
+    for pid in pids:
+        try:
+            os.killpg(pid, number)
+        except OSError:  # it has just been forked and leads no process group yet
+            _signal([pid], number)
+
+
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+
+def _adopt_orphans() -> None:
+    """On Linux, makes orphaned descendants of workers our children, whatever session or group they are in."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(36, 1)
+
+
+def _offspring() -> list[int]:
+    """The pids of our children, zombies included. They cannot be reused before we reap them."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:  # not Linux, or a kernel without this file
+        return []
+
+
+def _belongs(pid: int, rank: int) -> bool:
+    """Whether that worker started the process (seen by its environment) or forked it (seen by its mark)."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            found = file.read().split(b"\0")
+    except OSError:
+        return False
+    return f"SKYFAB_RANK={rank}".encode() in found or f"{_MARK}={rank:0{_DIGITS}}".encode() in found
+
+
+def _mark(rank: int) -> None:
+    """Writes the worker's number into this process's initial environment, which /proc/PID/environ shows.
+
+    A process that is forked without exec shows the initial environment, and not variables that were set later.
+    """
+    import ctypes
+
+    if len(os.environ.get(_MARK, "")) == _DIGITS:  # the bootstrap has reserved the space
+        getenv = ctypes.CDLL(None).getenv
+        getenv.restype = ctypes.c_void_p
+        ctypes.memmove(getenv(_MARK.encode()), f"{rank:0{_DIGITS}}".encode(), _DIGITS)
+        del os.environ[_MARK]  # programs that are started with exec have SKYFAB_RANK
+
+
+def _end_all() -> None:
+    """Kills and reaps until no child is left. Orphaned descendants become our children (`_adopt_orphans`)."""
+    while True:
+        _signal(_offspring(), signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _become_worker(request: dict[str, Any], fds: list[int], cwd: str, inherited: set[int], parent: int) -> NoReturn:
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in inherited:
+            os.close(fd)
+        os.setsid()
+        _die_with(parent)
+        _mark(request["id"])
+        source, sink, out, err, *listener = fds
+        for fd in (source, sink, *listener):
+            os.set_inheritable(fd, False)
+        request["listener"] = listener[0] if listener else -1
+        for fd, target in ((out, 1), (err, 2)):
+            os.dup2(fd, target)
+            os.close(fd)
+        os.makedirs(cwd, mode=0o700, exist_ok=True)
+        os.chdir(cwd)
+        from skyfab.host.agent import worker
+
+        worker.main(source, sink, request)
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _die_with(parent: int) -> None:
+    """Makes Linux kill this process when the zygote terminates. On other systems, it exits when its pipe is closed."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:  # it terminated before the prctl
+            os._exit(1)

@@ -1,0 +1,81 @@
+"""Looks at a host: its system, load, memory, disk and GPUs. Runs there, with the standard library alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from skyfab.host.ask.gpu_tools import look_at_gpus
+
+TYPE_CHECKING = False  # importing `typing` would slow the start of a worker
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def look(cache: str, *, gpus: bool = True) -> str:
+    """What there is to say about this host, as JSON. `cache` is the folder whose disk counts.
+
+    What cannot be found out is null. Without `gpus` no tool is started.
+    """
+    found: dict[str, Any] = {
+        "os": _system(),
+        "kernel": os.uname().release,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "load": _load(),
+        "disk": _disk(os.path.expanduser(cache)),
+        **_memory(),
+        **(look_at_gpus() if gpus else {}),
+    }
+    return json.dumps(found)
+
+
+def _system() -> str:
+    """As people call it: ``Debian GNU/Linux 12 (bookworm)``."""
+    for path in ("/etc/os-release", "/usr/lib/os-release"):
+        try:
+            with open(path, encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    if line.startswith("PRETTY_NAME="):
+                        return line.partition("=")[2].strip().strip("\"'")
+        except OSError:
+            continue
+    return f"{os.uname().sysname} {os.uname().release}"
+
+
+def _load() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
+
+
+def _memory() -> dict[str, int | None]:
+    """Bytes, as the kernel counts them; in a container its limit may be lower."""
+    sizes: dict[str, int] = {}
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                name, _, rest = line.partition(":")
+                sizes[name] = int(rest.split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    total, free = sizes.get("MemTotal"), sizes.get("MemAvailable")
+    if total is None and hasattr(os, "sysconf"):  # macOS
+        try:
+            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, ValueError):
+            pass
+    return {"memory": total, "memory_free": free}
+
+
+def _disk(folder: str) -> list[int] | None:
+    """Total and free bytes of the disk on which a folder is, or will be."""
+    while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
+        folder = os.path.dirname(folder)
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return [found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail]

@@ -1,0 +1,201 @@
+"""Functions of a device's worker that are one instruction each, where PyTorch would need many.
+
+A function whose backward needs what its forward has computed returns a handle: an empty tensor that holds the autograd
+graph of the forward. The client frees it like any other tensor, and with it the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from skyfab.host.device import host_results
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+def linear_backward(tensors: Sequence[torch.Tensor], mask: Sequence[bool]) -> Tensors:
+    """The gradients of input, weight and bias, where `mask` asks for them. `tensors`: input, gradient, weight."""
+    x, grad, weight = tensors
+    flat = grad.reshape(-1, grad.shape[-1])
+    return (
+        (flat @ weight).view(x.shape) if mask[0] else None,
+        flat.t() @ x.reshape(-1, x.shape[-1]) if mask[1] else None,
+        flat.sum(0) if mask[2] else None,
+    )
+
+
+def _with_graph(function: Callable[..., Any], tensors: Tensors, wanted: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+    """Calls a function of tensors; returns its outputs, and a handle for `backward` if a gradient is wanted."""
+    if not any(wanted):
+        outputs = function(*tensors)
+        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        return (*outputs, torch.empty(0))
+    with torch.enable_grad():
+        inputs = [
+            tensor if tensor is None else tensor.detach().requires_grad_(is_wanted)
+            for tensor, is_wanted in zip(tensors, wanted, strict=True)
+        ]
+        outputs = function(*inputs)
+        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    handle = torch.empty(0)
+    handle.graph = (outputs, [tensor for tensor, is_wanted in zip(inputs, wanted, strict=True) if is_wanted])
+    return (*(output.detach() for output in outputs), handle)
+
+
+def backward(handles: Sequence[torch.Tensor], grads: Tensors) -> Tensors:
+    """The gradients of the inputs for which they were wanted, in order."""
+    outputs, inputs = handles[0].graph
+    pairs = zip(outputs, grads, strict=True)
+    used = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
+    if not used:
+        return tuple(map(torch.zeros_like, inputs))
+    with torch.enable_grad():
+        found = torch.autograd.grad(
+            [output for output, _ in used],
+            inputs,
+            [grad for _, grad in used],
+            retain_graph=True,
+            allow_unused=True,
+        )
+    return tuple(
+        (torch.zeros_like(tensor) if grad is None else grad.contiguous())
+        for grad, tensor in zip(found, inputs, strict=True)
+    )
+
+
+def template(value: Any, into: list[torch.Tensor], *, is_argument: bool = True) -> Any:
+    """A value with numbers in place of its tensors, which are appended to `into`. It is hashable."""
+    if isinstance(value, torch.Tensor):
+        if is_argument and value.dim() == 1 and value.device.type == "cpu":
+            return ("numbers", (value.dtype, tuple(value.tolist())))  # as the sizes of batches in a packed sequence
+        into.append(value)
+        return ("tensor", len(into) - 1)
+    if isinstance(value, dict):
+        return ("dict", tuple((key, template(item, into, is_argument=is_argument)) for key, item in value.items()))
+    if isinstance(value, list | tuple):
+        items = tuple(template(item, into, is_argument=is_argument) for item in value)
+        return ("list" if isinstance(value, list) else "tuple", items)
+    return ("plain", (type(value).__name__, value))  # True, 1 and 1.0 are equal, and not the same argument
+
+
+def fill_in(made: Any, tensors: Sequence[Any]) -> Any:
+    """The value of a template."""
+    kind, value = made
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "numbers":
+        return torch.tensor(value[1], dtype=value[0])
+    if kind == "dict":
+        return {key: fill_in(item, tensors) for key, item in value}
+    if kind in ("list", "tuple"):
+        return (list if kind == "list" else tuple)(fill_in(item, tensors) for item in value)
+    return value[1]
+
+
+def composed(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> Tensors:
+    """Calls an operator that PyTorch composes of others: its name, and a template of its arguments."""
+    name, arguments = spec
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+
+    def function(*values: torch.Tensor) -> Any:
+        args, kwargs = fill_in(arguments, values)
+        return op(*args, **kwargs)
+
+    return _with_graph(function, tensors, wanted)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def cast_linear(tensors: Tensors, dtype: str) -> Tensors:
+    """A linear layer in lower precision. `tensors`: input, weight and bias."""
+    lower = _dtype(dtype)
+    return (torch.nn.functional.linear(*(None if t is None else t.to(lower) for t in tensors)),)
+
+
+def cast_linear_backward(tensors: Sequence[torch.Tensor], dtype: str, mask: Sequence[bool]) -> Tensors:
+    """Its gradients, in the dtypes of input, weight and bias. `tensors`: input, gradient, weight."""
+    x, grad, weight = tensors
+    lower = _dtype(dtype)
+    found = linear_backward((x.to(lower), grad.to(lower), weight.to(lower)), mask)
+    return tuple(None if t is None else t.to(like.dtype) for t, like in zip(found, (x, weight, weight), strict=True))
+
+
+# ---- modules
+
+MODULES: Final[dict[str, torch.nn.Module]] = {}
+"""Modules without their tensors, by digest."""
+
+
+def call_module(module: torch.nn.Module, spec: Any, tensors: Sequence[Any]) -> Any:
+    """Calls a module with other tensors: its inputs, then its parameters and buffers.
+
+    The specification has its digest, the names of parameters and buffers, the arguments, and the dtype of autocast.
+    """
+    _, names, arguments, autocast = spec
+    count = len(tensors) - len(names)
+    args, kwargs = fill_in(arguments, tensors[:count])
+    device = tensors[-1].device.type
+    with torch.autocast(device, _dtype(autocast)) if autocast else contextlib.nullcontext():
+        return torch.func.functional_call(module, dict(zip(names, tensors[count:], strict=True)), args, kwargs)
+
+
+def module(tensors: Tensors, spec: Any, wanted: Sequence[bool], expected: Any) -> Tensors:
+    """Calls a module; returns the bases of its results (host_results.py), and a handle.
+
+    Raises RuntimeError if it returns something else than the client expects, besides the values of tensors.
+    """
+    bases, *found = module_first(tensors, spec, wanted)
+    if repr(tuple(found)) != repr(expected):  # equal also where a number is NaN
+        raise RuntimeError(
+            "the module's result is not as that of its first call: other numbers or parts, or tensors that share "
+            "memory otherwise; call it without sky.remote, or with sky.run_on"
+        )
+    return bases
+
+
+def module_first(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> tuple[Tensors, Any, Any]:
+    """The same, with the base of each result and which view of it the result is, and what the module returned."""
+    structure: Any = None
+
+    def function(*values: torch.Tensor) -> Any:
+        nonlocal structure
+        results: list[torch.Tensor] = []
+        structure = template(call_module(MODULES[spec[0]], spec, values), results, is_argument=False)
+        return tuple(results)
+
+    *results, handle = _with_graph(function, tensors, wanted)
+    bases, places = host_results.share([host_results.plain(result) for result in results])
+    return (*bases, handle), tuple(places), structure
+
+
+def itself(value: Any) -> Any:
+    return value
+
+
+class Loader:
+    """Calls a function that returns a module or a state dict; returns the state dict."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._function(*args, **kwargs)
+        return found.state_dict() if hasattr(found, "state_dict") else found
+
+
+FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
+    "sky::linear_backward": linear_backward,
+    "sky::cast_linear": cast_linear,
+    "sky::cast_linear_backward": cast_linear_backward,
+    "sky::composed": composed,
+    "sky::module": module,
+    "sky::module_first": module_first,
+    "sky::backward": backward,
+}

@@ -1,0 +1,136 @@
+"""Results that stay on a host: which tensors are kept, and what the client is told of the result.
+
+Tensors of a result that share memory are kept as one tensor, their base, of which they are views. So they share memory
+for the program too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from skyfab.host.device.memory import DTYPES
+
+NUMBERS: Final = {dtype: number for number, dtype in enumerate(DTYPES)}
+View = tuple[tuple[int, ...], tuple[int, ...], int, int]
+"""Shape, strides, offset and number of the dtype: a view of a base. The offset is in elements of the view."""
+
+
+def describe(value: Any, device: torch.device) -> tuple[list[torch.Tensor], Any]:
+    """The tensors that are kept of a result, and the document that describes it. Raises TypeError."""
+    found: list[torch.Tensor] = []
+    told: list[list[Any]] = []
+    """What is told of each of them."""
+
+    def document(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            found.append(plain(value))
+            told.append([])
+            return {"tensor": told[-1]}
+        if value is None or isinstance(value, bool | int | float | str):
+            return {"plain": value}
+        if isinstance(value, complex):
+            return {"complex": [value.real, value.imag]}
+        if isinstance(value, dict):
+            return {"dict": [[document(key), document(item)] for key, item in value.items()]}
+        if isinstance(value, tuple | list):
+            return {type(value).__name__ if type(value) in (list, tuple) else "tuple": [*map(document, value)]}
+        raise TypeError(f"a {type(value).__qualname__} cannot stay on a device, or be told to the program")
+
+    made = document(value)
+    bases, places = share(_moved(found, device))
+    for about, (number, view) in zip(told, places, strict=True):
+        base = bases[number]
+        about += [number, [*base.shape], [*base.stride()], NUMBERS[base.dtype], view]
+    return bases, made
+
+
+def share(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[int, View | None]]]:
+    """One base for each memory that the tensors are in; and for each tensor the base's place, and which view it is.
+
+    A base is a tensor that has all others of its memory in itself; if there is none, the whole memory.
+    """
+    groups: dict[int, list[torch.Tensor]] = {}
+    for at, tensor in enumerate(tensors):
+        groups.setdefault(_memory(tensor, at), []).append(tensor)
+    bases = {memory: _base(members) for memory, members in groups.items()}
+    numbers = {memory: number for number, memory in enumerate(groups)}
+    places: list[tuple[int, View | None]] = []
+    used: set[int] = set()
+    for at, tensor in enumerate(tensors):
+        memory = _memory(tensor, at)
+        if tensor is bases[memory] and memory not in used:
+            used.add(memory)
+            places.append((numbers[memory], None))
+        else:
+            view = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), NUMBERS[tensor.dtype])
+            places.append((numbers[memory], view))
+    return list(bases.values()), places
+
+
+def _memory(tensor: torch.Tensor, at: int) -> int:
+    """A number for the memory that a tensor is in; one of its own if it has no elements."""
+    return int(tensor.untyped_storage()._cdata) if tensor.numel() else -1 - at
+
+
+def _base(members: Sequence[torch.Tensor]) -> torch.Tensor:
+    ends = [_end(tensor) for tensor in members]
+    for tensor, end in zip(members, ends, strict=True):
+        if end == max(ends) and (not tensor.storage_offset() or not tensor.numel()):
+            return tensor
+    dtypes = {tensor.dtype for tensor in members}
+    return _whole(members[0], dtypes.pop() if len(dtypes) == 1 else torch.uint8)
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The place after its last byte, in its memory."""
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + extent + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def _whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """All of the memory that a tensor is in."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(
+        storage, 0, (storage.nbytes() // dtype.itemsize,), (1,)
+    )
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its gradient, as its elements are in memory. Raises TypeError if they are not."""
+    if hasattr(tensor, "graph"):
+        return tensor
+    layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    if layout != "strided" or tensor.dtype not in NUMBERS:
+        kind = f"{layout} tensor" if layout != "strided" else f"tensor of {tensor.dtype}"
+        raise TypeError(f"a {kind} cannot stay on a device: return a dense one of numbers, as .to_dense() makes it")
+    tensor = tensor.detach()
+    return tensor.clone(memory_format=torch.contiguous_format) if is_special(tensor) else tensor
+
+
+def is_special(tensor: torch.Tensor) -> bool:
+    """Whether its elements are not what is in its memory."""
+    return bool(tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+
+
+def _moved(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """The tensors on a device. Those of another one that share memory share it there too."""
+    memories = [_memory(tensor, at) for at, tensor in enumerate(tensors)]
+    count = Counter(memories)
+    wholes: dict[int, torch.Tensor] = {}
+    found = []
+    for memory, tensor in zip(memories, tensors, strict=True):
+        if tensor.device == device or hasattr(tensor, "graph"):
+            found.append(tensor)
+        elif count[memory] == 1:
+            found.append(tensor.to(device))
+        else:
+            if memory not in wholes:
+                wholes[memory] = _whole(tensor, torch.uint8).to(device)
+            made = torch.empty(0, dtype=tensor.dtype, device=device)
+            storage = wholes[memory].untyped_storage()
+            found.append(made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride()))
+    return found

@@ -1,0 +1,363 @@
+"""The worker of a device: executes the client's instructions with real tensors on a host.
+
+It is an ordinary worker process whose calls are batches of instructions. After an error it skips everything until the
+client has told its program: the state stays as if the program had stopped at that instruction.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from skyfab import context
+from skyfab.host.agent import cuda
+from skyfab.host.agent.worker import show_lines
+from skyfab.host.device import composite_host, wire
+from skyfab.host.device.generators import RunningGenerator, own_defaults
+from skyfab.host.device.host_results import describe as kept_of
+from skyfab.host.device.memory import DTYPES, Failure, Lost, Tensors, bytes_of
+from skyfab.host.device.p2p_host import Transfers
+from skyfab.host.device.p2p_tls import ChannelBroken
+from skyfab.host.device.worker_plans import Plan
+from skyfab.protocol import codec
+
+_TEXT: Final = 8000
+_NAMES: Final = {wire.RUN: "run_on", wire.NEXT: "run_on", wire.EMPTY: "empty", wire.MODULE: "remote"} | dict.fromkeys(
+    (wire.SEND, wire.RECEIVE), "copy_"
+)
+"""What a program called, where it was no operator."""
+
+
+class Executor:
+    """The tensors and plans of one device."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._tensors = Tensors()
+        self._plans: dict[int, Plan] = {}
+        self._generators: dict[int, torch.Generator] = {}
+        self._iterators: dict[int, RunningGenerator] = {}
+        """Generators of functions that a program iterates over."""
+        self._transfers = Transfers(self._tensors, self._device)
+        self._failure: Failure | None = None
+        """Why instructions are not executed; None if they are."""
+        self._reply: Any = None
+        self._buffers: list[memoryview] = []
+        self._special: dict[int, Callable[[Sequence[Any], Sequence[memoryview]], None]] = {
+            wire.RESUME: self._resume,
+            wire.TOLD: self._told,
+            wire.DEFAULT: self._default_dtype,
+            wire.SETTINGS: self._set,
+            wire.VIEW: self._view,
+            wire.FREE: self._free,
+            wire.PLAN: self._plan,
+            wire.DYNAMIC: self._dynamic,
+            wire.EMPTY: self._empty,
+            wire.MAKE: self._make,
+            wire.UPLOAD: self._upload,
+            wire.FETCH: self._fetch,
+            wire.SEED: self._seed,
+            wire.SYNC: self._sync,
+            wire.RUN: self._run,
+            wire.GENERATOR: self._make_generator,
+            wire.STATE: self._state,
+            wire.FORGET: self._forget,
+            wire.HELLO: self._hello,
+            wire.NEXT: self._next,
+            wire.MODULE: self._module,
+            wire.LISTEN: self._listen,
+            wire.CONNECT: self._connect,
+            wire.SEND: self._send,
+            wire.RECEIVE: self._receive,
+        }
+        self._scope = {"device": self._device, "tensors": self._tensors, "generator": self._generator}
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def execute(self, batch: Sequence[Sequence[Any]], buffers: Sequence[memoryview]) -> codec.Payload:
+        """Executes a batch. The reply is empty, or what the last instruction that replies has to say."""
+        self._reply, self._buffers = None, []
+        plans, tensors = self._plans, self._tensors
+        at = 0
+        with torch.no_grad():
+            for at, instruction in enumerate(batch):
+                try:
+                    number = instruction[0]
+                    if number < 0:
+                        self._execute_special(number, instruction, buffers)
+                    elif self._failure is None:
+                        plan = plans[number]
+                        result = plan.call(instruction) if plan.checked else plan.check(instruction, tensors)
+                        if plan.single:
+                            tensors[instruction[plan.first_output]] = result
+                        elif plan.layouts:
+                            for ident, tensor in zip(instruction[plan.first_output :], result, strict=False):
+                                if ident and tensor is not None:
+                                    tensors[ident] = tensor
+                    else:
+                        tensors.lose(self._outputs(instruction), self._failure)
+                except Exception as error:
+                    if cuda.is_unusable(error):
+                        raise  # the process ends, and the client learns that its tensors are gone
+                    if self._failure is None:
+                        self._failure = Failure(f"{type(error).__name__}: {error}")
+                        self._reply, self._buffers = {"error": self._describe(error, instruction, at)}, []
+                    tensors.lose(self._outputs(instruction), self._failure)
+                    error.__traceback__ = None
+        data = b"" if self._reply is None else wire.encode(self._reply)
+        return codec.Payload(data, self._buffers)
+
+    def _execute_special(self, code: int, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        if self._failure is None or code in wire.REMEMBERED:
+            self._special[code](instruction, buffers)
+        else:
+            self._tensors.lose(self._outputs(instruction), self._failure)
+
+    def _describe(self, error: Exception, instruction: Sequence[Any], at: int) -> dict[str, Any]:
+        plan = self._plans.get(instruction[0])
+        name = plan.name if plan is not None else _NAMES.get(instruction[0], "")
+        if instruction[0] == wire.DYNAMIC:
+            name = instruction[1]
+        return {
+            **({"channel": instruction[1]} if isinstance(error, ChannelBroken) else {}),
+            "at": at,
+            "kind": type(error).__name__,
+            "text": str(error)[:_TEXT],
+            "op": name,
+            "inputs": plan.shown(instruction, self._tensors) if plan is not None else [],
+            **self._tensors.usage(self._device),
+        }
+
+    # ---- after an error
+
+    def _outputs(self, instruction: Sequence[Any]) -> Sequence[int]:
+        """The ids of tensors that an instruction would make."""
+        code = instruction[0]
+        if code >= 0:
+            plan = self._plans.get(code)
+            return instruction[plan.first_output :] if plan is not None else ()
+        if code == wire.RECEIVE:
+            return (instruction[3],) if instruction[4] is not None else ()
+        return (instruction[1],) if code in (wire.EMPTY, wire.MAKE) else ()
+
+    def _written(self, instruction: Sequence[Any]) -> Sequence[int]:
+        """The ids of tensors that an instruction may change."""
+        code = instruction[0]
+        if code >= 0:
+            plan = self._plans.get(code)
+            return plan.written(instruction) if plan is not None else [i for i in instruction[1:] if type(i) is int]
+        if code == wire.RECEIVE:
+            return (instruction[3],) if instruction[4] is None else ()
+        return (instruction[1],) if code == wire.UPLOAD else ()
+
+    def _resume(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, text, threads = instruction
+        failure, self._failure = self._failure or Failure(text), None
+        failure.text = text
+        for thread, skipped in threads:
+            self._tensors.withhold([ident for each in skipped for ident in self._written(each)], thread, failure)
+
+    def _told(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        self._tensors.release(instruction[1])
+
+    # ---- plans
+
+    def _plan(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, number, name, args, kwargs, layouts = instruction
+        self._plans[number] = Plan(self._scope, name, args, kwargs, layouts, first=1)
+
+    def _forget(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        self._plans.clear()
+
+    def _dynamic(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, name, args, kwargs, operands, ident = instruction
+        result = Plan(self._scope, name, args, kwargs, (), first=0).call(operands)
+        self._reply = {"value": self._keep(result, ident)}
+
+    def _keep(self, value: Any, first: int) -> Any:
+        """Keeps the tensors of a result under new ids; returns what the client is told of the result."""
+        kept, document = kept_of(value, self._device)
+        self._tensors.update(enumerate(kept, first))
+        return document
+
+    def _default_dtype(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        torch.set_default_dtype(DTYPES[instruction[1]])
+
+    def _set(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        if instruction[1]:
+            torch.set_float32_matmul_precision(instruction[1])
+        torch.set_deterministic_debug_mode(instruction[2])
+
+    def _hello(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
+        self._reply = {"value": {"torch": torch.__version__, "name": name}}
+
+    # ---- tensors
+
+    def _view(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, ident, base, *layout = instruction
+        self._tensors.view(ident, base, tuple(layout))
+
+    def _free(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        for ident in instruction[1:]:
+            for each in (ident,) if ident > 0 else self._of_block(-ident):
+                self._tensors.free(each)
+                self._generators.pop(each, None)
+                if each in self._iterators:
+                    self._iterators.pop(each).close()
+                self._transfers.close(each)
+
+    def _of_block(self, first: int) -> list[int]:
+        """The ids of a block that are in use."""
+        block = range(first, first + wire.BLOCK)
+        return [ident for ident in (*self._tensors, *self._iterators) if ident in block]
+
+    def _empty(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, ident, shape, strides, dtype = instruction
+        self._tensors[ident] = torch.empty_strided(shape, strides, dtype=DTYPES[dtype], device=self._device)
+
+    def _make(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, ident, shape, dtype, number = instruction
+        data = torch.frombuffer(buffers[number], dtype=torch.uint8).view(DTYPES[dtype]).view(shape)
+        self._tensors[ident] = data.to(self._device)
+
+    def _upload(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, ident, number = instruction
+        tensor = self._tensors[ident]
+        if tensor.numel():
+            data = torch.frombuffer(buffers[number], dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+            tensor.copy_(data)
+
+    def _fetch(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        for ident in instruction[1:]:
+            tensor = self._tensors[ident]
+            self._buffers.append(bytes_of(tensor))
+        self._reply = {"value": None}
+
+    def _sync(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._reply = {"value": None, **self._tensors.usage(self._device)}
+
+    # ---- random numbers
+
+    def _generator(self, ident: int) -> torch.Generator | None:
+        return self._generators[ident] if ident else None
+
+    def _default_generator(self, ident: int) -> torch.Generator:
+        if ident:
+            return self._generators[ident]
+        return (
+            torch.cuda.default_generators[self._device.index]
+            if self._device.type == "cuda"
+            else torch.default_generator
+        )
+
+    def _make_generator(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        self._generators[instruction[1]] = torch.Generator(self._device)
+
+    def _seed(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, seed, ident = instruction
+        self._default_generator(ident).manual_seed(seed)
+
+    def _state(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        generator = self._default_generator(instruction[1])
+        if len(instruction) > 2:
+            generator.set_state(torch.frombuffer(buffers[instruction[2]], dtype=torch.uint8).clone())
+        else:
+            self._buffers.append(bytes_of(generator.get_state()))
+            self._reply = {"value": None}
+
+    # ---- other devices
+
+    def _listen(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        self._reply = {"value": self._transfers.listen(instruction)}
+
+    def _connect(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        self._reply = {"value": self._transfers.connect(instruction)}
+
+    def _send(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        self._transfers.send(instruction, self._failure.text if self._failure else "")
+
+    def _receive(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        self._transfers.receive(instruction, is_wanted=self._failure is None)
+        if self._failure is not None:
+            self._tensors.lose(self._outputs(instruction), self._failure)
+
+    # ---- regions
+
+    def _run(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, ident, *numbers = instruction
+        with torch.enable_grad(), own_defaults():
+            function, args, kwargs = _unpickled(numbers, buffers)
+            result = function(*args, **kwargs)
+        if isinstance(result, types.GeneratorType):
+            self._iterators[ident] = RunningGenerator(result)
+            self._reply = {"value": {"iterator": None}}
+        else:
+            self._reply = {"value": self._keep(result, ident)}
+
+    def _next(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, iterator, ident = instruction
+        found = self._iterators.get(iterator)  # None: it is over, and this was asked for ahead
+        values, over = found.next() if found is not None else ([], True)
+        if over:
+            self._iterators.pop(iterator, None)
+        self._reply = {"value": self._keep(values, ident), "over": over}
+
+    def _module(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        _, digest, *numbers = instruction
+        composite_host.MODULES[digest] = _unpickled(numbers, buffers)
+        self._reply = {"value": None}
+
+    # ---- calls between batches
+
+    def call(self, first: int, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a function. If `first` is not 0, the tensors of its result stay, with ids from `first` on."""
+        if self._failure is not None:
+            raise Lost(f"it was not called, {self._failure}")
+        with own_defaults():
+            result = context.awaited(function(*args, **kwargs))
+        return codec.Payload(wire.encode({"value": self._keep(result, first)})) if first else result
+
+    def tensor(self, ident: int) -> torch.Tensor:
+        return self._tensors[ident].detach()
+
+
+def _unpickled(numbers: Sequence[int], buffers: Sequence[memoryview]) -> Any:
+    """What was pickled into these buffers."""
+    data, *beside = (buffers[number] for number in numbers)
+    return codec.loads(data, beside)
+
+
+_EXECUTORS: Final[dict[str, Executor]] = {}
+
+
+def execute(device: str, batch: Sequence[Sequence[Any]], *buffers: memoryview) -> codec.Payload:
+    """What most of the worker's calls run: a batch of instructions."""
+    executor = _EXECUTORS.get(device)
+    if executor is None:
+        executor = _EXECUTORS[device] = Executor(device)
+    return executor.execute(batch, buffers)
+
+
+def call(
+    device: str,
+    first: int,
+    function: Any,
+    sources: Mapping[str, str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What the other ones run: a function of the program. Batches have been executed before."""
+    show_lines(sources)
+    return _EXECUTORS[device].call(first, getattr(function, "fn", function), args, kwargs)
+
+
+def tensor(device: str, ident: int, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+    """The tensor that a remote one stands for: a leaf, with the same memory. Raises Lost."""
+    found = _EXECUTORS[device].tensor(ident)
+    return torch.nn.Parameter(found, requires_grad) if is_parameter else found.requires_grad_(requires_grad)

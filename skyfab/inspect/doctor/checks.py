@@ -1,0 +1,356 @@
+"""From what a host has told to findings: pure functions, one for each thing that is looked at."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from skyfab._util import toml
+from skyfab._util.sizes import readable
+from skyfab.env.torch_variants import DRIVERS, cuda_for
+from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostUnfit, ProtocolError, SkyfabError
+from skyfab.inspect.doctor.finding import Finding, Level, Section
+from skyfab.inspect.survey import Gpu, Survey, checked
+from skyfab.inventory.host import Host
+
+_CLOCK: Final = 1.0
+"""Seconds that a clock may be wrong: make, caches and the order of logs depend on it."""
+_DISK_LEAST: Final = 500_000_000
+_DISK_ADVICE: Final = 10_000_000_000
+"""Bytes that an environment with torch for CUDA takes, and its packages beside it."""
+_INODES_LEAST: Final = 20_000
+"""Files of one environment with torch."""
+_FILES: Final = 1024
+_PROCESSES: Final = 512
+_STARTUPS: Final = 10
+_SLOW_NAME: Final = 1.0
+_SLOW_SHELL: Final = 3.0
+_NETWORK_HINT: Final = "a full disk of a server stops all hosts; programs start slowly from it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """What `examine` has found on a host, and when it was asked and had answered by the clock here. None: unknown."""
+
+    began: float
+    ended: float
+    user: str
+    cache: str | None = None
+    filesystem: str | None = None
+    networked: int | None = None
+    noexec: int | None = None
+    readonly: int | None = None
+    disk_free: int | None = None
+    inodes: int | None = None
+    inodes_free: int | None = None
+    other_free: int | None = None
+    other_cache: str | None = None
+    name_seconds: float | None = None
+    name_error: str | None = None
+    reverse_seconds: float | None = None
+    shell: str | None = None
+    shell_seconds: float | None = None
+    shell_said: str | None = None
+    startups: int | None = None
+    startups_most: int | None = None
+    sessions: int | None = None
+    files: int | None = None
+    processes: int | None = None
+    kills: int | None = None
+    lingers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """A host with all that is known of it."""
+
+    host: Host
+    seen: Examined
+    survey: Survey
+    asked: float
+    answered: float
+    """When it was asked and when its answer was here, by the clock of this machine."""
+
+    @classmethod
+    def parse(cls, host: Host, text: str, asked: float, answered: float) -> Patient:
+        """Reads what `examine` has returned. Raises ProtocolError."""
+        try:
+            found = json.loads(text)
+            survey = found.pop("survey", None)
+            seen = checked(Examined, found)
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            raise ProtocolError(f"not what was asked for: {error}", host=host.name) from None
+        if not isinstance(survey, str):
+            hint = f"skyfab exec --hosts={host.name} -- nvidia-smi"
+            raise HostUnfit("its system or its GPUs do not answer within 15 s", host=host.name, hint=hint)
+        return cls(host, seen, Survey.parse(survey, host.name), asked, answered)
+
+    @property
+    def offset(self) -> tuple[float, float]:
+        """Seconds that its clock is ahead of this machine's, and by how many that may be wrong."""
+        there, back = self.seen.began - self.asked, self.seen.ended - self.answered
+        return (there + back) / 2, abs(there - back) / 2
+
+
+def refused(host: Host, error: SkyfabError) -> Finding:
+    """The finding for a host that could not be opened, or that answered nothing of use."""
+    check = "reachability"
+    if isinstance(error, HostKeyRefused):
+        check = "host key"
+    elif isinstance(error, AuthenticationRefused):
+        check = "login"
+    elif isinstance(error, (HostUnfit, ProtocolError)):
+        check = "start"
+    return Finding(
+        section="login", check=check, host=host.name, level="failure", what=error.message, fix=error.hint or ""
+    )
+
+
+def findings(patient: Patient) -> list[Finding]:
+    """All findings about one host."""
+    return [finding for check in _CHECKS for finding in check(patient)]
+
+
+def _found(
+    patient: Patient,
+    section: Section,
+    check: str,
+    level: Level,
+    what: str,
+    fix: str = "",
+    setting: tuple[str, str] | None = None,
+) -> Finding:
+    people = (patient.seen.user, *(one.user for gpu in patient.survey.gpus for one in gpu.processes if one.user))
+    return Finding(
+        section=section,
+        check=check,
+        host=patient.host.name,
+        level=level,
+        what=what,
+        fix=fix,
+        setting=setting,
+        people=tuple(dict.fromkeys(name for name in people if name in what + fix)),
+    )
+
+
+# ---- login
+
+
+def _login(patient: Patient) -> Iterator[Finding]:
+    yield _found(patient, "login", "login", "ok", f"logged in as {patient.seen.user}")
+
+
+def _shell(patient: Patient) -> Iterator[Finding]:
+    seen = patient.seen
+    if patient.host.transport == "local":
+        return
+    if seen.shell_said:
+        first = seen.shell_said.splitlines()[0][:60]
+        what = f"its login shell {seen.shell} prints {first!r} when it runs a command: scp and rsync fail with that"
+        fix = "print for people only, in ~/.bashrc: case $- in *i*) … ;; esac"
+        yield _found(patient, "login", "shell", "warning", what, fix)
+    elif seen.shell_seconds is None or seen.shell_seconds > _SLOW_SHELL:
+        what = f"its login shell takes more than {_SLOW_SHELL:.0f} s to start: every connection waits for it"
+        yield _found(patient, "login", "shell", "advice", what, "look what ~/.bashrc and the like start: conda, nvm")
+    else:
+        yield _found(patient, "login", "shell", "ok", f"{seen.shell} starts silently")
+
+
+def _sshd(patient: Patient) -> Iterator[Finding]:
+    seen = patient.seen
+    if patient.host.transport == "local":
+        return
+    if seen.startups is not None and seen.startups < _STARTUPS:
+        what = f"its sshd drops logins while {seen.startups} others have not finished (MaxStartups)"
+        fix = "in /etc/ssh/sshd_config: MaxStartups 10:30:100"
+        yield _found(patient, "login", "MaxStartups", "advice", what, fix)
+    if seen.sessions is not None and seen.sessions < 2:
+        what = f"its sshd allows {seen.sessions} session for each connection (MaxSessions)"
+        fix = "in /etc/ssh/sshd_config: MaxSessions 10"
+        yield _found(patient, "login", "MaxSessions", "warning", what, fix)
+
+
+# ---- system
+
+
+def _clock(patient: Patient) -> Iterator[Finding]:
+    offset, unsure = patient.offset
+    if abs(offset) - unsure > _CLOCK:
+        way = "ahead of" if offset > 0 else "behind"
+        what = f"its clock is {abs(offset):,.1f} s {way} this machine's"
+        fix = "sudo timedatectl set-ntp true, there or here: timedatectl says which is wrong"
+        yield _found(patient, "system", "clock", "warning", what, fix)
+    else:
+        yield _found(patient, "system", "clock", "ok", f"within {max(unsure, 0.1):.1f} s of this machine's")
+
+
+def _names(patient: Patient) -> Iterator[Finding]:
+    seen = patient.seen
+    if seen.name_seconds is None or seen.name_seconds > _SLOW_NAME:
+        what = f"it looks up its own name in {_within(seen.name_seconds)}: frameworks do that for each process"
+        fix = "its name and address in /etc/hosts there: 10.0.0.11 node1"
+        yield _found(patient, "system", "name", "warning", what, fix)
+    elif seen.name_error:
+        what = f"it does not find its own name: {seen.name_error}"
+        yield _found(patient, "system", "name", "advice", what, "its name and address in /etc/hosts there")
+    else:
+        yield _found(patient, "system", "name", "ok", "finds its own name at once")
+    if seen.reverse_seconds is None or seen.reverse_seconds > _SLOW_NAME:
+        what = f"it looks up the name of this machine's address in {_within(seen.reverse_seconds)}"
+        fix = "UseDNS no in /etc/ssh/sshd_config, or a name server that answers in /etc/resolv.conf there"
+        yield _found(patient, "system", "reverse name", "advice", what, fix)
+
+
+def _within(seconds: float | None) -> str:
+    return "more than 5 s" if seconds is None else f"{seconds:.1f} s"
+
+
+def _python(patient: Patient) -> Iterator[Finding]:
+    here, there = platform.python_version(), patient.survey.python
+    if here.split(".")[:2] != there.split(".")[:2]:
+        what = f"it has Python {there}, and this machine {here}"
+        fix = f'functions of notebooks and lambdas need the same one: Image(python="{".".join(here.split(".")[:2])}")'
+        yield _found(patient, "system", "Python", "advice", what, fix)
+    else:
+        yield _found(patient, "system", "Python", "ok", f"Python {there}")
+
+
+def _limits(patient: Patient) -> Iterator[Finding]:
+    seen = patient.seen
+    for name, value, least, item in (
+        ("open files", seen.files, _FILES, "nofile"),
+        ("processes", seen.processes, _PROCESSES, "nproc"),
+    ):
+        if value and value < least:
+            what = f"its limit of {name} is {value:,}"
+            fix = f"in /etc/security/limits.conf: {seen.user} - {item} 65536, and log in again"
+            yield _found(patient, "system", "limits", "warning", what, fix)
+
+
+def _logind(patient: Patient) -> Iterator[Finding]:
+    if patient.seen.kills and not patient.seen.lingers:
+        what = "systemd ends all processes of a user who logs out (KillUserProcesses): detached runs, and reconnects"
+        fix = f"sudo loginctl enable-linger {patient.seen.user}, there"
+        yield _found(patient, "system", "KillUserProcesses", "warning", what, fix)
+
+
+# ---- disk
+
+
+def _disk(patient: Patient) -> Iterator[Finding]:
+    seen = patient.seen
+    if seen.disk_free is None:
+        what = f"the disk of {patient.host.cache} does not answer within 5 s"
+        fix = "is its server up? cache = … in the inventory names another folder"
+        yield _found(patient, "disk", "disk", "failure", what, fix)
+        return
+    setting = _other_cache(seen)
+    fix = f"cache = {setting[1]} in the inventory" if setting else "cache = … in the inventory names another folder"
+    free = f"{readable(seen.disk_free)} free for {seen.cache}"
+    if seen.disk_free < _DISK_ADVICE:
+        level: Level = "failure" if seen.disk_free < _DISK_LEAST else "advice"
+        clean = f"skyfab gc --hosts={patient.host.name} --days=7; or {fix}"
+        yield _found(patient, "disk", "disk", level, f"only {free}", clean, setting)
+    else:
+        yield _found(patient, "disk", "disk", "ok", free)
+    if seen.inodes and seen.inodes_free is not None and seen.inodes_free < _INODES_LEAST:
+        what = f"only {seen.inodes_free:,} more files (inodes) on the disk of {seen.cache}"
+        yield _found(patient, "disk", "inodes", "warning", what, fix, setting)
+    if seen.noexec:
+        what = f"no program may be started from {seen.cache} (noexec): environments cannot be used"
+        yield _found(patient, "disk", "noexec", "failure", what, fix, setting)
+    if seen.readonly:
+        yield _found(patient, "disk", "read-only", "failure", f"{seen.cache} cannot be written to", fix, setting)
+    if seen.networked:
+        what = f"{seen.cache} is on {seen.filesystem}, a network file system: {_NETWORK_HINT}"
+        yield _found(patient, "disk", "network disk", "advice", what, fix, setting)
+
+
+def _other_cache(seen: Examined) -> tuple[str, str] | None:
+    better = max(_DISK_ADVICE, 0 if seen.noexec or seen.networked or seen.readonly else 2 * (seen.disk_free or 0))
+    if seen.other_cache is None or (seen.other_free or 0) < better:
+        return None
+    return "cache", toml.dumps(seen.other_cache)
+
+
+# ---- GPUs
+
+
+def _gpus(patient: Patient) -> Iterator[Finding]:
+    survey = patient.survey
+    if survey.gpu_error is not None:
+        fix = "sudo dmesg | grep -i nvrm, there; after an update of the driver the machine needs a reboot"
+        yield _found(patient, "GPUs", "GPU tool", "failure", survey.gpu_error, fix)
+    damaged = [gpu.index for gpu in survey.gpus if gpu.ecc_errors]
+    whole = [gpu.index for gpu in survey.gpus if not gpu.ecc_errors]
+    yield from _slow_gpus(patient)
+    yield from _busy_gpus(patient)
+    if damaged:
+        setting = ("gpus", str(whole)) if whole else None
+        which = ", ".join(map(str, damaged))
+        what = f"GPU {which} had memory errors that could not be corrected: results may be wrong"
+        fix = "sudo nvidia-smi --gpu-reset, there, or a reboot; if they come back it is broken"
+        fix += f": gpus = {whole} in the inventory leaves it out" if whole else ""
+        yield _found(patient, "GPUs", "ECC", "failure", what, fix, setting)
+    driver = next((gpu.driver for gpu in survey.gpus if gpu.driver), None)
+    if driver is not None:
+        yield _driver(patient, driver)
+
+
+def _slow_gpus(patient: Patient) -> Iterator[Finding]:
+    fix = "look at fans, dust and the power limit: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER"
+    for reasons, gpus in _alike(patient.survey.gpus, lambda gpu: ", ".join(gpu.throttled)):
+        what = f"{_numbers(gpus)} slowed down by {reasons}{_range([gpu.temperature for gpu in gpus], 'at ', ' °C')}"
+        yield _found(patient, "GPUs", "throttling", "warning", what, fix)
+
+
+def _busy_gpus(patient: Patient) -> Iterator[Finding]:
+    fix = "wait, or take hosts that are free: --where='not busy'"
+    for users, gpus in _alike(patient.survey.gpus, _users):
+        what = f"{_numbers(gpus)} in use by {users}{_range([gpu.use for gpu in gpus], '', ' %')}"
+        yield _found(patient, "GPUs", "in use", "advice", what, fix)
+    for gpu in patient.survey.gpus:
+        if not gpu.is_busy:
+            yield _found(patient, "GPUs", "in use", "ok", f"GPU {gpu.index}, {gpu.name}, is free")
+
+
+def _users(gpu: Gpu) -> str:
+    users = dict.fromkeys(f"{one.user or '?'} ({one.command or one.pid})" for one in gpu.processes)
+    return (", ".join(users) or "an unknown user") if gpu.is_busy else ""
+
+
+def _alike(gpus: Sequence[Gpu], text_of: Callable[[Gpu], str]) -> Iterable[tuple[str, list[Gpu]]]:
+    """GPUs with the same text, together: a host may have sixteen. Those without a text are left out."""
+    found: dict[str, list[Gpu]] = {}
+    for gpu in gpus:
+        if text := text_of(gpu):
+            found.setdefault(text, []).append(gpu)
+    return found.items()
+
+
+def _numbers(gpus: Sequence[Gpu]) -> str:
+    return f"GPU {', '.join(str(gpu.index) for gpu in gpus)} {'is' if len(gpus) == 1 else 'are'}"
+
+
+def _range(values: Sequence[int | None], before: str, unit: str) -> str:
+    known = sorted({value for value in values if value is not None})
+    return f", {before}{' to '.join(map(str, dict.fromkeys((known[0], known[-1]))))}{unit}" if known else ""
+
+
+def _driver(patient: Patient, driver: str) -> Finding:
+    cuda = cuda_for(driver)
+    if cuda is None or cuda < 12:
+        oldest = ".".join(map(str, DRIVERS[12]))
+        what = f"its driver {driver} is too old for the CUDA 12 of today's torch: the CPU is used, or an old torch"
+        return _found(patient, "GPUs", "driver", "warning", what, f"a driver from {oldest} on, there")
+    return _found(patient, "GPUs", "driver", "ok", f"driver {driver}: torch is chosen for CUDA {cuda}")
+
+
+_CHECKS: Final[tuple[Callable[[Patient], Iterator[Finding]], ...]] = (
+    *(_login, _shell, _sshd),
+    *(_clock, _names, _python, _limits, _logind),
+    *(_disk, _gpus),
+)

@@ -1,0 +1,108 @@
+"""Compares what hosts were measured at: with each other, and with what was measured before, which is kept here."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from skyfab.env.uv import home
+from skyfab.inspect.doctor.finding import Finding
+from skyfab.inspect.doctor.pairs import Pair
+from skyfab.inventory.host import Host
+from skyfab.protocol.blobs import name_of
+
+Rates = Mapping[str, float]
+"""By what was measured, as in ``memory``; more is faster."""
+
+SECONDS: Final = 2.0
+"""For each thing that is measured on a host."""
+_ALL_PAIRS: Final = 9.0
+"""For all pairs together."""
+_SLOWER: Final = 0.7
+"""A host that has less than this part of what others have is named."""
+_KEPT: Final = 10
+"""Measurements of a host that are kept."""
+
+
+def pair_seconds(rounds: int) -> float:
+    """For each round of pairs."""
+    return min(0.5, _ALL_PAIRS / max(rounds, 1))
+
+
+def parse(text: str) -> dict[str, float]:
+    """What `measure` has returned on a host. Raises ValueError or TypeError."""
+    found = json.loads(text)
+    if not isinstance(found, dict) or len(found) > 16:
+        raise TypeError("a table was expected")
+    return {str(name)[:60]: float(rate) for name, rate in found.items()}
+
+
+def network(host: str, pairs: Mapping[Pair, float]) -> dict[str, float]:
+    """What a host has on the median of the pairs that it is in."""
+    own = [rate for pair, rate in pairs.items() if host in pair]
+    return {"network": median(own)} if own else {}
+
+
+def compared(rates: Mapping[str, Rates], earlier: Mapping[str, Sequence[Rates]]) -> list[Finding]:
+    """A finding for each host and thing; `earlier` has what was measured before, by host."""
+    found = []
+    for host, own in rates.items():
+        for name, rate in own.items():
+            peers = [other[name] for other in rates.values() if name in other]
+            before = [past[name] for past in earlier.get(host, []) if name in past]
+            found.append(_compared(host, name, rate, peers, before))
+    return found
+
+
+def _compared(host: str, name: str, rate: float, peers: list[float], before: list[float]) -> Finding:
+    slower = []
+    if len(peers) > 1 and rate < _SLOWER * median(peers):
+        slower.append(f"{_shown(name, median(peers))} on the median of {len(peers)} hosts")
+    if before and rate < _SLOWER * median(before):
+        slower.append(f"{_shown(name, median(before))} before, in {len(before)}")
+    what = f"{name}: {_shown(name, rate)}"
+    if not slower:
+        return Finding(section="speed", check="speed", host=host, level="ok", what=what)
+    fix = "is it used by others, hot, or in another power mode? skyfab hosts; cpupower frequency-info, there"
+    what = f"slower: {what}; {' and '.join(slower)}"
+    return Finding(section="speed", check="speed", host=host, level="warning", what=what, fix=fix)
+
+
+def _shown(name: str, rate: float) -> str:
+    if name == "network":
+        return f"{rate * 8 / 1e6:,.0f} Mbit/s"
+    return f"{rate / 1e9:,.1f} GB/s" if name == "memory" else f"{rate / 1e9:,.2f} GFlop/s"
+
+
+# ---- what was measured before
+
+
+def load(host: Host) -> Sequence[Rates]:
+    """The oldest first; empty if there is nothing, or nothing that can be read."""
+    try:
+        return [parse(json.dumps(one)) for one in json.loads(_file(host).read_text())][-_KEPT:]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def remember(host: Host, rates: Rates) -> None:
+    """Adds to what is kept. If that fails, there is less to compare with the next time."""
+    try:
+        path = _file(host)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".")
+        with os.fdopen(descriptor, "w") as file:
+            json.dump([*load(host), dict(rates)][-_KEPT:], file)
+        Path(draft).replace(path)
+    except OSError:
+        pass
+
+
+def _file(host: Host) -> Path:
+    place = "\0".join(map(str, (host.transport == "local", host.address or host.name, host.port)))
+    return home() / "measured" / f"{name_of(place.encode())[:32]}.json"

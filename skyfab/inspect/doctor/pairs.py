@@ -1,0 +1,187 @@
+"""What is between hosts: can they connect to each other, on which network, and how fast is it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Final
+
+from skyfab.calls.call import as_function
+from skyfab.errors import PeersUnreachable, PoolError, SkyfabError
+from skyfab.host.ask.speed import listen, send
+from skyfab.inspect.doctor.finding import Finding
+from skyfab.inventory.host import Host
+from skyfab.pool.addresses import Address, Candidates
+from skyfab.pool.compute import Compute
+from skyfab.pool.rendezvous import RendezvousFinder
+from skyfab.session.fanout import Raised, for_each_host
+
+Pair = tuple[str, str]
+"""From one host to another, by name."""
+
+_SLOW: Final = 12_500_000.0
+"""Bytes per second: what a network of 100 Mbit/s carries."""
+_BEHIND: Final = 4.0
+"""How many times slower than the median a pair is that is named."""
+
+
+def places(pools: Sequence[Compute]) -> tuple[dict[str, Address], list[Finding]]:
+    """The address at which other hosts find each host, as for a gang; and what kept them from each other."""
+    nodes = [pool.hosts[0] for pool in pools]
+    found: list[Finding] = []
+    try:
+        chosen: Sequence[Address] = RendezvousFinder("needed").arrange(nodes).places
+    except (PeersUnreachable, PoolError) as error:
+        errors = error.exceptions if isinstance(error, PoolError) else [error]
+        found = [_apart(one) for one in errors if isinstance(one, SkyfabError)]
+        chosen = Candidates(nodes).likely()
+    by_name = {node.name: place for node, place in zip(nodes, chosen, strict=True)}
+    if not found:
+        candidates = Candidates(nodes)
+        for node in nodes:
+            others = {one.interface for one in candidates.of(node)} - {"", by_name[node.name].interface}
+            found.append(_network(node.host, by_name[node.name], others))
+    return by_name, found
+
+
+def _apart(error: SkyfabError) -> Finding:
+    return Finding(
+        section="network",
+        check="ports",
+        host=error.host or "",
+        level="failure",
+        what=error.message,
+        fix=error.hint or "",
+    )
+
+
+def _network(host: Host, place: Address, others: set[str]) -> Finding:
+    """Naming the interface saves the search, and keeps it the same when another one is added."""
+    if others and place.interface and host.interface == "auto":
+        what = f"it has several networks, and other hosts find it on {place.interface}, not on {', '.join(others)}"
+        setting = ("interface", f'"{place.interface}"')
+        fix = f"if that is the right one: interface = {setting[1]} in the inventory"
+        return Finding(
+            section="network",
+            check="interface",
+            host=host.name,
+            level="advice",
+            what=what,
+            fix=fix,
+            setting=setting,
+        )
+    what = f"other hosts find it at {place}"
+    return Finding(section="network", check="interface", host=host.name, level="ok", what=what)
+
+
+def ring(names: Sequence[str]) -> list[list[Pair]]:
+    """Each host to the next, in rounds in which no host has two parts.
+
+    >>> ring(["a", "b", "c"])
+    [[('a', 'b')], [('b', 'c')], [('c', 'a')]]
+    """
+    if len(names) == 2:
+        return [[(names[0], names[1])]]
+    steps = list(zip(names, [*names[1:], names[0]], strict=True))
+    rounds = [steps[0 : len(steps) - len(steps) % 2 : 2], steps[1::2], steps[len(steps) - 1 :] * (len(steps) % 2)]
+    return [one for one in rounds if one]
+
+
+def all_pairs(names: Sequence[str]) -> list[list[Pair]]:
+    """Every host with every other once, in rounds in which no host has two parts (a tournament).
+
+    >>> all_pairs(["a", "b", "c"])
+    [[('b', 'c')], [('a', 'c')], [('a', 'b')]]
+    """
+    seats: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
+    rounds = []
+    for _ in range(len(seats) - 1):
+        couples = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
+        rounds.append([(one, other) for one, other in couples if one is not None and other is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return [one for one in rounds if one]
+
+
+def rates(
+    pools: Mapping[str, Compute], where: Mapping[str, Address], rounds: Sequence[Sequence[Pair]], seconds: float
+) -> tuple[dict[Pair, float], list[Finding]]:
+    """Bytes per second of each pair. Pairs of one round are measured at the same time."""
+    word = secrets.token_hex(16)
+    opened = for_each_host(lambda pool: _port(pool, word, seconds), list(pools.values()))
+    ports = {name: port for name, port in zip(pools, opened, strict=True) if not isinstance(port, Raised)}
+
+    def one_way(pair: Pair) -> tuple[float, str]:
+        source, target = pair
+        call = as_function(send)(where[target].address, ports[target], word)
+        try:
+            said = json.loads(str(pools[source].run(call)))
+            return float(said.get("rate", 0)), str(said.get("error", ""))[:200]
+        except (SkyfabError, ValueError, TypeError, AttributeError) as error:
+            return 0.0, error.message if isinstance(error, SkyfabError) else "its answer is no number"
+
+    found: dict[Pair, float] = {}
+    failures = []
+    for pairs in rounds:
+        known = [pair for pair in pairs if pair[0] in ports and pair[1] in ports]
+        for pair, outcome in zip(known, for_each_host(one_way, known), strict=True):
+            if isinstance(outcome, Raised):
+                raise outcome.error
+            rate, error = outcome
+            if error:
+                failures.append(_unmeasured(pair, error))
+            else:
+                found[pair] = rate
+    return found, failures
+
+
+def _port(pool: Compute, word: str, seconds: float) -> int:
+    port = pool.run(as_function(listen)(word, seconds))
+    if type(port) is not int or not 0 < port < 65536:
+        raise SkyfabError("its answer names no port", host=pool.hosts[0].name)
+    return port
+
+
+def _shown(pair: Pair) -> str:
+    return " → ".join(pair)
+
+
+def _unmeasured(pair: Pair, error: str) -> Finding:
+    fix = "ranks on different hosts talk over TCP, at any port: let them in the firewall of the second one"
+    return Finding(
+        section="network",
+        check="bandwidth",
+        host=_shown(pair),
+        level="warning",
+        what=f"no data goes through: {error}",
+        fix=fix,
+    )
+
+
+def bandwidths(found: Mapping[Pair, float]) -> list[Finding]:
+    """Names pairs that are much slower than the others, and those that are slow for any training."""
+    usual = median(found.values()) if found else 0.0
+    findings = []
+    for pair, rate in found.items():
+        shown = f"{rate * 8 / 1e6:,.0f} Mbit/s"
+        fix = (
+            "look at cable, port and the interface: ethtool INTERFACE; another network: interface = … in the inventory"
+        )
+        if rate * _BEHIND < usual:
+            what, level = f"{shown}, where others have {usual * 8 / 1e6:,.0f}", "warning"
+        elif rate < _SLOW:
+            what, level = f"{shown}: gradients of a large model take long", "advice"
+        else:
+            what, level, fix = shown, "ok", ""
+        findings.append(
+            Finding(
+                section="network",
+                check="bandwidth",
+                host=_shown(pair),
+                level=level,  # type: ignore[arg-type]
+                what=what,
+                fix=fix,
+            )
+        )
+    return findings

@@ -1,0 +1,91 @@
+"""Findings as people read them: sections with their state, and what to do; also without names, for an issue."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from skyfab.inspect.doctor.finding import LEVELS, SECTIONS, Finding, worst
+from skyfab.inventory.host import Host
+from skyfab.ui.hints import HINTS
+from skyfab.ui.terminal import clean, counted
+
+_IPV4: Final = r"\b[0-9]{1,3}(?:\.[0-9]{1,3}){3}\b"
+_IPV6: Final = r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])"
+
+
+def lines(findings: Sequence[Finding], hosts: int) -> Iterator[str]:
+    """The report: a line for each section that was examined, and below it what is not in order, the worst first."""
+    for section in SECTIONS:
+        own = [finding for finding in findings if finding.section == section]
+        if not own:
+            continue
+        yield f"{section:<8} {state(own)}"
+        bad = [finding for finding in own if finding.level != "ok"]
+        for (level, what, fix), where in _alike(sorted(bad, key=lambda one: -LEVELS.index(one.level))):
+            yield clean(f"  {level}: {', '.join(where)}: {what}", colour=False)
+            if fix:
+                yield clean(f"    fix: {HINTS.adapted(fix)}", colour=False)
+    yield f"{counted(hosts, 'host')}: {state(findings)}"
+
+
+def _alike(findings: Iterable[Finding]) -> Iterator[tuple[tuple[str, str, str], list[str]]]:
+    """What was found on several hosts is told once."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for one in findings:
+        found.setdefault((one.level, one.what, one.fix), []).append(one.host)
+    yield from found.items()
+
+
+def state(findings: Sequence[Finding]) -> str:
+    """``fine``, or how many there are of what is worse."""
+    if worst(findings) == "ok":
+        return "fine"
+    counts = {level: sum(one.level == level for one in findings) for level in reversed(LEVELS[1:])}
+    parts = []
+    for level, count in counts.items():
+        if count:
+            parts.append(f"{count} advice" if level == "advice" else counted(count, level))
+    only_advice = worst(findings) == "advice"
+    return f"fine, {parts[0]}" if only_advice else ", ".join(parts)
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """0: fine, or advice only; 1: a warning or failure; 3: a host cannot be used at all."""
+    if any(one.section == "login" and one.level == "failure" for one in findings):
+        return 3
+    return 1 if worst(findings) in ("warning", "failure") else 0
+
+
+# ---- for an issue
+
+
+def pasted(findings: Sequence[Finding], hosts: Sequence[Host], people: Iterable[str], version: str) -> str:
+    """A block for an issue, without names of hosts and users, addresses and home folders."""
+    redact = Redaction(hosts, people)
+    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+    found = [f"{redact(one.host)} {one.section}/{one.check} {one.level}: {redact(one.what)}" for one in findings]
+    return "\n".join(["```", f"skyfab {version}, {system}, {sys.platform}", *found, "```"])
+
+
+class Redaction:
+    """Replaces private names and values. What a host prints itself may have more: read it before you post it."""
+
+    def __init__(self, hosts: Sequence[Host], people: Iterable[str]) -> None:
+        """`hosts` are numbered; `people` are names of users."""
+        users = {*people, *(host.user or "" for host in hosts)} - {"", "root"}
+        self._words = dict.fromkeys(users, "[user]")
+        for number, host in enumerate(hosts, 1):
+            self._words |= dict.fromkeys((host.name, host.destination), f"host{number}")
+            for hop in (host.jump or "none").split(","):
+                self._words.setdefault(hop, "none" if hop == "none" else "[jump host]")
+
+    def __call__(self, text: str) -> str:
+        text = clean(text, colour=False)
+        for word in sorted(self._words, key=len, reverse=True):
+            text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", self._words[word], text)
+        text = re.sub(r"/(home|Users|export/home)/[^/\s'\"]+", r"/\1/[user]", text)
+        return re.sub(f"{_IPV4}|{_IPV6}", "[address]", text)

@@ -1,0 +1,107 @@
+"""Texts about a run or a host that are read on a thread of their own: its log, its stacks; and the end of a run."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from skyfab.detached.run import Run
+from skyfab.errors import SkyfabError
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+from skyfab.pool.stacks import Stack, describe, groups, parse, script
+from skyfab.session.shell import Shell
+from skyfab.session.shell_pool import Shells
+from skyfab.ui.suppressed import is_noise
+from skyfab.ui.terminal import clean, settled
+
+_TAIL: Final = 500
+"""Lines of a log that are read of what is there already."""
+_KEPT: Final = 5000
+"""Lines of a text that are kept."""
+
+
+class Reading:
+    """A text that is being read, until it is closed."""
+
+    def __init__(self, title: str, read: Callable[[Reading], None]) -> None:
+        self.title = title
+        self._lines: deque[str] = deque(maxlen=_KEPT)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(read,), daemon=True, name="skyfab-top-text")
+        self._thread.start()
+
+    def _run(self, read: Callable[[Reading], None]) -> None:
+        try:
+            read(self)
+        except SkyfabError as error:
+            self.add(str(error))
+
+    def add(self, text: str) -> None:
+        for line in text.split("\n"):
+            self._lines.append(clean(line, colour=False).expandtabs())
+
+    @property
+    def lines(self) -> Sequence[str]:
+        return list(self._lines) or (["nothing yet: asking …"] if self._thread.is_alive() else [])
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        """Ends it; its thread stops as soon as it notices."""
+        self._closed.set()
+
+    def join(self, timeout: float) -> None:
+        self._thread.join(timeout)
+
+
+def log_of(run: Run) -> Reading:
+    """The log of a run, which is followed until it is closed or the run has ended."""
+    where = {number: part.host for part in run.parts for number in part.about.ranks}
+
+    def read(text: Reading) -> None:
+        def trouble(error: SkyfabError) -> None:
+            text.add(f"{error.host}: {error.message}; trying again")
+
+        for line in run.lines(follow=True, tail=_TAIL, trouble=trouble, stopped=lambda: text.is_closed):
+            if not is_noise(line.text):
+                rank = "" if run.world_size == 1 else f"[{line.rank}]"
+                text.add(f"{where.get(line.rank, '?')}{rank} {settled(line.text)}")
+            if text.is_closed:
+                return
+        text.add(f"— {run.state} —")
+
+    return Reading(f"log of {run.id[:8]}  {clean(run.name, colour=False)}", read)
+
+
+def stacks_of(inventory: Inventory, hosts: Sequence[Host], run: Run | None) -> Reading:
+    """The stacks of all ranks on these hosts, or of those of a run."""
+
+    def ask(shell: Shell) -> list[Stack]:
+        pool = _pool_of(shell, run) if run else None
+        found = parse(shell.host.name, shell.run(script()))
+        return [stack for stack in found if stack.frames and pool in (None, stack.pool)]
+
+    def read(text: Reading) -> None:
+        errors: list[SkyfabError] = []
+        with Shells(hosts, inventory) as shells:
+            found = [stack for some in shells.ask(ask, errors) for stack in some]
+        for group in groups(found):
+            text.add(describe(group))
+        for error in errors:
+            text.add(str(error))
+        if not found and not errors:
+            text.add("no ranks are at work there")
+
+    names = f"run {run.id[:8]}" if run else ", ".join(host.name for host in hosts)
+    return Reading(f"stacks of {names}", read)
+
+
+def _pool_of(shell: Shell, run: Run) -> str:
+    """The name of the pool that a run's workers belong to: that of its agent's folder (detached/alive.sh)."""
+    said = shell.run(f'read -r pid boot folder <"$c"/runs/{run.id}/agent; echo "${{folder##*/}}"')
+    return said.strip().rpartition("-")[0]

@@ -1,0 +1,123 @@
+"""`Snapshot`: what `skyfab top` shows at one moment, as rows of cells. Made of what is known; draws nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from skyfab.detached.folder import Part
+from skyfab.detached.run import Run, runs_of
+from skyfab.inspect.columns import NAMES, cells
+from skyfab.inspect.top.monitor import Seen
+from skyfab.inventory.inventory import Inventory
+from skyfab.ui.terminal import clean, counted
+
+HOSTS: Final = ("host", "address", *NAMES)
+RUNS: Final = ("run", "state", "age", "ranks", "hosts", "name", "last line")
+_ORDER: Final = ("running", "unreachable", "lost")
+"""States of the runs that are shown first."""
+_UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60))
+_LATE: Final = 3.0
+"""A host that has not answered for so many seconds more than the pause between two looks is shown as late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A host or a run, with its cells."""
+
+    key: str
+    """The name of the host or the id of the run."""
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All rows, and the line above them."""
+
+    summary: str
+    hosts: tuple[Row, ...]
+    runs: tuple[Row, ...]
+    found: dict[str, Run]
+    """The runs by id."""
+
+    def run_on(self, host: str) -> str | None:
+        """The id of the first run that is on a host."""
+        return next((row.key for row in self.runs if host in self.found[row.key].hosts), None)
+
+
+def snapshot(seen: Sequence[Seen], inventory: Inventory, *, every: float, clock: float, now: float) -> Snapshot:
+    """`clock` is that of `Seen.heard`; `now` is the time of day, in seconds since 1970."""
+    hosts = [one.host for one in seen]
+    found = runs_of([part for one in seen for part in _parts(one)], inventory, hosts, "data")
+    found.sort(key=lambda run: _ORDER.index(run.state) if run.state in _ORDER else len(_ORDER))  # stable: latest first
+    return Snapshot(
+        summary=_summary(seen, [_condition(one, every, clock) for one in seen], found),
+        hosts=tuple(Row(one.host.name, _host_cells(one, every, clock)) for one in seen),
+        runs=tuple(Row(run.id, _run_cells(run, now)) for run in found),
+        found={run.id: run for run in found},
+    )
+
+
+def _parts(one: Seen) -> Sequence[Part]:
+    """The runs on a host. If it cannot be asked, those that ran may have ended since."""
+    if one.error is None:
+        return one.parts
+    return [replace(part, state="unreachable") if part.state == "running" else part for part in one.parts]
+
+
+def _condition(one: Seen, every: float, clock: float) -> str:
+    if one.error is not None:
+        return "lost"
+    if one.heard is None:
+        return "connecting"
+    return "late" if clock - one.heard > every + _LATE else "ready"
+
+
+def _summary(seen: Sequence[Seen], conditions: Sequence[str], runs: Sequence[Run]) -> str:
+    """``64 hosts: 62 ready, 1 connecting, 1 lost · 12 of 16 GPUs busy · 3 runs, 2 running``"""
+    names = ("ready", "connecting", "late", "lost")
+    parts = [f"{conditions.count(name)} {name}" for name in names if name in conditions]
+    said = [f"{counted(len(seen), 'host')}: {', '.join(parts)}"]
+    gpus = [gpu for one in seen if one.survey and not one.error for gpu in one.survey.gpus]
+    if gpus:
+        said.append(f"{sum(gpu.is_busy for gpu in gpus)} of {counted(len(gpus), 'GPU')} busy")
+    running = sum(run.state == "running" for run in runs)
+    said.append(f"{counted(len(runs), 'run')}, {running} running" if runs else "no runs")
+    return " · ".join(said)
+
+
+def _host_cells(one: Seen, every: float, clock: float) -> tuple[str, ...]:
+    address = "this machine" if one.host.transport == "local" else one.host.login
+    told = ("–",) * len(NAMES) if one.survey is None else cells(one.survey, one.gpus)
+    made = (one.host.name, address, *told[:-1], _state(one, told[-1], every, clock))
+    return tuple(clean(cell, colour=False) for cell in made)
+
+
+def _state(one: Seen, told: str, every: float, clock: float) -> str:
+    condition = _condition(one, every, clock)
+    since = "" if one.heard is None else age(clock - one.heard)
+    if one.error is not None:
+        return f"last heard {since} ago: {one.error.message}" if since else one.error.message
+    return f"no answer for {since}" if condition == "late" else told if condition == "ready" else condition
+
+
+def _run_cells(run: Run, now: float) -> tuple[str, ...]:
+    made = (
+        run.id[:8],
+        run.state,
+        age(max(0.0, now - run.started)),
+        str(run.world_size),
+        ", ".join(run.hosts),
+        run.name,
+        run.last,
+    )
+    return tuple(clean(cell, colour=False).expandtabs() for cell in made)
+
+
+def age(seconds: float) -> str:
+    """
+    >>> age(3.2), age(75), age(7200), age(200_000)
+    ('3 s', '1 min', '2 h', '2 d')
+    """
+    return next((f"{seconds / size:.0f} {unit}" for unit, size in _UNITS if seconds >= size), f"{seconds:.0f} s")

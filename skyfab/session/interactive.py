@@ -1,0 +1,71 @@
+"""A shell of the user on a host, at this terminal: the command line that this program becomes (enter.sh)."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from skyfab._util.scripts import given, read
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+from skyfab.session.bootstrap import spelled
+from skyfab.session.shell import Shell
+from skyfab.session.shell_pool import Shells
+from skyfab.ssh.openssh import OpenSSH
+
+_SCRIPT: Final = read("session/interactive.sh")
+_LOGIN: Final = 'b=$(command -v bash) || b=/bin/sh; exec "$b" -l -c "$(printf %b "$1")" skyfab'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrance:
+    """Where on a host the shell begins, and with what."""
+
+    host: Host
+    folder: str
+    """The working folder: a path, or the name of a folder in the cache."""
+    programs: str = ""
+    """The folder that comes first on PATH, or ``env/DIGEST``."""
+    otherwise: str = ""
+    """What is said where that is not there."""
+    setup: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    command: str = ""
+    """What is run instead of a shell."""
+
+    def argv(self, inventory: Inventory, *, terminal: bool) -> list[str]:
+        """The command line; with `terminal`, on a terminal there too. Raises a HostError.
+
+        Values of variables are in no command line: a file takes them to the host, which the shell there deletes.
+        """
+        if self.host.transport == "local":
+            return ["/bin/sh", "-c", self._script("")]
+        name = f"ssh-{secrets.token_hex(8)}" if self.variables else ""
+        if name:
+            with Shells([self.host], inventory) as shells:
+                shells.ask(lambda shell: self._put(shell, name))
+        login = f"exec /bin/sh -c '{_LOGIN}' skyfab '{spelled(self._script(name))}'"
+        return OpenSSH(self.host, inventory).by_hand(login, terminal=terminal)
+
+    def _script(self, variables: str) -> str:
+        return (
+            given(
+                cache=self.host.cache,
+                folder=self.folder,
+                programs=self.programs,
+                otherwise=self.otherwise,
+                variables=variables,
+                setup=self.setup,
+                command=self.command,
+            )
+            + _SCRIPT
+        )
+
+    def _put(self, shell: Shell, name: str) -> None:
+        lines = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in self.variables.items())
+        content = lines.encode(errors="surrogateescape")
+        shell.run(f'head -c {len(content)} >"$c/{name}"', feed=[content])
+        shell.run('find "$c" -maxdepth 1 -name "ssh-*" -mmin +5 -exec rm -f {} +')  # of logins that failed

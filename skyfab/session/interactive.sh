@@ -1,0 +1,57 @@
+# shellcheck shell=dash
+# Opens a shell of the user in a working folder, or runs a command there, with an environment first on PATH: skyfab ssh.
+# A login shell runs it, so that profiles have been read.
+#
+# Given by session/interactive.py: cache, the cache folder; folder, the working folder: a path, or a name in the cache;
+# programs, a folder for PATH, env/DIGEST, or empty; otherwise, what to say if that is not there; variables, a file in
+# the cache that is read once, or empty; setup, lines that run first; command, or empty for a shell.
+: "${cache?}" "${folder?}" "${programs?}" "${otherwise?}" "${variables?}" "${setup?}" "${command?}"
+# shellcheck disable=SC2088 # the tilde itself is meant
+case $cache in
+  /*) ;;
+  "~/"*) cache=$HOME/${cache#"~/"};;
+  *) cache=$HOME/$cache;;
+esac
+# shellcheck disable=SC2088 # the tilde itself is meant
+case $folder in
+  /*) ;;
+  "~") folder=$HOME;;
+  "~/"*) folder=$HOME/${folder#"~/"};;
+  *)
+    folder=$cache/files/$folder
+    (umask 077; mkdir -p "$folder")
+    ;;
+esac
+test -d "$folder" || mkdir -p "$folder"
+cd "$folder" || cd || exit
+test -z "$setup" || eval "$setup" || exit
+# shellcheck disable=SC1090 # written by skyfab a moment ago
+test -z "$variables" || { . "$cache/$variables"; rm -f "$cache/$variables"; }
+case $programs in
+  env/*)
+    programs=$cache/envs/${programs#env/}/bin
+    if test -x "$programs/python"; then
+      export VIRTUAL_ENV="${programs%/bin}"
+      touch "$VIRTUAL_ENV/.used"
+    else
+      programs=
+    fi
+    ;;
+esac
+if test -n "$programs"; then
+  export PATH="$programs:$PATH"
+elif test -n "$otherwise"; then
+  echo "$otherwise" >&2
+fi
+test -z "$command" || exec "${SHELL:-/bin/sh}" -c "$command"
+case ${SHELL##*/} in
+  bash)
+    # .bashrc may put something else first
+    exec "$SHELL" --rcfile /dev/fd/9 -i 9<<END
+test ! -r /etc/bash.bashrc || . /etc/bash.bashrc
+test ! -r ~/.bashrc || . ~/.bashrc
+test -z "$programs" || PATH="$programs:\$PATH"
+END
+    ;;
+  *) exec "${SHELL:-/bin/sh}" -i;;
+esac

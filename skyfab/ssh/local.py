@@ -1,0 +1,31 @@
+"""The transport to this machine itself, without SSH."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from skyfab.errors import HostLost
+from skyfab.inventory.host import Host
+from skyfab.ssh.process import ProcessStream
+
+
+class Local:
+    """Runs the command on this machine."""
+
+    servers = ()
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ProcessStream:
+        return ProcessStream(["/bin/sh", "-c", command], self._explain)
+
+    def _explain(self, code: int, errors: str) -> Exception:
+        said = errors.strip().rpartition("\n")[2]
+        return HostLost(f"the connection ended{': ' + said if said else ''}", host=self._host.name)
+
+    def joined(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

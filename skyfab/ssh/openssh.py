@@ -1,0 +1,322 @@
+"""The transport over the ssh program: the fastest one, with full support of ssh_config."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TextIO
+
+from skyfab.errors import HostLost, Unreachable
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.ssh_config import CONFIG
+from skyfab.ssh import keys
+from skyfab.ssh.askpass import Askpass
+from skyfab.ssh.logins import ServerBusy
+from skyfab.ssh.process import ProcessStream
+from skyfab.ssh.questions import Place, Questions, by_ssh, places
+from skyfab.ssh.refusals import (
+    by_hand,
+    changed_key,
+    no_answer,
+    refused,
+    revoked_key,
+    unknown_jump,
+    unknown_key,
+)
+from skyfab.ui.prompt import TERMINAL
+
+ALIVE_INTERVAL, ALIVE_COUNT = 10, 3
+"""Seconds between keepalives, and how many may be unanswered: before there is an agent, nothing else detects a loss."""
+
+_OPTIONS = {
+    "BatchMode": "yes",
+    "StrictHostKeyChecking": "yes",
+    "UpdateHostKeys": "no",
+    "ConnectTimeout": "10",
+    "ServerAliveInterval": str(ALIVE_INTERVAL),
+    "ServerAliveCountMax": str(ALIVE_COUNT),
+    "ControlMaster": "no",
+    "ControlPath": "none",  # a shared connection was verified by other rules, or not at all
+    "ClearAllForwardings": "yes",
+    "ForwardAgent": "no",
+    "ForwardX11": "no",
+    "PermitLocalCommand": "no",
+    "RemoteCommand": "none",
+    "EscapeChar": "none",
+    "LogLevel": "ERROR",
+    "Ciphers": "^aes128-gcm@openssh.com",
+}
+
+_TIDY = 'trap : INT TERM HUP; "$@"; s=$?; eval "$0"; exit $s'
+"""Runs a program, then the command that is its name."""
+
+
+class OpenSSH:
+    """Runs commands through ``ssh``, one process for each stream."""
+
+    def __init__(self, host: Host, inventory: Inventory) -> None:
+        self._host = host
+        self._inventory = inventory
+        self._jumps = inventory.jump_chain(host)
+        self.servers = servers_of(host, inventory)
+        self._aliases = {
+            hop: f"skyfab-jump-{number}" if hop.name in inventory.hosts else hop.login
+            for number, hop in enumerate(self._jumps)
+        }
+        """The name of each hop for ssh: a host of the inventory by its own Host block, any other literally."""
+        self._known: Path | None = None
+        self._config: Path | None = None
+        self._files: list[Path] = []
+        self._questions = Questions()
+        self._askpass: Askpass | None = None
+        self._is_by_hand = False
+        weakref.finalize(self, _remove_here, self._files, os.getpid())
+
+    def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ProcessStream:
+        keys.check((*self._jumps, self._host))
+        self._questions = Questions(stopped)
+        if TERMINAL.is_attended():
+            self._askpass = Askpass(self._answer)
+        environ = None if self._askpass is None else self._askpass.environ
+        try:
+            return ProcessStream(self.argv(command), self._explain, environ)
+        except BaseException:
+            self.joined()
+            raise
+
+    def _answer(self, prompt: str, stopped: Callable[[], bool]) -> str | None:
+        """Answers a prompt of ssh, which is about a server on the path or a key on this machine.
+
+        Only what certainly is for one server is remembered: another one could ask for its password.
+        """
+        if not _marks_prompts():
+            return self._questions.answer(self._host.login, prompt, stopped, once=True)
+        who, text = by_ssh(prompt)
+        user, _, name = who.rpartition("@")
+        hops = (*self._jumps, self._host)
+        found = [
+            place
+            for hop, place in zip(hops, places(hops, user), strict=True)
+            if name == (_alias(hop) if hop.host_key is not None else hop.destination.lower())
+            if hop.user in (None, user)
+        ]
+        if who and not found:  # only ssh_config knows it
+            found = [Place(name=who, login=who, way=("", self._host.login))]
+        return self._questions.answer(found[0] if len(found) == 1 else who, text, stopped, once=len(found) > 1)
+
+    def _options(self) -> dict[str, str]:
+        """The options of all hosts on the path. Without a terminal, ssh must not ask."""
+        own = {"EscapeChar": "~"} if self._is_by_hand else {}
+        return _OPTIONS | ({} if self._askpass is None and not self._is_by_hand else {"BatchMode": "no"}) | own
+
+    def argv(self, command: str) -> list[str]:
+        """The whole command line. It never contains secrets."""
+        words = ["ssh", "-T"]
+        if config := self._config_file():
+            words += ["-F", str(config)]
+        for key, value in (self._options() | self._own_options(self._host)).items():
+            words += ["-o", f"{key}={value}"]
+        if self._jumps:
+            words += ["-J", ",".join(self._aliases[hop] for hop in self._jumps)]
+        elif self._host.jump == "none":
+            words += ["-o", "ProxyJump=none"]
+        return [*words, "--", self._host.destination, command]
+
+    def by_hand(self, command: str, *, terminal: bool) -> list[str]:
+        """The command line for a program that becomes ssh: the user is asked by ssh itself.
+
+        Files that ssh needs are deleted after it, by a shell that waits for it.
+        """
+        keys.check((*self._jumps, self._host))
+        self._is_by_hand = True
+        words = self.argv(command)
+        words[1] = "-t" if terminal else "-T"
+        files = [str(file) for file in self._files]
+        self._files.clear()
+        return words if not files else ["/bin/sh", "-c", _TIDY, shlex.join(["rm", "-f", *files]), *words]
+
+    def _own_options(self, host: Host) -> dict[str, str]:
+        """The options of this host alone."""
+        options: dict[str, str] = {}
+        if host.port is not None:
+            options["Port"] = str(host.port)
+        if host.user is not None:
+            options["User"] = host.user
+        if host.identity is not None:
+            options["IdentityFile"] = _quoted(host.identity)
+            options["IdentitiesOnly"] = "yes"
+        if host.host_key is not None:
+            options["HostKeyAlias"] = _alias(host)
+            options["UserKnownHostsFile"] = _quoted(str(self._known_hosts()))
+            options["GlobalKnownHostsFile"] = "none"
+            options["HostKeyAlgorithms"] = _algorithms(host.host_key.split()[0])
+        return options
+
+    def _known_hosts(self) -> Path:
+        """A known_hosts file with the keys from the inventory."""
+        if self._known is None:
+            self._known, file = self._new_file("skyfab-known-")
+            with file:
+                for host in (self._host, *self._jumps):
+                    if host.host_key is not None:
+                        file.write(f"{_alias(host)} {host.host_key}\n")
+        return self._known
+
+    def _config_file(self) -> Path | None:
+        """An ssh_config for jump hosts, whose keys, ports and users cannot be given on the command line.
+
+        Its options for all hosts come before the user's settings, which may be less strict.
+        """
+        base = os.environ.get(CONFIG)
+        if not self._jumps:
+            return Path(base) if base else None
+        if self._config is None:
+            self._config, file = self._new_file("skyfab-ssh-")
+            with file:
+                for jump in self._jumps:
+                    if self._aliases[jump] == jump.login:
+                        continue
+                    file.write(f"Host {self._aliases[jump]}\n  HostName {jump.destination}\n")
+                    for key, value in self._own_options(jump).items():
+                        file.write(f"  {key} {value}\n")
+                file.write("Match all\n")
+                for key, value in self._options().items():
+                    file.write(f"  {key} {value}\n")
+                for path in [base] if base else ["~/.ssh/config", "/etc/ssh/ssh_config"]:
+                    file.write(f"Include {_quoted(str(Path(path).expanduser()))}\n")
+        return self._config
+
+    def _new_file(self, prefix: str) -> tuple[Path, TextIO]:
+        fd, name = tempfile.mkstemp(prefix=prefix)
+        self._files.append(Path(name))
+        return Path(name), os.fdopen(fd, "w")
+
+    def _explain(self, code: int, errors: str) -> Exception:
+        if "Permission denied" in errors:
+            self._questions.refused()
+        hops = (*self._jumps, self._host)
+        return explain(hops, code, errors, self._inventory, typed=self._questions.outcome)
+
+    def joined(self) -> None:
+        """Deletes the files, which ssh has read by now: a program that is killed later leaves none behind."""
+        if self._askpass is not None:
+            self._askpass.close()
+            self._askpass = None
+        _remove(self._files)
+        self._known = self._config = None
+
+    def close(self) -> None:
+        self.joined()
+
+
+@cache
+def _marks_prompts() -> bool:
+    """Whether ssh says before a server's own words which server asks: since 8.5."""
+    said = subprocess.run(["ssh", "-V"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stderr
+    version = re.match(r"OpenSSH_(\d+)\.(\d+)", said)
+    return version is not None and (int(version[1]), int(version[2])) >= (8, 5)
+
+
+def servers_of(host: Host, inventory: Inventory) -> tuple[str, ...]:
+    """The SSH servers on the path to a host, as far as the inventory knows them."""
+    return tuple(f"{hop.destination} {hop.port or 22}" for hop in (*inventory.jump_chain(host), host))
+
+
+def _remove(files: list[Path]) -> None:
+    while files:
+        with contextlib.suppress(OSError):
+            files.pop().unlink()
+
+
+def _remove_here(files: list[Path], pid: int) -> None:
+    if os.getpid() == pid:  # in a forked child they still belong to the parent
+        _remove(files)
+
+
+def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, *, typed: str = "") -> Exception:
+    """Converts ssh's error output to the error to raise. `hops` are the path to the host, which is the last one."""
+    host, jumps = hops[-1], hops[:-1]
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    # What an inner ssh has reported is followed by an outer one that found no server.
+    is_inner = "exchange_identification" in errors or "UNKNOWN port" in errors
+    if "REMOTE HOST IDENTIFICATION HAS CHANGED" in errors or "REVOKED HOST KEY" in errors:
+        named = re.search(r"[Hh]ost key for (\S+) (?:has changed|was revoked)", errors)
+        at = _at(jumps, host, None, named and named[1]) if is_inner else host
+        return revoked_key(host, at) if "REVOKED HOST KEY" in errors else changed_key(host, at)
+    if "Host key verification failed" in errors or "host key is known for" in errors:
+        named = re.search(r"host key is known for (\S+) and", errors)
+        return unknown_key(host, _at(jumps, host, None, named and named[1]) if is_inner else host)
+    unresolved = re.search(r"Could not resolve hostname ([^\s:]+)", errors)
+    if code == 255 and unresolved and is_inner:
+        return unknown_jump(_named(unresolved[1], jumps), host, inventory)
+    if "Permission denied" in errors or "Too many authentication failures" in errors:
+        denied = re.search(r"(\S+)@(\S+): Permission denied \((.*?)\)", errors)
+        user, name, methods = denied.groups() if denied else (None, None, "")
+        at = _at(jumps, host, user, name) if is_inner else host
+        return refused(hops, at, [method for method in methods.split(",") if method], typed=typed)
+    if code == 255 and is_inner and (reason := _before_login(errors)):
+        return no_answer(reason, hops, inventory, is_nameless=False)
+    busy = re.search(r"exchange_identification: (.*)", errors)  # with a jump host, that of an inner ssh
+    if code == 255 and busy:
+        return ServerBusy(
+            f"its SSH server, or a jump host's, hung up before the login: {busy[1].strip()}",
+            host=host.name,
+            hint=f"is it up? one that is busy turns logins away (MaxStartups); try: {by_hand(host, jumps=jumps)}",
+        )
+    if code == 255:
+        said = re.sub(r"^ssh: ", "", last) or f"{host.destination} does not answer"
+        return no_answer(said, hops, inventory, is_nameless=unresolved is not None)
+    if code < 0:
+        return Unreachable(f"ssh was ended on this machine, by signal {-code}", host=host.name)
+    return HostLost(f"the connection ended{': ' + last if last else ''}", host=host.name)
+
+
+def _before_login(errors: str) -> str:
+    """Why a jump host or a ProxyCommand gave ssh no connection to the host; empty where the server may be busy."""
+    for what, pattern in (
+        ("its jump host cannot be reached", r"^ssh: (connect to host .*)"),
+        ("its jump host does not connect to it", r"^channel \d+: open failed: (?:connect failed: )?(.*)"),
+        ("its ProxyCommand cannot be run", r"^\S*sh: (?:.*: )?(\S+: (?:command )?not found)"),
+    ):
+        if found := re.search(pattern, errors, re.MULTILINE):
+            return f"{what}: {found[1].strip()}"
+    return ""
+
+
+def _at(jumps: Sequence[Host], host: Host, user: str | None, name: str | None) -> Host:
+    """The jump host that ssh calls by that name. One that only ssh_config knows is named as ssh does."""
+    name = name and re.sub(r"^\[(.*)\]:\d+$", r"\1", name)
+    for jump in jumps:
+        if name in (jump.destination.lower(), _alias(jump)) and (user is None or jump.user in (None, user)):
+            return jump
+    if jumps:
+        return jumps[-1]
+    return (name and Host.ad_hoc(f"{user}@{name}" if user else name)) or host
+
+
+def _named(name: str, jumps: Sequence[Host]) -> str:
+    """The name under which the user knows a jump host whose address could not be resolved."""
+    return next((jump.name for jump in jumps if jump.destination.lower() == name), name)
+
+
+def _alias(host: Host) -> str:
+    return "skyfab-" + re.sub(r"[^A-Za-z0-9.-]", "_", host.name)
+
+
+def _quoted(path: str) -> str:
+    """Quotes a path for ssh_config."""
+    return '"' + path.replace("%", "%%") + '"' if re.search(r"[\s%]", path) else path
+
+
+def _algorithms(kind: str) -> str:
+    return "rsa-sha2-512,rsa-sha2-256,ssh-rsa" if kind == "ssh-rsa" else kind

@@ -1,0 +1,108 @@
+"""The errors for a login that failed, with the next command to type, in the same words for each transport."""
+
+from __future__ import annotations
+
+import getpass
+import shlex
+from collections.abc import Sequence
+
+from skyfab.errors import AuthenticationRefused, HostKeyRefused, JumpRefused, JumpUnknown, PasswordNeeded, Unreachable
+from skyfab.inventory.host import Host, did_you_mean
+from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.ssh_config import circle_of
+from skyfab.ssh import keys
+
+_TYPED = ("password", "keyboard-interactive")
+
+
+def by_hand(host: Host, command: str = "", jumps: Sequence[Host] = ()) -> str:
+    """The ssh command that a user would type to reach the host."""
+    words = ["ssh", *(["-p", str(host.port)] if host.port else []), *(["-i", host.identity] if host.identity else [])]
+    if jumps:
+        words += ["-J", ",".join(jump.login for jump in jumps)]
+    place = host.destination if host.user is None else f"{host.user}@{host.destination}"
+    return shlex.join([*words, place, *command.split()])
+
+
+def refused(hops: Sequence[Host], at: Host, methods: Sequence[str], *, typed: str) -> AuthenticationRefused:
+    """The error for a login that the server `at` rejected, on the path `hops` to a host, which is the last one.
+
+    `methods` are those that it takes, empty if unknown; `typed` is `Questions.outcome`.
+    """
+    target = hops[-1]
+    before = hops[: hops.index(at)] if at in hops else ()
+    user = at.user or keys.settings(at).get("user", [getpass.getuser()])[0]
+    who = f"{user}@{at.destination}"
+    by = "" if at is target else f"its jump host {at.name} refused the login: "
+    takes = f" (it takes {', '.join(methods)})" if methods else ""
+    by_typing = [method for method in methods if method in _TYPED]
+    if typed:
+        kind: type[AuthenticationRefused] = AuthenticationRefused if at is target else JumpRefused
+        text = f"{by}{typed} for {who}{takes}"
+        return kind(text, host=target.name, hint=f"try: {by_hand(at, jumps=before)}")
+    if by_typing and "publickey" not in methods:
+        text = f"{by}{who} takes {' or '.join(by_typing)} only, and there is no terminal to ask at"
+        return PasswordNeeded(
+            text, host=target.name, hint=f"type the same command at a terminal, or try: {by_hand(at, jumps=before)}"
+        )
+    tried = keys.tried(at)
+    named = f"tried {', '.join(tried)}" if tried else "there is none to try"
+    more = "; it takes passwords too, and there is no terminal to ask at" if by_typing else ""
+    kind = AuthenticationRefused if at is target else JumpRefused
+    return kind(
+        f"{by}every key was refused for {who}{takes}: {named}{more}",
+        host=target.name,
+        hint=keys.copy_command(at, before, tried),
+    )
+
+
+def unknown_jump(name: str, target: Host, inventory: Inventory) -> JumpUnknown:
+    """For the name of a jump host that nothing knows."""
+    near = did_you_mean(name, [known for known in inventory.hosts if known != target.name])
+    return JumpUnknown(
+        f"its jump host {name} is no host of the inventory or alias of ssh_config, and no such name can be resolved",
+        host=target.name,
+        hint=f"{near} (jump = … in the inventory)" if near else f"try: {shlex.join(['ssh', name])}",
+    )
+
+
+def no_answer(said: str, hops: Sequence[Host], inventory: Inventory, *, is_nameless: bool) -> Unreachable:
+    """For a host that cannot be reached; with `is_nameless`, no address was found for its name."""
+    host, jumps = hops[-1], hops[:-1]
+    hint = f"is it up? try: {by_hand(host, jumps=jumps)}"
+    if is_nameless and inventory.source is None:
+        hint = f"no inventory is in use that could say where it is: is SKYFAB_INVENTORY set? Else, {hint}"
+    if host.jump is None and (circle := circle_of(host.destination)):
+        hint = f"its ProxyJump of ssh_config goes in a circle: {' → '.join(circle)}; take one of the lines out"
+    return Unreachable(said, host=host.name, hint=hint)
+
+
+def changed_key(target: Host, at: Host) -> HostKeyRefused:
+    """For a host key that differs from the known one, of the host or of the jump host `at` on the way to it."""
+    if at.host_key is not None:
+        hint = f"if that is right, change host_key under [hosts.{at.name}] in the inventory"
+    else:
+        hint = f"if that is right, skyfab trust --hosts={at.name} --replace"
+    return HostKeyRefused(
+        f"{_whose(target, at)} is not the one on record: it was set up anew, or another machine answers instead",
+        host=target.name,
+        hint=hint,
+    )
+
+
+def revoked_key(target: Host, at: Host) -> HostKeyRefused:
+    """For a key that known_hosts marks with ``@revoked``."""
+    return HostKeyRefused(
+        f"{_whose(target, at)} is revoked in known_hosts",
+        host=target.name,
+        hint="anyone with that key can impersonate it: give it another one",
+    )
+
+
+def unknown_key(target: Host, at: Host) -> HostKeyRefused:
+    """For a host key that is on no record."""
+    return HostKeyRefused(f"{_whose(target, at)} is unknown", host=target.name, hint=f"skyfab trust --hosts={at.name}")
+
+
+def _whose(target: Host, at: Host) -> str:
+    return "its host key" if at is target else f"the host key of its jump host {at.name}"

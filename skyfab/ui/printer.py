@@ -1,0 +1,279 @@
+"""`View`: base class of views. Collects text from events, and writes it in batches on a thread of its own.
+
+Nothing is rendered line by line. When a call ends or a host's state changes, the thread that emits the event waits
+until all text is written, so that what the program prints next comes after it. That thread may be the one that reads
+the connections and sends heartbeats, so it waits for a limited time. An output that takes longer (a pipe that is not
+read, a terminal that is paused) is behind: until it has caught up, no thread waits for it, and text is kept up to
+`_MOST`. Beyond that the oldest lines are dropped, and a line reports how many.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from skyfab.ui.events import (
+    CallEnded,
+    CallStarted,
+    Event,
+    FilesWritten,
+    HostState,
+    Importing,
+    Mapped,
+    Moved,
+    Notice,
+    Output,
+    Question,
+    Stalled,
+    State,
+)
+from skyfab.ui.live_calls import Imports
+from skyfab.ui.suppressed import is_noise
+from skyfab.ui.terminal import clean_lines
+
+Line = tuple[str, str]
+"""The output stream of a line, and its text with its line ending."""
+
+_PACE: Final = 0.025
+TIMEOUT: Final = 2.0
+"""Most seconds that the emitting thread waits for the output."""
+_MOST: Final = 16 * 1024 * 1024
+"""Most characters that are buffered for a slow output. Beyond that the emitting thread waits for it."""
+_PIECE: Final = 256 * 1024
+"""Characters that are written at once."""
+_MOST_HELD: Final = 200
+"""Lines that are held back."""
+_OVERHEAD: Final = 100
+"""Memory that a line takes besides its characters."""
+
+
+class View(ABC):
+    """Shows a pool to the user, as a subscriber of its events. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float], timeout: float = TIMEOUT) -> None:
+        self._clock = clock
+        self._timeout = min(timeout, TIMEOUT)
+        self._states: dict[str, State] = {}
+        """The last state of each host, in the order of their first events."""
+        self._bars: dict[tuple[str, int | None, str], Output] = {}
+        """Progress bars: lines to be overwritten that have not been yet, one for each rank and stream."""
+        self._held: deque[Output] = deque(maxlen=_MOST_HELD)
+        """Lines of frameworks that say nothing unless the call fails."""
+        self._imports = Imports(clock)
+        self._lines: deque[Line] = deque()
+        self._waiting = 0
+        self._dropped = 0
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._urgent = threading.Event()
+        self._over = threading.Event()
+        self._deaf = False
+        self.on_closed: Callable[[], None] = lambda: None
+        """Called when the output is not read any more."""
+        self._progress = threading.Condition()
+        self._asked = self._written = 0
+        """Number of requests to write all text, and the last request that is fulfilled."""
+        self._behind = False
+
+    # ---- input; `_take` and what it calls run with the lock held
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            self._take(event)
+            waiting = self._waiting
+        if waiting and isinstance(event, (CallEnded, HostState)):
+            self._finish()
+        elif waiting > _MOST:
+            self._make_room()
+        elif waiting and not self._wake.is_set():
+            self._soon()
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Output):
+            if event.end == "\r":
+                self._bars[event.host, event.rank, event.stream] = event
+                self._bar(event)
+            else:
+                self._output(event)
+        elif isinstance(event, HostState):
+            before = self._states.get(event.host)
+            self._states[event.host] = event.state
+            self._state(event, before)
+        elif isinstance(event, Moved):
+            self._moved(event)
+        elif isinstance(event, (CallStarted, CallEnded, Mapped)):
+            self._running(event)
+            if isinstance(event, CallEnded):
+                self._imports.take(event)
+                self._settle(event.host)
+                self._release(event)
+        elif isinstance(event, Question):
+            self._ask(event)
+        elif isinstance(event, Importing):
+            self._imports.take(event)
+            self._waiting += 1
+        elif isinstance(event, (Notice, Stalled, FilesWritten)):
+            self._say("stderr", f"{clean_lines(str(event))}\n")
+
+    def _output(self, event: Output) -> None:
+        if is_noise(event.text):
+            self._held.append(event)
+            return
+        bar = self._bars.pop((event.host, event.rank, event.stream), None) if self._bars else None
+        # An empty line after a bar only ends it; any other line replaces the bar.
+        self._say(event.stream, self._line(event if bar is None or event.text else bar))
+
+    def _release(self, event: CallEnded) -> None:
+        """Shows the lines that were held back for a host whose call failed, and forgets those of one that did not."""
+        held = [one for one in self._held if one.host == event.host]
+        for one in held:
+            self._held.remove(one)
+            if event.error is not None:
+                self._say(one.stream, self._line(one))
+
+    def _settle(self, host: str | None = None) -> None:
+        """Writes the progress bars of a host, or of all, as they are: nothing will update them any more."""
+        for key, bar in list(self._bars.items()):
+            if host in (None, bar.host):
+                del self._bars[key]
+                self._say(bar.stream, self._line(bar))
+
+    def _say(self, stream: str, line: str) -> None:
+        self._lines.append((stream, line))
+        self._waiting += len(line) + _OVERHEAD
+        while self._behind and self._waiting > _MOST and self._lines:
+            self._waiting -= len(self._lines.popleft()[1]) + _OVERHEAD
+            self._dropped += 1
+
+    def line(self, event: Output) -> str:
+        """A line of a worker as it is shown."""
+        return self._line(event)
+
+    @abstractmethod
+    def _line(self, event: Output) -> str:
+        """Formats a line of a worker."""
+
+    @abstractmethod
+    def _bar(self, event: Output) -> None:
+        """A worker's progress bar changed."""
+
+    @abstractmethod
+    def _state(self, event: HostState, before: State | None) -> None:
+        """A host's state changed."""
+
+    @abstractmethod
+    def _moved(self, event: Moved) -> None:
+        """A transfer to a host made progress."""
+
+    @abstractmethod
+    def _running(self, event: CallStarted | CallEnded | Mapped) -> None:
+        """A call started or ended, or a map made progress."""
+
+    @abstractmethod
+    def _ask(self, event: Question) -> None:
+        """The program asks something, or does so no more."""
+
+    # ---- output
+
+    def flush(self) -> None:
+        """Writes everything so far."""
+        with self._writing:
+            left = len(self._lines)
+            while True:
+                with self._lock:
+                    before = len(self._lines)
+                    lines = self._piece(left)
+                    left -= before - len(self._lines)
+                if not self._deaf:
+                    try:
+                        self._write(lines)
+                    except (OSError, ValueError) as error:  # a closed pipe (`| head`) or file
+                        self._deaf = True
+                        if isinstance(error, BrokenPipeError):
+                            self.on_closed()
+                with self._progress:
+                    self._behind = self._behind and left > 0
+                    self._progress.notify_all()
+                if left <= 0 or not before:
+                    return
+
+    def _piece(self, most: int) -> list[Line]:
+        """Removes and returns the next lines, at most `most`. If lines were dropped before them, the first says so."""
+        lines: list[Line] = []
+        if self._dropped:
+            lines.append(("stderr", f"skyfab: {self._dropped} lines dropped: the output was not read\n"))
+            self._dropped = 0
+        size = 0
+        for _ in range(min(most, len(self._lines))):
+            lines.append(self._lines.popleft())
+            size += len(lines[-1][1])
+            self._waiting -= len(lines[-1][1]) + _OVERHEAD
+            if size >= _PIECE:
+                break
+        if not self._lines:
+            self._waiting = 0
+        return lines
+
+    def _finish(self) -> None:
+        """Waits until everything so far is written."""
+        with self._progress:
+            self._asked += 1
+            ticket = self._asked
+        self._wait(lambda: self._written >= ticket)
+
+    def _make_room(self) -> None:
+        """Waits until no more than `_MOST` is buffered."""
+        self._wait(lambda: self._waiting <= _MOST)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        self._urgent.set()
+        self._soon()
+        with self._progress:
+            if not self._behind:
+                self._behind = not self._progress.wait_for(lambda: done() or self._over.is_set(), self._timeout)
+
+    @abstractmethod
+    def _write(self, lines: list[Line]) -> None: ...
+
+    def close(self) -> None:
+        """Writes the rest, and nothing afterwards."""
+        self._over.set()
+        self._wake.set()
+        self._urgent.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock:
+            self._settle()
+        self.flush()
+
+    def _soon(self) -> None:
+        self._wake.set()
+        with self._lock:
+            if self._thread is None and not self._over.is_set():
+                self._thread = threading.Thread(target=self._run, name="skyfab-ui", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._wake.wait(self._restless())
+            self._wake.clear()
+            self._urgent.wait(self._pace())
+            self._urgent.clear()
+            asked = self._asked
+            self.flush()
+            with self._progress:
+                self._written = asked
+                self._progress.notify_all()
+
+    def _pace(self) -> float:
+        """Seconds for which text is collected before it is written."""
+        return _PACE
+
+    def _restless(self) -> float | None:
+        """Interval in seconds of redrawing without events, for animation; None: no redrawing."""
+        return None

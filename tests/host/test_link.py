@@ -1,0 +1,86 @@
+"""Where an agent may live: nowhere that other users could put something of theirs in place of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import skyfab as sky
+from skyfab.host.agent.link import _check
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder outside of the home folder."""
+    monkeypatch.setenv("HOME", "/nowhere/home")
+    made = tmp_path / "shared" / "mine" / "run"
+    made.mkdir(parents=True, mode=0o700)
+    return made
+
+
+def test_folders_of_ones_own_are_accepted(place: Path) -> None:
+    _check(str(place))
+    place.parent.chmod(0o775)  # the group is often one's own
+    _check(str(place))
+
+
+def test_a_folder_that_all_may_write_to_is_accepted_where_they_cannot_take_things_away(place: Path) -> None:
+    """As /tmp is."""
+    place.parents[1].chmod(0o1777)
+    _check(str(place))
+
+
+@pytest.mark.parametrize("above", [0, 1, 2])
+def test_a_part_that_all_may_write_to_is_refused(place: Path, above: int) -> None:
+    part = (place, *place.parents)[above]
+    part.chmod(0o777)
+    with pytest.raises(PermissionError, match=f"{part} is open to others"):
+        _check(str(place))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs folders of another user")
+@pytest.mark.parametrize("above", [0, 1, 2])
+def test_a_part_of_another_user_is_refused(place: Path, above: int) -> None:
+    part = (place, *place.parents)[above]
+    os.chown(part, 65534, 65534)
+    with pytest.raises(PermissionError, match=f"{part} belongs to another user"):
+        _check(str(place))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a link of another user")
+def test_a_link_of_another_user_is_refused(place: Path) -> None:
+    """It leads to a folder of ours now."""
+    link = place.parents[1] / "link"
+    link.symlink_to(place.parent)
+    _check(str(link / "run"))
+    os.lchown(link, 65534, 65534)
+    with pytest.raises(PermissionError, match=f"{link} belongs to another user"):
+        _check(str(link / "run"))
+
+
+def test_what_is_above_the_home_folder_is_not_looked_at(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(place.parent))
+    place.parents[1].chmod(0o777)
+    _check(str(place))
+
+
+def test_the_error_for_such_a_place_says_what_to_do(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.parents[1].chmod(0o777)
+    with pytest.raises(sky.HostUnfit, match="shared is open to others") as caught:
+        sky.Compute([sky.Host(name="here", transport="local", cache=str(place))], ui="none").open()
+    assert "cache = …" in str(caught.value.hint)
+
+
+def test_an_agent_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """Its log may be on a full disk."""
+    program = (
+        "import sys; sys.modules['skyfab.host.agent.zygote'] = None;"
+        "from skyfab.host.agent import link; link.main(sys.argv[1:])"
+    )
+    words = [sys.executable, "-c", program, str(tmp_path / "cache"), "a-0", "start"]
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=170)
+    assert done.stderr.startswith("skyfab: ModuleNotFoundError: import of skyfab.host.agent.zygote halted"), done.stderr

@@ -1,0 +1,185 @@
+"""Processes that cannot be started: the call that wanted one says why, and the others go on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+from skyfab.host.agent import zygote
+from skyfab.host.agent.handlers import Handlers
+from skyfab.host.agent.run_folder import RunFolder
+from skyfab.host.agent.workers import Workers
+from skyfab.host.agent.zygote import Zygote
+from skyfab.lab import Lab
+from skyfab.protocol import messages
+
+
+@sky.function
+def variable(name: str) -> int:
+    return len(os.environ[name])
+
+
+@sky.function
+def add(n: int) -> int:
+    return n + 10
+
+
+# ---- requests of any size
+
+
+def test_any_number_of_variables_reaches_a_process(open_pool: Callable[..., sky.Compute]) -> None:
+    """Far more than one packet of the agent's socket holds."""
+    pool = open_pool("local", count=1, env={f"V{n}": "x" * 100_000 for n in range(12)})
+    assert variable("V11") >> pool == 100_000
+    assert variable("V0") @ pool == [100_000]
+
+
+@pytest.mark.parametrize("value", ["x" * 131_070, "é" * 65_536])
+def test_a_variable_that_no_program_could_be_given_is_refused_at_once(value: str) -> None:
+    """Linux: a name, its value and what is between and behind them have 131,072 bytes at most."""
+    with pytest.raises(sky.UsageError, match=r"^env sets V .* bytes"):
+        sky.Compute("local", env={"V": value})
+    with pytest.raises(sky.UsageError, match=r"^Image\(env=…\) sets V .* bytes"):
+        sky.Image(env={"V": value})
+    with pytest.raises(sky.UsageError, match=r"^Host 'a': env sets V .* bytes"):
+        sky.Host(name="a", env={"V": value})
+
+
+def test_the_largest_variable_that_a_program_can_be_given_is_taken(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("local", count=1, env={"V": "x" * 131_069})
+
+    @sky.function
+    def as_a_program_sees_it() -> int:
+        import subprocess
+
+        return len(subprocess.run(["/bin/sh", "-c", 'printf %s "$V"'], capture_output=True, check=True).stdout)
+
+    assert as_a_program_sees_it() >> pool == 131_069
+
+
+# ---- reasons
+
+
+def no_processes(*_: object) -> int:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The loop of a zygote that may start no process, on a thread; what it is asked goes to this end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(zygote.os, "fork", no_processes)
+    alarm, bell = os.pipe()
+    thread = threading.Thread(target=zygote._attend, args=(theirs, alarm, {}, None))
+    thread.start()
+    handle = Zygote.__new__(Zygote)
+    handle._socket = ours
+    yield handle
+    ours.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    theirs.close()
+    os.close(alarm)
+    os.close(bell)
+
+
+def test_a_zygote_that_may_start_no_process_says_so_and_goes_on(attended: Zygote) -> None:
+    """At a user's limit of processes. Every rank of the pool is this one's child."""
+    for number in (1, 2):
+        ends = os.pipe()
+        attended.spawn({"id": number, "env": {"V": "x" * 500_000}}, list(ends))
+        attended._socket.settimeout(10)
+        notice = json.loads(attended._socket.recv(1 << 20))
+        assert notice[:2] == ["failed", number]
+        assert "Resource temporarily unavailable" in notice[2]
+        os.close(ends[1])
+        assert os.read(ends[0], 1) == b"", "the zygote has let go of what was for the process"
+        os.close(ends[0])
+
+
+def test_a_call_whose_process_cannot_be_started_says_why(open_pool: Callable[..., sky.Compute], home: Path) -> None:
+    pool = open_pool("local", count=1)
+    assert add(1) >> pool == 11
+    folder = max((home / "cache1" / "logs").iterdir(), key=lambda path: path.stat().st_mtime)
+    shutil.rmtree(folder)
+    folder.touch()  # nothing can be made below it
+    try:
+        with pytest.raises(sky.WorkerDied, match="exit code 3"):
+            sky.function(os._exit)(3) >> pool
+        with pytest.raises(sky.WorkerDied, match=r"could not be started: .*(File exists|Not a directory)"):
+            add(1) >> pool
+        with pytest.raises(sky.BroadcastError) as caught:
+            add(1) @ pool
+        assert "could not be started" in str(caught.value.exceptions[0])
+    finally:
+        folder.unlink()
+    assert add(2) >> pool == 12
+
+
+@sky.function
+def limit_processes(soft: int) -> tuple[int, int]:
+    """Of the zygote, this rank's parent; returns this process's number and what the limit was."""
+    before, hard = resource.prlimit(os.getppid(), resource.RLIMIT_NPROC)
+    resource.prlimit(os.getppid(), resource.RLIMIT_NPROC, (soft, hard))
+    return os.getpid(), before
+
+
+@pytest.mark.lab
+def test_at_a_limit_of_processes_a_call_says_so_and_others_go_on(
+    namespaces: Lab, open_pool: Callable[..., sky.Compute]
+) -> None:
+    """Of a user who is not root. Ranks that are there stay."""
+    pool = open_pool("openssh", count=1, user="ada", ranks=1)
+    own, before = limit_processes(1) >> pool
+    with pytest.raises(sky.BroadcastError) as caught:
+        add(1) @ pool
+    assert "could not be started: [Errno 11]" in str(caught.value.exceptions[0])
+    assert limit_processes(before) >> pool == (own, 1)
+    assert add(1) @ pool == [11]
+    assert limit_processes(before) >> pool == (own, before)
+
+
+def test_a_call_that_arrives_after_its_process_could_not_be_started_is_told_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was told that it had not begun, and a broadcast failed without a reason."""
+    workers = Workers.__new__(Workers)
+    workers._zygote = SimpleNamespace(notices=lambda: [("failed", 7, "no room")])  # type: ignore[assignment]
+    workers._workers = {"gang1.0": SimpleNamespace(number=7, name="gang1.0", rank=3)}  # type: ignore[dict-item]
+    workers.not_started = {}
+    monkeypatch.setattr(Workers, "_reap", lambda self, worker, exitcode, text: self._workers.clear())
+    workers._on_zygote()
+    sent: list[tuple[int, bytes]] = []
+    workers.mux = SimpleNamespace(send=lambda stream, head: sent.append((stream, head)))  # type: ignore[assignment]
+    nothing: Any = None
+    Handlers(nothing, workers, nothing, nothing, run="", cache="")._refuse(5, "gang1.0")
+    assert [(stream, messages.decode(head)) for stream, head in sent] == [
+        (5, messages.Ended(why="died", text="its process could not be started: no room"))
+    ]
+
+
+def test_a_detached_run_whose_process_cannot_be_started_has_failed_and_says_why(tmp_path: Path) -> None:
+    """The reason is in the record of the run."""
+    workers: Any = SimpleNamespace(
+        get=lambda name: None, not_started={"gang1.0": (3, "it could not be started: no room")}
+    )
+    nothing: Any = None
+    handlers = Handlers(nothing, workers, nothing, nothing, run=str(tmp_path), cache=str(tmp_path))
+    handlers.record = workers.mux = RunFolder(str(tmp_path / "runs" / "a"), {}, nothing)
+    handlers.take(5, messages.Call(worker="gang1.0", function="f", parts=[]).encode(), memoryview(b""))
+    assert not handlers.record.running
+    assert b"no room" in (tmp_path / "runs" / "a" / "result.3").read_bytes()
+    handlers.close()
+    assert json.loads((tmp_path / "runs" / "a" / "status").read_text())["state"] == "failed"

@@ -1,0 +1,424 @@
+"""agent.store: a name that exists is whole, nothing is written outside, and mapped blobs belong to nobody else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyfab.errors import ProtocolError
+from skyfab.host.agent.store import Store, map_blob
+from skyfab.protocol.blobs import Assembly, name_of
+
+CONTENT = random.Random(1).randbytes(300_000)
+NAME = name_of(CONTENT)
+TREE = name_of(b"a tree")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(run=str(tmp_path / "run"), cache=str(tmp_path / "cache"))
+
+
+def put(store: Store, content: bytes, *, keep: bool = False) -> str:
+    name = name_of(content)
+    writer = store.writer(name, keep=keep)
+    writer.write(memoryview(content))
+    writer.commit()
+    return name
+
+
+def place_of(store: Store, digest: str) -> Path:
+    """Where a tree is laid out."""
+    return Path(store.folders[1]).parent / "trees" / digest
+
+
+def names(folder: Path | str) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def files(folder: Path) -> list[str]:
+    """Every file below a folder, by its relative path."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+
+
+# ---- blobs
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_blob_is_found_once_it_is_committed_and_not_before(store: Store, keep: bool) -> None:
+    writer = store.writer(NAME, keep=keep)
+    writer.write(memoryview(CONTENT)[:1000])
+    assert store.missing([NAME]) == [NAME]
+    writer.write(memoryview(CONTENT)[1000:])
+    assert store.missing([NAME]) == [NAME]
+    writer.commit()
+    assert store.missing([NAME]) == []
+    assert bytes(map_blob(store.folders, NAME)) == CONTENT
+
+
+def test_kept_blobs_are_for_later_pools_and_others_are_not(tmp_path: Path) -> None:
+    first = Store(run=str(tmp_path / "1"), cache=str(tmp_path / "cache"))
+    kept, own = put(first, b"kept", keep=True), put(first, b"own")
+    second = Store(run=str(tmp_path / "2"), cache=str(tmp_path / "cache"))
+    assert second.missing([kept, own]) == [own]
+
+
+def test_an_empty_blob_is_a_blob(store: Store) -> None:
+    name = put(store, b"")
+    assert store.missing([name]) == []
+    assert bytes(map_blob(store.folders, name)) == b""
+
+
+def test_damaged_content_is_refused_and_leaves_nothing(store: Store, tmp_path: Path) -> None:
+    for damaged in (CONTENT[:-1], CONTENT + b"x", b"", b"\0" + CONTENT[1:]):
+        writer = store.writer(NAME, keep=True)
+        writer.write(memoryview(damaged))
+        with pytest.raises(ProtocolError):
+            writer.commit()
+        assert files(tmp_path) == []
+    put(store, CONTENT, keep=True)
+
+
+def test_an_aborted_writer_leaves_nothing(store: Store, tmp_path: Path) -> None:
+    writer = store.writer(NAME, keep=True)
+    writer.write(memoryview(CONTENT))
+    writer.abort()
+    writer.abort()
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "x", "", NAME.upper(), NAME + "/x", None, 3])
+def test_a_writer_takes_no_name_that_is_not_a_sha256(store: Store, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ProtocolError):
+        store.writer(name, keep=True)
+    with pytest.raises(ProtocolError):
+        store.missing([NAME, name])
+    assert files(tmp_path) == []
+
+
+def test_a_killed_writer_leaves_no_name(store: Store, tmp_path: Path) -> None:
+    """SIGKILL between the last byte and the rename: the blob is missing, and the next writer is not disturbed."""
+    code = (
+        "import sys, os, signal\n"
+        "from skyfab.host.agent.store import Store\n"
+        "store = Store(run=sys.argv[1], cache=sys.argv[2])\n"
+        "writer = store.writer(sys.argv[3], keep=True)\n"
+        "writer.write(memoryview(sys.stdin.buffer.read()))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path / "run"), str(tmp_path / "cache"), NAME]
+    assert subprocess.run(argv, input=CONTENT).returncode == -signal.SIGKILL
+    assert store.missing([NAME]) == [NAME]
+    with pytest.raises(FileNotFoundError):
+        map_blob(store.folders, NAME)
+    put(store, CONTENT, keep=True)
+    assert bytes(map_blob(store.folders, NAME)) == CONTENT
+
+
+def test_two_writers_of_one_blob_in_one_agent_do_not_meet(store: Store, tmp_path: Path) -> None:
+    """Two pools' worth of streams may push the same blob: interleaved, both end well and the content is whole."""
+    first = store.writer(NAME, keep=True)
+    first.write(memoryview(CONTENT)[:200_000])
+    second = store.writer(NAME, keep=True)
+    second.write(memoryview(CONTENT)[:50_000])
+    first.write(memoryview(CONTENT)[200_000:])
+    first.commit()
+    assert bytes(map_blob(store.folders, NAME)) == CONTENT
+    second.write(memoryview(CONTENT)[50_000:])
+    second.commit()
+    assert bytes(map_blob(store.folders, NAME)) == CONTENT
+    assert files(tmp_path) == [f"cache/blobs/{NAME}"]
+
+
+def test_a_writer_that_fails_does_not_take_the_other_one_along(store: Store, tmp_path: Path) -> None:
+    first, second = store.writer(NAME, keep=True), store.writer(NAME, keep=True)
+    first.write(memoryview(CONTENT)[:10])
+    second.write(memoryview(CONTENT))
+    first.abort()
+    second.commit()
+    assert files(tmp_path) == [f"cache/blobs/{NAME}"]
+
+
+def test_many_processes_write_one_blob_at_once(tmp_path: Path) -> None:
+    """Two programs with the same environment, on one host: everyone succeeds, whoever is first."""
+    code = (
+        "import sys\n"
+        "from skyfab.host.agent.store import Store, map_blob\n"
+        "store = Store(run=sys.argv[1], cache=sys.argv[2])\n"
+        "content = sys.stdin.buffer.read()\n"
+        "for _ in range(20):\n"
+        "    writer = store.writer(sys.argv[3], keep=True)\n"
+        "    for at in range(0, len(content), 30_000):\n"
+        "        writer.write(memoryview(content)[at:at + 30_000])\n"
+        "    writer.commit()\n"
+        "    assert bytes(map_blob(store.folders, sys.argv[3])) == content\n"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / str(n)), str(tmp_path / "cache"), NAME], stdin=subprocess.PIPE
+        )
+        for n in range(3)
+    ]
+    for process in started:
+        assert process.stdin
+        process.stdin.write(CONTENT)
+        process.stdin.close()
+    assert [process.wait() for process in started] == [0, 0, 0]
+    assert files(tmp_path) == [f"cache/blobs/{NAME}"]
+
+
+def test_what_is_asked_for_counts_as_used(store: Store) -> None:
+    """The cleaner goes by age; a blob that a pool relies on is young."""
+    name = put(store, b"old", keep=True)
+    path = Path(store.folders[1], name)
+    os.utime(path, (1, 1))
+    store.missing([name])
+    assert path.stat().st_mtime > 1e9
+
+
+def test_blobs_are_for_their_owner_only(store: Store, tmp_path: Path) -> None:
+    put(store, CONTENT, keep=True)
+    store.lay_out(TREE, [["0/a.py", NAME]])
+    for path in tmp_path.rglob("*"):
+        if path.is_dir() and path != tmp_path / "cache":
+            assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
+    assert not stat.S_IMODE(Path(store.folders[1], NAME).stat().st_mode) & 0o077
+
+
+# ---- mapped memory
+
+
+def test_a_mapped_blob_is_private(store: Store) -> None:
+    """Writing to it changes neither the file nor another map of it: eight ranks share a page until one writes."""
+    put(store, CONTENT, keep=True)
+    first, second = map_blob(store.folders, NAME), map_blob(store.folders, NAME)
+    assert not first.readonly
+    first[:10] = b"0123456789"
+    assert bytes(first[:10]) == b"0123456789"
+    assert bytes(second) == CONTENT
+    assert Path(store.folders[1], NAME).read_bytes() == CONTENT
+    assert bytes(map_blob(store.folders, NAME)) == CONTENT
+
+
+def test_a_mapped_blob_outlives_its_file(store: Store) -> None:
+    put(store, CONTENT, keep=True)
+    view = map_blob(store.folders, NAME)
+    Path(store.folders[1], NAME).unlink()
+    assert bytes(view) == CONTENT
+
+
+def test_mapping_leaves_no_descriptor_open(store: Store) -> None:
+    put(store, CONTENT, keep=True)
+    view = map_blob(store.folders, NAME)
+    del view
+    before = len(names("/proc/self/fd"))
+    for _ in range(20):
+        map_blob(store.folders, NAME)
+    assert len(names("/proc/self/fd")) == before
+
+
+def test_a_blob_that_is_not_there_is_named(store: Store) -> None:
+    with pytest.raises(FileNotFoundError, match=NAME):
+        map_blob(store.folders, NAME)
+
+
+def test_parts_of_a_call_come_from_the_store(store: Store) -> None:
+    """As a rank does it: inline parts beside mapped ones, and no path can be asked for by a name."""
+    put(store, CONTENT, keep=True)
+    resolve = lambda name: map_blob(store.folders, name)  # noqa: E731
+    assembly = Assembly([3, [NAME, len(CONTENT)]], resolve=resolve)
+    assembly.place(3)[:] = b"abc"
+    assembly.advance(3)
+    assert [bytes(view) for view in assembly.buffers()] == [b"abc", CONTENT]
+    with pytest.raises(ProtocolError):
+        Assembly([["../../../etc/passwd", 3]], resolve=resolve)
+
+
+# ---- trees
+
+
+def test_a_tree_is_laid_out_with_all_its_files(store: Store) -> None:
+    one, two = put(store, b"one"), put(store, b"two", keep=True)
+    target = Path(store.lay_out(TREE, [["0/a.py", one], ["0/pkg/b.py", two], ["1/ü x.py", one], ["0/c'\n.py", two]]))
+    assert target == place_of(store, TREE)
+    assert store.roots(TREE) == [str(target / "0"), str(target / "1")]
+    assert files(target) == sorted(["0/a.py", "0/pkg/b.py", "1/ü x.py", "0/c'\n.py"])
+    assert (target / "0/pkg/b.py").read_bytes() == b"two"
+
+
+def test_an_empty_tree_is_a_folder(store: Store) -> None:
+    assert names(store.lay_out(TREE, [])) == []
+
+
+def test_a_tree_that_is_there_is_used_as_it_is(store: Store) -> None:
+    one = put(store, b"one")
+    first = store.lay_out(TREE, [["a.py", one]])
+    os.utime(first, (1, 1))
+    assert store.lay_out(TREE, [["a.py", one]]) == first
+    assert Path(first).stat().st_mtime > 1e9
+
+
+def test_a_missing_blob_leaves_no_tree(store: Store, tmp_path: Path) -> None:
+    """All or nothing."""
+    one = put(store, b"one", keep=True)
+    with pytest.raises(FileNotFoundError):
+        store.lay_out(TREE, [["a.py", one], ["b.py", NAME]])
+    assert files(tmp_path) == [f"cache/blobs/{one}"]
+    assert names(tmp_path / "cache/trees") == []
+
+
+HOSTILE = [
+    "../x",
+    "/etc/x",
+    "a/../../x",
+    "..",
+    "a/..",
+    "",
+    ".",
+    "./..",
+    "a/b/../../..",
+    "//etc/x",
+    "..//x",
+    "a/../..//x",
+    "\0",
+    "a\0b",
+    "x" * 300,
+    "/".join("x" * 200 for _ in range(30)),
+]
+
+
+@pytest.mark.parametrize("path", HOSTILE, ids=lambda path: repr(path[:20]))
+def test_a_hostile_path_is_refused_and_nothing_is_written(store: Store, tmp_path: Path, path: str) -> None:
+    """A typed error, no file outside, and no half a tree; also behind files that are fine."""
+    one = put(store, b"one", keep=True)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    with pytest.raises((ProtocolError, OSError)):
+        store.lay_out(TREE, [["good.py", one], [path.replace("/etc", str(outside)), one]])
+    assert files(tmp_path) == [f"cache/blobs/{one}"]
+    assert not place_of(store, TREE).exists()
+
+
+def test_a_file_cannot_be_a_folder_too(store: Store, tmp_path: Path) -> None:
+    one = put(store, b"one", keep=True)
+    for pair in (["a", "a/b"], ["a/b", "a"]):
+        with pytest.raises(OSError):
+            store.lay_out(TREE, [[path, one] for path in pair])
+    assert files(tmp_path) == [f"cache/blobs/{one}"]
+
+
+@pytest.mark.parametrize("path", ["..x", "..x/y", "...", "a/..b", ".a", "a..b", "-rf", "~", "$(x)", "a;b"])
+def test_odd_names_that_stay_inside_are_fine(store: Store, path: str) -> None:
+    """Two dots at the beginning of a name are not a way out."""
+    one = put(store, b"one")
+    assert files(Path(store.lay_out(TREE, [[path, one]]))) == [path]
+
+
+@pytest.mark.parametrize("digest", ["", "..", "../x", NAME[:-1], NAME.upper(), 3])
+def test_a_tree_has_a_sha256_for_a_name(store: Store, tmp_path: Path, digest: str) -> None:
+    with pytest.raises(ProtocolError):
+        store.lay_out(digest, [])
+    with pytest.raises(ProtocolError):
+        store.roots(digest)
+    assert files(tmp_path) == []
+
+
+def test_a_blob_that_is_a_link_to_elsewhere_does_not_make_the_tree_one(store: Store, tmp_path: Path) -> None:
+    """Trees hold copies: a link in the store, or at the place of the tree, is never written through."""
+    secret = tmp_path / "outside"
+    secret.write_bytes(b"mine")
+    one = put(store, b"one", keep=True)
+    (tmp_path / "cache/trees").mkdir()
+    (tmp_path / "cache/trees" / TREE).symlink_to(secret)
+    with pytest.raises(OSError):
+        store.lay_out(TREE, [["a.py", one]])
+    assert secret.read_bytes() == b"mine"
+    assert files(tmp_path) == sorted([f"cache/blobs/{one}", "outside", f"cache/trees/{TREE}"])
+
+
+def test_what_an_agent_left_half_done_does_not_get_into_a_new_tree(store: Store) -> None:
+    """Process numbers come again: a draft that a crash left behind belongs to nobody."""
+    one = put(store, b"one", keep=True)
+    for stale in (f".{os.getpid()}.tmp", ".tmp", "-draft"):
+        stale = f"{place_of(store, TREE)}{stale}"
+        Path(stale).mkdir(parents=True)
+        Path(stale, "stale.py").write_text("old")
+    assert files(Path(store.lay_out(TREE, [["a.py", one]]))) == ["a.py"]
+
+
+def test_several_agents_lay_out_one_tree_at_once(tmp_path: Path) -> None:
+    stores = [Store(run=str(tmp_path / str(n)), cache=str(tmp_path / "cache")) for n in range(4)]
+    contents = [bytes([n]) * 1000 for n in range(60)]
+    wanted = [[f"0/{n}.py", put(stores[0], content, keep=True)] for n, content in enumerate(contents)]
+    failed: list[BaseException] = []
+    start = threading.Barrier(4)
+
+    def lay_out(store: Store) -> None:
+        start.wait()
+        try:
+            assert len(files(Path(store.lay_out(TREE, wanted)))) == 60
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=lay_out, args=(store,)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert names(tmp_path / "cache/trees") == [TREE]
+
+
+# ---- a full disk
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.getuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]).returncode:
+        pytest.skip("a small disk takes root to mount")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_is_a_clean_error_and_leaves_no_temporary_file(full_disk: Path) -> None:
+    store = Store(run=str(full_disk / "run"), cache=str(full_disk / "cache"))
+    content = bytes(3_000_000)
+    writer = store.writer(name_of(content), keep=True)
+    with pytest.raises(OSError) as caught:
+        writer.write(memoryview(content))
+    assert caught.value.errno == errno.ENOSPC
+    writer.abort()
+    assert files(full_disk) == []
+    put(store, bytes(500_000), keep=True)
+
+
+def test_a_tree_that_does_not_fit_leaves_nothing(full_disk: Path) -> None:
+    store = Store(run=str(full_disk / "run"), cache=str(full_disk / "cache"))
+    name = put(store, bytes(400_000), keep=True)
+    with pytest.raises(OSError) as caught:
+        store.lay_out(TREE, [[f"{n}.bin", name] for n in range(5)])
+    assert caught.value.errno == errno.ENOSPC
+    assert files(full_disk) == [f"cache/blobs/{name}"]
+    assert names(full_disk / "cache/trees") == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_clean_error(tmp_path: Path) -> None:
+    """A file stands where the cache should be."""
+    (tmp_path / "cache").write_text("not a folder")
+    store = Store(run=str(tmp_path / "run"), cache=str(tmp_path / "cache"))
+    with pytest.raises(OSError):
+        store.writer(NAME, keep=True)
+    assert store.missing([NAME]) == [NAME]

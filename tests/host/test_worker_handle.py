@@ -1,0 +1,126 @@
+"""A seat and its calls, with a clock and a process of the test's own: what is cancelled ends, and nothing else does."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from stand_in import Agent, Process
+
+from skyfab.host.agent.worker_handle import Running, WorkerHandle
+from skyfab.protocol.frames import BYE, frame
+
+
+def give(worker: WorkerHandle, *streams: int, timeout: float | None = None) -> None:
+    for stream in streams:
+        worker.give(Running(stream, timeout), b"{}", b"")
+        worker.flush()
+
+
+@pytest.mark.parametrize("why", ["cancel", "timeout"])
+def test_a_call_that_heeds_sigterm_and_returns_does_not_keep_its_process(
+    agent: Agent, worker: WorkerHandle, process: Process, why: str
+) -> None:
+    """Else it would take no more calls and never end."""
+    give(worker, 1, timeout=5.0 if why == "timeout" else None)
+    if why == "cancel":
+        worker.cancel(1)
+    else:
+        agent.time = 6.0
+        agent.look()
+    assert agent.signals == [signal.SIGTERM]
+    process.answer(1)
+    worker.output.read()
+    assert agent.answers() == {1: "result"}
+    agent.time += 10.0
+    agent.look()
+    assert signal.SIGKILL in agent.signals
+
+
+def test_a_call_behind_one_that_is_cancelled_is_not_begun_in_its_process(
+    agent: Agent, worker: WorkerHandle, process: Process
+) -> None:
+    """The answer may come while the signal is on its way, and be found only when the process is gone."""
+    give(worker, 1, 3, 5)
+    process.heard()
+    worker.cancel(1)
+    process.answer(1)
+    worker.output.read()
+    assert process.heard() == b"", "the next call was begun"
+    worker.ended(-signal.SIGTERM, "its process was killed by SIGTERM")
+    assert agent.answers() == {1: "result", 3: "unstarted", 5: "unstarted"}
+
+
+def test_an_answer_that_is_found_when_the_process_is_gone_leaves_those_behind_it_unstarted(
+    agent: Agent, worker: WorkerHandle, process: Process
+) -> None:
+    give(worker, 1, 3)
+    process.answer(1)
+    worker.ended(-signal.SIGTERM, "its process was killed by SIGTERM")
+    assert agent.answers() == {1: "result", 3: "unstarted"}
+
+
+def test_a_call_that_comes_while_the_process_ends_waits_for_that(
+    agent: Agent, worker: WorkerHandle, process: Process
+) -> None:
+    """Else it goes back and forth between client and agent until the client gives up."""
+    give(worker, 1)
+    process.heard()
+    worker.cancel(1)
+    process.answer(1)
+    worker.output.read()
+    give(worker, 3, 5, 7)
+    assert process.heard() == b""
+    assert agent.answers() == {1: "result"}
+    worker.cancel(3)
+    worker.take_back(5, "unassigned")
+    worker.ended(-signal.SIGTERM, "its process was killed by SIGTERM")
+    assert agent.answers() == {1: "result", 3: "cancelled", 5: "unassigned", 7: "unstarted"}
+
+
+def test_a_process_that_wants_no_more_calls_and_stays_is_ended(
+    agent: Agent, worker: WorkerHandle, process: Process
+) -> None:
+    give(worker, 1, 3)
+    process.heard()
+    process.say(frame(BYE))
+    process.answer(1)
+    worker.output.read()
+    worker.output.read()
+    assert agent.answers() == {1: "result"}
+    assert process.heard() == b"", "the next call was begun"
+    agent.look()
+    assert agent.signals == [], "it may end by itself"
+    agent.time += 10.0
+    agent.look()
+    assert agent.signals == [signal.SIGKILL]
+
+
+def test_the_time_of_a_pipelined_call_begins_when_those_before_it_have_replies(
+    agent: Agent, worker: WorkerHandle, process: Process
+) -> None:
+    """It is in the process already, and waits there."""
+    worker.pipelined = True
+    give(worker, 1)
+    give(worker, 3, timeout=5.0)
+    agent.time = 6.0
+    agent.look()
+    assert agent.signals == []
+    process.answer(1)
+    worker.output.read()
+    agent.time = 10.0
+    agent.look()
+    assert agent.signals == []
+    agent.time = 11.5
+    agent.look()
+    assert agent.signals == [signal.SIGTERM]
+
+
+def test_a_pipelined_call_gives_none_before_it_more_time(agent: Agent, worker: WorkerHandle, process: Process) -> None:
+    worker.pipelined = True
+    give(worker, 1, timeout=5.0)
+    agent.time = 4.0
+    give(worker, 3, timeout=5.0)
+    agent.time = 5.5
+    agent.look()
+    assert agent.signals == [signal.SIGTERM]

@@ -1,0 +1,373 @@
+"""From what a host has told to findings, without hosts."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from skyfab.cli.doctor_fix import changed, offer
+from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostUnfit, ProtocolError, SkyfabError, Unreachable
+from skyfab.host.ask.examine import examine, file_system, is_networked, sshd_setting
+from skyfab.inspect.doctor import measure, pairs, report
+from skyfab.inspect.doctor.barrier import Meeting
+from skyfab.inspect.doctor.checks import Examined, Patient, findings, refused
+from skyfab.inspect.doctor.finding import Finding, worst
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+
+HOST = Host(name="node1", address="10.0.0.11")
+GPU: dict[str, Any] = {"index": 0, "name": "NVIDIA H100", "use": 0, "driver": "550.54"}
+FINE: dict[str, Any] = {
+    "began": 100.0,
+    "ended": 100.1,
+    "user": "ada",
+    "cache": "/home/ada/.cache/skyfab",
+    "filesystem": "ext4",
+    "networked": 0,
+    "noexec": 0,
+    "readonly": 0,
+    "disk_free": 10**12,
+    "inodes": 10**7,
+    "inodes_free": 10**6,
+    "name_seconds": 0.0,
+    "name_error": "",
+    "reverse_seconds": 0.0,
+    "shell": "/bin/bash",
+    "shell_seconds": 0.1,
+    "shell_said": "",
+    "startups": 10,
+    "startups_most": 100,
+    "sessions": 10,
+    "files": 1024,
+    "processes": 0,
+    "kills": 0,
+    "lingers": 0,
+}
+
+
+def told(gpus: list[dict[str, Any]] | None = None, gpu_error: str | None = None, **other: Any) -> list[Finding]:
+    """What is not in order with a host that differs from a good one in this."""
+    import platform
+
+    survey = {"os": "Debian", "kernel": "6", "python": platform.python_version(), "cpus": 4}
+    survey |= {"gpus": gpus or [], "gpu_tool": "nvidia-smi" if gpus else None, "gpu_error": gpu_error}
+    text = json.dumps({**FINE, **other, "survey": json.dumps(survey)})
+    return [one for one in findings(Patient.parse(HOST, text, 100.0, 100.2)) if one.level != "ok"]
+
+
+def test_a_good_host_has_no_findings() -> None:
+    assert told() == [] == told([GPU])
+
+
+@pytest.mark.parametrize(
+    ("other", "check", "level", "words"),
+    [
+        ({"began": 400.0, "ended": 400.1}, "clock", "warning", "300.0 s ahead of"),
+        ({"began": 40.0, "ended": 40.1}, "clock", "warning", "60.0 s behind"),
+        ({"name_seconds": None}, "name", "warning", "more than 5 s"),
+        ({"name_seconds": 2.0}, "name", "warning", "2.0 s"),
+        ({"name_error": "Name or service not known"}, "name", "advice", "Name or service not known"),
+        ({"reverse_seconds": None}, "reverse name", "advice", "more than 5 s"),
+        ({"shell_said": "Welcome!\nto node1"}, "shell", "warning", "'Welcome!'"),
+        ({"shell_seconds": 4.5}, "shell", "advice", "3 s"),
+        ({"startups": 2}, "MaxStartups", "advice", "while 2 others"),
+        ({"sessions": 1}, "MaxSessions", "warning", "1 session"),
+        ({"files": 256}, "limits", "warning", "open files is 256"),
+        ({"processes": 100}, "limits", "warning", "processes is 100"),
+        ({"kills": 1}, "KillUserProcesses", "warning", "detached runs"),
+        ({"disk_free": 10**8}, "disk", "failure", "only 100 MB free"),
+        ({"disk_free": 10**9}, "disk", "advice", "only 1.0 GB free"),
+        ({"disk_free": None}, "disk", "failure", "does not answer"),
+        ({"inodes_free": 10}, "inodes", "warning", "only 10 more files"),
+        ({"noexec": 1}, "noexec", "failure", "noexec"),
+        ({"readonly": 1}, "read-only", "failure", "cannot be written"),
+        ({"networked": 1, "filesystem": "nfs4"}, "network disk", "advice", "nfs4"),
+        ({"gpu_error": "nvidia-smi: no answer"}, "GPU tool", "failure", "no answer"),
+        ({"gpus": [GPU | {"throttled": ["its temperature"]}]}, "throttling", "warning", "by its temperature"),
+        ({"gpus": [GPU | {"use": 97}]}, "in use", "advice", "an unknown user, 97 %"),
+        (
+            {"gpus": [GPU | {"processes": [{"pid": 7, "user": "bob", "command": "python"}]}]},
+            *("in use", "advice", "by bob (python)"),
+        ),
+        ({"gpus": [GPU | {"ecc_errors": 2}]}, "ECC", "failure", "GPU 0 had memory errors"),
+        ({"gpus": [GPU | {"driver": "470.82"}]}, "driver", "warning", "470.82 is too old"),
+    ],
+)
+def test_each_finding(other: dict[str, Any], check: str, level: str, words: str) -> None:
+    (one,) = told(**other)
+    assert (one.check, one.level, one.host) == (check, level, "node1")
+    assert words in one.what and one.fix
+
+
+def test_who_lingers_may_log_out() -> None:
+    assert told(kills=1, lingers=1) == []
+
+
+def test_a_slow_answer_is_no_wrong_clock() -> None:
+    """The host began 30 s after it was asked, as a busy one does: its clock may be right."""
+    text = json.dumps({**FINE, "began": 130.0, "ended": 130.1, "survey": json.dumps(_SURVEY)})
+    found = findings(Patient.parse(HOST, text, 100.0, 130.2))
+    assert [one.level for one in found if one.check == "clock"] == ["ok"]
+
+
+_SURVEY = {"os": "Debian", "kernel": "6", "python": "3.11.2", "cpus": 4}
+
+
+def test_another_python_is_worth_a_word() -> None:
+    text = json.dumps({**FINE, "survey": json.dumps({**_SURVEY, "python": "3.99.1"})})
+    (one,) = (one for one in findings(Patient.parse(HOST, text, 100.0, 100.2)) if one.check == "Python")
+    assert one.level == "advice" and "3.99.1" in one.what
+
+
+def test_a_larger_disk_is_offered_where_the_cache_cannot_stay() -> None:
+    other: dict[str, Any] = {"other_cache": "/scratch/ada/skyfab", "other_free": 10**12}
+    (one,) = told(noexec=1, **other)
+    assert one.setting == ("cache", '"/scratch/ada/skyfab"') and "/scratch/ada/skyfab" in one.fix
+    (one,) = told(disk_free=10**9, other_cache="/scratch/ada/skyfab", other_free=10**9)
+    assert one.setting is None
+
+
+def test_gpus_that_are_alike_are_told_together() -> None:
+    bob = {"processes": [{"pid": 7, "user": "bob", "command": "python"}]}
+    gpus = [GPU | bob | {"index": number, "use": 90 + number} for number in range(3)]
+    hot = [GPU | {"index": number, "throttled": ["its temperature"], "temperature": 80 + number} for number in (3, 4)]
+    assert [finding.what for finding in told(gpus=[*gpus, *hot])] == [
+        "GPU 3, 4 are slowed down by its temperature, at 83 to 84 °C",
+        "GPU 0, 1, 2 are in use by bob (python), 90 to 92 %",
+    ]
+
+
+def test_a_damaged_gpu_can_be_left_out() -> None:
+    (one,) = told([GPU, GPU | {"index": 1, "ecc_errors": 1}, GPU | {"index": 2}])
+    assert one.setting == ("gpus", "[0, 2]")
+
+
+@pytest.mark.parametrize(
+    ("error", "check"),
+    [
+        (Unreachable("no answer", hint="is it up?"), "reachability"),
+        (AuthenticationRefused("keys refused", hint="ssh-copy-id"), "login"),
+        (HostKeyRefused("unknown", hint="skyfab trust"), "host key"),
+        (HostUnfit("no Python", hint="install it"), "start"),
+    ],
+)
+def test_a_host_that_cannot_be_opened_is_a_finding(error: SkyfabError, check: str) -> None:
+    one = refused(HOST, error)
+    assert (one.check, one.level, one.what, one.fix) == (check, "failure", error.message, error.hint)
+    assert report.exit_code([one]) == 3
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a machine that others use too
+@given(st.dictionaries(st.sampled_from([*Examined.__dataclass_fields__, "survey"]), JSON), st.booleans())
+def test_whatever_a_host_says_is_findings_or_an_error(said: dict[str, Any], whole: bool) -> None:
+    base = {**FINE, "survey": json.dumps(_SURVEY)} if whole else {}
+    try:
+        found = findings(Patient.parse(HOST, json.dumps({**base, **said}), 100.0, 100.2))
+    except (ProtocolError, HostUnfit):
+        return
+    assert list(report.lines(found, 1))
+
+
+def test_this_machine_is_examined() -> None:
+    text = examine("~/.cache/skyfab")
+    patient = Patient.parse(HOST, text, json.loads(text)["began"], json.loads(text)["ended"])
+    assert patient.seen.disk_free and patient.seen.user
+    assert {one.check for one in findings(patient)} >= {"login", "clock", "disk", "Python"}
+
+
+def test_file_systems() -> None:
+    assert (file_system("/proc/self"), file_system("/proc")) == ("proc", "proc")
+    assert is_networked("nfs4") and is_networked("fuse.sshfs") and not is_networked("ext4") and not is_networked("")
+
+
+def test_settings_of_sshd(tmp_path: Path) -> None:
+    """The first value counts, in the order in which files are included; those of Match are for some logins only."""
+    (tmp_path / "a.conf").write_text("MaxSessions 3\n")
+    (tmp_path / "b.conf").write_text("MaxSessions=4\nPort 22\n")
+    main = tmp_path / "sshd_config"
+    main.write_text(f"# MaxSessions 1\n\nInclude {tmp_path}/*.conf\nMaxSessions 5\nMatch User x\n  MaxAuthTries 2\n")
+    assert [sshd_setting(str(main), name) for name in ("maxsessions", "port", "maxauthtries")] == ["3", "22", None]
+    main.write_text(f"Include {main}\n")
+    assert sshd_setting(str(main), "maxsessions") is None
+    assert sshd_setting(str(tmp_path / "none"), "maxsessions") is None
+
+
+# ---- the report
+
+
+def finding(**other: Any) -> Finding:
+    return replace(Finding(section="disk", check="disk", host="node1", level="warning", what="full"), **other)
+
+
+def test_what_is_alike_is_told_once_and_the_worst_first() -> None:
+    found = [
+        finding(level="advice", what="small"),
+        finding(fix="clean it"),
+        finding(host="node2", fix="clean it"),
+        finding(section="login", level="ok"),
+    ]
+    assert list(report.lines(found, 2)) == [
+        "login    fine",
+        "disk     2 warnings, 1 advice",
+        "  warning: node1, node2: full",
+        "    fix: clean it",
+        "  advice: node1: small",
+        "2 hosts: 2 warnings, 1 advice",
+    ]
+
+
+def test_advice_is_no_failure() -> None:
+    found = [finding(level="advice"), finding(level="ok")]
+    assert report.exit_code(found) == 0 and worst(found) == "advice"
+    assert report.state(found) == "fine, 1 advice"
+    assert report.exit_code([*found, finding()]) == 1
+
+
+def test_what_is_pasted_names_nobody() -> None:
+    found = [
+        finding(host="gpu-7 → gpu-8", what="gpu-8 at 10.1.2.3 or fe80::1:2 of ada in /home/ada.b/x, adamant"),
+        finding(host="gpu-8", what="bob@eight.example.com through gate.example.com: root may"),
+    ]
+    hosts = [Host(name="gpu-7"), Host(name="gpu-8", address="eight.example.com", user="bob", jump="gate.example.com")]
+    text = report.pasted(found, hosts, ["ada", "", "root"], "1.0")
+    assert "host2 disk/disk warning: [user]@host2 through [jump host]: root may" in text
+    assert (
+        "host1 → host2 disk/disk warning: host2 at [address] or [address] of [user] in /home/[user]/x, adamant" in text
+    )
+    assert text.startswith("```\nskyfab 1.0, ") and text.endswith("\n```")
+
+
+# ---- pairs and measurements
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
+def test_rounds_of_pairs(count: int) -> None:
+    names = [f"node{number}" for number in range(count)]
+    for rounds in (pairs.ring(names), pairs.all_pairs(names)):
+        for one in rounds:
+            hosts = [name for pair in one for name in pair]
+            assert len(hosts) == len(set(hosts)), "a host has two parts in a round"
+    assert len({frozenset(pair) for one in pairs.all_pairs(names) for pair in one}) == count * (count - 1) // 2
+    assert {name for one in pairs.ring(names) for pair in one for name in pair} == set(names)
+    assert len(pairs.ring(names)) <= 3
+
+
+def test_the_slow_pair_is_named() -> None:
+    rates = {("a", "b"): 1e9, ("b", "c"): 1e9, ("c", "a"): 1e8}
+    assert [(one.host, one.level) for one in pairs.bandwidths(rates)] == [
+        ("a → b", "ok"),
+        ("b → c", "ok"),
+        ("c → a", "warning"),
+    ]
+    assert [one.level for one in pairs.bandwidths({("a", "b"): 1e6})] == ["advice"]
+
+
+def test_a_host_that_is_slower_than_its_peers_and_than_before_is_named() -> None:
+    rates = {"a": {"memory": 10e9}, "b": {"memory": 10e9}, "c": {"memory": 5e9}}
+    by_host = {one.host: one for one in measure.compared(rates, {"b": [{"memory": 20e9}], "a": [{"memory": 11e9}]})}
+    assert {host: one.level for host, one in by_host.items()} == {"a": "ok", "b": "warning", "c": "warning"}
+    assert measure.network("a", {("a", "b"): 4.0, ("c", "a"): 2.0, ("b", "c"): 9.0}) == {"network": 3.0}
+    assert measure.network("d", {("a", "b"): 4.0}) == {}
+    assert "before" in by_host["b"].what and "median of 3 hosts" in by_host["c"].what
+
+
+def test_other_things_are_not_compared() -> None:
+    rates = {"a": {"product, in Python": 1e6}, "b": {"product, by torch on cuda": 1e13}}
+    assert {one.level for one in measure.compared(rates, {})} == {"ok"}
+
+
+def test_measurements_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert list(measure.load(HOST)) == []
+    for number in range(12):
+        measure.remember(HOST, {"memory": float(number)})
+    assert [one["memory"] for one in measure.load(HOST)] == [float(number) for number in range(2, 12)]
+    next(tmp_path.rglob("*.json")).write_text("{")
+    assert list(measure.load(HOST)) == []
+
+
+def test_a_meeting_waits_for_those_who_come() -> None:
+    met: list[list[str]] = []
+    meeting: Meeting[int] = Meeting(3, lambda items: met.append(sorted(items)))
+    threads = [threading.Thread(target=meeting.arrive, args=(name, 1)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    assert met == []
+    meeting.leave("c")
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    meeting.leave("a")
+    assert met == [["a", "b"]]
+
+
+def test_a_meeting_ends_when_its_work_fails() -> None:
+    def work(items: Any) -> None:
+        raise SkyfabError("no")
+
+    meeting: Meeting[int] = Meeting(2, work)
+    raised = []
+
+    def arrive(name: str) -> None:
+        try:
+            meeting.arrive(name, 1)
+        except SkyfabError:
+            raised.append(name)
+
+    threads = [threading.Thread(target=arrive, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert len(raised) == 1
+
+
+# ---- --fix
+
+
+def test_a_setting_is_written_where_it_belongs() -> None:
+    text = '# ours\n[hosts.a]\nuser = "x"  # keep\ncache = "/old"\n\n[hosts."b.c"]\n[hosts."n[1-2]"]\n'
+    wanted = {"a": {"cache": '"/new"', "gpus": "[0]"}, "b.c": {"gpus": "[1]"}, "n1": {"gpus": "[]"}}
+    new, by_hand = changed(text, wanted)
+    assert new.splitlines() == [
+        "# ours",
+        "[hosts.a]",
+        "gpus = [0]",
+        'user = "x"  # keep',
+        'cache = "/new"',
+        "",
+        '[hosts."b.c"]',
+        "gpus = [1]",
+        '[hosts."n[1-2]"]',
+    ]
+    assert by_hand == ["[hosts.n1] gpus = []"]
+    assert Inventory.parse(new).hosts["a"].gpus == (0,)
+
+
+def test_a_value_over_several_lines_is_left_to_the_user() -> None:
+    text = "[hosts.a]\ngpus = [\n 0,\n 1]\n"
+    assert changed(text, {"a": {"gpus": "[0]"}}) == (text, ["[hosts.a] gpus = [0]"])
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_lines_end_as_they_did(tmp_path: Path, line_end: str) -> None:
+    path = tmp_path / "inventory.toml"
+    path.write_bytes(line_end.join(["[hosts.a]", 'user = "ada"', ""]).encode())
+    found = Finding(section="disk", check="disk", host="a", level="failure", what="", setting=("cache", '"/x"'))
+    assert offer([found], Inventory.load(path), yes=True)
+    assert path.read_bytes().decode() == line_end.join(["[hosts.a]", 'cache = "/x"', 'user = "ada"', ""])

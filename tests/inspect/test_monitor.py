@@ -1,0 +1,53 @@
+"""The monitor of `skyfab top`, with this machine as its hosts: what it knows, what it survives, what it leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from stage.spot import until
+
+from skyfab.calls.call import as_function
+from skyfab.errors import Unreachable
+from skyfab.inspect.top import monitor
+from skyfab.inspect.top.monitor import Monitor, Seen
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+
+
+def hosts(folder: Path) -> list[Host]:
+    """One that works, and one that refuses connections."""
+    dead = Host(name="dead", address="127.0.0.1", port=1, user="root")
+    return [Host(name="here", transport="local", cache=str(folder / "cache")), dead]
+
+
+def test_hosts_are_looked_at_again_and_one_that_is_lost_delays_no_other(tmp_path: Path) -> None:
+    chosen = hosts(tmp_path)
+    with Monitor(chosen, Inventory(hosts={host.name: host for host in chosen}), every=0.1) as watched:
+        until(lambda: watched.seen()[0].survey and watched.seen()[1].error)
+        here, dead = watched.seen()
+        assert isinstance(dead.error, Unreachable) and dead.heard is None
+        until(lambda: later(watched.seen()[0], here))
+    assert watched.seen()[0].error is None, "that it was closed is no failure"
+
+
+def later(one: Seen, other: Seen) -> bool:
+    return one.heard is not None and other.heard is not None and one.heard > other.heard
+
+
+def test_a_host_on_which_looking_fails_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "_FIRST_RETRY", 0.1)
+    monkeypatch.setattr(monitor, "_GLANCE", as_function(int))
+    here = hosts(tmp_path)[0]
+    with Monitor([here], Inventory(hosts={"here": here}), every=0.1) as watched:
+        until(lambda: watched.seen()[0].error)
+        assert "it cannot be looked at: ValueError" in str(watched.seen()[0].error)
+        monkeypatch.undo()
+        until(lambda: watched.seen()[0].error is None)
+
+
+def test_a_bug_of_ours_ends_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "look", lambda pool, answers: 1 / 0)
+    here = hosts(tmp_path)[0]
+    with Monitor([here], Inventory(hosts={"here": here}), every=0.1) as watched, pytest.raises(ZeroDivisionError):
+        until(lambda: not watched.seen())

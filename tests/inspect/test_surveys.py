@@ -1,0 +1,142 @@
+"""A survey of real hosts, of hosts that lie, and pools of those that meet a condition."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stage.labs import start
+
+import skyfab as sky
+from skyfab.errors import ProtocolError
+from skyfab.host.ask.survey import look
+from skyfab.inspect.survey import Survey
+from skyfab.lab import Lab
+
+SMI = """#!/bin/sh
+case $1 in
+  *compute-apps*) {processes} ;;
+  *) {gpus} ;;
+esac
+"""
+H100 = "echo '0, GPU-1, NVIDIA H100, 81559, {used}, {use}, 45, 550.54, 0x0000000000000000, 0'"
+
+
+def plant(lab: Lab, name: str, gpus: str, processes: str = ":") -> None:
+    """Gives a host a program that is called nvidia-smi."""
+    machine = next(host for host in lab.hosts if host.name == name)
+    path = machine.path("/usr/local/bin/nvidia-smi")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(SMI.format(gpus=gpus, processes=processes))
+    path.chmod(0o755)
+
+
+def skyfab(*words: str, cwd: Path | None = None) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-m", "skyfab", *words], capture_output=True, text=True, cwd=cwd)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def gpu_lab() -> Iterator[Lab]:
+    """A free GPU, one that is used, one whose driver is broken, and a host without any."""
+    with start(4) as lab:
+        plant(lab, "node1", H100.format(used=10, use=0))
+        plant(lab, "node2", H100.format(used=70000, use=99), "echo 'GPU-1, 1, 69000'")
+        plant(lab, "node3", "echo 'NVIDIA-SMI has failed because the driver is not running'; exit 9")
+        yield lab
+
+
+def test_this_machine() -> None:
+    found = Survey.parse(look("~/.cache/skyfab"), "local")
+    assert found.cpus >= 1 and found.python.startswith("3.") and found.os
+    assert found.memory and found.memory_free and found.disk and found.disk_free
+    assert not found.gpus or found.gpu_tool
+
+
+def test_a_folder_that_is_not_there_yet_has_a_disk(tmp_path: Path) -> None:
+    found = Survey.parse(look(str(tmp_path / "not" / "there")), "local")
+    assert found.disk == os.statvfs(tmp_path).f_frsize * os.statvfs(tmp_path).f_blocks
+
+
+@pytest.mark.lab
+def test_what_hosts_say_about_their_gpus(gpu_lab: Lab) -> None:
+    code, out, err = skyfab("hosts", f"--inventory={gpu_lab.inventory}", "--json")
+    assert code == 0, err
+    free, used, broken, bare = (one["survey"] for one in json.loads(out))
+    assert [gpu["name"] for gpu in free["gpus"]] == ["NVIDIA H100"]
+    assert [process["user"] for process in used["gpus"][0]["processes"]] == ["root"]
+    assert broken["gpu_error"].startswith("nvidia-smi: NVIDIA-SMI has failed") and broken["gpus"] == []
+    assert (bare["gpu_tool"], bare["gpus"]) == (None, [])
+    code, out, err = skyfab("hosts", f"--inventory={gpu_lab.inventory}")
+    rows = out.splitlines()[1:]
+    assert "1 H100, 86 GB free, idle" in rows[0]
+    assert "1 H100 at 99 %, 12 GB free, root" in rows[1]
+    assert rows[2].rstrip().endswith("ready, but nvidia-smi: NVIDIA-SMI has failed because the driver is not running")
+
+
+@pytest.mark.lab
+def test_a_pool_has_the_hosts_that_meet_its_condition(gpu_lab: Lab) -> None:
+    told: list[str] = []
+    pool = sky.Compute(inventory=gpu_lab.inventory, where="gpu.memory >= 40GB and not busy", ui="none")
+    pool.events.subscribe(lambda event: told.append(str(event)))
+    with pool:
+        assert [host.name for host in pool.hosts] == ["node1"]
+        info = sky.function(sky.instance_info)() >> pool
+        assert info.total_nodes == 1
+    assert any("node2, node3, node4: left out by 'gpu.memory" in line for line in told)
+    with sky.Compute(inventory=gpu_lab.inventory, where="not gpus", nodes=1, ui="none") as pool:
+        assert [host.name for host in pool.hosts] == ["node3"]
+
+
+@pytest.mark.lab
+def test_too_few_hosts_meet_it(gpu_lab: Lab) -> None:
+    pool = sky.Compute(inventory=gpu_lab.inventory, where="gpu.memory >= 40GB", nodes=3, ui="none")
+    with pytest.raises(sky.UsageError) as failed:
+        pool.open()
+    assert failed.value.message.splitlines() == [
+        "nodes=3, but only 2 of 4 hosts meet 'gpu.memory >= 40GB'",
+        "  node3: no gpu.memory",
+        "  node4: no gpu.memory",
+    ]
+
+
+@pytest.mark.lab
+def test_a_host_that_cannot_be_reached_does_not_meet_it(gpu_lab: Lab) -> None:
+    with sky.Compute(["node1", "root@127.0.0.1:1"], inventory=gpu_lab.inventory, where="cpus", ui="none") as pool:
+        assert [host.name for host in pool.hosts] == ["node1"]
+
+
+@pytest.mark.lab
+def test_a_script_runs_where_it_should(gpu_lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "who.py").write_text("import socket; print(socket.gethostname())")
+    options = (f"--inventory={gpu_lab.inventory}", "--workdir=temp")
+    code, out, err = skyfab("run", *options, "--where=gpus and not busy", "who.py", cwd=tmp_path)
+    assert (code, out) == (0, "node1[0] node1\n"), err
+    code, out, err = skyfab("run", *options, "--where=gpus > 7", "who.py", cwd=tmp_path)
+    assert (code, out) == (2, "")
+    assert "error: none of 4 hosts meet 'gpus > 7'\n  node1: gpus 1\n" in err
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*Survey.__dataclass_fields__, "other"]), JSON) | JSON)
+def test_whatever_a_host_says_is_a_survey_or_a_protocol_error(said: object) -> None:
+    text = json.dumps(said)
+    try:
+        found = Survey.parse(text, "node1")
+    except ProtocolError:
+        return
+    assert isinstance(found.os, str) and isinstance(found.cpus, int)
+    assert found.is_busy in (True, False)

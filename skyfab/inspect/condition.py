@@ -1,9 +1,12 @@
-"""Conditions on hosts: ``gpu.memory >= 40GB and not busy``. Read by a parser of its own, never by Python's."""
+"""Conditions on hosts: ``gpu.memory >= 40GB and not busy``. Parsed as a Python expression, and never run as one."""
 
 from __future__ import annotations
 
+import ast
+import itertools
 import operator
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,7 +16,7 @@ from skyfab.inspect.survey import Survey
 from skyfab.inventory.host import Host, did_you_mean
 
 Value = Any
-"""A number, a text, a tuple of texts, or None for what a host does not have."""
+"""A number, a string, a tuple of strings, or None for what a host does not have."""
 
 NAMES: Final[Mapping[str, Callable[[Host, Survey], Value]]] = {
     "gpus": lambda host, survey: len(survey.gpus),
@@ -36,26 +39,21 @@ NAMES: Final[Mapping[str, Callable[[Host, Survey], Value]]] = {
 _UNITS: Final = {
     **{f"{letter}B": 1000 ** (power + 1) for power, letter in enumerate("kMGT")},
     **{f"{letter}iB": 1024 ** (power + 1) for power, letter in enumerate("KMGT")},
+    "KB": 1000,
+    "kiB": 1024,
 }
+_SIZE: Final = re.compile(r"""(?P<string>"[^"]*"|'[^']*')|\b(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kKMGT]i?B)\b""")
 _SIZES: Final = ("gpu.memory", "gpu.free", "memory", "memory.free", "disk.free")
 _LEAST_SIZE: Final = 1_000_000
 """A smaller number of bytes without a unit is a slip: every host would meet ``memory >= 40``."""
-_COMPARISONS: Final[Mapping[str, Callable[[Any, Any], bool]]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
+_COMPARISONS: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
+    ast.GtE: operator.ge,
+    ast.LtE: operator.le,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Gt: operator.gt,
+    ast.Lt: operator.lt,
 }
-_TOKEN: Final = re.compile(
-    r"""\s*(?: (?P<number>[0-9]+(?:\.[0-9]+)?)\ ?(?P<unit>[kKMGT]i?B\b)?
-        | (?P<text>"[^"]*"|'[^']*')
-        | (?P<name>[A-Za-z_][\w.]*)
-        | (?P<sign>>=|<=|==|!=|[<>()]) )""",
-    re.VERBOSE,
-)
-_DEEPEST: Final = 50
 _HINT: Final = 'as in "gpu.memory >= 40GB and not busy"'
 
 Test = Callable[[Mapping[str, Value]], Value]
@@ -68,7 +66,7 @@ def _least(values: Any) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition that was read: true or false for a host and its survey."""
+    """A parsed condition: true or false for a host and its survey."""
 
     text: str
     _test: Test
@@ -76,14 +74,12 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Reads a condition. Raises UsageError, which says where it is wrong."""
+        """Parses a condition. Raises UsageError, which says what is wrong and where."""
         if not isinstance(text, str):
-            raise UsageError(f"where must be a text, not {text!r}", hint=_HINT)
-        parser = _Parser(text)
-        test = parser.either()
-        if parser.token is not None:
-            raise parser.unexpected("the end, and, or")
-        return cls(text, test, tuple(dict.fromkeys(parser.names)))
+            raise UsageError(f"where must be a string, not {text!r}", hint=_HINT)
+        compiler = _Compiler(text)
+        test = compiler.compile()
+        return cls(text, test, tuple(dict.fromkeys(compiler.names)))
 
     def fits(self, host: Host, survey: Survey) -> bool:
         return bool(self._test({name: NAMES[name](host, survey) for name in self._names}))
@@ -107,134 +103,111 @@ def _shown(name: str, value: Value) -> str:
     return f"{name} {', '.join(value) if isinstance(value, tuple) else value}"
 
 
-class _Parser:
-    """Recursive descent: `either` is the whole, `both`, `negated` and `compared` bind closer."""
+class _Compiler:
+    """Turns the syntax tree of a condition into a test. Nodes that a condition has no use for are errors."""
 
     def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = self._end = 0
-        self._depth = 0
+        self._text = re.sub(r"\s", " ", text).strip()
+        self._sizes: dict[int, float] = {}
+        """The sizes in the text, by their offset."""
         self.names: list[str] = []
-        self.token: re.Match[str] | None = None
-        self._advance()
 
-    def _advance(self) -> None:
-        self._at = self._end
-        rest = self._text[self._end :]
-        self.token = _TOKEN.match(self._text, self._end)
-        if self.token is None and rest.strip():
-            raise self._error(f"{rest.strip()[:20]!r} cannot be read")
-        if self.token is not None:
-            self._end = self.token.end()
+    def compile(self) -> Test:
+        return self._test(self._parsed())
 
-    def _is(self, *words: str) -> bool:
-        return self.token is not None and (self.token["name"] in words or self.token["sign"] in words)
+    def _parsed(self) -> ast.expr:
+        with warnings.catch_warnings():  # about escapes in strings
+            warnings.simplefilter("ignore")
+            try:
+                return ast.parse(_SIZE.sub(self._without_unit, self._text), mode="eval").body
+            except SyntaxError as error:
+                raise self._syntax_error(error) from None
+            except (RecursionError, MemoryError):
+                raise self._error("nested too deeply") from None
+            except ValueError as error:  # NUL bytes
+                raise self._error(str(error)) from None
+
+    def _without_unit(self, match: re.Match[str]) -> str:
+        """Replaces ``40GB``, which is not Python, by a name of the same length; `_sizes` has its value."""
+        if match["string"]:
+            return match[0]
+        offset = len(self._text[: match.start()].encode())
+        self._sizes[offset] = float(match["number"]) * _UNITS[match["unit"]]
+        return "_" * len(match[0])
 
     def _error(self, what: str, hint: str | None = None) -> UsageError:
-        return UsageError(f"the condition {self._text!r}: {what}", hint=hint or _HINT)
+        return UsageError(f"invalid condition {self._text!r}: {what}", hint=hint or _HINT)
 
-    def unexpected(self, wanted: str) -> UsageError:
-        found = "its end" if self.token is None else repr(self.token[0].strip())
-        return self._error(f"{found} where {wanted} was expected")
+    def _syntax_error(self, error: SyntaxError) -> UsageError:
+        rest = self._text[error.offset - 1 :].strip() if error.offset else ""  # no offset: at the end
+        what = error.msg.split(". ")[0].removesuffix(" (detected at line 1)")
+        hint = "compare with ==" if rest.startswith("=") else None
+        return self._error(f"{what} at {rest[:20]!r}" if rest else "unexpected end", hint)
 
-    def either(self) -> Test:
-        self._depth += 1
-        if self._depth > _DEEPEST:
-            raise self._error("is nested too deeply")
-        tests = [self._both()]
-        while self._is("or"):
-            self._advance()
-            tests.append(self._both())
-        self._depth -= 1
-        return tests[0] if len(tests) == 1 else lambda values: any(test(values) for test in tests)
+    def _test(self, node: ast.expr) -> Test:
+        if isinstance(node, ast.BoolOp):
+            tests = [self._test(value) for value in node.values]
+            combine = all if isinstance(node.op, ast.And) else any
+            return lambda values: combine(test(values) for test in tests)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            operand = self._test(node.operand)
+            return lambda values: not operand(values)
+        if isinstance(node, ast.Compare):
+            return self._comparison(node)
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            return self._name(node)
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float, str):
+            constant = node.value
+            return lambda values: constant
+        what = f"unsupported: {self._source(node)[:40]!r}"
+        raise self._error(what, "use and, or, not, comparisons, names, numbers and quoted strings")
 
-    def _both(self) -> Test:
-        tests = [self._negated()]
-        while self._is("and"):
-            self._advance()
-            tests.append(self._negated())
-        return tests[0] if len(tests) == 1 else lambda values: all(test(values) for test in tests)
+    def _source(self, node: ast.expr) -> str:
+        return ast.get_source_segment(self._text, node) or ""
 
-    def _negated(self) -> Test:
-        negations = 0
-        while self._is("not"):
-            self._advance()
-            negations += 1
-        test = self._compared()
-        return (lambda values: not test(values)) if negations % 2 else test
-
-    def _compared(self) -> Test:
-        if self._is("("):
-            self._advance()
-            test = self.either()
-            if not self._is(")"):
-                raise self.unexpected(")")
-            self._advance()
-            return test
-        one, left = self.token, self._value()
-        if self._is("in"):
-            self._advance()
-            return _contains(left, self._value())
-        if self.token is None or self.token["sign"] not in _COMPARISONS:
-            return left
-        sign = self.token["sign"]
-        self._advance()
-        other, right = self.token, self._value()
-        for size, number in ((one, other), (other, one)):
-            if size is not None and number is not None and size["name"] in _SIZES and _lacks_unit(number):
-                what = f"{number['number']} has no unit, and {size['name']} is a size"
-                raise self._error(what, f"write {number['number']}GB")
-        return _compares(left, sign, right)
-
-    def _value(self) -> Test:
-        token = self.token
-        if token is None or token["sign"] or token["name"] in ("and", "or", "not", "in"):
-            raise self.unexpected("a name, a number or a text")
-        self._advance()
-        if token["number"]:
-            number = float(token["number"]) * _UNITS.get(_unit(token["unit"]), 1)
-            return lambda values: number
-        if token["text"]:
-            text = token["text"][1:-1]
-            return lambda values: text
-        name = token["name"]
+    def _name(self, node: ast.Name | ast.Attribute) -> Test:
+        size = self._sizes.get(node.col_offset) if isinstance(node, ast.Name) else None
+        if size is not None:
+            return lambda values: size
+        name = self._source(node)
         if name not in NAMES:
-            hint = did_you_mean(name, NAMES) or f"there are {', '.join(NAMES)}; texts are in quotes"
-            raise self._error(f"there is no {name}", hint)
+            hint = did_you_mean(name, NAMES) or f"known names: {', '.join(NAMES)}; put strings in quotes"
+            raise self._error(f"unknown name {name!r}"[:80], hint)
         self.names.append(name)
         return lambda values: values[name]
 
+    def _comparison(self, node: ast.Compare) -> Test:
+        operands = [node.left, *node.comparators]
+        for one, other in itertools.pairwise(operands):
+            self._check_unit(one, other)
+            self._check_unit(other, one)
+        tests = [self._test(operand) for operand in operands]
+        signs = [type(sign) for sign in node.ops]
+        if ast.Is in signs or ast.IsNot in signs:
+            raise self._error("unsupported comparison: is", "compare with ==")
 
-def _lacks_unit(token: re.Match[str]) -> bool:
-    return bool(token["number"]) and not token["unit"] and 0 < float(token["number"]) < _LEAST_SIZE
+        def test(values: Mapping[str, Value]) -> bool:
+            pairs = itertools.pairwise(operand(values) for operand in tests)
+            return all(_compare(sign, *pair) for sign, pair in zip(signs, pairs, strict=True))
 
+        return test
 
-def _unit(unit: str | None) -> str:
-    """People write KB and kiB too."""
-    if not unit:
-        return ""
-    return ("K" if "i" in unit else "k") + unit[1:] if unit[0] in "kK" else unit
-
-
-def _compares(left: Test, sign: str, right: Test) -> Test:
-    """False where a host does not have what is compared, or texts are compared with numbers."""
-
-    def test(values: Mapping[str, Value]) -> bool:
-        one, other = left(values), right(values)
-        if one is None or other is None or isinstance(one, str) != isinstance(other, str):
-            return sign == "!="
-        return _COMPARISONS[sign](one, other)
-
-    return test
+    def _check_unit(self, name: ast.expr, number: ast.expr) -> None:
+        value = number.value if isinstance(number, ast.Constant) else None
+        if isinstance(value, (int, float)) and self._source(name) in _SIZES and 0 < value < _LEAST_SIZE:
+            raise self._error(f"{value} has no unit, and {self._source(name)} is a size", f"write {value}GB")
 
 
-def _contains(left: Test, right: Test) -> Test:
-    """A text is part of another one, in any case; or one of several."""
+def _compare(sign: type[ast.cmpop], one: Value, other: Value) -> bool:
+    """Strings and numbers compare with their own kind; otherwise, or if a host has no such value, only != is true."""
+    if sign in (ast.In, ast.NotIn):
+        return _is_in(one, other) == (sign is ast.In)
+    alike = any(isinstance(one, kind) and isinstance(other, kind) for kind in (str, (int, float)))
+    return _COMPARISONS[sign](one, other) if alike else sign is ast.NotEq
 
-    def test(values: Mapping[str, Value]) -> bool:
-        one, other = left(values), right(values)
-        if isinstance(other, tuple):
-            return one in other
-        return isinstance(one, str) and isinstance(other, str) and one.casefold() in other.casefold()
 
-    return test
+def _is_in(one: Value, other: Value) -> bool:
+    """A string is part of another one, in any case; or one of several."""
+    if isinstance(other, tuple):
+        return one in other
+    return isinstance(one, str) and isinstance(other, str) and one.casefold() in other.casefold()

@@ -60,6 +60,12 @@ USED = Survey(
         ("os > 3", False, False, False),
         ("gpu.memory != 3GB", True, True, True),
         ("load < 1", True, True, True),
+        ("'slow' not in tags", True, True, True),
+        ("1 <= gpus <= 1", False, False, True),
+        ("'é' != name and gpu.memory >= 40GB", False, True, True),
+        ("'40GB' in gpu.name", False, True, False),
+        ("tags > 3", False, False, False),
+        ("\tbusy\n  or  not gpus\n", True, False, True),
     ],
 )
 def test_what_conditions_mean(text: str, bare: bool, two: bool, used: bool) -> None:
@@ -76,22 +82,28 @@ def test_processors_count_where_there_is_no_gpu() -> None:
 @pytest.mark.parametrize(
     ("text", "what", "hint"),
     [
-        ("gpu.memry > 3", "there is no gpu.memry", "did you mean gpu.memory?"),
-        ("colour == 3", "there is no colour", "there are gpus, gpu.memory"),
-        ("", "its end where a name", "as in"),
-        ("gpus >", "its end where a name", "as in"),
-        ("(gpus", "its end where ) was", "as in"),
-        ("gpus 3", "'3' where the end", "as in"),
-        ("gpus > 3 busy", "'busy' where the end", "as in"),
-        ("__import__('os')", "there is no __import__", "there are"),
-        ("gpus; 1", "'; 1' cannot be read", "as in"),
-        ("(" * 1000, "nested too deeply", "as in"),
+        ("gpu.memry > 3", "unknown name 'gpu.memry'", "did you mean gpu.memory?"),
+        ("colour == 3", "unknown name 'colour'", "known names: gpus, gpu.memory"),
+        ("", "unexpected end", "as in"),
+        ("gpus >", "unexpected end", "as in"),
+        ("(gpus", "'(' was never closed", "as in"),
+        ("gpus 3", "invalid syntax at '3'", "as in"),
+        ("gpus > 3 40GB", "invalid syntax at ", "as in"),
+        ("cpus > 4 and 40GB && busy", "invalid syntax at '& busy'", "as in"),
+        ("gpus = 3", "invalid syntax at ", "compare with =="),
+        ("busy is 1", "unsupported comparison: is", "compare with =="),
+        ("__import__('os')", """unsupported: "__import__('os')\"""", "use and, or"),
+        ("gpus > -1", "unsupported: '-1'", "use and, or"),
+        ("gpus; 1", "invalid syntax at '; 1'", "as in"),
+        ("name == 'node1", 'unterminated string literal at "\'node1"', "as in"),
+        ("(" * 1000, "too many nested parentheses", "as in"),
+        ("not " * 100_000 + "busy", "nested too deeply", "as in"),
         ("gpu.memory >= 40", "40 has no unit, and gpu.memory is a size", "write 40GB"),
         ("16 < memory", "16 has no unit", "write 16GB"),
-        (5, "must be a text, not 5", "as in"),
+        (5, "must be a string, not 5", "as in"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_connected_to(text: Any, what: str, hint: str) -> None:
+def test_what_is_wrong_is_reported_before_anything_connects(text: Any, what: str, hint: str) -> None:
     with pytest.raises(sky.UsageError) as failed:
         sky.Compute("local", where=text)
     assert what in failed.value.message

@@ -186,11 +186,12 @@ def test_imports_run_one_way() -> None:
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    """Also within one package."""
+    """Also within one package, and by imports inside functions."""
     edges: dict[str, set[str]] = {}
     for one in IMPORTS:
         target = one.target.removeprefix("skyfab.")
-        if one.target.startswith("skyfab.") and not one.lazy and target != one.module:
+        allowed = (one.module, target) == ("pool.host_choice", "pool.each_host")  # goes with each_host
+        if one.target.startswith("skyfab.") and target != one.module and not allowed:
             edges.setdefault(one.module, set()).add(target)
     done: set[str] = set()
 

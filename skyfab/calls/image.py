@@ -7,11 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from skyfab._util.html import ShownAsTable
 from skyfab.errors import UsageError
 from skyfab.inventory.host import setup_lines, variables
+
+if TYPE_CHECKING:
+    from skyfab.calls.manifest import Manifest
 
 _HASH = re.compile(r"\s+--hash[=\s]\s*(\S+)")
 
@@ -111,4 +114,10 @@ class Image(ShownAsTable):
                 f"{path}: nothing says which packages it needs",
                 hint="a pyproject.toml, a requirements.txt, or a PEP 723 block at the top of the script",
             )
-        return found.image
+        return cls.of_manifest(found)
+
+    @classmethod
+    def of_manifest(cls, found: Manifest) -> Image:
+        """The image with the packages that a script or project needs."""
+        indexes = tuple(PipIndex(url, packages) for url, packages in found.indexes.items())
+        return cls(pip=found.pip, pip_indexes=indexes, lock=found.lock, includes=found.includes)

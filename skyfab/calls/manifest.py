@@ -6,7 +6,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +15,6 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
 from skyfab._util import toml
-from skyfab.calls.image import Image, PipIndex
 from skyfab.errors import UsageError
 
 _BLOCK: Final = re.compile(r"(?m)^# /// script$\s(?P<content>(?:^#(?:| .*)$\s)+)^# ///$")
@@ -25,13 +24,15 @@ _TORCH: Final = frozenset({"torch", "torchvision", "torchaudio"})
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """An environment, and where it is described."""
+    """The packages that a script or project needs, and where it says so."""
 
     source: str
     """For the user: ``pyproject.toml with uv.lock``."""
-    image: Image
-    is_scripts: bool = False
-    """Whether the script itself describes it."""
+    pip: tuple[str, ...] = ()
+    indexes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """URLs of package indexes, and the packages that each of them serves."""
+    lock: str | None = None
+    includes: tuple[str, ...] = ()
 
 
 def find(path: Path, *, script_only: bool = False) -> Manifest | None:
@@ -45,7 +46,7 @@ def find(path: Path, *, script_only: bool = False) -> Manifest | None:
             if manifest is not None:
                 return manifest
         if (file := folder / "requirements.txt").is_file():
-            return Manifest(_shown(file), Image(pip=tuple(listed(file))))
+            return Manifest(_shown(file), tuple(listed(file)))
     return None
 
 
@@ -76,8 +77,8 @@ def _of_script(script: Path) -> Manifest | None:
     )
     document = _parsed(content, shown)
     lock = script.with_name(f"{script.name}.lock")
-    image = _image(document, document.get("tool", {}), shown, lock if lock.is_file() else None, script.parent)
-    return Manifest(f"{shown} (PEP 723)" + (f" with {lock.name}" if image.lock else ""), image, is_scripts=True)
+    found = _manifest(document, document.get("tool", {}), shown, lock if lock.is_file() else None, script.parent)
+    return replace(found, source=f"{shown} (PEP 723)" + (f" with {lock.name}" if found.lock else ""))
 
 
 def _of_project(file: Path, script: Path | None) -> Manifest | None:
@@ -91,9 +92,11 @@ def _of_project(file: Path, script: Path | None) -> Manifest | None:
             return None
         project = {**project, "dependencies": found}
     lock = next((lock for folder in folders_above(file) if (lock := folder / "uv.lock").is_file()), None)
-    image = _image(project, document.get("tool", {}), shown, lock, file.parent)
+    manifest = _manifest(project, document.get("tool", {}), shown, lock, file.parent)
     own = _own_packages(file.parent, project, script) if "build-system" in document else ()
-    return Manifest(shown + (f" with {lock.name}" if image.lock and lock else ""), replace(image, includes=tuple(own)))
+    return replace(
+        manifest, source=shown + (f" with {lock.name}" if manifest.lock and lock else ""), includes=tuple(own)
+    )
 
 
 def _dynamic(document: Mapping[str, Any], project: Mapping[str, Any], file: Path) -> list[str] | None:
@@ -124,16 +127,17 @@ def _own_packages(folder: Path, project: Mapping[str, Any], script: Path | None)
     return () if beside or not (package / "__init__.py").is_file() else (str(package),)
 
 
-def _image(document: Mapping[str, Any], tool: Mapping[str, Any], shown: str, lock: Path | None, base: Path) -> Image:
-    """The image for ``dependencies`` and ``requires-python`` of a project or PEP 723 block."""
+def _manifest(
+    document: Mapping[str, Any], tool: Mapping[str, Any], shown: str, lock: Path | None, base: Path
+) -> Manifest:
+    """Reads ``dependencies`` and ``requires-python`` of a project or PEP 723 block."""
     wanted = document.get("dependencies", [])
     if not isinstance(wanted, list) or not all(isinstance(text, str) for text in wanted):
         raise UsageError(f"{shown}: dependencies must be an array of strings")
     _check_python(document.get("requires-python"), shown)
     if lock is not None and wanted:
-        return Image(pip=tuple(wanted), lock=str(lock))
-    pip, indexes = _Sources(tool.get("uv", {}), shown, base).translated(wanted)
-    return Image(pip=pip, pip_indexes=indexes)
+        return Manifest(shown, tuple(wanted), lock=str(lock))
+    return Manifest(shown, *_Sources(tool.get("uv", {}), shown, base).translated(wanted))
 
 
 def _check_python(wanted: object, shown: str) -> None:
@@ -157,13 +161,14 @@ class _Sources:
         self._sources = {canonicalize_name(name): value for name, value in settings.get("sources", {}).items()}
         self._indexes = {str(one.get("name", "")): one for one in settings.get("index", [])}
 
-    def translated(self, wanted: Sequence[str]) -> tuple[tuple[str, ...], tuple[PipIndex, ...]]:
+    def translated(self, wanted: Sequence[str]) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+        """The requirements, and the indexes that serve some of them."""
         for name, index in self._indexes.items():
             if not index.get("explicit"):
                 raise self._refused(f"its index {name or index.get('url')} serves all packages")
         scopes: dict[str, list[str]] = {}
         pip = [self._one(text, scopes) for text in wanted]
-        return tuple(pip), tuple(PipIndex(url, tuple(names)) for url, names in scopes.items())
+        return tuple(pip), {url: tuple(names) for url, names in scopes.items()}
 
     def _one(self, text: str, scopes: dict[str, list[str]]) -> str:
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from skyfab.calls.image import Image
-from skyfab.calls.manifest import Manifest, find
+from skyfab.calls.manifest import find
 from skyfab.cli.image_options import ImageOptions
 from skyfab.cli.project_settings import ProjectSettings
 from skyfab.errors import UsageError
@@ -35,24 +35,28 @@ def image_of(
     found = _found(script, given, settings, hosts, no_project=no_project)
     image = given.image()
     if found is not None:
-        extra = {index for index in image.pip_indexes if index not in found.image.pip_indexes}
-        install = image.install if given.install != "auto" else found.image.install
-        image = replace(found.image, pip_indexes=(*extra, *found.image.pip_indexes), install=install)
+        source, described = found
+        extra = {index for index in image.pip_indexes if index not in described.pip_indexes}
+        install = image.install if given.install != "auto" else described.install
+        image = replace(described, pip_indexes=(*extra, *described.pip_indexes), install=install)
     if found is not None and (image.pip or image.lock or image.apt or image.python != "auto"):
-        print(f"environment: {_described(image)}, from {found.source}", file=sys.stderr)
+        print(f"environment: {_described(image)}, from {source}", file=sys.stderr)
     return replace(image, setup=settings.setup)
 
 
 def _found(
     script: Path, given: ImageOptions, settings: ProjectSettings, hosts: Sequence[Host], *, no_project: bool
-) -> Manifest | None:
+) -> tuple[str, Image] | None:
+    """The image that something describes, and for the user, what."""
     if given.name_packages:
-        return Manifest("the command line", given.image())
+        return "the command line", given.image()
     # This machine, and interpreters that the inventory names, have what the project needs.
     are_ready = all(host.transport == "local" or host.python.startswith("/") for host in hosts)
     in_settings = settings.image.name_packages
     manifest = None if no_project else find(script, script_only=in_settings or are_ready)
-    return Manifest("[tool.skyfab]", settings.image.image()) if manifest is None and in_settings else manifest
+    if manifest is not None:
+        return manifest.source, Image.of_manifest(manifest)
+    return ("[tool.skyfab]", settings.image.image()) if in_settings else None
 
 
 def _described(image: Image) -> str:

@@ -191,8 +191,8 @@ def _age(text: str | None) -> float | None:
 
 def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
     """Prints a run's lines as they are shown while it is not detached."""
+    from skyfab.ui.display import line_format
     from skyfab.ui.events import Output
-    from skyfab.ui.screen import line_format
     from skyfab.ui.suppressed import is_noise
     from skyfab.ui.terminal import is_rich, put
 

@@ -18,8 +18,8 @@ from skyfab.inventory.inventory import Inventory
 from skyfab.pool.compute import Compute
 from skyfab.session.bootstrap import storage_hint
 from skyfab.session.fanout import Raised, for_each_host
+from skyfab.ui.display import attach
 from skyfab.ui.events import Events, FilesWritten, HostState
-from skyfab.ui.screen import attach
 
 R = TypeVar("R")
 

@@ -19,7 +19,7 @@ _HEAD: Final = ("host", "login", "Python", "platform", "GPUs", "state")
 def show(events: Events, ui: Literal["auto", "rich", "plain", "none"], lease: float, until: ExitStack) -> None:
     """Shows what happens in a pool while it is open, on the terminal or as lines."""
     if ui != "none":
-        from skyfab.ui.screen import attach
+        from skyfab.ui.display import attach
 
         until.callback(attach(events, ui, timeout=lease / 4))
 

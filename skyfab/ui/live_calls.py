@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from skyfab.ui.events import CallEnded, CallStarted, Importing, Mapped
+from skyfab.ui.events import CallEnded, CallStarted, Mapped
+from skyfab.ui.printer import Imports
 from skyfab.ui.terminal import clean, counted
 
 _AFTER: Final = 1.0
@@ -29,33 +30,6 @@ class _Map:
     since: float
     done: int
     total: int
-
-
-class Imports:
-    """The packages that workers import now."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._found: dict[tuple[str, str], tuple[Importing, float]] = {}
-        """By host and worker: the latest, and since when."""
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def take(self, event: Importing | CallEnded) -> None:
-        """The end of a call ends what its host imported: the process may have been stopped meanwhile."""
-        if isinstance(event, CallEnded):
-            for key in [key for key in self._found if key[0] == event.host]:
-                del self._found[key]
-        elif event.module:
-            self._found[event.host, event.worker] = (event, self._clock())
-        else:
-            self._found.pop((event.host, event.worker), None)
-
-    def since(self, seconds: float) -> list[Importing]:
-        """Those that have taken so long."""
-        now = self._clock()
-        return [event for event, began in self._found.values() if now - began >= seconds]
 
 
 class Calls:

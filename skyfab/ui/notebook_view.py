@@ -10,8 +10,8 @@ from html import escape
 from typing import Any, Final
 
 from skyfab.ui.events import Event, Output
-from skyfab.ui.printer import Line
-from skyfab.ui.screen import Screen, plain_line, put_lines
+from skyfab.ui.printer import Line, plain_line, put_lines
+from skyfab.ui.screen import Screen
 from skyfab.ui.terminal import fitting, ipython
 
 _TICK: Final = 0.5
@@ -20,7 +20,7 @@ _MOST: Final = 12
 """Lines of the display."""
 
 
-class Cell(Screen):
+class NotebookView(Screen):
     """The cell that runs, or of which a call still runs."""
 
     _spinners = ("",)

@@ -9,11 +9,13 @@ read, a terminal that is paused) is behind: until it has caught up, no thread wa
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Final, TextIO
 
 from skyfab.ui.events import (
     CallEnded,
@@ -30,9 +32,8 @@ from skyfab.ui.events import (
     Stalled,
     State,
 )
-from skyfab.ui.live_calls import Imports
 from skyfab.ui.suppressed import is_noise
-from skyfab.ui.terminal import clean_lines
+from skyfab.ui.terminal import clean, clean_lines, has_colours, put
 
 Line = tuple[str, str]
 """The output stream of a line, and its text with its line ending."""
@@ -48,6 +49,37 @@ _MOST_HELD: Final = 200
 """Lines that are held back."""
 _OVERHEAD: Final = 100
 """Memory that a line takes besides its characters."""
+_SPARSE: Final = 5.0
+"""Seconds between updates of a progress bar in plain output, where lines cannot be overwritten."""
+_LONG: Final = 5.0
+"""Seconds after which plain output has a line for an import."""
+
+
+class Imports:
+    """The packages that workers import now."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._found: dict[tuple[str, str], tuple[Importing, float]] = {}
+        """By host and worker: the latest, and since when."""
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def take(self, event: Importing | CallEnded) -> None:
+        """The end of a call ends what its host imported: the process may have been stopped meanwhile."""
+        if isinstance(event, CallEnded):
+            for key in [key for key in self._found if key[0] == event.host]:
+                del self._found[key]
+        elif event.module:
+            self._found[event.host, event.worker] = (event, self._clock())
+        else:
+            self._found.pop((event.host, event.worker), None)
+
+    def since(self, seconds: float) -> list[Importing]:
+        """Those that have taken so long."""
+        now = self._clock()
+        return [event for event, began in self._found.values() if now - began >= seconds]
 
 
 class View(ABC):
@@ -277,3 +309,87 @@ class View(ABC):
     def _restless(self) -> float | None:
         """Interval in seconds of redrawing without events, for animation; None: no redrawing."""
         return None
+
+
+class Plain(View):
+    """Plain lines for files and pipes: ``node1[0] text``, each to the stream that it was written to.
+
+    The files are looked up at every write, as `print` does, unless they are given.
+    """
+
+    def __init__(
+        self,
+        stdout: TextIO | None,
+        stderr: TextIO | None,
+        clock: Callable[[], float],
+        timeout: float = TIMEOUT,
+    ) -> None:
+        super().__init__(clock, timeout)
+        self._files: dict[str, TextIO | None] = {"stdout": stdout, "stderr": stderr}
+        self._shown: dict[tuple[str, int | None], float] = {}
+        self._told: list[Importing] = []
+        """Imports that have a line."""
+        self._colour = has_colours()
+
+    def _line(self, event: Output) -> str:
+        return plain_line(event, colour=self._colour)
+
+    def _bar(self, event: Output) -> None:
+        """Shows a progress bar every few seconds. Its last state is always shown, with the next line or at the end."""
+        now = self._clock()
+        if now - self._shown.setdefault((event.host, event.rank), now) >= _SPARSE:
+            self._shown[event.host, event.rank] = now
+            self._say(event.stream, self._line(event))
+
+    def _state(self, event: HostState, before: State | None) -> None:
+        if event.state == "preparing" and event.detail:
+            self._say("stderr", clean(f"{event.host}: {event.detail}") + "\n")
+        told = event.state in ("failed", "lost", "reconnecting")
+        if told or (event.state, before) in (("ready", "reconnecting"), ("ready", "preparing")):
+            self._say("stderr", clean(str(event)) + "\n")
+
+    def _moved(self, event: Moved) -> None:
+        """Shows progress every few seconds."""
+        now = self._clock()
+        if now - self._shown.setdefault((event.host, None), now) >= _SPARSE:
+            self._shown[event.host, None] = now
+            self._say("stderr", clean(str(event)) + "\n")
+
+    def _running(self, event: CallStarted | CallEnded | Mapped) -> None:
+        """Shows a map's progress every few seconds."""
+        if isinstance(event, Mapped) and not event.failed and event.done < event.total:
+            now = self._clock()
+            if now - self._shown.setdefault((event.function, -1), now) >= _SPARSE:
+                self._shown[event.function, -1] = now
+                self._say("stderr", clean(str(event)) + "\n")
+
+    def _ask(self, event: Question) -> None:
+        if str(event):
+            self._say("stderr", f"{event}\n")
+
+    def flush(self) -> None:
+        with self._lock:
+            long = self._imports.since(_LONG)
+            for event in long:
+                if event not in self._told:
+                    self._say("stderr", clean(str(event)) + "\n")
+            self._told = long
+        super().flush()
+
+    def _restless(self) -> float | None:
+        return _LONG / 4 if len(self._imports) > len(self._told) else None
+
+    def _write(self, lines: list[Line]) -> None:
+        put_lines(lines, self._files)
+
+
+def plain_line(event: Output, *, colour: bool) -> str:
+    """A line of a worker without a frame around it."""
+    text = event.text if event.text.isprintable() else clean(event.text, colour=colour)
+    return f"{event.host} {text}\n" if event.rank is None else f"{event.host}[{event.rank}] {text}\n"
+
+
+def put_lines(lines: list[Line], files: Mapping[str, TextIO | None] | None = None) -> None:
+    """Writes each line to its own stream: that of `files`, else the one of `sys`."""
+    for stream, group in itertools.groupby(lines, key=lambda line: line[0]):
+        put((files or {}).get(stream) or getattr(sys, stream), "".join(text for _, text in group))

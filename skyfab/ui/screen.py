@@ -1,169 +1,23 @@
-"""Shows a pool's events to the user, live on a terminal or as plain lines. Also draws small charts."""
+"""`Screen`: shows a pool's events live on a terminal. Also draws small charts."""
 
 from __future__ import annotations
 
-import itertools
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal, TextIO
+from collections.abc import Callable, Sequence
+from typing import Final, TextIO
 
 from skyfab._util.sizes import progress
-from skyfab.ui.events import (
-    CallEnded,
-    CallStarted,
-    Events,
-    HostState,
-    Importing,
-    Mapped,
-    Moved,
-    Output,
-    Question,
-    State,
-    Waiting,
-)
+from skyfab.ui.events import CallEnded, CallStarted, HostState, Mapped, Moved, Output, Question, State, Waiting
 from skyfab.ui.live_calls import Calls
 from skyfab.ui.printer import TIMEOUT, Line, View
 from skyfab.ui.prompt import TERMINAL
-from skyfab.ui.terminal import RESET, Live, clean, has_colours, is_notebook, is_rich, put
+from skyfab.ui.terminal import RESET, LiveLines, clean, has_colours, put
 
-_SPARSE: Final = 5.0
-"""Seconds between updates of a progress bar in plain output, where lines cannot be overwritten."""
-_LONG: Final = 5.0
-"""Seconds after which plain output has a line for an import."""
 _TICK: Final = 0.1
 """Seconds between updates of the live lines on a terminal."""
 _COLUMNS: Final = "▁▂▃▄▅▆▇█"
 _SPINNER: Final = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _COLOURS: Final = tuple(f"\x1b[{code}m" for code in (36, 32, 33, 35, 34, 96, 92, 93, 95, 94))
 _DIM, _RED, _GREEN = "\x1b[2m", "\x1b[31m", "\x1b[32m"
-
-
-def attach(
-    events: Events,
-    kind: Literal["auto", "rich", "plain"] = "auto",
-    *,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    timeout: float = TIMEOUT,
-    on_closed: Callable[[], None] = lambda: None,
-) -> Callable[[], None]:
-    """Shows a pool's events from now on; returns a function that writes the rest and stops.
-
-    `auto` is a display of its own in a notebook, `rich` if stdout and stderr are both a capable terminal, else `plain`.
-    A thread that emits an event waits up to `timeout` seconds for a slow output. `on_closed` is called, on another
-    thread, when the output is a pipe that is not read any more.
-    """
-    files = stdout or sys.stdout, stderr or sys.stderr
-    rich = kind == "rich" or (kind == "auto" and is_rich(*files))
-    view: View
-    if kind == "auto" and stdout is stderr is None and is_notebook():
-        from skyfab.ui.notebook_view import Cell
-
-        view = Cell(files[0], clock, timeout, events.waiting)
-    elif rich:
-        view = Screen(files[0], clock, timeout, events.waiting)
-    else:
-        view = Plain(stdout, stderr, clock, timeout)
-    view.on_closed = on_closed
-    unsubscribe = events.subscribe(view)
-
-    def detach() -> None:
-        unsubscribe()
-        view.close()
-
-    return detach
-
-
-def line_format(stdout: TextIO, stderr: TextIO) -> Callable[[Output], str]:
-    """How a worker's line is shown in these files, as `attach` does."""
-    view: View = Screen(stdout, time.monotonic) if is_rich(stdout, stderr) else Plain(stdout, stderr, time.monotonic)
-    return view.line
-
-
-class Plain(View):
-    """Plain lines for files and pipes: ``node1[0] text``, each to the stream that it was written to.
-
-    The files are looked up at every write, as `print` does, unless they are given.
-    """
-
-    def __init__(
-        self,
-        stdout: TextIO | None,
-        stderr: TextIO | None,
-        clock: Callable[[], float],
-        timeout: float = TIMEOUT,
-    ) -> None:
-        super().__init__(clock, timeout)
-        self._files: dict[str, TextIO | None] = {"stdout": stdout, "stderr": stderr}
-        self._shown: dict[tuple[str, int | None], float] = {}
-        self._told: list[Importing] = []
-        """Imports that have a line."""
-        self._colour = has_colours()
-
-    def _line(self, event: Output) -> str:
-        return plain_line(event, colour=self._colour)
-
-    def _bar(self, event: Output) -> None:
-        """Shows a progress bar every few seconds. Its last state is always shown, with the next line or at the end."""
-        now = self._clock()
-        if now - self._shown.setdefault((event.host, event.rank), now) >= _SPARSE:
-            self._shown[event.host, event.rank] = now
-            self._say(event.stream, self._line(event))
-
-    def _state(self, event: HostState, before: State | None) -> None:
-        if event.state == "preparing" and event.detail:
-            self._say("stderr", clean(f"{event.host}: {event.detail}") + "\n")
-        told = event.state in ("failed", "lost", "reconnecting")
-        if told or (event.state, before) in (("ready", "reconnecting"), ("ready", "preparing")):
-            self._say("stderr", clean(str(event)) + "\n")
-
-    def _moved(self, event: Moved) -> None:
-        """Shows progress every few seconds."""
-        now = self._clock()
-        if now - self._shown.setdefault((event.host, None), now) >= _SPARSE:
-            self._shown[event.host, None] = now
-            self._say("stderr", clean(str(event)) + "\n")
-
-    def _running(self, event: CallStarted | CallEnded | Mapped) -> None:
-        """Shows a map's progress every few seconds."""
-        if isinstance(event, Mapped) and not event.failed and event.done < event.total:
-            now = self._clock()
-            if now - self._shown.setdefault((event.function, -1), now) >= _SPARSE:
-                self._shown[event.function, -1] = now
-                self._say("stderr", clean(str(event)) + "\n")
-
-    def _ask(self, event: Question) -> None:
-        if str(event):
-            self._say("stderr", f"{event}\n")
-
-    def flush(self) -> None:
-        with self._lock:
-            long = self._imports.since(_LONG)
-            for event in long:
-                if event not in self._told:
-                    self._say("stderr", clean(str(event)) + "\n")
-            self._told = long
-        super().flush()
-
-    def _restless(self) -> float | None:
-        return _LONG / 4 if len(self._imports) > len(self._told) else None
-
-    def _write(self, lines: list[Line]) -> None:
-        put_lines(lines, self._files)
-
-
-def plain_line(event: Output, *, colour: bool) -> str:
-    """A line of a worker without a frame around it."""
-    text = event.text if event.text.isprintable() else clean(event.text, colour=colour)
-    return f"{event.host} {text}\n" if event.rank is None else f"{event.host}[{event.rank}] {text}\n"
-
-
-def put_lines(lines: list[Line], files: Mapping[str, TextIO | None] | None = None) -> None:
-    """Writes each line to its own stream: that of `files`, else the one of `sys`."""
-    for stream, group in itertools.groupby(lines, key=lambda line: line[0]):
-        put((files or {}).get(stream) or getattr(sys, stream), "".join(text for _, text in group))
 
 
 class Screen(View):
@@ -183,7 +37,7 @@ class Screen(View):
         self._calls = Calls(clock, self._imports)
         self._waits = Waiting() if waiting is None else waiting
         self._file = file
-        self._live = Live()
+        self._live = LiveLines()
         self._has_colours = has_colours()
         self._width = 0
         self._colours: dict[str, str] = {}

@@ -89,7 +89,7 @@ def put(file: TextIO | None, text: str) -> None:
         raise
 
 
-class Live:
+class LiveLines:
     """Lines at the bottom of a terminal that are redrawn in place, while other output scrolls above them.
 
     The cursor stays on the first of them: what another part of the program prints overwrites them, and is kept.

@@ -42,8 +42,8 @@ def test_the_block_of_a_script_comes_first(tmp_path: Path, monkeypatch: pytest.M
     script = write(tmp_path / "train.py", SCRIPT)
     found = find(script)
     assert found is not None
-    assert (found.source, found.is_scripts) == ("train.py (PEP 723)", True)
-    assert found.image == Image(pip=["numpy>=2", "rich"]) == Image.of_project(script)
+    assert found.source == "train.py (PEP 723)"
+    assert Image.of_manifest(found) == Image(pip=["numpy>=2", "rich"]) == Image.of_project(script)
     assert Image.of_project(tmp_path) == Image(pip=["pandas"])
 
 
@@ -103,7 +103,7 @@ def test_dependencies_that_files_list_for_the_build_backend(tmp_path: Path) -> N
     (tmp_path / "base.txt").write_text("numpy==2.0\n")
     (tmp_path / "more.txt").write_text("# nothing else\nrich\n")
     found = find(tmp_path)
-    assert found is not None and found.image.pip == ("numpy==2.0", "rich")
+    assert found is not None and found.pip == ("numpy==2.0", "rich")
 
 
 def test_dependencies_that_only_a_build_backend_knows_are_an_error(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_dependencies_that_only_a_build_backend_knows_are_an_error(tmp_path: Pat
     assert find(tmp_path / "app.py", script_only=True) is None
     (tmp_path / "requirements.txt").write_text("rich\n")
     found = find(tmp_path)
-    assert found is not None and found.image.pip == ("rich",)
+    assert found is not None and found.pip == ("rich",)
 
 
 def test_a_lock_above_the_project_is_that_of_its_workspace(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_lock_above_the_project_is_that_of_its_workspace(tmp_path: Path) -> No
     project(tmp_path / "member", "numpy")
     found = find(tmp_path / "member")
     assert found is not None
-    assert found.image == Image(pip=["numpy"], lock=str(lock))
+    assert Image.of_manifest(found) == Image(pip=["numpy"], lock=str(lock))
     assert found.source.endswith("pyproject.toml with uv.lock")
 
 

@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 from stage.threads import begin
 
 from skyfab.ui import printer
+from skyfab.ui.display import attach
 from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Importing, Mapped, Output, Question, Waiting
+from skyfab.ui.printer import Plain
 from skyfab.ui.prompt import TERMINAL
-from skyfab.ui.screen import Plain, Screen, attach
+from skyfab.ui.screen import Screen
 from skyfab.ui.suppressed import is_noise
 from skyfab.ui.table import table
-from skyfab.ui.terminal import Live, clean, clean_lines, is_rich
+from skyfab.ui.terminal import LiveLines, clean, clean_lines, is_rich
 
 SGR = re.compile(r"\x1b\[[0-9;:]*m")
 
@@ -393,7 +395,7 @@ def test_more_bars_than_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINES", "6")
     monkeypatch.setenv("COLUMNS", "80")
     tty = Tty()
-    live = Live()
+    live = LiveLines()
     for state in ("a", "b"):
         tty.write(live.frame("", [f"{state}{number}" for number in range(64)]))
     assert tty.lines == ["b0", "b1", "b2", "b3", "… and 60 more"]

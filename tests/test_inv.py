@@ -248,13 +248,25 @@ def test_a_cpu_build_in_an_extra_index_is_found(checkout: Checkout, tmp_path: Pa
 
 
 @pytest.mark.skipif(HAS_GPU, reason="with a GPU the torch of the index is wanted")
-def test_without_a_fitting_torch_the_rest_is_set_up(checkout: Checkout) -> None:
+def test_without_a_cpu_build_the_index_has_torch(checkout: Checkout) -> None:
+    """As on a machine that reaches PyPI alone: its torch is built for CUDA, and works without a GPU too."""
     del checkout.environ["PIP_FIND_LINKS"]
-    done = checkout.inv("--version")
+    done = checkout.inv("train")
     assert done.returncode == 0, done.stderr
-    assert "torch from the index: is built for CUDA" in done.stderr
-    assert "going on without torch" in done.stderr
-    assert checkout.installed("torch") == []
+    assert "inv: torch 3.0 from the index, built for CUDA (about 3 GB): no CPU build was found; " in done.stderr
+    assert "PyTorch's CPU index" in done.stderr, "where it was looked for"
+    assert checkout.installed("torch") == ["torch-3.0"]
+    assert checkout.installed("nvidia_everything") == ["nvidia_everything-1"]
+
+
+def test_without_any_torch_it_ends_at_once_with_the_way_out(checkout: Checkout) -> None:
+    del checkout.environ["PIP_FIND_LINKS"]
+    shutil.rmtree(checkout.index / "torch")
+    done = checkout.inv("train")
+    assert done.returncode == 1
+    assert "inv: no torch for this machine\ninv: hint: " in done.stderr
+    assert done.stdout == ""
+    assert checkout.installed("invoke") == []
 
 
 def test_a_changed_file_refreshes_in_place(checkout: Checkout) -> None:

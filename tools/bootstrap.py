@@ -34,8 +34,8 @@ PRIVATE = ROOT / ".inv"
 OLDEST_UV = (0, 8)
 """Older ones lack --group or --torch-backend in `uv pip`."""
 
-ACCELERATED = re.compile(r"^(nvidia-|cuda-|triton\b|pytorch-triton|torch==\S*\+(cu|rocm|xpu))", re.MULTILINE)
-"""Pins that mean gigabytes for a GPU. Nothing that matches is installed where there is no GPU."""
+CUDA = re.compile(r"^(nvidia-|cuda-|triton\b|pytorch-triton|torch==\S*\+(cu|rocm|xpu))", re.MULTILINE)
+"""Pins of a build for GPUs: gigabytes. It runs without a GPU too, but a build for CPUs is preferred there."""
 
 
 class SetupError(Exception):
@@ -103,22 +103,28 @@ def find_python(uv: Uv, version: str) -> str:
 def resolve(uv: Uv, groups: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """Pins for the whole environment, and the options to install them with."""
     gpu = has_gpu()
-    refused = []
+    large: tuple[str, Torch] | None = None
+    reasons = []
     for choice in torch_choices(uv, gpu=gpu):
         try:
             pins = compile_pins(uv, f"-e .[torch]\n{choice.pin}\n", *groups, *choice.options)
-        except SetupError as error:  # no build for this Python and platform there, or out of reach
-            refused.append(f"torch {choice.source}: {str(error).splitlines()[0]}")
+        except SetupError as error:  # it has no build for this Python and platform, or is out of reach
+            reasons.append((choice.source, str(error)))
             continue
-        if gpu or not ACCELERATED.search(pins):
+        if gpu or not CUDA.search(pins):
             say(f"torch {_version(pins, 'torch')} {choice.source}")
             return pins, choice.options
-        refused.append(f"torch {choice.source}: is built for CUDA, and no GPU is here")
-    pins = compile_pins(uv, "-e .\n", *groups)
-    say("\n".join(refused))
-    say("going on without torch: what needs it will be missing")
-    say("hint: put a build for this machine where pip looks (PIP_FIND_LINKS), remove .venv and start ./inv again")
-    return pins, ()
+        large = large or (pins, choice)
+    if large is None:
+        raise SetupError("\n".join([*(f"torch {source}: {error}" for source, error in reasons), NO_TORCH]))
+    pins, choice = large
+    why = "".join(f"; {source}: {error.splitlines()[0]}" for source, error in reasons)
+    say(f"torch {_version(pins, 'torch')} {choice.source}, built for CUDA (about 3 GB): no CPU build was found{why}")
+    return pins, choice.options
+
+
+NO_TORCH = """no torch for this machine
+hint: check the index (pip config list), or put a wheel of torch into a folder and set PIP_FIND_LINKS to it"""
 
 
 def compile_pins(uv: Uv, requirements: str, *options: str) -> str:
@@ -145,7 +151,8 @@ def torch_choices(uv: Uv, *, gpu: bool) -> Iterator[Torch]:
         return
     for version in configured_cpu_builds(uv):
         yield Torch("from the places in pip's configuration", pin=f"torch=={version}")
-    # Before PyTorch's own index, because that one is often out of reach: on macOS this is a CPU build.
+    # Before PyTorch's own index, which is often out of reach. On macOS this is a CPU build; a build for CUDA, as PyPI
+    # has for Linux, is only taken if PyTorch's index has none for CPUs.
     yield Torch("from the index")
     yield Torch("from PyTorch's CPU index", options=("--torch-backend", "cpu"))
 

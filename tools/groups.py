@@ -21,11 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 SECONDS = {
-    "agent/test_agent_fuzz.py": 17,
-    "agent/test_cancelled_calls.py": 9,
-    "agent/test_cuda.py": 7,
-    "agent/test_program_ends.py": 13,
-    "agent/test_spawning.py": 8,
+    "host/test_agent_fuzz.py": 17,
+    "host/test_cancelled_calls.py": 9,
+    "host/test_cuda.py": 7,
+    "host/test_program_ends.py": 13,
+    "host/test_spawning.py": 8,
     "calls/test_calls.py": 53,
     "calls/test_calls_under_attack.py": 11,
     "calls/test_code.py": 78,
@@ -95,8 +95,8 @@ SECONDS = {
 }
 """What files below tests/ take, measured once: those that take longest are run first."""
 SLOW_SECONDS = {
-    "agent/test_agent_fuzz.py": 9,
-    "agent/test_program_ends.py": 17,
+    "host/test_agent_fuzz.py": 9,
+    "host/test_program_ends.py": 17,
     "calls/test_calls.py": 46,
     "calls/test_calls_under_attack.py": 13,
     "calls/test_nesting.py": 13,

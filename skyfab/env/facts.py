@@ -84,3 +84,8 @@ class Target:
             driver=facts.driver,
             rocm=facts.rocm,
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no GPU that torch could use."""
+        return not (self.driver[:1].isdigit() or self.rocm)

@@ -204,7 +204,7 @@ class _Steps:
         if self.plan.image.apt:
             self.report.step("installing apt packages")
             install_apt(self.shell, self.plan.image.apt)
-        self.report.step("installing")
+        self.report.step(_installing(lock, target))
         python = own or (unpack_python(self.shell, archive) if archive else target.python)
         offline = not (packages_there or python_there)
         make = functools.partial(
@@ -257,6 +257,16 @@ class _Steps:
 
 
 _ROOM: Final = "free some space there (skyfab gc), or put the cache on another disk (cache = … in the inventory)"
+
+
+def _installing(lock: Lock, target: Target) -> str:
+    """The step's name. It mentions a build for GPUs on a host without one: that takes long, and much room."""
+    from skyfab.env.torch_variants import is_for_gpus
+
+    if not (target.is_plain and is_for_gpus(wheel.package for wheel in lock.wheels)):
+        return "installing"
+    size = sum(wheel.size or 0 for wheel in lock.wheels)
+    return f"installing torch for CUDA, as no CPU build was found{f' ({readable(size)})' if size else ''}"
 
 
 def _mismatched(failed: ScriptFailed) -> list[str]:

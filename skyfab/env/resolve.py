@@ -58,7 +58,6 @@ def text_of(path: str) -> str:
 
 
 TORCH = frozenset({"torch", *torch_variants.COMPANIONS})
-_ACCELERATED = re.compile(r'^name = "(nvidia-|cuda-|triton"|pytorch-triton)', re.MULTILINE)
 _ROCM = ("7.2", "7.1", "7.0", "6.4", "6.3", "6.2.4", "6.2", "6.1", "6.0")
 _SAID = re.compile(
     "UV_(DEFAULT_INDEX|INDEX|INDEX_URL|EXTRA_INDEX_URL|FIND_LINKS|INDEX_STRATEGY|TORCH_BACKEND|CONSTRAINT|OVERRIDE"
@@ -188,15 +187,31 @@ class Resolver:
                 continue
             if self._strangers(text):
                 apart = text
-            elif not self._is_plain or not _ACCELERATED.search(text):
+            elif not (self.target.is_plain and torch_variants.is_for_gpus(_names(text))):
                 return text
         options, env = self._backend()
         try:
             return self._scoped(options=options, env=env)
         except UvFailed:
+            if text := self._build_of_the_index():
+                return text
             if apart:
                 self._check_builds(apart)  # gives a better reason than that PyTorch's index is unreachable
             raise
+
+    def _build_of_the_index(self) -> str:
+        """Resolves with the index's own torch; empty if it has none that works on the target.
+
+        On PyPI it is a build for CUDA, which also runs on hosts without a GPU, but needs 3 GB more.
+        """
+        try:
+            text = self._scoped(env={"UV_TORCH_BACKEND": ""})
+        except UvFailed:
+            return ""
+        needed = [int(major) for major in re.findall(r'^name = "nvidia-.*-cu(\d+)"', text, re.MULTILINE)]
+        usable = torch_variants.cuda_for(self.target.driver) or 0
+        works = self.target.is_plain or (bool(needed) and max(needed) <= usable)
+        return text if works and not self._strangers(text) else ""
 
     def _with_companions(self, torch: str) -> str:
         """Resolves with that torch, and with torchvision and torchaudio of the same build from pip's sources."""
@@ -231,11 +246,6 @@ class Resolver:
                 hint=f"put builds for {build} where pip looks for torch (pip config list), or name one index that has"
                 f" all of them: {index_option('URL', sorted(TORCH))}",
             )
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether the target has no GPU that torch could use."""
-        return not (re.match(r"\d", self.target.driver) or self.target.rocm)
 
     def _backend(self) -> tuple[tuple[str, str], dict[str, str]]:
         """uv's option for the target's GPU, and variables that make uv see that GPU instead of this machine's."""
@@ -282,7 +292,7 @@ class Resolver:
     def _suits(self, version: str) -> bool:
         build = version.partition("+")[2]
         cuda = re.fullmatch(r"cu(\d+)\d", build)
-        if self._is_plain:
+        if self.target.is_plain:
             return not build or build.startswith("cpu")
         if re.match(r"\d", self.target.driver):
             return cuda is not None and _numbers(self.target.driver) >= torch_variants.DRIVERS.get(

@@ -7,7 +7,7 @@ Their versions alone do not show it: torchvision 0.28.0 of the default index req
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -55,6 +55,15 @@ def family(version: str) -> str | None:
     if cuda := re.fullmatch(r"cu(\d+)\d", label):
         return f"cuda{cuda[1]}"
     return label if re.fullmatch(r"(cpu|rocm[\d.]+|xpu|)", label) else None
+
+
+def is_for_gpus(packages: Iterable[str]) -> bool:
+    """Whether the torch that brings these packages is a build for GPUs.
+
+    >>> is_for_gpus(["numpy", "nvidia-cublas"]), is_for_gpus(["numpy"])
+    (True, False)
+    """
+    return any(re.match(r"nvidia-|cuda-|triton$|pytorch-triton", package) for package in packages)
 
 
 def cuda_for(driver: str) -> int | None:

@@ -506,7 +506,7 @@ def test_processes_that_ask_for_the_same_wait_for_one(tmp_path: Path, index: Ind
 
 
 def torch_wheel(folder: Path, version: str, *, arch: str = "x86_64", cuda: bool = False) -> None:
-    requires = ["nvidia-cublas"] if cuda else []
+    requires = ["nvidia-cudnn-cu13"] if cuda else []
     make_wheel(folder, "torch", version, tag=f"cp311-cp311-manylinux_2_28_{arch}", requires=requires)
 
 
@@ -514,7 +514,7 @@ def torch_wheel(folder: Path, version: str, *, arch: str = "x86_64", cuda: bool 
 def links(tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that pip looks into, beside an index with a newer torch for GPUs."""
     torch_wheel(index.folder, "2.14.0", cuda=True)
-    index.add("nvidia-cublas", "13.0")
+    index.add("nvidia-cudnn-cu13", "9.0")
     folder = tmp_path / "links"
     folder.mkdir()
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
@@ -564,12 +564,35 @@ def test_an_index_of_ones_own_may_have_a_build_without_a_name(
     ],
 )
 def test_else_uv_chooses_pytorchs_index_for_the_targets_gpu(
-    links: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], path: str
+    index: Index, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], path: str
 ) -> None:
-    """Which is out of reach in tests: the address that was tried tells."""
+    """Which is out of reach in tests: the address that was tried tells. The default index has no torch."""
     monkeypatch.setenv("UV_CUDA_DRIVER_VERSION", "999")  # this machine's
     with pytest.raises(LockError, match=rf"(?s)^torch for .*: an index cannot be reached.*{path}.*hint: name an index"):
         lock_of("torch", target=replace(HOST, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "works"),
+    [
+        ({}, True),
+        ({"driver": "N/A"}, True),
+        ({"driver": "580.65.06"}, True),
+        ({"driver": "550.54.15"}, False),  # too old for CUDA 13: torch would not find the GPU
+        ({"rocm": "6.4.1"}, False),
+    ],
+)
+def test_without_pytorchs_index_the_default_index_is_used(
+    links: Path, index: Index, changes: dict[str, str], works: bool
+) -> None:
+    """Its torch is built for CUDA, which runs on hosts without a GPU too."""
+    torch_wheel(index.folder, "2.15.0", cuda=True)
+    target = replace(HOST, **changes)
+    if works:
+        assert chosen(lock_of("torch", target=target)) == {"torch": "2.15.0", "nvidia-cudnn-cu13": "9.0"}
+    else:
+        with pytest.raises(LockError, match="an index cannot be reached"):
+            lock_of("torch", target=target)
 
 
 def test_who_says_which_backend_gets_it(links: Path, monkeypatch: pytest.MonkeyPatch) -> None:

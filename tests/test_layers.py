@@ -35,11 +35,11 @@ MAY_IMPORT = {
     "inspect": "errors _util inventory host",
     "detached": "errors _util context protocol inventory calls ssh session ui",
     "env": "errors _util protocol inventory calls ssh session detached",
-    "device": "errors context protocol host",
+    "device": "errors _util context protocol host",
     "pool": "errors _util context protocol inventory calls plugins ssh session detached env ui device files host"
     " inspect providers",
     "inspect.doctor": "errors _util protocol inventory calls session env ui host pool",
-    "inspect.top": "errors inventory calls session detached ui host pool",
+    "inspect.top": "errors _util inventory calls session detached ui host pool",
     "cli": "errors _util context protocol inventory calls plugins ssh session detached env ui files inspect pool lab",
     "lab": "errors _util",  # it makes machines and does not use them, so that tests of anything can use it
     "__main__": "cli",

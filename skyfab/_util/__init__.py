@@ -1,1 +1,1 @@
-"""Small things that any part of skyfab may need: scripts, sizes, TOML, tables in notebooks."""
+"""Small things that any part of skyfab may need: atomic writes, scripts, sizes, TOML, versions, tables in notebooks."""

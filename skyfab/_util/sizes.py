@@ -1,4 +1,4 @@
-"""Numbers of bytes as people read them."""
+"""Numbers as people read them: bytes, and counts of things."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ def readable(size: int) -> str:
     """
     unit, scale = _unit(size)
     return f"{size} byte{'' if size == 1 else 's'}" if scale == 1 else f"{_number(size / scale)} {unit}"
+
+
+def counted(count: int, noun: str, nouns: str = "") -> str:
+    """How many there are; `nouns` is the plural, if it is not formed with an s.
+
+    >>> counted(1, "rank"), counted(1200, "rank"), counted(2, "batch", "batches")
+    ('1 rank', '1,200 ranks', '2 batches')
+    """
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
 
 
 def progress(done: int, total: int) -> str:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyfab._util import atomic
 from skyfab.calls.image import Image
 from skyfab.env import facts_cache, probe
 from skyfab.env.facts import Target
 from skyfab.env.lock import Lock, make_lock
 from skyfab.env.prepare import Preparation
-from skyfab.env.uv import described, write_whole
+from skyfab.env.uv import described
 from skyfab.errors import PoolError, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
@@ -128,7 +129,7 @@ def write_lock(path: Path, image: Image, hosts: Sequence[Host], *, quiet: bool =
         )
     (text,) = groups
     try:
-        write_whole(path, text.encode())
+        atomic.write(path, text, mode=0o644)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
     if not quiet:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
+from skyfab._util.sizes import counted
 from skyfab.cli.command import Option, command
 from skyfab.errors import HostKeyRefused, SkyfabError, UsageError
 from skyfab.ui.hints import HINTS
@@ -62,7 +63,7 @@ def init(
     kept = ready if len(ready) == len(outcomes) or _left_out(outcomes, yes=yes) else [one.host for one in outcomes]
     found = replace(known, hosts={host.name: host for host in kept}, groups={})
     _write(path, found)
-    print(f"written: {path}, with {len(kept)} host{'s' if len(kept) != 1 else ''}")
+    print(f"written: {path}, with {counted(len(kept), 'host')}")
     print(HINTS.adapted("next: skyfab doctor"))
     return 0
 
@@ -165,7 +166,7 @@ def _show(outcomes: Sequence[Outcome[Survey]]) -> None:
     for one in outcomes:
         if one.result is not None:
             now = one.result
-            gpus = f", {len(now.gpus)} GPU{'s' if len(now.gpus) != 1 else ''}" if now.gpus else ""
+            gpus = f", {counted(len(now.gpus), 'GPU')}" if now.gpus else ""
             print(
                 clean(f"{one.host.name}: hello from {now.os}, Python {now.python}, {now.cpus} CPUs{gpus}", colour=False)
             )

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
+
+from skyfab._util.cache import cache_folder
 
 _MOST: Final = 50
 
 
 def _file() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")  # as skyfab.env.uv.home, which takes long to import
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "skyfab" / "launched"
+    return cache_folder() / "launched"
 
 
 def note(id_: str, name: str) -> None:
     """Notes a run. What cannot be written is not noted."""
+    from skyfab._util import atomic  # it takes long to import, and completion does not need it
+
     with suppress(OSError, RuntimeError):
-        file = _file()
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        draft = file.with_name(f".launched-{os.getpid()}")
-        draft.write_text("\n".join([*_lines(), f"{id_[:8]} {' '.join(name.split())}"][-_MOST:]) + "\n")
-        draft.replace(file)
+        lines = [*_lines(), f"{id_[:8]} {' '.join(name.split())}"]
+        atomic.write(_file(), "\n".join(lines[-_MOST:]) + "\n")
 
 
 def names() -> list[str]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import skyfab
+from skyfab._util.sizes import counted
 from skyfab.cli.command import Detach, Hosts, InventoryFile, Option, Ranks, command
 from skyfab.cli.image_options import ImageOptions, Index
 from skyfab.errors import BroadcastError, RemoteTraceback, UsageError
-from skyfab.ui.terminal import counted
 
 if TYPE_CHECKING:
     from skyfab.calls.call import Call

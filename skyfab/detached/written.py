@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from skyfab._util.sizes import readable
+from skyfab._util.sizes import counted, readable
 from skyfab.errors import UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
@@ -44,7 +44,7 @@ class Written:
         >>> str(Written("mnist-1a2b3c4d", 2, 5_000_000, ("model.pt", "log.csv"), True))
         '2 files (5.0 MB): model.pt, log.csv'
         """
-        count = f"{'' if self.complete else 'at least '}{self.count} file{'' if self.count == 1 else 's'}"
+        count = f"{'' if self.complete else 'at least '}{counted(self.count, 'file')}"
         names = ", ".join(self.names) + (", …" if self.count > len(self.names) else "")
         return f"{count} ({readable(self.size)}): {names}"
 

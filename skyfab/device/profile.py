@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from skyfab._util.sizes import counted, readable
 from skyfab.device import batches, call_site, flusher
 from skyfab.host.device import wire
 
@@ -115,13 +116,13 @@ class Profile:
         lines = self.lines
         waited = sum(line.seconds for line in lines)
         text = [
-            f"{self.seconds:.3f} s, {waited:.3f} s of it in {_count(self.waits, 'wait')}",
-            f"{_count(self.operations, 'operation')}, {_count(self.plans, 'plan')} made, "
-            f"{_count(self.others, 'other instruction')}, in {_count(self.batches, 'batch', 'batches')}",
-            f"{_size(self.bytes_sent)} sent, {_size(self.bytes_received)} received",
+            f"{self.seconds:.3f} s, {waited:.3f} s of it in {counted(self.waits, 'wait')}",
+            f"{counted(self.operations, 'operation')}, {counted(self.plans, 'plan')} made, "
+            f"{counted(self.others, 'other instruction')}, in {counted(self.batches, 'batch', 'batches')}",
+            f"{readable(self.bytes_sent)} sent, {readable(self.bytes_received)} received",
         ]
         if self.copies:
-            text.append(f"{_count(self.copies, 'copy', 'copies')} from host to host, {_size(self.bytes_copied)}")
+            text.append(f"{counted(self.copies, 'copy', 'copies')} from host to host, {readable(self.bytes_copied)}")
         if lines:
             text += ["", "  waits  seconds  longest  line"]
         for line in lines:
@@ -135,18 +136,6 @@ def profile() -> Profile:
     ``with sky.device.profile() as p: …``, then ``print(p)``.
     """
     return Profile()
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
-def _size(number: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} GB"
 
 
 def _shown(place: str) -> str:

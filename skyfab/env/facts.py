@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skyfab._util.versions import machine, numbers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
@@ -89,3 +91,14 @@ class Target:
     def is_plain(self) -> bool:
         """Whether it has no GPU that torch could use."""
         return not (self.driver[:1].isdigit() or self.rocm)
+
+    @property
+    def machine(self) -> str:
+        """The architecture under the name that it has everywhere: aarch64 for arm64."""
+        return machine(self.arch)
+
+    @property
+    def c_library(self) -> tuple[str, tuple[int, ...]]:
+        """Its name and version: ``("glibc", (2, 36))``."""
+        name, _, version = self.libc.partition(" ")
+        return name, numbers(version)[:2]

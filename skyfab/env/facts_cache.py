@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from skyfab._util import atomic
+from skyfab._util.cache import cache_folder
 from skyfab.env.facts import Facts, Gpu, Program
-from skyfab.env.uv import home
 from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
 
@@ -26,12 +25,7 @@ def load(host: Host) -> Facts | None:
 def remember(host: Host, facts: Facts) -> None:
     """Stores the facts. If that fails, the next start only takes longer."""
     try:
-        path = _file(host)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".")
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(dataclasses.asdict(facts), file)
-        Path(draft).replace(path)
+        atomic.write(_file(host), json.dumps(dataclasses.asdict(facts)))
     except OSError:
         pass
 
@@ -39,7 +33,7 @@ def remember(host: Host, facts: Facts) -> None:
 def _file(host: Host) -> Path:
     words = (host.transport == "local", host.user, host.address or host.name, host.port, host.cache)
     place = "\0".join(map(str, words))
-    return home() / "hosts" / f"{name_of(place.encode())[:32]}.json"
+    return cache_folder() / "hosts" / f"{name_of(place.encode())[:32]}.json"
 
 
 def _facts(document: dict[str, Any]) -> Facts:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from skyfab._util.cache import cache_folder
 from skyfab._util.scripts import given, read
-from skyfab._util.sizes import readable
+from skyfab._util.sizes import counted, readable
 from skyfab.detached.folder import ALIVE
-from skyfab.env.uv import home
 from skyfab.errors import HostUnfit, UsageError
 from skyfab.session.shell import ScriptFailed, Shell
 
@@ -73,7 +73,7 @@ class Swept:
         self.size += max(0, size)
 
     def __str__(self) -> str:
-        things = [_counted(count, _WORDS[kind]) for kind, count in self.counts.items() if count]
+        things = [counted(count, _WORDS[kind]) for kind, count in self.counts.items() if count]
         if not things and not self.size:
             return "nothing to remove"
         verb = "would remove" if self.dry_run else "removed"
@@ -81,14 +81,6 @@ class Swept:
         if self.folders:
             said += f" ({', '.join(f'{name} {readable(size)}' for name, size in self.folders)})"
         return f"{said}; uv's cache stays, where environments share its files" if self.kept_uv else said
-
-
-def _counted(count: int, word: str) -> str:
-    """
-    >>> _counted(2, "log")
-    '2 logs'
-    """
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _minutes(days: int) -> int:
@@ -139,7 +131,7 @@ def sweep_here(days: int, *, dry_run: bool = False) -> Swept:
     swept = Swept(dry_run=dry_run)
     now = time.time()
     for kind in ("wheels", "built", "locks", "tools", "pythons", "hosts", "busy"):
-        for path in _entries(home() / kind):
+        for path in _entries(cache_folder() / kind):
             half = path.name.startswith(".")
             if kind == "pythons" and not path.name.startswith(("cpython-", ".new-")):
                 continue  # belongs to this machine's role as a host

@@ -13,7 +13,8 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from packaging.markers import InvalidMarker
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from skyfab._util import toml
+from skyfab._util import atomic, toml
+from skyfab._util.cache import cache_folder
 from skyfab.calls.image import Image
 from skyfab.env import uv
 from skyfab.env.facts import Target
@@ -95,7 +96,7 @@ def make_lock(
 
 def _made(question: Question, *, upgrade: bool, only_known: bool) -> Lock | None:
     """The lock for a question: the stored one, or a new one from uv."""
-    path = uv.home() / "locks" / f"{question.key()}.toml"
+    path = cache_folder() / "locks" / f"{question.key()}.toml"
     known = None if upgrade else _stored(path, question.target)
     if known is None and not only_known:
         with uv.making(path):
@@ -106,7 +107,7 @@ def _made(question: Question, *, upgrade: bool, only_known: bool) -> Lock | None
                 text = with_wheels(resolved, question.target)
                 known = _lock(text, question.target)
                 _check_hashes(known, resolved, question.pins.allowed)
-                uv.write_whole(path, f"# {sum_of(text)}\n{text}".encode())
+                atomic.write(path, f"# {sum_of(text)}\n{text}", mode=0o644)
     return known
 
 

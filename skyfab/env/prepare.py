@@ -15,9 +15,10 @@ from shlex import quote
 from typing import TYPE_CHECKING, Final, Protocol
 
 from skyfab._util.sizes import readable
+from skyfab._util.versions import numbers
 from skyfab.calls.image import Image
 from skyfab.calls.results import image_option
-from skyfab.env.facts import Facts, Program, Target
+from skyfab.env.facts import Facts, Target
 from skyfab.errors import HostUnfit, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
@@ -234,7 +235,7 @@ class _Steps:
         from skyfab.env.install import Package
         from skyfab.env.tools import uv_for
 
-        if facts.uv is not None and _numbers(facts.uv) >= _OLDEST_UV:
+        if facts.uv is not None and numbers(facts.uv.version) >= _OLDEST_UV:
             return facts.uv.path, []
         package = Package.of_file(uv_for(target), program=True)
         return package.place, [package]
@@ -272,10 +273,6 @@ def _installing(lock: Lock, target: Target) -> str:
 def _mismatched(failed: ScriptFailed) -> list[str]:
     """The packages whose wheels, according to uv, do not match the lock."""
     return re.findall(r"hash mismatch for `?([\w.-]+)", failed.output, re.IGNORECASE)
-
-
-def _numbers(program: Program) -> tuple[int, ...]:
-    return tuple(int(word) for word in program.version.split(".") if word.isdecimal())
 
 
 def _unfit(failed: ScriptFailed, host: Host) -> Exception:

@@ -18,6 +18,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from skyfab._util import toml
+from skyfab._util.versions import numbers
 from skyfab.calls.image import Image, PipIndex, split_hashes
 from skyfab.calls.results import image_option, index_option
 from skyfab.env import torch_variants, uv
@@ -254,8 +255,8 @@ class Resolver:
             return ("--torch-backend", "auto"), {"UV_CUDA_DRIVER_VERSION": driver, "UV_AMD_GPU_ARCHITECTURE": ""}
         if rocm.startswith("gfx"):
             return ("--torch-backend", "auto"), {"UV_AMD_GPU_ARCHITECTURE": rocm, "UV_CUDA_DRIVER_VERSION": ""}
-        numbers = _numbers(rocm)
-        fitting = [version for version in _ROCM if numbers and _numbers(version) <= numbers]
+        found = numbers(rocm)
+        fitting = [version for version in _ROCM if found and numbers(version) <= found]
         return ("--torch-backend", f"rocm{fitting[0]}" if fitting else "cpu"), {}
 
     def _configured_builds(self) -> Iterator[str]:
@@ -295,9 +296,7 @@ class Resolver:
         if self.target.is_plain:
             return not build or build.startswith("cpu")
         if re.match(r"\d", self.target.driver):
-            return cuda is not None and _numbers(self.target.driver) >= torch_variants.DRIVERS.get(
-                int(cuda[1]), (9999,)
-            )
+            return cuda is not None and numbers(self.target.driver) >= torch_variants.DRIVERS.get(int(cuda[1]), (9999,))
         return build.startswith("rocm")
 
     # scopes: uv uses a package's own index only if the package is requested by name
@@ -415,10 +414,6 @@ def requirement(text: str) -> Requirement:
 
 def _names(text: str) -> set[str]:
     return set(re.findall(r'^name = "([^"]+)"', text, re.MULTILINE))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text))
 
 
 def _place(url: str) -> str:

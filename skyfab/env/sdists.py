@@ -16,6 +16,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from skyfab._util import toml
+from skyfab._util.cache import cache_folder
+from skyfab._util.versions import machine, numbers
 from skyfab.calls.results import index_option
 from skyfab.env import uv
 from skyfab.env.facts import Target
@@ -64,7 +66,7 @@ def file_of(wheel: Wheel) -> Path:
 
 def is_built(wheel: Wheel) -> bool:
     """Whether a wheel was built here: no index has it."""
-    return wheel.url.startswith((uv.home() / "built").as_uri())
+    return wheel.url.startswith((cache_folder() / "built").as_uri())
 
 
 class _Source:
@@ -102,7 +104,7 @@ def _path(url: str) -> Path:
 
 def _wheel(source: _Source) -> Path:
     """The wheel of a source: the stored one, or a new one."""
-    folder = uv.home() / "built" / source.key
+    folder = cache_folder() / "built" / source.key
     with uv.making(folder):
         if not folder.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -174,17 +176,12 @@ def _git(folder: Path, *words: str) -> None:
 
 def _check_platform(name: str, target: Target) -> None:
     """Raises LockError if a wheel with compiled code that was built here cannot run on the target."""
-    here = (platform.system(), {"arm64": "aarch64"}.get(platform.machine(), platform.machine()))
-    there = (target.system, {"arm64": "aarch64"}.get(target.arch, target.arch))
-    libc, number = platform.libc_ver()
-    known, _, other = target.libc.partition(" ")
-    same = here == there and (here[0] != "Linux" or libc == known)
-    if not same or _numbers(number) > _numbers(other):
+    here = (platform.system(), machine(platform.machine()))
+    libc, version = platform.libc_ver()
+    known, release = target.c_library
+    same = here == (target.system, target.machine) and (here[0] != "Linux" or libc == known)
+    if not same or numbers(version)[:2] > release:
         raise LockError(
             f"{name} has no wheel, and what is built from its source here does not run on {uv.described(target)}",
             hint=f"build a wheel there, put it into a folder, and name that: {index_option('FOLDER', ['…'])}",
         )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])

@@ -12,6 +12,8 @@ import zipfile
 from functools import cache
 from pathlib import Path
 
+from skyfab._util import atomic
+from skyfab._util.cache import cache_folder
 from skyfab.calls.image import Image
 from skyfab.env import uv
 from skyfab.env.facts import Target
@@ -31,7 +33,7 @@ def uv_for(target: Target) -> Path:
     if _runs_on(here, target):
         return here
     name = f"uv-{uv.version()}-{uv.platform_of(target)}"
-    path = uv.home() / "tools" / name / "uv"
+    path = cache_folder() / "tools" / name / "uv"
     if not path.exists():
         with uv.making(path):
             if not path.exists():
@@ -45,7 +47,7 @@ def _unpack(wheel: Path, path: Path) -> None:
         names = [name for name in archive.namelist() if re.fullmatch(r"uv-[^/]+\.data/scripts/uv", name)]
         if not names:
             raise LockError(f"{wheel.name} has no program uv in it")
-        uv.write_whole(path, archive.read(names[0]), mode=0o755)
+        atomic.write(path, archive.read(names[0]), mode=0o755)
 
 
 def _runs_on(program: Path, target: Target) -> bool:
@@ -55,11 +57,11 @@ def _runs_on(program: Path, target: Target) -> bool:
     if target.system != "Linux":
         return platform.machine() == target.arch
     arch, loader, oldest = _needs(program, program.stat().st_mtime_ns)
-    libc, _, number = target.libc.partition(" ")
-    if arch != {"arm64": "aarch64", "amd64": "x86_64"}.get(target.arch, target.arch):
+    libc, release = target.c_library
+    if arch != target.machine:
         return False
     if loader == "glibc":
-        return libc == "glibc" and tuple(int(part) for part in re.findall(r"\d+", number)[:2]) >= (2, oldest)
+        return libc == "glibc" and release >= (2, oldest)
     return loader == "" or libc == loader
 
 
@@ -83,7 +85,7 @@ def python_for(target: Target) -> Path:
     certificates and proxies. Raises LockError.
     """
     key = _download(target)
-    folder = uv.home() / "pythons" / key
+    folder = cache_folder() / "pythons" / key
     with uv.making(folder):
         if not folder.exists():
             _get(key, folder, target)
@@ -98,7 +100,7 @@ _ALLOWED = {"UV_PYTHON_PREFERENCE": "", "UV_NO_MANAGED_PYTHON": "", "UV_MANAGED_
 def _download(target: Target) -> str:
     """uv's name for the newest interpreter of the target's minor version: ``cpython-3.11.14-linux-x86_64-gnu``."""
     system = {"Linux": "linux", "Darwin": "macos"}.get(target.system, target.system)
-    arch = {"arm64": "aarch64", "amd64": "x86_64"}.get(target.arch, target.arch)
+    arch = target.machine
     libc = {"glibc": "gnu", "musl": "musl"}.get(target.libc.partition(" ")[0], "none")
     options = ("--only-downloads", "--all-platforms", "--all-arches", "--output-format", "json")
     try:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Final
 
+from skyfab._util.versions import numbers
+
 COMPANIONS: Final = frozenset({"torchvision", "torchaudio"})
 DRIVERS: Final = {13: (580,), 12: (525, 60, 13), 11: (450, 80, 2)}
 """CUDA's major version → the oldest driver that supports it (as in uv's own table)."""
@@ -72,8 +74,8 @@ def cuda_for(driver: str) -> int | None:
     >>> cuda_for("550.54.14"), cuda_for("390.1")
     (12, None)
     """
-    numbers = tuple(map(int, re.findall(r"[0-9]{1,9}", driver)))
-    return next((cuda for cuda, oldest in DRIVERS.items() if numbers >= oldest), None)
+    version = numbers(driver)
+    return next((cuda for cuda, oldest in DRIVERS.items() if version >= oldest), None)
 
 
 def fit(one: str, other: str, arch: str) -> bool:

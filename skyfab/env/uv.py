@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from skyfab._util.cache import cache_folder
 from skyfab.env.facts import Target
 from skyfab.env.pipconf import uv_environment
 from skyfab.errors import UsageError
@@ -43,12 +43,6 @@ _NOISE = (
 
 class UvFailed(Exception):
     """uv failed; the text is its reason, without colours, progress and credentials."""
-
-
-def home() -> Path:
-    """The folder on this machine where locks, wheels and tools are stored: $XDG_CACHE_HOME/skyfab."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "skyfab"
 
 
 # ---- running uv
@@ -223,9 +217,8 @@ def platform_of(target: Target) -> str:
     >>> platform_of(Target(system="Linux", arch="x86_64", libc="glibc 2.36", python="3.11"))
     'x86_64-manylinux_2_36'
     """
-    system, arch = target.system, {"arm64": "aarch64", "amd64": "x86_64"}.get(target.arch, target.arch)
-    libc, _, number = target.libc.partition(" ")
-    release = tuple(int(part) for part in re.findall(r"\d+", number)[:2])
+    system, arch = target.system, target.machine
+    libc, release = target.c_library
     if system == "Darwin" and arch in {"x86_64", "aarch64"}:
         return f"{arch}-apple-darwin"
     if system == "Linux" and libc == "glibc" and arch in {"x86_64", "aarch64"}:
@@ -245,7 +238,7 @@ def described(target: Target) -> str:
     return f"{target.system or 'an unknown system'} {target.arch}{f' ({target.libc})' if target.libc else ''}".strip()
 
 
-# ---- locking and atomic writes
+# ---- locking
 
 _threads: dict[str, threading.Lock] = defaultdict(threading.Lock)
 
@@ -254,7 +247,7 @@ _threads: dict[str, threading.Lock] = defaultdict(threading.Lock)
 def alone(key: str) -> Iterator[None]:
     """Holds a lock for `key` among all threads and processes of this user; the kernel releases it on exit."""
     with _threads[key]:
-        folder = home() / "busy"
+        folder = cache_folder() / "busy"
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / hashlib.sha256(key.encode()).hexdigest()[:32]).open("w") as file:
             try:
@@ -274,7 +267,7 @@ def making(path: Path) -> Iterator[None]:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
             raise
         raise UsageError(
-            f"the cache of this machine cannot be written to: {error.strerror}: {error.filename or home()}",
+            f"the cache of this machine cannot be written to: {error.strerror}: {error.filename or cache_folder()}",
             hint="name another folder: XDG_CACHE_HOME=/path/with/room",
         ) from error
 
@@ -303,17 +296,3 @@ def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
             except OSError:
                 continue  # a dangling link, or deleted meanwhile
             yield str(path), found.st_size, found.st_mtime_ns
-
-
-def write_whole(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Writes a file atomically: other processes see all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as file:
-        try:
-            file.write(content)
-            file.close()
-            Path(file.name).chmod(mode)
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise

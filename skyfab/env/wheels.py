@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import http.client
-import re
 import ssl
 import threading
 import urllib.error
@@ -21,6 +20,7 @@ from urllib.request import url2pathname
 from packaging.markers import Marker, UndefinedEnvironmentName
 from packaging.tags import Tag, compatible_tags, cpython_tags, mac_platforms
 
+from skyfab._util.cache import cache_folder
 from skyfab.env import uv
 from skyfab.env.facts import Target
 from skyfab.errors import SkyfabError
@@ -62,22 +62,20 @@ def tags(target: Target) -> tuple[Tag, ...]:
 
 
 def _platforms(target: Target) -> Iterator[str]:
-    arch = {"arm64": "aarch64", "amd64": "x86_64"}.get(target.arch, target.arch)
-    libc, _, number = target.libc.partition(" ")
-    numbers = [int(part) for part in re.findall(r"\d+", number)[:2]]
+    arch, (libc, release) = target.machine, target.c_library
     if target.system == "Darwin":
         # The macOS version is not known: uv resolves for 13, too.
         yield from mac_platforms((13, 0), "arm64" if arch == "aarch64" else arch)
         return
-    if libc == "glibc" and len(numbers) == 2:
+    if libc == "glibc" and len(release) == 2:
         oldest = 5 if arch == "x86_64" else 17
         aliases = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
-        for minor in range(numbers[1], oldest - 1, -1):
+        for minor in range(release[1], oldest - 1, -1):
             yield f"manylinux_2_{minor}_{arch}"
             if minor in aliases:
                 yield f"{aliases[minor]}_{arch}"
-    elif libc == "musl" and len(numbers) == 2:
-        yield from (f"musllinux_1_{minor}_{arch}" for minor in range(numbers[1], -1, -1))
+    elif libc == "musl" and len(release) == 2:
+        yield from (f"musllinux_1_{minor}_{arch}" for minor in range(release[1], -1, -1))
     yield f"linux_{arch}"
 
 
@@ -133,7 +131,7 @@ def fetch(wheels: Sequence[Wheel], *, progress: Callable[[int, int], None] | Non
 
 def place(wheel: Wheel) -> Path:
     """The path of a wheel, once it has been downloaded."""
-    return uv.home() / "wheels" / wheel.sha256 / Path(wheel.filename).name
+    return cache_folder() / "wheels" / wheel.sha256 / Path(wheel.filename).name
 
 
 def _one(wheel: Wheel, source: _Source, count: _Progress) -> Path:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Final, Protocol
 
-from skyfab._util.sizes import readable
+from skyfab._util.sizes import counted, readable
 from skyfab.errors import ProtocolError
 from skyfab.files.entries import FILE, name, shown
 from skyfab.files.replies import check
@@ -84,13 +84,13 @@ class Report:
     def __str__(self) -> str:
         """
         >>> str(Report("node1", files=1200, size=34_000_000, sent=1, sent_size=500_000, seconds=0.3))
-        'node1: 1200 files, 34 MB; sent 1, 500 kB, in 0.3 s'
+        'node1: 1,200 files, 34 MB; sent 1, 500 kB, in 0.3 s'
         >>> str(Report("node1", files=1, size=12, folder="results"))
         'node1: 1 file, 12 bytes; nothing to fetch into results/, in 0.0 s'
         """
-        count = f"{self.files} file{'' if self.files == 1 else 's'}, {readable(self.size)}"
+        count = f"{counted(self.files, 'file')}, {readable(self.size)}"
         past, present, where = ("fetched", "fetch", f" into {self.folder}/") if self.folder else ("sent", "send", "")
-        what = f"{past} {self.sent}, {readable(self.sent_size)}" if self.sent else f"nothing to {present}"
+        what = f"{past} {self.sent:,}, {readable(self.sent_size)}" if self.sent else f"nothing to {present}"
         return f"{self.host}: {count}; {what}{where}, in {self.seconds:.1f} s"
 
     def note(self, path: str, why: str) -> None:

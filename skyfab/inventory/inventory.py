@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skyfab._util.html import ShownAsTable
+from skyfab._util.sizes import counted
 from skyfab.errors import InventoryError, UnknownHost, UsageError
 from skyfab.inventory import ansible_files, detect, hostfile, slurm, ssh_config
 from skyfab.inventory.file import Contents, read
@@ -37,7 +38,7 @@ class Inventory(ShownAsTable):
 
     def __repr__(self) -> str:
         sizes = [(len(self.hosts), "host"), *([(len(self.groups), "group")] if self.groups else [])]
-        counts = ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in sizes)
+        counts = ", ".join(counted(count, noun) for count, noun in sizes)
         return f"<Inventory {self.source or 'of no file'}: {counts}>"
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:

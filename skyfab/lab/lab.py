@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from skyfab._util import atomic
 from skyfab.errors import SkyfabError, UsageError
 
 from . import boot, loopback, namespace, reaper, root
@@ -22,7 +23,7 @@ from . import sshd as server
 from .host import LabHost, Plan
 from .namespace import NamespaceHost
 from .process import Process
-from .state import INVENTORY, STATE, Kind, Record, inventory, write
+from .state import INVENTORY, STATE, Kind, Record, inventory
 
 MOST = 200
 OWNER = "owner.pid"
@@ -171,7 +172,7 @@ class Lab:
     def inventory_as(self, user: str) -> Path:
         """Writes an inventory of the same hosts with another login user, and returns its path."""
         path = self.folder / f"inventory-{user}.toml"
-        write(path, inventory([replace(host, user=user) for host in self.record.hosts]))
+        atomic.write(path, inventory([replace(host, user=user) for host in self.record.hosts]))
         return path
 
     def cut(self) -> None:

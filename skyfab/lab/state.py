@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from skyfab._util import atomic, toml
 from skyfab.errors import UsageError
 
 from .host import LabHost
@@ -31,8 +32,8 @@ class Record:
 
     def save(self, folder: Path) -> None:
         """Writes both files, readable only by this user."""
-        write(folder / INVENTORY, inventory(self.hosts))
-        write(folder / STATE, json.dumps(asdict(self), default=str, indent=1))
+        atomic.write(folder / INVENTORY, inventory(self.hosts))
+        atomic.write(folder / STATE, json.dumps(asdict(self), default=str, indent=1))
 
     @classmethod
     def load(cls, folder: Path) -> Record:
@@ -50,28 +51,20 @@ class Record:
 def inventory(hosts: Sequence[LabHost]) -> str:
     """The text of an inventory file; its group `lab` contains all hosts."""
     first = hosts[0]
-    lines = ["[defaults]", f"user = {_quoted(first.user)}", f"identity = {_quoted(str(first.identity))}", ""]
+    lines = ["[defaults]", f"user = {toml.dumps(first.user)}", f"identity = {toml.dumps(str(first.identity))}", ""]
     for host in hosts:
         lines += [
             f"[hosts.{host.name}]",
-            f"address = {_quoted(host.address)}",
+            f"address = {toml.dumps(host.address)}",
             f"port = {host.port}",
-            f"host_key = {_quoted(host.host_key)}",
+            f"host_key = {toml.dumps(host.host_key)}",
         ]
         if host.lent_python:
-            lines.append(f"python = {_quoted(host.python)}")
+            lines.append(f"python = {toml.dumps(host.python)}")
         if host.cache is not None:
-            lines.append(f"cache = {_quoted(host.cache)}")
+            lines.append(f"cache = {toml.dumps(host.cache)}")
         lines.append("")
     return "\n".join([*lines, "[groups]", f'lab = ["node[1-{len(hosts)}]"]', ""])
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file atomically, readable only by this user."""
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.touch(0o600)
-    fresh.write_text(text)
-    fresh.replace(path)
 
 
 def _host(kind: Kind, fields: dict[str, Any]) -> LabHost:
@@ -79,8 +72,3 @@ def _host(kind: Kind, fields: dict[str, Any]) -> LabHost:
     if kind == "loopback":
         return LoopbackHost(**fields)
     return NamespaceHost(**fields | {"network": Network(**fields["network"]), "lent": tuple(fields["lent"])})
-
-
-def _quoted(text: str) -> str:
-    """A TOML string: a JSON string, except for one character that JSON does not escape and TOML must."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

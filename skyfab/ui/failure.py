@@ -20,8 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+from skyfab._util.sizes import counted
 from skyfab.errors import BroadcastError, RemoteTraceback, SkyfabError
-from skyfab.ui.terminal import clean_lines, counted, ipython
+from skyfab.ui.terminal import clean_lines, ipython
 
 _HEADER: Final = "Traceback (most recent call last):"
 _HIDDEN: Final = (

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from skyfab._util.sizes import counted
 from skyfab.ui.events import CallEnded, CallStarted, Mapped
 from skyfab.ui.printer import Imports
-from skyfab.ui.terminal import clean, counted
+from skyfab.ui.terminal import clean
 
 _AFTER: Final = 1.0
 """Seconds after which a call is shown: most are shorter."""

@@ -38,14 +38,6 @@ def settled(line: str) -> str:
     return line.rstrip("\r").rpartition("\r")[2]
 
 
-def counted(count: int, noun: str) -> str:
-    """
-    >>> counted(1, "rank"), counted(2, "rank")
-    ('1 rank', '2 ranks')
-    """
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def is_rich(*files: TextIO | None) -> bool:
     """All files are a terminal that can move its cursor, in UTF-8."""
     return os.environ.get("TERM", "") not in ("", "dumb", "unknown") and all(

@@ -160,7 +160,7 @@ def test_numbers_are_readable() -> None:
     found = sky.device.Profile()
     found.sent([[3, 1], [wire.PLAN, 1], [wire.DYNAMIC, "unique"], [wire.FREE, 1]], 12_345_678)
     found.received(512)
-    assert "2 operations, 1 plan made, 1 other instruction, in 1 batch\n12.3 MB sent, 512 bytes received" in str(found)
+    assert "2 operations, 1 plan made, 1 other instruction, in 1 batch\n12 MB sent, 512 bytes received" in str(found)
 
 
 def test_a_profile_needs_no_torch() -> None:

@@ -18,6 +18,8 @@ from stage.index import Index, make_wheel, sha256
 from stage.spot import until
 from stage.threads import at_once
 
+from skyfab._util import atomic
+from skyfab._util.cache import cache_folder
 from skyfab.calls.image import Image, PipIndex
 from skyfab.env import tools, torch_variants, uv
 from skyfab.env.facts import Target
@@ -136,10 +138,10 @@ def test_a_cache_here_that_cannot_be_written_to_is_named(
 ) -> None:
     index.add("app", "1.0")
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(uv, "write_whole", full)
+    monkeypatch.setattr(atomic, "write", full)
     with pytest.raises(UsageError, match=r"(?s)cache of this machine .*No space left.*/cache.*XDG_CACHE_HOME"):
         lock_of("app")
 
@@ -169,7 +171,7 @@ def test_what_is_placed_can_be_installed_without_a_network(tmp_path: Path, index
     here = replace(HOST, python=f"{sys.version_info.major}.{sys.version_info.minor}")
     lock = lock_of("app", target=here)
     files = fetch(lock.wheels)
-    folder = uv.home() / "wheels"
+    folder = cache_folder() / "wheels"
     file = folder / "pylock.toml"
     for place in (lambda w: str(files[w.sha256]), lambda w: f"{w.sha256}/{w.filename}"):
         file.write_text(lock.placed(place))
@@ -465,7 +467,7 @@ def test_other_inputs_are_another_lock(index: Index, counted: Counted, monkeypat
 def test_a_damaged_lock_is_made_again(index: Index, counted: Counted, damage: str) -> None:
     index.add("app", "1.0")
     first = lock_of("app")
-    (file,) = (uv.home() / "locks").iterdir()
+    (file,) = (cache_folder() / "locks").iterdir()
     file.write_bytes(file.read_bytes()[:-9] if damage == "cut" else damage.encode(errors="surrogateescape"))
     assert lock_of("app") == first
     assert counted.resolutions == 2
@@ -929,7 +931,7 @@ def test_the_python_that_uv_would_download_comes_as_its_archive(tmp_path: Path, 
     assert sha256(path) == sha256(newest)
     newest.unlink()
     assert tools.python_for(HOST) == path
-    assert [entry.name for entry in (uv.home() / "pythons").iterdir()] == ["cpython-3.11.9-linux-x86_64-gnu"]
+    assert [entry.name for entry in (cache_folder() / "pythons").iterdir()] == ["cpython-3.11.9-linux-x86_64-gnu"]
 
 
 def test_a_python_with_the_wrong_hash_is_refused(pythons: Path) -> None:
@@ -937,7 +939,7 @@ def test_a_python_with_the_wrong_hash_is_refused(pythons: Path) -> None:
     for _ in range(2):
         with pytest.raises(LockError, match=r"(?s)cannot get Python 3\.11 for Linux x86_64.*Hash mismatch"):
             tools.python_for(HOST)
-        assert list((uv.home() / "pythons").iterdir()) == []
+        assert list((cache_folder() / "pythons").iterdir()) == []
 
 
 def test_a_python_that_is_nowhere(pythons: Path) -> None:

@@ -15,6 +15,7 @@ from stage import remote
 from stage.index import Index, make_source, make_wheel
 
 import skyfab as sky
+from skyfab._util.cache import cache_folder
 from skyfab.calls.image import Image
 from skyfab.env import gc, uv
 from skyfab.env.facts import Target
@@ -56,7 +57,7 @@ def test_a_package_that_has_only_a_source_is_built_here(index: Index) -> None:
     index.add_source("stone", "1.0", requires=["book"])
     index.add("book", "2.0")
     assert names(Image(pip=["stone"])) == ["book 2.0", "stone 1.0"]
-    (wheel,) = (uv.home() / "built").glob("*/*.whl")
+    (wheel,) = (cache_folder() / "built").glob("*/*.whl")
     assert wheel.name == "stone-1.0-py3-none-any.whl"
 
 
@@ -72,7 +73,7 @@ def test_a_source_that_another_package_needs_is_built_once(index: Index) -> None
     index.add_source("stone", "1.0")
     assert names(Image(pip=["shelf"])) == ["shelf 1.0", "stone 1.0"]
     index.close()
-    (wheel,) = (uv.home() / "built").glob("*/*.whl")
+    (wheel,) = (cache_folder() / "built").glob("*/*.whl")
     before = wheel.stat().st_ino
     assert names(Image(pip=["shelf"])) == ["shelf 1.0", "stone 1.0"]
     assert wheel.stat().st_ino == before
@@ -82,7 +83,7 @@ def test_a_built_wheel_that_was_removed_is_built_again(index: Index) -> None:
     index.add_source("stone", "1.0")
     image = Image(pip=["stone"])
     make_lock(image, HERE)
-    (wheel,) = (uv.home() / "built").glob("*/*.whl")
+    (wheel,) = (cache_folder() / "built").glob("*/*.whl")
     os.utime(wheel, (0, 0))
     os.utime(wheel.parent, (0, 0))
     assert gc.sweep_here(30).counts["built"] == 1
@@ -106,7 +107,7 @@ def test_a_source_that_cannot_be_built_says_why(index: Index, tmp_path: Path) ->
     (source / "backend.py").write_text("def build_wheel(*_):\n    raise RuntimeError('no compiler here')\n")
     with pytest.raises(LockError, match=r"(?s)stone cannot be built.*no compiler here"):
         make_lock(Image(pip=[f"stone @ {source.as_uri()}"]), HERE)
-    assert list((uv.home() / "built").iterdir()) == []
+    assert list((cache_folder() / "built").iterdir()) == []
 
 
 def test_a_git_address_is_built(index: Index, tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_a_git_address_is_built(index: Index, tmp_path: Path) -> None:
     at = source.as_uri()
     assert names(Image(pip=[f"stone @ git+{at}"])) == ["book 2.0", "stone 1.0"]
     make_lock(Image(pip=[f"stone @ git+{at}@{first}"]), HERE)
-    said = {code(wheel) for wheel in (uv.home() / "built").glob("*/*.whl")}
+    said = {code(wheel) for wheel in (cache_folder() / "built").glob("*/*.whl")}
     assert said == {"version = '1.0'\n", "version = 'later'\n"}
 
 

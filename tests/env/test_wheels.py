@@ -15,7 +15,8 @@ from packaging.tags import Tag
 from stage.index import Index, make_wheel, sha256
 from stage.threads import at_once
 
-from skyfab.env import uv, wheels
+from skyfab._util.cache import cache_folder
+from skyfab.env import wheels
 from skyfab.env.facts import Target
 from skyfab.env.wheels import FetchError, Wheel, fetch
 
@@ -60,7 +61,7 @@ def served(index: Index, name: str = "app", *, secret: bool = False, folder: str
 
 def kept() -> list[str]:
     """The files among the wheels of the cache."""
-    return sorted(path.name for path in (uv.home() / "wheels").rglob("*") if path.is_file())
+    return sorted(path.name for path in (cache_folder() / "wheels").rglob("*") if path.is_file())
 
 
 def test_wheels_are_fetched_once(index: Index) -> None:
@@ -69,7 +70,7 @@ def test_wheels_are_fetched_once(index: Index) -> None:
     some += [replace(served(index, "sizeless"), size=None)]
     files = fetch([*some, *some])
     assert {sha: sha256(path) for sha, path in files.items()} == {wheel.sha256: wheel.sha256 for wheel in some}
-    assert files[some[0].sha256] == uv.home() / "wheels" / some[0].sha256 / some[0].filename
+    assert files[some[0].sha256] == cache_folder() / "wheels" / some[0].sha256 / some[0].filename
     assert fetch(some) == files
     assert len(index.requests) == 10
     assert fetch([]) == {}

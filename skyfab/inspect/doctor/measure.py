@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Final
 
-from skyfab.env.uv import home
+from skyfab._util import atomic
+from skyfab._util.cache import cache_folder
 from skyfab.inspect.doctor.finding import Finding
 from skyfab.inspect.doctor.pairs import Pair
 from skyfab.inventory.host import Host
@@ -93,16 +92,11 @@ def load(host: Host) -> Sequence[Rates]:
 def remember(host: Host, rates: Rates) -> None:
     """Adds to what is kept. If that fails, there is less to compare with the next time."""
     try:
-        path = _file(host)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".")
-        with os.fdopen(descriptor, "w") as file:
-            json.dump([*load(host), dict(rates)][-_KEPT:], file)
-        Path(draft).replace(path)
+        atomic.write(_file(host), json.dumps([*load(host), dict(rates)][-_KEPT:]))
     except OSError:
         pass
 
 
 def _file(host: Host) -> Path:
     place = "\0".join(map(str, (host.transport == "local", host.address or host.name, host.port)))
-    return home() / "measured" / f"{name_of(place.encode())[:32]}.json"
+    return cache_folder() / "measured" / f"{name_of(place.encode())[:32]}.json"

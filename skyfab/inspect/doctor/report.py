@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+from skyfab._util.sizes import counted
 from skyfab.inspect.doctor.finding import LEVELS, SECTIONS, Finding, worst
 from skyfab.inventory.host import Host
 from skyfab.ui.hints import HINTS
-from skyfab.ui.terminal import clean, counted
+from skyfab.ui.terminal import clean
 
 _IPV4: Final = r"\b[0-9]{1,3}(?:\.[0-9]{1,3}){3}\b"
 _IPV6: Final = r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from skyfab._util.sizes import counted
 from skyfab.inspect.top.snapshot import HOSTS, RUNS, Row, Snapshot
 from skyfab.inspect.top.state import Pane, View, panes
 from skyfab.inspect.top.width import cut, fill, width
@@ -53,7 +54,7 @@ def text_frame(title: str, text: Sequence[str], view: View, columns: int, lines:
 def _last_line(snapshot: Snapshot, view: View) -> str:
     if view.stopping and view.stopping in snapshot.found:
         run = snapshot.found[view.stopping]
-        return f"stop {run.id[:8]} on {len(run.hosts)} host{'s' if len(run.hosts) > 1 else ''}? y/n"
+        return f"stop {run.id[:8]} on {counted(len(run.hosts), 'host')}? y/n"
     return view.note or _KEYS
 
 

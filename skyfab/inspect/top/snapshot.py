@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from skyfab._util.sizes import counted
 from skyfab.detached.folder import Part
 from skyfab.detached.run import Run, runs_of
 from skyfab.inspect.columns import NAMES, cells
 from skyfab.inspect.top.monitor import Seen
 from skyfab.inventory.inventory import Inventory
-from skyfab.ui.terminal import clean, counted
+from skyfab.ui.terminal import clean
 
 HOSTS: Final = ("host", "address", *NAMES)
 RUNS: Final = ("run", "state", "age", "ranks", "hosts", "name", "last line")

@@ -66,6 +66,7 @@ OUTSIDE = {
     "packaging": {"calls.manifest", "env.lock", "env.resolve", "env.wheels"},
     "pytest": {"pytest_plugin"},
     "rich": {"ui.table"},
+    "shtab": {"cli.completion"},
     "tomli": {"_util.toml"},
     "tomllib": {"_util.toml"},  # of the standard library, from Python 3.11 on
     "numpy": {"protocol.safe_types"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import os
 import sys
@@ -12,7 +13,6 @@ from typing import Annotated, Any, Final, TextIO, get_args, get_origin
 
 from skyfab.cli import report
 from skyfab.cli.sigterm import SIGTERM
-from skyfab.errors import UsageError
 from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import unwritten
 
@@ -22,7 +22,8 @@ class Option:
     """Describes an option, in the annotation of its parameter: ``days: Annotated[int, Option("…")] = 30``.
 
     The type says what it takes: `str`, `int`, `bool` for a flag, `Sequence[str]` if it may be given several times.
-    A parameter without a default is given without its name, and ``*words`` are the words after ``--``.
+    A parameter without a default is given without its name, and ``*words`` are the words after ``--``, or with
+    `follows` all words after that parameter.
     """
 
     help: str
@@ -34,26 +35,26 @@ class Option:
     """The smallest number."""
     default: str = ""
     """What the help says about the default, where that is not a value."""
-    example: str = ""
-    """A value for messages."""
     plain: bool = False
     """Words without an option's name are its values; several are joined with commas."""
     joined: bool = False
     """If it is given again, the values are joined with commas; else the last one counts."""
+    follows: bool = False
+    """All words after the argument before it are its values, also those that begin with a dash."""
 
 
 _HOSTS: Final = "names, groups or tags of the inventory, node[1-4], !node3, user@10.0.0.5:2222; several with commas"
 _ALL: Final = "all hosts of the inventory, this machine where there is none"
 Hosts = Annotated[
     str | None,
-    Option(f"{_HOSTS}; also without --hosts=", "HOSTS", default=_ALL, example="all", plain=True, joined=True),
+    Option(_HOSTS, "HOSTS", default=_ALL, plain=True, joined=True),
 ]
 """Hosts, which may be named without ``--hosts=``."""
-NamedHosts = Annotated[str | None, Option(_HOSTS, "HOSTS", default=_ALL, example="all", joined=True)]
+NamedHosts = Annotated[str | None, Option(_HOSTS, "HOSTS", default=_ALL, joined=True)]
 """Hosts of a command whose plain words are something else."""
 OneHost = Annotated[
     str | None,
-    Option("a name of the inventory, or user@10.0.0.5:2222", "HOST", default="its first host", example="node1"),
+    Option("a name of the inventory, or user@10.0.0.5:2222", "HOST", default="its first host"),
 ]
 RunHosts = Annotated[
     str | None,
@@ -61,7 +62,6 @@ RunHosts = Annotated[
         f"where to look for it: {_HOSTS}",
         "HOSTS",
         default="all of the inventory, and this machine",
-        example="all",
         joined=True,
     ),
 ]
@@ -71,15 +71,12 @@ InventoryFile = Annotated[
         "the file that names the hosts, or another source: ssh_config, slurm, a hostfile, an Ansible inventory",
         "FILE",
         default="$SKYFAB_INVENTORY, else ./inventory.toml, else ~/.config/skyfab/inventory.toml",
-        example="inventory.toml",
     ),
 ]
 Json = Annotated[bool, Option("print a list for programs")]
 RunName = Annotated[str, Option("the run: its id, the beginning of that, or its name", "RUN")]
-Ranks = Annotated[
-    int | None, Option("ranks on each host", "N", default="one per GPU, one where there is none", example="2")
-]
-Nodes = Annotated[int | None, Option("take the first so many of the hosts", "N", default="all", example="2")]
+Ranks = Annotated[int | None, Option("ranks on each host", "N", default="one per GPU, one where there is none")]
+Nodes = Annotated[int | None, Option("take the first so many of the hosts", "N", default="all")]
 Where = Annotated[
     str | None,
     Option("only hosts that meet this, such as 'gpu.memory >= 40GB and not busy' (docs/hosts.md)", "CONDITION"),
@@ -98,51 +95,69 @@ class Exit(Exception):
 
 
 class Parameter:
-    """A parameter of a command."""
+    """A parameter of a command: an option, an argument, or the words for the program that the command runs."""
 
     def __init__(self, parameter: inspect.Parameter) -> None:
         kind, option = get_args(parameter.annotation)
         self.option: Option = option
-        is_needed = parameter.default is parameter.empty
         self.name = parameter.name
         """As the function has it."""
-        self.names: tuple[str, ...] = (parameter.name.strip("_").replace("_", "-"), *option.short)
-        """As they are typed, without dashes."""
         self.is_rest = parameter.kind is parameter.VAR_POSITIONAL
-        self.positional = is_needed and not self.is_rest
+        self.positional = parameter.default is parameter.empty and not self.is_rest
         self.kind = bool if kind is bool else list if get_origin(kind) is Sequence else str
-        self.default = None if is_needed else parameter.default
-        shown = option.default or self.default
-        self.help: str = option.help + (f" (default: {shown})" if shown else "")
+        self.default = None if self.positional else parameter.default
+        shown = option.default or (None if self.is_rest else self.default)
+        self.help = option.help + (f" (default: {shown})" if shown else "")
         self._is_number = int in (kind, *get_args(kind))
 
-    def __repr__(self) -> str:
-        """The option as it is typed."""
-        name = self.names[0]
-        return f"-{name}" if len(name) == 1 else f"--{name}"
-
     @property
-    def shown(self) -> str:
-        """The option and its value as the help shows them."""
-        if self.positional or self.is_rest:
-            return self.option.value
-        short = f"-{self.option.short}, " if self.option.short else ""
-        between = " " if len(self.names[0]) == 1 else "="
-        return f"{short}{self!r}" + (f"{between}{self.option.value}" if self.takes_value else "")
-
-    @property
-    def takes_value(self) -> bool:
-        return self.kind is not bool
+    def flags(self) -> list[str]:
+        """The option as it is typed; the long name is the last."""
+        names = [*self.option.short, self.name.strip("_").replace("_", "-")]
+        return [f"-{name}" if len(name) == 1 else f"--{name}" for name in names]
 
     def read(self, text: str) -> str | int:
-        """The value that was typed. Raises UsageError."""
+        """The value that was typed. Raises ArgumentTypeError."""
         if not text:
-            raise UsageError(f"{self.option.value if self.positional else f'{self!r}='} is empty")
+            raise argparse.ArgumentTypeError("must not be empty")
         if not self._is_number:
             return text
-        if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < self.option.least:
-            raise UsageError(f"{self!r}={text[:40]}: a whole number from {self.option.least} on")
-        return int(text)
+        try:
+            if (number := int(text)) >= self.option.least:
+                return number
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"must be {self.option.least} or more, not {text!r}")
+
+    def declare(self, parser: argparse.ArgumentParser) -> list[argparse.Action]:
+        """Adds it to a parser. What is not given is not in the namespace: the function has the defaults."""
+        text = self.help.replace("%", "%%")
+        common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+        if self.is_rest:
+            if self.option.follows:
+                parser.add_argument(self.name, nargs="...", metavar="ARGS", help=text).required = False
+            return []
+        if self.kind is bool:
+            return [parser.add_argument(*self.flags, dest=self.name, action="store_true", **common)]
+        common |= {"metavar": self.option.value, "type": self.read}
+        if self.positional:
+            return [parser.add_argument(self.name, **common)]
+        action = "append" if self.kind is list else _Join if self.option.joined else "store"
+        if self.option.plain:
+            plain = parser.add_argument(self.name, nargs="*", action=_Join, **common)
+            common["help"] = f"{self.option.value}, as an option"
+            return [plain, parser.add_argument(*self.flags, dest=self.name, action=action, **common)]
+        return [parser.add_argument(*self.flags, dest=self.name, action=action, **common)]
+
+
+class _Join(argparse.Action):
+    """Joins the values with commas, if it is given several times."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option_string: object = None
+    ) -> None:
+        given = [values] if isinstance(values, str) else values
+        setattr(namespace, self.dest, ",".join([*filter(None, [getattr(namespace, self.dest, "")]), *given]))
 
 
 class Command:
@@ -154,18 +169,17 @@ class Command:
         self._signature = inspect.signature(function, eval_str=True)
         self.parameters = [Parameter(one) for one in self._signature.parameters.values()]
         self.rest = next((one for one in self.parameters if one.is_rest), None)
-        """What takes the words after ``--``."""
+        """What takes the words for the program that it runs."""
         if "inventory" in self._signature.parameters:
             HINTS.with_inventory.add(self.name)
 
     @property
     def usage(self) -> str:
         """What follows the command's name on the command line."""
-        needed = [one.shown for one in self.parameters if one.positional]
-        plain = [f"[{one.option.value}]" for one in self.parameters if one.option.plain]
-        rest = [one.shown for one in self.parameters if one.is_rest]
-        options = [one for one in self.parameters if not one.positional and not one.is_rest]
-        return " ".join([*(["[--options]"] if options else []), *needed, *plain, *rest])
+        needed = [one.option.value for one in self.parameters if one.positional]
+        plain = [f"[{one.option.value} ...]" for one in self.parameters if one.option.plain]
+        rest = [self.rest.option.value] if self.rest else []
+        return " ".join(["[options]", *needed, *plain, *rest])
 
     def perform(self, given: Mapping[str, Any], rest: Sequence[str]) -> None:
         """Runs the function with these options. Raises Exit unless it succeeds."""

@@ -17,9 +17,7 @@ def forward(
     inventory: InventoryFile = None,
     local: Annotated[
         int | None,
-        Option(
-            "the port here; 0 for any", "PORT", least=0, default="the same one if it is free, else any", example="0"
-        ),
+        Option("the port here; 0 for any", "PORT", least=0, default="the same one if it is free, else any"),
     ] = None,
 ) -> int:
     """Reach a port of a host at 127.0.0.1, until Ctrl-C.

@@ -30,7 +30,7 @@ def hosts(
     inventory: InventoryFile = None,
     from_: Annotated[
         str | None,
-        Option("show what a source of hosts has, and connect to none of them", "SOURCE", example="ssh_config"),
+        Option("show what a source of hosts has, and connect to none of them", "SOURCE"),
     ] = None,
     toml: Annotated[bool, Option("print what --from shows as an inventory.toml")] = False,
     json_: Json = False,

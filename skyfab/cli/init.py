@@ -29,7 +29,7 @@ _FILE: Final = "inventory.toml"
 def init(
     hosts: Annotated[
         str | None,
-        Option("the hosts to take: aliases of ssh_config, patterns, addresses", "HOSTS", example="gpu*", plain=True),
+        Option("the hosts to take: aliases of ssh_config, patterns, addresses", "HOSTS", plain=True),
     ] = None,
     yes: Annotated[bool, Option("do not ask: take all, record keys, leave out what cannot be used")] = False,
 ) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 from collections.abc import Callable
@@ -9,10 +10,8 @@ from typing import Any
 
 import invoke
 
-from skyfab.cli import report
 from skyfab.cli.command import Command, Exit, Parameter
 from skyfab.cli.tasks import COMMANDS
-from skyfab.errors import UsageError
 
 
 class Argument(invoke.Argument):
@@ -20,9 +19,10 @@ class Argument(invoke.Argument):
 
     def __init__(self, parameter: Parameter) -> None:
         self._parameter = parameter
+        names = [flag.lstrip("-") for flag in reversed(parameter.flags)]
         super().__init__(
-            names=parameter.names,
-            attr_name=None if parameter.names[0] == parameter.name else parameter.name,
+            names=names,
+            attr_name=None if names[0] == parameter.name else parameter.name,
             kind=parameter.kind,
             default=parameter.default,
             positional=parameter.positional,
@@ -31,14 +31,14 @@ class Argument(invoke.Argument):
 
     def __repr__(self) -> str:
         """The option as it is typed: invoke quotes this in messages."""
-        return repr(self._parameter)
+        return self._parameter.flags[-1]
 
     def set_value(self, value: Any, cast: bool = True) -> None:
         if self.takes_value:
             try:
                 value = self._parameter.read(value)
-            except UsageError as error:
-                raise invoke.Exit(report.text(error), code=2) from None
+            except argparse.ArgumentTypeError as error:
+                raise invoke.Exit(f"error: {self!r} {error}", code=2) from None
         super().set_value(value, cast and isinstance(value, (str, bool)))
 
 

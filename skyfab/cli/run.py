@@ -24,7 +24,7 @@ _ENDS: Final = 15.0
 @command
 def run(
     target: Annotated[str, Option("the script; with a function, that one is called", "FILE.py[:function]")],
-    *arguments: Annotated[str, Option("the script's own arguments, or the function's", "[-- ARGUMENTS]")],
+    *arguments: Annotated[str, Option("the arguments of the script or function", "[ARGS ...]", follows=True)],
     hosts: NamedHosts = None,
     inventory: InventoryFile = None,
     where: Where = None,
@@ -66,7 +66,7 @@ def run(
     Hosts get the packages of the options; else those of the script's PEP 723 block, of pyproject.toml with uv.lock, or
     of requirements.txt; else their own Python is used. [tool.skyfab] in pyproject.toml has defaults for the options.
 
-        skyfab run --hosts=node1,node2 train.py -- --epochs 3
+        skyfab run --hosts=node1,node2 train.py --epochs 3
         skyfab run --hosts=node1 --sync --get='ckpt/*' train.py
         skyfab run --hosts=gpu --pip=torch,numpy --env=HF_TOKEN train.py
         skyfab run --hosts=gpu --ranks=2 experiment.py:main

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from skyfab.detached.run import Run
     from skyfab.errors import SkyfabError
 
-Tail = Annotated[int | None, Option("of what is there already, only so many lines", "N", default="all", example="20")]
+Tail = Annotated[int | None, Option("of what is there already, only so many lines", "N", default="all")]
 Since = Annotated[
     str | None,
-    Option("of what is there already, only what is not older: 90s, 10m, 2h, 1d", "AGE", default="all", example="10m"),
+    Option("of what is there already, only what is not older: 90s, 10m, 2h, 1d", "AGE", default="all"),
 ]
 Timestamps = Annotated[bool, Option("when each line was written, by the clock of its host")]
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}

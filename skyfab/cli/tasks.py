@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from skyfab import __version__
-from skyfab.cli import completion, report, usage, verbose
+from skyfab.cli import report, verbose
 from skyfab.cli.command import Command, Exit, discard_output, flush_output
+from skyfab.cli.completion import completion_of
 from skyfab.cli.doctor import doctor
 from skyfab.cli.exec import exec_
 from skyfab.cli.forward import forward
@@ -23,6 +24,7 @@ from skyfab.cli.gc import gc
 from skyfab.cli.hosts import hosts
 from skyfab.cli.init import init
 from skyfab.cli.lab import down, status, up
+from skyfab.cli.parser import CommandLine
 from skyfab.cli.prepare import prepare
 from skyfab.cli.put import get, put
 from skyfab.cli.run import run
@@ -33,7 +35,6 @@ from skyfab.cli.stacks import stacks
 from skyfab.cli.top import top
 from skyfab.cli.train import train
 from skyfab.cli.trust import trust
-from skyfab.cli.words import read
 from skyfab.errors import UsageError
 from skyfab.ui.hints import HINTS
 
@@ -43,12 +44,12 @@ COMMANDS: Final[Mapping[str, Command]] = {
         for command in (
             *(train, run, runs, logs, attach, stop),
             *(init, hosts, top, doctor, stacks, exec_, ssh, forward, put, get),
-            *(trust, prepare, gc, completion.completion),
+            *(trust, prepare, gc, completion_of(lambda: COMMANDS)),
         )
     },
     **{f"lab.{command.name}": command for command in (up, down, status)},
 }
-"""By name, those that one learns first first."""
+"""By name, in the order in which new users need them."""
 
 
 def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> None:
@@ -76,19 +77,12 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
 def _run(words: list[str], commands: Mapping[str, Command]) -> None:
     if sys.stdout is None:
         raise Exit("error: standard output is closed\nhint: to discard what is printed, append >/dev/null", code=1)
-    if words[:1] == ["--complete"]:
-        print("\n".join(completion.candidates(words[1:], commands)))
-        return
     try:
-        line = read(words, commands)
+        line = CommandLine(commands).parse(words)
     except UsageError as error:
         raise Exit(report.text(error), code=error.exit_code) from None
-    if line.version:
+    if not line.command:
         print(f"skyfab {__version__}")
-    elif line.task not in commands:
-        print(usage.of_all(commands, f"{line.task}." if line.task else ""))
-    elif line.help:
-        print(usage.of_task(line.task, commands[line.task]))
-    else:
-        with verbose.shown() if line.verbose else nullcontext():
-            commands[line.task].perform(line.values, line.rest)
+        return
+    with verbose.shown() if line.verbose else nullcontext():
+        commands[line.command].perform(line.values, line.rest)

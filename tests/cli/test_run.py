@@ -54,7 +54,7 @@ def skyfab(project: Path, *words: str, inventory: Path | None = None) -> subproc
 
 
 def test_a_script_runs_on_every_rank_with_its_arguments(project: Path) -> None:
-    ran = skyfab(project, "run", "script.py", "--", "--name", "ada lovelace")
+    ran = skyfab(project, "run", "script.py", "--name", "ada lovelace")
     assert ran.returncode == 0, ran.stderr
     assert sorted(ran.stdout.splitlines()) == [
         f"local[{rank}] hello ada lovelace {rank} of 2 __main__" for rank in range(2)
@@ -75,7 +75,7 @@ def test_a_script_runs_on_hosts(project: Path, lab: Lab) -> None:
 
 def test_a_function_of_a_file_runs(project: Path) -> None:
     (project / "other.py").write_text("def main(*words):\n    print('main', *words)\n")
-    ran = skyfab(project, "run", "--ranks=1", "other.py:main", "--", "a", "b c")
+    ran = skyfab(project, "run", "--ranks=1", "other.py:main", "a", "b c")
     assert ran.stdout == "local[0] main a b c\n", ran.stderr
 
 

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from skyfab.cli import words
 from skyfab.cli.put import put
 from skyfab.cli.run import _parsed
 from skyfab.cli.script_argument import check_function
-from skyfab.cli.tasks import COMMANDS
 from skyfab.errors import UsageError
 
 
@@ -116,29 +114,3 @@ def test_a_name_that_is_bound_nowhere_is_refused(tmp_path: Path, text: str) -> N
     script.write_text(text)
     with pytest.raises(UsageError, match=r"x\.py has no function main: it has"):
         check_function(script, "x.py", "main")
-
-
-# ---- an option that took the script
-
-
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("run --pip train.py", "--pip took train.py as its value: --pip=PACKAGES train.py"),
-        (
-            "run --hosts node1 --pip train.py:main",
-            "--pip took train.py:main as its value: --pip=PACKAGES train.py:main",
-        ),
-        ("run --get train.py -- 3", "--get took train.py as its value: --get=PATTERN train.py"),
-        ("put --to train.py", "--to took train.py as its value: --to=PATH train.py"),
-    ],
-)
-def test_an_option_that_took_the_script_as_its_value(here: Path, typed: str, says: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        words.read(typed.split(), COMMANDS)
-    assert caught.value.message == says
-
-
-def test_an_option_with_another_value_did_not(here: Path) -> None:
-    with pytest.raises(UsageError, match="run needs FILE"):
-        words.read(["run", "--hosts", "node1"], COMMANDS)

@@ -476,7 +476,7 @@ def test_runs_on_this_machine_are_found_where_there_is_an_inventory(namespaces: 
     name = begun.stdout.strip()
     until(lambda: skyfab(namespaces, "logs", name).stdout == "local here\n", "its line")
     assert name in skyfab(namespaces, "runs").stdout
-    assert name in skyfab(namespaces, "--complete", "skyfab stop ").stdout.split()
+    assert name in skyfab(namespaces, "completion", "runs").stdout.split()
     assert skyfab(namespaces, "stop", name).stdout.split()[:2] == [name, "stopped"]
 
 

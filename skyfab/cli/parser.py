@@ -1,0 +1,159 @@
+"""Parses command lines with argparse: a parser for each command, made from the parameters of its function."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import shlex
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from skyfab.cli.command import Command
+from skyfab.errors import UsageError
+from skyfab.ui.hints import HINTS
+
+_WIDEST: Final = 100
+"""Columns of text that are still comfortable to read."""
+_VERBOSE: Final = "show ssh commands, what is waited for, and whole tracebacks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A command line that was understood."""
+
+    command: str
+    """Empty if only general options were given."""
+    values: Mapping[str, Any]
+    """The options, by the names of the parameters."""
+    rest: Sequence[str] = ()
+    """The words for the program that the command runs."""
+    verbose: bool = False
+    version: bool = False
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UsageError instead of ending the program."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **options)
+        self.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help=_VERBOSE)
+
+    def error(self, message: str) -> NoReturn:
+        text = message.removeprefix("argument ").replace(": must ", " must ", 1)
+        raise UsageError(text, hint=f"{self.prog} --help")
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)  # argparse ignores errors of writing
+
+
+class CommandLine:
+    """The parser of a program that has these commands."""
+
+    def __init__(self, commands: Mapping[str, Command]) -> None:
+        self._commands = commands
+        program = HINTS.program
+        self.parser = Parser(prog=program, usage=f"{program} COMMAND [options]", epilog=_EPILOG.format(program=program))
+        self.parser.add_argument("-V", "--version", action="store_true", help="print the version")
+        subparsers = self.parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+        self.parsers: dict[str, Parser] = {}
+        """By the names of the commands."""
+        self.actions: dict[str, list[argparse.Action]] = {}
+        """Of each command."""
+        for name, command in commands.items():
+            text = inspect.getdoc(command.function) or ""
+            self.parsers[name] = subparsers.add_parser(
+                name,
+                prog=f"{program} {name}",
+                usage=f"{program} {name} {command.usage}",
+                description=text.replace("\n    skyfab ", f"\n    {program} "),
+                help=text.partition("\n")[0].replace("%", "%%"),
+            )
+            self.actions[name] = [one for each in command.parameters for one in each.declare(self.parsers[name])]
+
+    def parse(self, words: Sequence[str]) -> Line:
+        """Reads a command line; prints help if that is asked for, and exits. Raises UsageError."""
+        words = list(words) or ["--help"]
+        if words[0] in ("-l", "--list"):
+            words[0] = "--help"
+        if words[0] in ("help", "-h", "--help"):  # invoke has `--help TASK`
+            words = [*words[1:2], "--help"]
+        at = next((number for number, word in enumerate(words) if not word.startswith("-")), len(words))
+        general, unknown = self.parser.parse_known_args(words[:at])
+        if unknown:
+            raise UsageError(f"unknown option {unknown[0]}", hint=f"{HINTS.program} --help")
+        if at == len(words):
+            return Line(command="", values={}, version=general.version)
+        name, given = words[at], words[at + 1 :]
+        if name not in self._commands:
+            raise self._unknown_command(name, given)
+        return self._parse_command(name, given, verbose="verbose" in general)
+
+    def _parse_command(self, name: str, words: list[str], *, verbose: bool) -> Line:
+        command, parser, rest = self._commands[name], self.parsers[name], list[str]()
+        if command.rest is not None and not command.rest.option.follows and "--" in words:
+            at = words.index("--")
+            words, rest = words[:at], words[at + 1 :]
+        # argparse takes hosts on both sides of an option only in this way.
+        has_plain = any(one.option.plain for one in command.parameters)
+        found, unknown = (parser.parse_known_intermixed_args if has_plain else parser.parse_known_args)(words)
+        values = vars(found)
+        if unknown:
+            raise self._unknown_words(unknown, name, words)
+        if command.rest is not None and command.rest.option.follows:
+            rest = values.pop(command.rest.name)
+            rest = rest[1:] if rest[:1] == ["--"] else rest
+        verbose = values.pop("verbose", verbose)
+        return Line(command=name, values=values, rest=rest, verbose=verbose)
+
+    def _unknown_command(self, name: str, words: Sequence[str]) -> UsageError:
+        near = _nearest(name.lower(), self._commands)
+        if name.partition(":")[0].endswith(".py"):
+            near, words = "run", [name, *words]
+        elif words and f"{name}.{words[0]}" in self._commands:
+            near, words = f"{name}.{words[0]}", words[1:]
+        hint = f"did you mean: {_typed(near, *words)}" if near else f"{HINTS.program} --help"
+        return UsageError(f"unknown command {name!r}", hint=hint)
+
+    def _unknown_words(self, unknown: Sequence[str], command: str, words: Sequence[str]) -> UsageError:
+        help_ = f"{HINTS.program} {command} --help"
+        word = next((one for one in unknown if one.startswith("-")), None)
+        if word is None:
+            return UsageError(f"unexpected argument {unknown[0]!r}", hint=help_)
+        name, equals, value = word.partition("=")
+        known = [flag for action in self.actions[command] for flag in action.option_strings]
+        near = _nearest(name.replace("_", "-"), known)
+        typed = [f"{near}{equals}{value}" if one == word else one for one in words]
+        return UsageError(f"unknown option {name}", hint=f"did you mean: {_typed(command, *typed)}" if near else help_)
+
+
+_EPILOG: Final = "{program} COMMAND --help explains one of them."
+
+
+def _typed(*words: str) -> str:
+    return shlex.join([*HINTS.program.split(), *words])
+
+
+def _nearest(word: str, known: Iterable[str]) -> str | None:
+    names = {each.lstrip("-"): each for each in known}
+    return next((names[one] for one in difflib.get_close_matches(word.lstrip("-"), names, 1, 0.65)), None)
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Wraps each paragraph of a description; examples, which are indented, stay as they are, to be copied."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        width = min(shutil.get_terminal_size().columns, _WIDEST)
+        super().__init__(prog, **{"max_help_position": 28, "width": width, **options})
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = []
+        for paragraph in text.split("\n\n"):
+            if paragraph.startswith(" "):
+                parts.append("examples:\n" + textwrap.indent(textwrap.dedent(paragraph), "  "))
+            else:
+                parts.append(textwrap.fill(" ".join(paragraph.split()), width, break_on_hyphens=False))
+        return "\n\n".join(parts)

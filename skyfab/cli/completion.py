@@ -49,7 +49,7 @@ def _script(shell: str, line: CommandLine) -> str:
             action.complete = names  # type: ignore[attr-defined]
         elif action.nargs != 0:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
-    return shtab.complete(line.parser, shell)
+    return str(shtab.complete(line.parser, shell))
 
 
 def _hosts() -> list[str]:

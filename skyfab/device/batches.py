@@ -13,27 +13,20 @@ from skyfab.errors import DeviceError, ProtocolError, SkyfabError
 from skyfab.host.device import wire
 from skyfab.protocol import messages
 
-
-class Thread:
-    """A thread of the program, for as long as it lives or has instructions under way."""
-
-    _new_number: Final = itertools.count(1).__next__
-
-    def __init__(self) -> None:
-        self.number = self._new_number()
+_new_thread: Final = itertools.count(1).__next__
 
 
 class _Current(threading.local):
-    """The thread that is running."""
+    """The thread that is running. Unlike Python's, its number is never used again."""
 
     def __init__(self) -> None:
-        self.thread = Thread()
+        self.thread = _new_thread()
         if torch := sys.modules.get("torch"):
             torch.autograd.set_multithreading_enabled(False)  # else PyTorch has a thread of its own for backward()
 
 
 current: Final = _Current()
-Entry = tuple[Sequence[Any], Where, Thread, bool]
+Entry = tuple[Sequence[Any], Where, int, bool]
 """An instruction, the line that it comes from, the thread that has emitted it, and whether it is a change in place that
 autograd has recorded."""
 
@@ -74,7 +67,7 @@ class Batch:
         self.done = False
         self.document: Any = None
         self.error: Exception | None = None
-        """What failed in it, or why it was not executed. Another thread may have been told."""
+        """What failed in it, or why it was not executed. It may have been raised already."""
         self.buffers: list[memoryview] = []
         self.then: Callable[[Exception | None], None] | None = None
         """Called when the reply is there, on the thread that reads; with the error if there is none."""

@@ -268,8 +268,7 @@ class _Fetched(Future[torch.Tensor]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
-        if isinstance(error, Exception):
-            self._stream.consume(error)
+        self._stream.consume(error)
         return error
 
     def result(self, timeout: float | None = None) -> torch.Tensor:

@@ -11,12 +11,11 @@ import functools
 import pickle
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from skyfab.device.batches import Batch, Entry, Thread, current, observers
+from skyfab.device.batches import Batch, Entry, current, observers
 from skyfab.device.call_site import Where, describe, where
 from skyfab.device.flusher import watch
 from skyfab.device.storages import Record, forget
@@ -79,7 +78,7 @@ class DeviceStream:
         self.dead: list[Record] = []
         """Storages that are gone. The garbage collector appends to it."""
         self.limit = BATCH
-        """How many instructions are sent at once; 0 while a thread has to be told of an error."""
+        """How many instructions are sent at once; 0 while there is an error to raise."""
         self.buffer: list[Entry] = []
         self.syncs = 0
         """How often the program had to wait for a value."""
@@ -92,11 +91,9 @@ class DeviceStream:
         self._ahead: deque[Batch] = deque()
         self._bytes = 0
         self._error: DeviceError | None = None
-        """What no thread has been told of yet."""
+        """What the next use of the device raises, on any thread."""
         self._skipped: list[Entry] = []
         """Instructions that the host has not executed because of it, as far as it has replied."""
-        self._untold: weakref.WeakKeyDictionary[Thread, DeviceError] = weakref.WeakKeyDictionary()
-        """Threads whose instructions were not executed because of an error that another thread was told of."""
         self._lost: Exception | None = None
         """Why the device can no longer be used."""
         self._uploads: list[memoryview] = []
@@ -125,7 +122,7 @@ class DeviceStream:
         buffer = self.buffer
         buffer.append((instruction, where(), current.thread, recorded))
         if len(buffer) >= self.limit:
-            self._full()
+            self.flush()
 
     def upload(self, instruction: Sequence[Any], data: memoryview, *, recorded: bool = False) -> None:
         """Adds an instruction whose last item is the number of a buffer. The memory must not change any more."""
@@ -133,10 +130,8 @@ class DeviceStream:
             self.buffer.append(((*instruction, len(self._uploads)), where(), current.thread, recorded))
             self._uploads.append(data)
             self._size += len(data)
-        if self._size > 1 << 20:
+        if self._size > 1 << 20 or len(self.buffer) >= self.limit:
             self.flush()
-        elif len(self.buffer) >= self.limit:
-            self._full()
 
     def flush(self) -> Batch | None:
         """Sends what has been emitted. Waits if too much is under way; raises the error of an earlier instruction."""
@@ -144,16 +139,6 @@ class DeviceStream:
             self._raise()
             self._wait_for_room()
             return self._send()
-
-    def _full(self) -> None:
-        """Sends what has been emitted if it is enough for a batch. Raises the error of an earlier instruction."""
-        with self.link.guard, self._lock:
-            self._raise()
-            if len(self.buffer) >= BATCH:
-                self._wait_for_room()
-                self._send()
-            with self._replying:
-                self._set_limit()  # threads that were to be told may have ended
 
     def tick(self) -> bool:
         """Sends what has been emitted, unless another thread is sending. Returns whether there was something."""
@@ -205,14 +190,15 @@ class DeviceStream:
 
     @property
     def earlier_error(self) -> Exception | None:
-        """What the program has not been told of yet."""
+        """What the next use of the device raises."""
         return self._lost or self._error
 
-    def consume(self, error: Exception) -> None:
-        """The thread has been told of this error already: it need not be raised again."""
-        with self.link.guard, self._lock:
-            if isinstance(error, DeviceError) and error in (self._error, self._untold.get(current.thread)):
-                self._tell(error)
+    def consume(self, error: BaseException | None) -> None:
+        """A future has raised this error: if it is the one that the next use would raise, that use does not."""
+        if error is not None:
+            with self.link.guard, self._lock:
+                if error is self._error:
+                    self._resume()
 
     def check(self) -> None:
         """Raises the error of an earlier instruction, if there is one."""
@@ -253,8 +239,6 @@ class DeviceStream:
         freed = self.take_freed()  # before the buffer: what uses them is already in it
         entries = self.buffer[:]
         del self.buffer[: len(entries)]  # other threads append meanwhile
-        if self._untold:  # what such a thread has emitted just now: it is being told
-            entries = [entry for entry in entries if entry[2] not in self._untold or entry[0][0] in wire.REMEMBERED]
         uploads, self._uploads = self._uploads, []
         size, self._size = self._size, 0
         instructions: list[Sequence[Any]] = [entry[0] for entry in entries]
@@ -309,15 +293,12 @@ class DeviceStream:
             elif self._error is not None:
                 batch.error = self._error
                 self._skipped += batch.entries
-            self._set_limit()
+            if self.earlier_error is not None:
+                self.limit = 0
         batch.entries = ()
         batch.done = True
         if batch.then is not None:
             batch.then(self._lost or batch.error)
-
-    def _set_limit(self) -> None:
-        is_told = self._error is None and self._lost is None and not self._untold
-        self.limit = BATCH if is_told else 0
 
     def _explain(self, batch: Batch) -> DeviceError:
         found = batch.document["error"]
@@ -351,48 +332,33 @@ class DeviceStream:
         self.limit = 0
 
     def _raise(self) -> None:
-        """Raises what this thread has to be told of."""
+        """Raises what there is to raise. The device can be used again afterwards, unless it is lost."""
         if self._lost is not None:
             raise self._lost.with_traceback(None)
-        if self._error is None and not self._untold:
-            return
-        error = self._untold.get(current.thread) or self._error
-        if error is not None:
-            self._tell(error)
+        if self._error is not None:
+            error = self._error
+            self._resume()
             raise error.with_traceback(None)
 
-    def _tell(self, error: DeviceError) -> None:
-        """This thread is told of an error."""
-        me = current.thread
-        entries = self.buffer[:]
-        with self._replying:
-            if self._untold.get(me) is error:
-                del self._untold[me]
-                kept = [entry for entry in entries if entry[2] is not me or entry[0][0] in wire.REMEMBERED]
-                instruction: Sequence[Any] = (wire.TOLD, me.number)
-            else:
-                kept = [entry for entry in entries if entry[0][0] in wire.REMEMBERED]
-                skipped = [*self._skipped, *(entry for batch in self._ahead for entry in batch.entries), *entries]
-                for batch in self._ahead:
-                    batch.error = error
-                self._error, self._skipped, self._uploads, self._size = None, [], [], 0
-                instruction = (wire.RESUME, error.message, self._leave_untold(skipped, error))
-            self.buffer[: len(entries)] = [*kept, (instruction, None, me, False)]
-            self._set_limit()
+    def _resume(self) -> None:
+        """The error is raised on this thread: the host executes what follows.
 
-    def _leave_untold(self, skipped: Sequence[Entry], error: DeviceError) -> list[tuple[int, list[Sequence[Any]]]]:
-        """The other threads whose instructions were skipped are told when they use the device again.
-
-        Returns their numbers, and these instructions. The first of all is the one that failed. Under number 0, which no
-        thread has, are those that autograd has recorded.
+        It must not use what instructions of other threads would have changed in place, nor such changes that autograd
+        has recorded. This thread's other changes have not happened, as if it had stopped before them.
         """
-        found: dict[Thread, list[Sequence[Any]]] = {}
-        for at, (instruction, _, thread, _) in enumerate(skipped):
-            if thread is not current.thread and (not at or _is_skipped(instruction)):
-                found.setdefault(thread, []).append(instruction)
-        self._untold.update(dict.fromkeys(found, error))
-        recorded = [instruction for instruction, _, _, is_recorded in skipped if is_recorded]
-        return [(0, recorded), *((thread.number, instructions) for thread, instructions in found.items())]
+        assert self._error is not None
+        entries = self.buffer[:]  # other threads append meanwhile
+        with self._replying:
+            skipped = [*self._skipped, *(entry for batch in self._ahead for entry in batch.entries), *entries]
+            for batch in self._ahead:
+                batch.error = self._error
+            me = current.thread
+            changes = [instruction for instruction, _, thread, recorded in skipped if recorded or thread != me]
+            remembered = [entry for entry in entries if entry[0][0] in wire.REMEMBERED]
+            resume: Entry = ((wire.RESUME, self._error.message, changes), None, me, False)
+            self.buffer[: len(entries)] = [*remembered, resume]
+            self._error, self._skipped, self._uploads, self._size = None, [], [], 0
+            self.limit = BATCH if self._lost is None else 0
 
     def leave_to_parent(self) -> None:
         """This process was forked: the device belongs to the parent."""
@@ -409,11 +375,6 @@ class DeviceStream:
             )
             self.limit = 0
             self.buffer.clear()
-
-
-def _is_skipped(instruction: Sequence[Any]) -> bool:
-    """Whether the host does less with it after an error than the program has asked for."""
-    return instruction[0] not in wire.REMEMBERED or instruction[0] == wire.RECEIVE
 
 
 def _beside(into: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:

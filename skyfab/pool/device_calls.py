@@ -36,8 +36,7 @@ class DeviceFuture(CallFuture):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
-        if isinstance(error, DeviceError):
-            self._stream.consume(error)
+        self._stream.consume(error)
         return error
 
 

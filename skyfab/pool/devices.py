@@ -112,10 +112,14 @@ class Devices:
             return stream
 
     def close(self) -> None:
-        """The pool closes."""
+        """The pool closes. An error that no use of a device has raised is reported."""
         streams, self.streams = self.streams, {}
         for stream in streams.values():
+            error = stream.earlier_error
             stream.close()
+            if isinstance(error, DeviceError):
+                text = f"the device was not used again after this error, which was not raised: {error.message}"
+                self._events.emit(Notice(host=stream.link.name, text=text))
 
     # ---- calls
 

@@ -240,15 +240,23 @@ def test_a_module_sees_what_an_optimizer_does(device: Any, syncs: Callable[[], i
     assert out.item() == 6
 
 
+def failing_fetch(device: Any) -> Any:
+    """The future of a value that the host fails to compute, which it has not said yet: else `fetch` would raise."""
+    from skyfab.device import tensors
+
+    with tensors.streams[device.index]._lock:  # nothing is sent by itself meanwhile
+        return sky.fetch(torch.linalg.cholesky(-torch.eye(2, device=device)))
+
+
 def test_an_error_is_raised_by_a_fetch_whose_result_is_asked_for_and_not_again(device: Any) -> None:
-    future = sky.fetch(torch.linalg.cholesky(-torch.eye(2, device=device)))
+    future = failing_fetch(device)
     with pytest.raises(sky.DeviceError, match="not positive-definite"):
         future.result(170)
     assert torch.ones(2, device=device).tolist() == [1, 1]
 
 
 def test_an_error_is_raised_by_the_next_wait_if_no_fetch_is_asked(device: Any) -> None:
-    future = sky.fetch(torch.linalg.cholesky(-torch.eye(2, device=device)))
+    future = failing_fetch(device)
     with pytest.raises(sky.DeviceError, match="not positive-definite"):
         sky.synchronize()
     assert torch.ones(2, device=device).tolist() == [1, 1]

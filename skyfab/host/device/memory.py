@@ -17,7 +17,7 @@ DTYPES: Final = tuple(getattr(torch, name, None) for name in wire.DTYPES)
 
 
 class Lost(DeviceError):
-    """Something needs a tensor that was never computed, or was not executed, because of an earlier error."""
+    """Something needs a tensor that has no value, or was not called, because of an earlier error."""
 
 
 class Failure:
@@ -36,62 +36,42 @@ class Tensors(dict[int, torch.Tensor]):
     def __init__(self) -> None:
         super().__init__()
         self._lost: dict[int, Failure] = {}
-        """Those that were never computed."""
-        self._withheld: dict[int, tuple[torch.Tensor, set[int], Failure]] = {}
-        """Those whose changes were not executed, with the numbers of the threads that do not know it yet."""
+        """Those that were never computed, or whose changes were not executed."""
 
     def __missing__(self, ident: int) -> torch.Tensor:
-        if ident in self._withheld:
-            raise Lost(f"a change of a tensor that it needs was not executed, {self._withheld[ident][2]}")
-        why = self._lost.get(ident, "because of an earlier error")
-        raise Lost(f"a tensor that it needs was never computed, {why}")
+        raise Lost(f"it needs a tensor that has no value {self._lost.get(ident, 'because of an earlier error')}")
 
     def lose(self, idents: Iterable[int], failure: Failure) -> None:
         """Remembers why tensors are not computed."""
         self._lost.update((ident, failure) for ident in idents if ident and ident not in self)
 
-    def withhold(self, idents: Iterable[int], thread: int, failure: Failure) -> None:
-        """No thread can use these tensors, nor others that share memory with them, before a thread is told."""
-        known = {ident: tensor for ident, (tensor, *_) in self._withheld.items()} | self
-        memories = {_memory(known[ident]) for ident in idents if ident in known}
-        for tensor, threads, _ in self._withheld.values():
-            if _memory(tensor) in memories:
-                threads.add(thread)
-        for ident in [ident for ident, tensor in self.items() if tensor.numel() and _memory(tensor) in memories]:
-            self._withheld[ident] = (self.pop(ident), {thread}, failure)
-
-    def release(self, thread: int) -> None:
-        """The thread knows that its changes were not executed."""
-        for ident, (tensor, threads, _) in list(self._withheld.items()):
-            threads.discard(thread)
-            if not threads:
-                self[ident] = tensor
-                del self._withheld[ident]
+    def lose_memory(self, idents: Iterable[int], failure: Failure) -> None:
+        """Drops these tensors, and all others that share memory with them."""
+        memories = {_memory(self[ident]) for ident in idents if ident in self}
+        shared = [ident for ident, tensor in self.items() if tensor.numel() and _memory(tensor) in memories]
+        for ident in shared:
+            del self[ident]
+        self.lose(shared, failure)
 
     def view(self, ident: int, base: int, layout: tuple[Iterable[int], Iterable[int], int, int]) -> None:
         """Another view of the memory of a tensor: shape, strides, offset and dtype. It is lost if the tensor is."""
         found = self.get(base)
         if found is not None:
             self[ident] = _view(found, *layout)
-        elif base in self._withheld:
-            tensor, threads, failure = self._withheld[base]
-            self._withheld[ident] = (_view(tensor, *layout), set(threads), failure)
         elif base in self._lost:
             self._lost[ident] = self._lost[base]
 
     def free(self, ident: int) -> None:
         self.pop(ident, None)
         self._lost.pop(ident, None)
-        self._withheld.pop(ident, None)
 
     def usage(self, device: torch.device) -> dict[str, int]:
         """How many tensors there are, and bytes: allocated by them, free and in all."""
-        found = {"tensors": len(self) + len(self._withheld)}
+        found = {"tensors": len(self)}
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             return {**found, "allocated": torch.cuda.memory_allocated(device), "free": free, "total": total}
-        tensors = [*self.values(), *(tensor for tensor, *_ in self._withheld.values())]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.values()}
         return {**found, "allocated": sum(storages.values()), **_system()}
 
 

@@ -33,11 +33,8 @@ SEED: Final = -8
 SYNC: Final = -9
 """Replies when everything before it has been executed, with the use of memory."""
 RESUME: Final = -10
-"""text, pairs of a thread's number and its instructions: one thread of the program knows of the error, which is this
-text, and instructions that follow are executed again. The other threads do not know yet that their instructions were
-not executed: tensors that these would have changed cannot be used before."""
-TOLD: Final = -23
-"""number of a thread: it knows of the error."""
+"""text, instructions: the program knows of the error, which is this text, and instructions that follow are executed
+again. Tensors that the skipped instructions named here would have changed are lost."""
 RUN: Final = -11
 """first id, numbers of buffers: calls a function with tensors as they are there, and replies with what it returned."""
 GENERATOR: Final = -12
@@ -70,7 +67,7 @@ SETTINGS: Final = -25
 
 BLOCK: Final = 1 << 20
 """Ids in a block: for results of which only the host knows how many tensors they have."""
-REMEMBERED: Final = frozenset((VIEW, FREE, PLAN, GENERATOR, FORGET, SEND, RECEIVE, RESUME, TOLD, DEFAULT, SETTINGS))
+REMEMBERED: Final = frozenset((VIEW, FREE, PLAN, GENERATOR, FORGET, SEND, RECEIVE, RESUME, DEFAULT, SETTINGS))
 """Instructions that are executed after an error too, and change no values then: both sides remember their ids; the
 other end of a channel is told that a transfer does not take place."""
 

@@ -48,7 +48,6 @@ class Executor:
         self._buffers: list[memoryview] = []
         self._special: dict[int, Callable[[Sequence[Any], Sequence[memoryview]], None]] = {
             wire.RESUME: self._resume,
-            wire.TOLD: self._told,
             wire.DEFAULT: self._default_dtype,
             wire.SETTINGS: self._set,
             wire.VIEW: self._view,
@@ -154,14 +153,10 @@ class Executor:
         return (instruction[1],) if code == wire.UPLOAD else ()
 
     def _resume(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
-        _, text, threads = instruction
+        _, text, changes = instruction
         failure, self._failure = self._failure or Failure(text), None
         failure.text = text
-        for thread, skipped in threads:
-            self._tensors.withhold([ident for each in skipped for ident in self._written(each)], thread, failure)
-
-    def _told(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
-        self._tensors.release(instruction[1])
+        self._tensors.lose_memory([ident for each in changes for ident in self._written(each)], failure)
 
     # ---- plans
 

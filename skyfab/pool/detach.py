@@ -79,7 +79,6 @@ class Detacher:
         open_all(self._nodes, Events(), failed=lambda node: None)
         try:
             for node in self._nodes:
-                node.session.await_library()
                 if tree is not None and not node.sync_project(tree):
                     raise SkyfabError("a file of the project changed in this moment", hint="try again")
             go()
@@ -99,8 +98,6 @@ class Detacher:
         """Turns a running broadcast into the run. Raises HostLost."""
         gang = call.gang
         assert gang is not None
-        for node in self._nodes:
-            node.session.await_library()
         held = [[m.rank for m in gang.members if m.node is node] for node in self._nodes]
         self._tell(held, world=sum(self._ranks), on="all", elastic=gang.spec.elastic_agents)
         call.abandon(CallCancelled(f"{self._label} goes on as run {self.id[:8]}"))

@@ -7,6 +7,3 @@ depends only on the standard library and cloudpickle.
 
 VERSION = 1
 """Protocol version. Increase it when an older peer could not understand a newer one."""
-
-LIBRARY_NAMES = "library.txt"
-"""The file of a bundle that lists the packages of its library."""

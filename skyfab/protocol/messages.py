@@ -139,17 +139,6 @@ class Blob(Message):
     """Whether to store it in the cache, for later pools too; else it is deleted with this pool."""
 
 
-class Library(Message):
-    """The next piece of the part of the bundle that the agent itself does not need. Reply: Done or Failed."""
-
-    op: ClassVar[str] = "library"
-    name: str
-    """The hash of the whole content."""
-    parts: Sequence[Part]
-    begins: bool
-    ends: bool
-
-
 class Tree(Message):
     """Create a folder with these files, whose blobs are in the store. Reply: Done or Failed."""
 
@@ -339,8 +328,6 @@ class AgentHello(Message):
     pid: int
     executable: str
     """The interpreter that runs the agent."""
-    library: bool = True
-    """Whether the host has the bundle's library."""
 
 
 @functools.lru_cache(maxsize=256)

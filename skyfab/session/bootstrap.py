@@ -22,7 +22,6 @@ from typing import Final, Literal
 from skyfab._util.scripts import one_line, read
 from skyfab.errors import HostLost, HostUnfit
 from skyfab.inventory.host import Host
-from skyfab.protocol.blobs import name_of
 from skyfab.protocol.messages import AgentHello
 from skyfab.session.bundle import Bundle
 from skyfab.session.shell import START, Deadline, Shell
@@ -118,9 +117,7 @@ class Bootstrap:
 
     def _push(self, shell: Shell) -> None:
         archive = self.bundle.archive
-        checksum = name_of(archive).encode()
-        shell.send(b"%d\n%b%d %b\n%b" % (len(_UNPACK), _UNPACK, len(archive), checksum, archive))
-        self.bundle.library  # noqa: B018  # packed while the host unpacks the core, and sent when its agent runs
+        shell.send(b"%d\n%b%d\n%b" % (len(_UNPACK), _UNPACK, len(archive), archive))
 
 
 def storage_hint(detail: str) -> str | None:
@@ -235,7 +232,7 @@ def open_shell(
     A script without output for `quiet` seconds is aborted.
     """
     _LOG.debug("%s: waiting for a shell", host.name)
-    launch = Bootstrap(host=host, session=secrets.token_hex(8), bundle=Bundle("none", (), ()), python="none")
+    launch = Bootstrap(host=host, session=secrets.token_hex(8), bundle=Bundle("none", ()), python="none")
     with LOGINS.turn(transport.servers, stopped) as turn:
         try:
             stream = transport.open(launch.command(), stopped)

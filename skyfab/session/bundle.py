@@ -1,19 +1,16 @@
 """The bundle: skyfab's own source code, packed for upload to hosts.
 
 It contains this package and cloudpickle, so that a host needs only a Python interpreter, and both sides always run
-the same code. Its core is what the agent and its workers run; it is uploaded before the agent can start. The rest, the
-library, is what functions may import, for example to open a pool of their own; it follows while the agent starts.
+the same code: the agent, and what functions may import, for example to open a pool of their own.
 """
 
 from __future__ import annotations
 
 import functools
-import gzip
-import io
 import re
 import sys
-import tarfile
 import threading
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +18,13 @@ from typing import Final
 
 import cloudpickle
 
-from skyfab.protocol import LIBRARY_NAMES
 from skyfab.protocol.blobs import name_of
 
 File = tuple[str, bytes]
 """A relative path and its content."""
 
-_CORE: Final = ("files/", "host/", "protocol/")
-"""The packages of the core; all modules that are in no package belong to it too."""
-_LEFT_OUT: Final = ("examples/", "cli/", "inspect/top/", "pytest_plugin.py")
-"""The command line, its live view and the plugin for pytest are not needed on hosts."""
+_LEFT_OUT: Final = ("cli/", "inspect/doctor/", "inspect/top/", "pytest_plugin.py")
+"""The command line, what it alone uses, and the plugin for pytest are not needed on hosts."""
 _LAB: Final = "lab/"
 """Included only if the program imports it: modules of the program that import it may contain functions for hosts."""
 _MAIN: Final = """import os, sys
@@ -53,39 +47,22 @@ class Bundle:
     """The files, identified by a digest; packed only when a host requests them."""
 
     digest: str
-    core: tuple[File, ...]
-    rest: tuple[File, ...]
+    files: tuple[File, ...]
 
     @property
     def archive(self) -> bytes:
-        """The core, as a reproducible .tar.gz: the same files give the same bytes."""
-        return _packed(self.core)
-
-    @property
-    def library(self) -> bytes:
-        """The rest, in the same form."""
-        return _packed(self.rest)
-
-
-def _packed(files: tuple[File, ...]) -> bytes:
-    with _PACKING:
-        return _archive(files)
+        """The files, compressed: for each a line with its size and path, and its content."""
+        with _PACKING:
+            return _archive(self.files)
 
 
 @functools.cache
 def _archive(files: tuple[File, ...]) -> bytes:
-    archive = io.BytesIO()
-    with (
-        gzip.GzipFile(fileobj=archive, mode="wb", compresslevel=6, mtime=0) as packed,
-        tarfile.open(fileobj=packed, mode="w") as tar,
-    ):
-        for path, content in files:
-            content = without_prose(content) if path.endswith(".py") else content
-            entry = tarfile.TarInfo(path)
-            entry.size = len(content)
-            entry.mode = 0o600
-            tar.addfile(entry, io.BytesIO(content))
-    return archive.getvalue()
+    parts = []
+    for path, content in files:
+        content = without_prose(content) if path.endswith(".py") else content
+        parts += [f"{len(content)} {path}\n".encode(), content]
+    return zlib.compress(b"".join(parts))
 
 
 def without_prose(source: bytes) -> bytes:
@@ -104,15 +81,7 @@ def bundle() -> Bundle:
     """The bundle of this program; its files are read once."""
     files = tuple(_files())
     pieces = (piece for path, content in files for piece in (path.encode(), b"\0", name_of(content).encode()))
-    rest = tuple(file for file in files if not _is_core(file[0]))
-    packages = sorted({path.split("/")[1] for path, _ in rest})
-    core = (*(file for file in files if _is_core(file[0])), (LIBRARY_NAMES, "\n".join(packages).encode()))
-    return Bundle(name_of(*pieces), core, rest)
-
-
-def _is_core(path: str) -> bool:
-    package, _, inner = path.partition("/")
-    return package != "skyfab" or "/" not in inner or inner.startswith(_CORE)
+    return Bundle(name_of(*pieces), files)
 
 
 def _files() -> Iterator[File]:

@@ -13,12 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from skyfab.errors import HostLost, HostUnfit, ProtocolError, SkyfabError
+from skyfab.errors import HostLost, HostUnfit, ProtocolError
 from skyfab.protocol import messages
-from skyfab.protocol.blobs import name_of
 from skyfab.protocol.frames import BYE, Buffer, frame
 from skyfab.protocol.messages import AgentHello, Message
-from skyfab.protocol.mux import SMALL
 from skyfab.session.bootstrap import Bootstrap, cannot_run, check_agent
 from skyfab.session.connection import Connection
 from skyfab.session.reader import SharedReader
@@ -33,9 +31,6 @@ CONNECT: Final = 30.0
 """Seconds from the first byte to the agent's hello."""
 GOODBYE: Final = 5.0
 """Seconds that a host has to terminate its processes when the pool closes."""
-_PIECE: Final = 4096
-"""Bytes of the library's first piece. Those that follow are larger while the host replies within `_FAST` seconds."""
-_FAST: Final = 0.5
 
 
 class Session:
@@ -59,7 +54,6 @@ class Session:
         self.was_stopped = False
         """Whether opening failed because the session was closed meanwhile."""
         self._gate = threading.Lock()
-        self._sends_library = False
         # The connection's own methods: another call level would cost time in every call.
         self.send = self.connection.send
         self.request = self.connection.request
@@ -154,36 +148,7 @@ class Session:
             raise HostLost("the pool was closed", host=self.host.name)
         _LOG.debug("%s: its agent answers, with Python %s", self.host.name, self.agent.python)
         check_agent(self.agent, self.host)
-        if not self.agent.library:
-            self._send_library()
         return self.agent
-
-    def _send_library(self, at: int = 0, size: int = _PIECE) -> None:
-        """Sends the bundle's library behind the first calls, in pieces that are small on a slow link.
-
-        If the host cannot store it, what imports it fails there.
-        """
-        content = self._bootstrap.bundle.library
-        piece, began = content[at : at + size], time.monotonic()
-        ends = at + size >= len(content)
-        self._sends_library = True
-
-        def answer(reply: Message, _: list[memoryview]) -> None:
-            if ends or isinstance(reply, messages.Failed) or self._is_leaving():
-                self._sends_library = False
-                return
-            is_fast = time.monotonic() - began < _FAST
-            try:
-                self._send_library(at + size, min(2 * size, SMALL // 2) if is_fast else _PIECE)
-            except SkyfabError:  # the host is lost, or the pool was closed
-                self._sends_library = False
-
-        message = messages.Library(name=name_of(content), parts=[len(piece)], begins=not at, ends=ends)
-        self.send(message, [piece], answer=answer)
-
-    def await_library(self) -> None:
-        """Waits until the host has the library, or cannot store it: a detached run may need it later."""
-        self.wait(lambda: not self._sends_library)
 
     def close(self) -> None:
         """Sends a goodbye: the agent terminates its workers and itself. Waits for that up to `GOODBYE` seconds.

@@ -109,11 +109,15 @@ class Shell:
         return None
 
     def send(self, content: Buffer) -> bool:
-        """Sends all of it. False: the other side no longer reads; its reply says why."""
+        """Sends all of it. Over a slow link that may take long: the deadline is for the host to take more.
+
+        False: the other side no longer reads; its reply says why.
+        """
         rest = memoryview(content)
         while rest:
             try:
                 rest = rest[self._stream.send([rest]) :]
+                self._deadline.deadline = max(self._deadline.deadline, time.monotonic() + START)
             except BlockingIOError:
                 self._deadline.a_moment(self._stream, room=True)
             except BrokenPipeError:

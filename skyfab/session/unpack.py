@@ -1,13 +1,12 @@
 # Unpacks the bundle below the cache folder and becomes the link. session/bootstrap.py sends this text to an interpreter
 # that session/bootstrap.sh has started, with the cache folder, the bundle's digest, the session and start or resume as
-# its arguments. Next on stdin: a line with the size and the sha256 of an archive, and the archive.
+# its arguments. Next on stdin: a line with the size of the archive (session/bundle.py), and the archive.
 # Prints a marked line: link, or failed WHY.
-import hashlib
 import io
 import os
 import shutil
 import sys
-import tarfile
+import zlib
 
 cache, digest, session, mode = sys.argv[1:]
 target = os.path.join(cache, "bundles", digest)
@@ -18,19 +17,19 @@ def say(text: str) -> None:
 
 
 try:
-    size, checksum = sys.stdin.buffer.readline().decode().split()
-    content = sys.stdin.buffer.read(int(size))
-    if hashlib.sha256(content).hexdigest() != checksum:
-        raise OSError("the bundle arrived damaged")
+    try:
+        archive = io.BytesIO(zlib.decompress(sys.stdin.buffer.read(int(sys.stdin.buffer.readline()))))
+    except zlib.error as error:  # its checksum is wrong
+        raise OSError("the bundle arrived damaged: " + str(error)) from error
     draft = target + "." + session
     os.makedirs(draft, mode=0o700)
     try:
-        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-            for entry in tar:
-                path = os.path.join(draft, entry.name)
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "wb") as file:
-                    file.write(tar.extractfile(entry).read())  # type: ignore[union-attr]
+        for line in iter(archive.readline, b""):
+            size, path = line.decode().split()
+            path = os.path.join(draft, path)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(archive.read(int(size)))
         if not os.path.isdir(target):
             os.rename(draft, target)
     finally:

@@ -16,13 +16,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from skyfab.errors import HostError, HostUnfit
 from skyfab.inventory.host import Host
-from skyfab.protocol import LIBRARY_NAMES, codec, messages
+from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import name_of
 from skyfab.protocol.frames import ACK, DATA, HEAD, HEADER, HELLO, PING, PONG
 from skyfab.protocol.messages import Message
@@ -225,10 +224,6 @@ def bulk(talk: Talk) -> None:
     """Large things: a blob, an argument and a result that come in pieces."""
     content = bytes(_LARGE)
     talk.ask(messages.Blob(name=name_of(content), parts=[len(content)], keep=True), [content])
-    pieces = [content[: len(content) // 2], content[len(content) // 2 :]]
-    for piece in pieces:
-        begins, ends = piece is pieces[0], piece is pieces[-1]
-        talk.ask(messages.Library(name=name_of(content), parts=[len(piece)], begins=begins, ends=ends), [piece])
     talk.spawn()
     talk.call(talk.function(len), content)
     talk.call(talk.function(bytes), _LARGE)
@@ -265,9 +260,7 @@ def record(conversation: Callable[[Talk], None], cache: Path) -> dict[str, bytes
     """Holds a conversation with an agent whose cache is an empty folder; what each side said, cleaned."""
     host = Host(name="node1", cache=str(cache))
     tap, ear = Tap(host), Ear()
-    core = tuple(file for file in bundle().core if file[0] != LIBRARY_NAMES)  # without a library: that changes daily
-    code = replace(bundle(), core=core)
-    launch = Bootstrap(host=host, session=secrets.token_hex(8), bundle=code, python=sys.executable)
+    launch = Bootstrap(host=host, session=secrets.token_hex(8), bundle=bundle(), python=sys.executable)
     session = Session(launch, lambda: tap, ear, SharedReader(), Timing(lease=30))
     try:
         session.open()

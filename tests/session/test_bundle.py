@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import ast
-import gzip
 import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
-import threading
-import time
 import venv
-from concurrent.futures import ThreadPoolExecutor
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyfab._util.scripts import read
-from skyfab.errors import ProtocolError
-from skyfab.host.agent import library
-from skyfab.protocol import LIBRARY_NAMES, messages
-from skyfab.protocol.blobs import name_of
 from skyfab.session.bundle import Bundle, bundle, without_prose
 
 LIBRARIES = {"fabric", "paramiko", "invoke", "rich", "pathspec", "numpy", "torch", "uv", "exceptiongroup"}
@@ -31,30 +24,20 @@ LIBRARIES = {"fabric", "paramiko", "invoke", "rich", "pathspec", "numpy", "torch
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle's folder on a host that has its library too."""
-    folder = lay_out(tmp_path_factory.mktemp("a host's cache"))
-    (folder / library.ARCHIVE).write_bytes(bundle().library)
-    library.unpack(str(folder))
+    """The bundle's folder on a host."""
+    folder = tmp_path_factory.mktemp("a host's cache") / bundle().digest
+    for name, content in entries(bundle().archive):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
     return folder
 
 
-@pytest.fixture
-def core(tmp_path: Path) -> Path:
-    """The bundle's folder before the library has arrived."""
-    return lay_out(tmp_path)
-
-
-def lay_out(cache: Path) -> Path:
-    """Unpacks the core, as a host does."""
-    folder = cache / bundle().digest
-    with tarfile.open(fileobj=io.BytesIO(bundle().archive)) as tar:
-        for entry in tar:
-            path = folder / entry.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            content = tar.extractfile(entry)
-            assert content is not None
-            path.write_bytes(content.read())
-    return folder
+def entries(archive: bytes) -> Iterator[tuple[str, bytes]]:
+    file = io.BytesIO(zlib.decompress(archive))
+    for line in iter(file.readline, b""):
+        size, name = line.decode().split()
+        yield name, file.read(int(size))
 
 
 @pytest.fixture(scope="module")
@@ -105,30 +88,30 @@ print(json.dumps([name for name in {names!r} if importlib.util.find_spec(name)])
     assert run(bare, unpacked, code.format(names=LIBRARIES)) == []
 
 
-def test_everything_a_host_runs_is_in_the_core(bare: Path, core: Path) -> None:
+def test_everything_a_host_runs_is_in_the_bundle(bare: Path, unpacked: Path) -> None:
     code = """
 import json
 import skyfab, cloudpickle
 import skyfab.host.agent.link, skyfab.host.agent.agent, skyfab.host.agent.worker, skyfab.host.agent.zygote
 print(json.dumps([skyfab.__file__, skyfab.host.agent.worker.__file__, cloudpickle.__file__]))
 """
-    for file in run(bare, core, code):
-        assert file.startswith(str(core))
+    for file in run(bare, unpacked, code):
+        assert file.startswith(str(unpacked))
 
 
-def test_every_module_of_the_host_side_can_be_imported_with_the_core_alone(bare: Path, core: Path) -> None:
+def test_every_module_of_the_host_side_can_be_imported_there(bare: Path, unpacked: Path) -> None:
     """Also those that are imported only when they are needed."""
     names = [
-        ".".join(path.relative_to(core).with_suffix("").parts).removesuffix(".__init__")
+        ".".join(path.relative_to(unpacked).with_suffix("").parts).removesuffix(".__init__")
         for package in ("host", "protocol")
-        for path in sorted((core / "skyfab" / package).rglob("*.py"))
+        for path in sorted((unpacked / "skyfab" / package).rglob("*.py"))
         if "device" not in path.parts  # it imports torch
     ]
     assert len(names) > 10
     assert (
         run(
             bare,
-            core,
+            unpacked,
             f"import importlib, json\nprint(json.dumps([importlib.import_module(n).__name__ for n in {names!r}]))",
         )
         == names
@@ -253,104 +236,6 @@ def test_the_host_side_pulls_none_of_the_client_even_where_that_is_installed(mod
     assert not client & set(loaded)
 
 
-# ---- the library
-
-IMPORTS = """
-import json, time
-from skyfab.host.agent import library
-library.install()
-began = time.monotonic()
-import skyfab
-print(json.dumps([skyfab.Compute.__module__, time.monotonic() - began]))
-"""
-
-
-def test_what_imports_the_library_waits_for_it(bare: Path, core: Path) -> None:
-    assert not library.is_here(str(core))
-    arrives = threading.Timer(0.5, lambda: write_at_once(core / library.ARCHIVE, bundle().library))
-    arrives.start()
-    module, seconds = run(bare, core, IMPORTS)
-    arrives.join()
-    assert module == "skyfab.pool.compute"
-    assert seconds > 0.1
-    assert library.is_here(str(core))
-    assert not [path.name for path in core.iterdir() if path.name.startswith(".")], "no draft stays"
-    assert run(bare, core, IMPORTS)[0] == module, "and is there from then on"
-
-
-def test_several_processes_unpack_the_library_at_once(bare: Path, core: Path) -> None:
-    write_at_once(core / library.ARCHIVE, bundle().library)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: run(bare, core, IMPORTS)[0], range(4)))
-    assert found == ["skyfab.pool.compute"] * 4
-
-
-def test_a_library_that_does_not_arrive_is_an_error_that_says_so(core: Path) -> None:
-    finder = library.Finder(str(core), ["pool"], patience=0.05)
-    with pytest.raises(ModuleNotFoundError, match=r"skyfab\.pool has not arrived on this host"):
-        finder.find_spec("skyfab.pool", [str(core / "skyfab")])
-
-
-def test_a_host_without_room_for_the_library_says_so_at_once(core: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_ROOM", 1 << 60)
-    began = time.monotonic()
-    with pytest.raises(ModuleNotFoundError, match="No space left on the disk of"):
-        library.Finder(str(core), ["pool"], patience=60).find_spec("skyfab.pool", [str(core / "skyfab")])
-    assert time.monotonic() - began < 30
-
-
-def test_a_damaged_library_is_deleted_so_that_it_is_sent_again(core: Path) -> None:
-    (core / library.ARCHIVE).write_bytes(bundle().library[:-1000])
-    with pytest.raises(ImportError, match="is damaged"):
-        library.Finder(str(core), ["pool"]).find_spec("skyfab.pool", [str(core / "skyfab")])
-    assert not library.is_here(str(core))
-    assert not [path.name for path in core.iterdir() if path.name.startswith(".")]
-
-
-def test_the_library_comes_in_pieces_and_is_there_when_the_last_one_is(core: Path) -> None:
-    writer = library.LibraryWriter(str(core))
-    content = bundle().library
-    name = name_of(content)
-    for at in range(0, len(content), 10_000):
-        assert not library.is_here(str(core))
-        piece = content[at : at + 10_000]
-        ends = at + 10_000 >= len(content)
-        writer.take(messages.Library(name=name, parts=[len(piece)], begins=not at, ends=ends), memoryview(piece))
-    assert (core / library.ARCHIVE).read_bytes() == content
-
-
-def test_a_piece_of_a_library_that_did_not_begin_is_refused(core: Path) -> None:
-    writer = library.LibraryWriter(str(core))
-    piece = memoryview(b"x")
-    with pytest.raises(ProtocolError, match="did not begin"):
-        writer.take(messages.Library(name="0" * 64, parts=[1], begins=False, ends=True), piece)
-    with pytest.raises(ProtocolError, match="arrived damaged"):
-        writer.take(messages.Library(name="0" * 64, parts=[1], begins=True, ends=True), piece)
-    writer.take(messages.Library(name="0" * 64, parts=[1], begins=True, ends=False), piece)
-    writer.close()
-    assert not library.is_here(str(core))
-    assert not [path.name for path in core.iterdir() if path.name.startswith(".")]
-
-
-def test_the_library_is_waited_for_only_by_what_is_in_it(core: Path) -> None:
-    finder = library.Finder(str(core), ["pool"], patience=60)
-    for name in ("skyfab.cli", "skyfab.pool.nothing", "pool", "numpy"):
-        assert finder.find_spec(name, [str(core / "skyfab")]) is None
-
-
-def test_a_checkout_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert library.is_here()
-    before = list(sys.meta_path)
-    library.install()
-    assert sys.meta_path == before
-
-
-def write_at_once(path: Path, content: bytes) -> None:
-    draft = path.with_name(".draft")
-    draft.write_bytes(content)
-    draft.rename(path)
-
-
 # ---- the archive
 
 
@@ -359,7 +244,7 @@ def test_the_bundle_is_the_same_every_time() -> None:
     code = (
         "import hashlib\n"
         "from skyfab.session.bundle import bundle\n"
-        "print(bundle().digest, *(hashlib.sha256(part).hexdigest() for part in (bundle().archive, bundle().library)))\n"
+        "print(bundle().digest, hashlib.sha256(bundle().archive).hexdigest())\n"
     )
     shown = {
         subprocess.run(
@@ -375,7 +260,6 @@ def test_the_bundle_is_the_same_every_time() -> None:
     first, second = bundle.__wrapped__(), bundle.__wrapped__()
     assert first.digest == second.digest
     assert first.archive == second.archive
-    assert first.library == second.library
 
 
 def test_another_file_makes_another_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,52 +271,42 @@ def test_another_file_makes_another_bundle(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(digests) == 6
 
 
-@pytest.mark.parametrize("archive", ["archive", "library"])
-def test_the_archives_hold_plain_files_with_plain_names(archive: str) -> None:
-    with tarfile.open(fileobj=io.BytesIO(getattr(bundle(), archive))) as tar:
-        entries = tar.getmembers()
-    names = [entry.name for entry in entries]
+def test_the_archive_has_plain_files_with_plain_names() -> None:
+    names = [name for name, _ in entries(bundle().archive)]
+    assert names == [name for name, _ in bundle().files]
     assert len(set(names)) == len(names)
-    for entry in entries:
-        assert entry.isfile()
-        assert not entry.name.startswith("/")
-        assert ".." not in entry.name.split("/")
-        assert entry.name.endswith((".py", ".sh", ".txt"))
-        assert "__pycache__" not in entry.name
-        assert (entry.uid, entry.gid, entry.mtime, entry.uname) == (0, 0, 0, "")
+    for name in names:
+        assert not name.startswith("/")
+        assert ".." not in name.split("/")
+        assert name.endswith((".py", ".sh"))
+        assert "__pycache__" not in name
 
 
-def test_the_core_and_the_library_are_all_of_skyfab_but_what_no_host_needs() -> None:
-    core, rest = dict(bundle().core), dict(bundle().rest)
-    assert next(iter(core)) == "__main__.py"
-    assert not core.keys() & rest.keys()
-    assert {"skyfab/__init__.py", "skyfab/host/agent/link.py", "cloudpickle/__init__.py"} <= core.keys()
-    assert "skyfab/pool/compute.py" in rest
-    packages = {path.split("/")[1] for path in rest}
-    assert core[LIBRARY_NAMES].decode().split() == sorted(packages)
-    assert not packages & {"host", "protocol", "examples", "cli"}
+def test_the_bundle_is_all_of_skyfab_but_what_no_host_needs() -> None:
+    names = [name for name, _ in bundle().files]
+    assert names[0] == "__main__.py"
+    assert {"skyfab/host/agent/link.py", "skyfab/pool/compute.py", "cloudpickle/__init__.py"} <= set(names)
+    assert not [name for name in names if name.startswith(("skyfab/cli/", "skyfab/inspect/top/"))]
 
 
 def test_scripts_are_read_there_as_they_are_here(bare: Path, unpacked: Path) -> None:
     """A function on a host may open a pool, which sends them on."""
-    paths = [path.removeprefix("skyfab/") for path, _ in bundle().rest if path.endswith(".sh")]
+    paths = [path.removeprefix("skyfab/") for path, _ in bundle().files if path.endswith(".sh")]
     assert {"session/bootstrap.sh", "env/probe.sh", "detached/alive.sh"} <= set(paths)
     code = "import json\nfrom skyfab._util.scripts import read\nprint(json.dumps([read(path) for path in {}]))"
     assert run(bare, unpacked, code.format(paths)) == [read(path) for path in paths]
 
 
 def test_the_bundle_is_small() -> None:
-    """The core is sent to every new host before anything else. Programs that use no lab send none."""
+    """It is sent to every new host before anything else. Programs that use no lab send none."""
     code = """
 from skyfab.session.bundle import bundle
-print(len(bundle().archive), len(bundle().library), *(path for path, _ in bundle().rest))
+print(len(bundle().archive), *(path for path, _ in bundle().files))
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert int(said[0]) < 110 * 1024
-    assert int(said[1]) < 300 * 1024  # sent behind the first calls
-    assert not [path for path in said[2:] if path.startswith("skyfab/lab/")]
-    assert "skyfab/lab/lab.py" in dict(bundle().rest), "this one uses it"
-    assert gzip.decompress(bundle().archive)
+    assert int(said[0]) < 350_000
+    assert not [path for path in said[1:] if path.startswith("skyfab/lab/")]
+    assert "skyfab/lab/lab.py" in dict(bundle().files), "this one uses it"
 
 
 def test_the_bundle_is_a_value() -> None:
@@ -442,7 +316,7 @@ def test_the_bundle_is_a_value() -> None:
     assert len(bundle().digest) == 64
 
 
-SOURCES = [file for file in (*bundle().core, *bundle().rest) if file[0].endswith(".py")]
+SOURCES = [file for file in bundle().files if file[0].endswith(".py")]
 
 
 def statements(source: bytes) -> tuple[str, list[int]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import threading
 import time
@@ -49,7 +48,7 @@ from skyfab.session.timing import Timing
 
 SESSION = "0123456789abcdef"
 NAME = name_of(b"x")
-ABOUT = {"address": "10.0.0.1", "gpus": 1, "cpus": 1, "library": True}
+ABOUT = {"address": "10.0.0.1", "gpus": 1, "cpus": 1}
 
 
 class Stream:
@@ -331,24 +330,6 @@ def test_a_wrong_answer_ends_the_host_and_not_the_program() -> None:
         assert len(listener.lost_with) == 1
         with pytest.raises(sky.SkyfabError):
             session.send(messages.Has(names=[]))
-
-
-def test_the_library_is_sent_piece_by_piece_as_fast_as_the_host_takes_it() -> None:
-    """What is on its way must not hold up heartbeats where the link is slow."""
-    with prepared() as (session, puppet, _):
-        puppet.say(hello(library=False))
-        session.open()
-        puppet.host.settimeout(0.2)
-        said, sizes = b"", []
-        for count in range(1, 4):
-            with contextlib.suppress(TimeoutError):
-                while True:
-                    said += puppet.host.recv(65536)
-            found = list(re.finditer(rb'(.{12})\{"op":"library".*?"parts":\[(\d+)\]', said, re.DOTALL))
-            assert len(found) == count, "the next piece waits for the reply"
-            sizes.append(int(found[-1][2]))
-            puppet.say(head(int.from_bytes(found[-1][1][:4], "little"), messages.Done()))
-        assert sizes == [4096, 8192, 16384]
 
 
 def test_an_answer_that_comes_twice_is_taken_once() -> None:

@@ -108,7 +108,7 @@ def test_bash_is_preferred_and_not_needed(shells: list[str], tmp_path: Path) -> 
     sent = 'echo "A is $A, B is $B"'
 
     def said(setup: str) -> str:
-        start = Bootstrap(host=host, session="s", bundle=Bundle("none", (), ()), python="none", setup=setup)
+        start = Bootstrap(host=host, session="s", bundle=Bundle("none", ()), python="none", setup=setup)
         return subprocess.run(
             ["/bin/sh", "-c", start.command()],
             input=f"{len(sent)}\n{sent}",

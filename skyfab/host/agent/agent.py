@@ -14,7 +14,6 @@ import sys
 import time
 
 from skyfab.errors import ProtocolError
-from skyfab.host.agent import library
 from skyfab.host.agent.cleanup import sweep
 from skyfab.host.agent.connection import Connection
 from skyfab.host.agent.handlers import Handlers
@@ -219,7 +218,6 @@ class Agent:
             platform=self._host_info.platform,
             pid=os.getpid(),
             executable=sys.executable,
-            library=library.is_here(),
         ).encode()
 
     def _read(self) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 
 from skyfab.errors import ProtocolError
-from skyfab.host.agent.library import LibraryWriter
 from skyfab.host.agent.peer_probe import PeerProbe
 from skyfab.host.agent.ports import Ports
 from skyfab.host.agent.run_folder import RunFolder
@@ -43,7 +42,6 @@ class Handlers:
         self._store = Store(run=run, cache=cache)
         self._ports = Ports(watch)
         self._written = Written()
-        self._library_writer = LibraryWriter()
         self._functions: dict[str, tuple[bytes, bytes | Assembly]] = {}
         self.record: RunFolder | None = None
         """The folder of the detached run, if there is one."""
@@ -67,7 +65,6 @@ class Handlers:
         """Closes the detached run's folder and all ports."""
         if self.record is not None:
             self.record.close()
-        self._library_writer.close()
         self._ports.close_all()
 
     # ---- processes and calls
@@ -191,10 +188,6 @@ class Handlers:
         else:
             self._uploads.keep(stream, writer, data)
 
-    def _library(self, stream: int, message: messages.Library, head: bytes, data: Data) -> None:
-        self._library_writer.take(message, data)
-        self._mux.send(stream, Done().encode())
-
     def _tree(self, stream: int, message: messages.Tree, head: bytes, data: Data) -> None:
         self._store.lay_out(message.digest, message.files)
         self._mux.send(stream, Done().encode())
@@ -235,7 +228,6 @@ _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
     messages.Written: Handlers._report,
     messages.Has: Handlers._has,
     messages.Blob: Handlers._blob,
-    messages.Library: Handlers._library,
     messages.Tree: Handlers._tree,
     messages.Listen: Handlers._listen,
     messages.Unlisten: Handlers._unlisten,

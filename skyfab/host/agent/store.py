@@ -122,16 +122,16 @@ class Store:
 
 
 class Writer:
-    """Writes one blob into the store, or into another folder as `target`."""
+    """Writes one blob into the store."""
 
-    def __init__(self, folder: str, name: str, target: str = "") -> None:
+    def __init__(self, folder: str, name: str) -> None:
         import hashlib  # imported late: OpenSSL is slow to load, and few pools have blobs
         import tempfile
 
         os.makedirs(folder, mode=0o700, exist_ok=True)
         self._digest: Any = hashlib.sha256()
         self._name = name
-        self._target = os.path.join(folder, target or name)
+        self._target = os.path.join(folder, name)
         self._fd, self._draft = tempfile.mkstemp(prefix=f".{name[:16]}-", dir=folder)
 
     def write(self, view: memoryview) -> None:

@@ -127,9 +127,8 @@ def _prepare() -> None:
     """Imports what every worker needs, and runs `site`, without which the interpreter was started."""
     import site
 
-    from skyfab.host.agent import library, worker
+    from skyfab.host.agent import worker
 
-    library.install()
     worker.Worker  # noqa: B018  # imported before the fork, so that workers share its memory
     site.main()
     gc.collect()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from skyfab._util import schema
 from skyfab.cli.image_options import ImageOptions
 from skyfab.errors import UsageError
-from skyfab.inventory.host import CHECKS, did_you_mean, kind
+from skyfab.inventory.host import CHECKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class ProjectSettings:
             if (file := folder / "pyproject.toml").is_file():
                 tools = read(file).get("tool", {})
                 if not isinstance(tools, Mapping):
-                    raise UsageError(f"{file}: [tool] must be a table, not {kind(tools)}")
+                    raise UsageError(f"{file}: [tool] must be a table, not {schema.name_of(tools)}")
                 if (table := tools.get("skyfab")) is not None:
                     return _settings(table, file)
         return cls()
@@ -43,40 +45,36 @@ class ProjectSettings:
 
 def _settings(table: object, file: Path) -> ProjectSettings:
     if not isinstance(table, Mapping):
-        raise UsageError(f"{file}: [tool.skyfab] must be a table, not {kind(table)}")
-    values, mistakes = dict[str, Any](), list[str]()
-    for key, value in table.items():
-        check = _KEYS.get(key)
-        if check is None:
-            hint = did_you_mean(key, _KEYS) or f"the keys are {', '.join(_KEYS)}"
-            mistakes.append(f"{key} is no key of it ({hint})")
-            continue
-        try:
-            values[key.replace("-", "_")] = check(value, file.parent)
-        except UsageError as error:
-            mistakes.append(f"{key} {error.message}" + (f" ({error.hint})" if error.hint else ""))
+        raise UsageError(f"{file}: [tool.skyfab] must be a table, not {schema.name_of(table)}")
+    checks = {key: functools.partial(check, base=file.parent) for key, check in _KEYS.items()}
+    values, mistakes = schema.parse_table(table, checks)
     if mistakes:
-        raise UsageError("\n  ".join([f"{file}: [tool.skyfab]", *mistakes]))
+        lines = [
+            (problem if key not in checks else f"{key} {problem}") + (f" ({hint})" if hint else "")
+            for key, problem, hint in mistakes
+        ]
+        raise UsageError("\n  ".join([f"{file}: [tool.skyfab]", *lines]))
+    values = {key.replace("-", "_"): value for key, value in values.items()}
     about = {name: values.pop(name) for name in [*values] if name in ImageOptions.__dataclass_fields__}
     return ProjectSettings(image=ImageOptions(**about), **values)
 
 
-def _text(value: object, _: Path) -> str:
+def _text(value: object, base: Path) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise UsageError(f"must be a string, not {kind(value) if value != '' else 'empty'}")
+        raise UsageError(f"must be a string, not {schema.name_of(value) if value != '' else 'empty'}")
     return value
 
 
-def _number(value: object, _: Path) -> int:
+def _number(value: object, base: Path) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError("must be a whole number from 1 on")
     return value
 
 
-def _texts(value: object, _: Path) -> tuple[str, ...]:
+def _texts(value: object, base: Path) -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-        raise UsageError(f"must be an array of strings, not {kind(value)}")
+        raise UsageError(f"must be an array of strings, not {schema.name_of(value)}")
     return tuple(items)
 
 
@@ -92,12 +90,12 @@ def _paths(value: object, base: Path) -> tuple[str, ...]:
     return tuple(_path(item, base) for item in _texts(value, base))
 
 
-def _as_for_hosts(key: str) -> Callable[[object, Path], Any]:
+def _as_for_hosts(key: str) -> Callable[..., Any]:
     """Checks a value as an inventory's key of that name."""
-    return lambda value, _: CHECKS[key](value)
+    return lambda value, base: CHECKS[key](value)
 
 
-_KEYS: Final[Mapping[str, Callable[[object, Path], Any]]] = {
+_KEYS: Final[Mapping[str, Callable[..., Any]]] = {
     "hosts": _hosts,
     "inventory": _path,
     "ranks": _number,

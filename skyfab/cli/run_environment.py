@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from skyfab._util.suggest import did_you_mean
 from skyfab.calls.image import Image
 from skyfab.calls.manifest import find
 from skyfab.cli.image_options import ImageOptions
 from skyfab.cli.project_settings import ProjectSettings
 from skyfab.errors import UsageError
-from skyfab.inventory.host import Host, did_you_mean, variables
+from skyfab.inventory.host import Host, variables
 from skyfab.plugins import accelerate, huggingface, jax, keras, torch
 from skyfab.plugins.base import Plugin
 

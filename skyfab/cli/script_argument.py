@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from skyfab._util.suggest import nearest
 from skyfab.errors import UsageError
-from skyfab.inventory.host import nearest
 
 _DYNAMIC: Final = frozenset({"globals", "locals", "vars", "exec", "eval", "setattr", "__getattr__", "__dict__"})
 """A module that uses one of these may have names that cannot be seen in its text."""

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from skyfab._util.html import ShownAsTable
+from skyfab._util.suggest import did_you_mean
 from skyfab.calls.results import in_order, unpack_result
 from skyfab.detached.folder import Part, State, read_parts, stop
 from skyfab.detached.logs import LogLine, LogReader
 from skyfab.detached.written import event
 from skyfab.errors import HostLost, SkyfabError, UsageError, broadcast_error
-from skyfab.inventory.host import LOCAL, Host, did_you_mean
+from skyfab.inventory.host import LOCAL, Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import split

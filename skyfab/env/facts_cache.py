@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
-from skyfab._util import atomic
+from skyfab._util import atomic, schema
 from skyfab._util.cache import cache_folder
-from skyfab.env.facts import Facts, Gpu, Program
+from skyfab.env.facts import Facts
 from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
 
@@ -17,8 +16,8 @@ from skyfab.protocol.blobs import name_of
 def load(host: Host) -> Facts | None:
     """Returns the facts of the last probe; None if there are none."""
     try:
-        return _facts(json.loads(_file(host).read_text()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return schema.parse(Facts, json.loads(_file(host).read_text()))
+    except (OSError, ValueError):
         return None
 
 
@@ -34,16 +33,3 @@ def _file(host: Host) -> Path:
     words = (host.transport == "local", host.user, host.address or host.name, host.port, host.cache)
     place = "\0".join(map(str, words))
     return cache_folder() / "hosts" / f"{name_of(place.encode())[:32]}.json"
-
-
-def _facts(document: dict[str, Any]) -> Facts:
-    uv = document.pop("uv")
-    return Facts(
-        **{
-            **document,
-            "pythons": tuple(Program(**each) for each in document["pythons"]),
-            "uv": None if uv is None else Program(**uv),
-            "gpus": tuple(Gpu(**each) for each in document["gpus"]),
-            "reachable": tuple(document["reachable"]),
-        }
-    )

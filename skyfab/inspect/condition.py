@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from skyfab._util.suggest import did_you_mean
 from skyfab.errors import UsageError
 from skyfab.inspect.survey import Survey
-from skyfab.inventory.host import Host, did_you_mean
+from skyfab.inventory.host import Host
 
 Value = Any
 """A number, a string, a tuple of strings, or None for what a host does not have."""

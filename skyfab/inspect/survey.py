@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import Final
 
+from skyfab._util import schema
 from skyfab.errors import ProtocolError
 
-_MOST_GPUS: Final = 256
-_MOST_PROCESSES: Final = 1000
-_LONGEST: Final = 300
-"""Characters of a text."""
-_MOST: Final = 2**63
+LIMITS: Final = schema.Limits(characters=300, items=1000)
+"""For what a host says about itself."""
 _IDLE: Final = 10
 """A GPU that is used by no more than so many percent, and by no process, is free: a desktop draws on some."""
 
@@ -90,42 +88,6 @@ class Survey:
         try:
             found = json.loads(text)
             disk, disk_free = found.get("disk") or (None, None)
-            gpus = tuple(_gpu(one) for one in _list(found.get("gpus"), _MOST_GPUS))
-            return checked(cls, {**found, "disk": disk, "disk_free": disk_free, "gpus": gpus})
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-            raise ProtocolError(f"not a survey of a host: {error}", host=host) from None
-
-
-def _gpu(found: Any) -> Gpu:
-    processes = tuple(checked(GpuProcess, one) for one in _list(found.get("processes"), _MOST_PROCESSES))
-    throttled = tuple(str(one)[:_LONGEST] for one in _list(found.get("throttled"), 16))
-    return checked(Gpu, {**found, "processes": processes, "throttled": throttled})
-
-
-def _list(value: Any, most: int) -> list[Any]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise TypeError("a list was expected")
-    return value[:most]
-
-
-T = TypeVar("T")
-_KINDS: Final[dict[str, Any]] = {"int": int, "str": str, "float": (int, float)}
-
-
-def checked(kind: type[T], found: dict[str, Any]) -> T:
-    """Makes a dataclass of those values that it has fields for. Raises TypeError or ValueError for other types."""
-    values = {}
-    for field in fields(kind):  # type: ignore[arg-type]
-        if field.name not in found:
-            continue
-        value, (name, *none) = found[field.name], str(field.type).split(" | ")
-        if name in _KINDS and not (value is None and none):
-            if not isinstance(value, _KINDS[name]) or isinstance(value, bool):
-                raise TypeError(f"{field.name} is a {type(value).__name__}")
-            if not isinstance(value, str) and not abs(value) < _MOST:
-                raise ValueError(f"{field.name} is {value}")
-            value = value[:_LONGEST] if isinstance(value, str) else value
-        values[field.name] = value
-    return kind(**values)
+            return schema.parse(cls, {**found, "disk": disk, "disk_free": disk_free}, LIMITS)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ProtocolError(f"invalid survey: {error}", host=host) from None

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from skyfab._util.suggest import did_you_mean
 from skyfab.errors import InventoryError
 from skyfab.inventory.ansible import VARIABLES, Group, Tree, Value, Variables
 from skyfab.inventory.file import Contents
-from skyfab.inventory.host import NAME, did_you_mean
+from skyfab.inventory.host import NAME
 from skyfab.inventory.text import lines_of, read_text
 from skyfab.inventory.yaml_nodes import Node, compose
 

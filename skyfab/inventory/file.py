@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
-from skyfab._util import toml
+from skyfab._util import schema, toml
+from skyfab._util.suggest import did_you_mean
 from skyfab.errors import InventoryError, UsageError
-from skyfab.inventory.host import CHECKS, LOCAL, NAME, Address, Host, did_you_mean, kind
+from skyfab.inventory.host import CHECKS, LOCAL, NAME, Address, Host
 from skyfab.inventory.mistakes import Mistakes
 from skyfab.inventory.selection import Names, choose, expand, place, split
 from skyfab.inventory.toml_lines import lines_by_key
 
-KEYS = tuple(key for key in CHECKS if key != "name")
+_CHECKS = {key: check for key, check in CHECKS.items() if key != "name"}
+KEYS = tuple(_CHECKS)
 _TABLES = ("defaults", "hosts", "groups")
 _SSH_KEYS = ("address", "port", "user", "identity", "jump", "host_key")
 RESERVED = ("all", "none", LOCAL.name)
@@ -46,7 +48,7 @@ def read(text: str, source: str) -> Contents:
     def where(place: Place) -> str:
         known = (lines().get(place[:size]) for size in range(len(place), 0, -1))
         line = next((f":{number}" for number in known if number), "")
-        return f"{source}{line}: {_shown(place)}"
+        return ": ".join(filter(None, [f"{source}{line}", _shown(place)]))
 
     contents = read_tables(tables, mistakes, where)
     if not contents.hosts:
@@ -79,9 +81,12 @@ def _toml(text: str, source: str) -> dict[str, Any]:
 
 
 def _shown(place: Place) -> str:
-    """A path as messages name it: ``[hosts.node1] port``."""
+    """A path as messages name it: ``[hosts.node1] port``. Unknown tables and keys are left to the message."""
+    if place[0] not in _TABLES:
+        return ""
     size = 2 if place[0] == "hosts" else 1
-    return " ".join([f"[{'.'.join(map(bare, place[:size]))}]", *map(bare, place[size:])])
+    names = [bare(name) for name in place[size:] if name in KEYS or place[0] == "groups"]
+    return " ".join([f"[{'.'.join(map(bare, place[:size]))}]", *names])
 
 
 @dataclass(slots=True)
@@ -98,7 +103,8 @@ class _Reader:
         for table in document:
             if table not in _TABLES:
                 hint = "move it below [defaults]" if table in KEYS else did_you_mean(table, _TABLES)
-                self.note((table,), "is no table of an inventory", hint or f"there are {', '.join(_TABLES)}")
+                what = f"table [{bare(table)}]" if isinstance(document[table], Mapping) else f'key "{table}"'
+                self.note((table,), f"unknown {what}", hint or f"known tables: {', '.join(_TABLES)}")
         defaults = self.keys(("defaults",), self.table(document, "defaults"))
         for name, table in self.table(document, "hosts").items():
             self.add_hosts(name, table, defaults)
@@ -110,27 +116,25 @@ class _Reader:
         value = document.get(name, {})
         if isinstance(value, Mapping):
             return value
-        self.note((name,), f"must be a table, not {kind(value)}", f"write [{name}] on a line of its own")
+        self.note((name,), f"must be a table, not {schema.name_of(value)}", f"write [{name}] on a line of its own")
         return {}
 
     def keys(self, place: Place, table: Mapping[str, Any]) -> dict[str, Any]:
         """The valid keys of a host's table; the others are recorded as mistakes."""
-        values = {}
-        for key, value in table.items():
-            if key not in KEYS:
-                self.note((*place, key), "is no key of a host", _key_hint(place, key, value))
-                continue
-            try:
-                values[key] = CHECKS[key](value)
-            except UsageError as error:
-                self.note((*place, key), error.message, error.hint)
+        values, mistakes = schema.parse_table(table, _CHECKS)
+        for key, problem, hint in mistakes:
+            self.note((*place, key), problem, hint if key in KEYS else _key_hint(place, key, table[key]))
         return values
 
     def add_hosts(self, key: str, value: object, defaults: Mapping[str, Any]) -> None:
         """Adds the host of one table, or several hosts if its name is a range."""
         place = ("hosts", key)
         if not isinstance(value, Mapping):
-            self.note(place, f"must be a table, not {kind(value)}", f"write {_shown(place)} and, below it, address = …")
+            self.note(
+                place,
+                f"must be a table, not {schema.name_of(value)}",
+                f"write {_shown(place)} and, below it, address = …",
+            )
             return
         names = self.names(place, key)
         addresses = self.addresses(place, value.get("address"), len(names)) if names else []
@@ -235,11 +239,15 @@ class _Reader:
         """The valid words of a group; the others are recorded as mistakes."""
         place, words = ("groups", group), []
         if not isinstance(value, list):
-            self.note(place, f"must be an array, not {kind(value)}", f'for instance {group} = ["node1", "node[2-4]"]')
+            self.note(
+                place,
+                f"must be an array, not {schema.name_of(value)}",
+                f'for instance {group} = ["node1", "node[2-4]"]',
+            )
             return []
         for item in value:
             if not isinstance(item, str):
-                self.note(place, f"must have strings in it, not {kind(item)}", "write names in quotes")
+                self.note(place, f"must have strings in it, not {schema.name_of(item)}", "write names in quotes")
                 continue
             try:
                 _mentioned([item])
@@ -282,7 +290,7 @@ def _key_hint(place: Place, key: str, value: object) -> str:
     if isinstance(value, Mapping) and place[0] == "hosts":
         part = bare(key).strip('"')
         return f'if {part} is part of the name, put it in quotes: [hosts."name.{part}"]'
-    return did_you_mean(key, KEYS) or f"the keys are {', '.join(KEYS)}"
+    return did_you_mean(key, KEYS) or f"known keys: {', '.join(KEYS)}"
 
 
 def bare(key: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import difflib
 import ipaddress
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +12,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
+from skyfab._util.schema import name_of
+from skyfab._util.suggest import did_you_mean
 from skyfab.errors import UsageError
 
 # Allowlists, not blocklists: these values end up on ssh's command line and in its ProxyCommand.
@@ -142,32 +143,6 @@ class Host:
         return cls(name=name, address=place, port=address.port, user=address.user)
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The closest known word; None if none is close."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
-
-
-def did_you_mean(words: str | Iterable[str], known: Iterable[str]) -> str | None:
-    """A hint with the closest known word for each wrong one; None if none is close."""
-    candidates = list(known)
-    wrong = [words] if isinstance(words, str) else words
-    near = [match for word in wrong if (match := nearest(word, candidates))]
-    return f"did you mean {', '.join(dict.fromkeys(near))}?" if near else None
-
-
-def kind(value: object) -> str:
-    """TOML's name for a value's type. Never shows the value, which may be a secret."""
-    names: list[tuple[type | tuple[type, ...], str]] = [
-        (bool, "a boolean"),
-        (str, "a string"),
-        (int, "an integer"),
-        (float, "a float"),
-        ((list, tuple), "an array"),
-        (Mapping, "a table"),
-    ]
-    return next((name for types, name in names if isinstance(value, types)), f"a {type(value).__name__}")
-
-
 def expanded(text: str) -> Path:
     """A path with ``~`` expanded, if there is a home folder: a container's user may have none."""
     with suppress(RuntimeError):
@@ -188,7 +163,7 @@ def _is_ipv6(text: str) -> bool:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise UsageError(f"must be a string, not {kind(value)}", hint="write it in quotes")
+        raise UsageError(f"must be a string, not {name_of(value)}", hint="write it in quotes")
     if not value.strip():
         raise UsageError("is empty", hint="leave the key out, or give it a value")
     if value.startswith("-"):
@@ -201,7 +176,7 @@ def _text(value: object) -> str:
 def _integer(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         hint = "write it without quotes" if isinstance(value, str) else "a whole number, without a point"
-        raise UsageError(f"must be an integer, not {kind(value)}", hint=hint)
+        raise UsageError(f"must be an integer, not {name_of(value)}", hint=hint)
     if abs(value) >= 2**63:
         raise UsageError("is larger than TOML's integers are", hint="is it a slip of the finger?")
     return value
@@ -209,7 +184,7 @@ def _integer(value: object) -> int:
 
 def _items(value: object, example: str) -> Iterable[object]:
     if not isinstance(value, (list, tuple)):
-        raise UsageError(f"must be an array, not {kind(value)}", hint=f"for instance {example}")
+        raise UsageError(f"must be an array, not {name_of(value)}", hint=f"for instance {example}")
     return value
 
 
@@ -328,7 +303,7 @@ def _workdir(value: object) -> str:
 
 def _setup(value: object) -> str:
     if not isinstance(value, str):
-        raise UsageError(f"must be a string, not {kind(value)}", hint="several lines go between three quotes")
+        raise UsageError(f"must be a string, not {name_of(value)}", hint="several lines go between three quotes")
     if "\0" in value:
         raise UsageError("has a NUL character", hint="no shell can read one")
     return value.strip()
@@ -360,12 +335,12 @@ def _tags(value: object) -> tuple[str, ...]:
 
 def _env(value: object) -> Env:
     if not isinstance(value, Mapping):
-        raise UsageError(f"must be a table, not {kind(value)}", hint='for instance env = { OMP_NUM_THREADS = "8" }')
+        raise UsageError(f"must be a table, not {name_of(value)}", hint='for instance env = { OMP_NUM_THREADS = "8" }')
     for name, text in cast("Mapping[object, object]", value).items():
         if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
             raise UsageError(f"cannot set {name!r}", hint="letters, digits and '_', not a digit first")
         if not isinstance(text, str):
-            raise UsageError(f"must set {name} to a string, not {kind(text)}", hint="write the value in quotes")
+            raise UsageError(f"must set {name} to a string, not {name_of(text)}", hint="write the value in quotes")
         if "\0" in text:
             raise UsageError(f"has a NUL character in {name}", hint="no variable can hold one")
         size = len(f"{name}={text}".encode(errors="surrogatepass"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
+from skyfab._util.suggest import did_you_mean
 from skyfab.inventory.builder import Listing
 from skyfab.inventory.file import Contents
-from skyfab.inventory.host import did_you_mean
 from skyfab.inventory.text import lines_of
 
 _HOST: Final = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<name>[^@:\s=]+)(?::(?P<slots>[0-9]{1,9}))?")

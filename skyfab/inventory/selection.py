@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from skyfab._util.suggest import did_you_mean
 from skyfab.errors import UnknownHost, UsageError
-from skyfab.inventory.host import LOCAL, Address, Host, did_you_mean
+from skyfab.inventory.host import LOCAL, Address, Host
 
 MOST = 10_000
 """Most hosts that one range may expand to. More is a typing error, not a cluster."""

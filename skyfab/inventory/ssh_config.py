@@ -14,10 +14,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
+from skyfab._util.suggest import did_you_mean
 from skyfab.errors import InventoryError
 from skyfab.inventory.builder import Listing
 from skyfab.inventory.file import RESERVED, SPELLING, Contents
-from skyfab.inventory.host import NAME, Address, did_you_mean, expanded
+from skyfab.inventory.host import NAME, Address, expanded
 from skyfab.inventory.selection import some
 from skyfab.inventory.text import lines_of, read_text
 

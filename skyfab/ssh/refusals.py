@@ -6,8 +6,9 @@ import getpass
 import shlex
 from collections.abc import Sequence
 
+from skyfab._util.suggest import did_you_mean
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, JumpRefused, JumpUnknown, PasswordNeeded, Unreachable
-from skyfab.inventory.host import Host, did_you_mean
+from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.ssh_config import circle_of
 from skyfab.ssh import keys

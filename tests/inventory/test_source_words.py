@@ -156,11 +156,11 @@ g = [
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("\n[hosts.node1]\nprot = 22", "inv.toml:3: [hosts.node1] prot: is no key of a host"),
+        ("\n[hosts.node1]\nprot = 22", 'inv.toml:3: [hosts.node1]: unknown key "prot"'),
         ('[hosts]\n\nnode1 = { port = "x" }', "inv.toml:3: [hosts.node1] port: must be an integer"),
         ('\n[hosts."a b"]', 'inv.toml:2: [hosts."a b"]: cannot be a host\'s name'),
         ("[hosts.a]\n[hosts.b]\n[groups]\ng = ['b']\nh = ['c']", "inv.toml:5: [groups] h: no host, group or tag"),
-        ("[hosts.a]\n[host.b]", "inv.toml:2: [host]: is no table of an inventory"),
+        ("[hosts.a]\n[host.b]", "inv.toml:2: unknown table [host]"),
         ("[hosts.a]\njump='a'", "inv.toml:2: [hosts.a] jump: goes in a circle"),
         ("[hosts.a]\r\nport = 0\r\n", "inv.toml:2: [hosts.a] port: must be from 1"),
     ],

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from skyfab._util import toml
+from skyfab._util import schema, toml
 from skyfab._util.sizes import readable
 from skyfab.env.torch_variants import DRIVERS, cuda_for
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostUnfit, ProtocolError, SkyfabError
 from skyfab.inspect.doctor.finding import Finding, Level, Section
-from skyfab.inspect.survey import Gpu, Survey, checked
+from skyfab.inspect.survey import LIMITS, Gpu, Survey
 from skyfab.inventory.host import Host
 
 _CLOCK: Final = 1.0
@@ -80,9 +80,9 @@ class Patient:
         try:
             found = json.loads(text)
             survey = found.pop("survey", None)
-            seen = checked(Examined, found)
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-            raise ProtocolError(f"not what was asked for: {error}", host=host.name) from None
+            seen = schema.parse(Examined, found, LIMITS)
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+            raise ProtocolError(f"invalid reply: {error}", host=host.name) from None
         if not isinstance(survey, str):
             hint = f"skyfab exec --hosts={host.name} -- nvidia-smi"
             raise HostUnfit("its system or its GPUs do not answer within 15 s", host=host.name, hint=hint)

@@ -1,0 +1,19 @@
+"""Suggests the known word that is closest to a misspelled one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The closest known word; None if none is close."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
+
+
+def did_you_mean(words: str | Iterable[str], known: Iterable[str]) -> str | None:
+    """A hint with the closest known word for each wrong one; None if none is close."""
+    candidates = list(known)
+    wrong = [words] if isinstance(words, str) else words
+    near = [match for word in wrong if (match := nearest(word, candidates))]
+    return f"did you mean {', '.join(dict.fromkeys(near))}?" if near else None

@@ -45,7 +45,7 @@ class Image(ShownAsTable):
     ``"auto"``). `apt` are Debian packages, `env` variables, `setup` shell lines that run before Python.
 
     `includes` are modules, folders and data files that are sent besides the caller's own project, and `excludes`
-    patterns of those that are not.
+    patterns of those that are not. The project is that of `program`, a script; else that of this program.
     """
 
     python: str = "auto"
@@ -68,6 +68,8 @@ class Image(ShownAsTable):
     """``"push"``: packages are sent from here. ``"fetch"``: hosts download them. ``"auto"``: what works there."""
     setup: str = ""
     """Shell lines that run on a host before Python, after those of the inventory: ``module load cuda``."""
+    program: str | None = None
+    """The script whose project is sent, and the modules next to it; None: this program's own."""
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         given = [(each.name, getattr(self, each.name)) for each in fields(self)]
@@ -118,6 +120,6 @@ class Image(ShownAsTable):
 
     @classmethod
     def of_manifest(cls, found: Manifest) -> Image:
-        """The image with the packages that a script or project needs."""
+        """The image with the packages that a script or project needs, as `found`."""
         indexes = tuple(PipIndex(url, packages) for url, packages in found.indexes.items())
         return cls(pip=found.pip, pip_indexes=indexes, lock=found.lock, includes=found.includes)

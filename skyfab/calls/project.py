@@ -138,8 +138,8 @@ class Project:
     def _scan(self) -> None:
         if len(sys.modules) != self._modules:
             self._modules = len(sys.modules)
-            self._loaded = list(_own_modules())
-        roots = _roots(self._loaded, self._includes)
+            self._loaded = list(_own_modules(self._image.program))
+        roots = _roots(self._loaded, self._includes, self._image.program)
         self._changes.watch(self._folders | {str(root.path) for root in roots})  # before the scan: no change is missed
         walks = [_Walk(root, self._excludes) for root in roots]
         found: dict[str, Path] = {}
@@ -212,10 +212,11 @@ def with_local_paths(trace: str) -> str:
     """
     for there, folder in _LAID_OUT.items():
         trace = trace.replace(f'File "{there}/', f'File "{folder}/')
-    return _THERE.sub(lambda found: _folder_here(found[1], int(found[2])), trace)
+    return _THERE.sub(lambda found: folder_here(found[1], int(found[2])), trace)
 
 
-def _folder_here(digest: str, number: int) -> str:
+def folder_here(digest: str, number: int) -> str:
+    """The folder on this machine that is this one in a tree on hosts; empty if that is not known."""
     folders = _SENT.get(digest, ())
     return f"{folders[number]}{os.sep}" if number < len(folders) else ""
 
@@ -231,12 +232,13 @@ def _stamp(path: str) -> Stamp:
 # ---- which folders
 
 
-def _roots(loaded: Sequence[str], includes: Sequence[Root]) -> list[Root]:
+def _roots(loaded: Sequence[str], includes: Sequence[Root], program: str | None) -> list[Root]:
     """The folders of sys.path from which this program imports its own modules, and the `includes`."""
     paths = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
     wanted = {path for path in paths if any(file.startswith(path + os.sep) for file in loaded)}
-    main = _main_folder()
-    script = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    program = program or getattr(sys.modules.get("__main__"), "__file__", None)
+    main = _folder_of(program)
+    script = os.path.abspath(program or "")
     if main:
         wanted.add(main)
         paths.append(main)
@@ -270,20 +272,18 @@ def _package(folder: Path) -> bool:
     return os.path.exists(folder / "__init__.py")  # pathlib raises PermissionError for a folder of another user
 
 
-def _main_folder() -> str | None:
+def _folder_of(program: str | None) -> str | None:
     """The folder of the program's script; for an interactive program, the current folder."""
-    main = sys.modules.get("__main__")
-    file = getattr(main, "__file__", None)
-    if file is None:
+    if program is None:
         return os.getcwd()
-    path = os.path.abspath(file)
+    path = os.path.abspath(program)
     return os.path.dirname(path) if os.path.exists(path) and _is_own(path) else None
 
 
-def _own_modules() -> Iterator[str]:
+def _own_modules(program: str | None) -> Iterator[str]:
     """The files of loaded modules that belong to neither Python, nor an installed package, nor skyfab."""
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
+        file = program if program and name == "__main__" else getattr(module, "__file__", None)
         if isinstance(file, str) and name.partition(".")[0] != "skyfab" and _is_own(file):
             yield os.path.abspath(file)
 

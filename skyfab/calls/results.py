@@ -6,12 +6,11 @@ import contextlib
 import os
 import pickle
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from skyfab.calls.project import with_local_paths
+from skyfab.calls.project import folder_here, with_local_paths
 from skyfab.errors import (
     CallCancelled,
     CallTimeout,
@@ -29,28 +28,18 @@ from skyfab.protocol.messages import Message
 
 _LONGEST: Final = 1000
 """Longest path, in characters, that is looked up."""
-_BESIDE: Final = re.compile(r"/trees/[0-9a-f]{64}/[0-9]{3}/(.+)")
+_BESIDE: Final = re.compile(r"/trees/([0-9a-f]{64})/([0-9]{3})/(.+)")
 """A path inside a project tree on a host."""
 
 
-_by_option = False
-"""Whether hints name options of the command line."""
-
-
-def name_options() -> None:
-    """From now on, hints name options of `skyfab run` instead of arguments of `Image`."""
-    global _by_option
-    _by_option = True
-
-
 def image_option(name: str, value: str = "") -> str:
-    """An argument of `Image` as users write it.
+    """An argument of `Image` as users write it; the command line shows its own option instead.
 
-    >>> image_option("pip"), image_option("python", "3.11")
-    ('Image(pip=…)', "Image(python='3.11')")
+    >>> image_option("pip"), image_option("pip", "numpy"), image_option("python", "3.11")
+    ('Image(pip=…)', "Image(pip=['numpy'])", "Image(python='3.11')")
     """
-    if _by_option:
-        return f"--{name}={value or '…'}"
+    if name in ("pip", "includes") and value:
+        return f"Image({name}=[{value!r}])"
     return f"Image({name}={repr(value) if value else '…'})"
 
 
@@ -60,8 +49,6 @@ def index_option(url: str, packages: Sequence[str] = ()) -> str:
     >>> index_option("URL", ["torch", "…"])
     "PipIndex('URL', packages=('torch', '…'))"
     """
-    if _by_option:
-        return f"--index={url}={','.join(packages) or '…'}"
     return f"PipIndex({url!r}, packages={tuple(packages)!r})" if packages else f"PipIndex({url!r})"
 
 
@@ -155,15 +142,12 @@ def _noted(error: BaseException, host: str) -> str:
 
 
 def _note(error: BaseException, host: str) -> str | None:
-    if isinstance(error, ModuleNotFoundError) and _by_option:
-        return f"hint: on {host}: --pip={_package(error.name)} installs it; your own modules lie beside the script"
     if isinstance(error, ModuleNotFoundError):
-        return f"hint: on {host}: Image(pip=[…]) installs packages, Image(includes=[…]) sends your own"
+        package = image_option("pip", _package(error.name))
+        return f"hint: on {host}: {package} installs it, Image(includes=[…]) sends a module of your own"
     if isinstance(error, FileNotFoundError) and (here := _found_here(error.filename)):
-        word = repr(os.path.relpath(here))
-        if _by_option:
-            return f"hint: {here} exists on this machine, not on {host}: run --sync sends the script's folder"
-        return f"hint: {here} exists on this machine, not on {host}: Image(includes=[{word}]) sends it along"
+        included = image_option("includes", os.path.relpath(here))
+        return f"hint: {here} exists on this machine, not on {host}: {included} sends it along"
     if type(error) is EOFError and str(error) == "EOF when reading a line":
         return f"hint: no keyboard is connected to processes on {host}: pass what input() should return as an argument"
     return None
@@ -184,9 +168,8 @@ def _found_here(name: object) -> Path | None:
     if not isinstance(name, str) or len(name) > _LONGEST or not name.isprintable():  # from the host: not trusted
         return None
     beside = _BESIDE.search(name)
-    program = getattr(sys.modules.get("__main__"), "__file__", None) or "."
-    folders = (Path.cwd(), Path(program).absolute().parent) if beside else (Path.cwd(),)
-    inner = Path(beside[1] if beside else name)
+    folders = (Path.cwd(), Path(folder_here(beside[1], int(beside[2])))) if beside else (Path.cwd(),)
+    inner = Path(beside[3] if beside else name)
     if inner.is_absolute():
         return None
     with contextlib.suppress(OSError):

@@ -33,11 +33,9 @@ def prepare(
         skyfab prepare --hosts=gpu --requirements=requirements.txt --lock=pylock.toml
         skyfab prepare --pip=torch --index=https://download.pytorch.org/whl/cu126=torch
     """
-    from skyfab.calls import results
     from skyfab.cli.environment import build, look_for_newer, write_lock
     from skyfab.cli.host_selection import selected
 
-    results.name_options()
     options = ImageOptions(pip=pip, index=index, requirements=requirements, apt=apt, install=install, python=python)
     image = replace(options.image(), excludes=("*",))  # nothing of the caller's project is needed
     if lock is not None and not image.pip:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-import types
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -71,7 +71,6 @@ def run(
         skyfab run --hosts=gpu --pip=torch,numpy --env=HF_TOKEN train.py
         skyfab run --hosts=gpu --ranks=2 experiment.py:main
     """
-    from skyfab.calls import results
     from skyfab.calls.call import as_function
     from skyfab.calls.script import perform
     from skyfab.cli.detach_key import broadcast, tell_how_to_attach
@@ -91,15 +90,10 @@ def run(
     found, chosen = selected(hosts, inventory or settings.inventory)
     if hosts is None and found.source is None:
         ranks = ranks or 2
-    results.name_options()
     options = ImageOptions(
         pip=pip, index=index, requirements=requirements, apt=apt, install=install, python=python, lock=lock
     )
-    image = image_of(script, options, settings, chosen, no_project=no_project)
-    # Makes the script the main module, so that the modules beside it are sent as its project.
-    main = types.ModuleType("__main__")
-    main.__file__ = str(script)
-    sys.modules["__main__"] = main
+    image = replace(image_of(script, options, settings, chosen, no_project=no_project), program=str(script))
     with Compute(
         chosen,
         inventory=found,

@@ -45,13 +45,11 @@ def train(
         skyfab train --hosts=gpu --index=https://download.pytorch.org/whl/cu126=torch
         skyfab train --hosts=gpu --epochs=500 --detach
     """
-    from skyfab.calls import results
     from skyfab.calls.call import as_function
     from skyfab.cli.detach_key import tell_how_to_attach
     from skyfab.cli.host_selection import selected
     from skyfab.detached.run import Run
 
-    results.name_options()
     started = time.monotonic()
     folder = _example()
     found, chosen = selected(hosts, inventory)

@@ -19,7 +19,7 @@ from skyfab.calls import project
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """All that the project has: not the folders of the tests themselves."""
-    monkeypatch.setattr(project, "_roots", lambda loaded, includes: list(includes))
+    monkeypatch.setattr(project, "_roots", lambda loaded, includes, program: list(includes))
     made = tmp_path / "jobs"
     made.mkdir()
     (made / "one.py").write_text("value = 1\n")
@@ -94,7 +94,7 @@ def test_a_pool_that_is_opened_again_sees_what_was_written_meanwhile(folder: Pat
 def test_a_project_of_which_nothing_is_sent_is_not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """`skyfab top` makes such calls all the time, in whichever folder it was started."""
 
-    def roots(loaded: object, includes: object) -> list[project.Root]:
+    def roots(*_: object) -> list[project.Root]:
         raise AssertionError("it was scanned")
 
     monkeypatch.setattr(project, "_roots", roots)
@@ -113,7 +113,7 @@ def test_a_script_may_lie_beside_what_other_users_keep_to_themselves(monkeypatch
         (folder / "private").mkdir()
         (folder / "private" / "__init__.py").touch()
         (folder / "link").symlink_to("private/inner")
-        monkeypatch.setattr(project, "_roots", lambda loaded, includes: [project.Root(folder, packages=True)])
+        monkeypatch.setattr(project, "_roots", lambda *_: [project.Root(folder, packages=True)])
         for name in ("theirs.py", "private"):
             (folder / name).chmod(0)
         user = os.geteuid()

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import pytest
 
-from skyfab.calls import results
 from skyfab.cli import tasks
 
 
@@ -23,8 +22,6 @@ Skyfab = Callable[..., Ran]
 
 
 def program(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Skyfab:
-    monkeypatch.setattr(results, "_by_option", False)  # a command that sets it is a process of its own
-
     def run(*words: str) -> Ran:
         monkeypatch.setattr(sys, "argv", ["skyfab", *words])
         capfd.readouterr()

@@ -39,7 +39,7 @@ class Forward:
                         ours=rates[0],
                         baseline=rates[1],
                         against="ssh -L",
-                        bar=Bar(0.5, "at least"),
+                        bar=Bar(0.9, "at least"),
                     )
                 trips = alternate(scale.trips, lambda: echo(ours.port, scale.calls), lambda: echo(theirs, scale.calls))
                 milliseconds = [taken.each(lambda each: each * 1000) for taken in trips]
@@ -50,7 +50,7 @@ class Forward:
                     ours=milliseconds[0],
                     baseline=milliseconds[1],
                     against="ssh -L",
-                    bar=Bar(4.0),
+                    bar=Bar(1.1),
                 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from typing import Annotated
@@ -17,28 +18,30 @@ def forward(
     inventory: InventoryFile = None,
     local: Annotated[
         int | None,
-        Option("the port here; 0 for any", "PORT", least=0, default="the same one if it is free, else any"),
+        Option("the port on this machine; 0 for any", "PORT", least=0, default="the same one if it is free, else any"),
     ] = None,
 ) -> int:
     """Reach a port of a host at 127.0.0.1, until Ctrl-C.
 
-    For a TensorBoard or a notebook there. Connections go over one SSH connection, which is made anew when it breaks:
-    what is open then goes on. Others who use this machine can connect, too.
+    For TensorBoard or a notebook on the host. If the SSH connection breaks, open connections end, and new ones work
+    once it is back. Other users of this machine can connect, too.
 
         skyfab forward 6006 --host=node1
         skyfab forward 6006,8888 --host=node1
         skyfab forward 8888 --host=node1 --local=9999
     """
-    from skyfab.calls.image import Image
     from skyfab.cli.host_selection import selected_one
-    from skyfab.pool.compute import Compute
+    from skyfab.pool.forward import Forwards
+    from skyfab.ui.events import Events
 
     ports = port.split(",")
     if local is not None and len(ports) > 1:
         raise UsageError("--local= is for one port", hint=f"one command for each of {' and '.join(ports)}")
     found, chosen = selected_one(host, inventory)
-    with Compute([chosen], inventory=found, image=Image(excludes=("*",))) as compute:
-        for one in [compute.forward(one, local=local) for one in ports]:
+    events = Events()
+    events.subscribe(lambda event: print(event, file=sys.stderr, flush=True))
+    with contextlib.closing(Forwards(events)) as forwards:
+        for one in [forwards.open(chosen, found, one, local) for one in ports]:
             print(f"{one.url} → {one.to}", flush=True)
         try:
             threading.Event().wait()

@@ -31,7 +31,7 @@ from skyfab.pool.device_calls import DeviceCall
 from skyfab.pool.devices import Devices
 from skyfab.pool.fastpath import NOT_TAKEN, fastpath
 from skyfab.pool.files import AnyPath, Files
-from skyfab.pool.forward import ForwardsPorts
+from skyfab.pool.forward import Forward, Forwards
 from skyfab.pool.futures import refuse_to_block, wait_for
 from skyfab.pool.gang import GangCache
 from skyfab.pool.gangs import Broadcasts
@@ -64,7 +64,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Compute(ShownPool, ForwardsPorts, TakesCalls):
+class Compute(ShownPool, TakesCalls):
     """A pool of hosts. Opened by ``with``; on closing, all of its processes on the hosts are terminated.
 
     >>> with Compute("local") as compute:
@@ -146,6 +146,7 @@ class Compute(ShownPool, ForwardsPorts, TakesCalls):
         self._solo_spec = functools.partial(solo_spec, self._env_of, self._pool, self._nodes.count)
         self._devices = Devices(self._solo_spec, self._plugins, self.events, untrusted=self._untrusted)
         self.files = Files(self._solo_spec, self.events)
+        self._forwards = Forwards(self.events)
         self._open = self._is_parents = False  # _is_parents is True in a forked child
         self.hosts: Sequence[Node] = ()  # once the pool is open
 
@@ -225,7 +226,7 @@ class Compute(ShownPool, ForwardsPorts, TakesCalls):
         finally:
             self._open = False
             open_pools.discard(self)
-            self._close_forwards()
+            self._forwards.close()
             self._devices.close()
             self._scheduler.fail_all()
             self._broadcasts.close()
@@ -334,7 +335,7 @@ class Compute(ShownPool, ForwardsPorts, TakesCalls):
         call = self._broadcasts.at_work
         if call is None or call.gang is None:
             raise UsageError("no broadcast is under way", hint="submit(call, on='all') starts one; launch(call), a run")
-        self._close_forwards()
+        self._forwards.close()
         self._scheduler.fail_all()  # only this broadcast continues; queued calls would count as part of the run
         self._broadcasts.close()
         nodes, label = call.gang.nodes, call.broadcast.label
@@ -400,6 +401,15 @@ class Compute(ShownPool, ForwardsPorts, TakesCalls):
         self._check_open()
         return self.hosts if on == "all" else [named(self.hosts, on)]
 
+    def forward(self, port: int | str, *, on: str = "head", local: int | None = None) -> Forward:
+        """Makes a port of a host one of 127.0.0.1 on this machine, until the pool is closed (docs/forward.md).
+
+        `port` is one of the host itself, or ``"name:port"`` of a machine that it can connect to. `on` is a host, or
+        "head". `local` is the port on this machine; None: the same one if it is free, else any; 0: any.
+        """
+        self._check_open()
+        return self._forwards.open(named(self.hosts, on).host, self.inventory, port, local)
+
     def device(self, kind: str = "auto", *, on: str | None = None) -> torch.device:
         """A device of a host as a `torch.device`: tensors and modules work on it unmodified.
 
@@ -429,7 +439,7 @@ class Compute(ShownPool, ForwardsPorts, TakesCalls):
     def leave_to_parent(self) -> None:
         """In a forked child: the connections belong to the parent process, and must not be used here."""
         self._open, self._is_parents = False, True
-        self._leave_forwards_to_parent()
+        self._forwards.leave_to_parent()
 
     def _check_open(self) -> None:
         if self._is_parents:

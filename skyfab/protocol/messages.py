@@ -175,15 +175,6 @@ class ProbePeers(Message):
     """Timeout in seconds."""
 
 
-class Connect(Message):
-    """Connect to a TCP port and pass bytes both ways as DATA on this stream. Reply: Done once connected, or Failed."""
-
-    op: ClassVar[str] = "connect"
-    host: str
-    """A name or address as this host knows it; empty for this host itself."""
-    port: int
-
-
 # ---- from the agent to the client
 
 
@@ -273,21 +264,6 @@ class Exited(Message):
     text: str
     exitcode: int | None = None
     """None if it could not be started."""
-
-
-# ---- both ways
-
-
-class Shut(Message):
-    """The end of what this side sends on the stream of a Connect. No reply.
-
-    It may arrive before the data: the end is after so many bytes.
-    """
-
-    op: ClassVar[str] = "shut"
-    total: int
-    broken: bool = False
-    """This side takes nothing more, either: after so many bytes the connection is over."""
 
 
 # ---- hello

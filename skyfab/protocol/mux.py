@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Final, Protocol
 
-    from skyfab.protocol.send_queue import Taken
-
     Send = Callable[[Sequence["Buffer"]], int]
 else:
     Protocol = object
@@ -90,7 +88,6 @@ class Mux:
         self._replay: deque[bytes | _Sent] = deque()
         self._batch: deque[Buffer] = deque()
         self._used: dict[int, int] = {}
-        self._limits: dict[int, int] = {}
         self._joined = False
         """The peer has sent how many frames it received. Before that, only control frames may be sent."""
         self._flight = 0
@@ -201,14 +198,6 @@ class Mux:
             self._batch.append(memoryview(whole)[sent:])
         return True
 
-    def limit(self, stream: int, window: int, taken: Taken) -> None:
-        """On this stream, each side may send so many bytes of data before the other has consumed them.
-
-        Both sides call it before any data. `taken` is called when some of this side's data leaves its queue.
-        """
-        self._limits[stream] = window
-        self._send_queue.limit(stream, window, taken)
-
     def send_data(self, stream: int, data: Buffer) -> None:
         """Queues more data of a message that `send` has begun."""
         self._send_queue.add(stream, data)
@@ -221,13 +210,11 @@ class Mux:
         """Ends this stream and drops its queued data."""
         self._send_queue.forget(stream)
         self._used.pop(stream, None)
-        self._limits.pop(stream, None)
 
     def finish(self, stream: int) -> None:
         """Ends this stream once its queued data is sent."""
         self._send_queue.finish(stream)
         self._used.pop(stream, None)
-        self._limits.pop(stream, None)
 
     def end(self, stream: int) -> None:
         """The same as `finish`, and the peer is told: an empty DATA frame follows the last."""
@@ -246,7 +233,7 @@ class Mux:
     def used(self, stream: int, length: int) -> None:
         """This side has consumed `length` bytes of this stream: the peer may send as many more."""
         owed = self._used.get(stream, 0) + length
-        if owed >= self._limits.get(stream, CREDIT_WINDOW) // 4:
+        if owed >= CREDIT_WINDOW // 4:
             self._urgent.append(frame(CREDIT, stream, COUNT.pack(owed)))
             owed = 0
         self._used[stream] = owed

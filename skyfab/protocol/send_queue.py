@@ -8,34 +8,24 @@ from skyfab.protocol.frames import Buffer, data_header
 
 TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Final
-
-    Taken = Callable[[int], None]
-    """Called when data of a stream was taken from its queue, with how many bytes are left in it."""
 
 CREDIT_WINDOW: Final = 16 * 1024 * 1024
 """DATA bytes that one stream may send before its receiver has consumed them."""
-
-FORWARD_WINDOW: Final = 4 * 1024 * 1024
-"""The same for a forwarded connection: so much of it may wait for a program that reads slowly."""
-FORWARD_QUEUE: Final = 1024 * 1024
-"""Bytes of a forwarded connection that wait to be sent, before no more is read from its socket."""
 
 
 class _Outgoing:
     """The queued data and the credit of one stream."""
 
-    __slots__ = ("credit", "last", "pending", "size", "taken")
+    __slots__ = ("credit", "last", "pending", "size")
 
-    def __init__(self, credit: int, taken: Taken | None = None) -> None:
+    def __init__(self) -> None:
         self.last = False
         """No more data will be added."""
         self.pending: deque[memoryview] = deque()
         self.size = 0
         """Bytes in `pending`."""
-        self.credit = credit
-        self.taken = taken
+        self.credit = CREDIT_WINDOW
 
 
 class SendQueue:
@@ -46,10 +36,6 @@ class SendQueue:
         self.turns: deque[int] = deque()
         """Streams with queued data, in round-robin order. May contain streams that `forget` has removed since."""
 
-    def limit(self, stream: int, credit: int, taken: Taken) -> None:
-        """Begins a stream with another credit than the usual one."""
-        self._streams[stream] = _Outgoing(credit, taken)
-
     def add(self, stream: int, data: Buffer) -> None:
         """Queues data. It is not copied."""
         if len(data):
@@ -58,7 +44,7 @@ class SendQueue:
     def _append(self, stream: int, view: memoryview) -> None:
         outgoing = self._streams.get(stream)
         if outgoing is None:
-            outgoing = self._streams[stream] = _Outgoing(CREDIT_WINDOW)
+            outgoing = self._streams[stream] = _Outgoing()
         if not outgoing.pending:
             self.turns.append(stream)
         outgoing.pending.append(view)
@@ -118,7 +104,5 @@ class SendQueue:
                 self.turns.append(stream)
             elif outgoing.last:
                 self.forget(stream)
-            if outgoing.taken is not None:
-                outgoing.taken(outgoing.size)
             return data_header(stream, size), view[:size]
         return None

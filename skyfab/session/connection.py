@@ -247,7 +247,7 @@ class Connection:
     def new_number(self) -> int:
         """The next unused odd stream number; wraps around after 32 bits."""
         number = self._next_stream
-        while number in self.replies.pending or number in self.replies.channels:
+        while number in self.replies.pending:
             number = number + 2 if number < _LAST_STREAM else 1
         self._next_stream = number + 2 if number < _LAST_STREAM else 1
         return number

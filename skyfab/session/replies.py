@@ -38,15 +38,6 @@ Answer = Callable[[Message, list[memoryview]], None]
 Failure = Callable[[Exception], None]
 
 
-class Channel(Protocol):
-    """Receives what arrives on the stream of a forwarded connection. Raises ProtocolError."""
-
-    def opened(self, message: Message) -> None: ...
-    def data(self, view: memoryview) -> None: ...
-    def end(self) -> None:
-        """Nothing more will be received."""
-
-
 class Listener(Protocol):
     """Receives what a host sends without a request."""
 
@@ -135,7 +126,6 @@ class Replies:
         self.hellos = 0
         """The number of hellos received: one for each stream."""
         self.pending: dict[int, PendingRequest | Reply] = {}
-        self.channels: dict[int, Channel] = {}
         self._host = host
         self._listener = listener
         self._output: dict[int, tuple[str, Lines]] = {}
@@ -159,8 +149,6 @@ class Replies:
         pending, self.pending = self.pending, {}
         for request in pending.values():
             self.after.append(functools.partial(request.failure, error))
-        for channel in list(self.channels.values()):
-            channel.end()
 
     # ---- callbacks of the mux
 
@@ -189,8 +177,6 @@ class Replies:
                 request.assembly = Assembly(parts, limit=_MEMORY)
                 if not request.assembly.missing:  # a long head without data
                     self._complete(stream, request, message, request.assembly.buffers())
-        elif stream in self.channels:
-            self.channels[stream].opened(message)
         elif isinstance(message, messages.Log):
             self._on_log(stream, message)
         elif isinstance(message, messages.Importing):
@@ -230,8 +216,6 @@ class Replies:
             self.mux.used(stream, len(view))
             if request.assembly.advance(len(view)):
                 self._complete(stream, request, request.message, request.assembly.buffers())
-        elif stream in self.channels:
-            self.channels[stream].data(view)
         elif stream in self._output:
             self.mux.used(stream, len(view))
             worker, lines = self._output[stream]

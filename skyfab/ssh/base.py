@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from skyfab.protocol.frames import Buffer
+from skyfab.ssh.tunnel import Tunnel
 
 
 class Stream(Protocol):
@@ -23,7 +24,7 @@ class Stream(Protocol):
         None at end of file, and where `recv_into` drains it.
         """
 
-    def drain(self) -> None:
+    def drain(self) -> bytes:
         """Reads what is available on stderr. The last 64 kB are kept, for `explain`."""
 
     def recv_into(self, view: memoryview) -> int | None:
@@ -51,6 +52,12 @@ class Transport(Protocol):
 
         Returns at once or after connecting; failures are raised here as a HostError, or returned by `Stream.explain`
         once the stream has ended.
+        """
+
+    def forward(self, port: int, to: tuple[str, int], stopped: Callable[[], bool] = lambda: False) -> Tunnel:
+        """Makes the address `to`, as the host reaches it, a port of 127.0.0.1. Blocks until that listens.
+
+        Raises a HostError, or UsageError if something else uses the port.
         """
 
     def joined(self) -> None:

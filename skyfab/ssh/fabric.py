@@ -6,19 +6,20 @@ are checked here; Fabric does not check them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import fabric
 import paramiko
 
-from skyfab.errors import HostError, HostLost, Unreachable
+from skyfab.errors import HostError, HostLost, SkyfabError, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.ssh_config import CONFIG
@@ -37,6 +38,7 @@ from skyfab.ssh.refusals import (
     unknown_jump,
     unknown_key,
 )
+from skyfab.ssh.tunnel import LOOPBACK, ThreadTunnel
 
 _LOG: Final = logging.getLogger("skyfab")
 _REVOKED: Final = "revoked"
@@ -193,23 +195,39 @@ class Fabric:
         self._stream: ChannelStream | None = None
 
     def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ChannelStream:
+        with self._connected(stopped) as transport:
+            channel = transport.open_session(window_size=64 * 1024 * 1024, max_packet_size=32768)
+            channel.exec_command(command)
+        self._stream = ChannelStream(channel, self._host)
+        return self._stream
+
+    def forward(self, port: int, to: tuple[str, int], stopped: Callable[[], bool] = lambda: False) -> ThreadTunnel:
+        def connect() -> Any:
+            try:
+                return transport.open_channel("direct-tcpip", to, (LOOPBACK, port))
+            except (paramiko.SSHException, EOFError) as error:
+                raise ConnectionError(getattr(error, "text", "") or str(error)) from error
+
+        with self._connected(stopped) as transport:
+            return ThreadTunnel(port, connect, transport.is_active)
+
+    @contextlib.contextmanager
+    def _connected(self, stopped: Callable[[], bool]) -> Iterator[Any]:
+        """Logs in; gives paramiko's transport. Closes the connection if the block fails."""
         _LOG.debug("fabric: connecting to %s", self._host.login)
         made = connection(self._host, self._inventory, stopped)
         try:
             made.open()
             _tune(made)
-            channel = made.client.get_transport().open_session(window_size=64 * 1024 * 1024, max_packet_size=32768)
-            channel.exec_command(command)
+            yield made.client.get_transport()
         except Exception as error:
             hang_up(made)
-            if isinstance(error, HostError):
+            if isinstance(error, SkyfabError):
                 raise
             hops = (*self._inventory.jump_chain(self._host), self._host)
             raise _explain(hops, self._host, error, self._inventory, Questions()) from error
         _CONNECTIONS.add(made)
         self._connection = made
-        self._stream = ChannelStream(channel, self._host)
-        return self._stream
 
     def joined(self) -> None:
         if self._stream is not None:
@@ -269,9 +287,12 @@ class ChannelStream:
     def stderr(self) -> int | None:
         return None
 
-    def drain(self) -> None:
+    def drain(self) -> bytes:
+        data = b""
         while self._channel.recv_stderr_ready():  # unread, it would use up the channel's window
-            self._said = (self._said + self._channel.recv_stderr(65536))[-65536:]
+            data += self._channel.recv_stderr(65536)
+        self._said = (self._said + data)[-65536:]
+        return data
 
     def recv_into(self, view: memoryview) -> int:
         self.drain()

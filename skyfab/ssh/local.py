@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
 from skyfab.errors import HostLost
 from skyfab.inventory.host import Host
 from skyfab.ssh.process import ProcessStream
+from skyfab.ssh.tunnel import ThreadTunnel
 
 
 class Local:
@@ -19,6 +21,9 @@ class Local:
 
     def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ProcessStream:
         return ProcessStream(["/bin/sh", "-c", command], self._explain)
+
+    def forward(self, port: int, to: tuple[str, int], stopped: Callable[[], bool] = lambda: False) -> ThreadTunnel:
+        return ThreadTunnel(port, lambda: socket.create_connection(to))
 
     def _explain(self, code: int, errors: str) -> Exception:
         said = errors.strip().rpartition("\n")[2]

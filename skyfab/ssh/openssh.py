@@ -9,9 +9,10 @@ import shlex
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TextIO
 
 from skyfab.errors import HostLost, Unreachable
@@ -20,7 +21,7 @@ from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.ssh_config import CONFIG
 from skyfab.ssh import keys
 from skyfab.ssh.askpass import Askpass
-from skyfab.ssh.logins import ServerBusy
+from skyfab.ssh.logins import LOGINS, ServerBusy
 from skyfab.ssh.process import ProcessStream
 from skyfab.ssh.questions import Place, Questions, by_ssh, places
 from skyfab.ssh.refusals import (
@@ -32,6 +33,7 @@ from skyfab.ssh.refusals import (
     unknown_jump,
     unknown_key,
 )
+from skyfab.ssh.tunnel import LOOPBACK, ProcessTunnel, is_ready, not_available
 from skyfab.ui.prompt import TERMINAL
 
 ALIVE_INTERVAL, ALIVE_COUNT = 10, 3
@@ -56,6 +58,15 @@ _OPTIONS = {
     "Ciphers": "^aes128-gcm@openssh.com",
 }
 
+_FORWARDING = {
+    "ControlMaster": "yes",
+    "ControlPersist": "no",
+    "PermitLocalCommand": "yes",
+    "LocalCommand": "echo",  # says that the login has succeeded
+    "LogLevel": "INFO",  # reports connections that the host cannot make
+}
+_TIED = ("/bin/sh", "-c", 'exec 3<&0; { read -r _ <&3; kill 0; } >/dev/null 2>&1 & exec "$@" </dev/null 3<&-', "sh")
+"""Becomes a program, which ends when stdin does: with this program, even if that is killed."""
 _TIDY = 'trap : INT TERM HUP; "$@"; s=$?; eval "$0"; exit $s'
 """Runs a program, then the command that is its name."""
 
@@ -82,13 +93,40 @@ class OpenSSH:
         weakref.finalize(self, _remove_here, self._files, os.getpid())
 
     def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ProcessStream:
+        return self._start(lambda: self.argv(command), stopped)
+
+    def forward(self, port: int, to: tuple[str, int], stopped: Callable[[], bool] = lambda: False) -> ProcessTunnel:
+        """By ``ssh -N``, whose ControlPath accepts ``-L``: on its command line, that would include ssh_config's."""
+        with LOGINS.turn(self.servers, stopped), _private_folder() as folder:
+            control = _quoted(str(folder / "socket"))
+            options = _FORWARDING | {"ControlPath": control}
+            stream = self._start(lambda: [*_TIED, *self.argv(None, options)], stopped)
+            try:
+                self._wait_for_login(stream, stopped)
+                _listen(control, port, to)
+            except BaseException:
+                stream.close()
+                raise
+            finally:
+                self.joined()
+        return ProcessTunnel(stream)
+
+    def _wait_for_login(self, stream: ProcessStream, stopped: Callable[[], bool]) -> None:
+        while not is_ready(stream.fileno(), stream.stderr()):
+            stream.drain()
+            if stopped():
+                raise HostLost("the pool was closed", host=self._host.name)
+        if not stream.recv_into(memoryview(bytearray(16))):
+            raise stream.explain()
+
+    def _start(self, words: Callable[[], list[str]], stopped: Callable[[], bool]) -> ProcessStream:
         keys.check((*self._jumps, self._host))
         self._questions = Questions(stopped)
         if TERMINAL.is_attended():
             self._askpass = Askpass(self._answer)
         environ = None if self._askpass is None else self._askpass.environ
         try:
-            return ProcessStream(self.argv(command), self._explain, environ)
+            return ProcessStream(words(), self._explain, environ)
         except BaseException:
             self.joined()
             raise
@@ -118,18 +156,21 @@ class OpenSSH:
         own = {"EscapeChar": "~"} if self._is_by_hand else {}
         return _OPTIONS | ({} if self._askpass is None and not self._is_by_hand else {"BatchMode": "no"}) | own
 
-    def argv(self, command: str) -> list[str]:
-        """The whole command line. It never contains secrets."""
+    def argv(self, command: str | None, options: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+        """The whole command line, with `options` in place of its own; without a command, ssh runs none.
+
+        It never contains secrets.
+        """
         words = ["ssh", "-T"]
         if config := self._config_file():
             words += ["-F", str(config)]
-        for key, value in (self._options() | self._own_options(self._host)).items():
+        for key, value in {**self._options(), **self._own_options(self._host), **options}.items():
             words += ["-o", f"{key}={value}"]
         if self._jumps:
             words += ["-J", ",".join(self._aliases[hop] for hop in self._jumps)]
         elif self._host.jump == "none":
             words += ["-o", "ProxyJump=none"]
-        return [*words, "--", self._host.destination, command]
+        return [*words, *([] if command else ["-N"]), "--", self._host.destination, *([command] if command else [])]
 
     def by_hand(self, command: str, *, terminal: bool) -> list[str]:
         """The command line for a program that becomes ssh: the user is asked by ssh itself.
@@ -216,6 +257,29 @@ class OpenSSH:
 
     def close(self) -> None:
         self.joined()
+
+
+def _listen(control: str, port: int, to: tuple[str, int]) -> None:
+    """Has the ssh process at this ControlPath forward a port. Raises UsageError."""
+    name, number = to
+    spec = f"{LOOPBACK}:{port}:[{name}]:{number}"
+    done = subprocess.run(
+        ["ssh", "-F", os.devnull, "-o", f"ControlPath={control}", "-O", "forward", "-L", spec, "--", "forward"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    if done.returncode:
+        raise not_available(port, done.stderr.strip().rpartition(": ")[2])
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[Path]:
+    """A temporary folder whose name is short enough for a socket in it."""
+    base = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(prefix="skyfab-ssh-", dir=base if len(base) < 80 else "/tmp") as name:
+        yield Path(name)
 
 
 @cache

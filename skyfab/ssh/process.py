@@ -71,16 +71,17 @@ class ProcessStream:
     def stderr(self) -> int | None:
         return self._err
 
-    def drain(self) -> None:
+    def drain(self) -> bytes:
         if self._err is None:
-            return
+            return b""
         try:
             data = os.read(self._err, _KEPT)
         except BlockingIOError:
-            return
+            return b""
         self._said = (self._said + data)[-_KEPT:]
         if not data:
             self._err = None
+        return data
 
     def explain(self) -> Exception:
         until = time.monotonic() + 2
@@ -95,6 +96,10 @@ class ProcessStream:
                 self.drain()
         self.drain()
         return self._explain(code or 0, self._said.decode(errors="replace"))
+
+    @property
+    def has_ended(self) -> bool:
+        return self._poll() is not None
 
     def close(self) -> None:
         self._err = None

@@ -10,16 +10,13 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
-import socket
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skyfab.errors import HostError, HostUnfit
+from skyfab.errors import HostError
 from skyfab.inventory.host import Host
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import name_of
@@ -28,7 +25,6 @@ from skyfab.protocol.messages import Message
 from skyfab.protocol.mux import SMALL
 from skyfab.session.bootstrap import Bootstrap
 from skyfab.session.bundle import bundle
-from skyfab.session.channel import Channel
 from skyfab.session.lines import Lines
 from skyfab.session.reader import SharedReader
 from skyfab.session.session import Session
@@ -54,7 +50,6 @@ _PLACE = {
         "pid": 4242,
         "executable": "/usr/bin/python3",
     },
-    "connect": {"port": 6006},
     "raised": {"traceback": "Traceback (most recent call last):\n"},
 }
 """What a host says of itself, by message, and what is kept in its place."""
@@ -155,22 +150,6 @@ class Ear:
         return False
 
 
-class Told:
-    """A receiver that keeps what a channel is told."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message | None] = []
-        self.data = bytearray()
-
-    def on_message(self, message: Message | None) -> None:
-        self.messages.append(message)
-
-    def on_data(self, view: memoryview) -> None:
-        self.data += view
-
-    def on_room(self) -> None: ...
-
-
 class Talk:
     """One conversation that is being held."""
 
@@ -230,30 +209,7 @@ def bulk(talk: Talk) -> None:
     talk.release()
 
 
-def forward(talk: Talk) -> None:
-    """A connection to a program that sends all back when it has all, and two to a port where nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=_echo, args=(listener,)).start()
-        told = Told()
-        message = messages.Connect(host="", port=listener.getsockname()[1])
-        channel = Channel(talk.session.connection, message, told)
-        assert talk.session.wait(lambda: bool(told.messages), 20)
-        channel.send(bytes(_CHUNK))
-        channel.shut(_CHUNK, False)
-        assert talk.session.wait(lambda: len(told.messages) == 2 and len(told.data) == _CHUNK, 20)
-        channel.finish(drop=False)
-    for _ in range(2):
-        with suppress(HostUnfit):
-            talk.ask(messages.Connect(host="", port=1))
-
-
-def _echo(listener: socket.socket) -> None:
-    connection, _ = listener.accept()
-    with connection, connection.makefile("rb") as source:
-        connection.sendall(source.read())
-
-
-CONVERSATIONS: dict[str, Callable[[Talk], None]] = {"calls": calls, "bulk": bulk, "forward": forward}
+CONVERSATIONS: dict[str, Callable[[Talk], None]] = {"calls": calls, "bulk": bulk}
 
 
 def record(conversation: Callable[[Talk], None], cache: Path) -> dict[str, bytes]:

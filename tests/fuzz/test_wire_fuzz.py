@@ -13,30 +13,26 @@ import os
 import shutil
 import socket
 import sys
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mutation import PIECES, RECORDED, Source, mutated
-from recording import CONVERSATIONS, CORPUS, SIDES, Ear, Frame, Told, record
+from recording import CONVERSATIONS, CORPUS, SIDES, Ear, Frame, record
 
 from skyfab.errors import ProtocolError, SkyfabError
 from skyfab.host.agent import handlers
 from skyfab.host.agent import store as store_module
 from skyfab.host.agent import workers as seats_module
 from skyfab.host.agent.agent import Agent
-from skyfab.host.agent.forward import Forwarded
 from skyfab.host.agent.store import Writer
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.frames import HEAD, HELLO
-from skyfab.session.channel import Channel
 from skyfab.session.replies import PendingRequest, Replies, Reply
 
 QUICK, LONG = 250, 20_000
@@ -78,23 +74,14 @@ def test_the_corpus_says_nothing_of_the_machine_that_made_it(path: Path) -> None
 
 
 class Client:
-    """The receiving half of a session that waits for answers on the first streams, read by this thread.
+    """The receiving half of a session that waits for answers on the first streams, read by this thread."""
 
-    With `forwards`, the first stream is a forwarded connection.
-    """
-
-    def __init__(self, *, forwards: bool = False) -> None:
+    def __init__(self) -> None:
         self.replies = Replies("node1", Ear(), time.monotonic)
         self.replies.mux.attach(b"{}")
         self.answers: list[messages.Message] = []
         self.small: list[Reply] = []
-        self.told = Told()
-        if forwards:
-            place = SimpleNamespace(
-                replies=self.replies, lock=threading.Lock(), ended=None, new_number=lambda: 1, flush=lambda: None
-            )
-            Channel(place, messages.Connect(host="", port=6006), self.told)  # type: ignore[arg-type]
-        for stream in range(3 if forwards else 1, 41, 2):
+        for stream in range(1, 41, 2):
             self.replies.mux.send(stream, b"{}", [bytes(40_000)] if stream == 5 else [])
             if stream % 4 == 1:
                 self.replies.pending[stream] = PendingRequest(self._answer, self._failure, "0")
@@ -121,18 +108,15 @@ class Client:
 @pytest.mark.parametrize("piece", [1 << 20, 100])
 def test_a_recorded_host_is_understood(name: str, piece: int) -> None:
     """Else mutations of it prove nothing."""
-    client = Client(forwards=name == "forward")
+    client = Client()
     client.hear(whole(name, "host"), [piece])
     asked = sum(frame.kind == HEAD and frame.stream % 2 for frame in RECORDED[name]["host"])
-    answered = len(client.answers) + sum(reply.is_there() for reply in client.small)
-    assert answered + len(client.told.messages) == asked > 2
-    assert bool(client.told.data) == (name == "forward")
+    assert len(client.answers) + sum(reply.is_there() for reply in client.small) == asked > 2
 
 
 def check_host(data: bytes, pieces: Sequence[int]) -> None:
-    for forwards in (False, True):
-        with contextlib.suppress(SkyfabError):
-            Client(forwards=forwards).hear(data, pieces)
+    with contextlib.suppress(SkyfabError):
+        Client().hear(data, pieces)
 
 
 @fuzz()
@@ -253,13 +237,6 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """``with host() as one:`` an agent in a folder of its own; nothing it does leaves this process."""
     monkeypatch.setattr(handlers, "PeerProbe", lambda peers, patience, watch, done: done([]))
     monkeypatch.setattr(seats_module, "_CLOSE_TIMEOUT", 0.0)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1000)
-
-    def resolve(self: Forwarded, host: str, port: int) -> None:
-        self._places = [(socket.AF_INET, listener.getsockname())]
-        self._try_next()
-
-    monkeypatch.setattr(Forwarded, "_resolve", resolve)
     before, number = Path.cwd(), 0
 
     @contextlib.contextmanager
@@ -281,7 +258,6 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     yield make
     os.chdir(before)
-    listener.close()
     assert not list(tmp_path.iterdir()), "something was written outside of its folders"
 
 
@@ -291,7 +267,7 @@ def test_a_recorded_client_is_understood(host: Make, name: str) -> None:
         before = one.agent.mux.received
         one.hear(whole(name, "client"))
         assert one.agent.mux.received - before == sum(frame.kind >= HEAD for frame in RECORDED[name]["client"])
-        assert len(one.nursery.sinks) == (name != "forward")
+        assert len(one.nursery.sinks) == 1
 
 
 @fuzz()

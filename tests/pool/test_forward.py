@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import signal
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +23,11 @@ from stage.spot import until
 from stage.threads import begin
 
 import skyfab as sky
+from skyfab.inventory.ssh_config import CONFIG
+from skyfab.lab import Lab
 from skyfab.pool.forward import Forward
-from skyfab.protocol import messages
-from skyfab.protocol.send_queue import FORWARD_WINDOW
-from skyfab.session.channel import Channel
-from skyfab.session.replies import Replies
+from skyfab.ssh.process import ProcessStream
+from skyfab.ssh.tunnel import ProcessTunnel
 from skyfab.ui.events import Event, Notice
 
 MB = 1_000_000
@@ -54,14 +58,18 @@ def rest(connection: socket.socket) -> bytes:
         return file.read()
 
 
-def is_broken_off(forward: Forward) -> bool:
-    """Whether a new connection is closed at once, without a regular end."""
+def is_ended(connection: socket.socket) -> bool:
+    """Whether the connection ends without any data."""
     try:
-        with connect(forward) as connection:
-            connection.recv(1)
+        return connection.recv(1) == b""
     except ConnectionError:
         return True
-    return False
+
+
+def is_refused(forward: Forward) -> bool:
+    """Whether a new connection is closed at once."""
+    with connect(forward) as connection:
+        return is_ended(connection)
 
 
 def digest(parts: list[bytes]) -> str:
@@ -69,13 +77,6 @@ def digest(parts: list[bytes]) -> str:
     for part in parts:
         found.update(part)
     return found.hexdigest()
-
-
-class Nobody:
-    """A listener and a receiver that hears nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
 
 
 def notices(events: list[Event]) -> list[str]:
@@ -145,7 +146,6 @@ def test_a_program_here_that_does_not_read_fills_no_memory_and_delays_nobody(
         while before != (before := pool.submit(given(), on="head").result()):
             time.sleep(1)
         assert MB < before < MOST
-        assert sum(one._channel._unused for one in forward._connections) <= FORWARD_WINDOW
         assert len(rest(connect(forward, "give 5000000 4"))) == 5 * MB
         assert len(rest(lazy.dup())) == 400 * MB - 1
 
@@ -170,7 +170,8 @@ def test_a_port_where_nothing_listens(pool: sky.Compute, events: list[Event]) ->
     free = pool.submit(serve(), on="head").result() - 1 or 1
     with pool.forward(free) as forward:
         for _ in range(3):
-            assert is_broken_off(forward)
+            assert is_refused(forward)
+        until(lambda: notices(events))
         assert notices(events) == [f"{pool.hosts[0].name}: nothing listens at port {free} yet"]
         assert pool.submit(serve(free), on="head").result() == free
         assert len(rest(connect(forward, "give 1000 1"))) == 1000
@@ -182,18 +183,9 @@ def test_a_machine_that_the_host_can_reach(pool: sky.Compute, port: int, events:
         assert forward.to == f"{pool.hosts[0].name}:localhost:{port}"
         assert len(rest(connect(forward, "give 1000 1"))) == 1000
     with pool.forward("nowhere.invalid:80") as forward:
-        assert is_broken_off(forward)
-    assert notices(events)[0].startswith(f"{pool.hosts[0].name}: nowhere.invalid:80 cannot be reached: ")
-
-
-@pytest.mark.lab
-def test_a_program_there_that_breaks_off_is_not_taken_for_one_that_ends(forward: Forward) -> None:
-    with connect(forward, "crash 500000") as connection:
-        found = 0
-        while found < 500_000:
-            found += len(connection.recv(1 << 20))
-        with pytest.raises(ConnectionResetError):
-            connection.recv(1)
+        assert is_refused(forward)
+        until(lambda: notices(events))
+    assert notices(events)[0].startswith(f"{pool.hosts[0].name}: could not connect to nowhere.invalid:80: ")
 
 
 @pytest.mark.lab
@@ -201,19 +193,18 @@ def test_a_program_here_that_breaks_off_ends_the_one_there(pool: sky.Compute, fo
     with connect(forward, f"give {200 * MB} 3") as connection:
         connection.recv(1)
     assert pool.submit(was_broken(60), on="head").result()
-    until(lambda: not forward._connections)
 
 
 @pytest.mark.lab
-def test_closing_breaks_off_what_is_open(pool: sky.Compute, port: int) -> None:
+def test_closing_ends_what_is_open(pool: sky.Compute, port: int) -> None:
     forward = pool.forward(port, local=0)
     assert repr(forward) == f"<Forward http://127.0.0.1:{forward.port} → {pool.hosts[0].name}:{port}>"
-    with connect(forward, "hush 30") as connection:
-        until(lambda: forward._connections)
+    with connect(forward, "echo") as connection:
+        connection.sendall(b"x")
+        assert connection.recv(1) == b"x"
         forward.close()
         forward.close()
-        with pytest.raises(ConnectionResetError):
-            connection.recv(1)
+        assert is_ended(connection)
     assert repr(forward).endswith(": closed>")
     with pytest.raises(ConnectionRefusedError):
         connect(forward)
@@ -259,30 +250,107 @@ def test_a_port_here_that_is_in_use(open_pool: Callable[..., sky.Compute]) -> No
     pool = open_pool()
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
-        with pytest.raises(sky.UsageError, match=f"port {taken} of this machine cannot be used"):
+        with pytest.raises(sky.UsageError, match=f"port {taken} of this machine is not available"):
             pool.forward(1, local=taken)
     with pytest.raises(sky.UsageError, match="on='all' is not one host"):
         pool.forward(1, on="all")
     with pytest.raises(sky.UsageError, match="local=70000 is not a port"):
         pool.forward(1, local=70000)
-    with pytest.raises(sky.UsageError, match="is the one that it should lead to"):
+    with pytest.raises(sky.UsageError, match="would lead to itself"):
         pool.forward(taken, local=taken)
     with pool.forward(1, local=taken) as forward:
         assert forward.port == taken
 
 
-def test_a_forward_listens_at_the_loopback_address_alone(open_pool: Callable[..., sky.Compute]) -> None:
-    assert open_pool().forward(1)._listener.getsockname()[0] == "127.0.0.1"
+@pytest.mark.lab
+def test_a_forward_listens_at_the_loopback_address_alone(forward: Forward) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", forward.port), 60)
 
 
-def test_a_host_that_sends_more_than_it_may_is_refused() -> None:
-    replies = Replies("node1", Nobody(), time.monotonic)  # type: ignore[arg-type]
-    place = SimpleNamespace(
-        replies=replies, lock=threading.Lock(), ended=None, new_number=lambda: 1, flush=lambda: None
+@pytest.mark.lab
+@pytest.mark.parametrize("way", ["openssh", "fabric"])
+def test_a_connection_that_breaks_is_made_again(open_pool: Callable[..., sky.Compute], way: str) -> None:
+    pool = open_pool(way)
+    events: list[Event] = []
+    pool.events.subscribe(events.append)
+    port = pool.submit(serve(), on="head").result()
+    with pool.forward(port) as forward, connect(forward, "echo") as connection:
+        connection.sendall(b"x")
+        assert connection.recv(1) == b"x"
+        if way == "openssh":
+            os.kill(forward._tunnel._stream._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        else:
+            forward._transport._connection.transport.sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+        assert is_ended(connection)
+        until(lambda: len(notices(events)) == 2)
+        assert len(rest(connect(forward, "give 1000 1"))) == 1000
+    name = pool.hosts[0].name
+    assert notices(events)[0].startswith(f"{name}: port {forward.port} is disconnected, reconnecting: ")
+    assert notices(events)[1] == f"{name}: port {forward.port} is connected again"
+
+
+@pytest.mark.lab
+def test_forwards_of_ssh_config_are_left_alone(
+    open_pool: Callable[..., sky.Compute], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their ports may be in use by the user's own ssh, and one may be the very port that is wanted."""
+    pool = open_pool("openssh")
+    port = pool.submit(serve(), on="head").result()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        config = tmp_path / "config"
+        config.write_text(f"LocalForward {port} localhost:1\nLocalForward {other.getsockname()[1]} localhost:1\n")
+        monkeypatch.setenv(CONFIG, str(config))
+        with pool.forward(port) as forward:
+            assert len(rest(connect(forward, "give 1000 1"))) == 1000
+
+
+@pytest.mark.lab
+@pytest.mark.programs
+def test_a_forward_ends_with_a_program_that_is_killed(lab: Lab, tmp_path: Path) -> None:
+    """Also while a connection is open, which ssh would otherwise wait for."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(f"""
+            import time
+            import skyfab as sky
+
+            with sky.Compute("node1", inventory={str(lab.inventory)!r}, ui="none") as compute:
+                forward = compute.forward(22, local=0)
+                print(forward.port, flush=True)
+                time.sleep(600)
+        """)
     )
-    channel = Channel(place, messages.Connect(host="", port=1), Nobody())  # type: ignore[arg-type]
-    replies.data(1, memoryview(bytes(FORWARD_WINDOW)))
-    channel.used(10)
-    replies.data(1, memoryview(bytes(10)))
-    with pytest.raises(sky.ProtocolError, match="more data than it was allowed to send"):
-        replies.data(1, memoryview(b"x"))
+    with subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with socket.create_connection(("127.0.0.1", port), 60) as connection:
+            assert connection.recv(4) == b"SSH-"
+            process.kill()
+            while connection.recv(4096):
+                pass
+
+    def is_free() -> bool:
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 60).close()
+            return False
+        return True
+
+    until(is_free)
+
+
+def test_what_ssh_reports_about_connections_is_passed_on() -> None:
+    said = "channel 2: open failed: connect failed: Connection refused\\nchannel 3: open failed: unknown\\nhello\\n"
+    stream = ProcessStream(["sh", "-c", f"printf '{said}' >&2; sleep 0.5"], lambda code, errors: RuntimeError(errors))
+    reasons: list[str] = []
+    assert "hello" in str(ProcessTunnel(stream).wait(reasons.append))
+    assert reasons == ["connection refused", "unknown"]
+
+
+def test_a_server_that_forbids_forwarding_is_named(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool()
+    events: list[Event] = []
+    pool.events.subscribe(events.append)
+    with pool.forward(1) as forward:
+        forward._refused("administratively prohibited: open failed")
+    assert "does not allow port forwarding (AllowTcpForwarding)" in notices(events)[0]

@@ -182,25 +182,6 @@ def test_a_receiver_that_uses_nothing_is_sent_one_window_of_credit_and_no_more()
     pair.check()
 
 
-def test_a_stream_with_a_limit_is_sent_so_much_and_credit_comes_in_quarters_of_it() -> None:
-    pair, left = Pair(uses=False), list[int]()
-    for side in (pair.a, pair.b):
-        side.mux.limit(1, MB, left.append)
-    pair.a.say(1, content(1, 3 * MB), large=True)
-    pair.a.say_more(1, b"")
-    pair.settle()
-    assert len(pair.b.bodies[1]) == MB
-    assert left[-1] == pair.a.mux.queued(1) == 2 * MB
-    pair.b.mux.used(1, MB // 4 - 1)
-    pair.settle()
-    assert len(pair.b.bodies[1]) == MB
-    pair.b.mux.used(1, 1)
-    pair.settle()
-    assert len(pair.b.bodies[1]) == MB + MB // 4
-    pair.a.mux.forget(1)
-    assert pair.a.mux.queued(1) == 0
-
-
 def test_messages_that_fit_one_frame_need_no_credit() -> None:
     pair = Pair(uses=False)
     for number in range(300):

@@ -150,16 +150,3 @@ def test_the_end_is_an_empty_chunk_behind_all_data_and_waits_for_credit(queue: S
     queue.grant(1, 10)
     assert sent(queue) == [(1, b"ab"), (1, b"")]
     assert not queue.is_ready
-
-
-def test_a_stream_may_have_a_limit_of_its_own_and_is_told_what_is_left() -> None:
-    queue, left = SendQueue(), list[int]()
-    queue.limit(1, 10, left.append)
-    queue.add(1, bytes(6))
-    queue.add(1, bytes(9))
-    assert queue.queued(1) == 15
-    assert sent(queue) == [(1, bytes(6)), (1, bytes(4))]
-    assert queue.queued(1) == 5
-    queue.grant(1, 5)
-    sent(queue)
-    assert left == [9, 5, 0]

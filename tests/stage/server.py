@@ -4,11 +4,8 @@ it does."""
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import socket
 import socketserver
-import struct
 import threading
 import time
 
@@ -45,13 +42,6 @@ class _Handler(socketserver.StreamRequestHandler):
 
     def do_hush(self, seconds: int) -> None:
         time.sleep(seconds)
-
-    def do_crash(self, size: int) -> None:
-        self.request.sendall(bytes(size))
-        time.sleep(0.5)  # else the end overtakes it in the system
-        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        os.close(self.request.detach())
-        raise SystemExit
 
 
 class _Server(socketserver.ThreadingTCPServer):

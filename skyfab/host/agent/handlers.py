@@ -204,16 +204,6 @@ class Handlers:
 
         PeerProbe(message.peers, message.timeout, self._poller, done)
 
-    def _connect(self, stream: int, message: messages.Connect, head: bytes, data: Data) -> None:
-        from skyfab.host.agent.forward import Forwarded  # few agents need it
-
-        Forwarded(stream, message, self._mux, self._poller, self._uploads.channels)
-
-    def _shut(self, stream: int, message: messages.Shut, head: bytes, data: Data) -> None:
-        channel = self._uploads.channels.get(stream)
-        if channel is not None:  # else the other end broke it meanwhile
-            channel.end(message)
-
 
 _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
     messages.Spawn: Handlers._spawn,
@@ -232,6 +222,4 @@ _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
     messages.Listen: Handlers._listen,
     messages.Unlisten: Handlers._unlisten,
     messages.ProbePeers: Handlers._probe_peers,
-    messages.Connect: Handlers._connect,
-    messages.Shut: Handlers._shut,
 }

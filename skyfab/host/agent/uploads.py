@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Final
 
-    from skyfab.host.agent.forward import Forwarded
     from skyfab.protocol.mux import Mux
 
     Route = WorkerHandle | Writer | Assembly | None
@@ -30,25 +29,17 @@ class Uploads:
         self._mux = mux
         self._uploads: dict[int, Route] = {}
         self._missing: dict[int, int] = {}
-        self.channels: dict[int, Forwarded] = {}
-        """Forwarded connections: what arrives on their streams has no size that is known before."""
 
     def close(self) -> None:
-        """Deletes partially received blobs, and closes forwarded connections."""
+        """Deletes partially received blobs."""
         for stream in list(self._uploads):
             self.abandon(stream)
-        for channel in list(self.channels.values()):
-            channel.close()
 
     def place(self, stream: int, length: int) -> memoryview:
         route = self._uploads.get(stream)
         return route.place(length) if isinstance(route, Assembly) else memoryview(bytearray(length))
 
     def data(self, stream: int, view: memoryview) -> None:
-        channel = self.channels.get(stream)
-        if channel is not None:
-            channel.data(view)
-            return
         route = self._uploads.get(stream)
         if isinstance(route, WorkerHandle):
             route.give_data(stream, view)

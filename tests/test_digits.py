@@ -1,4 +1,4 @@
-"""The digits example: its data is whole, it learns, and its ranks' models combine into a good one."""
+"""The demo: its data is whole, it learns, and its ranks' models combine into a good one."""
 
 from __future__ import annotations
 
@@ -9,37 +9,24 @@ import pickle
 import re
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
 from skyfab import context
+from skyfab.demo import DIGITS
 
 torch = pytest.importorskip("torch")
+digits = pytest.importorskip("skyfab.demo.digits")
 pytestmark = pytest.mark.torch
 
-PROJECT = Path(__file__).parents[1] / "examples" / "digits"
-
 
 @pytest.fixture(scope="module")
-def digits():
-    """The example's module, imported the way its user would: from its own folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(PROJECT)
-        import digits
-
-        yield digits
-
-
-@pytest.fixture(scope="module")
-def data(digits):
+def data():
     return digits.load()
 
 
 @pytest.fixture
-def model(digits):
+def model():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return digits.Classifier()
@@ -54,7 +41,7 @@ def same(one, other) -> bool:
 
 
 def test_the_shipped_file_is_whole():
-    with gzip.open(PROJECT / "digits.csv.gz", "rt", encoding="ascii") as file:
+    with gzip.open(DIGITS, "rt", encoding="ascii") as file:
         header, *rows = csv.reader(file)
     assert header == ["label", *(f"p{i}" for i in range(64))]
     assert len(rows) == 1797
@@ -64,7 +51,7 @@ def test_the_shipped_file_is_whole():
 
 
 def test_the_shipped_file_is_small_and_carries_no_date():
-    content = (PROJECT / "digits.csv.gz").read_bytes()
+    content = DIGITS.read_bytes()
     assert len(content) < 60_000
     assert content[4:8] == bytes(4)
 
@@ -81,7 +68,7 @@ def test_images_are_flat_rows_from_0_to_1(data):
         assert y.unique().tolist() == list(range(10))
 
 
-def test_the_split_is_the_same_every_time(digits, data):
+def test_the_split_is_the_same_every_time(data):
     again = digits.load()
     assert torch.equal(data.x_test, again.x_test)
     assert torch.equal(data.y_train, again.y_train)
@@ -99,50 +86,10 @@ def test_a_fifth_of_each_digit_is_held_out(data):
     assert torch.all((held_out / (held_out + learned) - 0.2).abs() < 0.01)
 
 
-def test_without_torchvision_one_line_says_so_and_the_shipped_digits_come(digits, data, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
-    assert torch.equal(digits.load(prefer_mnist=True).x_test, data.x_test)
-    assert re.fullmatch(r"no MNIST here \(.+\): using the shipped digits\n", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("error", [OSError("no route"), RuntimeError("Error downloading:\nTried a\nTried b")])
-def test_when_mnist_cannot_be_fetched_one_line_says_so(digits, monkeypatch, capsys, error):
-    install_torchvision(monkeypatch, error)
-    assert len(digits.load(prefer_mnist=True).x_test) == 360
-    assert capsys.readouterr().out.count("\n") == 1
-
-
-def test_mnist_comes_flat_and_scaled_with_its_own_split(digits, monkeypatch, capsys):
-    install_torchvision(monkeypatch)
-    data = digits.load(prefer_mnist=True)
-    assert data.x_train.shape == (60, 784)
-    assert data.x_test.shape == (10, 784)
-    assert data.x_train.dtype == torch.float32
-    assert data.x_train.max() == 1
-    assert digits.Classifier(data.x_train.shape[1])(data.x_test).shape == (10, 10)
-    assert capsys.readouterr().out == ""
-
-
-def install_torchvision(monkeypatch, error: Exception | None = None) -> None:
-    """A torchvision with a tiny MNIST, or with one that cannot be fetched."""
-
-    def mnist(root: Path, *, train: bool, download: bool) -> Any:
-        if error:
-            raise error
-        count = 60 if train else 10
-        images = torch.full((count, 28, 28), 255, dtype=torch.uint8)
-        return SimpleNamespace(data=images, targets=torch.arange(count) % 10)
-
-    datasets = ModuleType("torchvision.datasets")
-    datasets.MNIST = mnist
-    monkeypatch.setitem(sys.modules, "torchvision", ModuleType("torchvision"))
-    monkeypatch.setitem(sys.modules, "torchvision.datasets", datasets)
-
-
 # ---- training
 
 
-def test_training_beats_90_percent_on_held_out_digits(digits, data, model):
+def test_training_beats_90_percent_on_held_out_digits(data, model):
     trained = digits.train(model, data.x_train, data.y_train)
     assert digits.evaluate(trained.model, data.x_test, data.y_test) > 0.9
     assert [epoch for epoch, _loss, _accuracy in trained.history] == list(range(1, 11))
@@ -151,7 +98,7 @@ def test_training_beats_90_percent_on_held_out_digits(digits, data, model):
 
 
 @pytest.mark.slow
-def test_the_average_of_two_ranks_beats_90_percent_on_held_out_digits(digits, data, model, monkeypatch):
+def test_the_average_of_two_ranks_beats_90_percent_on_held_out_digits(data, model, monkeypatch):
     models = []
     for rank in range(2):
         monkeypatch.setattr(context, "_current", context.InstanceInfo(rank=rank, world_size=2))
@@ -160,26 +107,26 @@ def test_the_average_of_two_ranks_beats_90_percent_on_held_out_digits(digits, da
     assert digits.evaluate(digits.average(models), data.x_test, data.y_test) > 0.9
 
 
-def test_every_epoch_prints_a_line(digits, data, model, capsys):
+def test_every_epoch_prints_a_line(data, model, capsys):
     digits.train(model, data.x_train, data.y_train, epochs=2)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert re.fullmatch(r"epoch 2/2 loss \d\.\d{3} accuracy \d+\.\d %", lines[1])
 
 
-def test_training_leaves_the_given_model_and_torchs_random_state_alone(digits, data, model):
+def test_training_leaves_the_given_model_and_torchs_random_state_alone(data, model):
     before, state = pickle.dumps(model), torch.get_rng_state()
     digits.train(model, data.x_train, data.y_train, epochs=1)
     assert same(model, pickle.loads(before))
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_training_twice_gives_the_same_model(digits, data, model):
+def test_training_twice_gives_the_same_model(data, model):
     one, other = (digits.train(model, data.x_train, data.y_train, epochs=1).model for _ in range(2))
     assert same(one, other)
 
 
-def test_what_comes_back_survives_pickling(digits, data, model):
+def test_what_comes_back_survives_pickling(data, model):
     trained = digits.train(model, data.x_train, data.y_train, epochs=1)
     back = pickle.loads(pickle.dumps(trained))
     assert same(back.model, trained.model)
@@ -190,6 +137,7 @@ RANK = """
 import sys, torch, torch.distributed as dist
 import digits
 from skyfab import context
+from skyfab.demo import digits
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 context.enter(context.InstanceInfo(rank=rank, world_size=2, local_rank=rank))
@@ -203,7 +151,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.soak
-def test_with_a_process_group_two_ranks_train_as_one_would(digits, data, model, tmp_path):
+def test_with_a_process_group_two_ranks_train_as_one_would(data, model, tmp_path):
     """Same gradients as one process with the whole batch; the first rank alone prints."""
     torch.save(model, tmp_path / "model")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -233,7 +181,7 @@ def test_with_a_process_group_two_ranks_train_as_one_would(digits, data, model, 
 # ---- models
 
 
-def test_the_average_is_the_mean_and_counters_are_the_firsts(digits):
+def test_the_average_is_the_mean_and_counters_are_the_firsts():
     models = [torch.nn.BatchNorm1d(1) for _ in range(2)]
     for value, model in enumerate(models, start=1):
         torch.nn.init.constant_(model.weight, value)
@@ -244,13 +192,13 @@ def test_the_average_is_the_mean_and_counters_are_the_firsts(digits):
     assert [model.weight.item() for model in models] == [1, 2]
 
 
-def test_the_classifier_has_the_layers_it_is_told(digits):
+def test_the_classifier_has_the_layers_it_is_told():
     model = digits.Classifier(9, (5, 4), classes=3)
     assert [tuple(p.shape) for p in model.parameters()] == [(5, 9), (5,), (4, 5), (4,), (3, 4), (3,)]
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_evaluating_leaves_the_models_mode_as_it_was(digits, data, model, training):
+def test_evaluating_leaves_the_models_mode_as_it_was(data, model, training):
     model.train(training)
     assert 0 <= digits.evaluate(model, data.x_test, data.y_test) <= 1
     assert model.training is training

@@ -40,7 +40,9 @@ MAY_IMPORT = {
     " inspect providers",
     "inspect.doctor": "errors _util protocol inventory calls session env ui host pool",
     "inspect.top": "errors _util inventory calls session detached ui host pool",
-    "cli": "errors _util context protocol inventory calls plugins ssh session detached env ui files inspect pool lab",
+    "demo": "context",
+    "cli": "errors _util context protocol inventory calls plugins ssh session detached env ui files inspect pool lab"
+    " demo",
     "lab": "errors _util",  # it makes machines and does not use them, so that tests of anything can use it
     "__main__": "cli",
     "pytest_plugin": "errors protocol calls lab",
@@ -78,6 +80,7 @@ OUTSIDE = {
         "host.device",
         "host.ask.speed",
         "cli.train",
+        "demo.digits",
     },
     "jax": {"plugins"},
     "jaxlib": {"plugins"},
@@ -224,7 +227,9 @@ def test_a_library_is_imported_only_where_it_belongs(library: str) -> None:
 
 def test_slow_libraries_are_imported_inside_functions_only() -> None:
     early = [one for one in IMPORTS if one.outside in ONLY_INSIDE_FUNCTIONS and not one.lazy]
-    assert not [one for one in early if one.source not in ("device", "host.device") or one.module in WITHOUT_TORCH]
+    assert not [
+        one for one in early if one.source not in ("demo", "device", "host.device") or one.module in WITHOUT_TORCH
+    ]
 
 
 def test_nobody_inside_imports_the_public_face() -> None:

@@ -7,17 +7,13 @@ reads the loss; the profile at the end says so.
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import skyfab as sky
-
-sys.path.append(str(Path(__file__).parents[1] / "digits"))
-import digits
+from skyfab.demo import digits
 
 
 def main(hosts: str) -> None:

@@ -7,7 +7,6 @@ stay there; from here the model is trained and asked as if it were here.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
@@ -15,9 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import skyfab as sky
-
-sys.path.append(str(Path(__file__).parents[1] / "digits"))
-import digits
+from skyfab.demo import digits
 
 
 def weights(file: str) -> dict[str, torch.Tensor]:

@@ -7,17 +7,13 @@ gradient goes back the same way. One optimizer has the parameters of both.
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import skyfab as sky
-
-sys.path.append(str(Path(__file__).parents[1] / "digits"))
-import digits
+from skyfab.demo import digits
 
 
 class Halves(nn.Module):

@@ -6,16 +6,13 @@ The network is a class of your own, in a file of your own (nets.py): hosts impor
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import nets
 import torch
 from torch import Tensor
 
 import skyfab as sky
-
-sys.path.append(str(Path(__file__).parents[1] / "digits"))
-import digits
+from skyfab.demo import digits
 
 State = dict[str, Tensor]
 

@@ -6,8 +6,6 @@ The process group is there before the function's first line, and each rank learn
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import skyfab as sky
-
-sys.path.append(str(Path(__file__).parents[1] / "digits"))
-import digits
+from skyfab.demo import digits
 
 
 @sky.function

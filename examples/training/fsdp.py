@@ -7,8 +7,6 @@ puts a layer together while it is used. It runs on CPUs with gloo as it does on 
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,9 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import skyfab as sky
-
-sys.path.append(str(Path(__file__).parents[1] / "digits"))
-import digits
+from skyfab.demo import digits
 
 
 @sky.function

@@ -7,17 +7,13 @@ machine needs no transformers. The Trainer finds the process group that `plugins
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import skyfab as sky
-
-sys.path.append(str(Path(__file__).parents[1] / "digits"))
-import digits
+from skyfab.demo import digits
 
 
 def build() -> nn.Module:

@@ -7,7 +7,6 @@ own devices; the weights are on every one, and the compiler adds what has to go 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import skyfab as sky
-
-DIGITS = Path(__file__).parents[1] / "digits" / "digits.csv.gz"
+from skyfab.demo import DIGITS
 
 Weights = list[tuple[jax.Array, jax.Array]]
 

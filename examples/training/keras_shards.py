@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import skyfab as sky
-
-DIGITS = Path(__file__).parents[1] / "digits" / "digits.csv.gz"
+from skyfab.demo import DIGITS
 
 
 @sky.function

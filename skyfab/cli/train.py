@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import skyfab
 from skyfab._util.sizes import counted
 from skyfab.cli.command import Detach, Hosts, InventoryFile, Option, Ranks, command
 from skyfab.cli.image_options import ImageOptions, Index
@@ -51,15 +47,14 @@ def train(
     from skyfab.detached.run import Run
 
     started = time.monotonic()
-    folder = _example()
     found, chosen = selected(hosts, inventory)
     if hosts is None and found.source is None:
         ranks = ranks or 2
-    image = _image(ImageOptions(index=index), folder)
+    image = replace(ImageOptions(index=index).image(), excludes=("*",))  # hosts need nothing of this folder
     pool = _pool(chosen, found, ranks, image)  # raises for a mistake in the inventory before torch is imported
-    digits = _imported(folder)
+    digits = _digits()
     data = digits.load()
-    model = _untrained(digits, data)
+    model = _untrained(digits)
     before = digits.evaluate(model, data.x_test, data.y_test)
     _say(f"{len(data.y_train)} handwritten digits to learn from, {len(data.y_test)} held out")
     _say(f"untrained, the model reads {_percent(before)} of those right")
@@ -82,20 +77,6 @@ def train(
     _say(f"connect {calling - opening:.1f} s, train {done - calling:.1f} s, {time.monotonic() - started:.1f} s in all")
 
 
-def _example() -> Path:
-    """The example's folder, in the installed package or in the checkout."""
-    package = Path(skyfab.__file__).resolve().parent
-    for folder in (package / "examples" / "digits", package.parent / "examples" / "digits"):
-        if (folder / "digits.py").exists():
-            return folder
-    raise UsageError("the digits example is missing from this installation", hint="install skyfab again")
-
-
-def _image(options: ImageOptions, folder: Path) -> Image:
-    """Only the example's module is sent, wherever it is installed and whatever else is imported here."""
-    return replace(options.image(), includes=(str(folder / "digits.py"),), excludes=("*", "!/digits.py"))
-
-
 def _pool(hosts: Sequence[Host], inventory: Inventory, ranks: int | None, image: Image) -> Compute:
     from skyfab import plugins
     from skyfab.pool.compute import Compute
@@ -104,22 +85,22 @@ def _pool(hosts: Sequence[Host], inventory: Inventory, ranks: int | None, image:
     return Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=image, plugins=[torch], workdir="temp")
 
 
-def _imported(folder: Path) -> Any:
-    sys.path.insert(0, str(folder))
+def _digits() -> Any:
     try:
-        return importlib.import_module("digits")
+        from skyfab.demo import digits
     except ModuleNotFoundError as error:
         raise UsageError(
             f"training needs {error.name}, which is not installed here",
             hint="./inv train sets everything up in a checkout; elsewhere: pip install 'skyfab[torch]'",
         ) from None
+    return digits
 
 
-def _untrained(digits: Any, data: Any) -> Any:
+def _untrained(digits: Any) -> Any:
     import torch
 
     torch.manual_seed(0)  # the same initial weights every time, so that results can be compared
-    return digits.Classifier(data.x_train.shape[1])
+    return digits.Classifier()
 
 
 def _broadcast(compute: Compute, call: Call[Any]) -> list[Any] | Run:

@@ -25,8 +25,8 @@ File = tuple[str, bytes]
 
 _LEFT_OUT: Final = ("cli/", "inspect/doctor/", "inspect/top/", "pytest_plugin.py")
 """The command line, what it alone uses, and the plugin for pytest are not needed on hosts."""
-_LAB: Final = "lab/"
-"""Included only if the program imports it: modules of the program that import it may contain functions for hosts."""
+_IF_IMPORTED: Final = ("demo/", "lab/")
+"""Included only if the program imports them: modules of the program that do so may contain functions for hosts."""
 _MAIN: Final = """import os, sys
 if sys.version_info < (3, 10):
     sys.exit(sys.version.split()[0])
@@ -86,7 +86,8 @@ def bundle() -> Bundle:
 
 def _files() -> Iterator[File]:
     yield "__main__.py", _MAIN.encode()
-    left_out = _LEFT_OUT if "skyfab.lab" in sys.modules else (*_LEFT_OUT, _LAB)
+    unused = [package for package in _IF_IMPORTED if f"skyfab.{package[:-1]}" not in sys.modules]
+    left_out = (*_LEFT_OUT, *unused)
     for package in (Path(__file__).parents[1], Path(cloudpickle.__file__).parent):
         for file in sorted(file for kind in ("*.py", "*.sh") for file in package.rglob(kind)):
             inner = file.relative_to(package).as_posix()

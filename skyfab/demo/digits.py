@@ -1,13 +1,12 @@
 """Handwritten digits: the data, a small classifier, and its training on one rank or many.
 
-This folder is a user's project, not a part of skyfab. The model is built here, trained on hosts and
-evaluated here again:
+The model is built on this machine, trained on hosts and evaluated on this machine again:
 
-    import digits
     import skyfab as sky
+    from skyfab.demo import digits
 
     data = digits.load()
-    model = digits.Classifier(data.x_train.shape[1])
+    model = digits.Classifier()
     with sky.Compute(hosts="gpu") as compute:
         ranks = sky.function(digits.train)(model, data.x_train, data.y_train) @ compute
     model = digits.average([rank.model for rank in ranks])
@@ -21,7 +20,6 @@ import csv
 import gzip
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -31,7 +29,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler, RandomSampler
 
-SHIPPED = Path(__file__).with_name("digits.csv.gz")
+from skyfab.context import instance_info, shard
+from skyfab.demo import DIGITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,45 +65,18 @@ class Trained:
     """One entry an epoch, seen from the training data."""
 
 
-def load(prefer_mnist: bool = False) -> Split:
-    """The shipped 1,797 images of 8×8, or MNIST where torchvision has it or can get it.
-
-    MNIST is kept in torch's own cache folder (`$TORCH_HOME`).
-    """
-    if prefer_mnist:
-        try:
-            return _mnist(Path(torch.hub.get_dir()).with_name("datasets"))
-        except (ImportError, OSError, RuntimeError) as error:
-            reason = " ".join(str(error).split())
-            print(f"no MNIST here ({reason}): using the shipped digits", flush=True)
-    return _shipped()
-
-
-def _shipped() -> Split:
-    with gzip.open(SHIPPED, "rt", encoding="ascii", newline="") as file:
+def load() -> Split:
+    """All images. Every fifth of each digit is held out: the same ones everywhere, without random numbers."""
+    with gzip.open(DIGITS, "rt", encoding="ascii", newline="") as file:
         _header, *rows = csv.reader(file)
     table = torch.tensor([[int(cell) for cell in row] for row in rows])
     x, y = table[:, 1:].float() / 16, table[:, 0]
-    # Every fifth image of each digit: the same ones everywhere, with no random numbers to agree on.
     held_out = torch.zeros(len(y), dtype=torch.bool)
     held_out[y.argsort(stable=True)[::5]] = True
     return Split(x_train=x[~held_out], y_train=y[~held_out], x_test=x[held_out], y_test=y[held_out])
 
 
-def _mnist(folder: Path) -> Split:
-    from torchvision.datasets import MNIST
-
-    learn = MNIST(folder, train=True, download=True)
-    test = MNIST(folder, train=False, download=True)
-    return Split(
-        x_train=learn.data.flatten(1).float() / 255,
-        y_train=learn.targets,
-        x_test=test.data.flatten(1).float() / 255,
-        y_test=test.targets,
-    )
-
-
-class Classifier(nn.Module):
+class Classifier(nn.Module):  # type: ignore[misc]  # torch is not there for mypy
     """A multi-layer perceptron: pixels in, one score per digit out."""
 
     def __init__(self, pixels: int = 64, hidden: Sequence[int] = (128,), classes: int = 10) -> None:
@@ -126,12 +98,10 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int = 10, lr: float = 
     (DDP); without one each trains its own on its shard, for `average` to combine. `batch` is the
     ranks' batch together, so that more ranks make the same number of steps.
     """
-    import skyfab as sky
-
-    info = sky.instance_info()
+    info = instance_info()
     if not _together():
         # Shuffled: rows in a file often follow the label, and a stride of two would part odd from even.
-        x, y = sky.shard(x, y, shuffle=True)
+        x, y = shard(x, y, shuffle=True)
     device = _device(info.local_rank)
     x, y, model = x.to(device), y.to(device), copy.deepcopy(model).to(device).train()
     learner = _synced(model, device) if _together() else model
@@ -148,7 +118,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int = 10, lr: float = 
 
 def _together() -> bool:
     """Whether a process group joins the ranks."""
-    return dist.is_available() and dist.is_initialized()
+    return bool(dist.is_available() and dist.is_initialized())
 
 
 def _device(local_rank: int) -> torch.device:
@@ -220,4 +190,4 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> float:
     with torch.inference_mode():
         right = model(x.to(device)).argmax(1) == y.to(device)
     model.train(training)
-    return right.float().mean().item()
+    return float(right.float().mean())

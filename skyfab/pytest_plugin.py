@@ -15,29 +15,30 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    about = "how many hosts the fixture lab has"
-    parser.addini("lab_count", about, default="2")
-    parser.getgroup("skyfab").addoption("--lab-count", type=int, metavar="N", help=about)
+    about = "number of hosts of the fixture skyfab_lab (default: 2)"
+    parser.addini("skyfab_lab_count", about, default="2")
+    parser.getgroup("skyfab").addoption("--skyfab-lab-count", type=int, metavar="N", help=about)
 
 
 @pytest.fixture(scope="session")
-def lab(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Iterator[Lab]:
+def skyfab_lab(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Iterator[Lab]:
     """Hosts node1, node2 … for the whole run: a `skyfab.lab.Lab`, whose `inventory` is the path of their inventory.
 
-    Their number is ``--lab-count`` or ``lab_count`` of the settings. Where no lab can be started, tests are skipped.
+    Set their number with ``--skyfab-lab-count``, or ``skyfab_lab_count`` in the configuration. If no lab can be
+    started, tests are skipped.
     """
     from skyfab.calls.call import BY_VALUE
     from skyfab.errors import UsageError
     from skyfab.lab import Lab, root
     from skyfab.protocol.codec import send_by_value
 
-    count = int(pytestconfig.getoption("lab_count") or pytestconfig.getini("lab_count"))
+    count = int(pytestconfig.getoption("skyfab_lab_count") or pytestconfig.getini("skyfab_lab_count"))
     try:
         made = Lab.start(count, python=root.python_to_lend())
     except UsageError as error:
         pytest.skip(f"no lab can be started: {error}")
     for item in request.session.items:  # hosts have no pytest, which modules of tests import
-        if isinstance(item, pytest.Function) and "lab" in item.fixturenames:
+        if isinstance(item, pytest.Function) and "skyfab_lab" in item.fixturenames:
             BY_VALUE.add(item.module.__name__)
             send_by_value(item.module)
     with made:
@@ -45,9 +46,9 @@ def lab(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Iterator
 
 
 @pytest.fixture
-def lab_hosts(lab: Lab) -> Iterator[Sequence[LabHost]]:
-    """The hosts of the lab. After the test, what it did to them is undone: they are up and reach each other."""
-    hosts = lab.hosts
+def skyfab_lab_hosts(skyfab_lab: Lab) -> Iterator[Sequence[LabHost]]:
+    """The hosts of the lab. After the test they are restored: all are up and reach each other."""
+    hosts = skyfab_lab.hosts
     yield hosts
     for host in hosts:
         _mend(host, hosts)

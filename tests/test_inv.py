@@ -1,4 +1,4 @@
-"""./inv and what it stands on: pip's configuration in uv's words, the set-up of .venv, the wheel.
+"""./inv and what it stands on: pip's configuration in uv's words, the set-up of .venv, the groups of tests.
 
 The set-ups run the real ./inv with the real uv, offline, against an index that each test writes to a folder.
 """
@@ -349,19 +349,6 @@ def until(condition: object, seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
-
-
-# The wheel
-
-
-def test_the_wheel_carries_the_scripts_and_the_examples(tmp_path: Path) -> None:
-    build = [BIN / "uv", "build", "--quiet", "--wheel", "--no-build-isolation", "--offline", "--python", sys.executable]
-    subprocess.run([*build, "--out-dir", tmp_path, ROOT], check=True)
-    (built,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(built).namelist()
-    files = [path for kind in ("*.py", "*.sh") for path in (ROOT / "skyfab").rglob(kind)]
-    assert {path.relative_to(ROOT).as_posix() for path in files} <= set(names)
-    assert any(name.startswith("skyfab/examples/") for name in names)
 
 
 # ---- the tests in groups

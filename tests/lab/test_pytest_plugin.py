@@ -19,18 +19,18 @@ def name():
     import socket
     return socket.gethostname()
 
-def test_a_host_is_cut_off_and_killed(lab, lab_hosts):
-    with sky.Compute(inventory=lab.inventory, lease=2, ui="none") as compute:
-        assert sorted(name() @ compute) == [f"node{number + 1}" for number in range(len(lab_hosts))]
-    lab_hosts[0].cut()
-    lab_hosts[0].block(lab_hosts[-1])
-    lab_hosts[-1].kill()
+def test_a_host_is_cut_off_and_killed(skyfab_lab, skyfab_lab_hosts):
+    with sky.Compute(inventory=skyfab_lab.inventory, lease=2, ui="none") as compute:
+        assert sorted(name() @ compute) == [f"node{number + 1}" for number in range(len(skyfab_lab_hosts))]
+    skyfab_lab_hosts[0].cut()
+    skyfab_lab_hosts[0].block(skyfab_lab_hosts[-1])
+    skyfab_lab_hosts[-1].kill()
 
-def test_the_next_test_has_them_whole(lab, lab_hosts):
-    with sky.Compute(inventory=lab.inventory, ui="none") as compute:
-        assert len(name() @ compute) == len(lab_hosts)
+def test_the_next_test_has_them_whole(skyfab_lab, skyfab_lab_hosts):
+    with sky.Compute(inventory=skyfab_lab.inventory, ui="none") as compute:
+        assert len(name() @ compute) == len(skyfab_lab_hosts)
     connect = "import socket; socket.create_connection(('node2', 22), 10)"
-    assert not lab_hosts[0].run(["python3", "-c", connect], check=False).returncode
+    assert not skyfab_lab_hosts[0].run(["python3", "-c", connect], check=False).returncode
 """
 
 
@@ -51,13 +51,13 @@ def test_a_test_has_hosts_and_leaves_them_whole(tmp_path: Path, namespaces: obje
 @pytest.mark.lab
 @pytest.mark.slow
 def test_the_number_of_hosts_is_a_setting_or_an_option(tmp_path: Path) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\nlab_count = 1\n")
-    (tmp_path / "test_own.py").write_text("def test_it(lab):\n    print(len(lab.hosts), 'hosts')\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nskyfab_lab_count = 1\n")
+    (tmp_path / "test_own.py").write_text("def test_it(skyfab_lab):\n    print(len(skyfab_lab.hosts), 'hosts')\n")
     assert "1 hosts" in (said := run(tmp_path, "-s")), said
-    assert "3 hosts" in (said := run(tmp_path, "-s", "--lab-count=3")), said
+    assert "3 hosts" in (said := run(tmp_path, "-s", "--skyfab-lab-count=3")), said
 
 
 def test_without_a_lab_tests_are_skipped_and_say_why(tmp_path: Path) -> None:
-    (tmp_path / "test_own.py").write_text("def test_it(lab_hosts):\n    pass\n")
+    (tmp_path / "test_own.py").write_text("def test_it(skyfab_lab_hosts):\n    pass\n")
     said = run(tmp_path, PATH=str(tmp_path))
     assert "1 skipped" in said and "no lab can be started: " in said

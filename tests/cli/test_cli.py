@@ -448,6 +448,7 @@ def test_what_a_host_says_in_an_error_cannot_steer_the_terminal() -> None:
 def test_train_without_torch_says_how_to_get_it(skyfab: Skyfab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "skyfab.demo.digits", raising=False)
+    monkeypatch.delattr("skyfab.demo.digits", raising=False)
     code, out, err = skyfab("train")
     assert (code, out) == (2, "")
     assert "error: training needs torch" in err and "./inv train" in err and "skyfab[torch]" in err

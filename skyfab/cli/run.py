@@ -73,7 +73,7 @@ def run(
     """
     from skyfab.calls.call import as_function
     from skyfab.calls.script import perform
-    from skyfab.cli.detach_key import broadcast, tell_how_to_attach
+    from skyfab.cli.detach import broadcast, tell_how_to_attach
     from skyfab.cli.host_selection import selected
     from skyfab.cli.project_settings import ProjectSettings
     from skyfab.cli.run_environment import image_of, plugins_of, variables_of

@@ -42,7 +42,7 @@ def train(
         skyfab train --hosts=gpu --epochs=500 --detach
     """
     from skyfab.calls.call import as_function
-    from skyfab.cli.detach_key import tell_how_to_attach
+    from skyfab.cli.detach import tell_how_to_attach
     from skyfab.cli.host_selection import selected
     from skyfab.detached.run import Run
 
@@ -104,7 +104,7 @@ def _untrained(digits: Any) -> Any:
 
 
 def _broadcast(compute: Compute, call: Call[Any]) -> list[Any] | Run:
-    from skyfab.cli.detach_key import broadcast
+    from skyfab.cli.detach import broadcast
 
     try:
         return broadcast(compute, call, name="train")

@@ -164,18 +164,6 @@ class FilesWritten(Event):
         return f"{self.host}: wrote {self.what} in {self.path}\n  to fetch: {self.fetch}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question(Event):
-    """The program asks the user something; with an empty text, it does so no more."""
-
-    text: str
-    answer: str = ""
-    """What was answered, for an output from which the question cannot be removed."""
-
-    def __str__(self) -> str:
-        return self.text or self.answer
-
-
 Subscriber = Callable[[Event], None]
 
 

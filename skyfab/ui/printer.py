@@ -28,7 +28,6 @@ from skyfab.ui.events import (
     Moved,
     Notice,
     Output,
-    Question,
     Stalled,
     State,
 )
@@ -144,8 +143,6 @@ class View(ABC):
                 self._imports.take(event)
                 self._settle(event.host)
                 self._release(event)
-        elif isinstance(event, Question):
-            self._ask(event)
         elif isinstance(event, Importing):
             self._imports.take(event)
             self._waiting += 1
@@ -205,10 +202,6 @@ class View(ABC):
     @abstractmethod
     def _running(self, event: CallStarted | CallEnded | Mapped) -> None:
         """A call started or ended, or a map made progress."""
-
-    @abstractmethod
-    def _ask(self, event: Question) -> None:
-        """The program asks something, or does so no more."""
 
     # ---- output
 
@@ -362,10 +355,6 @@ class Plain(View):
             if now - self._shown.setdefault((event.function, -1), now) >= _SPARSE:
                 self._shown[event.function, -1] = now
                 self._say("stderr", clean(str(event)) + "\n")
-
-    def _ask(self, event: Question) -> None:
-        if str(event):
-            self._say("stderr", f"{event}\n")
 
     def flush(self) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Asks the user for a password or a code at the terminal: one question at a time, and nothing is drawn meanwhile."""
+"""Asks the user for a line at the terminal: one question at a time, and nothing is drawn meanwhile."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ class Terminal:
         except (AttributeError, OSError, ValueError):  # no stdin, a closed one, or one that is no file
             return False
 
-    def ask(self, question: str, stopped: Callable[[], bool] = lambda: False) -> str | None:
-        """Reads a line without echo. None: at end of file, or when `stopped` became true."""
+    def ask(self, question: str, stopped: Callable[[], bool] = lambda: False, *, echo: bool = False) -> str | None:
+        """Reads a line; what is typed is shown with `echo`. None: at end of file, or when `stopped` became true."""
         with self._one:
             if stopped() or not self.is_attended():
                 return None
             with self._drawing:
                 self._since = time.monotonic()
             try:
-                with _without_echo() as fd:
-                    return _read(fd, question, stopped)
+                with _line_mode(echo=echo) as fd:
+                    return _read(fd, question, stopped, echo=echo)
             finally:
                 self._spent, self._since = self.spent, None
 
@@ -82,14 +82,14 @@ def answer(question: str) -> str:
 
 
 @contextmanager
-def _without_echo() -> Iterator[int]:
-    """A descriptor of the terminal, in line mode without echo; afterwards it is as it was."""
+def _line_mode(*, echo: bool) -> Iterator[int]:
+    """A descriptor of the terminal, in line mode; afterwards it is as it was."""
     fd = os.open(os.ttyname(sys.stdin.fileno()), os.O_RDWR | os.O_NOCTTY)
     try:
         before = termios.tcgetattr(fd)
         mode: list[Any] = [*before[:6], list(before[6])]
         mode[3] = mode[3] & ~(termios.ECHO | termios.ECHONL) | termios.ICANON | termios.ISIG
-        mode[6][termios.VEOL] = mode[6][termios.VEOL2] = b"\0"  # the key `d` may end lines
+        mode[3] |= termios.ECHO if echo else 0
         termios.tcsetattr(fd, termios.TCSAFLUSH, mode)
         try:
             yield fd
@@ -99,7 +99,7 @@ def _without_echo() -> Iterator[int]:
         os.close(fd)
 
 
-def _read(fd: int, question: str, stopped: Callable[[], bool]) -> str | None:
+def _read(fd: int, question: str, stopped: Callable[[], bool], *, echo: bool) -> str | None:
     # The cursor is on the first of the live lines: they are erased. Text of a host must not control the terminal.
     erase = "\r\x1b[J" if os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown") else ""
     _write(fd, erase + " ".join(printable(question).split()) + " ")
@@ -115,7 +115,8 @@ def _read(fd: int, question: str, stopped: Callable[[], bool]) -> str | None:
                 return line[:-1].decode(errors="surrogateescape")
         return None
     finally:
-        _write(fd, "\n")
+        if not (echo and line.endswith(b"\n")):  # else the terminal has shown it
+            _write(fd, "\n")
 
 
 def _write(fd: int, text: str) -> None:

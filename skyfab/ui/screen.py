@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TextIO
 
 from skyfab._util.sizes import progress
-from skyfab.ui.events import CallEnded, CallStarted, HostState, Mapped, Moved, Output, Question, State, Waiting
+from skyfab.ui.events import CallEnded, CallStarted, HostState, Mapped, Moved, Output, State, Waiting
 from skyfab.ui.live_calls import Calls
 from skyfab.ui.printer import TIMEOUT, Line, View
 from skyfab.ui.prompt import TERMINAL
@@ -49,7 +49,6 @@ class Screen(View):
         """Hosts that do not answer: since when, and for how many seconds they are waited for."""
         self._ready: list[str] = []
         self._since = 0.0
-        self._question = ""
 
     def _line(self, event: Output) -> str:
         return f"{self._prefix(event)} {clean(event.text, colour=self._has_colours)}\n"
@@ -111,10 +110,6 @@ class Screen(View):
         if self._calls.take(event):
             self._waiting += 1
 
-    def _ask(self, event: Question) -> None:
-        self._question = event.text
-        self._waiting += 1
-
     def _total(self) -> list[str]:
         """A line with the total progress, if several hosts have transfers."""
         if len(self._amounts) < 2 or not self._details:
@@ -149,7 +144,6 @@ class Screen(View):
             live += [f"{spinner}{call}" for call in calls]
             bars = sorted(self._bars.values(), key=lambda bar: bar.rank or 0)
             live += [f"{self._prefix(bar)} {clean(bar.text, colour=False)}" for bar in bars]
-            live += [self._question] if self._question else []
         self._draw(lines, live)
 
     def _is_waited_for(self) -> bool:

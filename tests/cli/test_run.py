@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from skyfab.cli.detach_key import tell_how_to_attach
+from skyfab.cli.detach import tell_how_to_attach
 from skyfab.lab import Lab
 
 pytestmark = pytest.mark.programs
@@ -163,6 +163,6 @@ def test_the_commands_for_a_detached_run_have_the_name_that_it_was_given(
     out, err = capsys.readouterr()
     assert out == "0123abcd\n", "always the id, for programs"
     assert err.splitlines() == [
-        "run 0123abcd keeps running on node1, node2",
+        "run 0123abcd is still running on node1, node2",
         *(f"  skyfab {task} {word}" for task in ("attach", "logs", "stop")),
     ]

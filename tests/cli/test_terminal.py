@@ -15,19 +15,13 @@ import struct
 import subprocess
 import sys
 import termios
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from stage.spot import until
 from stage.typist import Typist
 
-from skyfab.cli import detach_key
 from skyfab.lab import Lab
-from skyfab.ui.events import Events
 
 pytestmark = pytest.mark.programs
 
@@ -432,141 +426,52 @@ def test_ctrl_c_while_commands_are_loaded_is_no_traceback() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "interrupted\n")
 
 
-# ---- the key d
+ASKED = r"interrupted: \[s\]top, \[d\]etach and leave it running, or \[c\]ontinue\?"
 
 
-@pytest.mark.parametrize(
-    ("typed", "pressed"),
-    [
-        (["d"], True),
-        (["D"], True),
-        (["date\r"], False),
-        (["d\r"], False),
-        (["x"], False),
-        ([*"xd"], False),
-        ([*"ls node1\r"], False),
-        ([*"cd x\r"], False),
-        (["\r", "later", "\r", "later", "d"], True),
-        ([*"dd"], False),
-        (["dy"], False),
-        (["cd x\r", "later", "d"], False),
-        (["cd x", "later", "\r"], False),
-        (["cd", "later", " x\r"], False),
-        (["x", "later", "\r", "later", "d"], False),
-    ],
-)
-def test_d_is_a_key_press_of_its_own_and_what_is_typed_ahead_stays(
-    monkeypatch: pytest.MonkeyPatch, typed: list[str], pressed: bool
-) -> None:
-    """The parts are typed in one go, unless there is time between them. Time passes when it is waited."""
-    ours, theirs = pty.openpty()
-    parts = [*typed, "later"]
-    now = 1.0
-
-    def sleep(seconds: float) -> None:
-        """Someone who types goes on typing meanwhile."""
-        nonlocal now
-        now += seconds
-        if parts[0] != "later":
-            write()
-
-    def write() -> None:
-        os.write(ours, parts.pop(0).encode())
-        time.sleep(0.05)  # until it is there
-
-    monkeypatch.setattr(detach_key, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    watch = detach_key._Watch(theirs)
-    watch.begin()
-    found = False
-    while parts and not found:
-        if parts[0] == "later":
-            parts.pop(0)
-            now += 0.5
-        else:
-            write()
-        found = watch.is_pressed()
-    assert found is pressed
-    assert not parts or parts == ["later"]
-    mode = termios.tcgetattr(theirs)  # as a shell reads
-    mode[3] &= ~termios.ICANON
-    mode[6][termios.VMIN] = 0
-    termios.tcsetattr(theirs, termios.TCSADRAIN, mode)
-    left = "".join(part for part in typed if part != "later").replace("\r", "\n")
-    assert os.read(theirs, 100).decode() == ("" if pressed else left)
-    for fd in (ours, theirs):
-        os.close(fd)
+@pytest.fixture
+def job(tmp_path: Path) -> list[str]:
+    """A command whose rank runs until there is a file `go`."""
+    (tmp_path / "job.py").write_text(
+        "import pathlib, time\nwhile not pathlib.Path('go').exists():\n    time.sleep(0.05)\nprint('over')\n"
+    )
+    return [*PROGRAM, "run", "--hosts=local", "--ranks=1", "job.py"]
 
 
-def test_a_question_is_answered_with_enter_while_d_is_watched_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs) as stdin, ThreadPoolExecutor() as threads:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        watch = detach_key._Watch(theirs)
-        watch.begin()
-        asking = threads.submit(detach_key.TERMINAL.ask, "code?")
-        until(lambda: detach_key.TERMINAL.is_busy)
-        until(lambda: b"code?" in os.read(ours, 100))
-        assert not watch.is_pressed()
-        os.write(ours, b"dad\r")
-        assert asking.result(20) == "dad"
-        until(lambda: not detach_key.TERMINAL.is_busy)
-        assert not watch.is_pressed()
-    os.close(ours)
-
-
-@pytest.mark.parametrize(
-    ("typed", "answer"),
-    [
-        ("y", True),
-        ("Y", True),
-        ("yes\r", True),
-        ("n", False),
-        ("u /etc/hostname\r", False),
-        ("\x1b[A", False),
-        ("é", False),
-    ],
-)
-def test_the_answer_is_all_that_is_typed(typed: str, answer: bool) -> None:
-    ours, theirs = pty.openpty()
-    watch = detach_key._Watch(theirs)
-    os.write(ours, typed.encode())
-    assert watch.confirms(lambda: False, Events()) is answer
-    assert watch._waiting() == 0
-    for fd in (ours, theirs):
-        os.close(fd)
-
-
-def test_the_terminal_is_usable_while_the_program_is_stopped_and_when_it_was_ended(tmp_path: Path) -> None:
-    """At a shell that leaves the terminal as it finds it."""
-    (tmp_path / "job.py").write_text("import time\ntime.sleep(90)\n")
-    with Typist(["dash", "-i"], tmp_path, PS1="$ ") as person:
-        person.types(shlex.join([*PROGRAM, "run", "--hosts=local", "--ranks=1", "job.py"]))
-        for key in (b"\x1a", b"\x1c"):
-            person.sees(r"job\.py · 1 rank · 0:0")
-            until(lambda: not person.echoes())
-            person.presses(key)
-            until(person.echoes)
-            person.types("echo is $((20 + 3))")
-            person.sees("is 23")
-            person.types("fg")
-        person.sees("dash: .*fg: ")
-        person.types("exit")
-        person.ends()
-
-
-def test_run_shows_how_long_it_takes_and_d_works_after_the_shell_has_had_the_terminal(tmp_path: Path) -> None:
-    """As after Ctrl-Z and fg."""
-    (tmp_path / "job.py").write_text("import time\ntime.sleep(90)\n")
-    with Typist([*PROGRAM, "run", "--hosts=local", "--ranks=1", "job.py"], tmp_path) as person:
+@pytest.mark.parametrize("answer", ["s", "stop", "\x03", "\x04"], ids=["s", "stop", "ctrl-c", "ctrl-d"])
+def test_ctrl_c_asks_and_stops(tmp_path: Path, job: list[str], answer: str) -> None:
+    with Typist(job, tmp_path) as person:
         person.sees(r"job\.py · 1 rank · 0:0")
-        assert not person.echoes()
-        person.restores_echo()
-        until(lambda: not person.echoes())
-        person.presses(b"d")
-        person.sees(r"detach\? y/n")
-        person.presses(b"n")
         person.presses(b"\x03")
+        person.sees(ASKED)
+        person.presses(answer.encode() + (b"\n" if answer.isalpha() else b""))
         assert person.ends() == 130
+        assert "interrupted: stopped on local" in person.said
+
+
+def test_ctrl_c_asks_until_it_is_answered_and_the_job_continues(tmp_path: Path, job: list[str]) -> None:
+    with Typist(job, tmp_path) as person:
+        for answer in ("c", "continue"):
+            person.sees(r"job\.py · 1 rank · 0:0")
+            person.presses(b"\x03")
+            for wrong in ("", "x"):
+                person.sees(ASKED)
+                person.types(wrong)
+            person.sees(ASKED)
+            person.types(answer)
+        (tmp_path / "go").touch()
+        assert person.ends() == 0
+        assert "over" in person.said
+
+
+def test_a_job_that_ends_meanwhile_needs_no_answer(tmp_path: Path, job: list[str]) -> None:
+    with Typist(job, tmp_path) as person:
+        person.sees(r"job\.py · 1 rank · 0:0")
+        person.presses(b"\x03")
+        person.sees(ASKED)
+        (tmp_path / "go").touch()
+        assert person.ends() == 0
+        assert "over" in person.said
 
 
 # ---- hints

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import shutil
 import signal
@@ -13,7 +12,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from stage import labs, traces
 from stage.remote import leave, wait_for
 from stage.spot import Spot, until
 from stage.threads import begin
+from stage.typist import Typist
 
 import skyfab as sky
 from skyfab.lab import Lab, LabHost
@@ -504,28 +503,17 @@ def test_runs_on_some_hosts_says_how_they_stand_there_and_who_was_not_asked(
 
 
 @pytest.mark.slow
-def test_d_detaches(namespaces: Lab, script: Path, host_with_runs: Callable[[], set[str]]) -> None:
-    """Pressed alone, and after a question that was answered with yes."""
+def test_ctrl_c_may_detach(namespaces: Lab, script: Path, host_with_runs: Callable[[], set[str]]) -> None:
     before = host_with_runs()
-    env = {**os.environ, "SKYFAB_INVENTORY": str(namespaces.inventory), "TERM": "dumb"}
     argv = [sys.executable, "-m", "skyfab", "run", "--hosts=node1", str(script)]
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(argv, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as program:
-        os.close(theirs)
-        said = b""
-        while b"rank 0" not in said:
-            said += os.read(ours, 65536)
-        for answer, heard in ((b"n", b"goes on here"), (b"y", b"keeps running on node1")):
-            os.write(ours, b"d")
-            while b"detach? y/n" not in said:
-                said += os.read(ours, 65536)
-            os.write(ours, answer)
-            said = b""
-            with suppress(OSError):  # the end of a terminal
-                while heard not in said:
-                    said += os.read(ours, 65536)
-        assert program.wait(30) == 0, said
-    os.close(ours)
+    with Typist(argv, script.parent, SKYFAB_INVENTORY=str(namespaces.inventory)) as person:
+        for answer in ("c", "d"):
+            person.sees(r"1 rank · 0:0")
+            person.presses(b"\x03")
+            person.sees("etach and leave it running")
+            person.types(answer)
+        person.sees("is still running on node1")
+        assert person.ends() == 0
     (name,) = host_with_runs() - before
     kept = {path.name for path in namespaces.hosts[0].path(f"/root/.cache/skyfab/runs/{name}").iterdir()}
     assert kept >= {"about", "agent", "logs", "status"}

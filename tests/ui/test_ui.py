@@ -20,7 +20,7 @@ from stage.threads import begin
 
 from skyfab.ui import printer
 from skyfab.ui.display import attach
-from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Importing, Mapped, Output, Question, Waiting
+from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Importing, Mapped, Output, Waiting
 from skyfab.ui.printer import Plain
 from skyfab.ui.prompt import TERMINAL
 from skyfab.ui.screen import Screen
@@ -413,25 +413,6 @@ def test_hosts_on_their_way_become_one_line(screen: Screen, stdout: Recorder, cl
     for name in names[1:]:
         screen(HostState(host=name, state="ready"))
     assert seen(stdout) == ["✓ 4 hosts ready in 0.9 s"]
-
-
-def test_a_question_stands_below_the_output_and_goes_when_it_is_answered(screen: Screen, stdout: Recorder) -> None:
-    screen(out("before"))
-    screen(Question(host="", text="detach? y/n"))
-    screen(out("meanwhile"))
-    screen.flush()
-    assert [line.rpartition("│ ")[2] for line in seen(stdout)] == ["before", "meanwhile", "detach? y/n"]
-    screen(Question(host="", text="", answer="no"))
-    screen(out("after"))
-    screen.flush()
-    assert [line.rpartition("│ ")[2] for line in seen(stdout)] == ["before", "meanwhile", "after"]
-
-
-def test_a_plain_question_is_a_line_and_so_is_the_answer(plain: Plain, stdout: Recorder, stderr: Recorder) -> None:
-    for event in (out("before"), Question(host="", text="y/n?"), out("after"), Question(host="", text="", answer="no")):
-        plain(event)
-    plain.flush()
-    assert stderr.getvalue() == "y/n?\nno\n"
 
 
 def test_the_spinner_turns_by_itself(screen: Screen, stdout: Recorder, clock: Clock) -> None:

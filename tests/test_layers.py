@@ -85,11 +85,10 @@ OUTSIDE = {
     "jax": {"plugins"},
     "jaxlib": {"plugins"},
     "uv": {"env.uv"},
-    "yaml": {"inventory.yaml_nodes"},
 }
 """What is not here is not used at all."""
 
-ONLY_INSIDE_FUNCTIONS = {"torch", "jax", "numpy", "rich", "yaml"}
+ONLY_INSIDE_FUNCTIONS = {"torch", "jax", "numpy", "rich"}
 """They take long to import, or are not everywhere: whoever does not need them does not wait for them."""
 WITHOUT_TORCH = {
     "device",

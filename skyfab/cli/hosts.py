@@ -80,7 +80,7 @@ def show_facts(found: Sequence[Facts]) -> None:
 
 
 def _show_source(source: str, hosts: str | None, *, as_toml: bool, as_json: bool) -> int:
-    """Shows the hosts of a source, and on stderr what was left out."""
+    """Shows the hosts of a source, and on stderr what was skipped."""
     from skyfab.inventory.inventory import Inventory
     from skyfab.ui.table import table
 
@@ -90,7 +90,7 @@ def _show_source(source: str, hosts: str | None, *, as_toml: bool, as_json: bool
     groups = {name: [group for group, members in found.groups.items() if name in members] for name in found.hosts}
     chosen = found.select(hosts)
     for name, reason in found.left_out.items():
-        print(clean_lines(f"left out: {name}: {reason}"), file=sys.stderr)
+        print(clean_lines(f"skipped {name}: {reason}"), file=sys.stderr)
     if as_toml:
         print(found.to_toml(), end="")
     elif as_json:

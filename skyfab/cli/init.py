@@ -83,7 +83,7 @@ def _known() -> Inventory:
         print(clean_lines(f"ssh_config: {error.message}"), file=sys.stderr)
         return Inventory(hosts={})
     for name, reason in found.left_out.items():
-        print(clean(f"left out: {name}: {reason}", colour=False), file=sys.stderr)
+        print(clean(f"skipped {name}: {reason}", colour=False), file=sys.stderr)
     return replace(found, source=None)
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from skyfab.errors import InventoryError
-from skyfab.inventory.file import SPELLING, Contents, Place, read_tables
+from skyfab.inventory.file import SPELLING, Place, read_tables
 from skyfab.inventory.host import NAME
 from skyfab.inventory.mistakes import Mistakes
+from skyfab.inventory.source import Contents
 
 _MOST: Final = 100_000
 """Hosts of one source. More is not a cluster."""
@@ -59,6 +60,6 @@ class Listing:
 
         contents = read_tables({"hosts": self._hosts, "groups": self._groups}, self.mistakes, where)
         if not contents.hosts:
-            why = "".join(f"; {name} is left out: {reason}" for name, reason in list(self.left_out.items())[:3])
+            why = "".join(f"; skipped {name}: {reason}" for name, reason in list(self.left_out.items())[:3])
             raise InventoryError(f"{self.source}: has no hosts{why}", hint=hint)
         return contents._replace(left_out=self.left_out)

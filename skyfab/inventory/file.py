@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from skyfab._util import schema, toml
 from skyfab._util.suggest import did_you_mean
@@ -16,6 +17,8 @@ from skyfab.errors import InventoryError, UsageError
 from skyfab.inventory.host import CHECKS, LOCAL, NAME, Address, Host
 from skyfab.inventory.mistakes import Mistakes
 from skyfab.inventory.selection import Names, choose, expand, place, split
+from skyfab.inventory.source import Contents, Source
+from skyfab.inventory.text import read_text
 from skyfab.inventory.toml_lines import lines_by_key
 
 _CHECKS = {key: check for key, check in CHECKS.items() if key != "name"}
@@ -28,15 +31,6 @@ SPELLING = "letters, digits, '.', '_', '+' and '-', not a sign first"
 
 Place = tuple[str, ...]
 """The path of a table or key, as in ``("hosts", "node1", "port")``."""
-
-
-class Contents(NamedTuple):
-    """What a source has."""
-
-    hosts: dict[str, Host]
-    groups: dict[str, tuple[str, ...]]
-    left_out: dict[str, str]
-    """What cannot be used of it, by name, with the reason."""
 
 
 def read(text: str, source: str) -> Contents:
@@ -296,3 +290,19 @@ def _key_hint(place: Place, key: str, value: object) -> str:
 def bare(key: str) -> str:
     """A key as TOML spells it: quoted if necessary, and on one line."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=not key.isprintable())
+
+
+def _matches(path: Path, text: str) -> bool:
+    """Whether it is an inventory.toml, also one with mistakes."""
+    if path.suffix == ".toml" or path.is_dir():
+        return path.suffix == ".toml"
+    lines = [line for line in map(str.strip, text.splitlines()) if line and line[0] not in "#;"]
+    if (not lines and not path.suffix) or any(re.match(r"\[\s*hosts\s*\.|\[\s*defaults\s*\]", line) for line in lines):
+        return True
+    try:
+        return not set(_TABLES).isdisjoint(toml.loads(text))
+    except (ValueError, RecursionError):
+        return False
+
+
+SOURCE = Source(word="toml", takes="path", read=lambda path: read(read_text(path), path), matches=_matches)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, Final
 
 from skyfab._util.suggest import did_you_mean
+from skyfab.errors import InventoryError
 from skyfab.inventory.builder import Listing
-from skyfab.inventory.file import Contents
-from skyfab.inventory.text import lines_of
+from skyfab.inventory.source import Contents, Source
+from skyfab.inventory.text import lines_of, read_text
 
 _HOST: Final = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<name>[^@:\s=]+)(?::(?P<slots>[0-9]{1,9}))?")
 _SLOTS: Final = ("slots", "count", "cpu")
@@ -62,3 +64,17 @@ def _keys(words: list[str], at: str, listing: Listing) -> dict[str, Any]:
             hint = did_you_mean(name, (*_SLOTS, *_USERS, *_UNUSED))
             listing.mistakes.note(at, f"{word!r} is nothing that a hostfile has", hint or HINT)
     return keys
+
+
+def _matches(path: Path, text: str) -> bool:
+    """Any list of names; a number after a colon may also be a port. Raises InventoryError if it is not clear."""
+    lines = [line for line in map(str.strip, text.splitlines()) if line and line[0] not in "#;"]
+    if any(":" in line for line in lines) and not any(re.search(r"\b(slots|count|cpu)\s*=", line) for line in lines):
+        raise InventoryError(
+            f"{path}: in {lines[0][:60]!r}, is the number the host's slots (MPI) or its port (Ansible)?",
+            hint=f"write hostfile:{path} or ansible:{path}",
+        )
+    return True
+
+
+SOURCE = Source(word="hostfile", takes="path", read=lambda path: read(read_text(path), path), matches=_matches)

@@ -11,10 +11,11 @@ from pathlib import Path
 from skyfab._util.html import ShownAsTable
 from skyfab._util.sizes import counted
 from skyfab.errors import InventoryError, UnknownHost, UsageError
-from skyfab.inventory import ansible_files, detect, hostfile, slurm, ssh_config
-from skyfab.inventory.file import Contents, read
+from skyfab.inventory import ansible, detect, hostfile, slurm, ssh_config
+from skyfab.inventory.file import read
 from skyfab.inventory.host import LOCAL, Address, Host, expanded
 from skyfab.inventory.selection import Names, choose
+from skyfab.inventory.source import Contents
 from skyfab.inventory.text import read_text
 from skyfab.inventory.writer import written
 
@@ -127,14 +128,13 @@ class Inventory(ShownAsTable):
 
     @classmethod
     def from_ansible(cls, path: str | os.PathLike[str]) -> Inventory:
-        """The hosts and groups of the Ansible inventory `path`, INI or YAML; for YAML, PyYAML must be installed.
+        """The hosts and groups of the Ansible inventory `path`, a file or a folder, from ``ansible-inventory --list``.
 
-        Taken are `ansible_host`, `ansible_port`, `ansible_user`, `ansible_ssh_private_key_file`, `ansible_connection`,
-        and the jump host in `ansible_ssh_common_args`: of hosts and groups, also from group_vars and host_vars beside
-        the file, by Ansible's precedence. Hosts that are not reached by SSH are left out. Templates are mistakes.
-        Raises InventoryError with all mistakes.
+        Reads `ansible_host`, `ansible_port`, `ansible_user`, `ansible_ssh_private_key_file`, `ansible_connection`, and
+        the jump host in `ansible_ssh_common_args`. Skips hosts with another connection than SSH. Templates are
+        mistakes. Raises InventoryError with all mistakes, or if Ansible is not installed.
         """
-        return cls._made(ansible_files.read(read_text(path), os.fspath(path), Path(path).parent), path)
+        return cls._made(ansible.read(path), path)
 
     @classmethod
     def _made(cls, contents: Contents, source: str | os.PathLike[str]) -> Inventory:

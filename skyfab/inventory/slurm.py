@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,9 +11,9 @@ from typing import Final
 
 from skyfab.errors import InventoryError, UsageError
 from skyfab.inventory.builder import Listing
-from skyfab.inventory.file import Contents
 from skyfab.inventory.host import NAME
 from skyfab.inventory.selection import expand, split
+from skyfab.inventory.source import Contents, Source
 
 _NODES: Final = "SLURM_JOB_NODELIST"
 _OUTSIDE: Final = "start it inside of an allocation, as with: salloc --nodes=2"
@@ -65,3 +66,6 @@ def _asked(text: str) -> list[str]:
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return []
     return said.stdout.split() if said.returncode == 0 else []
+
+
+SOURCE = Source(word="slurm", takes="nothing", read=lambda _: read(os.environ))

@@ -17,9 +17,10 @@ from typing import Final
 from skyfab._util.suggest import did_you_mean
 from skyfab.errors import InventoryError
 from skyfab.inventory.builder import Listing
-from skyfab.inventory.file import RESERVED, SPELLING, Contents
+from skyfab.inventory.file import RESERVED, SPELLING
 from skyfab.inventory.host import NAME, Address, expanded
 from skyfab.inventory.selection import some
+from skyfab.inventory.source import Contents, Source
 from skyfab.inventory.text import lines_of, read_text
 
 CONFIG: Final = "SKYFAB_SSH_CONFIG"
@@ -54,15 +55,15 @@ def read(pattern: str = "*", path: str | os.PathLike[str] | None = None) -> Cont
         if not patterns.fit(name):
             continue
         if not NAME.fullmatch(name):
-            listing.left_out[name] = f"cannot be a host's name: {SPELLING}"
+            listing.left_out[name] = f"not a valid host name: {SPELLING}"
         elif name in RESERVED:
-            listing.left_out[name] = "is a word of its own in selections"
+            listing.left_out[name] = "reserved in selections"
         elif reader.user_of(name) == "git":
-            listing.left_out[name] = "logs in as git, which serves repositories"
+            listing.left_out[name] = '"User git" is a Git server'
         elif circle := reader.circle_of(name):
-            listing.left_out[name] = f"its ProxyJump goes in a circle: {' → '.join(circle)}"
+            listing.left_out[name] = f"its jump hosts form a loop: {' → '.join(circle)}"
         elif (first := taken.setdefault(reader.account_of(name), name)) != name:
-            listing.left_out[name] = f"is another name of {first}"
+            listing.left_out[name] = f"same login as {first}"
         else:
             listing.add(name, at, {})
     return listing.read(did_you_mean(words, reader.aliases) or _hint(reader))
@@ -259,3 +260,6 @@ def _is_pattern(word: str) -> bool:
 
 def _fits(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern.replace("[", "[[]")) if _is_pattern(pattern) else name == pattern
+
+
+SOURCE = Source(word="ssh_config", takes="pattern", read=lambda pattern: read(pattern or "*"))

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyfab.errors import InventoryError
-from skyfab.inventory.detect import kind_of
+from skyfab.inventory.detect import source_of
 from skyfab.inventory.host import LOCAL, Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.toml_lines import lines_by_key
@@ -45,8 +45,9 @@ KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGifrC2TEtlDqvu01rFE2MKRF/J8lbSByLau0
         ("x", "complete nonsense", "hostfile"),
     ],
 )
-def test_a_file_is_told_by_its_name_and_content(name: str, text: str, kind: str) -> None:
-    assert kind_of(text, name) == kind
+def test_a_file_is_told_by_its_name_and_content(name: str, text: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert source_of(tmp_path / name).word == kind
 
 
 def test_what_may_be_slots_or_a_port_has_to_be_said(tmp_path: Path) -> None:
@@ -54,8 +55,8 @@ def test_what_may_be_slots_or_a_port_has_to_be_said(tmp_path: Path) -> None:
     path.write_text("node1:4\n")
     with pytest.raises(InventoryError) as caught:
         Inventory.of(path)
-    assert "a host's slots, as for MPI, or its port, as for Ansible?" in caught.value.message
-    assert caught.value.hint == f"say which: hostfile:{path} or ansible:{path}"
+    assert "is the number the host's slots (MPI) or its port (Ansible)?" in caught.value.message
+    assert caught.value.hint == f"write hostfile:{path} or ansible:{path}"
     assert Inventory.of(f"hostfile:{path}").hosts["node1"].slots == 4
     assert Inventory.of(f"ansible:{path}").hosts["node1"].port == 4
     assert str(Inventory.of(f"ansible:{path}").source) == f"ansible:{path}"
@@ -104,10 +105,6 @@ def test_a_file_that_cannot_be_read_is_one_error(name: str, tmp_path: Path) -> N
         Inventory.of(path)
     path.write_bytes(b"#" * (4 * 1024 * 1024 + 1))
     with pytest.raises(InventoryError, match="is larger than 4 MiB"):
-        Inventory.of(path)
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(InventoryError, match="cannot be read: Is a directory"):
         Inventory.of(path)
 
 
@@ -274,13 +271,10 @@ PIECES = st.sampled_from(
     [
         *(
             "[web]",
-            "[web:children]",
-            "[web:vars]",
             "[hosts.a]",
-            "node[01:10]",
             "node[1-4]",
             "node1",
-            "ansible_host=",
+            "address=",
             "=",
         ),
         *(
@@ -296,15 +290,8 @@ PIECES = st.sampled_from(
             "\n",
             "\n  ",
             "\t",
-            "- ",
-            "&a ",
-            "*a",
-            "<<: ",
-            "---",
         ),
         *(
-            "all:\n  hosts:\n    ",
-            "children:",
             "Host ",
             "Include ",
             "Match ",
@@ -315,17 +302,17 @@ PIECES = st.sampled_from(
             "\x01",
             "[1:999999999]",
         ),
-        *("ansible_ssh_common_args='-o ProxyJump=x'", "ansible_port=9", "[" * 50, "{", "}", "1" * 30, " "),
+        *("ProxyJump x", "port=9", "[" * 50, "{", "}", "1" * 30, " "),
     ]
 )
 
 
 @settings(database=None, deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
-@given(text=st.lists(PIECES | st.text(max_size=3), max_size=25).map("".join), kind=st.integers(0, 4))
-def test_any_text_is_hosts_or_one_error(text: str, kind: int, tmp_path: Path) -> None:
-    path = tmp_path / ["x", "x.yml", "x.ini", "x.toml", "x.conf"][kind]
+@given(text=st.lists(PIECES | st.text(max_size=3), max_size=25).map("".join))
+def test_any_text_is_hosts_or_one_error(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    for read in (Inventory.of, Inventory.from_ansible, Inventory.from_hostfile, _ssh_config):
+    for read in (Inventory.of, Inventory.from_hostfile, _ssh_config):
         try:
             inventory = read(path)
         except InventoryError:

@@ -118,10 +118,10 @@ def test_what_is_left_out_is_said_with_the_reason(tmp_path: Path) -> None:
     path.write_text("Host github.com\n  User git\nHost a all x@y\nHost b\n  HostName a")
     left_out = Inventory.from_ssh_config(path=path).left_out
     assert left_out == {
-        "github.com": "logs in as git, which serves repositories",
-        "all": "is a word of its own in selections",
-        "x@y": "cannot be a host's name: letters, digits, '.', '_', '+' and '-', not a sign first",
-        "b": "is another name of a",
+        "github.com": '"User git" is a Git server',
+        "all": "reserved in selections",
+        "x@y": "not a valid host name: letters, digits, '.', '_', '+' and '-', not a sign first",
+        "b": "same login as a",
     }
 
 

@@ -165,7 +165,7 @@ class Command:
 
     def __init__(self, function: Callable[..., int | None]) -> None:
         self.function = function
-        self.name = function.__name__.strip("_")
+        self.name = function.__name__.strip("_").replace("_", ".")
         self._signature = inspect.signature(function, eval_str=True)
         self.parameters = [Parameter(one) for one in self._signature.parameters.values()]
         self.rest = next((one for one in self.parameters if one.is_rest), None)

@@ -55,7 +55,7 @@ class Task(invoke.Task[Callable[..., None]]):
             except Exit as end:
                 raise invoke.Exit(end.message or None, code=end.code) from end.__cause__
 
-        super().__init__(body, name=command.name, positional=())
+        super().__init__(body, name=command.name.rpartition(".")[2], positional=())
 
     def get_arguments(self, ignore_unknown_help: bool | None = None) -> list[invoke.Argument]:
         return [Argument(one) for one in self._command.parameters if not one.is_rest]

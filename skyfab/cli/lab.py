@@ -10,7 +10,7 @@ from skyfab.ui.hints import HINTS
 
 
 @command
-def up(
+def lab_up(
     count: Annotated[int, Option("how many hosts", "N")] = 4,
     python: Annotated[
         str | None,
@@ -40,7 +40,7 @@ def up(
 
 
 @command
-def down() -> None:
+def lab_down() -> None:
     """Take the throw-away hosts down.
 
     Nothing of them is left: no process, network or file.
@@ -53,7 +53,7 @@ def down() -> None:
 
 
 @command
-def status(json_: Json = False) -> None:
+def lab_status(json_: Json = False) -> None:
     """Show the throw-away hosts.
 
     Name, address, kind, and whether it is up: one line for each.

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli.command import InventoryFile, Json, NamedHosts, Option, command
 from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements
-from skyfab.errors import UsageError
+from skyfab.errors import PoolError, SkyfabError, UsageError
+
+if TYPE_CHECKING:
+    from skyfab.calls.image import Image
+    from skyfab.env.facts import Target
+    from skyfab.env.lock import Lock
+    from skyfab.inventory.host import Host
+    from skyfab.inventory.inventory import Inventory
+    from skyfab.session.shell import Shell
+    from skyfab.ui.events import Event
 
 
 @command
@@ -33,7 +45,6 @@ def prepare(
         skyfab prepare --hosts=gpu --requirements=requirements.txt --lock=pylock.toml
         skyfab prepare --pip=torch --index=https://download.pytorch.org/whl/cu126=torch
     """
-    from skyfab.cli.environment import build, look_for_newer, write_lock
     from skyfab.cli.host_selection import selected
 
     options = ImageOptions(pip=pip, index=index, requirements=requirements, apt=apt, install=install, python=python)
@@ -42,7 +53,167 @@ def prepare(
         raise UsageError("--lock writes down packages, and there are none", hint="name some: --pip=numpy")
     found, chosen = selected(hosts, inventory, quiet=json_)
     if upgrade:
-        look_for_newer(image, chosen, found)
-    build(image, chosen, found, as_json=json_)
+        _look_for_newer(image, chosen, found)
+    _build(image, chosen, found, as_json=json_)
     if lock is not None:
-        write_lock(Path(lock), image, chosen, quiet=json_)
+        _write_lock(Path(lock), image, chosen, quiet=json_)
+
+
+# ---- building
+
+
+def _build(image: Image, hosts: Sequence[Host], inventory: Inventory, *, as_json: bool = False) -> None:
+    """Builds the image's environment on the hosts, and prints a table with the outcome, or a list for programs.
+
+    Raises the hosts' errors, after the table.
+    """
+    from skyfab.pool.compute import Compute
+
+    pool = Compute(hosts, inventory=inventory, image=image)
+    clock = _Clock()
+    pool.events.subscribe(clock)
+    try:
+        with pool:
+            pass
+    except SkyfabError as error:
+        failed = {one.host: one for one in _parts(error)}
+        if None in failed:  # not the error of a host
+            raise
+        _show(hosts, image, clock, failed, as_json=as_json)
+        raise
+    _show(hosts, image, clock, {}, as_json=as_json)
+
+
+def _parts(error: SkyfabError) -> list[SkyfabError]:
+    found = error.exceptions if isinstance(error, PoolError) else [error]
+    return [one for one in found if isinstance(one, SkyfabError)]
+
+
+class _Clock:
+    """Measures how long each host takes."""
+
+    def __init__(self) -> None:
+        self._began: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, event: Event) -> None:
+        from skyfab.ui.events import HostState
+
+        if isinstance(event, HostState) and event.state == "connecting":
+            self._began[event.host] = time.monotonic()
+        elif isinstance(event, HostState) and event.state in ("ready", "failed"):
+            self.seconds[event.host] = time.monotonic() - self._began.get(event.host, time.monotonic())
+
+
+# ---- the result
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What an image resolves to on one host."""
+
+    host: Host
+    target: Target
+    lock: Lock
+    digest: str
+
+
+def _made(image: Image, hosts: Sequence[Host]) -> dict[str, _Made]:
+    """What the pool used: the facts about the hosts, and the locks made for them, are cached."""
+    from skyfab.env import facts_cache
+    from skyfab.env.facts import Target
+    from skyfab.env.prepare import Preparation
+    from skyfab.session.bootstrap import local_python
+
+    plan = Preparation(image, hosts, local_python())
+    facts = [(host, facts_cache.load(host)) for host in hosts if not plan.is_empty]
+    targets = [(host, Target.of(said, plan.python)) for host, said in facts if said is not None]
+    for host, target in targets:
+        plan.meet(host, target)
+    locks = [(host, target, plan.lock(target, only_known=True)) for host, target in targets]
+    return {host.name: _Made(host, target, lock, plan.digest(lock)) for host, target, lock in locks if lock is not None}
+
+
+def _show(
+    hosts: Sequence[Host], image: Image, clock: _Clock, failed: dict[str | None, SkyfabError], *, as_json: bool
+) -> None:
+    found = []
+    made = _made(image, hosts)
+    for host in hosts:
+        error = failed.get(host.name)
+        one = made.get(host.name) if error is None else None
+        facts = {
+            "host": host.name,
+            "environment": one and one.digest,
+            "packages": one and len(one.lock.wheels),
+            "seconds": round(clock.seconds.get(host.name, 0.0), 1),
+            "error": error and error.message,
+        }
+        found.append(facts)
+    if as_json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    from skyfab.ui.table import table
+
+    rows = []
+    for facts in found:
+        has = [str(facts[name])[:12] if facts[name] is not None else "–" for name in ("environment", "packages")]
+        state = str(facts["error"]).partition("\n")[0] if facts["error"] else "ready"
+        rows.append((str(facts["host"]), *has, f"{facts['seconds']:.1f}", state))
+    table(("host", "environment", "packages", "seconds", "state"), rows, right=("packages", "seconds"))
+
+
+def _write_lock(path: Path, image: Image, hosts: Sequence[Host], *, quiet: bool = False) -> None:
+    """Writes the pylock.toml that the image resolves to. Raises UsageError if the hosts need different locks."""
+    from skyfab._util import atomic
+
+    groups: dict[str, list[_Made]] = {}
+    for one in _made(image, hosts).values():
+        groups.setdefault(one.lock.text, []).append(one)
+    if len(groups) != 1:
+        told = [f"  {','.join(one.host.name for one in group)}: {_kinds(group)}" for group in groups.values()]
+        raise UsageError(
+            "\n".join(["these hosts take different packages, and one lock is not for all of them", *told]),
+            hint="a lock for each: skyfab prepare --hosts=… --lock=…",
+        )
+    (text,) = groups
+    try:
+        atomic.write(path, text, mode=0o644)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+    if not quiet:
+        print(f"{path}: {len(groups[text][0].lock.wheels)} packages; to be used with Image(lock={str(path)!r})")
+
+
+def _kinds(group: Sequence[_Made]) -> str:
+    """Describes the hosts of a group, as far as packages depend on it."""
+    from skyfab.env.uv import described
+
+    found = []
+    for one in group:
+        gpus = f", NVIDIA driver {one.target.driver}" if one.target.driver else ""
+        found.append(described(one.target) + (gpus or (f", ROCm {one.target.rocm}" if one.target.rocm else "")))
+    return "; ".join(dict.fromkeys(found))
+
+
+# ---- newer versions
+
+
+def _look_for_newer(image: Image, hosts: Sequence[Host], inventory: Inventory) -> None:
+    """Resolves again for each kind of host; the pool then uses the new locks. The pool reports unreachable hosts."""
+
+    from skyfab.env import facts_cache, probe
+    from skyfab.env.facts import Target
+    from skyfab.env.lock import make_lock
+    from skyfab.session.bootstrap import local_python
+    from skyfab.session.shell_pool import Shells
+
+    def target(shell: Shell) -> Target:
+        facts = probe.parse(shell.run(probe.script(())))
+        facts_cache.remember(shell.host, facts)
+        return Target.of(facts, local_python())
+
+    with Shells(hosts, inventory) as shells:
+        together = sorted(set(shells.ask(target, errors=[])), key=repr)
+    for one in together:
+        make_lock(image, one, together=together, upgrade=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,40 +17,28 @@ from typing import Final
 from skyfab import __version__
 from skyfab.cli import report, verbose
 from skyfab.cli.command import Command, Exit, discard_output, flush_output
-from skyfab.cli.completion import completion_of
-from skyfab.cli.doctor import doctor
-from skyfab.cli.exec import exec_
-from skyfab.cli.forward import forward
-from skyfab.cli.gc import gc
-from skyfab.cli.hosts import hosts
-from skyfab.cli.init import init
-from skyfab.cli.lab import down, status, up
 from skyfab.cli.parser import CommandLine
-from skyfab.cli.prepare import prepare
-from skyfab.cli.put import get, put
-from skyfab.cli.run import run
-from skyfab.cli.runs import attach, logs, runs, stop
 from skyfab.cli.sigterm import SIGTERM
-from skyfab.cli.ssh import ssh
-from skyfab.cli.stacks import stacks
-from skyfab.cli.top import top
-from skyfab.cli.train import train
-from skyfab.cli.trust import trust
 from skyfab.errors import UsageError
 from skyfab.ui.hints import HINTS
 
-COMMANDS: Final[Mapping[str, Command]] = {
-    **{
-        command.name: command
-        for command in (
-            *(train, run, runs, logs, attach, stop),
-            *(init, hosts, top, doctor, stacks, exec_, ssh, forward, put, get),
-            *(trust, prepare, gc, completion_of(lambda: COMMANDS)),
-        )
-    },
-    **{f"lab.{command.name}": command for command in (up, down, status)},
-}
-"""By name, in the order in which new users need them."""
+_MODULES: Final = (
+    *("train", "run", "runs", "init", "hosts", "top", "doctor", "stacks", "exec", "ssh", "forward", "put"),
+    *("trust", "prepare", "gc", "completion", "lab"),
+)
+"""The modules that have commands, in the order in which new users need them."""
+
+
+def _commands(modules: Sequence[str]) -> dict[str, Command]:
+    found: dict[str, Command] = {}
+    for name in modules:
+        module = importlib.import_module(f"skyfab.cli.{name}")
+        found |= {one.name: one for one in vars(module).values() if isinstance(one, Command)}
+    return found
+
+
+COMMANDS: Final[Mapping[str, Command]] = _commands(_MODULES)
+"""All commands, by name."""
 
 
 def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> None:

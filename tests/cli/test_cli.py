@@ -21,7 +21,7 @@ from stage.program import Ran, Skyfab
 
 from skyfab.calls.call import as_function
 from skyfab.calls.image import Image, PipIndex
-from skyfab.cli import environment, host_keys, report
+from skyfab.cli import host_keys, prepare, report
 from skyfab.cli.host_keys import Entry, Key
 from skyfab.cli.image_options import ImageOptions
 from skyfab.cli.parser import CommandLine
@@ -112,9 +112,11 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         [sys.executable, "-X", "importtime", "-m", "skyfab", "--list"], cwd=tmp_path, capture_output=True, text=True
     )
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    ours = {name for name in loaded if name.startswith("skyfab.") and not name.startswith("skyfab.cli")}
+    ours = {
+        name for name in loaded if name.startswith("skyfab.") and not name.startswith(("skyfab.cli", "skyfab._util"))
+    }
     assert ours == {"skyfab.errors", "skyfab.ui", "skyfab.ui.hints", "skyfab.ui.terminal"}
-    assert not loaded & {"skyfab.cli.environment", "skyfab.pool.each_host", "skyfab.cli.host_keys"}
+    assert not loaded & {"skyfab.pool.each_host", "skyfab.cli.host_keys"}
     assert not loaded & {"fabric", "invoke", "rich", "shtab"}
 
 
@@ -335,10 +337,10 @@ def test_hosts_that_need_different_locks_are_named(tmp_path: Path, monkeypatch: 
     for name, arch, text in (("a", "x86_64", "1"), ("b", "aarch64", "2"), ("c", "x86_64", "1")):
         target = Target(system="Linux", arch=arch, libc="glibc 2.36", python="3.11")
         lock = Lock(text=text, wheels=(), digest=text)
-        made[name] = environment._Made(Host(name=name), target, lock, text)
-    monkeypatch.setattr(environment, "_made", lambda image, hosts: made)
+        made[name] = prepare._Made(Host(name=name), target, lock, text)
+    monkeypatch.setattr(prepare, "_made", lambda image, hosts: made)
     with pytest.raises(UsageError) as failed:
-        environment.write_lock(tmp_path / "pylock.toml", Image(), [])
+        prepare._write_lock(tmp_path / "pylock.toml", Image(), [])
     assert "\n  a,c: Linux x86_64 (glibc 2.36)\n  b: Linux aarch64 (glibc 2.36)\nhint: " in str(failed.value)
     assert not list(tmp_path.iterdir())
 

@@ -1,19 +1,10 @@
-"""Facts about a host that an environment depends on: system, interpreters, GPUs, disk. Data classes only."""
+"""Facts about a host that an environment depends on: system, interpreters, drivers, disk. Data classes only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from skyfab._util.versions import machine, numbers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One GPU of a host."""
-
-    name: str
-    memory: int
-    """MiB; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +28,9 @@ class Facts:
     """As reported by `uname -m`: x86_64, aarch64, arm64."""
     libc: str = ""
     """``glibc 2.36``, ``musl 1.2.4``; empty if there is none or it is unknown."""
-    release: str = ""
-    """The name of the operating system: ``Debian GNU/Linux 12 (bookworm)``."""
-    shell: str = ""
-    user: str = ""
     pythons: tuple[Program, ...] = ()
     """The interpreters on its PATH and in the usual folders, each once."""
     uv: Program | None = None
-    gpus: tuple[Gpu, ...] = ()
     driver: str = ""
     """The version of the NVIDIA driver."""
     rocm: str = ""
@@ -52,14 +38,8 @@ class Facts:
     """The cache folder's full path."""
     free: int = 0
     """Free bytes on the cache folder's disk."""
-    filesystem: str = ""
-    """The file system of the cache folder: ext4, nfs4."""
     noexec: bool = False
     """Whether programs cannot be executed from the cache folder."""
-    files: int = 0
-    """The maximum number of open files of a process; 0 if unlimited."""
-    processes: int = 0
-    """The maximum number of processes of the user; 0 if unlimited."""
     reachable: tuple[str, ...] = ()
     """The queried indexes that responded."""
 

@@ -16,14 +16,17 @@ from typing import Final
 from skyfab._util.scripts import given, read
 from skyfab.env.uv import digest_of
 from skyfab.env.wheels import Wheel
+from skyfab.errors import HostUnfit
 from skyfab.protocol.blobs import name_of
-from skyfab.session.shell import Shell
+from skyfab.session.shell import ScriptFailed, Shell
 
 _MISSING: Final = read("env/missing.sh")
 _PUSH: Final = read("env/push.sh")
 _UNPACK_PYTHON: Final = read("env/unpack_python.sh")
 _APT: Final = read("env/apt.sh")
 _BUILD: Final = read("env/build.sh")
+_NO_APT: Final = {3: "the host has no apt-get", 4: "its user may not install packages"}
+"""Exit codes of apt.sh; its output is the packages that are missing."""
 _CHUNK: Final = 1024 * 1024
 
 
@@ -136,8 +139,18 @@ def unpack_python(shell: Shell, archive: Package) -> str:
 
 
 def install_apt(shell: Shell, packages: Sequence[str]) -> None:
-    """Installs missing Debian packages, if the user may do so. Raises ScriptFailed."""
-    shell.run(given(*packages) + _APT)
+    """Installs missing Debian packages. Raises HostUnfit if that is not possible, and ScriptFailed if it fails."""
+    try:
+        shell.run(given(*packages) + _APT)
+    except ScriptFailed as failed:
+        reason = _NO_APT.get(failed.status)
+        if reason is None:
+            raise
+        lacking = failed.output.split()
+        raise HostUnfit(
+            f"missing apt packages: {', '.join(lacking)} ({reason})",
+            hint=f"ask an administrator: sudo apt-get install {' '.join(lacking)}",
+        ) from None
 
 
 def build(

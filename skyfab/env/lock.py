@@ -112,7 +112,7 @@ def _made(question: Question, *, upgrade: bool, only_known: bool) -> Lock | None
 
 
 def _check_hashes(lock: Lock, resolved: str, allowed: Sequence[tuple[str, str]]) -> None:
-    """Raises LockError if the file of a package is none that the ``--hash`` options of its requirement allow.
+    """Raises LockError if a package's file matches none of the ``--hash`` options of its requirement.
 
     Of a wheel that was built here, the source archive counts: it is in the pylock.toml as uv has resolved it.
     """
@@ -125,7 +125,7 @@ def _check_hashes(lock: Lock, resolved: str, allowed: Sequence[tuple[str, str]])
         if wanted and not {f"sha256:{sha256}" for sha256 in files.values()} & {*wanted}:
             name, sha256 = next(iter(files.items()), (wheel.package, "unknown"))
             raise LockError(
-                f"{name} has none of the hashes of its requirement\nsha256 {sha256}\nallowed {', '.join(wanted)}",
+                f"{name} matches none of the hashes of its requirement\nsha256 {sha256}\nallowed {', '.join(wanted)}",
                 hint=_hash_hint(wheel),
             )
 
@@ -133,8 +133,8 @@ def _check_hashes(lock: Lock, resolved: str, allowed: Sequence[tuple[str, str]])
 def _hash_hint(wheel: Wheel) -> str:
     _, _, build = wheel.version.partition("+")
     if build:  # the lines that `uv pip compile --generate-hashes` writes have the files of one build
-        return f"hosts get the build that fits them, here {build}: add --hash=sha256:… of it, or leave hashes out"
-    return "if the file is the right one, add it: --hash=sha256:…; else ask who maintains the index"
+        return f"hosts get the build that suits them, here {build}: add its --hash=sha256:…, or leave hashes out"
+    return "if the file is correct, add its --hash=sha256:…; else ask the index's maintainer"
 
 
 def _torch(lock: Lock) -> str:

@@ -45,7 +45,7 @@ class Report(Protocol):
         """A new step begins: ``probing``."""
 
     def moved(self, what: str, done: int, total: int) -> None:
-        """So many bytes have been transferred: ``pushing`` 61 of 155 MB."""
+        """`done` of `total` bytes have been transferred: ``pushing`` 61 of 155 MB."""
 
 
 class Preparation:
@@ -155,7 +155,7 @@ class _Steps:
         facts_cache.remember(self.host, facts)
         if facts.noexec:
             raise HostUnfit(
-                f"programs cannot be run from {facts.cache}: its disk is mounted noexec",
+                f"cannot run programs from {facts.cache}: its disk is mounted noexec",
                 hint="put the cache on another disk (cache = … in the inventory)",
             )
         return facts
@@ -251,13 +251,13 @@ class _Steps:
         total = sum(package.size for package in packages)
         if facts.free and total > facts.free:
             raise HostUnfit(
-                f"{readable(total)} are to be sent, and its disk has {readable(facts.free)} left", hint=_ROOM
+                f"the packages need {readable(total)}, but its disk has {readable(facts.free)} free", hint=_ROOM
             )
         progress = functools.partial(self.report.moved, "pushing")
         push(self.shell, packages, session=self.session, progress=progress)
 
 
-_ROOM: Final = "free some space there (skyfab gc), or put the cache on another disk (cache = … in the inventory)"
+_ROOM: Final = "free some space on it (skyfab gc), or put the cache on another disk (cache = … in the inventory)"
 
 
 def _installing(lock: Lock, target: Target) -> str:
@@ -279,17 +279,15 @@ def _unfit(failed: ScriptFailed, host: Host) -> Exception:
     """Converts the output of a failed script to an error of its host."""
     from skyfab.env.uv import reason, redact
 
-    text = redact(reason(failed.output)) or f"a script ended with {failed.status}"
+    text = redact(reason(failed.output)) or f"a script exited with {failed.status}"
     hint = None
     if any(word in text for word in ("No space left", "quota exceeded", "Disk quota")):
         hint = _ROOM
-    elif "apt packages are missing" in text:
-        hint = f"ask an administrator: sudo apt-get install {text.rpartition(':')[2].strip()}"
     elif _mismatched(failed):
-        hint = "the index has another file than the one that was locked; to lock it anew: skyfab prepare --upgrade"
+        hint = "the file in the index has changed since it was locked; to lock it again: skyfab prepare --upgrade"
     elif any(word in text for word in ("Permission denied", "Read-only")):
-        hint = "choose a folder that can be written to (cache = … in the inventory)"
-    return HostUnfit(f"its environment could not be made: {text}", host=host.name, hint=hint)
+        hint = "choose a writable folder (cache = … in the inventory)"
+    return HostUnfit(f"cannot build its environment: {text}", host=host.name, hint=hint)
 
 
 def check(image: Image, python: str) -> None:
@@ -302,7 +300,7 @@ def check(image: Image, python: str) -> None:
     wanted = image.python if image.python[0].isdigit() else python
     if wanted.split(".")[:2] != python.split("."):
         raise UsageError(
-            f"{image_option('python', image.python)}, and this program runs {python}: functions cannot travel between"
-            " them",
-            hint=f"run this program with Python {image.python}, or say {image_option('python', python)}",
+            f"{image_option('python', image.python)}, but this program runs {python}: hosts must run the same Python"
+            " minor version as this machine",
+            hint=f"run this program with Python {image.python}, or use {image_option('python', python)}",
         )

@@ -1,4 +1,4 @@
-"""The probe: a shell script that collects facts about a host (system, Python, uv, GPUs, disk), and its parser.
+"""The probe: a shell script that collects facts about a host (system, Python, uv, drivers, disk), and its parser.
 
 The script, probe.sh, is plain POSIX sh and needs no Python on the host. Facts that take long to collect and rarely
 change are stored in the cache folder, until the machine reboots, the script or the NVIDIA driver changes, or a searched
@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
 from skyfab._util.scripts import given, read
 
-from .facts import Facts, Gpu, Program
+from .facts import Facts, Program
 
 _PYTHON: Final = read("env/probe_python.py")
 _INDEX: Final = read("env/probe_index.py")
@@ -55,8 +54,6 @@ def parse(text: str) -> Facts:
     def word(key: str) -> str:
         return last(key) if re.fullmatch(r"[\w.+-]{1,100}", last(key)) else ""
 
-    gpus, driver = _gpus(said)
-    filesystem, noexec = _mount(last("mount"))
     uv = re.fullmatch(r"(\d[\w.+-]{0,40}) (/.+)", last("uv"))
     free = re.search(r" (\d{1,18}) +\d+% +/", last("disk"))
     return Facts(
@@ -64,20 +61,13 @@ def parse(text: str) -> Facts:
         system=word("system"),
         arch=word("arch"),
         libc=_libc(last("libc")),
-        release=_unquoted(last("release")),
-        shell=last("shell"),
-        user=last("user"),
         pythons=_pythons(said.get("python", [])),
         uv=Program(version=uv[1], path=uv[2]) if uv else None,
-        gpus=gpus,
-        driver=driver,
+        driver=_driver(last("driver"), last("nvrm")),
         rocm=word("rocm"),
         cache=_cache(last("cachex"), last("cache")),
         free=int(free[1]) * 1024 if free else 0,
-        filesystem=filesystem or last("kind"),
-        noexec=noexec,
-        files=_number(last("files")),
-        processes=_number(last("processes")),
+        noexec=_is_noexec(last("mount")),
         reachable=tuple(dict.fromkeys(url for url in said.get("index", [])[:_MANY] if url)),
     )
 
@@ -93,20 +83,10 @@ def _pythons(lines: Sequence[str]) -> tuple[Program, ...]:
     return tuple(Program(path=path, version=version) for path, (_, version) in ordered[:_MANY])
 
 
-def _gpus(said: dict[str, list[str]]) -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs, and the NVIDIA driver's version: from nvidia-smi, or else from the driver itself."""
-    rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in said.get("nvidia", [])]
-    rows = [row for row in rows if len(row) == 3 and row[0] and re.fullmatch(r"\d+(\.\d+)+", row[2])]
-    gpus = [Gpu(name=name, memory=_number(memory)) for name, memory, _ in rows]
-    driver = rows[0][2] if rows else ""
-    if not gpus:
-        gpus = [Gpu(name=name.strip(), memory=0) for name in said.get("model", []) if name.strip()]
-        match = re.search(r" (\d{2,5}(?:\.\d+)+) ", said.get("nvrm", [""])[-1] + " ")
-        driver = match[1] if match else ""
-    for line in said.get("amd", []):
-        size, _, name = line.partition(" ")
-        gpus.append(Gpu(name=name.strip() or "AMD GPU", memory=_number(size) >> 20))
-    return tuple(gpus[:_MANY]), driver
+def _driver(smi: str, module: str) -> str:
+    """The NVIDIA driver's version: as the kernel's module tells it, or else nvidia-smi."""
+    match = re.search(r" (\d{2,5}(?:\.\d+)+) ", f"{module} ") or re.fullmatch(r"(\d+(?:\.\d+)+)", smi.strip())
+    return match[1] if match else ""
 
 
 def _libc(said: str) -> str:
@@ -118,25 +98,12 @@ def _libc(said: str) -> str:
     return f"musl {match[1]}" if match else ""
 
 
-def _mount(line: str) -> tuple[str, bool]:
-    """The file system, and whether it is mounted noexec: from /proc/mounts, or from the output of macOS's `mount`."""
+def _is_noexec(line: str) -> bool:
+    """Whether a file system is mounted noexec: from /proc/mounts, or from the output of macOS's `mount`."""
     match = re.search(r" \(([^()]+)\)$", line)
     words = line.split(" ")
-    if match:
-        kind, *options = match[1].split(", ")
-    elif len(words) == 6:
-        kind, options = words[2], words[3].split(",")
-    else:
-        return "", False
-    return kind, "noexec" in options
-
-
-def _unquoted(value: str) -> str:
-    """A value of os-release: a shell word, often quoted."""
-    with suppress(ValueError):
-        words = shlex.split(value)
-        return words[0] if len(words) == 1 else value.strip()
-    return value.strip()
+    options = match[1].split(", ") if match else words[3].split(",") if len(words) == 6 else []
+    return "noexec" in options
 
 
 def _cache(digits: str, plain: str) -> str:
@@ -144,7 +111,3 @@ def _cache(digits: str, plain: str) -> str:
     with suppress(ValueError):
         plain = os.fsdecode(bytes.fromhex(digits)) or plain
     return plain if plain.startswith("/") and "\0" not in plain else ""
-
-
-def _number(said: str) -> int:
-    return int(said) if re.fullmatch(r"[0-9]{1,18}", said) else 0

@@ -49,7 +49,7 @@ known() {
 }
 search() {
   [ "$U" ] || { [ -f "$d/uv" ] && [ -x "$d/uv" ] && U=$d/uv; }
-  [ "$N" ] || { [ -f "$d/nvidia-smi" ] && [ -x "$d/nvidia-smi" ] && N=$d/nvidia-smi; }
+  [ "$nv$N" ] || { [ -f "$d/nvidia-smi" ] && [ -x "$d/nvidia-smi" ] && N=$d/nvidia-smi; }
   # without its developer tools, macOS answers for its own python3 with a window
   case $s$d in Darwin/usr/bin) xcode-select -p >/dev/null || return;; esac
   for n in python3 python python3.10 python3.11 python3.12 python3.13 python3.14 python3.15; do
@@ -59,10 +59,8 @@ search() {
   done
 }
 uv() { y=$(t 5 "$U" --version) || exit $?; y=${y#uv }; o uv "${y%% *} $U"; }
-smi() {
-  y=$(t 10 "$N" --query-gpu=name,memory.total,driver_version --format=csv,noheader,nounits) || exit $?
-  printf '%s\n' "$y" | while IFS= read -r l; do o nvidia "$l"; done
-}
+# where the kernel does not say which driver it has, as on WSL
+smi() { y=$(t 10 "$N" --query-gpu=driver_version --format=csv,noheader) || exit $?; o driver "$y"; }
 libc() {
   y=$(getconf GNU_LIBC_VERSION) || y=
   [ "$y" ] || y=$(ldd --version 2>&1)
@@ -70,19 +68,6 @@ libc() {
     for f in /lib/ld-musl-"$m"*.so.1 /lib/ld-musl-*.so.1; do [ -x "$f" ] && { y=$("$f" 2>&1); break; }; done
   esac
   z=${y#*"$e"}; o libc "${y%%"$e"*} ${z%%"$e"*}"
-}
-release() {
-  [ "$s" = Darwin ] && o release "$(sw_vers -productName) $(sw_vers -productVersion)"
-  for f in /usr/lib/os-release /etc/os-release; do
-    [ -r "$f" ] && while IFS= read -r l; do case $l in PRETTY_NAME=*) o release "${l#*=}"; esac; done <"$f"
-  done
-}
-amd() {
-  y=; read -r y </opt/rocm/.info/version; o rocm "$y"
-  [ -e /dev/kfd ] && for d in /sys/class/drm/card*/device; do
-    y=; z=; l=; read -r y <"$d/vendor"; read -r z <"$d/mem_info_vram_total"; read -r l <"$d/product_name"
-    [ "$y" = 0x1002 ] && o amd "$z $l"
-  done
 }
 look() {
   S=; J=; U=; N=; x=0
@@ -94,10 +79,8 @@ look() {
   watch 5 $J
   # a kernel of 64 bits below programs of 32
   case $(getconf LONG_BIT)$m in 32x86_64) m=i686;; 32aarch64) m=armv7l;; esac
-  o system "$s"; o arch "$m"; libc; release; amd
-  for f in /proc/driver/nvidia/gpus/*/information; do
-    [ -r "$f" ] && while read -r y l; do [ "$y" = Model: ] && o model "$l"; done <"$f"
-  done
+  o system "$s"; o arch "$m"; libc
+  y=; read -r y </opt/rocm/.info/version; o rocm "$y"
   settle; echo end
 }
 # not inside $( ): macOS's sh does not read `case` there
@@ -105,14 +88,13 @@ keep() {
   while IFS= read -r l; do
     case $l in
     end) break;;
-    python\ *|uv\ *|smi\ *|nvidia\ *|model\ *|amd\ *|rocm\ *|system\ *|arch\ *|libc\ *|release\ *|late\ *)
-      printf '%s\n' "$l";;
+    python\ *|uv\ *|smi\ *|driver\ *|rocm\ *|system\ *|arch\ *|libc\ *|late\ *) printf '%s\n' "$l";;
     esac
   done
 }
 remember() {
   case $e$R in *"${e}late"*) return;; *"${e}python "*) ;; *) return;; esac
-  case $e$R in *"${e}smi"*) case $e$R in *"${e}nvidia "*) ;; *) return;; esac; esac
+  case $e$R in *"${e}smi"*) case $e$R in *"${e}driver "*) ;; *) return;; esac; esac
   [ "$boot" ] && [ ! -d "$c/probe" ] && { [ -d "$c" ] || mkdir -p "$c"; } || return
   y=$c/probe.$$; { printf '%s\n%s\n' "$k" "$R" >"$y" && mv -f "$y" "$c/probe"; } || rm -f "$y"
 }
@@ -145,7 +127,7 @@ disk() {
   m=${y#*%}; m=/${m#*/}
   if [ -r /proc/self/mounts ]; then
     case $m in *\ *) m=$(printf %s "$m" | sed 's/ /\\040/g'); esac
-    y=$(grep -F " $m " /proc/self/mounts) || o kind "$(stat -f -c %T "$p")"
+    y=$(grep -F " $m " /proc/self/mounts)
   else y=$(mount | grep -F " on $m ("); fi
   o mount "${y##*"$e"}"
 }
@@ -163,8 +145,7 @@ disk() {
   printf '%s\n' "$R"
   case $w$e$R in "$e"*"${e}python "*) w=${R#*python }; w=/${w#*/}; w=${w%%"$e"*}; asks "$@"; esac
   case $c in *"$e"*|*[[:cntrl:]]*) o cachex "$(printf %s "$c" | od -An -v -tx1 | tr -d ' \n')";; *) o cache "$c"; esac
-  o boot "$boot"; o nvrm "$nv"; o shell "$SHELL"; o user "$(id -un)"
-  o files "$(ulimit -n)"; o processes "$(ulimit -u || ulimit -p)"
+  o boot "$boot"; o nvrm "$nv"
   disk
   settle
 } </dev/null 2>/dev/null | tr -d '\000-\011\013-\037\177'

@@ -24,7 +24,6 @@ from skyfab.calls.results import image_option, index_option
 from skyfab.env import torch_variants, uv
 from skyfab.env.facts import Target
 from skyfab.env.pipconf import NO_INDEX
-from skyfab.env.unresolved import hint_for
 from skyfab.env.uv import UvFailed
 from skyfab.errors import UsageError
 
@@ -105,7 +104,7 @@ class Question:
             names = {canonicalize_name(name) for name in index.packages}
             if not names or names & scoped:
                 what = f"{min(names & scoped)} has two indexes" if names else "names no packages"
-                raise LockError(f"{index_option(uv.redact(index.url))}: {what}", hint="each package has one index")
+                raise LockError(f"{index_option(uv.redact(index.url))}: {what}", hint="name one index for each package")
             scoped |= names
         places = tuple(PipIndex(_place(index.url), index.packages) for index in image.pip_indexes)
         for index in pins.indexes:
@@ -164,10 +163,10 @@ class Resolver:
             where = f"Python {self.target.python} on {uv.described(self.target)}"
             if question.torch and re.search(r"\btorch\b", why):
                 where += f", with torch {question.torch} as on {question.first}"
-            said = f"no versions of {wanted} fit {where}"
-            if re.search(r"failed to lookup address|onnection (refused|reset)|unreachable|timed out", why):
-                said = f"{wanted} for {where}: an index cannot be reached"
-            raise LockError(f"{said}\n{why}", hint=hint_for(why)) from None
+            said = f"no version of {wanted} found for {where}"
+            if failed.is_offline:
+                said = f"cannot reach an index to find {wanted} for {where}"
+            raise LockError(f"{said}\n{why}", hint=failed.hint) from None
 
     # torch: builds with and without GPU support are different files, from different indexes
 
@@ -242,9 +241,8 @@ class Resolver:
             names = " and ".join(map(str, strangers))
             build = torch.version.partition("+")[2] or "CUDA"
             raise LockError(
-                f"{names} would be installed beside {torch}, which is built for {build}: they are not, and would fail"
-                " when they are imported",
-                hint=f"put builds for {build} where pip looks for torch (pip config list), or name one index that has"
+                f"{torch} is built for {build}, but {names} would not be, and would fail to import",
+                hint=f"add builds for {build} to an index that pip uses (pip config list), or use one index that has"
                 f" all of them: {index_option('URL', sorted(TORCH))}",
             )
 
@@ -407,8 +405,8 @@ def requirement(text: str) -> Requirement:
         return Requirement(split_hashes(text)[0])
     except InvalidRequirement:
         raise LockError(
-            f"{image_option('pip')} names {uv.redact(text)!r}, which is no requirement",
-            hint='a name with versions, as in "numpy>=2", or "name @ https://…/name-1.0-py3-none-any.whl"',
+            f"{image_option('pip')}: not a valid requirement: {uv.redact(text)!r}",
+            hint='write a name with versions, such as "numpy>=2", or "name @ https://…/name-1.0-py3-none-any.whl"',
         ) from None
 
 
@@ -423,7 +421,7 @@ def _place(url: str) -> str:
     folder = Path(unquote(urlsplit(url).path) if url.startswith("file:") else os.path.expanduser(url))  # noqa: PTH111 - never raises
     if not folder.is_dir():
         raise LockError(
-            f"{index_option(url)}: there is no such folder", hint="an http or https URL, or a folder with wheels"
+            f"{index_option(url)}: no such folder", hint="give an http or https URL, or a folder with wheels"
         )
     return folder.absolute().as_uri()
 

@@ -126,8 +126,8 @@ def _build(source: _Source, work: Path) -> None:
         uv.run_uv("build", *options, str(place / source.inner), env={"UV_PYTHON_DOWNLOADS": "never"}, cwd=work)
     except uv.UvFailed as failed:
         raise LockError(
-            f"{source.name} cannot be built from {where}\n{failed}",
-            hint="a package that has wheels is not built: choose another version, or ask who maintains it",
+            f"cannot build {source.name} from {where}\n{failed}",
+            hint="choose a version that has a wheel, or ask the package's maintainer",
         ) from None
 
 
@@ -182,6 +182,6 @@ def _check_platform(name: str, target: Target) -> None:
     same = here == (target.system, target.machine) and (here[0] != "Linux" or libc == known)
     if not same or numbers(version)[:2] > release:
         raise LockError(
-            f"{name} has no wheel, and what is built from its source here does not run on {uv.described(target)}",
-            hint=f"build a wheel there, put it into a folder, and name that: {index_option('FOLDER', ['…'])}",
+            f"{name} has no wheel, and one built on this machine does not run on {uv.described(target)}",
+            hint=f"build a wheel on the host and name the folder that it is in: {index_option('FOLDER', ['…'])}",
         )

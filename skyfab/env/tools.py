@@ -46,7 +46,7 @@ def _unpack(wheel: Path, path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if re.fullmatch(r"uv-[^/]+\.data/scripts/uv", name)]
         if not names:
-            raise LockError(f"{wheel.name} has no program uv in it")
+            raise LockError(f"{wheel.name} does not contain uv")
         atomic.write(path, archive.read(names[0]), mode=0o755)
 
 
@@ -106,7 +106,7 @@ def _download(target: Target) -> str:
     try:
         listed = json.loads(uv.run_uv("python", "list", target.python, *options, env=_ALLOWED, cwd="/"))
     except uv.UvFailed as failed:
-        raise LockError(f"uv does not say which Pythons there are\n{failed}") from None
+        raise LockError(f"uv cannot list the available Pythons\n{failed}") from None
     fitting = [
         one
         for one in listed
@@ -116,7 +116,7 @@ def _download(target: Target) -> str:
     ]
     if not fitting:
         raise LockError(
-            f"there is no Python {target.python} to download for {uv.described(target)}",
+            f"no Python {target.python} to download for {uv.described(target)}",
             hint=f"install Python {target.python} on the host",
         )
     newest = max(fitting, key=lambda one: tuple(one["version_parts"].values()))
@@ -136,8 +136,8 @@ def _get(key: str, folder: Path, target: Target) -> None:
         os.rename(kept, folder)  # noqa: PTH104 - the target does not exist
     except uv.UvFailed as failed:
         raise LockError(
-            f"cannot get Python {target.python} for {uv.described(target)}\n{failed}",
-            hint=f"install Python {target.python} on the host, or name a mirror: UV_PYTHON_INSTALL_MIRROR",
+            f"cannot download Python {target.python} for {uv.described(target)}\n{failed}",
+            hint=f"install Python {target.python} on the host, or set a mirror: UV_PYTHON_INSTALL_MIRROR",
         ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)

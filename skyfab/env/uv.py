@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from skyfab._util.cache import cache_folder
+from skyfab.calls.results import image_option, index_option
 from skyfab.env.facts import Target
 from skyfab.env.pipconf import uv_environment
 from skyfab.errors import UsageError
@@ -44,6 +45,31 @@ _NOISE = (
 class UvFailed(Exception):
     """uv failed; the text is its reason, without colours, progress and credentials."""
 
+    @property
+    def is_offline(self) -> bool:
+        """Whether an index did not answer."""
+        text = str(self)
+        return bool(re.search(r"failed to lookup address|onnection (refused|reset)|unreachable|timed out", text))
+
+    @property
+    def hint(self) -> str:
+        """What to try next."""
+        text = str(self)
+        if re.search(r"No space left|[Dd]isk quota|quota exceeded", text):
+            return "uv's cache on this machine is full: uv cache prune, or UV_CACHE_DIR=/path/with/room"
+        if re.search(r"\b(401|403)\b|authentic|Unauthorized|Forbidden", text):
+            return "put user and password into the index's URL, pip's configuration or ~/.netrc"
+        if re.search(r"/whl/(cpu|cu|rocm|xpu)\S*/torch", text):
+            named = index_option("URL", ["torch"])
+            return f"use an index that has torch, such as PyPI: {named}, or add one to pip's configuration"
+        if re.search(r"Failed to fetch|error sending request|[Cc]onnect|dns|timed out|certificate", text):
+            return "is the index up? pip config list shows the indexes in use"
+        if "not found in" in text:
+            return "is the name spelled correctly? pip config list shows the indexes in use"
+        if re.search(r"no wheels? with a matching|[Ww]heels are available|no usable wheels", text):
+            return "choose a version that has a wheel for that platform and Python"
+        return f"change the versions in {image_option('pip')}"
+
 
 # ---- running uv
 
@@ -55,7 +81,7 @@ def program() -> str:
     try:
         return str(find_uv_bin())
     except FileNotFoundError as error:
-        raise UsageError(f"uv's program is missing: {error}", hint="pip install --force-reinstall uv") from error
+        raise UsageError(f"cannot find uv: {error}", hint="pip install --force-reinstall uv") from error
 
 
 @cache
@@ -100,7 +126,7 @@ def run_uv(
             check=False,
         )
     except OSError as error:
-        raise UvFailed(f"uv does not start: {error.strerror}") from error
+        raise UvFailed(f"cannot start uv: {error.strerror}") from error
     if done.returncode:
         text = reason(done.stderr or done.stdout) or f"uv {arguments[0]} ended with {done.returncode}"
         raise UvFailed(redact(text, secrets(changed)))
@@ -228,8 +254,8 @@ def platform_of(target: Target) -> str:
     if system == "Linux" and libc == "musl" and arch in {"x86_64", "aarch64"} and release >= (1, 2):
         return f"{arch}-unknown-linux-musl"
     raise UsageError(
-        f"no packages are made for {described(target)}",
-        hint="Linux with glibc 2.17 or newer or musl 1.2 or newer, or macOS, on x86_64 or aarch64",
+        f"no packages are available for {described(target)}",
+        hint="supported: Linux with glibc 2.17 or newer or musl 1.2 or newer, or macOS, on x86_64 or aarch64",
     )
 
 
@@ -267,8 +293,8 @@ def making(path: Path) -> Iterator[None]:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
             raise
         raise UsageError(
-            f"the cache of this machine cannot be written to: {error.strerror}: {error.filename or cache_folder()}",
-            hint="name another folder: XDG_CACHE_HOME=/path/with/room",
+            f"cannot write to the cache of this machine: {error.strerror}: {error.filename or cache_folder()}",
+            hint="set another folder: XDG_CACHE_HOME=/path/with/room",
         ) from error
 
 

@@ -29,7 +29,7 @@ def read_pins(path: str, target: Target) -> Pins:
     except (OSError, UnicodeDecodeError) as error:
         raise LockError(f"cannot read the lock {path}: {getattr(error, 'strerror', None) or error}") from None
     except uv.UvFailed as failed:
-        raise LockError(f"{path}: {failed}", hint="uv lock writes it anew") from None
+        raise LockError(f"{path}: {failed}", hint="run uv lock to recreate it") from None
     scopes: dict[str, list[str]] = {}
     for one in packages:
         if one.get("index"):
@@ -92,7 +92,7 @@ def check_files(text: str, pins: Pins) -> None:
         for filename, sha256 in files_of(package):
             if known.get(filename, sha256) != sha256:
                 raise LockError(
-                    f"{filename} is not the file that uv.lock has\nsha256 {sha256}\nlocked {known[filename]}",
-                    hint="the file in the index has changed: ask who maintains the index, or: uv lock --upgrade-package"
+                    f"{filename} does not match uv.lock\nsha256 {sha256}\nlocked {known[filename]}",
+                    hint="the file in the index has changed: ask its maintainer, or run uv lock --upgrade-package"
                     f" {package['name']}",
                 )

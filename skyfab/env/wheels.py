@@ -170,9 +170,9 @@ def _bring(wheel: Wheel, path: Path, source: _Source, count: _Progress) -> None:
                 threading.Event().wait(_PAUSE * (_TRIES - left))
         if found != wheel.sha256:
             raise FetchError(
-                f"{wheel.package} {wheel.version}: {wheel.filename} is not the file that was locked\n"
+                f"{wheel.package} {wheel.version}: {wheel.filename} does not match the lock\n"
                 f"sha256 {found}\nlocked {wheel.sha256}",
-                hint="the file in the index has changed: ask who maintains the index, or lock again",
+                hint="the file in the index has changed: ask its maintainer, or run skyfab prepare --upgrade",
             )
         part.replace(path)
     finally:

@@ -33,7 +33,7 @@ _LOG: Final = logging.getLogger("skyfab")
 _SCRIPT: Final = one_line(read("session/bootstrap.sh"))
 _SETUP: Final = one_line(read("session/setup.sh"))
 _UNPACK: Final = read("session/unpack.py").encode()
-_OTHER: Final = 'name one that is there: Image(python="/usr/bin/python3"), or python = … in the inventory'
+_OTHER: Final = 'name one that the host has: Image(python="/usr/bin/python3"), or python = … in the inventory'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,14 +106,12 @@ class Bootstrap:
                 ahead = self.prepare(shell)
             elif word == "nopython":
                 raise HostUnfit(
-                    f"no Python {self.python} there" if self.python[0] != "/" else f"no interpreter at {self.python}",
+                    f"no Python {self.python} found" if self.python[0] != "/" else f"no interpreter at {self.python}",
                     host=self.host.name,
                     hint=_OTHER,
                 )
             else:
-                raise HostUnfit(
-                    f"skyfab could not be set up there: {detail}", host=self.host.name, hint=storage_hint(detail)
-                )
+                raise HostUnfit(f"cannot set up skyfab: {detail}", host=self.host.name, hint=storage_hint(detail))
 
     def _push(self, shell: Shell) -> None:
         archive = self.bundle.archive
@@ -123,13 +121,13 @@ class Bootstrap:
 def storage_hint(detail: str) -> str | None:
     """What to do about an error of the cache folder."""
     if "No space left" in detail or "quota" in detail:
-        return "free some space there, or put the cache on another disk (cache = … in the inventory)"
+        return "free some space on the host, or put the cache on another disk (cache = … in the inventory)"
     if "is open to others" in detail:
-        return "chmod 700 it there, if no other user wrote to it, or choose another (cache = … in the inventory)"
+        return "chmod 700 it, if no other user wrote to it, or choose another (cache = … in the inventory)"
     if "belongs to another user" in detail:
         return "choose one of your own (cache = … in the inventory)"
     if any(word in detail for word in ("Read-only", "Permission denied", "Not a directory", "File exists")):
-        return "choose a folder that can be written to (cache = … in the inventory)"
+        return "choose a writable folder (cache = … in the inventory)"
     return None
 
 
@@ -156,7 +154,7 @@ def _setup_failed(detail: str, host: Host) -> HostUnfit:
     by = "" if host.transport == "local" else f"; by hand: {by_hand(host, 'bash -l')}"
     told = [re.sub(r"[^\n -~\xa0-\uffff]", "", _unhex(text)).strip() for text in (line, output)]
     return HostUnfit(
-        f"its setup failed: {told[0]!r} ended with {status[:3]}" + (f"\n{told[1]}" if told[1] else ""),
+        f"its setup failed: {told[0]!r} exited with {status[:3]}" + (f"\n{told[1]}" if told[1] else ""),
         host=host.name,
         hint=f"setup = … in the inventory, or Image(setup=…){by}",
     )
@@ -184,7 +182,7 @@ def cannot_run(error: Exception, host: Host) -> Exception:
         said = error.message.partition(": ")[2]
         if said.startswith("skyfab: "):  # written by the link itself
             text = said.removeprefix("skyfab: ")
-            return HostUnfit(f"skyfab could not be set up there: {text}", host=host.name, hint=storage_hint(text))
+            return HostUnfit(f"cannot set up skyfab: {text}", host=host.name, hint=storage_hint(text))
         old = re.match(r"\d+\.\d+\.\d+", said)
         if old:
             return other_python(old[0], host)
@@ -195,9 +193,9 @@ def cannot_run(error: Exception, host: Host) -> Exception:
 def other_python(version: str, host: Host) -> HostUnfit:
     """Functions are sent as bytecode: both sides must run the same Python version."""
     return HostUnfit(
-        f"it runs Python {version}, this program {local_python()}: functions cannot travel between them",
+        f"it runs Python {version}: hosts must run the same Python minor version as this machine, {local_python()}",
         host=host.name,
-        hint=f'name an interpreter {local_python()} there: Image(python="/path/to/python{local_python()}")',
+        hint=f'name a Python {local_python()} on the host: Image(python="/path/to/python{local_python()}")',
     )
 
 
@@ -209,9 +207,9 @@ def check_agent(agent: AgentHello, host: Host) -> None:
         raise other_python(agent.python, host)
     if agent.cloudpickle != cloudpickle.__version__:
         raise HostUnfit(
-            f"it has cloudpickle {agent.cloudpickle}, this program {cloudpickle.__version__}",
+            f"it has cloudpickle {agent.cloudpickle}, but this program has {cloudpickle.__version__}",
             host=host.name,
-            hint="make them the same version",
+            hint="install the same version on both",
         )
 
 

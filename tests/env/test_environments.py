@@ -357,7 +357,7 @@ def test_a_disk_that_fills_up_is_said_and_nothing_is_left_half_made(
     host.small_disk(hosts[0].cache, megabytes)
     with pytest.raises(sky.HostUnfit) as raised:
         pool(hosts, pip=["shelf"]).open()
-    assert "left" in raised.value.message if megabytes < 50 else "No space left" in raised.value.message
+    assert ("but its disk has" if megabytes < 50 else "No space left") in raised.value.message
     assert "skyfab gc" in str(raised.value.hint)
     assert not any(name.startswith(".in") for name in listing(namespaces, hosts[0], "packages"))
     assert listing(namespaces, hosts[0], "envs") == set()

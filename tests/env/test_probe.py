@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import pwd
-import resource
 import shutil
 import socket
 import stat
@@ -24,14 +22,13 @@ from hypothesis import strategies as st
 from stage.spot import until
 
 from skyfab.env import probe
-from skyfab.env.facts import Facts, Gpu, Program
+from skyfab.env.facts import Facts, Program
 from skyfab.lab import Lab, LabHost
 
 SHELLS = {"dash": ["dash"], "bash": ["bash"], "ksh": ["ksh"], "mksh": ["mksh"], "busybox": ["busybox", "sh"], "zsh": []}
 EVAL = 'c=$1; (eval "$2"); cat'
 """As the launcher does; what is left of stdin comes last."""
 TOOLS = ("sh", "cat", "df", "getconf", "grep", "id", "mkdir", "mv", "rm", "sed", "sleep", "stat", "tr", "true", "uname")
-SMI = "NVIDIA H100 80GB HBM3, 81559, 550.54.15\nNVIDIA GB10, [N/A], 550.54.15"
 PYTHON = '#!/bin/sh\nshift 5\necho "python $1 3.12.1 $2"\n'
 """A program that answers as an interpreter would."""
 
@@ -76,7 +73,7 @@ class Place:
         self.home.mkdir(exist_ok=True)
         done = subprocess.run(
             [*self.shell, "-c", EVAL, "probe", cache or str(self.cache), probe.script(indexes)],
-            env={"PATH": f"{self.folder}/bin:{self.path}", "HOME": str(self.home), "SHELL": "/bin/some\tshell"},
+            env={"PATH": f"{self.folder}/bin:{self.path}", "HOME": str(self.home)},
             cwd=self.home,
             input="left",
             capture_output=True,
@@ -96,9 +93,9 @@ def place(tmp_path: Path) -> Place:
 
 @pytest.fixture
 def counted(place: Place) -> Callable[[], int]:
-    """How often nvidia-smi, which is there and has GPUs, was called."""
+    """How often uv was called."""
     calls = place.folder / "calls"
-    place.program("nvidia-smi", f"#!/bin/sh\necho called >>'{calls}'\ncat <<'!'\n{SMI}\n!\n")
+    place.program("uv", f"#!/bin/sh\necho called >>'{calls}'\necho uv 1.2.3\n")
     return lambda: len(calls.read_text().splitlines())
 
 
@@ -137,16 +134,12 @@ def test_every_shell_says_the_same_of_this_machine(shell: str, tmp_path: Path) -
     for _ in range(2):
         facts = place.run()
         here = platform.uname()
-        assert (facts.system, facts.arch, facts.user) == (here.system, here.machine, pwd.getpwuid(os.getuid()).pw_name)
+        assert (facts.system, facts.arch) == (here.system, here.machine)
         assert facts.libc == " ".join(platform.libc_ver())
-        assert facts.release == platform.freedesktop_os_release()["PRETTY_NAME"]
         assert facts.boot == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        assert facts.shell == "/bin/someshell"
         assert facts.cache == str(place.cache)
-        assert facts.files == max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        assert facts.processes == max(0, resource.getrlimit(resource.RLIMIT_NPROC)[0])
         assert abs(facts.free - shutil.disk_usage(tmp_path).free) < 4 << 30
-        assert facts.filesystem and not facts.noexec
+        assert not facts.noexec
         assert facts.uv == Program(path=f"{tmp_path}/bin/uv", version="1.2.3")
         base = f"{sys.base_prefix}/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
         assert facts.pythons[0] == Program(path=base, version=sys.version.split()[0])
@@ -164,11 +157,10 @@ def test_a_link_a_wrapper_and_a_copy_of_the_path_are_one_interpreter(place: Plac
     assert [python.path for python in place.run().pythons].count(first.path) == 1
 
 
-def test_gpus_are_as_nvidia_smi_says(place: Place, counted: Callable[[], int]) -> None:
-    facts = place.run()
-    assert facts.gpus[:2] == (Gpu(name="NVIDIA H100 80GB HBM3", memory=81559), Gpu(name="NVIDIA GB10", memory=0))
-    assert facts.driver == "550.54.15"
-    assert counted() == 1
+@pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="the kernel says it itself")
+def test_the_driver_is_as_nvidia_smi_says_where_the_kernel_does_not(place: Place) -> None:
+    place.program("nvidia-smi", "#!/bin/sh\necho 550.54.15\necho 550.54.15\n")
+    assert place.run().driver == "550.54.15"
 
 
 @pytest.mark.parametrize("tool", ["timeout", "no timeout"])
@@ -195,8 +187,8 @@ def test_a_host_may_lack_almost_everything(place: Place) -> None:
     for tool in ("getconf", "ldd", "uname", "id", "stat", "mv"):
         place.program(tool, "#!/bin/sh\nexit 127\n")
     facts = place.only().run("http://127.0.0.1:9/")
-    assert (facts.system, facts.user, facts.reachable) == ("", "", ())
-    assert facts.free > 0 and facts.filesystem
+    assert (facts.system, facts.reachable) == ("", ())
+    assert facts.free > 0
     assert not list(place.cache.glob("*")), "a draft was left"
 
 
@@ -224,7 +216,7 @@ def rewritten(word: int) -> Callable[[Place], object]:
 
 
 def installed(place: Place) -> None:
-    place.program("uv", "#!/bin/sh\necho uv 1.2.3\n")
+    place.program("python3.13", PYTHON)
     later = place.memory.stat().st_mtime_ns + 10**9
     os.utime(place.folder / "bin", ns=(later, later))
 
@@ -255,9 +247,10 @@ def test_it_looks_again_when_something_changed(
     assert counted() == 2 + (change is installed)  # that folder is from the future
 
 
+@pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="the kernel says it itself")
 def test_a_failing_nvidia_smi_is_asked_again(place: Place) -> None:
     place.program("nvidia-smi", "#!/bin/sh\necho NVIDIA-SMI has failed because, well, 1.2\nexit 9\n")
-    assert not [gpu for gpu in place.run().gpus if "failed" in gpu.name]
+    assert place.run().driver == ""
     assert not place.memory.exists()
 
 
@@ -349,7 +342,7 @@ def test_a_host_is_probed_by_root_and_by_others(namespaces: Lab, user: str) -> N
     home = "/root" if user == "root" else f"/home/{user}"
     for _ in range(2):
         facts = on(host, f"{home}/a cache", user=user)
-        assert (facts.user, facts.filesystem, facts.noexec) == (user, "overlay", False)
+        assert (facts.cache, facts.noexec) == (f"{home}/a cache", False)
         assert facts.pythons or not shutil.which("python3", path="/usr/bin")
     memory = host.path(f"{home}/a cache/probe")
     if facts.pythons:
@@ -377,11 +370,11 @@ def mounted(namespaces: Lab) -> Iterator[Callable[..., LabHost]]:
 
 @pytest.mark.lab
 def test_the_cache_folders_own_disk_counts(namespaces: Lab, mounted: Callable[..., LabHost]) -> None:
-    """Its size, its kind and what it forbids, also below a name with a space and before the folder is there."""
+    """Its size and what it forbids, also below a name with a space and before the folder is there."""
     namespaces.hosts[0].run(["mkdir", "-p", "/srv/big disk"])
     host = mounted("-t", "tmpfs", "-o", "size=5m,noexec", "tmpfs", "/srv/big disk")
     facts = on(host, "/srv/big disk/not/yet", user="ada")
-    assert (facts.filesystem, facts.noexec) == ("tmpfs", True)
+    assert facts.noexec
     assert 4 << 20 < facts.free <= 5 << 20
 
 
@@ -399,31 +392,22 @@ def test_a_reboot_is_noticed(namespaces: Lab, mounted: Callable[..., LabHost]) -
 
 
 @pytest.mark.lab
-def test_a_driver_and_cards_are_found_without_their_tools(namespaces: Lab, mounted: Callable[..., LabHost]) -> None:
-    """NVIDIA's as the kernel shows them, where nvidia-smi fails; AMD's and ROCm in any case."""
+def test_drivers_are_found_without_their_tools(namespaces: Lab, mounted: Callable[..., LabHost]) -> None:
+    """NVIDIA's as the kernel shows it, where nvidia-smi fails, and ROCm."""
     host = namespaces.hosts[0]
     mounted("-t", "tmpfs", "tmpfs", "/proc/driver")
-    mounted("-t", "tmpfs", "tmpfs", "/sys/class")
     mounted("-t", "tmpfs", "tmpfs", "/opt")
     files = {
         "/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release\n",
-        "/proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t\t NVIDIA L4\nIRQ:   \t\t 5\n",
         "/opt/rocm/.info/version": "6.2.1-45",
-        "/sys/class/drm/card0/device/vendor": "0x1002\n",
-        "/sys/class/drm/card0/device/mem_info_vram_total": f"{192 << 30}\n",
-        "/sys/class/drm/card0/device/product_name": "AMD Instinct MI300X\n",
-        "/sys/class/drm/card1/device/vendor": "0x1a03\n",
         "/usr/local/bin/nvidia-smi": "#!/bin/sh\nexit 9\n",
     }
     for path, text in files.items():
         host.run(["sh", "-c", 'mkdir -p "${1%/*}"; cat >"$1"; chmod 755 "$1"', "put", path], stdin=text)
-    kfd = host.path("/dev/kfd").exists()
-    host.run(["touch", "/dev/kfd"])
     try:
         facts = on(host, "/srv/cache")
     finally:
-        host.run(["rm", "-rf", "/usr/local/bin/nvidia-smi", "/srv/cache", *([] if kfd else ["/dev/kfd"])])
-    assert facts.gpus == (Gpu(name="NVIDIA L4", memory=0), Gpu(name="AMD Instinct MI300X", memory=192 << 10))
+        host.run(["rm", "-rf", "/usr/local/bin/nvidia-smi", "/srv/cache"])
     assert (facts.driver, facts.rocm) == ("560.35.03", "6.2.1-45")
 
 
@@ -450,8 +434,8 @@ def test_a_host_without_python_or_proc_is_probed_all_the_same(namespaces: Lab, b
     """It is asked each time, since Python may come any day."""
     facts = on(namespaces.hosts[0], "/cache", root="/srv/bare")
     assert (facts.system, facts.arch) == (platform.system(), platform.machine())
-    assert (facts.pythons, facts.uv, facts.gpus, facts.boot) == ((), None, (), "")
-    assert facts.files > 0 and facts.cache == "/cache"
+    assert (facts.pythons, facts.uv, facts.driver, facts.boot) == ((), None, "", "")
+    assert facts.cache == "/cache"
     assert not (bare / "cache").exists()
 
 
@@ -461,7 +445,6 @@ def test_programs_that_speak_as_on_a_mac_are_understood(namespaces: Lab, bare: P
     programs = {
         "bin/uname": "echo Darwin arm64",
         "bin/sysctl": "echo '{ sec = 1700000000, usec = 5 } Tue Nov 14 22:13:20 2023'",
-        "bin/sw_vers": "case $1 in -productName) echo macOS;; -productVersion) echo 14.1;; esac",
         "bin/df": "echo Filesystem; echo 'map my home  971350180 99  4000   63%    /System/My Data'",
         "bin/mount": "echo '/dev/disk1 on / (hfs, local)'; echo '/dev/disk3 on /System/My Data (apfs, local, noexec)'",
         "bin/xcode-select": "exit 2",
@@ -476,10 +459,10 @@ def test_programs_that_speak_as_on_a_mac_are_understood(namespaces: Lab, bare: P
         (bare / path).chmod(0o755)
     for _ in range(2):
         facts = on(namespaces.hosts[0], "/cache", root="/srv/bare")
-        assert (facts.system, facts.arch, facts.libc, facts.release) == ("Darwin", "arm64", "", "macOS 14.1")
+        assert (facts.system, facts.arch, facts.libc) == ("Darwin", "arm64", "")
         assert facts.pythons == (Program(path="/opt/homebrew/bin/python3.12", version="3.12.1"),)
         assert (facts.boot, facts.free) == ("1700000000", 4000 * 1024)
-        assert (facts.filesystem, facts.noexec) == ("apfs", True)
+        assert facts.noexec
         assert (bare / "cache/probe").exists()
     assert not (bare / "window").exists()
 
@@ -490,13 +473,10 @@ MAC = """Last login: Tue
 system Darwin
 arch arm64
 libc sh: ldd: command not found
-release macOS 14.1
 python 7 3.12.1 /opt/homebrew/opt/python@3.12/bin/python3.12
 python 2 3.9.6 /usr/bin/python3
 python 1 3.11.7 /Users/ada/with space/python3.11
 boot 1700000000
-files unlimited
-processes 2666
 disk map auto home   971350180 9999999  400000000   63%    /System/Volumes/Data
 mount /dev/disk3s5 on /System/Volumes/Data (apfs, local, noexec, journaled)
 """
@@ -504,10 +484,9 @@ mount /dev/disk3s5 on /System/Volumes/Data (apfs, local, noexec, journaled)
 
 def test_a_mac_is_read() -> None:
     facts = probe.parse(MAC)
-    assert (facts.system, facts.arch, facts.libc, facts.release) == ("Darwin", "arm64", "", "macOS 14.1")
+    assert (facts.system, facts.arch, facts.libc) == ("Darwin", "arm64", "")
     assert [python.version for python in facts.pythons] == ["3.11.7", "3.12.1"]
-    assert (facts.boot, facts.files, facts.processes) == ("1700000000", 0, 2666)
-    assert (facts.free, facts.filesystem, facts.noexec) == (400000000 * 1024, "apfs", True)
+    assert (facts.boot, facts.free, facts.noexec) == ("1700000000", 400000000 * 1024, True)
 
 
 @pytest.mark.parametrize(
@@ -530,23 +509,9 @@ def test_a_libc_is_named_by_the_program_that_knows_it(line: str, libc: str) -> N
     assert probe.parse(f"libc {line}").libc == libc
 
 
-@pytest.mark.parametrize(
-    ("line", "release"),
-    [
-        ('"Debian GNU/Linux 12 (bookworm)"', "Debian GNU/Linux 12 (bookworm)"),
-        ("'Some'", "Some"),
-        ("Plain", "Plain"),
-        ('"Open', '"Open'),
-        ("macOS 14.1", "macOS 14.1"),
-    ],
-)
-def test_a_release_loses_its_quotes(line: str, release: str) -> None:
-    assert probe.parse(f"release {line}").release == release
-
-
 KEYS = (
-    *("python", "uv", "nvidia", "model", "nvrm", "amd", "rocm", "libc", "release", "system", "arch", "boot", "shell"),
-    *("user", "cache", "cachex", "disk", "mount", "kind", "files", "processes", "index", "late", "smi", "other"),
+    *("python", "uv", "driver", "nvrm", "rocm", "libc", "system", "arch", "boot", "cache", "cachex", "disk", "mount"),
+    *("index", "late", "smi", "other"),
 )
 values = st.one_of(st.text(), st.from_regex(r"[0-9 .,%/()a\n]{0,40}"), st.sampled_from(MAC.splitlines()))
 
@@ -565,11 +530,11 @@ def test_a_flood_is_cut_short(key: str) -> None:
     """Also one that a regular expression could lose its way in."""
     for unit in ("\n", f"\n{key} x", f"\n{key} a, 1, 1.1", "x", " ", ", ", " (", "9 ", "9", "9.", "1% "):
         facts = probe.parse(f"{key} " + unit * ((1 << 20) // len(unit)))
-        assert len(facts.gpus) <= 64 and len(facts.pythons) <= 64 and len(facts.reachable) <= 64
+        assert len(facts.pythons) <= 64 and len(facts.reachable) <= 64
         assert len(repr(facts)) < 64 * 1024
 
 
 def test_at_most_64_of_anything_are_read() -> None:
-    lines = [f"python {n} 3.12.{n} /p{n}\nnvidia g{n}, 1, 1.2\nindex http://{n}/" for n in range(500)]
+    lines = [f"python {n} 3.12.{n} /p{n}\nindex http://{n}/" for n in range(500)]
     facts = probe.parse("\n".join(lines))
-    assert len(facts.gpus) == len(facts.pythons) == len(facts.reachable) == 64
+    assert len(facts.pythons) == len(facts.reachable) == 64

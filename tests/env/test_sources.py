@@ -96,7 +96,7 @@ def test_compiled_code_that_is_built_here_is_for_hosts_like_this_machine(index: 
     index.add_source("stone", "1.0", tag=f"cp{minor}-cp{minor}-linux_{platform.machine()}")
     image = Image(pip=["stone"])
     assert names(image) == ["stone 1.0"]
-    with pytest.raises(LockError, match="stone has no wheel, and what is built from its source here does not run on"):
+    with pytest.raises(LockError, match="stone has no wheel, and one built on this machine does not run on"):
         make_lock(image, OTHER)
     with pytest.raises(LockError, match="stone has no wheel"):
         make_lock(image, replace(HERE, libc="glibc 2.17"))
@@ -105,7 +105,7 @@ def test_compiled_code_that_is_built_here_is_for_hosts_like_this_machine(index: 
 def test_a_source_that_cannot_be_built_says_why(index: Index, tmp_path: Path) -> None:
     source = make_source(tmp_path / "stone", "stone", "1.0")
     (source / "backend.py").write_text("def build_wheel(*_):\n    raise RuntimeError('no compiler here')\n")
-    with pytest.raises(LockError, match=r"(?s)stone cannot be built.*no compiler here"):
+    with pytest.raises(LockError, match=r"(?s)cannot build stone.*no compiler here"):
         make_lock(Image(pip=[f"stone @ {source.as_uri()}"]), HERE)
     assert list((cache_folder() / "built").iterdir()) == []
 
@@ -230,7 +230,7 @@ def test_a_file_that_is_not_the_one_in_uv_lock_is_refused(index: Index, tmp_path
     image = locked(tmp_path / "app", "shelf")
     make_wheel(index.folder, "shelf", "1.0", files={"shelf/more.py": "evil = True\n"})
     uv.run_uv("cache", "clean")
-    with pytest.raises(LockError, match=r"shelf-1\.0-py3-none-any\.whl is not the file that uv\.lock has"):
+    with pytest.raises(LockError, match=r"shelf-1\.0-py3-none-any\.whl does not match uv\.lock"):
         make_lock(image, HERE)
 
 

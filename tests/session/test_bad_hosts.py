@@ -277,7 +277,7 @@ def test_a_home_folder_that_is_not_there(namespaces: Lab, new_user: Callable[...
     """As on machines whose homes are mounted later."""
     host = new_user(transport, home=f"/home/gone-{transport}")
     namespaces.hosts[0].run(["rmdir", f"/home/gone-{transport}"])
-    is_clear(failure(host), sky.HostUnfit, "could not be set up")
+    is_clear(failure(host), sky.HostUnfit, "cannot set up skyfab")
 
 
 # ---- disks
@@ -384,7 +384,7 @@ def test_a_disk_too_small_for_the_project(
 def test_a_cache_folder_that_cannot_be_written(namespaces: Lab, hosts_of: Hosts, transport: str, cache: str) -> None:
     """Not allowed, not a folder, or a disk that is read-only."""
     error = failure(*hosts_of(transport, 1, user="ada", cache=cache))
-    is_clear(error, sky.HostUnfit, "could not be set up")
+    is_clear(error, sky.HostUnfit, "cannot set up skyfab")
     assert cache.removesuffix("/cache") in error.message
     assert "cache = " in (error.hint or "")
 

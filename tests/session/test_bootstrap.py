@@ -406,8 +406,8 @@ def test_the_bundle_is_sent_when_it_is_asked_for() -> None:
     [
         (MARK + b"nopython\n", sky.HostUnfit, "no Python"),
         (MARK + b"failed [Errno 28] No space left on device\n", sky.HostUnfit, "No space left"),
-        (MARK + b"failed [Errno 30] Read-only file system\n", sky.HostUnfit, "could not be set up"),
-        (MARK + b"something else entirely\n", sky.HostUnfit, "could not be set up"),
+        (MARK + b"failed [Errno 30] Read-only file system\n", sky.HostUnfit, "cannot set up skyfab"),
+        (MARK + b"something else entirely\n", sky.HostUnfit, "cannot set up skyfab"),
         (b"This account is currently not available.\n", sky.HostUnfit, "not available"),
         (b"", sky.HostUnfit, "did not run our command"),
         (MARK + b"li", sky.HostUnfit, "did not run our command"),

@@ -77,8 +77,8 @@ def test_what_lines_print_and_read_disturbs_nothing(host: list[sky.Host]) -> Non
     [
         ("export A=1\nmodule-of-nobody load cuda\nexport A=2", "module-of-nobody load cuda", "not found"),
         ("echo no such module: cudä; false", "echo no such module: cudä; false", "no such module: cudä"),
-        ("exit 7", "'exit 7' ended with 7", ""),
-        ("exit 0", "'exit 0' ended with 0", ""),
+        ("exit 7", "'exit 7' exited with 7", ""),
+        ("exit 0", "'exit 0' exited with 0", ""),
         ("if true", "if true", "yntax error"),
         (". /no/such/file", ". /no/such/file", "No such file"),
     ],
@@ -95,7 +95,7 @@ def test_a_line_that_fails_is_named_with_its_output(host: list[sky.Host], lines:
 
 
 def test_a_failing_line_before_an_environment_is_made_is_named_too(hosts_of: Callable[..., list[sky.Host]]) -> None:
-    with pytest.raises(sky.HostUnfit, match="its setup failed: 'false' ended with 1"):
+    with pytest.raises(sky.HostUnfit, match="its setup failed: 'false' exited with 1"):
         sky.Compute(hosts_of("openssh", 1), image=sky.Image(setup="false", apt=["coreutils"]), ui="none").open()
 
 

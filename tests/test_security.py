@@ -812,8 +812,8 @@ def test_a_secret_is_known_to_the_processes_that_need_it_alone(
     assert seen_in(host.path("/tmp"), SECRET) == []
     node = pool.hosts[0]
     shown = [f"{event} {event!r}" for event in events]
-    shown += [repr(pool), repr(node), repr(node.host), repr(node.session), repr(pool.inventory), repr(pool._plugins)]
-    shown += [repr(pool._env), str(caught.value), str(caught.value.__cause__)]
+    shown += [repr(pool), repr(node), repr(node.host), repr(node.session), repr(pool.inventory)]
+    shown += [repr(pool._images.plugins), repr(pool._images._env), str(caught.value), str(caught.value.__cause__)]
     assert SECRET not in "".join(shown)
     future.cancel()
 

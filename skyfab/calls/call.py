@@ -248,14 +248,3 @@ def not_a_function(call: Call[Any]) -> UsageError:
     """The error for a call where `map` expects the function."""
     name = call.function.label
     return UsageError(f"{name}(…) is a call, and map needs the function itself: write compute.map({name}, items)")
-
-
-class TakesCalls:
-    """Base of pools: an operator with anything but a call on its left raises an error that says what to write."""
-
-    __array_ufunc__ = None  # else numpy would apply the operator to each element of an array
-
-    def __rrshift__(self, value: object) -> NoReturn:
-        raise not_a_call(value)
-
-    __rmatmul__ = __lt__ = __rrshift__

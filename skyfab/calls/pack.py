@@ -34,6 +34,20 @@ class PackedFunction:
     payload: codec.Payload
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedCall:
+    """A call as it is sent: packed once, whichever way it runs."""
+
+    function: PackedFunction
+    arguments: codec.Payload
+    label: str
+    tree: str = ""
+    """The digest of the project's files that its worker imports."""
+    timeout: float | None = None
+    retries: int = 0
+    stall: float | None = None
+
+
 def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = ()) -> PackedFunction:
     """The packed function, with the plugins that run around its calls. Raises NotPicklable."""
     fn = function.fn

@@ -6,11 +6,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from skyfab.calls.pack import PackedFunction
-from skyfab.calls.results import not_unpickled, unpack_result
+from skyfab.calls.pack import PackedCall
+from skyfab.calls.results import in_order, not_unpickled, unpack_result
 from skyfab.errors import (
     BroadcastError,
     CallCancelled,
@@ -22,37 +21,40 @@ from skyfab.errors import (
 )
 from skyfab.plugins.base import Elastic
 from skyfab.pool.futures import CallFuture
-from skyfab.pool.gang import Gang, Member
+from skyfab.pool.gang import Gang, GangCache, GangSpec, Member, remaining
+from skyfab.pool.images import HostImages
 from skyfab.pool.node import Node
-from skyfab.protocol import codec, messages
+from skyfab.pool.rendezvous import RendezvousFinder
+from skyfab.pool.stall import watch
+from skyfab.protocol import messages
 from skyfab.session.sigint import SIGINT_GUARD
+from skyfab.ui.events import Events
 
 GRACE: Final = 2.0
 """Seconds until the other ranks are stopped after one has failed: they may be blocked in a collective with it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast:
-    """What to run on every rank, and how."""
+    """One call on every rank, from its submission until all have replied. Its result is a list in rank order."""
 
-    function: PackedFunction
-    arguments: codec.Payload
-    label: str
-    timeout: float | None = None
-    min_hosts: int | None = None
-    """The number of members that is enough. Others, except the first, may be lost; their result is None."""
-    untrusted: bool = False
-    """Hosts are not trusted: results may only be plain data."""
+    def __init__(
+        self,
+        call: PackedCall,
+        ended: Callable[[Broadcast], None] = lambda broadcast: None,
+        *,
+        min_hosts: int | None = None,
+        untrusted: bool = False,
+    ) -> None:
+        """`ended` is called once every rank has replied, before the future is resolved.
 
-
-class GangCall:
-    """One broadcast, from its submission until every rank has replied. Its result is a list in rank order."""
-
-    def __init__(self, broadcast: Broadcast, ended: Callable[[GangCall], None] = lambda call: None) -> None:
-        """`ended` is called once every rank has replied, before the future is resolved."""
-        self.broadcast = broadcast
+        `min_hosts` is the number of members that is enough. Others, except the first, may be lost; their result is
+        None. With `untrusted`, results may only be plain data.
+        """
+        self.call = call
+        self.untrusted = untrusted
         self.future = CallFuture()
-        self.future.label = broadcast.label
+        self.future.label = call.label
+        self._min_hosts = min_hosts
         self.gang: Gang | None = None
         """The gang that runs it, once it has begun."""
         self._ended = ended
@@ -74,7 +76,7 @@ class GangCall:
         """Sends it to every rank. `told` is called with the error, or None, before the future is resolved."""
         size = len(gang.members)
         self._told = told
-        self._spare = 0 if self.broadcast.min_hosts is None else size - self.broadcast.min_hosts
+        self._spare = 0 if self._min_hosts is None else size - self._min_hosts
         self._results = [None] * size
         self._open = set(range(size))
         self.future.node = gang.members[0].node
@@ -84,17 +86,9 @@ class GangCall:
             self._start(member, shared=size > 1)
 
     def _start(self, member: Member, *, shared: bool) -> None:
-        broadcast = self.broadcast
+        store: Literal["all", "repeated"] = "all" if shared else "repeated"
         try:
-            member.node.call(
-                member.worker,
-                member.plan,
-                broadcast.function,
-                broadcast.arguments,
-                timeout=broadcast.timeout,
-                caller=_RankCall(self, member),
-                shared=shared,
-            )
+            member.node.call(member.worker, member.plan, self.call, caller=_RankCall(self, member), store=store)
         except SkyfabError as error:
             self.note(member, error, failed=True)
 
@@ -183,44 +177,45 @@ class GangCall:
             self.future.on_cancel = None
             return
         _fold(self._failures)
-        self.fail(broadcast_error(self.broadcast.label, self._failures, self._results))
+        self.fail(broadcast_error(self.call.label, self._failures, self._results))
 
 
 class _RankCall:
     """One rank's part of a broadcast: the `Caller` of its node."""
 
-    __slots__ = ("_call", "_member")
+    __slots__ = ("_broadcast", "_member")
 
-    def __init__(self, call: GangCall, member: Member) -> None:
-        self._call = call
+    def __init__(self, broadcast: Broadcast, member: Member) -> None:
+        self._broadcast = broadcast
         self._member = member
 
     def is_wanted(self) -> bool:
-        return self._call.is_wanted
+        return self._broadcast.is_wanted
 
     def sent(self, stream: int) -> None:
-        self._call.sent(self._member, stream)
+        self._broadcast.sent(self._member, stream)
 
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        call, member = self._call, self._member
-        assert call.gang is not None
+        broadcast, member = self._broadcast, self._member
+        assert broadcast.gang is not None
         if isinstance(message, messages.Ended) and message.why not in ("unpicklable", "exit"):
-            call.gang.broken = True
-        label, untrusted = call.broadcast.label, call.broadcast.untrusted
+            broadcast.gang.broken = True
+        label, untrusted = broadcast.call.label, broadcast.untrusted
         try:
             value = unpack_result(
                 message, buffers, host=member.node.name, rank=member.rank, label=label, untrusted=untrusted
             )
-        except Exception as error:
-            call.note(member, error.with_traceback(None), failed=True)  # Python prints the frames of each in a group
+        except Exception as error:  # without its frames: Python prints those of each error in a group
+            broadcast.note(member, error.with_traceback(None), failed=True)
         except BaseException as error:  # raised by unpickling the result, or by a signal handler of the program
-            call.note(member, not_unpickled(error, host=member.node.name, rank=member.rank, label=label), failed=True)
+            lost = not_unpickled(error, host=member.node.name, rank=member.rank, label=label)
+            broadcast.note(member, lost, failed=True)
             raise
         else:
-            call.note(member, value, failed=False)
+            broadcast.note(member, value, failed=False)
 
     def failed(self, error: Exception) -> None:
-        self._call.note(self._member, error, failed=True)
+        self._broadcast.note(self._member, error, failed=True)
 
 
 def _fold(failures: Sequence[Exception]) -> None:
@@ -235,10 +230,10 @@ def _fold(failures: Sequence[Exception]) -> None:
                 failure.__cause__ = RemoteTraceback(text, cause.host, cause.rank)
 
 
-Start = Callable[[GangCall], None]
+Start = Callable[[], None]
 
 
-class BroadcastQueue:
+class Broadcasts:
     """Runs the broadcasts of a pool one at a time, in the order in which they were submitted. Thread-safe.
 
     Invariants: at most one is active; while one waits, another is active; a closed queue is empty.
@@ -247,31 +242,88 @@ class BroadcastQueue:
     cancelled, or fails and its processes exit, the next has not begun on any rank and gets a new gang.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, images: HostImages, ranks: int | Literal["auto"], job: str, events: Events, *, untrusted: bool
+    ) -> None:
+        """`ranks` is the number on each host, `job` the prefix of its job ids."""
+        self._images = images
+        self._ranks = ranks
+        self._elastic = next((plugin.elastic for plugin in images.plugins if plugin.elastic), None)
+        self._events = events
+        self._untrusted = untrusted
+        self._gangs = self.new_cache(job)
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[GangCall, Start]] = deque()
-        self._active: GangCall | None = None
+        self._waiting: deque[tuple[Broadcast, Start]] = deque()
+        self._active: Broadcast | None = None
         self._closed = False
+
+    # ---- on which ranks, and how often
+
+    def ranks_on(self, node: Node) -> int:
+        return self._ranks if self._ranks != "auto" else max(1, len(node.gpus))
+
+    def available(self, nodes: Sequence[Node]) -> Sequence[Node]:
+        """Those that a broadcast runs on now. Raises HostLost if they are too few for an elastic gang."""
+        return nodes if self._elastic is None else remaining(nodes, self._elastic)
+
+    def spec(self, nodes: Sequence[Node], tree: str, attempt: int = 0) -> GangSpec:
+        ranks, elastic = tuple(map(self.ranks_on, nodes)), self._elastic is not None
+        return GangSpec(nodes=tuple(nodes), ranks=ranks, tree=tree, attempt=attempt, elastic_agents=elastic)
+
+    def new_cache(self, job: str) -> GangCache:
+        """A cache of gangs, whose job ids begin with `job`."""
+        return GangCache(self._images.variables, job, RendezvousFinder.of(self._images.plugins, self._events))
+
+    def submit(self, call: PackedCall, nodes: Sequence[Node], *, pool: object) -> CallFuture:
+        """Runs a call on the ranks of the available nodes, again after a failure if it may be retried."""
+        elastic, retries = self._elastic, call.retries
+        jobs: list[str] = []
+
+        def start(attempt: int) -> CallFuture:
+            min_hosts = None if elastic is None else elastic.min_hosts
+            broadcast = Broadcast(call, self._ended, min_hosts=min_hosts, untrusted=self._untrusted)
+            self.add(broadcast, lambda: self._begin_on(broadcast, nodes, attempt, jobs))
+            broadcast.future.pool = pool
+            if call.stall is not None:
+                watch(broadcast.future, broadcast.places, call.stall, call.label, self._events)
+            return broadcast.future
+
+        if elastic is not None:
+            return retry(start, lambda error, number: may_go_on(error, number, elastic, retries), in_order)
+        return retry(start, lambda _, number: number < retries) if retries else start(0)
+
+    def _begin_on(self, broadcast: Broadcast, nodes: Sequence[Node], attempt: int, jobs: list[str]) -> None:
+        """Sends a broadcast to the ranks of the available hosts. Raises their errors.
+
+        `jobs` keeps the job's name across attempts, so that a retry finds what an earlier attempt saved under it.
+        """
+        call = broadcast.call
+        nodes = self.available(nodes)
+        spec = self.spec(nodes, call.tree, attempt)
+        gang = self._gangs.current(spec, job=jobs[0] if jobs else None)
+        jobs.append(gang.job)
+        with SIGINT_GUARD:
+            broadcast.begin(gang, self._events.call(call.label, *(node.name for node in nodes), ranks=spec.ranks))
+
+    # ---- the queue
 
     def open(self) -> None:
         self._closed = False
 
-    def add(self, broadcast: Broadcast, start: Start) -> GangCall:
+    def add(self, broadcast: Broadcast, start: Start) -> None:
         """Runs it when all before it have ended. `start` begins it on a gang: it may block for a while, and raise."""
-        call = GangCall(broadcast, self._ended)
-        call.future.on_cancel = lambda: self._withdraw(call)
+        broadcast.future.on_cancel = lambda: self._withdraw(broadcast)
         with SIGINT_GUARD:
             with self._lock:
                 closed, idle = self._closed, self._active is None
                 if idle and not closed:
-                    self._active = call
+                    self._active = broadcast
                 elif not closed:
-                    self._waiting.append((call, start))
+                    self._waiting.append((broadcast, start))
         if closed:
-            call.fail(_too_late(call))
+            broadcast.fail(_too_late(broadcast))
         elif idle:
-            self._begin(call, start)
-        return call
+            self._begin(broadcast, start)
 
     @property
     def is_idle(self) -> bool:
@@ -279,43 +331,44 @@ class BroadcastQueue:
         return self._active is None
 
     @property
-    def at_work(self) -> GangCall | None:
+    def at_work(self) -> Broadcast | None:
         """The broadcast that is running now, if it was sent to every rank and has not failed or been cancelled."""
-        call = self._active
-        runs = call is not None and call.is_sent and call.is_wanted and call.gang is not None and not call.gang.broken
-        return call if runs else None
+        active = self._active
+        if active is None or active.gang is None or active.gang.broken:
+            return None
+        return active if active.is_sent and active.is_wanted else None
 
     def close(self) -> None:
         """The pool closes: fails all broadcasts that have not begun."""
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()
-        for call, _ in waiting:
-            call.fail(_too_late(call))
+        for broadcast, _ in waiting:
+            broadcast.fail(_too_late(broadcast))
 
-    def _begin(self, call: GangCall, start: Start) -> None:
+    def _begin(self, broadcast: Broadcast, start: Start) -> None:
         try:
-            if call.future.done():
-                self._ended(call)
+            if broadcast.future.done():
+                self._ended(broadcast)
             else:
-                start(call)
+                start()
         except Exception as error:
-            call.fail(error)
+            broadcast.fail(error)
         except BaseException as error:  # Ctrl-C, while waiting for a gang or after the call has begun
-            if call.gang is None:
-                call.fail(error)
-            call.future.cancel()
+            if broadcast.gang is None:
+                broadcast.fail(error)
+            broadcast.future.cancel()
             raise
 
-    def _withdraw(self, call: GangCall) -> None:
-        """Removes a call that was cancelled while queued. If it is just beginning, `_begin` or the call notices."""
+    def _withdraw(self, broadcast: Broadcast) -> None:
+        """Removes one that was cancelled while queued. If it is just beginning, `_begin` or the broadcast notices."""
         with self._lock:
-            self._waiting = deque(entry for entry in self._waiting if entry[0] is not call)
+            self._waiting = deque(entry for entry in self._waiting if entry[0] is not broadcast)
 
-    def _ended(self, call: GangCall) -> None:
+    def _ended(self, broadcast: Broadcast) -> None:
         """Begins the next one, on a new thread: a new gang waits for replies, and this thread may be the reader."""
         with self._lock:
-            if self._active is not call:
+            if self._active is not broadcast:
                 return
             self._active = None
             if not self._waiting:
@@ -325,8 +378,8 @@ class BroadcastQueue:
         threading.Thread(target=self._begin, args=(following, start), daemon=True).start()
 
 
-def _too_late(call: GangCall) -> CallCancelled:
-    return CallCancelled(f"{call.broadcast.label} had not begun when the pool was closed")
+def _too_late(broadcast: Broadcast) -> CallCancelled:
+    return CallCancelled(f"{broadcast.call.label} had not begun when the pool was closed")
 
 
 def retry(
@@ -360,7 +413,7 @@ def retry(
             try:
                 found = finish(inner.result())
             except Exception as trouble:
-                outer.settle(None, ProtocolError(f"no results that could be: {trouble}"))
+                outer.settle(None, ProtocolError(f"invalid results: {trouble}"))
             else:
                 outer.settle(found)
         elif isinstance(error, CallCancelled):  # it was detached, or the pool is closed

@@ -5,46 +5,39 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, ParamSpec, TypeVar, overload
 
+from skyfab._util.html import ShownAsTable
 from skyfab.calls import nesting
-from skyfab.calls.call import Call, Function, Group, TakesCalls, as_function, as_group, not_a_call, not_a_function
+from skyfab.calls.call import Call, Function, Group, as_function, as_group, not_a_call, not_a_function
 from skyfab.calls.image import Image
-from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function
+from skyfab.calls.pack import PackedCall, pack_arguments, pack_function
 from skyfab.calls.project import Project
 from skyfab.calls.refs import Ref, put
 from skyfab.detached.run import Run, attach
 from skyfab.errors import UsageError
 from skyfab.files.transfer import Report
-from skyfab.inventory.host import Host, variables
+from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.plugins.base import Plugin, check_together
+from skyfab.plugins.base import Plugin
 from skyfab.pool import open_pools
-from skyfab.pool.broadcast import Broadcast
-from skyfab.pool.cloud import refuses_rent
+from skyfab.pool.broadcast import Broadcasts
 from skyfab.pool.detach import Detacher
 from skyfab.pool.device_calls import DeviceCall
 from skyfab.pool.devices import Devices
-from skyfab.pool.fastpath import NOT_TAKEN, fastpath
 from skyfab.pool.files import AnyPath, Files
 from skyfab.pool.forward import Forward, Forwards
-from skyfab.pool.futures import refuse_to_block, wait_for
-from skyfab.pool.gang import GangCache
-from skyfab.pool.gangs import Broadcasts
+from skyfab.pool.futures import CallFuture, refuse_to_block, wait_for
 from skyfab.pool.host_choice import HostChoice
 from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
-from skyfab.pool.node import Node
-from skyfab.pool.nodes import Nodes, PoolOwner, close_all, named, open_all
-from skyfab.pool.options import check_options
+from skyfab.pool.node import TABLE, Node
+from skyfab.pool.nodes import Nodes, close_all, named, open_all
 from skyfab.pool.project_sync import ProjectSync
-from skyfab.pool.rendezvous import RendezvousFinder
-from skyfab.pool.reprs import ShownPool, show
-from skyfab.pool.scheduler import Scheduler, Task, slots_of, solo_spec
+from skyfab.pool.scheduler import NOT_TAKEN, Scheduler, Task
 from skyfab.pool.stall import watch
 from skyfab.pool.workdir import Workdirs, tell_files
 from skyfab.protocol import codec
@@ -53,6 +46,7 @@ from skyfab.session.fanout import meanwhile
 from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.session.timing import Timing
 from skyfab.ui import failure
+from skyfab.ui.display import attach as attach_view
 from skyfab.ui.events import Events, HostState, emitting
 
 if TYPE_CHECKING:
@@ -60,11 +54,36 @@ if TYPE_CHECKING:
 
     from skyfab.device.stream import DeviceStream
 
+P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Compute(ShownPool, TakesCalls):
+_SIZES: Final = "name hosts that have it: Compute(hosts=…) takes names, groups and tags of inventory.toml"
+_PLACES: Final = "the machines are your own: list them in inventory.toml, and choose some with Compute(hosts=…)"
+_OF_CLOUDS: Final = {
+    **dict.fromkeys(("accelerator", "accelerators", "gpu", "gpus", "vcpus", "cpus", "cpu"), _SIZES),
+    **dict.fromkeys(("memory", "memory_gb", "disk", "disk_gb", "architecture", "instance_type"), _SIZES),
+    **dict.fromkeys(("cloud", "region", "zone", "spot", "allocation", "max_hourly_cost", "ttl"), _PLACES),
+}
+"""Parameters that make sense for cloud machines only, and what to write instead."""
+
+
+def _refuses_rent(init: Callable[P, None]) -> Callable[P, None]:
+    """Makes a constructor raise a UsageError for parameters of clouds. Other unknown names raise Python's TypeError."""
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **options: P.kwargs) -> None:
+        for name in options:
+            if name in _OF_CLOUDS and name not in known:
+                raise UsageError(f"Compute({name}=…) rents no machines", hint=_OF_CLOUDS[name])
+        init(*args, **options)
+
+    known = init.__code__.co_varnames[: init.__code__.co_argcount + init.__code__.co_kwonlyargcount]
+    return checked
+
+
+class Compute(ShownAsTable):
     """A pool of hosts. Opened by ``with``; on closing, all of its processes on the hosts are terminated.
 
     >>> with Compute("local") as compute:
@@ -72,7 +91,7 @@ class Compute(ShownPool, TakesCalls):
     4
     """
 
-    @refuses_rent
+    @_refuses_rent
     def __init__(
         self,
         hosts: str | Iterable[str | Host] | None = None,
@@ -116,39 +135,43 @@ class Compute(ShownPool, TakesCalls):
         Raises InventoryError and UsageError for invalid arguments.
         """
         failure.install()
-        check_options(ranks=ranks, lease=lease, heartbeat_timeout=heartbeat_timeout, results=results)
-        self._choice = HostChoice(hosts, inventory, nodes=nodes, where=where, provider=provider)
-        self.inventory, self.selected = self._choice.inventory, self._choice.listed
-        self._image = image or Image()
-        self._plugins = tuple(plugins)
-        check_together(self._plugins)
-        elastic = next((plugin.elastic for plugin in self._plugins if plugin.elastic), None)
-        self._images = HostImages(self.selected, self._image, self._plugins)
-        self._env = variables(env or {}, "env")
-        self._lease, self._timeout, self._ui = lease, timeout, ui
+        _check_options(ranks=ranks, lease=lease, heartbeat_timeout=heartbeat_timeout, results=results)
+        untrusted = results == "data"
         self.events = Events()
-        self._sync = ProjectSync(Project(self._image))
-        self._around, self._screen = contextlib.ExitStack(), contextlib.ExitStack()
-        self._results, self._untrusted = results, results == "data"
-        self._scheduler = Scheduler(self.events.call, untrusted=self._untrusted)
-        # Does not reference the pool: threads hold this function, and must not keep a dropped pool alive.
-        self._env_of = functools.partial(self._images.variables, self._env)
-        self._pool = secrets.token_hex(8)  # prefix of the job names of its gangs
-        self._gang_cache = GangCache(self._env_of, self._pool, RendezvousFinder.of(self._plugins, self.events))
-        self._broadcasts = Broadcasts(self._gang_cache, ranks, elastic, self.events, untrusted=self._untrusted)
-        self._nodes = Nodes(
-            self._images,
-            Workdirs(workdir),
-            Timing(lease=lease, heartbeat_timeout=heartbeat_timeout),
-            PoolOwner(self.events, self._gang_cache, self._scheduler),
-            self._sync.take_back,
-        )
-        self._solo_spec = functools.partial(solo_spec, self._env_of, self._pool, self._nodes.count)
-        self._devices = Devices(self._solo_spec, self._plugins, self.events, untrusted=self._untrusted)
-        self.files = Files(self._solo_spec, self.events)
-        self._forwards = Forwards(self.events)
-        self._open = self._is_parents = False  # _is_parents is True in a forked child
         self.hosts: Sequence[Node] = ()  # once the pool is open
+        self._choice = HostChoice(hosts, inventory, nodes=nodes, where=where, provider=provider)
+        self._timeout, self._results, self._ui = timeout, results, ui
+        self._sync = ProjectSync(Project(image or Image()))
+        self._images = HostImages(self._choice.listed, image or Image(), plugins, env)
+        self._scheduler = Scheduler(self.events.call, untrusted=untrusted)
+        timing = Timing(lease=lease, heartbeat_timeout=heartbeat_timeout)
+        self._nodes = Nodes(self._images, Workdirs(workdir), timing, self.events, self._scheduler, self._sync)
+        self._broadcasts = Broadcasts(self._images, ranks, self._nodes.job, self.events, untrusted=untrusted)
+        self._devices = Devices(self._nodes.solo_spec, self._images.plugins, self.events, untrusted=untrusted)
+        self.files = Files(self._nodes.solo_spec, self.events)
+        self._forwards = Forwards(self.events)
+        self._around, self._closing = contextlib.ExitStack(), contextlib.ExitStack()
+        self._open = self._is_parents = False  # _is_parents is True in a forked child
+
+    @property
+    def inventory(self) -> Inventory:
+        """The hosts that it selects from; with a provider, once the pool is open."""
+        return self._choice.inventory
+
+    @property
+    def selected(self) -> Sequence[Host]:
+        """The hosts that it has or, before it is opened, may have."""
+        return [node.host for node in self.hosts] or self._choice.listed
+
+    def __repr__(self) -> str:
+        hosts = self.selected
+        names = ", ".join(host.name for host in hosts[:8]) + (", …" if len(hosts) > 8 else "")
+        return f"<Compute {names or 'of a provider'}: {'open' if self._open else 'not open'}>"
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+        if self._open:
+            return TABLE, [node.row for node in self.hosts]
+        return TABLE, [(host.name, host.login, "–", "–", "–", "not connected") for host in self.selected]
 
     # ---- opening and closing
 
@@ -169,26 +192,25 @@ class Compute(ShownPool, TakesCalls):
             raise open_pools.parents_pool()
         nesting.check()
         self._sync.begin()
-        SIGINT_GUARD.watch()
-        show(self.events, self._ui, self._lease, self._screen)
-        self._screen.callback(self._choice.release)
-        try:
+        with contextlib.ExitStack() as opened:
+            SIGINT_GUARD.watch()
+            opened.callback(SIGINT_GUARD.leave)
+            if self._ui != "none":
+                opened.callback(attach_view(self.events, self._ui, timeout=self._nodes.timing.lease / 4))
+            opened.callback(self._choice.release)
+            opened.callback(self._sync.close)
             nodes = self._connect()
-        except BaseException:
-            self._sync.close()
-            self._screen.close()
-            SIGINT_GUARD.leave()
-            raise
+            self._closing = opened.pop_all()
         self.hosts = tuple(nodes)
         for node in nodes:
             node.open_device = weakref.WeakMethod(self.device)
-        self._scheduler.open(slots_of(nodes, self._solo_spec))
+        self._scheduler.open(nodes, self._nodes.solo_spec)
         self._broadcasts.open()
         self._sync.open(self.hosts)
         self._open = True
         open_pools.add(self)
         try:
-            for plugin in self._plugins:
+            for plugin in self._images.plugins:
                 self._around.enter_context(plugin.around_client(self))
         except BaseException:
             self.close()
@@ -196,10 +218,9 @@ class Compute(ShownPool, TakesCalls):
         return self
 
     def _connect(self) -> Sequence[Node]:
-        self.selected = self._choice.choose(self.events)
-        self.inventory = self._choice.inventory
-        self._images.add(self.selected)
-        nodes = self._nodes.make_nodes(self.selected, self.inventory)
+        chosen = self._choice.choose(self.events)
+        self._images.add(chosen)
+        nodes = self._nodes.make_nodes(chosen, self.inventory)
         with meanwhile(self._sync.read_ahead):
             open_all(nodes, self.events, failed=lambda node: self._images.failed(node.host))
         return nodes
@@ -209,16 +230,9 @@ class Compute(ShownPool, TakesCalls):
         if self._is_parents:
             return
         refuse_to_block()
-        try:
-            if self._open:
-                self._leave()
-            else:
-                close_all(self._nodes.all)  # stops another thread that may be connecting
-        finally:
-            self._sync.close()
-            self._screen.close()
-
-    def _leave(self) -> None:
+        if not self._open:
+            close_all(self._nodes.nodes)  # stops another thread that may be connecting
+            return
         try:
             self._around.close()
             tell_files(self.hosts, self.inventory, self.events)
@@ -226,14 +240,15 @@ class Compute(ShownPool, TakesCalls):
         finally:
             self._open = False
             open_pools.discard(self)
-            self._forwards.close()
-            self._devices.close()
-            self._scheduler.fail_all()
-            self._broadcasts.close()
-            try:
-                close_all(self.hosts)
-            finally:
-                SIGINT_GUARD.leave()
+            with self._closing:
+                self._stop()
+
+    def _stop(self) -> None:
+        self._forwards.close()
+        self._devices.close()
+        self._scheduler.fail_all()
+        self._broadcasts.close()
+        close_all(self.hosts)
         for node in self.hosts:
             self.events.emit(HostState(host=node.name, state="closed"))
 
@@ -246,21 +261,16 @@ class Compute(ShownPool, TakesCalls):
 
     def run(self, call: Call[R]) -> R:
         """Runs a call on one worker and waits for it: ``call >> compute``."""
-        if not self._open or not isinstance(call, Call):
-            self._check_call(call)
-        arguments = self._pack_arguments(call, None)
-        if call.function.stall is not None or call.function.retries or not isinstance(arguments, codec.Payload):
-            return wait_for(self.submit(call), self.hosts, self.events.waiting)
-        function = self._pack_function(call.function)[0]
-        timeout, label = self._timeout_of(call.function), call.function.label
+        found = self._pack_solo(call, None)
         if emitting:
             refuse_to_block()
-        with self.events.waiting:
-            result: R = fastpath(self._scheduler, function, arguments, label=label, timeout=timeout)
-        if result is NOT_TAKEN:
-            self._scheduler.add(task := Task(function, arguments, label=label, timeout=timeout))
-            result = wait_for(task.future, self.hosts, self.events.waiting)
-        return result
+        if isinstance(found, PackedCall):
+            with self.events.waiting:
+                result: R = self._scheduler.run(found)
+            if result is not NOT_TAKEN:
+                return result
+        future: Future[R] = self._start(call, found)
+        return wait_for(future, self.hosts, self.events.waiting)
 
     def broadcast(self, call: Call[R]) -> list[R]:
         """Runs a call on every rank and waits for all: ``call @ compute`` is a list in rank order.
@@ -280,29 +290,53 @@ class Compute(ShownPool, TakesCalls):
         has remote tensors (docs/remote_device.md). Raises NotPicklable for what cannot be pickled.
         """
         self._check_call(call)
-        timeout = self._timeout_of(call.function)
         if on == "all":
             if keep:
                 hint = "[compute.submit(call, on=host.name, keep=True) for host in compute.hosts]"
                 raise UsageError("keep=True is for a call to one host, and this one is a broadcast", hint=hint)
-            function, tree = self._pack_function(call.function)
-            packed = (function, pack_arguments(call), tree)
-            return self._broadcasts.submit(call.function, packed, self.hosts, timeout=timeout, pool=self)
+            return self._broadcasts.submit(self._pack(call), self.hosts, pool=self)
         node = None if on == "one" else named(self.hosts, on)
-        found = self._pack_arguments(call, node)
-        task: Task | DeviceCall
-        if keep or not isinstance(found, codec.Payload):
-            tree = self._sync_tree()
-            if isinstance(found, codec.Payload):
-                found = self._devices.open(node or self.hosts[0], "auto", tree)
-            task = self._devices.start(found, call, node, tree, timeout=timeout, keep=keep)
+        return self._start(call, self._pack_solo(call, node), node, keep=keep)
+
+    def _start(
+        self, call: Call[Any], found: PackedCall | DeviceStream, node: Node | None = None, *, keep: bool = False
+    ) -> CallFuture:
+        """Starts a call on one worker: of the scheduler's, or of a device."""
+        started: Task | DeviceCall
+        if isinstance(found, PackedCall) and not keep:
+            self._scheduler.add(started := Task(found, on=node))
         else:
-            function, _ = self._pack_function(call.function)
-            label, retries = call.function.label, call.function.retries
-            self._scheduler.add(task := Task(function, found, label=label, timeout=timeout, on=node, retries=retries))
-        task.future.pool = self
-        watch(task.future, task.places, call.function, self.events)
-        return task.future
+            tree = self._sync_tree()
+            if isinstance(found, PackedCall):
+                found = self._devices.open(node or self.hosts[0], "auto", tree)
+            timeout = self._timeout_of(call.function)
+            started = self._devices.start(found, call, node, tree, timeout=timeout, keep=keep)
+        started.future.pool = self
+        if call.function.stall is not None:
+            watch(started.future, started.places, call.function.stall, call.function.label, self.events)
+        return started.future
+
+    def _pack_solo(self, call: Call[Any], node: Node | None) -> PackedCall | DeviceStream:
+        """The packed call; or the device in whose worker it must run to have its tensors themselves."""
+        if not self._open or not isinstance(call, Call):
+            self._check_call(call)
+        if not self._devices.streams:
+            return self._pack(call)
+        found = self._devices.find(call, node)
+        return self._pack(call, found) if isinstance(found, codec.Payload) else found
+
+    def _pack(self, call: Call[Any], arguments: codec.Payload | None = None) -> PackedCall:
+        """Packs a call, and syncs the project's files to every host."""
+        about = call.function
+        return PackedCall(
+            arguments=pack_arguments(call) if arguments is None else arguments,
+            function=pack_function(about, self._images.plugins),
+            tree=self._sync_tree(),
+            label=about.label,
+            timeout=self._timeout_of(about),
+            retries=about.retries,
+            stall=about.stall,
+        )
 
     def launch(self, call: Call[Any], *, on: str = "all", name: str | None = None) -> Run:
         """Starts a `call` that outlives this program: the hosts keep its output and result. `on` is as in `submit`.
@@ -311,37 +345,32 @@ class Compute(ShownPool, TakesCalls):
         hosts have all they need; ``sky.attach(run.id)`` reconnects to it.
         """
         self._check_call(call)
-        function, tree = self._pack_function(call.function)
-        arguments = pack_arguments(call)
-        chosen = self._broadcasts.available(self.hosts) if on == "all" else [named(self.hosts, on)]
+        packed = self._pack(call)
+        broadcasts, tree = self._broadcasts, self._sync.tree
+        chosen = broadcasts.available(self.hosts) if on == "all" else [named(self.hosts, on)]
+        ranks = [broadcasts.ranks_on(node) if on == "all" else 1 for node in chosen]
         nodes = self._nodes.copies(chosen)
-        ranks = [self._broadcasts.ranks_on(node) if on == "all" else 1 for node in chosen]
-        label, timeout = call.function.label, self._timeout_of(call.function)
-        detacher = Detacher(nodes, ranks, label=label, name=name or label)
+        detacher = Detacher(nodes, ranks, label=packed.label, name=name)
         if on == "all":
-            gang_cache = GangCache(self._env_of, detacher.id, RendezvousFinder.of(self._plugins, self.events))
-            spec = self._broadcasts.spec(nodes, ranks, tree)
-            broadcast = Broadcast(function=function, arguments=arguments, label=label, timeout=timeout)
-            detacher.start_gang(lambda: gang_cache.current(spec), self._sync.tree, broadcast)
+            gangs = broadcasts.new_cache(detacher.id)
+            detacher.start_gang(lambda: gangs.current(broadcasts.spec(nodes, packed.tree)), tree, packed)
         else:
-            detacher.start_one(
-                lambda node: self._solo_spec(node, tree), self._sync.tree, function, arguments, timeout=timeout
-            )
+            detacher.start_one(self._nodes.solo_spec, tree, packed)
         return attach(detacher.id, [node.host for node in chosen], inventory=self.inventory, results=self._results)
 
     def detach(self, *, name: str | None = None) -> Run:
         """Detaches the running broadcast: it continues on the hosts as a run called `name`. Closes the pool."""
         self._check_open()
-        call = self._broadcasts.at_work
-        if call is None or call.gang is None:
-            raise UsageError("no broadcast is under way", hint="submit(call, on='all') starts one; launch(call), a run")
+        running = self._broadcasts.at_work
+        if running is None or running.gang is None:
+            hint = "submit(call, on='all') starts one; launch(call), a run"
+            raise UsageError("no broadcast is running", hint=hint)
         self._forwards.close()
         self._scheduler.fail_all()  # only this broadcast continues; queued calls would count as part of the run
         self._broadcasts.close()
-        nodes, label = call.gang.nodes, call.broadcast.label
-        ranks = [*map(self._broadcasts.ranks_on, nodes)]
-        detacher = Detacher(nodes, ranks, label=label, name=name or label)
-        detacher.take_over(call)
+        nodes = running.gang.nodes
+        detacher = Detacher(nodes, [*map(self._broadcasts.ranks_on, nodes)], label=running.call.label, name=name)
+        detacher.take_over(running)
         self.close()
         return attach(detacher.id, [node.host for node in nodes], inventory=self.inventory, results=self._results)
 
@@ -367,7 +396,8 @@ class Compute(ShownPool, TakesCalls):
             raise not_a_function(function)
         fn = as_function(function)
         calls = [fn(*arguments) for arguments in zip(*items, strict=False)]
-        packed = self._pack_function(fn)[0]
+        packed = pack_function(fn, self._images.plugins)
+        self._sync_tree()
         slots = sum(node.host.slots for node in self.hosts)
         told = self.events.progress(fn.label, len(calls))
         future = MapCall(self._scheduler, packed, calls, slots=slots, timeout=self._timeout_of(fn), told=told).start()
@@ -423,16 +453,15 @@ class Compute(ShownPool, TakesCalls):
             raise not_a_call(call)
         self._check_open()
 
-    def _pack_arguments(self, call: Call[Any], node: Node | None) -> codec.Payload | DeviceStream:
-        """The packed arguments; or the device in whose worker the call must run to have its tensors themselves."""
-        return self._devices.find(call, node) if self._devices.streams else pack_arguments(call)
-
-    def _pack_function(self, function: Function[..., Any]) -> tuple[PackedFunction, str]:
-        """The packed function, and the digest of the project tree, which every host has by then."""
-        return pack_function(function, self._plugins), self._sync_tree()
-
     def _timeout_of(self, function: Function[..., Any]) -> float | None:
         return self._timeout if function.timeout is None else function.timeout
+
+    __array_ufunc__ = None  # else numpy would apply an operator to each element of an array
+
+    def __rrshift__(self, value: object) -> NoReturn:
+        raise not_a_call(value)
+
+    __rmatmul__ = __lt__ = __rrshift__  # an operator with anything but a call on its left
 
     # ---- internals
 
@@ -449,12 +478,24 @@ class Compute(ShownPool, TakesCalls):
 
     def _sync_tree(self) -> str:
         """Syncs the project's files to every host; returns the tree's digest."""
-        return self._sync.digest(self._replan)
-
-    def _replan(self, tree: str) -> None:
-        """Later calls need workers that import the new code."""
-        self._scheduler.replan(lambda slot: self._solo_spec(slot.node, tree))
+        return self._sync.digest(self._scheduler.replan)
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):
             open_pools.close_dropped(self, [node.name for node in self.hosts])
+
+
+def _check_options(*, ranks: int | str, lease: float, heartbeat_timeout: float, results: str) -> None:
+    """Raises UsageError for invalid options."""
+    if ranks != "auto" and (type(ranks) is not int or ranks < 1):
+        raise UsageError(f"invalid ranks={ranks!r}: expected a number from 1 on, or 'auto'")
+    if not _is_number(lease) or not lease >= 1:
+        raise UsageError(f"invalid lease={lease!r}: expected a number of seconds, at least 1")
+    if not _is_number(heartbeat_timeout) or not heartbeat_timeout > 0:
+        raise UsageError(f"invalid heartbeat_timeout={heartbeat_timeout!r}: expected a number of seconds above 0")
+    if results not in ("any", "data"):
+        raise UsageError(f"invalid results={results!r}: expected 'any', or 'data' where hosts are not trusted")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

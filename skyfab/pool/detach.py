@@ -6,71 +6,50 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from skyfab.calls.pack import PackedFunction
+from skyfab.calls.pack import PackedCall
 from skyfab.calls.project import Tree
 from skyfab.errors import CallCancelled, SkyfabError
-from skyfab.pool.broadcast import Broadcast, GangCall
+from skyfab.pool.broadcast import Broadcast
 from skyfab.pool.gang import Gang
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.nodes import close_all, open_all
-from skyfab.protocol import codec, messages
+from skyfab.protocol import messages
 from skyfab.ui.events import Events
 
 
 class Detacher:
     """Starts one detached run on its hosts."""
 
-    def __init__(
-        self,
-        nodes: Sequence[Node],
-        ranks: Sequence[int],
-        *,
-        label: str,
-        name: str,
-    ) -> None:
+    def __init__(self, nodes: Sequence[Node], ranks: Sequence[int], *, label: str, name: str | None) -> None:
         """The nodes' agents must not be used by anything else."""
         self.id = secrets.token_hex(8)
         self._nodes = nodes
         self._ranks = ranks
         self._label = label
-        self._name = name
+        self._name = name or label
         self._failures: list[Exception] = []
 
-    def start_gang(
-        self,
-        gather: Callable[[], Gang],
-        tree: Tree | None,
-        broadcast: Broadcast,
-    ) -> None:
+    def start_gang(self, gather: Callable[[], Gang], tree: Tree | None, call: PackedCall) -> None:
         """Starts a call on every rank. If it cannot start, raises the reason and leaves nothing behind."""
 
         def go() -> None:
             gang = gather()
-            held = [[m.rank for m in gang.members if m.node is node] for node in self._nodes]
-            self._tell(held, world=sum(self._ranks), on="all", elastic=gang.spec.elastic_agents)
-            call = GangCall(broadcast)
-            call.begin(gang, self._note)
+            self._describe_gang(gang)
+            broadcast = Broadcast(call)
+            broadcast.begin(gang, self._note)
             for node in self._nodes:
-                node.session.wait(lambda: call.is_sent or call.future.done())
+                node.session.wait(lambda: broadcast.is_sent or broadcast.future.done())
 
         self._start(go, tree)
 
-    def start_one(
-        self,
-        plan: Callable[[Node], WorkerSpec],
-        tree: Tree | None,
-        function: PackedFunction,
-        arguments: codec.Payload,
-        *,
-        timeout: float | None,
-    ) -> None:
+    def start_one(self, plan: Callable[[Node, str], WorkerSpec], tree: Tree | None, call: PackedCall) -> None:
         """Starts a call on one host. Raises as `start_gang` does."""
 
         def go() -> None:
             (node,) = self._nodes
-            self._tell([[0]], world=1, on="one", elastic=False)
+            self._describe([[0]], world=1, on="one", elastic=False)
             caller = _Detached(self._failures)
-            node.call("solo.0", plan(node), function, arguments, timeout=timeout, caller=caller)
+            node.call("solo.0", plan(node, call.tree), call, caller=caller)
             node.session.wait(lambda: caller.is_sent or bool(self._failures))
 
         self._start(go, tree)
@@ -94,17 +73,19 @@ class Detacher:
         if isinstance(error, Exception):
             self._failures.append(error)
 
-    def take_over(self, call: GangCall) -> None:
+    def take_over(self, broadcast: Broadcast) -> None:
         """Turns a running broadcast into the run. Raises HostLost."""
-        gang = call.gang
-        assert gang is not None
-        held = [[m.rank for m in gang.members if m.node is node] for node in self._nodes]
-        self._tell(held, world=sum(self._ranks), on="all", elastic=gang.spec.elastic_agents)
-        call.abandon(CallCancelled(f"{self._label} goes on as run {self.id[:8]}"))
+        assert broadcast.gang is not None
+        self._describe_gang(broadcast.gang)
+        broadcast.abandon(CallCancelled(f"{self._label} continues as run {self.id[:8]}"))
         for node in self._nodes:
             node.session.abandon()
 
-    def _tell(self, held: Sequence[Sequence[int]], **more: Any) -> None:
+    def _describe_gang(self, gang: Gang) -> None:
+        held = [[member.rank for member in gang.members if member.node is node] for node in self._nodes]
+        self._describe(held, world=sum(self._ranks), on="all", elastic=gang.spec.elastic_agents)
+
+    def _describe(self, held: Sequence[Sequence[int]], **more: Any) -> None:
         """Sends each host a description of its part of the run. From then on the host records the run on disk."""
         for place, (node, ranks) in enumerate(zip(self._nodes, held, strict=True)):
             about = {

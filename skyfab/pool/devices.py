@@ -14,7 +14,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from skyfab.calls.call import Call, as_function
-from skyfab.calls.pack import PackedFunction, pack_arguments, pack_function, send_main_by_value, sources_of
+from skyfab.calls.pack import (
+    PackedCall,
+    PackedFunction,
+    pack_arguments,
+    pack_function,
+    send_main_by_value,
+    sources_of,
+)
 from skyfab.device import devices
 from skyfab.errors import DeviceError, HostLost, HostUnfit, SkyfabError, UsageError, WorkerDied
 from skyfab.host.device import entry
@@ -57,18 +64,16 @@ class DeviceLink:
         self._events.emit(Notice(host=self.name, text=text))
 
     def send(self, payload: codec.Payload, batch: Batch) -> None:
-        self.call(_executor(), payload, None, batch)
+        self.call(PackedCall(function=_executor(), arguments=payload, label=""), batch)
 
-    def call(self, function: PackedFunction, arguments: codec.Payload, timeout: float | None, caller: Caller) -> None:
+    def call(self, call: PackedCall, caller: Caller) -> None:
         """Sends a call. Raises HostLost and WorkerDied."""
         if self.node.session is not self._session:  # the host was lost, and has a new agent
             raise HostLost("it was lost, and the tensors there are gone", host=self.name)
         if not self.is_alive():
             hint = "ask for the device again: compute.device(…)"
             raise WorkerDied("its worker ended, and the tensors there are gone", host=self.name, hint=hint)
-        self._generation = self.node.call_in_order(
-            self.worker, self._spec, function, arguments, timeout=timeout, caller=caller
-        )
+        self._generation = self.node.call(self.worker, self._spec, call, caller=caller, store="none")
 
     def is_alive(self) -> bool:
         return not self._generation or self.node.has_worker(self.worker, self._generation)
@@ -158,13 +163,17 @@ class Devices:
             self._events.emit(Notice(host=link.name, text=text))
         first = tensors.new_block() if keep else 0
         values = (stream.device, first, call.function, sources_of(call.function), call.args, call.kwargs, None)
-        function = pack_function(self._caller, self._plugins)
-        arguments = remote_functions.pack(stream, values, self._on(on))
-        started = DeviceCall(stream, link.node, link.worker, call.function.label, first, untrusted=self._untrusted)
+        packed = PackedCall(
+            function=pack_function(self._caller, self._plugins),
+            arguments=remote_functions.pack(stream, values, self._on(on)),
+            label=call.function.label,
+            timeout=timeout,
+        )
+        started = DeviceCall(stream, link.node, link.worker, packed.label, first, untrusted=self._untrusted)
 
         def send() -> None:
             with SIGINT_GUARD:
-                link.call(function, arguments, timeout, started)
+                link.call(packed, started)
 
         started.begin(self._events)
         try:

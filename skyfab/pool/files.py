@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from skyfab._util.sizes import readable
 from skyfab.calls.call import as_function
-from skyfab.calls.pack import PackedFunction, pack_function
+from skyfab.calls.pack import PackedCall, PackedFunction, pack_function
 from skyfab.calls.project import files_of, note_laid_out
 from skyfab.calls.results import unpack_result
 from skyfab.errors import CallCancelled, HostLost, HostUnfit, ProtocolError, SkyfabError, UsageError
@@ -235,7 +235,8 @@ class Remote:
         answer = Answer(self._node, request)
         payload = codec.dumps((*words, last, None))
         with SIGINT_GUARD:
-            self._node.call_in_order(self._worker, self._spec, _server(), payload, timeout=None, caller=answer)
+            call = PackedCall(function=_server(), arguments=payload, label=request)
+            self._node.call(self._worker, self._spec, call, caller=answer, store="none")
         return answer
 
     def close(self) -> None:

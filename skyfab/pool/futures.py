@@ -10,9 +10,9 @@ from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import CANCELLED
 from typing import Any, TypeVar
 
+from skyfab._util.html import ShownAsTable
 from skyfab.errors import UsageError
 from skyfab.pool.node import Node
-from skyfab.pool.reprs import ShownFuture
 from skyfab.session.reader import refuse_nested_wait
 from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.ui.events import Waiting, emitting
@@ -30,7 +30,7 @@ def refuse_to_block() -> None:
     refuse_nested_wait()
 
 
-class CallFuture(ShownFuture):
+class CallFuture(Future[Any], ShownAsTable):
     """The future of a call. A thread that waits for it reads meanwhile; cancelling it stops the call on the host."""
 
     def __init__(self) -> None:
@@ -43,6 +43,22 @@ class CallFuture(ShownFuture):
         self.on_cancel: Callable[[], object] | None = None
         self._waiter: tuple[int, Node] | None = None
         """The waiting thread, and the node whose session it uses to read."""
+
+    @property
+    def state(self) -> str:
+        """What came of it, or where it is."""
+        if self.cancelled():
+            return "cancelled"
+        if not self.done():
+            return "waiting" if self.node is None else "running"
+        error = self.exception(0)
+        return "done" if error is None else f"raised {type(error).__name__}"
+
+    def __repr__(self) -> str:
+        return f"<Future of {self.label}: {self.state}>" if self.label else f"<Future: {self.state}>"
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+        return ("call", "host", "state"), [(self.label, self.node.name if self.node else "–", self.state)]
 
     def __await__(self) -> Generator[Any, None, Any]:
         """``await (f(x) > compute)``: the event loop goes on meanwhile. Cancelling the task cancels the call."""

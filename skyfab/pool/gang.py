@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyfab.errors import HostLost, SkyfabError
+from skyfab.inventory.host import Host
 from skyfab.plugins.base import Elastic
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.rendezvous import Rendezvous, RendezvousFinder
@@ -20,13 +21,20 @@ from skyfab.pool.rendezvous import Rendezvous, RendezvousFinder
 class Member:
     """One rank, and the node and worker that run it."""
 
-    __slots__ = ("node", "plan", "rank", "worker")
+    __slots__ = ("_gang", "node", "plan", "rank", "shown_rank", "worker")
 
-    def __init__(self, node: Node, worker: str, plan: WorkerSpec, rank: int) -> None:
+    def __init__(self, gang: Gang, node: Node, worker: str, plan: WorkerSpec, rank: int) -> None:
+        self._gang = gang
         self.node = node
         self.worker = worker
         self.plan = plan
         self.rank = rank
+        self.shown_rank = None if gang.spec.elastic_agents else rank
+        """None in an elastic gang: there a worker has several ranks, which may change."""
+
+    def exited(self) -> None:
+        """Its process has exited: the next call gets a new gang."""
+        self._gang.broken = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +58,12 @@ class Gang:
         self,
         spec: GangSpec,
         rendezvous: Rendezvous,
-        env: Callable[[Node], Mapping[str, str]],
+        env: Callable[[Host], Mapping[str, str]],
         *,
         name: str,
         job: str,
     ) -> None:
-        """`env` returns the environment variables of a node's workers."""
+        """`env` returns the environment variables of a host's workers."""
         self.spec = spec
         self.nodes = list(spec.nodes)
         self.job = job
@@ -83,9 +91,9 @@ class Gang:
                     "hostname": node.agent.hostname,
                     "accelerators": len(node.gpus),
                 }
-                ours = {**rank_env(info, node, place.interface), **env(node)}
+                ours = {**rank_env(info, node, place.interface), **env(node.host)}
                 worker = WorkerSpec(tree=spec.tree, env=ours, info=info, port=0 if self.members else rendezvous.port)
-                self.members.append(Member(node, f"{name}.{local}", worker, len(self.members)))
+                self.members.append(Member(self, node, f"{name}.{local}", worker, len(self.members)))
 
     def release(self) -> None:
         """Terminates its processes."""
@@ -100,15 +108,13 @@ class Gang:
 class GangCache:
     """Keeps one gang while its processes run and its spec, which includes the project's code, stays the same."""
 
-    def __init__(self, env: Callable[[Node], Mapping[str, str]], pool: str, finder: RendezvousFinder) -> None:
-        """`env` returns the environment variables of a node's processes; `pool` is a unique name."""
+    def __init__(self, env: Callable[[Host], Mapping[str, str]], pool: str, finder: RendezvousFinder) -> None:
+        """`env` returns the environment variables of a host's workers; `pool` is a unique name."""
         self._env = env
         self._pool = pool
         self._finder = finder
         self._gang: Gang | None = None
         self._numbers = itertools.count(1)
-        self._ranks: dict[tuple[int, str], int] = {}
-        self._new_ranks: dict[tuple[int, str], int] = {}
         self._lock = threading.Lock()
 
     def current(self, spec: GangSpec, *, job: str | None = None) -> Gang:
@@ -129,22 +135,11 @@ class GangCache:
             number = next(self._numbers)
             job = job or f"{self._pool}-{number}"
             gang = Gang(spec, rendezvous, self._env, name=f"gang{number}", job=job)
-            self._gang = gang
-            before, self._new_ranks = self._new_ranks, {}
-            if not spec.elastic_agents:  # else a worker has several ranks, which may change
-                self._new_ranks = {(member.node.index, member.worker): member.rank for member in gang.members}
-            self._ranks = {**before, **self._new_ranks}  # output of the previous gang may still arrive
+            before, self._gang = self._gang, gang
+            known = [*(before.members if before is not None else ()), *gang.members]
+            for node in {member.node for member in known}:  # output of the previous gang may still arrive
+                node.members = {member.worker: member for member in known if member.node is node}
             return gang
-
-    def rank_of(self, node: Node, worker: str) -> int | None:
-        """The rank of a worker; None for one that runs solo calls."""
-        return self._ranks.get((node.index, worker))
-
-    def worker_exited(self, node: Node, worker: str) -> None:
-        """A worker has exited: if it was in the gang, the next call gets a new gang."""
-        gang = self._gang
-        if gang is not None and any(member.node is node and member.worker == worker for member in gang.members):
-            gang.broken = True
 
 
 def remaining(nodes: Sequence[Node], elastic: Elastic) -> list[Node]:

@@ -11,9 +11,8 @@ from typing import Final
 from skyfab.calls import nesting
 from skyfab.calls.image import Image
 from skyfab.env.prepare import Preparation, Report, check
-from skyfab.inventory.host import Host
-from skyfab.plugins.base import Plugin
-from skyfab.pool.node import Node
+from skyfab.inventory.host import Host, variables
+from skyfab.plugins.base import Plugin, check_together
 from skyfab.session.bootstrap import local_python
 from skyfab.session.shell import Shell
 from skyfab.ui.events import Events, HostState, Moved
@@ -24,10 +23,14 @@ _LOG: Final = logging.getLogger("skyfab")
 class HostImages:
     """One image per host. Hosts with equal images share one preparation."""
 
-    def __init__(self, hosts: Sequence[Host], image: Image, plugins: Sequence[Plugin]) -> None:
-        """`hosts` are those that are known already. Raises UsageError for an invalid image."""
+    def __init__(
+        self, hosts: Sequence[Host], image: Image, plugins: Sequence[Plugin], env: Mapping[str, str] | None = None
+    ) -> None:
+        """`hosts` are those that are known already; `env` are variables of the pool. Raises UsageError."""
+        check_together(plugins)
+        self.plugins = tuple(plugins)
         self._image = image
-        self._plugins = plugins
+        self._env = variables(env or {}, "env")
         self._images: dict[str, Image] = {}
         self._preparations: dict[str, Preparation] = {}
         self.add(hosts)
@@ -38,7 +41,7 @@ class HostImages:
             if host.name in self._images:
                 continue
             wanted = self._image
-            for plugin in self._plugins:
+            for plugin in self.plugins:
                 wanted = plugin.transform(wanted, host)
             check(wanted, local_python())
             self._images[host.name] = next((known for known in self._images.values() if known == wanted), wanted)
@@ -50,9 +53,9 @@ class HostImages:
         """The shell lines that run on a host before Python: its own, then its image's."""
         return "\n".join(filter(None, (host.setup, self.image_of(host).setup)))
 
-    def variables(self, env: Mapping[str, str], node: Node) -> dict[str, str]:
-        """The environment variables of a node's workers; `env` are the pool's."""
-        return {**node.host.env, **self.image_of(node.host).env, **env, **nesting.variables()}
+    def variables(self, host: Host) -> dict[str, str]:
+        """The environment variables of a host's workers."""
+        return {**host.env, **self.image_of(host).env, **self._env, **nesting.variables()}
 
     def begin(self, hosts: Sequence[Host]) -> None:
         """Starts new preparations, before these hosts are connected to."""

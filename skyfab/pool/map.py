@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from skyfab.calls.call import Call
-from skyfab.calls.pack import PackedFunction, pack_arguments
+from skyfab.calls.pack import PackedCall, PackedFunction, pack_arguments
 from skyfab.errors import ProtocolError, RemoteTraceback, printable
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.scheduler import Scheduler, Task
@@ -89,11 +89,13 @@ class MapCall:
         if count == 1 and arguments.size * self._most > _BYTES:
             self._most = max(1, _BYTES // arguments.size)
         task = Task(
-            self._function,
-            arguments,
-            label=group[0].function.label,
-            timeout=self._timeout,
-            retries=group[0].function.retries,
+            PackedCall(
+                function=self._function,
+                arguments=arguments,
+                label=group[0].function.label,
+                timeout=self._timeout,
+                retries=group[0].function.retries,
+            )
         )
         task.each = True
         with self._lock:
@@ -114,7 +116,7 @@ class MapCall:
             return
         found = future.result()
         if not _is_answer(found, count):  # our code on the host did not produce this
-            self._fail(ProtocolError("its answer to a map is none"))
+            self._fail(ProtocolError("invalid reply to map"))
             return
         spent, values = found
         with self._lock:

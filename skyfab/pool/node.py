@@ -10,29 +10,32 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
-from skyfab.calls.pack import PackedFunction, parts_of
+from skyfab._util.html import ShownAsTable
+from skyfab.calls.pack import PackedCall, PackedFunction, parts_of
 from skyfab.calls.project import Tree
 from skyfab.errors import CallCancelled, HostError, HostLost, HostUnfit, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.pool.reprs import ShownHost
 from skyfab.pool.workdir import Workdir
-from skyfab.protocol import codec, messages
+from skyfab.protocol import messages
 from skyfab.protocol.blobs import LARGE, name_of
 from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import AgentHello
 from skyfab.session.lines import Lines
 from skyfab.session.replies import Failure, Reply
 from skyfab.session.session import Session
+from skyfab.ui.events import Events, HostState, Importing, Output
 
 if TYPE_CHECKING:
     import fabric
     import torch
 
+TABLE: Final = ("host", "login", "Python", "platform", "GPUs", "state")
+"""The head of the table that shows nodes."""
 _FUNCTIONS: Final = 256
 """Functions that a host caches; the least recently used is dropped first."""
 _SAMPLES: Final = 4096
@@ -70,32 +73,28 @@ class Caller(Protocol):
         """There will be no reply."""
 
 
-class Owner(Protocol):
-    """The pool, as its nodes see it: it receives their events."""
+class Member(Protocol):
+    """The member of a gang that has a worker."""
 
-    def on_output(self, node: Node, worker: str, lines: Lines) -> None:
-        """A worker wrote these lines."""
+    shown_rank: int | None
+    """Its rank, if the worker has one."""
 
-    def on_import(self, node: Node, worker: str, module: str) -> None:
-        """A worker imports this package; none if it is empty."""
+    def exited(self) -> None:
+        """The worker's process has exited."""
 
-    def on_exit(self, node: Node, worker: str) -> None:
-        """A worker's process exited."""
+
+class Owner:
+    """Who owns nodes: has the subscribers of their events, and is told if one is lost. A pool extends it."""
+
+    def __init__(self, events: Events) -> None:
+        self.events = events
+        self.nodes: Sequence[Node] = ()
 
     def on_lost(self, node: Node, error: HostError) -> None:
-        """The host is lost."""
-
-    def on_disconnect(self, node: Node, reason: str) -> None:
-        """The connection is suspect, and new ones are attempted."""
-
-    def on_reconnect(self, node: Node, seconds: float) -> None:
-        """The session has resumed after so many seconds."""
-
-    def others_respond(self, node: Node) -> bool:
-        """Another host has responded recently."""
+        node.lost = error
 
 
-class Node(ShownHost):
+class Node(ShownAsTable):
     """One host of the pool: `name`, `host`, `agent` (what the agent reported), `connection`.
 
     It is the listener of its own session.
@@ -123,17 +122,39 @@ class Node(ShownHost):
         """Blobs that are being sent, with the callbacks that wait for them."""
         self._seen: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._connection: Any = None
+        self.members: Mapping[str, Member] = {}
+        """The workers that belong to a gang, or did until just now, and the members that they are."""
         self.open_device: weakref.WeakMethod[Callable[..., torch.device]] | None = None
         """The pool's own method, once it is open."""
 
     @property
     def agent(self) -> AgentHello:
         """What the agent reported about itself and the host when the session was opened."""
-        assert self.session.agent is not None, "the pool is not open"
-        return self.session.agent
+        agent = self.session.connection.agent
+        assert agent is not None, "the pool is not open"
+        return agent
+
+    @property
+    def state(self) -> str:
+        """ "ready", "lost" or "closed"."""
+        return "lost" if self.lost is not None else "closed" if self.session.has_ended else "ready"
+
+    def __repr__(self) -> str:
+        return f"<Host {self.name}: {self.state}>"
+
+    @property
+    def row(self) -> Sequence[object]:
+        """The cells of `TABLE` for it."""
+        agent = self.session.agent
+        known = ("–", "–", "–") if agent is None else (agent.python, agent.platform, len(self.gpus))
+        return (self.name, self.host.login, *known, self.state)
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+        return TABLE, [self.row]
 
     @property
     def gpus(self) -> tuple[int, ...]:
+        """Their numbers."""
         return tuple(range(self.agent.gpus)) if self.host.gpus == "auto" else self.host.gpus
 
     @property
@@ -180,31 +201,45 @@ class Node(ShownHost):
     # ---- events of its session
 
     def on_output(self, worker: str, lines: Lines) -> None:
-        self._owner.on_output(self, worker, lines)
+        events = self._owner.events
+        if events.active:
+            rank = self._rank_of(worker)
+            for text, end in lines:
+                events.emit(Output(host=self.name, rank=rank, stream=lines.stream, text=text, end=end))
 
     def on_import(self, worker: str, module: str) -> None:
-        with self._lock:
-            known = worker in self._workers
-        if known:
-            self._owner.on_import(self, worker, module)
+        if worker in self._workers:
+            rank = self._rank_of(worker)
+            self._owner.events.emit(Importing(host=self.name, rank=rank, worker=worker, module=module))
+
+    def _rank_of(self, worker: str) -> int | None:
+        member = self.members.get(worker)
+        return None if member is None else member.shown_rank
 
     def on_exit(self, worker: str, generation: int) -> None:
         with self._lock:
             if worker in self._workers and self._workers[worker][1] == generation:
                 del self._workers[worker]
-        self._owner.on_exit(self, worker)
+        if (member := self.members.get(worker)) is not None:
+            member.exited()
 
     def on_lost(self, error: HostError) -> None:
         self._owner.on_lost(self, error)
 
     def on_disconnect(self, reason: str) -> None:
-        self._owner.on_disconnect(self, reason)
+        others = [other for other in self._owner.nodes if other is not self and other.lost is None]
+        others_respond = self.others_respond()
+        if others and not others_respond:
+            reason += "; no host answers: is this machine's network up?"
+        timing = self.session.connection.timing
+        limit = timing.heartbeat_timeout if others_respond else timing.lease
+        self._owner.events.emit(HostState(host=self.name, state="reconnecting", detail=reason, limit=limit))
 
     def on_reconnect(self, seconds: float) -> None:
-        self._owner.on_reconnect(self, seconds)
+        self._owner.events.emit(HostState(host=self.name, state="ready", detail=f"back after {seconds:.1f} s"))
 
     def others_respond(self) -> bool:
-        return self._owner.others_respond(self)
+        return any(other.session.responds for other in self._owner.nodes if other is not self)
 
     # ---- calls
 
@@ -212,80 +247,63 @@ class Node(ShownHost):
         self,
         worker: str,
         plan: WorkerSpec,
-        function: PackedFunction,
-        arguments: codec.Payload,
+        call: PackedCall,
         *,
-        timeout: float | None,
         caller: Caller,
-        shared: bool = False,
+        store: Literal["repeated", "all", "none"] = "repeated",
         each: bool = False,
-    ) -> None:
+    ) -> int:
         """Runs a function in a worker; with `each`, once for every item.
 
-        With `shared`, large buffers are put in the host's store, for other workers to use too. The call is sent once
-        the blobs that it refers to are there. Raises HostLost.
+        Large buffers of the arguments are put in the host's store if they are repeated or, for other workers to use
+        them too, if `store` is "all". The call is sent once the blobs that it refers to are there; with "none", at
+        once: such calls begin in their order. Returns the generation of the worker's process, 0 if the call is not sent
+        yet. Raises HostLost.
         """
+        function, arguments = call.function, call.arguments
         names: dict[int, str] = {}
         content: dict[str, memoryview] = {}
-        if function.payload.buffers or arguments.buffers:
+        if store != "none" and (function.payload.buffers or arguments.buffers):
             for payload, fits in ((function.payload, _is_large), (arguments, self._belongs_in_store)):
                 for buffer in payload.buffers:
                     name = payload.refs.get(id(buffer))
-                    if name is not None or fits(buffer, shared):
+                    if name is not None or fits(buffer, store == "all"):
                         name = names[id(buffer)] = name or name_of(buffer)
                         content[name] = buffer
 
-        def go() -> None:
+        def go() -> int:
             with self._lock:
                 wanted = caller.is_wanted()
                 if wanted:
-                    self._worker(worker, plan)
+                    generation = self._worker(worker, plan)
                     self._send_function(function, names)
                     parts, inline = parts_of(arguments, names)
                     head = messages.Call.head(
-                        worker=worker, function=function.digest, parts=parts, timeout=timeout, each=each
+                        worker=worker, function=function.digest, parts=parts, timeout=call.timeout, each=each
                     )
                     caller.sent(
                         self.session.send(head, inline, answer=caller.answered, failure=caller.failed, worker=worker)
                     )
-            if not wanted:  # called without the lock: the callback may make a call to another node
-                caller.failed(CallCancelled("cancelled before it was sent", host=self.name))
+                    return generation
+            # Without the lock: the callback may make a call to another node.
+            caller.failed(CallCancelled("cancelled before it was sent", host=self.name))
+            return 0
 
-        if names:
-            self._store(content, go, caller.failed)
-        else:
-            go()
+        if not names:
+            return go()
+        self._store(content, go, caller.failed)
+        return 0
 
-    def begin(
-        self, worker: str, plan: WorkerSpec, function: PackedFunction, data: bytes, *, timeout: float | None
-    ) -> Reply:
+    def begin(self, worker: str, plan: WorkerSpec, call: PackedCall) -> Reply:
         """Starts a small call, whose reply this thread will read. Raises HostLost."""
-        with self._lock:
-            sitting = self._workers.get(worker)
-            if sitting is None or sitting[0] is not plan:
-                self._worker(worker, plan)
-            self._send_function(function, {})
-            head = messages.Call.head(worker=worker, function=function.digest, parts=(len(data),), timeout=timeout)
-            return self.session.request(head, data, worker)
-
-    def call_in_order(
-        self,
-        worker: str,
-        plan: WorkerSpec,
-        function: PackedFunction,
-        arguments: codec.Payload,
-        *,
-        timeout: float | None,
-        caller: Caller,
-    ) -> int:
-        """Sends a call at once: calls begin in their order. Returns the worker's generation. Raises HostLost."""
+        data = call.arguments.data
         with self._lock:
             self._worker(worker, plan)
-            self._send_function(function, {})
-            parts, inline = parts_of(arguments, {})  # nothing goes to the store, which would take time
-            head = messages.Call(worker=worker, function=function.digest, parts=parts, timeout=timeout).encode()
-            self.session.send(head, inline, answer=caller.answered, failure=caller.failed, worker=worker)
-            return self._workers[worker][1]
+            self._send_function(call.function, {})
+            head = messages.Call.head(
+                worker=worker, function=call.function.digest, parts=(len(data),), timeout=call.timeout
+            )
+            return self.session.request(head, data, worker)
 
     def has_worker(self, worker: str, generation: int) -> bool:
         """Whether a worker still is the process of that generation, as far as is known here."""
@@ -304,11 +322,11 @@ class Node(ShownHost):
             if self._workers.pop(worker, None) is not None:
                 self.session.send(messages.StopWorker(worker=worker))
 
-    def _worker(self, worker: str, plan: WorkerSpec) -> None:
-        """Starts a process for the spec, unless the worker has one already."""
-        sitting = self._workers.get(worker)
-        if sitting is not None and (sitting[0] is plan or sitting[0] == plan):
-            return
+    def _worker(self, worker: str, plan: WorkerSpec) -> int:
+        """Starts a process for the spec, unless the worker has one already. Returns its generation."""
+        current = self._workers.get(worker)
+        if current is not None and (current[0] is plan or current[0] == plan):
+            return current[1]
         self._generation += 1
         self.session.send(
             messages.Spawn(
@@ -325,6 +343,7 @@ class Node(ShownHost):
             )
         )
         self._workers[worker] = (plan, self._generation)
+        return self._generation
 
     def _send_function(self, function: PackedFunction, names: Mapping[int, str]) -> None:
         if function.digest in self._functions:
@@ -356,7 +375,7 @@ class Node(ShownHost):
                 self._seen.popitem(last=False)
         return known or shared
 
-    def _store(self, content: dict[str, memoryview], then: Callable[[], None], failure: Failure) -> None:
+    def _store(self, content: dict[str, memoryview], then: Callable[[], object], failure: Failure) -> None:
         """Sends the blobs that the host lacks and that are not being sent already, then calls `then`."""
         with self._lock:
             waiting = {name for name in content if name not in self._blobs}

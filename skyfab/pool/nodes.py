@@ -1,4 +1,4 @@
-"""All nodes of a pool: creates, opens and closes them in parallel, and forwards their events to the pool."""
+"""All nodes of a pool: creates, opens and closes them in parallel."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from typing import Final
 from skyfab.errors import HostError, ProtocolError, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.pool.gang import GangCache
 from skyfab.pool.images import HostImages, Progress
-from skyfab.pool.node import Node, Owner
-from skyfab.pool.recovery import OnRecovered, Recovery
+from skyfab.pool.node import Node, Owner, WorkerSpec
+from skyfab.pool.project_sync import ProjectSync
+from skyfab.pool.recovery import Recovery
 from skyfab.pool.scheduler import Scheduler
 from skyfab.pool.workdir import Workdirs
 from skyfab.session.bootstrap import Bootstrap
 from skyfab.session.bundle import bundle
 from skyfab.session.fanout import for_each_host, one_error, results_of
-from skyfab.session.lines import Lines
 from skyfab.session.reader import SharedReader
 from skyfab.session.session import Session
 from skyfab.session.timing import Timing
 from skyfab.ssh import transport_for
 from skyfab.ssh.process import end_all
-from skyfab.ui.events import Events, HostState, Importing, Output
+from skyfab.ui.events import Events, HostState
 
 _PER_HOST: Final = 8
 """File descriptors per host. A connection has five; while it is suspect, others are attempted in parallel."""
@@ -36,108 +35,67 @@ _SPARE: Final = 128
 """File descriptors left for the rest of the program."""
 
 
-class PoolOwner:
-    """Handles the events of a pool's nodes: emits them to subscribers, and informs gangs, scheduler and recovery."""
-
-    def __init__(self, events: Events, gang_cache: GangCache, scheduler: Scheduler) -> None:
-        self.events = events
-        self._gang_cache = gang_cache
-        self._scheduler = scheduler
-        self.nodes: Sequence[Node] = ()
-        self.recovery: Recovery | None = None
-
-    def on_output(self, node: Node, worker: str, lines: Lines) -> None:
-        if self.events.active:
-            rank = self._gang_cache.rank_of(node, worker)
-            for text, end in lines:
-                self.events.emit(Output(host=node.name, rank=rank, stream=lines.stream, text=text, end=end))
-
-    def on_import(self, node: Node, worker: str, module: str) -> None:
-        rank = self._gang_cache.rank_of(node, worker)
-        self.events.emit(Importing(host=node.name, rank=rank, worker=worker, module=module))
-
-    def on_exit(self, node: Node, worker: str) -> None:
-        self._gang_cache.worker_exited(node, worker)
-
-    def on_lost(self, node: Node, error: HostError) -> None:
-        stranger = isinstance(error.__cause__, ProtocolError)  # the peer is not one of our agents
-        if self.recovery is not None and not stranger:
-            self.recovery.expect(node, error)
-        else:
-            node.lost = error
-        self.events.emit(HostState(host=node.name, state="lost", detail=error.message))
-        self._scheduler.advance()
-
-    def on_disconnect(self, node: Node, reason: str) -> None:
-        others = [other for other in self.nodes if other is not node and other.lost is None]
-        others_respond = self.others_respond(node)
-        if others and not others_respond:
-            reason += "; no host answers: is this machine's network up?"
-        timing = node.session.connection.timing
-        limit = timing.heartbeat_timeout if others_respond else timing.lease
-        self.events.emit(HostState(host=node.name, state="reconnecting", detail=reason, limit=limit))
-
-    def on_reconnect(self, node: Node, seconds: float) -> None:
-        self.events.emit(HostState(host=node.name, state="ready", detail=f"back after {seconds:.1f} s"))
-
-    def others_respond(self, node: Node) -> bool:
-        return any(other.session.responds for other in self.nodes if other is not node)
-
-
-class _NoOwner:
-    """For nodes of a detached run: events are ignored, and a lost node is not recovered."""
-
-    def on_output(self, node: Node, worker: str, lines: Lines) -> None: ...
-    def on_import(self, node: Node, worker: str, module: str) -> None: ...
-    def on_exit(self, node: Node, worker: str) -> None: ...
-    def on_disconnect(self, node: Node, reason: str) -> None: ...
-    def on_reconnect(self, node: Node, seconds: float) -> None: ...
-
-    def on_lost(self, node: Node, error: HostError) -> None:
-        node.lost = error
-
-    def others_respond(self, node: Node) -> bool:
-        return False
-
-
-class Nodes:
-    """Creates nodes, without opening them. `all` are those of the pool itself."""
+class Nodes(Owner):
+    """Creates nodes, without opening them, and owns those of the pool itself: `nodes`."""
 
     def __init__(
         self,
         images: HostImages,
         workdirs: Workdirs,
         timing: Timing,
-        owner: PoolOwner,
-        on_recovered: OnRecovered,
+        events: Events,
+        scheduler: Scheduler,
+        sync: ProjectSync,
     ) -> None:
-        """`on_recovered` is called with a lost node that is back, and a function that accepts it for calls."""
+        super().__init__(events)
+        self.timing = timing
+        self.job = secrets.token_hex(8)
+        """Prefix of the pool's job ids."""
         self._inventory = Inventory(hosts={})
         self._images = images
         self._workdirs = workdirs
-        self._timing = timing
-        self._owner = owner
+        self._scheduler = scheduler
         self._reader = SharedReader()
-        self.recovery = owner.recovery = Recovery(self._new_session, on_recovered, owner.events)
-        self.all: Sequence[Node] = ()
+        self.recovery = Recovery(self._new_session, sync.take_back, events)
 
     def make_nodes(self, hosts: Sequence[Host], inventory: Inventory) -> Sequence[Node]:
         """The nodes of the pool, one for each host of the inventory."""
         self._inventory = inventory
         self._images.begin(hosts)
         pool = _pool_name()
-        self.all = self._owner.nodes = [self._make(index, host, self._owner, pool) for index, host in enumerate(hosts)]
+        self.nodes = [self._make(index, host, self, pool) for index, host in enumerate(hosts)]
         self.recovery.begin()
-        return self.all
+        return self.nodes
 
-    def count(self) -> int:
-        """How many the pool has."""
-        return len(self.all)
+    def on_lost(self, node: Node, error: HostError) -> None:
+        if isinstance(error.__cause__, ProtocolError):  # the peer is not one of our agents
+            node.lost = error
+        else:
+            self.recovery.expect(node, error)
+        self.events.emit(HostState(host=node.name, state="lost", detail=error.message))
+        self._scheduler.advance()
+
+    def solo_spec(self, node: Node, tree: str) -> WorkerSpec:
+        """The worker spec for solo calls on a node: a world of size 1."""
+        info = {
+            "node": node.index,
+            "total_nodes": len(self.nodes),
+            "hostname": node.agent.hostname,
+            "head_addr": node.agent.address,
+            "accelerators": len(node.gpus),
+            "total_accelerators": len(node.gpus),
+            "peers": [node.agent.address],
+            "job_id": self.job,
+        }
+        env = self._images.variables(node.host)
+        if node.host.gpus != "auto":
+            env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, node.host.gpus)))
+        return WorkerSpec(tree=tree, env=env, info=info)
 
     def copies(self, nodes: Sequence[Node]) -> list[Node]:
         """New nodes for the same hosts, with agents of their own. These share one pool name, as those of a pool do."""
         pool = _pool_name()
-        made = [self._make(node.index, node.host, _NoOwner(), pool) for node in nodes]
+        made = [self._make(node.index, node.host, Owner(Events()), pool) for node in nodes]
         for copy, node in zip(made, nodes, strict=True):
             copy.workdir = node.workdir
         return made
@@ -152,7 +110,7 @@ class Nodes:
         """A session with a new agent."""
         host = node.host
         name = f"{pool or _pool_name()}-{node.index}"  # unique per node: two hosts may be the same machine
-        python, prepare = self._images.interpreter(host, name, Progress(self._owner.events, host.name))
+        python, prepare = self._images.interpreter(host, name, Progress(self.events, host.name))
         return Session(
             Bootstrap(
                 host=host,
@@ -165,7 +123,7 @@ class Nodes:
             lambda: transport_for(host, self._inventory),
             node,
             self._reader,
-            self._timing,
+            self.timing,
         )
 
 

@@ -2,25 +2,33 @@
 
 Each slot of a host is one worker. A slot gets its next call when it is free. If calls take less time than the round
 trip to the host, it gets a few in advance (prefetch).
+
+A small call that finds an idle worker takes the fast path: the caller's own thread sends one frame and reads the reply;
+no queue, no future, no other thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from skyfab.calls.pack import PackedFunction
-from skyfab.calls.results import not_unpickled, unpack_result
+from skyfab.calls.pack import PackedCall, PackedFunction
+from skyfab.calls.results import not_unpickled, unpack_result, unpickle
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.protocol import codec, messages
+from skyfab.protocol.mux import SMALL
+from skyfab.session.replies import Reply
 from skyfab.session.sigint import SIGINT_GUARD
 
+NOT_TAKEN: Final = object()
+"""The call was not made on the fast path: it must be queued."""
 _PREFETCH: Final = 0.010
 """Seconds of work that a slot may prefetch."""
 _MOST: Final = 32
@@ -31,48 +39,33 @@ _SMALL: Final = 64 * 1024
 
 
 class Task:
-    """One solo call: what to run, and its future. It is the `Caller` of its node."""
+    """One solo call, and its future. It is the `Caller` of its node."""
 
     __slots__ = (
         "_scheduler",
-        "arguments",
+        "call",
         "each",
         "ended",
-        "function",
         "future",
-        "label",
         "on",
         "retries",
         "returned",
         "slot",
         "started",
         "stream",
-        "timeout",
     )
 
-    def __init__(
-        self,
-        function: PackedFunction,
-        arguments: codec.Payload,
-        *,
-        label: str,
-        timeout: float | None,
-        on: Node | None = None,
-        retries: int = 0,
-    ) -> None:
+    def __init__(self, call: PackedCall, *, on: Node | None = None) -> None:
         self._scheduler: Scheduler | None = None
-        self.retries = retries
+        self.call = call
+        self.retries = call.retries
         """How often it may still be moved from a lost host to another one."""
-        self.function = function
-        self.arguments = arguments
-        self.label = label
-        self.timeout = timeout
         self.on = on
         """The only node on which it may run; None for any."""
         self.each = False
         """The one argument is a list of argument tuples; the result is the seconds it took and a list of results."""
         self.future = CallFuture()
-        self.future.label = label
+        self.future.label = call.label
         self.ended: Callable[[BaseException | None], None] | None = None
         self.slot: Slot | None = None
         self.returned = 0
@@ -104,7 +97,9 @@ class Task:
         self._scheduler.failed(self, error)
 
 
-_RESERVED: Final = Task(PackedFunction("", codec.Payload(b"")), codec.Payload(b""), label="", timeout=None)
+_RESERVED: Final = Task(
+    PackedCall(function=PackedFunction("", codec.Payload(b"")), arguments=codec.Payload(b""), label="")
+)
 """Placeholder in a slot for a call of the fast path. It counts as a long call: nothing is placed behind it."""
 
 
@@ -137,7 +132,7 @@ class Slot:
 
     def may_prefetch(self, task: Task, now: float) -> bool:
         """Whether a call may wait behind the running one: it is small, in the same process, and that is not stuck."""
-        return task.arguments.size < _SMALL and self.given is self.plan and not self.is_stuck(now)
+        return task.call.arguments.size < _SMALL and self.given is self.plan and not self.is_stuck(now)
 
 
 _load = operator.attrgetter("load")
@@ -151,26 +146,87 @@ class Scheduler:
     ) -> None:
         """`started` is called with a call's label and host when it starts; it returns a function to call at its end."""
         self._slots: list[Slot] = []
+        self._spec_of: Callable[[Node, str], WorkerSpec]
         self._advancing: set[int] = set()
         """Threads that are inside `advance`."""
         self._waiting: deque[Task] = deque()
         self._lock = threading.Lock()
         self._mean = 1.0
         self._looking = False
-        self.started = started
-        self.untrusted = untrusted
+        self._started = started
+        self._untrusted = untrusted
         """Hosts are not trusted: results may only be plain data."""
 
-    def open(self, slots: Iterable[Slot]) -> None:
-        self._slots = list(slots)
+    def open(self, nodes: Sequence[Node], spec_of: Callable[[Node, str], WorkerSpec]) -> None:
+        """Makes the slots of all nodes, the first of each before the second of any."""
+        most = max(node.host.slots for node in nodes)
+        numbered = ((number, node) for number in range(most) for node in nodes if number < node.host.slots)
+        self._slots = [Slot(node, f"solo.{number}", spec_of(node, "")) for number, node in numbered]
+        self._spec_of = spec_of
 
-    def replan(self, plan: Callable[[Slot], WorkerSpec]) -> None:
+    def replan(self, tree: str) -> None:
         """The project changed: later calls need workers that import the new code."""
         for slot in self._slots:
-            slot.plan = plan(slot)
+            slot.plan = self._spec_of(slot.node, tree)
 
-    def reserve(self) -> Slot | None:
-        """An idle slot, for the fast path; None if there is none or calls are queued. It must be released."""
+    # ---- the fast path
+
+    def run(self, call: PackedCall) -> Any:
+        """Runs a small call on an idle slot: its result, or NOT_TAKEN. Raises what the call raises."""
+        arguments = call.arguments
+        if call.stall is not None or call.retries:
+            return NOT_TAKEN
+        if arguments.buffers or len(arguments.data) > SMALL or call.function.payload.buffers:
+            return NOT_TAKEN
+        with SIGINT_GUARD:  # only the wait for the reply can be interrupted, so a reserved slot is always released
+            slot = self._reserve()
+            if slot is None:
+                return NOT_TAKEN
+            host = slot.node.name
+            reply: Reply | None = None
+            ended: Callable[[BaseException | None], None] | None = None
+            try:
+                ended = self._started(call.label, host)
+                reply = slot.node.begin(slot.worker, slot.plan, call)
+                slot.node.session.await_reply(reply)
+            except BaseException as error:
+                self._give_up(slot, reply)
+                if isinstance(error, KeyboardInterrupt):
+                    vars(error)["stopped"] = f"stopped on {host}"
+                if ended is not None:
+                    ended(CallCancelled("interrupted") if isinstance(error, KeyboardInterrupt) else error)
+                raise
+            self._release(slot)
+        try:
+            if reply.value is not None:
+                result = unpickle(reply.value, (), host=host, rank=None, label=call.label, untrusted=self._untrusted)
+            else:
+                result = self._result(reply, host, call.label)
+        except BaseException as error:
+            ended(error)
+            raise
+        # Not taken: it is started again, and emits a start and an end of its own.
+        ended(CallCancelled("its worker had exited before it began") if result is NOT_TAKEN else None)
+        return result
+
+    def _result(self, reply: Reply, host: str, label: str) -> Any:
+        assert reply.found is not None
+        message, buffers = reply.found
+        if isinstance(message, messages.Ended) and message.why == "unstarted":
+            return NOT_TAKEN  # the worker exited before it started the call
+        return unpack_result(message, buffers, host=host, rank=None, label=label, untrusted=self._untrusted)
+
+    def _give_up(self, slot: Slot, reply: Reply | None) -> None:
+        """After an interrupt or a lost host: cancels the call if it still runs, and frees the slot at its end."""
+        if reply is None or reply.is_there():
+            self._release(slot)
+            return
+        reply.leave(lambda: self._release(slot))
+        with contextlib.suppress(SkyfabError):  # the host is lost: there is nothing to cancel
+            slot.node.cancel(reply.stream)
+
+    def _reserve(self) -> Slot | None:
+        """An idle slot; None if there is none or calls are queued. It must be released."""
         with self._lock:
             if not self._waiting:
                 for slot in self._slots:
@@ -179,13 +235,15 @@ class Scheduler:
                         return slot
         return None
 
-    def release(self, slot: Slot) -> None:
+    def _release(self, slot: Slot) -> None:
         with self._lock:
             slot.tasks.remove(_RESERVED)
         if self._waiting:
             self.advance()
         if len(self._slots) > 1:
             self._help()
+
+    # ---- the queue
 
     def add(self, task: Task) -> None:
         """Runs the task as soon as a slot is free."""
@@ -253,17 +311,9 @@ class Scheduler:
     def _give(self, task: Task, slot: Slot) -> None:
         task.started = time.monotonic()
         task.future.node = slot.node
-        task.ended = self.started(task.label, slot.node.name)
+        task.ended = self._started(task.call.label, slot.node.name)
         try:
-            slot.node.call(
-                slot.worker,
-                slot.plan,
-                task.function,
-                task.arguments,
-                timeout=task.timeout,
-                each=task.each,
-                caller=task,
-            )
+            slot.node.call(slot.worker, slot.plan, task.call, caller=task, each=task.each)
         except SkyfabError as error:
             self.failed(task, error)
 
@@ -298,12 +348,12 @@ class Scheduler:
             return
         try:
             result = unpack_result(
-                message, buffers, host=slot.node.name, rank=None, label=task.label, untrusted=self.untrusted
+                message, buffers, host=slot.node.name, rank=None, label=task.call.label, untrusted=self._untrusted
             )
         except Exception as error:
             self._finish(task, None, error)
         except BaseException as error:  # raised by unpickling the result, or by a signal handler of the program
-            self._finish(task, None, not_unpickled(error, host=slot.node.name, rank=None, label=task.label))
+            self._finish(task, None, not_unpickled(error, host=slot.node.name, rank=None, label=task.call.label))
             raise
         else:
             self._finish(task, result)
@@ -378,31 +428,4 @@ class Scheduler:
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
         for task in waiting:
-            self._finish(task, None, CallCancelled(f"{task.label} had not begun when the pool was closed"))
-
-
-def solo_spec(
-    env_of: Callable[[Node], Mapping[str, str]], job: str, total_nodes: Callable[[], int], node: Node, tree: str
-) -> WorkerSpec:
-    """The worker spec for solo calls on a node: a world of size 1."""
-    info = {
-        "node": node.index,
-        "total_nodes": total_nodes(),
-        "hostname": node.agent.hostname,
-        "head_addr": node.agent.address,
-        "accelerators": len(node.gpus),
-        "total_accelerators": len(node.gpus),
-        "peers": [node.agent.address],
-        "job_id": job,
-    }
-    env = dict(env_of(node))
-    if node.host.gpus != "auto":
-        env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, node.host.gpus)))
-    return WorkerSpec(tree=tree, env=env, info=info)
-
-
-def slots_of(nodes: Sequence[Node], spec_of: Callable[[Node, str], WorkerSpec]) -> list[Slot]:
-    """The slots of all nodes, the first of each before the second of any."""
-    most = max(node.host.slots for node in nodes)
-    numbered = ((number, node) for number in range(most) for node in nodes if number < node.host.slots)
-    return [Slot(node, f"solo.{number}", spec_of(node, "")) for number, node in numbered]
+            self._finish(task, None, CallCancelled(f"{task.call.label} had not begun when the pool was closed"))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
-from skyfab.calls.call import Function
 from skyfab.errors import SkyfabError
 from skyfab.pool.node import Node
 from skyfab.pool.stacks import Stack, describe, frames_of, groups, likeness
@@ -25,19 +24,12 @@ Place = tuple[Node, str, int | None]
 """Identifies a process: its node, worker name, and rank in a gang."""
 
 
-def watch(
-    future: Future[Any], places: Callable[[], Sequence[Place]], function: Function[..., Any], events: Events
-) -> None:
-    """Samples a call's processes until it ends, if its function asks for it.
-
-    Emits `Stalled` when one has made no progress for ``function.stall`` seconds.
-    """
-    if function.stall is None:
-        return
-    autopsy = _StallWatch(places, function.stall, function.label, events)
+def watch(future: Future[Any], places: Callable[[], Sequence[Place]], stall: float, label: str, events: Events) -> None:
+    """Samples a call's processes until it ends. Emits `Stalled` when one has made no progress for `stall` seconds."""
+    stall_watch = _StallWatch(places, stall, label, events)
     over = threading.Event()
     Future.add_done_callback(future, lambda _: over.set())
-    threading.Thread(target=autopsy.run, args=(over,), name="skyfab-stall", daemon=True).start()
+    threading.Thread(target=stall_watch.run, args=(over,), name="skyfab-stall", daemon=True).start()
 
 
 class _StallWatch:

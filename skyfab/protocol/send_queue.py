@@ -32,7 +32,8 @@ class SendQueue:
     """The send queues of all streams of a connection."""
 
     def __init__(self) -> None:
-        self._streams: dict[int, _Outgoing] = {}
+        self.streams: dict[int, _Outgoing] = {}
+        """Those that have or had bulk data, until they end."""
         self.turns: deque[int] = deque()
         """Streams with queued data, in round-robin order. May contain streams that `forget` has removed since."""
 
@@ -42,9 +43,9 @@ class SendQueue:
             self._append(stream, memoryview(data).cast("B"))
 
     def _append(self, stream: int, view: memoryview) -> None:
-        outgoing = self._streams.get(stream)
+        outgoing = self.streams.get(stream)
         if outgoing is None:
-            outgoing = self._streams[stream] = _Outgoing()
+            outgoing = self.streams[stream] = _Outgoing()
         if not outgoing.pending:
             self.turns.append(stream)
         outgoing.pending.append(view)
@@ -52,18 +53,18 @@ class SendQueue:
 
     def queued(self, stream: int) -> int:
         """Bytes of this stream that are queued."""
-        outgoing = self._streams.get(stream)
+        outgoing = self.streams.get(stream)
         return outgoing.size if outgoing else 0
 
     def grant(self, stream: int, credit: int) -> None:
         """The receiver accepts `credit` more bytes on this stream."""
-        outgoing = self._streams.get(stream)
+        outgoing = self.streams.get(stream)
         if outgoing is not None:
             outgoing.credit += credit
 
     def forget(self, stream: int) -> None:
         """Removes the stream and drops its queued data."""
-        self._streams.pop(stream, None)
+        self.streams.pop(stream, None)
 
     def mark_end(self, stream: int) -> None:
         """Queues an empty chunk, behind all data of the stream."""
@@ -71,7 +72,7 @@ class SendQueue:
 
     def finish(self, stream: int) -> None:
         """Marks the end of the stream's data: the stream is removed once all of it is sent."""
-        outgoing = self._streams.get(stream)
+        outgoing = self.streams.get(stream)
         if outgoing is not None and outgoing.pending:
             outgoing.last = True
         else:
@@ -80,13 +81,13 @@ class SendQueue:
     @property
     def is_ready(self) -> bool:
         """Whether some stream has data and credit."""
-        return any(o.credit > 0 for stream in self.turns if (o := self._streams.get(stream)) is not None)
+        return any(o.credit > 0 for stream in self.turns if (o := self.streams.get(stream)) is not None)
 
     def next(self, limit: int) -> tuple[bytes, memoryview] | None:
         """The next chunk, of at most `limit` bytes, and its header; None if no stream has data and credit."""
         for _ in range(len(self.turns)):
             stream = self.turns.popleft()
-            outgoing = self._streams.get(stream)
+            outgoing = self.streams.get(stream)
             if outgoing is None or not outgoing.pending:
                 continue
             if outgoing.credit <= 0:

@@ -94,20 +94,21 @@ class Reply:
 
     def answer(self, message: Message, buffers: list[memoryview]) -> None:
         self.found = (message, buffers)
-        self._tell()
+        self.tell()
 
     def failure(self, error: Exception) -> None:
         self.error = error
-        self._tell()
+        self.tell()
 
     def leave(self, then: Callable[[], None]) -> None:
         """The thread stops waiting; `then` is called when the reply arrives."""
         self.reader = 0
         self._left = [then]
         if self.is_there():  # it arrived just now
-            self._tell()
+            self.tell()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Calls what `leave` was given, if the thread has left."""
         if self._left:
             with contextlib.suppress(IndexError):  # another thread has called it
                 self._left.pop()()
@@ -187,9 +188,9 @@ class Replies:
             self.after.append(lambda: self._listener.on_exit(message.worker, message.generation))
 
     def _fastpath(self, stream: int, frame: memoryview, head: int) -> bool:
-        """Stores a small single-frame reply whose caller is the reading thread itself: no callback is needed."""
+        """Stores a small single-frame reply. If its caller is the reading thread itself, no callback is needed."""
         reply = self.pending.get(stream)
-        if not isinstance(reply, Reply) or reply.reader != threading.get_ident():
+        if not isinstance(reply, Reply):
             return False
         if self._partial and self._partial_of(reply.worker):
             return False
@@ -200,6 +201,8 @@ class Replies:
             message = messages.decode(bytes(frame[HEADER.size : start]))
             reply.found = (message, split(getattr(message, "parts", ()), frame[start:]))
         del self.pending[stream]
+        if reply.reader != threading.get_ident():
+            self.after.append(reply.tell)  # an action also wakes the thread that waits
         return True
 
     def place(self, stream: int, length: int) -> memoryview:

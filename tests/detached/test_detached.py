@@ -305,7 +305,7 @@ def test_a_broadcast_that_is_under_way_is_left_to_its_hosts(hosts: list[sky.Host
         future = pool.submit(count(10, spot / "go"), on="all")
         spot.wait("go.waits", 2)
         run = pool.detach(name="handed over")
-        with pytest.raises(sky.CallCancelled, match=f"goes on as run {run.id[:8]}"):
+        with pytest.raises(sky.CallCancelled, match=f"continues as run {run.id[:8]}"):
             future.result(10)
     assert run.status == "running"
     spot.leave("go")

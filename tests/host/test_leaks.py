@@ -43,7 +43,7 @@ def send_all(buffers: Sequence[Buffer]) -> int:
 
 def kept(mux: Mux, uploads: Uploads) -> list[object]:
     mux.flush(send_all)
-    return [mux._used, mux._send_queue._streams, uploads._uploads, uploads._missing]
+    return [mux._used, mux._send_queue.streams, uploads._uploads, uploads._missing]
 
 
 NOTHING: list[object] = [{}, {}, {}, {}]

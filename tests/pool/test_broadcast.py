@@ -11,12 +11,13 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.calls.pack import PackedFunction
+from skyfab.calls.pack import PackedCall, PackedFunction
 from skyfab.errors import RemoteTraceback
 from skyfab.plugins.base import Elastic
-from skyfab.pool.broadcast import Broadcast, BroadcastQueue, GangCall, may_go_on, retry
+from skyfab.pool.broadcast import Broadcast, Broadcasts, may_go_on, retry
 from skyfab.pool.futures import CallFuture
 from skyfab.protocol import codec, messages
+from skyfab.ui.events import Events
 
 GONE = sky.HostLost("gone", host="node1")
 
@@ -29,7 +30,7 @@ class FakeNode:
         self.cancelled: list[int] = []
         self.is_gone = False
 
-    def call(self, worker: str, plan: Any, function: Any, arguments: Any, *, caller: Any, **rest: Any) -> None:
+    def call(self, worker: str, plan: Any, call: Any, *, caller: Any, **rest: Any) -> None:
         if self.is_gone:
             raise GONE
         self.callers.append(caller)
@@ -53,7 +54,7 @@ class Stage:
         self.gang: Any = SimpleNamespace(members=members, broken=False)
         self.told: list[tuple[object, bool]] = []
         self.ended: list[bool] = []
-        self.call = GangCall(what(**options), lambda call: self.ended.append(call.future.done()))
+        self.call = Broadcast(packed(), lambda call: self.ended.append(call.future.done()), **options)
 
     def begin(self) -> None:
         self.call.begin(self.gang, lambda error: self.told.append((error, self.call.future.done())))
@@ -69,9 +70,8 @@ class Stage:
         self.caller(rank).answered(messages.Ended(why=why), [])
 
 
-def what(**options: Any) -> Broadcast:
-    function = PackedFunction("digest", codec.Payload(b""))
-    return Broadcast(function=function, arguments=codec.Payload(b""), label="f", **options)
+def packed() -> PackedCall:
+    return PackedCall(function=PackedFunction("digest", codec.Payload(b"")), arguments=codec.Payload(b""), label="f")
 
 
 @pytest.fixture(autouse=True)
@@ -108,11 +108,11 @@ def test_the_result_is_that_of_each_rank_in_order() -> None:
     assert not stage.gang.broken
 
 
-@pytest.mark.parametrize(("ranks", "shared"), [(1, False), (2, True)])
-def test_arguments_are_kept_on_hosts_where_several_ranks_need_them(ranks: int, shared: bool) -> None:
-    stage = Stage(ranks, timeout=3.0)
+@pytest.mark.parametrize(("ranks", "store"), [(1, "repeated"), (2, "all")])
+def test_arguments_are_kept_on_hosts_where_several_ranks_need_them(ranks: int, store: str) -> None:
+    stage = Stage(ranks)
     stage.begin()
-    assert stage.nodes[0].options == [{"timeout": 3.0, "shared": shared}]
+    assert stage.nodes[0].options == [{"store": store}]
 
 
 def test_it_is_sent_when_every_rank_has_it() -> None:
@@ -310,9 +310,20 @@ def test_equal_tracebacks_are_shown_once() -> None:
 # ---- the queue
 
 
+def new_queue() -> Broadcasts:
+    images: Any = SimpleNamespace(plugins=(), variables=None)
+    return Broadcasts(images, 1, "job", Events(), untrusted=False)
+
+
+def add(queue: Broadcasts, start: Callable[[Broadcast], None]) -> Broadcast:
+    broadcast = Broadcast(packed(), queue._ended)
+    queue.add(broadcast, lambda: start(broadcast))
+    return broadcast
+
+
 def test_broadcasts_run_one_after_another() -> None:
-    queue, begun = BroadcastQueue(), list[GangCall]()
-    first, second, third = (queue.add(what(), begun.append) for _ in range(3))
+    queue, begun = new_queue(), list[Broadcast]()
+    first, second, third = (add(queue, begun.append) for _ in range(3))
     assert begun == [first]
     first.fail(GONE)
     until(lambda: len(begun) == 2)
@@ -321,12 +332,12 @@ def test_broadcasts_run_one_after_another() -> None:
     until(lambda: len(begun) == 3)
     assert begun == [first, second, third]
     third.fail(GONE)
-    assert queue.add(what(), begun.append) in begun
+    assert add(queue, begun.append) in begun
 
 
 def test_one_that_was_cancelled_while_it_waited_does_not_begin() -> None:
-    queue, begun = BroadcastQueue(), list[GangCall]()
-    first, second, third = (queue.add(what(), begun.append) for _ in range(3))
+    queue, begun = new_queue(), list[Broadcast]()
+    first, second, third = (add(queue, begun.append) for _ in range(3))
     assert second.future.cancel()
     first.fail(GONE)
     until(lambda: len(begun) == 2)
@@ -334,35 +345,35 @@ def test_one_that_was_cancelled_while_it_waited_does_not_begin() -> None:
 
 
 def test_one_that_was_cancelled_as_its_turn_came_makes_room_for_the_next() -> None:
-    queue, begun = BroadcastQueue(), list[GangCall]()
-    running = queue.add(what(), begun.append)
-    gone = GangCall(what(), queue._ended)
+    queue, begun = new_queue(), list[Broadcast]()
+    running = add(queue, begun.append)
+    gone = Broadcast(packed(), queue._ended)
     gone.future.cancel()
     running.fail(GONE)
     queue._active = gone
-    after = queue.add(what(), begun.append)
-    queue._begin(gone, begun.append)
+    after = add(queue, begun.append)
+    queue._begin(gone, lambda: begun.append(gone))
     until(lambda: len(begun) == 2)
     assert begun == [running, after]
 
 
 def test_one_that_cannot_begin_fails_and_the_next_one_begins() -> None:
-    queue, begun = BroadcastQueue(), list[GangCall]()
+    queue, begun = new_queue(), list[Broadcast]()
 
-    def fail(call: GangCall) -> None:
+    def fail(call: Broadcast) -> None:
         raise GONE
 
-    assert queue.add(what(), fail).future.exception(0) is GONE
-    after = queue.add(what(), begun.append)
+    assert add(queue, fail).future.exception(0) is GONE
+    after = add(queue, begun.append)
     assert begun == [after]
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_ctrl_c_while_a_broadcast_begins_cancels_it(has_begun: bool) -> None:
-    queue, calls = BroadcastQueue(), list[GangCall]()
+    queue, calls = new_queue(), list[Broadcast]()
     stage = Stage(1)
 
-    def interrupted(call: GangCall) -> None:
+    def interrupted(call: Broadcast) -> None:
         calls.append(call)
         if has_begun:
             call.begin(stage.gang, lambda error: None)
@@ -370,16 +381,16 @@ def test_ctrl_c_while_a_broadcast_begins_cancels_it(has_begun: bool) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        queue.add(what(), interrupted)
+        add(queue, interrupted)
     assert calls[0].future.done()
     assert calls[0].future.cancelled() is has_begun
     assert stage.nodes[0].cancelled == [1] * has_begun
 
 
 def test_at_work_is_what_every_rank_has_and_nobody_stops() -> None:
-    queue, stage = BroadcastQueue(), Stage(1)
+    queue, stage = new_queue(), Stage(1)
     assert queue.at_work is None
-    call = queue.add(what(), lambda call: call.begin(stage.gang, lambda error: None))
+    call = add(queue, lambda call: call.begin(stage.gang, lambda error: None))
     assert queue.at_work is None
     stage.caller(0).sent(1)
     assert queue.at_work is call
@@ -392,16 +403,16 @@ def test_at_work_is_what_every_rank_has_and_nobody_stops() -> None:
 
 
 def test_a_broadcast_that_comes_while_the_pool_closes_does_not_hang_nor_hold_up_later_ones() -> None:
-    queue, begun = BroadcastQueue(), list[GangCall]()
-    running = queue.add(what(), begun.append)
-    waiting = queue.add(what(), begun.append)
+    queue, begun = new_queue(), list[Broadcast]()
+    running = add(queue, begun.append)
+    waiting = add(queue, begun.append)
     queue.close()
-    late = queue.add(what(), begun.append)
+    late = add(queue, begun.append)
     for call in (waiting, late):
         assert isinstance(call.future.exception(0), sky.CallCancelled)
     running.fail(sky.HostLost("the pool is closed"))
     queue.open()
-    after = queue.add(what(), begun.append)
+    after = add(queue, begun.append)
     assert begun == [running, after]
 
 

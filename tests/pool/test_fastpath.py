@@ -83,7 +83,7 @@ def note_queued(one: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     add = one._scheduler.add
 
     def noted(task: Task) -> None:
-        found.append(task.label)
+        found.append(task.call.label)
         add(task)
 
     monkeypatch.setattr(one._scheduler, "add", noted)
@@ -219,7 +219,7 @@ def test_nothing_is_kept_of_thousands_of_calls(one: sky.Compute) -> None:
         assert len(talk.connection._mux._unacked) <= 2 * ACK_FRAMES
     assert talk.connection._mux._owed_frames < ACK_FRAMES
     assert talk.connection.replies.pending == {}
-    assert talk.connection._mux._send_queue._streams == {}
+    assert talk.connection._mux._send_queue.streams == {}
 
 
 def test_more_functions_than_a_host_remembers(one: sky.Compute) -> None:

@@ -20,6 +20,7 @@ class FakeNode:
         self.gpus = (0, 1)
         self.lost: Exception | None = None
         self.released: list[str] = []
+        self.members: dict[str, Any] = {}
 
     def release(self, worker: str) -> None:
         if self.lost is not None:
@@ -38,7 +39,7 @@ def spec(nodes: list[FakeNode], ranks: tuple[int, ...], **options: Any) -> GangS
 def gang_of(nodes: list[FakeNode], ranks: tuple[int, ...], interface: str = "", **options: Any) -> Gang:
     places = tuple(place(node.index, interface) for node in nodes)
     rendezvous: Any = SimpleNamespace(port=4242, places=places)
-    return Gang(spec(nodes, ranks, **options), rendezvous, lambda node: {"OF": node.host.name}, name="gang1", job="job")
+    return Gang(spec(nodes, ranks, **options), rendezvous, lambda host: {"OF": host.name}, name="gang1", job="job")
 
 
 # ---- ranks
@@ -169,30 +170,26 @@ def test_there_is_no_gang_with_a_lost_host(cache: GangCache, nodes: list[FakeNod
         cache.current(spec(nodes, (1, 1)))
 
 
-def test_the_gang_is_told_of_the_exit_of_a_member_and_of_no_other(cache: GangCache, nodes: list[FakeNode]) -> None:
-    cache.worker_exited(nodes[0], "gang1.0")  # type: ignore[arg-type]  # there is none yet
+def test_a_gang_is_replaced_after_the_exit_of_a_member(cache: GangCache, nodes: list[FakeNode]) -> None:
     gang = cache.current(spec(nodes, (2, 1)))
-    cache.worker_exited(nodes[0], "solo.0")  # type: ignore[arg-type]
-    cache.worker_exited(nodes[1], "gang1.1")  # type: ignore[arg-type]
+    assert sorted(nodes[0].members) == ["gang1.0", "gang1.1"]
     assert not gang.broken
-    cache.worker_exited(nodes[0], "gang1.1")  # type: ignore[arg-type]
+    nodes[0].members["gang1.1"].exited()
     assert gang.broken
     assert cache.current(spec(nodes, (2, 1))) is not gang
 
 
 def test_output_has_the_rank_of_its_process_also_just_after_its_gang(cache: GangCache, nodes: list[FakeNode]) -> None:
-    assert cache.rank_of(nodes[0], "solo.0") is None  # type: ignore[arg-type]  # there is no gang yet
     for number in (1, 2, 3):
         cache.current(spec(nodes, (2, 1))).broken = True
-        assert cache.rank_of(nodes[1], f"gang{number}.0") == 2  # type: ignore[arg-type]
-    assert cache.rank_of(nodes[0], "gang2.1") == 1  # type: ignore[arg-type]
-    assert cache.rank_of(nodes[0], "gang1.1") is None  # type: ignore[arg-type]
-    assert cache.rank_of(nodes[0], "solo.0") is None  # type: ignore[arg-type]
+        assert nodes[1].members[f"gang{number}.0"].shown_rank == 2
+    assert nodes[0].members["gang2.1"].shown_rank == 1
+    assert "gang1.1" not in nodes[0].members
 
 
 def test_elastic_processes_have_no_rank_of_their_own(cache: GangCache, nodes: list[FakeNode]) -> None:
     cache.current(spec(nodes, (2, 2), elastic_agents=True))
-    assert cache.rank_of(nodes[0], "gang1.0") is None  # type: ignore[arg-type]
+    assert nodes[0].members["gang1.0"].shown_rank is None
 
 
 def test_an_elastic_gang_takes_the_hosts_that_are_left_within_its_limits() -> None:

@@ -24,7 +24,7 @@ class FakeScheduler:
         self.tasks.append(task)
 
     def items(self, task: Task) -> list[Any]:
-        items, _ = codec.loads(task.arguments.data, task.arguments.buffers)
+        items, _ = codec.loads(task.call.arguments.data, task.call.arguments.buffers)
         return [item for (item,) in items]
 
 
@@ -115,7 +115,7 @@ def test_a_map_with_a_timeout_has_a_call_for_each_item() -> None:
     stage.answer(0, 0.0)
     assert stage.groups == [1, 1, 1]
     task = stage.scheduler.tasks[0]
-    assert task.timeout == 3.0
+    assert task.call.timeout == 3.0
     assert task.retries == 2
     assert task.each
 

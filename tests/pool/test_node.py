@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab.calls.pack import PackedFunction
+from skyfab.calls.pack import PackedCall, PackedFunction
 from skyfab.inventory.inventory import Inventory
-from skyfab.pool.node import Node, WorkerSpec
-from skyfab.pool.nodes import _NoOwner
+from skyfab.pool.node import Node, Owner, WorkerSpec
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import LARGE
+from skyfab.ui.events import Events
 
 PLAN = WorkerSpec(tree="", env={}, info={})
 
@@ -30,7 +30,7 @@ class FakeSession:
         self.has_ended = False
         self.closed = False
         self.is_gone = False
-        self.agent: Any = SimpleNamespace(gpus=2)
+        self.connection = SimpleNamespace(agent=SimpleNamespace(gpus=2))
 
     @property
     def ops(self) -> list[str]:
@@ -87,7 +87,7 @@ class FakeCaller:
 
 @pytest.fixture
 def node() -> Node:
-    node = Node(0, sky.Host(name="node1"), Inventory.of(None), _NoOwner())
+    node = Node(0, sky.Host(name="node1"), Inventory.of(None), Owner(Events()))
     node.session = FakeSession()  # type: ignore[assignment]
     return node
 
@@ -98,8 +98,12 @@ def call(
     caller = FakeCaller()
     function = PackedFunction(digest, codec.Payload(b"f"))
     arguments = codec.Payload(b"a", [memoryview(content)])
-    node.call("solo.0", plan, function, arguments, timeout=None, caller=caller, shared=shared)
+    node.call("solo.0", plan, packed(function, arguments), caller=caller, store="all" if shared else "repeated")
     return caller
+
+
+def packed(function: PackedFunction, arguments: codec.Payload) -> PackedCall:
+    return PackedCall(function=function, arguments=arguments, label="f")
 
 
 def session_of(node: Node) -> Any:
@@ -154,11 +158,11 @@ def test_a_process_and_a_function_are_sent_before_the_first_call_only(node: Node
 
 def test_the_short_way_sends_the_same(node: Node) -> None:
     session = session_of(node)
-    function = PackedFunction("digest", codec.Payload(b"f"))
+    small = packed(PackedFunction("digest", codec.Payload(b"f")), codec.Payload(b"data"))
     for ops in (["spawn", "function", "call"], ["call"]):
-        assert node.begin("solo.0", PLAN, function, b"data", timeout=None) == (b"data", "solo.0")
+        assert node.begin("solo.0", PLAN, small) == (b"data", "solo.0")
         assert session.ops == ops
-    node.begin("solo.0", WorkerSpec(tree="changed", env={}, info={}), function, b"data", timeout=None)
+    node.begin("solo.0", WorkerSpec(tree="changed", env={}, info={}), small)
     assert session.ops == ["spawn", "call"]
 
 
@@ -244,14 +248,14 @@ def test_a_large_argument_of_one_call_travels_with_it_and_is_stored_when_it_come
 def test_arguments_are_shared_where_the_caller_says_so(node: Node) -> None:
     arguments = codec.Payload(b"a", [memoryview(bytes(LARGE))])
     function = PackedFunction("digest", codec.Payload(b"f"))
-    node.call("solo.0", PLAN, function, arguments, timeout=None, caller=FakeCaller())
+    node.call("solo.0", PLAN, packed(function, arguments), caller=FakeCaller())
     assert session_of(node).ops == ["spawn", "function", "call"]
 
 
 def test_large_arrays_of_a_function_are_stored(node: Node) -> None:
     session, caller = session_of(node), FakeCaller()
     function = PackedFunction("digest", codec.Payload(b"f", [memoryview(bytes(LARGE)), memoryview(b"small")]))
-    node.call("solo.0", PLAN, function, codec.Payload(b"a"), timeout=None, caller=caller)
+    node.call("solo.0", PLAN, packed(function, codec.Payload(b"a")), caller=caller)
     assert session.ops == ["blob"]
     session.answers[0](messages.Done(), [])
     assert session.data[2] == [b"f", b"small"]
@@ -262,9 +266,8 @@ def test_large_arrays_of_a_function_are_stored(node: Node) -> None:
 def test_a_host_that_cannot_store_an_argument_fails_its_call_once(node: Node) -> None:
     session, caller = session_of(node), FakeCaller()
     arguments = codec.Payload(b"a", [memoryview(bytes([each]) * LARGE) for each in (1, 2)])
-    node.call(
-        "solo.0", PLAN, PackedFunction("d", codec.Payload(b"f")), arguments, timeout=None, caller=caller, shared=True
-    )
+    function = PackedFunction("d", codec.Payload(b"f"))
+    node.call("solo.0", PLAN, packed(function, arguments), caller=caller, store="all")
     first, second = session.answers
     first(messages.Failed(text="its disk is full", hint="make room"), [])
     second(messages.Failed(text="its disk is full", hint="make room"), [])
@@ -275,9 +278,8 @@ def test_a_host_that_cannot_store_an_argument_fails_its_call_once(node: Node) ->
 def test_a_call_waits_for_all_its_arguments(node: Node) -> None:
     session, caller = session_of(node), FakeCaller()
     arguments = codec.Payload(b"a", [memoryview(bytes([each]) * LARGE) for each in (1, 2)])
-    node.call(
-        "solo.0", PLAN, PackedFunction("d", codec.Payload(b"f")), arguments, timeout=None, caller=caller, shared=True
-    )
+    function = PackedFunction("d", codec.Payload(b"f"))
+    node.call("solo.0", PLAN, packed(function, arguments), caller=caller, store="all")
     first, second = session.answers
     first(messages.Done(), [])
     assert caller.streams == []
@@ -363,7 +365,7 @@ def test_a_file_that_is_on_its_way_is_not_sent_twice(node: Node) -> None:
 
 def test_gpus_are_those_of_the_agent_unless_some_are_named(node: Node) -> None:
     assert node.gpus == (0, 1)
-    named = Node(0, sky.Host(name="node1", gpus=(1,)), Inventory.of(None), _NoOwner())
+    named = Node(0, sky.Host(name="node1", gpus=(1,)), Inventory.of(None), Owner(Events()))
     named.session = FakeSession()  # type: ignore[assignment]
     assert named.gpus == (1,)
 
@@ -399,23 +401,11 @@ def test_calls_are_cancelled_and_taken_back_by_their_numbers(node: Node) -> None
     assert unassign.streams == [7, 9]
 
 
-def test_what_happens_to_a_host_is_told_to_its_owner() -> None:
-    told: list[tuple[Any, ...]] = []
-
-    class Owner:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *rest: told.append((name, *rest)) or True
-
-    node = Node(0, sky.Host(name="node1"), Inventory.of(None), Owner())  # type: ignore[arg-type]
-    lines: Any = object()
-    error = sky.HostLost("gone")
-    node.on_output("w", lines)
-    node.on_exit("w", 1)
-    node.on_lost(error)
-    node.on_disconnect("why")
-    node.on_reconnect(2.0)
-    assert node.others_respond()
-    assert told == [
-        *(("on_output", node, "w", lines), ("on_exit", node, "w"), ("on_lost", node, error)),
-        *(("on_disconnect", node, "why"), ("on_reconnect", node, 2.0), ("others_respond", node)),
-    ]
+def test_a_call_that_must_keep_its_place_is_sent_at_once(node: Node) -> None:
+    session, caller = session_of(node), FakeCaller()
+    content = packed(PackedFunction("d", codec.Payload(b"f")), codec.Payload(b"a", [memoryview(bytes(LARGE))]))
+    for _ in range(2):
+        generation = node.call("solo.0", PLAN, content, caller=caller, store="none")
+    assert session.ops == ["spawn", "function", "call", "call"]
+    assert node.has_worker("solo.0", generation)
+    assert not node.has_worker("solo.0", generation + 1)

@@ -10,11 +10,11 @@ import pytest
 
 import skyfab as sky
 from skyfab.pool import nodes as module
-from skyfab.pool.node import Node
-from skyfab.pool.nodes import Nodes, PoolOwner, _NoOwner, close_all, make_room, open_all
+from skyfab.pool.node import Node, Owner
+from skyfab.pool.nodes import Nodes, close_all, make_room, open_all
 from skyfab.session.lines import Lines
 from skyfab.session.timing import Timing
-from skyfab.ui.events import Event, Events, HostState, Output
+from skyfab.ui.events import Event, Events, HostState, Importing, Output
 
 
 class FakeSession:
@@ -41,122 +41,6 @@ class FakeNode:
         self.session.closed = True
 
 
-class Stage:
-    """An owner, and all that it tells."""
-
-    def __init__(self, *, recovers: bool = True) -> None:
-        self.found: list[Event] = []
-        self.exits: list[tuple[Any, str]] = []
-        self.expected: list[Any] = []
-        self.advanced = 0
-        gangs: Any = SimpleNamespace(
-            rank_of=lambda node, worker: 3, worker_exited=lambda node, worker: self.exits.append((node, worker))
-        )
-        self.events = Events()
-        self.unsubscribe = self.events.subscribe(self.found.append)
-        self.owner = PoolOwner(self.events, gangs, SimpleNamespace(advance=self._advance))  # type: ignore[arg-type]
-        if recovers:
-            self.owner.recovery = SimpleNamespace(expect=lambda *rest: self.expected.append(rest))  # type: ignore[assignment]
-
-    def _advance(self) -> None:
-        self.advanced += 1
-
-
-@pytest.fixture
-def stage() -> Stage:
-    return Stage()
-
-
-@pytest.fixture(autouse=True)
-def fake_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Node, "close", lambda node: node.close())
-
-
-# ---- events
-
-
-def test_output_has_the_rank_of_its_process(stage: Stage) -> None:
-    lines = Lines("stderr", [("one", "\n"), ("two", "\r")])
-    stage.owner.on_output(FakeNode(), "gang1.0", lines)  # type: ignore[arg-type]
-    common: dict[str, Any] = {"host": "node0", "rank": 3, "stream": "stderr"}
-    assert stage.found == [Output(**common, text="one"), Output(**common, text="two", end="\r")]
-
-
-def test_output_that_nobody_wants_is_dropped(stage: Stage) -> None:
-    stage.unsubscribe()
-    stage.owner._gang_cache.rank_of = lambda node, worker: pytest.fail("asked")  # type: ignore[method-assign]
-    stage.owner.on_output(FakeNode(), "gang1.0", Lines("stdout", [("one", "\n")]))  # type: ignore[arg-type]
-
-
-def test_the_gang_is_told_when_a_member_exits(stage: Stage) -> None:
-    node: Any = FakeNode()
-    stage.owner.on_exit(node, "gang1.0")
-    assert stage.exits == [(node, "gang1.0")]
-
-
-def test_a_lost_host_is_waited_for_and_its_calls_move(stage: Stage) -> None:
-    node: Any = FakeNode()
-    error = sky.HostLost("gone", host="node0")
-    stage.owner.on_lost(node, error)
-    assert stage.expected == [(node, error)]
-    assert stage.found == [HostState(host="node0", state="lost", detail="gone")]
-    assert stage.advanced == 1
-
-
-def test_a_host_that_is_none_of_ours_is_not_waited_for(stage: Stage) -> None:
-    node: Any = FakeNode()
-    error = sky.HostLost("gone", host="node0")
-    error.__cause__ = sky.ProtocolError("rubbish")
-    stage.owner.on_lost(node, error)
-    assert stage.expected == []
-    assert node.lost is error
-    assert stage.advanced == 1
-
-
-def test_a_host_is_lost_before_there_is_a_recovery() -> None:
-    node: Any = FakeNode()
-    error = sky.HostLost("gone", host="node0")
-    Stage(recovers=False).owner.on_lost(node, error)
-    assert node.lost is error
-
-
-@pytest.mark.parametrize(
-    ("others", "ours"),
-    [([], False), (["responds"], False), (["silent"], True), (["lost"], False), (["silent", "responds"], False)],
-)
-def test_where_no_host_answers_the_network_here_is_suspected(stage: Stage, others: list[str], ours: bool) -> None:
-    node = FakeNode(0)
-    stage.owner.nodes = [node]  # type: ignore[list-item]
-    for number, how in enumerate(others, 1):
-        other = FakeNode(number)
-        other.session.responds = how == "responds"
-        other.lost = sky.HostLost("gone") if how == "lost" else None
-        stage.owner.nodes.append(other)  # type: ignore[attr-defined]
-    stage.owner.on_disconnect(node, "no heartbeat")  # type: ignore[arg-type]
-    (found,) = stage.found
-    assert isinstance(found, HostState)
-    assert found.state == "reconnecting"
-    assert found.detail.startswith("no heartbeat")
-    assert ("this machine's network" in found.detail) is ours
-    assert found.limit == (10 if "responds" in others else 60)
-
-
-def test_a_host_that_is_back_is_told(stage: Stage) -> None:
-    stage.owner.on_reconnect(FakeNode(), 2.04)  # type: ignore[arg-type]
-    assert stage.found == [HostState(host="node0", state="ready", detail="back after 2.0 s")]
-
-
-def test_a_host_of_a_detached_run_is_lost_and_that_is_all() -> None:
-    node: Any = FakeNode()
-    error = sky.HostLost("gone")
-    _NoOwner().on_lost(node, error)
-    assert node.lost is error
-    assert not _NoOwner().others_respond(node)
-
-
-# ---- making
-
-
 class Images:
     """Notes for which sessions an interpreter is asked for."""
 
@@ -174,18 +58,161 @@ class Images:
     def setup(self, host: sky.Host) -> str:
         return ""
 
+    def variables(self, host: sky.Host) -> dict[str, str]:
+        return {"A": "b"}
+
+
+class Stage:
+    """The nodes of a pool, and all that they tell."""
+
+    def __init__(self) -> None:
+        self.found: list[Event] = []
+        self.expected: list[Any] = []
+        self.advanced = 0
+        self.images = Images()
+        self.events = Events()
+        self.unsubscribe = self.events.subscribe(self.found.append)
+        workdirs: Any = SimpleNamespace(of=lambda host: f"folder of {host.name}")
+        scheduler: Any = SimpleNamespace(advance=self._advance)
+        sync: Any = SimpleNamespace(take_back=None)
+        timing = Timing(lease=60, heartbeat_timeout=10)
+        self.owner = Nodes(self.images, workdirs, timing, self.events, scheduler, sync)  # type: ignore[arg-type]
+        self.owner.recovery.expect = lambda *rest: self.expected.append(rest)  # type: ignore[method-assign]
+
+    def _advance(self) -> None:
+        self.advanced += 1
+
+    def node(self) -> Any:
+        """A node of its own, with a session that only notes what it is told."""
+        node: Any = Node(0, sky.Host(name="node0"), sky.Inventory(hosts={}), self.owner)
+        node.session = FakeSession()
+        return node
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+@pytest.fixture(autouse=True)
+def fake_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Node, "close", lambda node: node.close())
+
+
+# ---- events
+
+
+def member(rank: int | None) -> Any:
+    made: Any = SimpleNamespace(shown_rank=rank, exits=0)
+
+    def exited() -> None:
+        made.exits += 1
+
+    made.exited = exited
+    return made
+
+
+def test_output_has_the_rank_of_its_process(stage: Stage) -> None:
+    node = stage.node()
+    node.members = {"gang1.0": member(3)}
+    node.on_output("gang1.0", Lines("stderr", [("one", "\n"), ("two", "\r")]))
+    node.on_output("solo.0", Lines("stdout", [("three", "\n")]))
+    common: dict[str, Any] = {"host": "node0", "rank": 3, "stream": "stderr"}
+    assert stage.found == [
+        Output(**common, text="one"),
+        Output(**common, text="two", end="\r"),
+        Output(host="node0", rank=None, stream="stdout", text="three"),
+    ]
+
+
+def test_output_that_nobody_wants_is_dropped(stage: Stage) -> None:
+    stage.unsubscribe()
+    stage.node().on_output("gang1.0", Lines("stdout", [("one", "\n")]))
+    assert stage.found == []
+
+
+def test_imports_of_workers_that_are_there_are_told(stage: Stage) -> None:
+    node = stage.node()
+    node._workers["gang1.0"] = (None, 1)
+    node.members = {"gang1.0": member(3)}
+    node.on_import("gang1.0", "torch")
+    node.on_import("gang0.0", "jax")
+    assert stage.found == [Importing(host="node0", rank=3, worker="gang1.0", module="torch")]
+
+
+def test_the_gang_is_told_when_a_member_exits(stage: Stage) -> None:
+    node = stage.node()
+    node.members = {"gang1.0": member(0), "gang1.1": member(1)}
+    node.on_exit("gang1.0", 1)
+    node.on_exit("solo.0", 2)
+    assert [one.exits for one in node.members.values()] == [1, 0]
+
+
+def test_a_lost_host_is_waited_for_and_its_calls_move(stage: Stage) -> None:
+    node = stage.node()
+    error = sky.HostLost("gone", host="node0")
+    node.on_lost(error)
+    assert stage.expected == [(node, error)]
+    assert stage.found == [HostState(host="node0", state="lost", detail="gone")]
+    assert stage.advanced == 1
+
+
+def test_a_host_that_is_none_of_ours_is_not_waited_for(stage: Stage) -> None:
+    node = stage.node()
+    error = sky.HostLost("gone", host="node0")
+    error.__cause__ = sky.ProtocolError("rubbish")
+    node.on_lost(error)
+    assert stage.expected == []
+    assert node.lost is error
+    assert stage.advanced == 1
+
+
+@pytest.mark.parametrize(
+    ("others", "ours"),
+    [([], False), (["responds"], False), (["silent"], True), (["lost"], False), (["silent", "responds"], False)],
+)
+def test_where_no_host_answers_the_network_here_is_suspected(stage: Stage, others: list[str], ours: bool) -> None:
+    node = stage.node()
+    nodes: list[Any] = [node]
+    for number, how in enumerate(others, 1):
+        other = FakeNode(number)
+        other.session.responds = how == "responds"
+        other.lost = sky.HostLost("gone") if how == "lost" else None
+        nodes.append(other)
+    stage.owner.nodes = nodes
+    node.on_disconnect("no heartbeat")
+    (found,) = stage.found
+    assert isinstance(found, HostState)
+    assert found.state == "reconnecting"
+    assert found.detail.startswith("no heartbeat")
+    assert ("this machine's network" in found.detail) is ours
+    assert found.limit == (10 if "responds" in others else 60)
+
+
+def test_a_host_that_is_back_is_told(stage: Stage) -> None:
+    stage.node().on_reconnect(2.04)
+    assert stage.found == [HostState(host="node0", state="ready", detail="back after 2.0 s")]
+
+
+def test_a_host_of_a_detached_run_is_lost_and_that_is_all() -> None:
+    node: Any = FakeNode()
+    error = sky.HostLost("gone")
+    owner = Owner(Events())
+    owner.on_lost(node, error)
+    assert node.lost is error
+    assert not Node(0, sky.Host(name="a"), sky.Inventory(hosts={}), owner).others_respond()
+
+
+# ---- making
+
 
 def test_each_host_gets_a_node_with_a_session_and_a_working_folder(stage: Stage) -> None:
-    images, recovered = Images(), list[Any]()
-    workdirs: Any = SimpleNamespace(of=lambda host: f"folder of {host.name}")
+    images, nodes = stage.images, stage.owner
     inventory = sky.Inventory.of(None)
-    nodes = Nodes(images, workdirs, Timing(lease=60), stage.owner, recovered.append)  # type: ignore[arg-type]
-    assert stage.owner.recovery is nodes.recovery
     nodes.recovery.close()
     made = nodes.make_nodes([sky.Host(name="a"), sky.Host(name="b")], inventory)
     assert not nodes.recovery._over.is_set()
-    assert nodes.all is made
-    assert stage.owner.nodes is made
+    assert nodes.nodes is made
     assert images.begun == 1
     assert [(node.index, node.name, node.workdir) for node in made] == [
         (0, "a", "folder of a"),
@@ -200,7 +227,29 @@ def test_each_host_gets_a_node_with_a_session_and_a_working_folder(stage: Stage)
     other = images.sessions[2].partition("-")[0]
     assert images.sessions[2:] == [f"{other}-1"]
     assert other != pool
-    assert nodes.all is made
+    assert nodes.nodes is made
+
+
+@pytest.mark.parametrize(("gpus", "visible"), [("auto", None), ((1, 3), "1,3")])
+def test_a_solo_call_sees_a_world_of_its_own(stage: Stage, gpus: Any, visible: str | None) -> None:
+    agent = SimpleNamespace(hostname="box", address="192.0.2.1")
+    host = sky.Host(name="node1", gpus=gpus)
+    node: Any = SimpleNamespace(index=2, agent=agent, host=host, gpus=(1, 3))
+    stage.owner.nodes = [node] * 3
+    spec = stage.owner.solo_spec(node, "tree")
+    assert spec.tree == "tree"
+    assert spec.env.get("CUDA_VISIBLE_DEVICES") == visible
+    assert spec.env["A"] == "b"
+    assert spec.info == {
+        "node": 2,
+        "total_nodes": 3,
+        "hostname": "box",
+        "head_addr": "192.0.2.1",
+        "accelerators": 2,
+        "total_accelerators": 2,
+        "peers": ["192.0.2.1"],
+        "job_id": stage.owner.job,
+    }
 
 
 # ---- opening

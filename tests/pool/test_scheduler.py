@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab.calls.pack import PackedFunction
+from skyfab.calls.pack import PackedCall, PackedFunction
 from skyfab.pool import scheduler as module
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import WorkerSpec
-from skyfab.pool.scheduler import Scheduler, Slot, Task, solo_spec
+from skyfab.pool.scheduler import Scheduler, Task
 from skyfab.protocol import codec, messages
 
 PLAN = WorkerSpec(tree="", env={}, info={})
+CHANGED = WorkerSpec(tree="changed", env={}, info={})
 
 
 class FakeSession:
@@ -41,6 +42,7 @@ class FakeNode:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.host = sky.Host(name=name)
         self.lost: Exception | None = None
         self.session = FakeSession()
         self.callers: list[Any] = []
@@ -50,7 +52,7 @@ class FakeNode:
         self.taken_back: list[list[int]] = []
         self.is_gone = False
 
-    def call(self, worker: str, plan: WorkerSpec, function: Any, arguments: Any, *, caller: Any, **rest: Any) -> None:
+    def call(self, worker: str, plan: WorkerSpec, call: PackedCall, *, caller: Any, **rest: Any) -> None:
         if self.is_gone:
             raise sky.HostLost("gone", host=self.name)
         self.callers.append(caller)
@@ -79,15 +81,23 @@ def started(label: str, host: str) -> Callable[[BaseException | None], None]:
     return lambda error: None
 
 
+def open_over(queue: Scheduler, *nodes: FakeNode) -> None:
+    queue.open(nodes, lambda node, tree: PLAN if not tree else CHANGED)  # type: ignore[arg-type]
+
+
 def queue_over(*nodes: FakeNode) -> Scheduler:
     queue = Scheduler(started)
-    queue.open(Slot(node, "solo.0", PLAN) for node in nodes)  # type: ignore[arg-type]
+    open_over(queue, *nodes)
     return queue
 
 
 def task(size: int = 100_000, **options: Any) -> Task:
+    return Task(packed(size, retries=options.pop("retries", 0)), **options)
+
+
+def packed(size: int = 0, **options: Any) -> PackedCall:
     function = PackedFunction("digest", codec.Payload(b""))
-    return Task(function, codec.Payload(bytes(size)), label="f", timeout=None, **options)
+    return PackedCall(function=function, arguments=codec.Payload(bytes(size)), label="f", **options)
 
 
 def result(value: object) -> tuple[messages.Message, list[memoryview]]:
@@ -151,7 +161,7 @@ def test_cancelling_a_call_that_was_moved_stops_nothing_else_on_its_new_host() -
     moved = task(retries=1)
     queue.add(moved)
     moved.sent(51)
-    queue.open([Slot(second, "solo.0", PLAN)])  # type: ignore[list-item]
+    open_over(queue, second)
     first.lose()
     moved.failed(sky.HostLost("gone", host="node1"))
     assert second.callers == [moved], "its arguments are on their way"
@@ -352,12 +362,11 @@ def test_a_call_that_needs_another_process_is_not_given_ahead(clock: Clock) -> N
     answer_quickly(queue, node, clock)
     node.plans.clear()
     (first,) = add(queue, 1)
-    changed = WorkerSpec(tree="changed", env={}, info={})
-    queue.replan(lambda slot: changed)
+    queue.replan("changed")
     add(queue, 2)
     assert node.plans == [PLAN]
     first.answered(*result(None))
-    assert node.plans == [PLAN, changed, changed]
+    assert node.plans == [PLAN, CHANGED, CHANGED]
 
 
 def test_calls_for_one_host_do_not_hold_up_calls_for_another() -> None:
@@ -370,10 +379,10 @@ def test_calls_for_one_host_do_not_hold_up_calls_for_another() -> None:
 
 def test_a_call_is_made_with_what_it_was_given() -> None:
     node = FakeNode("node1")
-    one = Task(PackedFunction("digest", codec.Payload(b"")), codec.Payload(b""), label="f", timeout=3.0)
+    one = Task(packed(timeout=3.0))
     one.each = True
     queue_over(node).add(one)
-    assert node.options == [{"timeout": 3.0, "each": True}]
+    assert node.options == [{"each": True}]
 
 
 # ---- a slot for the fast path
@@ -383,12 +392,12 @@ def test_a_reserved_slot_is_nobody_elses_until_it_is_released(clock: Clock) -> N
     node = FakeNode("node1")
     queue = queue_over(node)
     answer_quickly(queue, node, clock)
-    slot = queue.reserve()
+    slot = queue._reserve()
     assert slot is not None
-    assert queue.reserve() is None
+    assert queue._reserve() is None
     (waiting,) = add(queue, 1)
     assert node.callers == []
-    queue.release(slot)
+    queue._release(slot)
     assert node.callers == [waiting]
 
 
@@ -396,7 +405,7 @@ def test_no_slot_of_a_lost_host_is_reserved() -> None:
     lost, there = FakeNode("node1"), FakeNode("node2")
     queue = queue_over(lost, there)
     lost.lost = sky.HostLost("gone", host="node1")
-    slot = queue.reserve()
+    slot = queue._reserve()
     assert slot is not None
     assert slot.node is there  # type: ignore[comparison-overlap]
 
@@ -405,7 +414,7 @@ def test_nothing_is_reserved_past_calls_that_wait() -> None:
     nodes = [FakeNode("node1"), FakeNode("node2")]
     queue = queue_over(*nodes)
     add(queue, 2, on=nodes[0])
-    assert queue.reserve() is None
+    assert queue._reserve() is None
 
 
 # ---- calls that come back
@@ -501,7 +510,7 @@ def test_a_call_with_retries_moves_to_another_host_so_often(retries: int) -> Non
     nodes = [FakeNode(f"node{number}") for number in range(4)]
     told: list[tuple[str, type]] = []
     queue = Scheduler(lambda label, host: lambda error: told.append((host, type(error))))
-    queue.open(Slot(node, "solo.0", PLAN) for node in nodes)  # type: ignore[arg-type]
+    open_over(queue, *nodes)
     (one,) = add(queue, 1, retries=retries)
     for node in nodes[: retries + 1]:
         assert not one.future.done()
@@ -552,7 +561,7 @@ def test_the_end_of_a_call_is_told_before_who_waits_goes_on() -> None:
     seen: list[tuple[BaseException | None, bool]] = []
     node = FakeNode("node1")
     queue = Scheduler(lambda label, host: lambda error: seen.append((error, one.future.done())))
-    queue.open([Slot(node, "solo.0", PLAN)])  # type: ignore[list-item]
+    open_over(queue, node)
     (one,) = add(queue, 1)
     one.answered(*result(1))
     assert seen == [(None, False)]
@@ -617,28 +626,7 @@ def test_calls_that_wait_when_the_pool_closes_fail_and_those_that_run_do_not() -
 def test_untrusted_hosts_return_plain_data_only() -> None:
     node = FakeNode("node1")
     queue = Scheduler(started, untrusted=True)
-    queue.open([Slot(node, "solo.0", PLAN)])  # type: ignore[list-item]
+    open_over(queue, node)
     (one,) = add(queue, 1)
     one.answered(*result(EndsTheProgram()))
     assert isinstance(one.future.exception(0), sky.UntrustedResult)
-
-
-@pytest.mark.parametrize(("gpus", "visible"), [("auto", None), ((1, 3), "1,3")])
-def test_a_solo_call_sees_a_world_of_its_own(gpus: Any, visible: str | None) -> None:
-    agent = SimpleNamespace(hostname="box", address="192.0.2.1")
-    host = sky.Host(name="node1", gpus=gpus)
-    node: Any = SimpleNamespace(index=2, agent=agent, host=host, gpus=(1, 3))
-    spec = solo_spec(lambda _: {"A": "b"}, "job", lambda: 3, node, "tree")
-    assert spec.tree == "tree"
-    assert spec.env.get("CUDA_VISIBLE_DEVICES") == visible
-    assert spec.env["A"] == "b"
-    assert spec.info == {
-        "node": 2,
-        "total_nodes": 3,
-        "hostname": "box",
-        "head_addr": "192.0.2.1",
-        "accelerators": 2,
-        "total_accelerators": 2,
-        "peers": ["192.0.2.1"],
-        "job_id": "job",
-    }

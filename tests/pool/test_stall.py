@@ -125,8 +125,8 @@ def test_what_is_no_stack_is_no_stall(stage: Stage) -> None:
 
 def test_nobody_is_looked_at_after_the_end_of_the_call() -> None:
     future, session = CallFuture(), FakeSession()
-    function = sky.function(stall=0.01)(len)
-    watch(future, lambda: [(SimpleNamespace(name="node1", session=session), "solo.0", None)], function, Events())  # type: ignore[list-item]
+    node: Any = SimpleNamespace(name="node1", session=session)
+    watch(future, lambda: [(node, "solo.0", None)], 0.01, "f", Events())
     assert session.asked.wait(30)
     future.settle(1)
     until(lambda: not any(thread.name == "skyfab-stall" for thread in threading.enumerate()))

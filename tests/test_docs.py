@@ -52,6 +52,14 @@ def test_every_example_has_a_guide() -> None:
     assert [example for example in examples if example not in text] == []
 
 
+def test_the_page_for_developers_has_a_row_for_every_package_and_names_files_that_exist() -> None:
+    text = (DOCS / "development.md").read_text()
+    packages = {f"skyfab/{path.parent.name}/" for path in (ROOT / "skyfab").glob("*/__init__.py")}
+    assert packages == set(re.findall(r"^\| `(skyfab/\w+/)` \|", text, re.MULTILINE))
+    named = set(re.findall(r"`((?:skyfab|tests|tools|benchmarks|docs|\.github|\.ci)/[\w./-]*)`", text))
+    assert not [name for name in named if "NAME" not in name and not (ROOT / name).exists()]
+
+
 def test_the_reference_has_every_public_name() -> None:
     text = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     documented = re.findall(r"^\.\. auto\w+:: skyfab\.(\w+)", text, re.MULTILINE)

@@ -35,10 +35,12 @@ def name_of(page: Path) -> str:
     return page.relative_to(DOCS).as_posix() if page.is_relative_to(DOCS) else page.name
 
 
-def test_readme_begins_with_how_to_install_and_is_short() -> None:
+def test_readme_begins_with_two_commands_and_is_short() -> None:
     text = (ROOT / "README.md").read_text()
-    assert text.index("## Install") < text.index("```")
-    assert len(text.splitlines()) <= 160
+    first = text.index("```sh\n./inv train ")
+    assert text.index("pictures/terminal.svg") < first < text.index("\n./inv test ") < text.index("## Install")
+    assert len(text[: text.index("## Install")].splitlines()) <= 20, "the first screen"
+    assert len(text.splitlines()) <= 162
 
 
 def test_readme_shows_the_example_as_it_is() -> None:

@@ -149,7 +149,7 @@ def _check_python(wanted: object, shown: str) -> None:
     if not fits:
         raise UsageError(
             f"{shown} requires Python {wanted}, and skyfab runs with {here}: hosts run the same Python",
-            hint="run skyfab with such a Python",
+            hint=f"uvx --python '{wanted}' skyfab …",
         )
 
 

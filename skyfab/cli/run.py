@@ -75,6 +75,7 @@ def run(
     from skyfab.calls.script import perform
     from skyfab.cli.detach import broadcast, tell_how_to_attach
     from skyfab.cli.host_selection import selected
+    from skyfab.cli.interpreter import hand_over
     from skyfab.cli.project_settings import ProjectSettings
     from skyfab.cli.run_environment import image_of, plugins_of, variables_of
     from skyfab.detached.run import Run
@@ -84,6 +85,8 @@ def run(
     script, function = _parsed(target)
     if detach and get:
         raise UsageError("--get needs the end of the run, and --detach does not wait", hint="later: skyfab get PATTERN")
+    if not no_project:
+        hand_over(script)
     settings = ProjectSettings.of(script)
     hosts = hosts or (settings.hosts if inventory is None else None)
     ranks = ranks or settings.ranks

@@ -114,7 +114,7 @@ STACKS = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 7) + 7
 
 
 def offer_stacks(worker: str, rank: int) -> None:
-    """Registers a signal that dumps this process's stacks, even when it hangs in C code: see `skyfab.pool.stacks`."""
+    """Registers a signal that dumps this process's stacks, even when it hangs in C code: see `host.ask.stacks`."""
     import faulthandler
 
     folder = os.path.join(_folder, "../stacks")  # noqa: PTH118  # importing pathlib is slow on a cold host

@@ -32,9 +32,9 @@ MAY_IMPORT = {
     "ui": "errors _util",
     "ssh": "errors _util protocol inventory ui",  # logins may ask the user
     "session": "errors _util protocol inventory ui ssh host",
-    "inspect": "errors _util inventory host",
+    "inspect": "errors _util inventory host calls session",
     "detached": "errors _util context protocol inventory calls ssh session ui",
-    "env": "errors _util protocol inventory calls ssh session detached",
+    "env": "errors _util protocol inventory calls ssh session",
     "device": "errors _util context protocol host",
     "pool": "errors _util context protocol inventory calls plugins ssh session detached env ui device files host"
     " inspect providers",
@@ -81,7 +81,7 @@ OUTSIDE = {
         "plugins",
         "device",
         "host.device",
-        "host.ask.speed",
+        "host.ask.measure",
         "cli.train",
         "demo.digits",
     },

@@ -35,6 +35,7 @@ def doctor(
         skyfab doctor --fix
     """
     from skyfab import __version__
+    from skyfab.cli.asking import asking
     from skyfab.cli.host_selection import selected
     from skyfab.inspect.doctor import report
     from skyfab.inspect.doctor.examine import examined
@@ -43,7 +44,8 @@ def doctor(
         raise UsageError("--json prints a list, and nothing else", hint="leave out --paste and --fix")
     known, chosen = selected(hosts, inventory, quiet=json_)
     show = not json_ and is_rich(sys.stdout, sys.stderr)
-    found = examined(chosen, known, show=show, measured=measure)
+    with asking(chosen, known, show=show) as asker:
+        found = examined(asker, measured=measure)
     if json_:
         print(json.dumps([asdict(one) for one in found], indent=2, ensure_ascii=False))
     elif paste:

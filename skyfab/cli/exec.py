@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Option, Workdir, command
 from skyfab.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from skyfab.inventory.host import Host
+    from skyfab.session.ask import Reply
+    from skyfab.ui.events import Events
 
 
 @command
@@ -28,28 +36,55 @@ def exec_(
         skyfab exec --workdir='~' -- du -sh .cache
         skyfab exec --hosts=gpu -- 'nvidia-smi -L | wc -l'
     """
-    from skyfab.calls.call import as_function
+    from skyfab.cli.asking import asking
     from skyfab.cli.host_selection import selected
-    from skyfab.pool.each_host import fan_out
+    from skyfab.pool.workdir import Workdirs
+    from skyfab.session.ask import Question
 
     line = " ".join(words)
     if not line.strip():
         raise UsageError("no command to run", hint="it comes after two dashes: skyfab exec -- uptime")
-
-    def run(line: str) -> int:  # pickled by value: hosts do not have this module
-        import subprocess
-
-        return subprocess.run(["/bin/sh", "-c", line], stdin=subprocess.DEVNULL).returncode
-
     found, chosen = selected(hosts, inventory)
-    outcomes = fan_out(lambda pool: pool.run(as_function(run)(line)), chosen, found, show=True, workdir=workdir)
+    folders = Workdirs(workdir)
     codes = {0}
+    with asking(chosen, found, show=True) as asker:
+
+        def run(host: Host) -> int:
+            arguments = {"line": line, "workdir": folders.of(host).told, "variables": dict(host.env)}
+            show = functools.partial(_show, asker.events)
+            return asker.ask_one(Question("command", show, arguments), host)
+
+        outcomes = asker.each(run)
     for outcome in outcomes:
         if outcome.error is not None:
             print(report.text(outcome.error), file=sys.stderr)
             codes.add(report.exit_code(outcome.error))
-        elif outcome.result:
-            ended = f"exit code {outcome.result}" if outcome.result > 0 else f"killed by signal {-outcome.result}"
+        elif outcome.answer:
+            ended = f"exit code {outcome.answer}" if outcome.answer > 0 else f"killed by signal {-outcome.answer}"
             print(f"{outcome.host.name}: {ended}", file=sys.stderr)
             codes.add(1)
     return max(codes)
+
+
+def _show(events: Events, host: Host, replies: Iterator[Reply]) -> int:
+    """Shows what a command writes, line by line; returns its exit code."""
+    from skyfab.session.lines import Lines
+    from skyfab.ui.events import Output
+
+    streams = {"stdout": Lines("stdout"), "stderr": Lines("stderr")}
+
+    def emit(lines: Lines | None) -> None:
+        for text, end in lines or ():
+            events.emit(Output(host=host.name, rank=None, stream=lines.stream, text=text, end=end))  # type: ignore[union-attr]
+
+    code = None
+    for reply in replies:
+        if reply.value in streams:
+            emit(streams[reply.value].feed(reply.data))
+        else:
+            code = reply.value
+    for stream in streams.values():
+        emit(stream.rest() if stream.partial else None)
+    if type(code) is not int:
+        raise ValueError("no exit code")
+    return code

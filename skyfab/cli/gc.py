@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,21 +81,15 @@ def clean(
 
     Raises a HostError or PoolError for the hosts that could not be cleaned, after all others have been.
     """
-    from skyfab.env.gc import sweep
-    from skyfab.session.bootstrap import open_shell
-    from skyfab.session.fanout import Raised, for_each_host, one_error
-    from skyfab.ssh import transport_for
+    from skyfab.env.gc import question
+    from skyfab.session.ask import Asker
+    from skyfab.session.fanout import one_error
 
-    over = threading.Event()
+    with Asker(hosts, inventory) as asker:
 
-    def one(host: Host) -> None:
-        with open_shell(host, transport_for(host, inventory), stopped=over.is_set) as shell:
-            swept = sweep(shell, days, dry_run=dry_run)
-        cleaned(host.name, swept)
+        def one(host: Host) -> None:
+            cleaned(host.name, asker.ask_one(question(days, dry_run=dry_run), host))
 
-    try:
-        outcomes = for_each_host(one, hosts)
-    finally:
-        over.set()
-    if failures := [outcome.error for outcome in outcomes if isinstance(outcome, Raised)]:
+        outcomes = asker.each(one)
+    if failures := [outcome.error for outcome in outcomes if outcome.error is not None]:
         raise one_error(failures, len(hosts))

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from skyfab.inspect.survey import Survey
     from skyfab.inventory.host import Host
-    from skyfab.pool.each_host import Outcome
-    from skyfab.protocol.messages import AgentHello
+    from skyfab.session.ask import Outcome
 
 _OPTIONAL: Final = ("system", "disk", "CPUs", "python", "load", "memory")
 """Columns that a narrow terminal does without, the first of them first."""
@@ -48,8 +47,9 @@ def hosts(
         skyfab hosts --hosts=gpu --json
         skyfab hosts --from=ssh_config --toml > inventory.toml
     """
+    from skyfab.cli.asking import asking
     from skyfab.cli.host_selection import selected
-    from skyfab.pool.each_host import fan_out, survey
+    from skyfab.inspect.survey import SURVEY
 
     if from_ is not None:
         if inventory is not None:
@@ -59,8 +59,8 @@ def hosts(
         raise UsageError("--toml prints what --from shows", hint="skyfab hosts --from=ssh_config --toml")
     known, chosen = selected(hosts, inventory, quiet=json_)
     show = not json_ and is_rich(sys.stdout, sys.stderr)  # else the table is enough
-    outcomes = fan_out(lambda pool: (pool.hosts[0].agent, survey(pool)), chosen, known, show=show)
-    found = [Facts.of(outcome) for outcome in outcomes]
+    with asking(chosen, known, show=show) as asker:
+        found = [Facts.of(outcome) for outcome in asker.ask(SURVEY)]
     if json_:
         print(json.dumps([asdict(facts) for facts in found], indent=2, ensure_ascii=False))
     else:
@@ -122,22 +122,21 @@ class Facts:
     hint: str | None = None
 
     @classmethod
-    def of(cls, outcome: Outcome[tuple[AgentHello, Survey]]) -> Facts:
-        host, error = outcome.host, outcome.error
+    def of(cls, outcome: Outcome[Survey]) -> Facts:
+        host, error, survey = outcome.host, outcome.error, outcome.answer
         address = _address(host)
-        if error is not None:
+        if survey is None:
             reachable = isinstance(error, HostUnfit)
-            return cls(name=host.name, address=address, reachable=reachable, error=error.message, hint=error.hint)
-        assert outcome.result is not None
-        agent, survey = outcome.result
+            message, hint = (error.message, error.hint) if error else ("no answer", None)
+            return cls(name=host.name, address=address, reachable=reachable, error=message, hint=hint)
         return cls(
             name=host.name,
             address=address,
             reachable=True,
-            python=agent.python,
-            platform=agent.platform,
-            cpus=agent.cpus,
-            gpus=agent.gpus if host.gpus == "auto" else len(host.gpus),
+            python=".".join(survey.python.split(".")[:2]),
+            platform=survey.platform,
+            cpus=survey.cpus,
+            gpus=survey.gpu_count if host.gpus == "auto" else len(host.gpus),
             survey=survey,
         )
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from skyfab.inspect.survey import Survey
     from skyfab.inventory.host import Host
     from skyfab.inventory.inventory import Inventory
-    from skyfab.pool.each_host import Outcome
+    from skyfab.session.ask import Outcome
 
 _FILE: Final = "inventory.toml"
 
@@ -138,10 +138,12 @@ def _asked(question: str, hint: str) -> str:
 
 
 def _greeted(hosts: Sequence[Host], known: Inventory) -> list[Outcome[Survey]]:
-    """Runs a function on every host, all at once."""
-    from skyfab.pool.each_host import fan_out, survey
+    """Asks every host what it is, all at once."""
+    from skyfab.cli.asking import asking
+    from skyfab.inspect.survey import SURVEY
 
-    return fan_out(survey, hosts, known, show=is_rich(sys.stdout, sys.stderr))
+    with asking(hosts, known, show=is_rich(sys.stdout, sys.stderr)) as asker:
+        return asker.ask(SURVEY)
 
 
 def _is_unknown(outcome: Outcome[Survey]) -> bool:
@@ -164,8 +166,8 @@ def _recorded(hosts: list[Host], *, yes: bool) -> list[Host]:
 
 def _show(outcomes: Sequence[Outcome[Survey]]) -> None:
     for one in outcomes:
-        if one.result is not None:
-            now = one.result
+        if one.answer is not None:
+            now = one.answer
             gpus = f", {counted(len(now.gpus), 'GPU')}" if now.gpus else ""
             print(
                 clean(f"{one.host.name}: hello from {now.os}, Python {now.python}, {now.cpus} CPUs{gpus}", colour=False)

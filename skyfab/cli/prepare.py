@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from skyfab.env.lock import Lock
     from skyfab.inventory.host import Host
     from skyfab.inventory.inventory import Inventory
-    from skyfab.session.shell import Shell
     from skyfab.ui.events import Event
 
 
@@ -205,15 +204,17 @@ def _look_for_newer(image: Image, hosts: Sequence[Host], inventory: Inventory) -
     from skyfab.env import facts_cache, probe
     from skyfab.env.facts import Target
     from skyfab.env.lock import make_lock
-    from skyfab.session.bootstrap import local_python
-    from skyfab.session.shell_pool import Shells
+    from skyfab.session.bootstrap import local_python, open_shell
+    from skyfab.session.fanout import Raised, for_each_host
+    from skyfab.ssh import transport_for
 
-    def target(shell: Shell) -> Target:
-        facts = probe.parse(shell.run(probe.script(())))
-        facts_cache.remember(shell.host, facts)
+    def target(host: Host) -> Target:
+        with open_shell(host, transport_for(host, inventory)) as shell:
+            facts = probe.parse(shell.run(probe.script(())))
+        facts_cache.remember(host, facts)
         return Target.of(facts, local_python())
 
-    with Shells(hosts, inventory) as shells:
-        together = sorted(set(shells.ask(target, errors=[])), key=repr)
+    found = for_each_host(target, hosts)
+    together = sorted({one for one in found if not isinstance(one, Raised)}, key=repr)
     for one in together:
         make_lock(image, one, together=together, upgrade=True)

@@ -83,24 +83,18 @@ def facts_of(run: Run) -> dict[str, Any]:
         "failed": [rank for _, rank in run.failed],
         "hosts": run.hosts,
         "not_asked": run.unasked,
-        "gpus": {part.host: [_usage(gpu) for gpu in part.gpus] for part in run.parts},
+        "gpus": {part.host: [{"percent": gpu.percent, "bytes": gpu.memory} for gpu in part.gpus] for part in run.parts},
         "last": run.last,
     }
 
 
 def _busy(run: Run) -> str:
     """How many GPUs its hosts have, and while it runs, how busy they are on average."""
-    usages = [_usage(gpu) for part in run.parts for gpu in part.gpus]
-    known = [usage["percent"] for usage in usages if usage["percent"] is not None]
+    usages = [gpu for part in run.parts for gpu in part.gpus]
+    known = [gpu.percent for gpu in usages if gpu.percent is not None]
     if run.state != "running" or not known:
         return str(len(usages)) if usages else "–"
     return f"{len(usages)} at {sum(known) / len(known):.0f} %"
-
-
-def _usage(gpu: str) -> dict[str, int | None]:
-    percent, _, megabytes = (word.strip() for word in gpu.partition(","))
-    words = {"percent": percent, "megabytes": megabytes}
-    return {name: int(text) if text.isdecimal() and len(text) < 10 else None for name, text in words.items()}
 
 
 def _moment(started: float) -> str:

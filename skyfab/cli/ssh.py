@@ -16,7 +16,7 @@ from skyfab.ui.hints import HINTS
 if TYPE_CHECKING:
     from skyfab.inventory.host import Host
     from skyfab.inventory.inventory import Inventory
-    from skyfab.session.interactive import Entrance
+    from skyfab.session.interactive import InteractiveShell
 
 
 @command
@@ -52,7 +52,7 @@ def ssh(
     os.execvp(argv[0], argv)
 
 
-def _of_project(host: Host, command: str) -> Entrance:
+def _of_project(host: Host, command: str) -> InteractiveShell:
     """The folder and environment that `skyfab run` uses."""
     from skyfab.cli.image_options import ImageOptions
     from skyfab.cli.project_settings import ProjectSettings
@@ -60,7 +60,7 @@ def _of_project(host: Host, command: str) -> Entrance:
     from skyfab.env.prepare import Preparation
     from skyfab.pool.workdir import Workdirs
     from skyfab.session.bootstrap import local_python
-    from skyfab.session.interactive import Entrance
+    from skyfab.session.interactive import InteractiveShell
 
     script = Path.cwd() / "main.py"  # need not be there: its folder counts
     settings = ProjectSettings.of(script)
@@ -76,7 +76,7 @@ def _of_project(host: Host, command: str) -> Entrance:
         programs = preparation.guess(host).rpartition("/")[0]
         hint = HINTS.adapted(f"skyfab run --hosts={host.name} builds it")
         otherwise = f"{host.name}: the environment of this project is not there yet; {hint}"
-    return Entrance(
+    return InteractiveShell(
         host=host,
         folder=Workdirs(settings.workdir).of(host).told or "~",
         programs=programs,
@@ -87,13 +87,13 @@ def _of_project(host: Host, command: str) -> Entrance:
     )
 
 
-def _of_run(name: str, host: Host, inventory: Inventory, command: str) -> Entrance:
+def _of_run(name: str, host: Host, inventory: Inventory, command: str) -> InteractiveShell:
     from skyfab.detached.run import attach
-    from skyfab.session.interactive import Entrance
+    from skyfab.session.interactive import InteractiveShell
 
     run = attach(name, [host], inventory=inventory, results="data")
     about = next(part.about for part in run.parts if part.host == host.name)
-    return Entrance(
+    return InteractiveShell(
         host=host,
         folder=about.workdir or f"{host.cache.rstrip('/')}/runs/{run.id}",
         programs=posixpath.dirname(about.python),

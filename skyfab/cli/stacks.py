@@ -10,8 +10,7 @@ from skyfab.cli.command import Hosts, InventoryFile, Json, command
 from skyfab.ui.terminal import clean_lines
 
 if TYPE_CHECKING:
-    from skyfab.errors import SkyfabError
-    from skyfab.pool.stacks import Stack
+    from skyfab.inspect.stacks import Stack
 
 
 @command
@@ -29,20 +28,20 @@ def stacks(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = F
     import json
 
     from skyfab.cli.host_selection import selected
-    from skyfab.pool.stacks import describe, groups, parse, script
-    from skyfab.session.shell_pool import Shells
+    from skyfab.inspect.stacks import STACKS, describe, groups
+    from skyfab.session.ask import Asker
 
     found, chosen = selected(hosts, inventory, quiet=json_)
-    errors: list[SkyfabError] = []
-    with Shells(chosen, found) as shells:
-        answers = shells.ask(lambda shell: parse(shell.host.name, shell.run(script())), errors)
-    alike = groups([stack for answer in answers for stack in answer])
+    with Asker(chosen, found) as asker:
+        outcomes = asker.ask(STACKS)
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    alike = groups([stack for outcome in outcomes for stack in outcome.answer or ()])
     if json_:
         print(json.dumps([_facts(stack) for group in alike for stack in group], indent=2, ensure_ascii=False))
     for group in alike if not json_ else ():
         print(clean_lines(describe(group)))
     if not alike and not json_:
-        print("no ranks are at work there", file=sys.stderr)
+        print("no ranks are running", file=sys.stderr)
     for error in errors:
         print(report.text(error), file=sys.stderr)
     return 3 if errors else 0

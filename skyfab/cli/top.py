@@ -56,15 +56,17 @@ def _once(inventory: Inventory, hosts: Sequence[Host], *, as_json: bool) -> int:
     from skyfab.cli.hosts import Facts, show_facts
     from skyfab.cli.runs import facts_of, show_runs
     from skyfab.detached.run import runs_of
-    from skyfab.inspect.top.monitor import Answers, look
-    from skyfab.pool.each_host import Outcome, fan_out
+    from skyfab.inspect.survey import SURVEY
+    from skyfab.inspect.top.monitor import RUNS
+    from skyfab.session.ask import Asker
 
-    outcomes = fan_out(
-        lambda pool: (pool.hosts[0].agent, *look(pool, Answers(pool.hosts[0].name))), hosts, inventory, show=False
-    )
-    parts = [part for one in outcomes if one.result for part in one.result[2]]
+    with Asker(hosts, inventory) as asker:
+        surveys = asker.ask(SURVEY)
+        parts = [
+            part for one in asker.ask(RUNS, [one.host for one in surveys if not one.error]) for part in one.answer or ()
+        ]
     runs = runs_of(parts, inventory, hosts, "data")
-    found = [Facts.of(Outcome(one.host, one.result and one.result[:2], one.error)) for one in outcomes]
+    found = [Facts.of(one) for one in surveys]
     if as_json:
         document = {"hosts": [asdict(facts) for facts in found], "runs": [facts_of(run) for run in runs]}
         print(json.dumps(document, indent=2, ensure_ascii=False))

@@ -1,14 +1,14 @@
-"""Reads the folder of a detached run on a host, over a plain shell. `skyfab.host.agent.run_folder` writes it."""
+"""The state of detached runs, as their hosts answer it (skyfab.host.ask.runs)."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
-from skyfab._util.scripts import given, read
 from skyfab.detached.written import Written, parse
-from skyfab.session.shell import Shell
+from skyfab.inventory.host import Host
+from skyfab.session.ask import Question, Reply
 
 T = TypeVar("T")
 State = Literal["running", "done", "failed", "stopped", "lost", "unreachable"]
@@ -16,10 +16,8 @@ _TOLD: Final[tuple[State, ...]] = ("running", "done", "failed", "stopped")
 """States that a host reports itself; the others are determined on this side."""
 _LATEST: Final = 1e11
 """An upper limit for plausible timestamps."""
-
-ALIVE: Final = read("detached/alive.sh")
-_LOOK: Final = ALIVE + read("detached/look.sh")
-_STOP: Final = ALIVE + read("detached/stop.sh")
+_LONGEST: Final = 2000
+"""Characters of a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +41,8 @@ class About:
     """The interpreter of its environment."""
 
     @classmethod
-    def read(cls, text: str) -> About:
-        """Parses the description. Raises ValueError: a host may send anything."""
-        said = _object(text)
+    def parse(cls, said: Mapping[str, Any]) -> About:
+        """Reads the description. Raises ValueError and TypeError: a host may send anything."""
         wrong = [name for name, kind in _FIELDS.items() if type(said.get(name)) is not kind]
         if wrong:
             raise ValueError(f"not what a run has: {wrong[0]}")
@@ -72,6 +69,14 @@ def _several(found: Any, kind: type[T]) -> tuple[T, ...]:
     return tuple(found)
 
 
+class Usage(NamedTuple):
+    """How busy a GPU is."""
+
+    percent: int | None
+    memory: int | None
+    """Bytes in use."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """The state of a run on one host."""
@@ -80,71 +85,60 @@ class Part:
     about: About
     state: State
     started: float
+    pool: str = ""
+    """The name of the pool that its workers belong to."""
     last: str = ""
     """The last line that a rank wrote on this host."""
-    gpus: tuple[str, ...] = ()
-    """For each GPU of the host its utilization in percent and the megabytes in use."""
+    gpus: tuple[Usage, ...] = ()
+    """Of each GPU of the host."""
     files: tuple[Written, ...] = ()
     """Files that it has written to persistent working folders; known once it has ended."""
     failed: tuple[tuple[int, float], ...] = ()
     """Ranks that have failed on this host, and when, by its clock."""
 
 
-def read_parts(shell: Shell, run: str | None = None) -> list[Part]:
-    """Reads the state of all runs on a host, or of one run; then without the GPUs, whose query may take a second."""
-    return parse_parts(shell.host.name, shell.run(given(run=run or "") + _LOOK))
+def question(run: str = "", *, ended: int | None = None, gpus: bool = False) -> Question[list[Part]]:
+    """Asks for the state of all runs on a host, or of one. Of runs that have ended, only the last `ended`."""
+    return Question("runs", _parse, {"run": run, "ended": ended, "gpus": gpus})
 
 
-def parse_parts(host: str, text: str) -> list[Part]:
-    """The runs on a host in what look.sh has printed there. Anything else in it is ignored."""
-    lines = text.split("\n")  # a progress bar has \r in its line
-    gpus = tuple(line.removeprefix("=gpu ") for line in lines if line.startswith("=gpu "))
-    found = []
-    for number, line in enumerate(lines):
-        if line.startswith("=run "):
-            try:
-                found.append(_part(host, lines[number : number + 4], gpus))
-            except (ValueError, IndexError):
-                continue  # incomplete, or not written by skyfab
-    return found
+def _parse(host: Host, replies: Iterator[Reply]) -> list[Part]:
+    found: list[Part] = []
+    gpus: tuple[Usage, ...] = ()
+    for reply in replies:
+        if "gpus" in reply.value:
+            gpus = tuple(_usage(*one) for one in reply.value["gpus"])
+            continue
+        try:
+            found.append(_part(host.name, reply.value))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # incomplete, or not written by skyfab
+    return [replace(part, gpus=gpus) for part in found]
 
 
-def _part(host: str, lines: list[str], gpus: tuple[str, ...]) -> Part:
-    """Raises ValueError or IndexError."""
-    _, name, alive = lines[0].split()
-    about, status, last = About.read(lines[1]), _object(lines[2]), lines[3].removeprefix("=last ")
+def _usage(percent: object, used: object) -> Usage:
+    numbers = [one if type(one) is int and 0 <= one < 2**50 else None for one in (percent, used)]
+    return Usage(*numbers)
+
+
+def _part(host: str, found: Mapping[str, Any]) -> Part:
+    """Raises ValueError, KeyError, TypeError or AttributeError."""
+    about, status = About.parse(found["about"]), found["status"]
     state: State | None = status.get("state")
     started: Any = status.get("started")
-    if about.id != name or not name.isalnum() or state is None or state not in _TOLD:
-        raise ValueError(name)
+    if about.id != found["id"] or not about.id.isalnum() or state is None or state not in _TOLD:
+        raise ValueError(about.id)
     if type(started) not in (int, float) or not 0 <= started < _LATEST:
         raise ValueError("started")
-    known: State = "lost" if state == "running" and alive != "yes" else state
     said: Any = status.get("failed")
     times = said if isinstance(said, dict) else {}
-    failed = tuple((rank, times[str(rank)]) for rank in about.ranks if type(times.get(str(rank))) is float)
     return Part(
         host=host,
         about=about,
-        state=known,
+        state="lost" if state == "running" and found["alive"] is not True else state,
         started=float(started),
-        last=last,
-        gpus=gpus,
+        pool=str(found["pool"])[:_LONGEST],
+        last=str(found["last"])[:_LONGEST],
         files=tuple(parse(status.get("files"))),
-        failed=failed,
+        failed=tuple((rank, times[str(rank)]) for rank in about.ranks if type(times.get(str(rank))) is float),
     )
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except RecursionError:
-        raise ValueError("too deep") from None
-    if not isinstance(found, dict):
-        raise ValueError("not an object")
-    return found
-
-
-def stop(shell: Shell, run: str) -> None:
-    """Terminates the run's agent on this host and waits until it has ended. Raises ScriptFailed."""
-    shell.run(given(run=run) + _STOP)

@@ -9,14 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from skyfab._util.scripts import given, read
 from skyfab.inventory.host import Host
-from skyfab.session.shell import Shell
-from skyfab.session.shell_pool import PASSING, Shells
+from skyfab.session.ask import PASSING, Asker, Question, Reply, only
 
-_LOGS: Final = read("detached/logs.sh")
-_LINE: Final = re.compile(r"([0-9]{1,9}\.(?:out|err)(?:\.1)?) ([0-9]{1,20}) +([0-9]{1,15}) +([0-9]{1,15})")
-"""A log's name (rank, stream, ``.1`` for the previous, rotated file), its inode number, its size, that of its times."""
+_NAME: Final = re.compile(r"[0-9]{1,9}\.(?:out|err)(?:\.1)?")
+"""The name of a log: rank, stream, ``.1`` for the previous, rotated file."""
 _CHUNK: Final = 1024 * 1024
 _TOGETHER: Final = 32 * 1024 * 1024
 """Bytes that are held of all logs."""
@@ -42,16 +39,17 @@ class _File:
     """A log as it is listed."""
 
     name: str
-    inode: str
+    inode: int
     size: int
     times: int
+    """The size of the file that says when it was written."""
 
 
 class _Cursor:
     """How far a log has been read."""
 
     def __init__(self, time: float) -> None:
-        self.inode = ""
+        self.inode = -1
         self.offset = 0
         self.rest = b""
         self.cut = False
@@ -133,12 +131,35 @@ def _records(data: bytes) -> Iterator[tuple[int, float]]:
             yield int(offset), int(time) / 1000
 
 
+def _listed(host: Host, replies: Iterator[Reply]) -> dict[str, _File]:
+    found = [_File(str(name), int(inode), int(size), int(times)) for name, inode, size, times in only(replies)]
+    return {file.name: file for file in found if _NAME.fullmatch(file.name) and min(file.size, file.times) >= 0}
+
+
+def content_of(
+    run: str, name: str, *, start: int = 0, count: int | None = None, inode: int | None = None
+) -> Question[bytearray | None]:
+    """Asks for a file of a run, or a part of it; None if it is not there, or no longer the log with that `inode`."""
+
+    def parse(host: Host, replies: Iterator[Reply]) -> bytearray | None:
+        if next(replies).value is not True:
+            return None
+        content = bytearray()
+        for reply in replies:
+            content += reply.data
+            if count is not None and len(content) > count:
+                raise ValueError(f"more than the {count} bytes that were asked for")
+        return content
+
+    return Question("read", parse, {"run": run, "name": name, "start": start, "count": count, "inode": inode})
+
+
 class LogReader:
     """Reads new lines of all logs of a run, again and again."""
 
     def __init__(
         self,
-        shells: Shells,
+        asker: Asker,
         run: str,
         *,
         started: float = 0.0,
@@ -147,7 +168,7 @@ class LogReader:
         since: float | None = None,
     ) -> None:
         """Of one `rank` only, if it is given; at first only the last `tail` lines, and those not before `since`."""
-        self._shells = shells
+        self._asker = asker
         self._run = run
         self._started = started
         self._rank = rank
@@ -164,11 +185,15 @@ class LogReader:
 
         If `patient`, a host that cannot be reached now is left out, and its lines come with a later call.
         """
-        listed = self._shells.ask(self._list, errors=[] if patient else None)
-        self.complete = len(listed) == len(self._shells.hosts)
+        listed = self._asker.ask(Question("logs", _listed, {"run": self._run}))
+        self.complete = all(outcome.error is None for outcome in listed)
+        if not patient:
+            for outcome in listed:
+                outcome.get()
         logs = [
-            self._of_log(host, name, files, rest=rest, patient=patient)
-            for host, files in listed
+            self._of_log(outcome.host, name, files, rest=rest, patient=patient)
+            for outcome in listed
+            if (files := outcome.answer)
             for name in sorted(name for name in files if not name.endswith(".1"))
             if self._rank is None or int(name.partition(".")[0]) == self._rank
         ]
@@ -182,15 +207,10 @@ class LogReader:
         self._is_first = False
         yield from lines
 
-    def _list(self, shell: Shell) -> tuple[Host, dict[str, _File]]:
-        lines = shell.run(given(run=self._run) + _LOGS).splitlines()
-        found = [match.groups() for match in map(_LINE.fullmatch, lines) if match]
-        return shell.host, {name: _File(name, inode, int(size), int(times)) for name, inode, size, times in found}
-
     def _of_log(
         self, host: Host, name: str, files: dict[str, _File], *, rest: bool, patient: bool
     ) -> Iterator[LogLine]:
-        """New lines of one log. No shell is held while it is suspended: other logs of the host use the same one."""
+        """New lines of one log. While it is suspended, other logs of the host are read over the same connection."""
         rank, stream = name.split(".")
         is_new = (host.name, name) not in self._cursors
         cursor = self._cursors.setdefault((host.name, name), _Cursor(self._started))
@@ -225,10 +245,11 @@ class LogReader:
 
     def _read(self, host: Host, file: _File, folder: str, start: int, count: int) -> bytes:
         """Raises FileNotFoundError if the log has another file by now."""
-        place = f'"$c"/runs/{self._run}'
-        same = f'test "$(set -- $(ls -i {place}/logs/{file.name}); echo $1)" = {file.inode}'
-        with self._shells.on(host) as shell:
-            return bytes(shell.read(f"{place}/{folder}/{file.name}", start, count, provided=same))
+        name, inode = f"{folder}/{file.name}", file.inode
+        found = self._asker.ask_one(content_of(self._run, name, start=start, count=count, inode=inode), host)
+        if not found:  # or it is shorter than it was said to be
+            raise FileNotFoundError(name)
+        return bytes(found)
 
     # ---- the last lines only
 

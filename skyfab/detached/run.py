@@ -1,6 +1,6 @@
 """Detached runs: calls that outlive the program that started them; their hosts keep their output and results.
 
-The whole state of a run is in a folder on its hosts and is read over a plain shell: any machine with the inventory
+The whole state of a run is in a folder on its hosts and is asked for: any machine with the inventory
 finds the run again. `Compute.launch` starts runs.
 """
 
@@ -17,16 +17,15 @@ from typing import Any, Final, Literal
 from skyfab._util.html import ShownAsTable
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.results import in_order, unpack_result
-from skyfab.detached.folder import Part, State, read_parts, stop
-from skyfab.detached.logs import LogLine, LogReader
+from skyfab.detached.folder import Part, State, question
+from skyfab.detached.logs import LogLine, LogReader, content_of
 from skyfab.detached.written import event
-from skyfab.errors import HostLost, SkyfabError, UsageError, broadcast_error
+from skyfab.errors import HostLost, HostUnfit, SkyfabError, UsageError, broadcast_error
 from skyfab.inventory.host import LOCAL, Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import split
-from skyfab.session.shell import ScriptFailed, Shell
-from skyfab.session.shell_pool import PASSING, Shells
+from skyfab.session.ask import PASSING, Asker, Outcome, Question, only
 from skyfab.ui.events import FilesWritten
 from skyfab.ui.suppressed import is_noise
 from skyfab.ui.terminal import settled
@@ -114,25 +113,27 @@ class Run(ShownAsTable):
 
     def look(self) -> None:
         """Queries all its hosts again; those that are unreachable now may respond later."""
-        with self._shells() as shells:
-            self._look(shells, [])
+        with self._asker() as asker:
+            self._look(asker)
 
-    def _look(self, shells: Shells, errors: list[SkyfabError]) -> list[Part]:
-        parts = shells.ask(self._part, errors)
-        self._parts, self.unasked = parts, []
-        return parts
+    def _look(self, asker: Asker) -> list[SkyfabError]:
+        """Returns the errors of the hosts that cannot be asked now."""
+        outcomes = asker.ask(question(self.id))
+        self._parts = [self._part(outcome) for outcome in outcomes if outcome.error is None]
+        self.unasked = []
+        return [outcome.error for outcome in outcomes if outcome.error is not None]
 
-    def _part(self, shell: Shell) -> Part:
-        found = read_parts(shell, self.id)
+    def _part(self, outcome: Outcome[list[Part]]) -> Part:
+        found = outcome.answer
         if found and found[0].about.id == self.id:
             return found[0]
         # It was there before, so it has been deleted: waiting for it would never end.
-        return Part(host=shell.host.name, about=self._about, state="lost", started=self.started)
+        return Part(host=outcome.host.name, about=self._about, state="lost", started=self.started)
 
-    def _shells(self, **options: Any) -> Shells:
-        return Shells([host for name in self.hosts if (host := self._host(name))], self._inventory, **options)
+    def _asker(self, **options: Any) -> Asker:
+        return Asker([host for name in self.hosts if (host := self._host(name))], self._inventory, **options)
 
-    def _all_shells(self, **options: Any) -> Shells:
+    def _asker_of_all(self, **options: Any) -> Asker:
         """Raises UsageError if a host of the run was neither queried nor is in the inventory."""
         unknown = [name for name in self.hosts if self._host(name) is None]
         if unknown:
@@ -140,7 +141,7 @@ class Run(ShownAsTable):
                 f"run {self.id[:8]} is said to be on {', '.join(unknown)} too, which the inventory does not have",
                 hint="name all of its hosts: --hosts=…, or hosts=… in attach()",
             )
-        return self._shells(**options)
+        return self._asker(**options)
 
     def _host(self, name: str) -> Host | None:
         """Only a queried host or one of the inventory: a host's report must not make this program log in elsewhere."""
@@ -189,11 +190,11 @@ class Run(ShownAsTable):
         if rank is not None and not 0 <= rank < self.world_size:
             has = "one rank, 0" if self.world_size == 1 else f"ranks 0 to {self.world_size - 1}"
             raise UsageError(f"run {self.id[:8]} has no rank {rank}: it has {has}")
-        with self._all_shells(trouble=trouble if follow else None) as shells:
-            reader = LogReader(shells, self.id, started=self.started, rank=rank, tail=tail, since=since)
+        with self._asker_of_all(trouble=trouble if follow else None) as asker:
+            reader = LogReader(asker, self.id, started=self.started, rank=rank, tail=tail, since=since)
             told: set[tuple[str, int]] = set()
             while True:
-                over = not follow or self._is_over(shells)
+                over = not follow or self._is_over(asker)
                 for one in self.failed if self.state == "running" else ():
                     if one not in told:
                         told.add(one)
@@ -203,11 +204,9 @@ class Run(ShownAsTable):
                     return
                 time.sleep(PACE)
 
-    def _is_over(self, shells: Shells) -> bool:
-        errors: list[SkyfabError] = []
-        state = self._state_of(self._look(shells, errors))
-        _check(errors)
-        return state not in ("running", "unreachable")
+    def _is_over(self, asker: Asker) -> bool:
+        _check(self._look(asker))
+        return self.state not in ("running", "unreachable")
 
     # ---- result and stop
 
@@ -219,24 +218,23 @@ class Run(ShownAsTable):
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         answers: dict[str, list[tuple[int, Any]]] = {}
-        with self._all_shells(until=until + _MOMENT, trouble=trouble) as shells:
+        with self._asker_of_all(until=until + _MOMENT, trouble=trouble) as asker:
             while True:
-                errors: list[SkyfabError] = []
-                parts = self._look(shells, errors)
-                state = self._state_of(parts)
+                errors = self._look(asker)
+                state = self.state
                 if state not in ("running", "unreachable"):
-                    self._check_lost(parts)
-                    shells.ask(lambda shell: self._fetch(shell, parts, answers), errors)  # noqa: B023
+                    self._check_lost()
+                    errors += self._fetch(asker, answers)
                     if not errors:
-                        return self._conclude(parts, [one for some in answers.values() for one in some])
+                        return self._conclude([one for some in answers.values() for one in some])
                 if time.monotonic() > until:
                     why = f"cannot be asked: {errors[0]}" if errors else f"is still {state}"
                     raise TimeoutError(f"run {self.id[:8]} {why}")
                 _check(errors)
                 time.sleep(PACE)
 
-    def _check_lost(self, parts: Sequence[Part]) -> None:
-        for part in parts:
+    def _check_lost(self) -> None:
+        for part in self._parts:
             if part.state == "lost":
                 raise HostLost(
                     f"its agent ended, the host was started again, or the files of run {self.id[:8]} were removed",
@@ -244,38 +242,39 @@ class Run(ShownAsTable):
                     hint=f"what it wrote until then: skyfab logs {self.id[:8]}",
                 )
 
-    def _fetch(self, shell: Shell, parts: Sequence[Part], answers: dict[str, list[tuple[int, Any]]]) -> None:
-        """Adds the results of a host's ranks, unless they were fetched before."""
-        host = shell.host.name
-        if host in answers:
-            return
-        about = next(part.about for part in parts if part.host == host)
-        found: list[tuple[int, Any]] = []
-        for rank in about.ranks:
-            place = rank if about.on == "all" else None
-            try:
-                content = memoryview(shell.read(f'"$c"/runs/{self.id}/result.{rank}'))
-            except FileNotFoundError:
-                text = f"rank {rank} of {self.function} was stopped, or had no room for its result"
-                found.append((rank, _Failed(SkyfabError(text, host=host, rank=place))))
-                continue
-            try:
-                size = int.from_bytes(content[:4], "big")
-                message = messages.decode(bytes(content[4 : 4 + size]))
-                buffers = split(getattr(message, "parts", ()), content[4 + size :])
-                value = unpack_result(
-                    message, buffers, host=host, rank=place, label=self.function, untrusted=self._untrusted
-                )
-            except Exception as error:
-                value = _Failed(error)
-            found.append((rank, value))
-        answers[host] = found
-        with suppress(ScriptFailed):  # a full disk must not make the fetch fail
-            shell.run(f'true >"$c"/runs/{self.id}/fetched')
+    def _fetch(self, asker: Asker, answers: dict[str, list[tuple[int, Any]]]) -> list[SkyfabError]:
+        """Adds the results of hosts from which they were not fetched before. Returns the errors of those that fail."""
+        parts = {part.host: part for part in self._parts if part.host not in answers}
 
-    def _conclude(self, parts: Sequence[Part], answers: list[tuple[int, Any]]) -> Any:
-        about = parts[0].about
-        moments = {rank: moment for part in parts for rank, moment in part.failed}
+        def fetch(host: Host) -> None:
+            ranks = parts[host.name].about.ranks
+            answers[host.name] = [(rank, self._result(asker, host, rank)) for rank in ranks]
+            with suppress(HostUnfit):  # a full disk must not make the fetch fail
+                asker.ask_one(Question("fetched", lambda host, replies: only(replies), {"run": self.id}), host)
+
+        outcomes = asker.each(fetch, [host for host in asker.hosts if host.name in parts])
+        return [outcome.error for outcome in outcomes if outcome.error is not None]
+
+    def _result(self, asker: Asker, host: Host, rank: int) -> Any:
+        place = rank if self._about.on == "all" else None
+        found = asker.ask_one(content_of(self.id, f"result.{rank}"), host)
+        if found is None:
+            text = f"rank {rank} of {self.function} was stopped, or had no room for its result"
+            return _Failed(SkyfabError(text, host=host.name, rank=place))
+        content = memoryview(found)
+        try:
+            size = int.from_bytes(content[:4], "big")
+            message = messages.decode(bytes(content[4 : 4 + size]))
+            buffers = split(getattr(message, "parts", ()), content[4 + size :])
+            return unpack_result(
+                message, buffers, host=host.name, rank=place, label=self.function, untrusted=self._untrusted
+            )
+        except Exception as error:
+            return _Failed(error)
+
+    def _conclude(self, answers: list[tuple[int, Any]]) -> Any:
+        about = self._parts[0].about
+        moments = {rank: moment for part in self._parts for rank, moment in part.failed}
         answers.sort(key=lambda answer: answer[0])
         values = [value for _, value in answers]
         failed = [
@@ -293,8 +292,12 @@ class Run(ShownAsTable):
 
     def stop(self) -> None:
         """Terminates its ranks on all hosts and waits until they have ended. Its output is kept."""
-        with self._all_shells() as shells:
-            shells.ask(lambda shell: stop(shell, self.id))
+        with self._asker_of_all() as asker:
+            for outcome in asker.ask(Question("stop", lambda host, replies: only(replies), {"run": self.id})):
+                pid = outcome.get()
+                if pid is not None:
+                    what = f"process {int(pid)} has not ended after 10 s"
+                    raise HostUnfit(what, host=outcome.host.name, hint=f"wait, or end it there: kill -9 {int(pid)}")
 
 
 def _is_safe(workdir: str) -> bool:
@@ -343,11 +346,14 @@ def survey(
 
     For None, the hosts are those of the inventory and this machine.
     """
-    errors: list[SkyfabError] = []
     selected = inventory.select(["all", LOCAL.name] if hosts is None else hosts)
-    with Shells(selected, inventory) as shells:
-        found = shells.ask(read_parts, errors if patient else None)
-    return runs_of([part for some in found for part in some], inventory, selected, results), errors
+    with Asker(selected, inventory) as asker:
+        outcomes = asker.ask(question(gpus=True))
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if errors and not patient:
+        raise errors[0]
+    parts = [part for outcome in outcomes for part in outcome.answer or ()]
+    return runs_of(parts, inventory, selected, results), errors
 
 
 def runs_of(found: Iterable[Part], inventory: Inventory, hosts: Sequence[Host], results: Results = "any") -> list[Run]:

@@ -1,14 +1,11 @@
 """Garbage collection: deletes what was not used for a while from a host's cache folder, and from this machine's cache.
 
-On a host it is one shell script, gc.sh, without Python. It recognizes by their names what it may delete, and touches
-nothing else; links are deleted and never followed. Old entries are first moved aside, atomically, and moved back if
-they were used at that moment: a pool that is just starting finds an entry complete, or recreates it.
+What happens on a host is in skyfab/host/ask/gc.py.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import stat
 import time
@@ -18,17 +15,16 @@ from pathlib import Path
 from typing import Final
 
 from skyfab._util.cache import cache_folder
-from skyfab._util.scripts import given, read
 from skyfab._util.sizes import counted, readable
-from skyfab.detached.folder import ALIVE
 from skyfab.errors import HostUnfit, UsageError
-from skyfab.session.shell import ScriptFailed, Shell
+from skyfab.inventory.host import Host
+from skyfab.session.ask import Question, Reply, only
 
 _HOUR: Final = 60
 _DAY: Final = 24 * _HOUR
 """In minutes."""
 _AGES: Final = 36500
-"""Days: older than anything, and small enough for every `find`."""
+"""Days: older than anything."""
 
 _WORDS: Final = {
     "envs": "environment",
@@ -49,9 +45,6 @@ _WORDS: Final = {
     "hosts": "known host",
 }
 """The user's word for the entries of each folder."""
-
-_SCRIPT: Final = ALIVE + read("env/gc.sh")
-_CONNECT: Final = read("env/gc_connect.py")
 
 
 @dataclass(slots=True)
@@ -88,36 +81,25 @@ def _minutes(days: int) -> int:
     return max(min(days, _AGES) * _DAY, _HOUR)
 
 
-def script(days: int, *, dry_run: bool = False) -> str:
-    """The script, for a shell that has the cache folder's full path in ``c`` and the marker in ``m``."""
-    return given(age=_minutes(days), day=_DAY, hour=_HOUR, dry=int(dry_run), P=_CONNECT) + _SCRIPT
+def question(days: int, *, dry_run: bool = False) -> Question[Swept]:
+    """Has a host delete from its cache what was not used for so many days; with `dry_run`, only look.
 
-
-def sweep(shell: Shell, days: int, *, dry_run: bool = False) -> Swept:
-    """Deletes from a host's cache what was not used for so many days; with `dry_run`, only looks.
-
-    Raises HostUnfit if some cannot be deleted.
+    Its answer raises HostUnfit if some cannot be deleted.
     """
-    try:
-        said = shell.run(script(days, dry_run=dry_run))
-    except ScriptFailed as failed:
-        said = f"left {failed.output.strip() or f'a script ended with {failed.status}'}"
-    swept, left = Swept(dry_run=dry_run), ""
-    for line in said.splitlines():
-        word, _, rest = line.partition(" ")
-        found = re.fullmatch(r"(\w+) (\d{1,12}) (-?\d{1,15})", rest)
-        if word == "gone" and found and found[1] in _WORDS:
-            swept.add(found[1], int(found[2]), int(found[3]) * 1024)
-        elif word == "took" and (gone := re.fullmatch(r"([\w.-]{1,100}) (\d{1,12})", rest, re.ASCII)):
-            swept.folders.append((gone[1], int(gone[2]) * 1024))
-        elif line == "kept uv":
-            swept.kept_uv = True
-        elif word == "left":
-            left = left or rest[-400:]
-    if left:
-        hint = "remove it as the user that it belongs to"
-        raise HostUnfit(f"{swept}; some of its cache cannot be removed: {left}", host=shell.host.name, hint=hint)
-    return swept
+
+    def parse(host: Host, replies: Iterator[Reply]) -> Swept:
+        found = only(replies)
+        swept = Swept(dry_run=dry_run, kept_uv=bool(found["kept_uv"]))
+        for kind, (count, size) in found["removed"].items():
+            if kind in _WORDS:
+                swept.add(kind, int(count), int(size))
+        swept.folders = [(str(name)[:100], int(size)) for name, size in found["folders"]]
+        if found["left"]:
+            what = f"{swept}; some of its cache cannot be removed: {str(found['left'])[-400:]}"
+            raise HostUnfit(what, host=host.name, hint="remove it as the user that it belongs to")
+        return swept
+
+    return Question("gc", parse, {"days": min(days, _AGES), "dry_run": dry_run})
 
 
 # ---- the cache of this machine

@@ -12,7 +12,7 @@ NAMES: Final = ("system", "python", "CPUs", "load", "memory", "disk", "GPUs", "s
 
 
 def cells(now: Survey, gpus: int | None) -> tuple[str, ...]:
-    """The cells of a host that has so many GPUs by what its agent or the inventory says."""
+    """The cells of a host with this number of GPUs."""
     return (
         _short(now.os),
         now.python,

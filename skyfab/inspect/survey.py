@@ -1,13 +1,12 @@
-"""`Survey`: what a host has told about itself, checked field by field, since hosts are not trusted."""
+"""`Survey`: what a host is and does right now, checked field by field, since hosts are not trusted."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from skyfab._util import schema
-from skyfab.errors import ProtocolError
+from skyfab.session.ask import Question, only
 
 LIMITS: Final = schema.Limits(characters=300, items=1000)
 """For what a host says about itself."""
@@ -61,7 +60,9 @@ class Survey:
     os: str
     kernel: str
     python: str
+    """The version of the interpreter that answered."""
     cpus: int
+    platform: str = ""
     load: float | None = None
     """Processes that ran or waited for a processor, on average over a minute."""
     memory: int | None = None
@@ -69,9 +70,11 @@ class Survey:
     disk: int | None = None
     disk_free: int | None = None
     """Of the disk on which the cache is."""
+    gpu_count: int = 0
+    """GPUs that the driver knows, also without a tool."""
     gpus: tuple[Gpu, ...] = ()
     gpu_tool: str | None = None
-    """The program that told about the GPUs."""
+    """The program that lists the GPUs."""
     gpu_error: str | None = None
     """Why it could not."""
 
@@ -83,11 +86,11 @@ class Survey:
         return self.load is not None and self.load >= self.cpus
 
     @classmethod
-    def parse(cls, text: str, host: str) -> Survey:
-        """Reads what `look` has returned on a host. Raises ProtocolError."""
-        try:
-            found = json.loads(text)
-            disk, disk_free = found.get("disk") or (None, None)
-            return schema.parse(cls, {**found, "disk": disk, "disk_free": disk_free}, LIMITS)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ProtocolError(f"invalid survey: {error}", host=host) from None
+    def parse(cls, found: Any) -> Survey:
+        """Reads a host's answer. Raises ValueError, TypeError or AttributeError."""
+        disk, disk_free = found.get("disk") or (None, None)
+        return schema.parse(cls, {**found, "disk": disk, "disk_free": disk_free}, LIMITS)
+
+
+SURVEY: Final = Question("survey", lambda host, replies: Survey.parse(only(replies)))
+"""Asks a host for its survey."""

@@ -42,6 +42,7 @@ from skyfab.pool.stall import watch
 from skyfab.pool.workdir import Workdirs, tell_files
 from skyfab.protocol import codec
 from skyfab.providers.base import Provider
+from skyfab.session.ask import Asker
 from skyfab.session.fanout import meanwhile
 from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.session.timing import Timing
@@ -217,10 +218,15 @@ class Compute(ShownAsTable):
             raise
         return self
 
+    def over(self, asker: Asker) -> Compute:
+        """Has the pool use, when it is opened, the connections over which its hosts were asked: no further login."""
+        self._choice.adopt(asker, self.selected)
+        return self
+
     def _connect(self) -> Sequence[Node]:
         chosen = self._choice.choose(self.events)
         self._images.add(chosen)
-        nodes = self._nodes.make_nodes(chosen, self.inventory)
+        nodes = self._nodes.make_nodes(chosen, self.inventory, self._choice.reach)
         with meanwhile(self._sync.read_ahead):
             open_all(nodes, self.events, failed=lambda node: self._images.failed(node.host))
         return nodes

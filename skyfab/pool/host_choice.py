@@ -6,16 +6,20 @@ A provider makes them first.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
-from skyfab.errors import SkyfabError, UsageError
+from skyfab.errors import UsageError
 from skyfab.inspect.condition import Condition
-from skyfab.inspect.survey import Survey
+from skyfab.inspect.survey import SURVEY, Survey
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.selection import some
+from skyfab.pool.images import install_python
 from skyfab.providers.base import Provider
+from skyfab.session.ask import Asker, Outcome
+from skyfab.ssh import transport_for
+from skyfab.ssh.base import Transport
 from skyfab.ui.events import Events, Notice
 
 _SHOWN: Final = 8
@@ -44,6 +48,7 @@ class HostChoice:
         self._condition = None if where is None else Condition.parse(where)
         self._nodes = nodes
         self._items = hosts if hosts is None or isinstance(hosts, (str, Host)) else list(hosts)
+        self._transports: dict[str, Transport] = {}
         self.inventory = Inventory(hosts={})
         self.listed: tuple[Host, ...] = ()
         if provider is None:
@@ -56,7 +61,9 @@ class HostChoice:
             self.listed = inventory.select(self._items)
 
     def release(self) -> None:
-        """Stops the provider, if there is one: its hosts are removed."""
+        """Stops the provider, if there is one: its hosts are removed. Closes connections that were not used."""
+        while self._transports:
+            self._transports.popitem()[1].close()
         if self._provider is not None:
             self._provider.stop()
 
@@ -71,30 +78,41 @@ class HostChoice:
             self._list(self._provider.start(lambda text: events.emit(Notice(host=name, text=text))))
         if self._condition is None:
             return self.listed
-        from skyfab.pool.each_host import surveys
-
-        found = surveys(self.listed, self.inventory)
-        chosen: list[Host] = []
-        others: dict[str, str] = {}
-        for host, outcome in zip(self.listed, found, strict=True):
-            if isinstance(outcome, Survey) and self._condition.fits(host, outcome):
-                chosen.append(host)
-            else:
-                others[host.name] = self._reason(host, outcome)
-        if len(chosen) < (self._nodes or 1):
-            what = f"nodes={self._nodes}, but only {len(chosen)}" if chosen else "none"
-            lines = [f"\n  {name}: {reason}" for name, reason in others.items()]
-            rest = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-            meet = f"{what} of {len(self.listed)} hosts meet {self._condition.text!r}"
-            raise UsageError("".join([meet, *lines[:_SHOWN], rest]))
-        chosen = chosen[: self._nodes]
+        with Asker(self.listed, self.inventory, prepare=install_python(events)) as asker:
+            outcomes = asker.ask(SURVEY)
+            meets = [one.host for one in outcomes if one.answer and self._condition.fits(one.host, one.answer)]
+            others = {one.host.name: self._reason(one) for one in outcomes if one.host not in meets}
+            self._check_count(len(meets), others)
+            chosen = meets[: self._nodes]
+            self.adopt(asker, chosen)
         if others:
             events.emit(Notice(host=some(list(others)), text=f"left out by {self._condition.text!r}"))
         return tuple(chosen)
 
-    def _reason(self, host: Host, outcome: Survey | SkyfabError) -> str:
+    def adopt(self, asker: Asker, hosts: Iterable[Host]) -> None:
+        """Takes the connections over which hosts were asked."""
+        self._transports = {host.name: transport for host in hosts if (transport := asker.take(host))}
+
+    def reach(self, host: Host) -> Transport:
+        """A transport to a host: the one over which it was asked, the first time; then new ones."""
+        return self._transports.pop(host.name, None) or transport_for(host, self.inventory)
+
+    def _reason(self, outcome: Outcome[Survey]) -> str:
+        if outcome.answer is None:
+            return outcome.error.message if outcome.error else "no answer"
         assert self._condition is not None
-        return self._condition.values(host, outcome) if isinstance(outcome, Survey) else outcome.message
+        return self._condition.values(outcome.host, outcome.answer)
+
+    def _check_count(self, count: int, others: Mapping[str, str]) -> None:
+        """Raises UsageError if too few hosts meet the condition."""
+        assert self._condition is not None
+        if count >= (self._nodes or 1):
+            return
+        lines = [f"\n  {name}: {reason}" for name, reason in others.items()]
+        rest = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        text = repr(self._condition.text)
+        meet = f"only {count} of {len(self.listed)} hosts meet {text}, and nodes={self._nodes}" if count else ""
+        raise UsageError("".join([meet or f"no host meets {text}", *lines[:_SHOWN], rest]))
 
 
 def _check_provider(provider: object, inventory: object) -> None:

@@ -13,6 +13,7 @@ from skyfab.calls.image import Image
 from skyfab.env.prepare import Preparation, Report, check
 from skyfab.inventory.host import Host, variables
 from skyfab.plugins.base import Plugin, check_together
+from skyfab.session.ask import Prepare
 from skyfab.session.bootstrap import local_python
 from skyfab.session.shell import Shell
 from skyfab.ui.events import Events, HostState, Moved
@@ -96,3 +97,13 @@ class Progress:
 
     def moved(self, what: str, done: int, total: int) -> None:
         self._events.emit(Moved(host=self._host, what=what, done=done, total=total))
+
+
+def install_python(events: Events) -> Prepare:
+    """For `Asker`: sends an interpreter of this program's version to a host that has none."""
+
+    def prepare(host: Host, session: str) -> Callable[[Shell], str | None]:
+        preparation = Preparation(Image(), [host], local_python())
+        return functools.partial(preparation.prepare, host, session=session, report=Progress(events, host.name))
+
+    return prepare

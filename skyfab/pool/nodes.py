@@ -26,6 +26,7 @@ from skyfab.session.reader import SharedReader
 from skyfab.session.session import Session
 from skyfab.session.timing import Timing
 from skyfab.ssh import transport_for
+from skyfab.ssh.base import Transport
 from skyfab.ssh.process import end_all
 from skyfab.ui.events import Events, HostState
 
@@ -52,15 +53,19 @@ class Nodes(Owner):
         self.job = secrets.token_hex(8)
         """Prefix of the pool's job ids."""
         self._inventory = Inventory(hosts={})
+        self._reach: Callable[[Host], Transport] = lambda host: transport_for(host, self._inventory)
         self._images = images
         self._workdirs = workdirs
         self._scheduler = scheduler
         self._reader = SharedReader()
         self.recovery = Recovery(self._new_session, sync.take_back, events)
 
-    def make_nodes(self, hosts: Sequence[Host], inventory: Inventory) -> Sequence[Node]:
-        """The nodes of the pool, one for each host of the inventory."""
+    def make_nodes(
+        self, hosts: Sequence[Host], inventory: Inventory, reach: Callable[[Host], Transport]
+    ) -> Sequence[Node]:
+        """The nodes of the pool, one for each host of the inventory. `reach` makes transports."""
         self._inventory = inventory
+        self._reach = reach
         self._images.begin(hosts)
         pool = _pool_name()
         self.nodes = [self._make(index, host, self, pool) for index, host in enumerate(hosts)]
@@ -120,7 +125,7 @@ class Nodes(Owner):
                 prepare=prepare,
                 setup=self._images.setup(host),
             ),
-            lambda: transport_for(host, self._inventory),
+            lambda: self._reach(host),
             node,
             self._reader,
             self.timing,

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from skyfab.errors import SkyfabError
+from skyfab.inspect.stacks import Stack, describe, frames_of, groups, likeness
 from skyfab.pool.node import Node
-from skyfab.pool.stacks import Stack, describe, frames_of, groups, likeness
 from skyfab.protocol import messages
 from skyfab.ui.events import Events, Stalled
 

@@ -45,7 +45,7 @@ class Bootstrap:
     """A random name. It also marks replies, so that no banner can be mistaken for one."""
     bundle: Bundle
     python: str
-    """A path on the host, or major.minor, or ``env/DIGEST/BOOT``, or ``none``."""
+    """A path on the host, or major.minor, or ``any`` from 3.10 on, or ``env/DIGEST/BOOT``, or ``none``."""
     prepare: Callable[[Shell], str | None] | None = None
     """Installs a missing interpreter, has the shell start it (`Shell.go`), and returns the shell's reply."""
     setup: str = ""
@@ -55,7 +55,7 @@ class Bootstrap:
     def marker(self) -> str:
         return f"=skyfab={self.session}="
 
-    def command(self, mode: Literal["start", "resume"] = "start") -> str:
+    def command(self, mode: Literal["start", "resume", "ask"] = "start") -> str:
         """The command line for the host's login shell."""
         words = (self.host.cache, self.python, self.bundle.digest, self.session, mode)
         command = f"'{_SCRIPT}' skyfab " + " ".join(f"'{spelled(word)}'" for word in words)

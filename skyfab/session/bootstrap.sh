@@ -2,7 +2,7 @@
 # The first command on a host: starts the link, or says what is missing for that; then runs the scripts that it is sent.
 #
 # Given by session/bootstrap.py as arguments: $1 the cache folder and $2 the interpreter (a path, env/DIGEST/BOOT, a
-# version, or none), both as printf %b reads them; $3 the bundle; $4 the session; $5 start or resume.
+# version, any or none), both as printf %b reads them; $3 the bundle; $4 the session; $5 start, resume or ask.
 # Prints a marked line: link, bundle, nopython or failed WHY. After link and bundle the interpreter reads stdin.
 #
 # session/bootstrap.py joins the lines and puts them between single quotes for any login shell: outside of comments
@@ -46,6 +46,12 @@ fi
 case $p in
   /*) ;;
   none) p=;;
+  any)
+    for q in python3 python3.14 python3.13 python3.12 python3.11 python3.10 "$c"/envs/*/bin/python "$c"/pythons/*/*/bin/python3; do
+      p=$(command -v "$q") && "$p" -Sc "import sys;sys.exit(sys.version_info<(3,10))" && break
+      p=
+    done
+    ;;
   env/*)
     p=${p#env/}
     r=${p#*/}

@@ -1,19 +1,18 @@
-"""A shell of the user on a host, at this terminal: the command line that this program becomes (enter.sh)."""
+"""A shell of the user on a host, at this terminal: the command line that this program becomes (interactive.sh)."""
 
 from __future__ import annotations
 
-import secrets
-import shlex
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from skyfab._util.scripts import given, read
+from skyfab.errors import ProtocolError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
+from skyfab.session.ask import Asker, Question, only
 from skyfab.session.bootstrap import spelled
-from skyfab.session.shell import Shell
-from skyfab.session.shell_pool import Shells
 from skyfab.ssh.openssh import OpenSSH
 
 _SCRIPT: Final = read("session/interactive.sh")
@@ -21,7 +20,7 @@ _LOGIN: Final = 'b=$(command -v bash) || b=/bin/sh; exec "$b" -l -c "$(printf %b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entrance:
+class InteractiveShell:
     """Where on a host the shell begins, and with what."""
 
     host: Host
@@ -43,10 +42,13 @@ class Entrance:
         """
         if self.host.transport == "local":
             return ["/bin/sh", "-c", self._script("")]
-        name = f"ssh-{secrets.token_hex(8)}" if self.variables else ""
-        if name:
-            with Shells([self.host], inventory) as shells:
-                shells.ask(lambda shell: self._put(shell, name))
+        name = ""
+        if self.variables:
+            question = Question("variables", lambda host, replies: str(only(replies)), {"values": dict(self.variables)})
+            with Asker([self.host], inventory) as asker:
+                name = asker.ask_one(question, self.host)
+            if not re.fullmatch("ssh-[0-9a-f]+", name):
+                raise ProtocolError("invalid reply to variables", host=self.host.name)
         login = f"exec /bin/sh -c '{_LOGIN}' skyfab '{spelled(self._script(name))}'"
         return OpenSSH(self.host, inventory).by_hand(login, terminal=terminal)
 
@@ -63,9 +65,3 @@ class Entrance:
             )
             + _SCRIPT
         )
-
-    def _put(self, shell: Shell, name: str) -> None:
-        lines = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in self.variables.items())
-        content = lines.encode(errors="surrogateescape")
-        shell.run(f'head -c {len(content)} >"$c/{name}"', feed=[content])
-        shell.run('find "$c" -maxdepth 1 -name "ssh-*" -mmin +5 -exec rm -f {} +')  # of logins that failed

@@ -1,6 +1,6 @@
 # Unpacks the bundle below the cache folder and becomes the link. session/bootstrap.py sends this text to an interpreter
-# that session/bootstrap.sh has started, with the cache folder, the bundle's digest, the session and start or resume as
-# its arguments. Next on stdin: a line with the size of the archive (session/bundle.py), and the archive.
+# that session/bootstrap.sh has started, with the cache folder, the bundle's digest, the session and its mode (start,
+# resume or ask) as its arguments. Next on stdin: a line with the size of the archive (session/bundle.py), and then it.
 # Prints a marked line: link, or failed WHY.
 import io
 import os

@@ -1,8 +1,10 @@
-"""Records of detached runs, read through a real shell of this machine: logs that grow and change files, and rubbish."""
+"""Records of detached runs, read on this machine: logs that grow and change files, and rubbish."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyfab as sky
-from skyfab.detached.folder import read_parts
+from skyfab.detached.folder import Part, question
 from skyfab.detached.logs import LogReader
 from skyfab.detached.run import runs_of
-from skyfab.session.bootstrap import open_shell
-from skyfab.session.shell import Shell
-from skyfab.session.shell_pool import Shells
+from skyfab.session.ask import Asker, Reply
 from skyfab.ssh import transport_for
 
 RUN = "abc123"
@@ -46,19 +46,28 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def shell(tmp_path: Path, folder: Path) -> Iterator[Shell]:
+def asker(tmp_path: Path, folder: Path) -> Iterator[Asker]:
     host = sky.Host(name="here", transport="local", cache=str(tmp_path))
-    with open_shell(host, transport_for(host, sky.Inventory(hosts={}))) as opened:
-        yield opened
+    with Asker([host], sky.Inventory(hosts={})) as asker:
+        yield asker
+
+
+def parts_of(asker: Asker, run: str = "") -> list[Part]:
+    return asker.ask_one(question(run), asker.hosts[0])
+
+
+def parsed(*values: Any) -> list[Part]:
+    """The parts in what a host says."""
+    return question().parse(sky.Host(name="liar"), iter([Reply(value, b"") for value in values]))
 
 
 class Follower:
     """Somebody who looks now and then."""
 
-    def __init__(self, shells: Shells, folder: Path) -> None:
-        self._shells = shells
+    def __init__(self, asker: Asker, folder: Path) -> None:
+        self._asker = asker
         self._folder = folder
-        self.reader = LogReader(shells, RUN)
+        self.reader = LogReader(asker, RUN)
 
     def write(self, text: str, name: str = "0.out", *, at: float | None = None) -> None:
         """Writes to a log; with `at`, and with the record that the agent makes."""
@@ -80,14 +89,12 @@ class Follower:
 
     def read_at_once(self, **options: Any) -> list[tuple[str, float]]:
         """What somebody reads who comes now."""
-        return [(line.text, line.time) for line in LogReader(self._shells, RUN, **options).new(rest=True)]
+        return [(line.text, line.time) for line in LogReader(self._asker, RUN, **options).new(rest=True)]
 
 
 @pytest.fixture
-def follower(tmp_path: Path, folder: Path) -> Iterator[Follower]:
-    host = sky.Host(name="here", transport="local", cache=str(tmp_path))
-    with Shells([host], sky.Inventory(hosts={})) as shells:
-        yield Follower(shells, folder)
+def follower(asker: Asker, folder: Path) -> Follower:
+    return Follower(asker, folder)
 
 
 def test_a_log_grows(follower: Follower) -> None:
@@ -138,15 +145,15 @@ def test_a_reader_that_stops_goes_on_where_it_stopped(follower: Follower, monkey
     follower.write("one\ntwo\nthree\n")
     follower.rotate()
     follower.write("four\nfive\nsix\n")
-    real, left, found = Shell.read, [0], []
+    real, left, found = LogReader._read, [0], []
 
-    def read(*arguments: Any, **options: Any) -> bytearray:
+    def read(*arguments: Any) -> bytes:
         left[0] -= 1
         if left[0] < 0:
             raise ConnectionResetError
-        return real(*arguments, **options)
+        return real(*arguments)
 
-    monkeypatch.setattr(Shell, "read", read)
+    monkeypatch.setattr(LogReader, "_read", read)
     for _ in range(20):
         left[0] = 1
         lines = follower.reader.new(rest=False)
@@ -189,13 +196,13 @@ def test_the_last_lines_are_found_without_reading_the_rest(follower: Follower, m
     monkeypatch.setattr("skyfab.detached.logs._BLOCK", 96)
     everything = [(f"line {number}", float(number)) for number in range(2000)] + [("half", 2000.0)]
     sizes: list[int] = []
-    real = Shell.read
+    real = LogReader._read
 
-    def read(shell: Shell, path: str, start: int, count: int, **options: Any) -> bytearray:
-        sizes.append(count)
-        return real(shell, path, start, count, **options)
+    def read(*arguments: Any) -> bytes:
+        sizes.append(arguments[-1])
+        return real(*arguments)
 
-    monkeypatch.setattr(Shell, "read", read)
+    monkeypatch.setattr(LogReader, "_read", read)
     for count in (1, 2, 9, 40):
         sizes.clear()
         assert follower.read_at_once(tail=count) == everything[-count:]
@@ -233,7 +240,7 @@ def test_a_record_makes_nobody_log_in_to_hosts_of_its_choice(
         reached.append(host.name)
         return transport_for(host, inventory)
 
-    monkeypatch.setattr("skyfab.session.shell_pool.transport_for", note)
+    monkeypatch.setattr("skyfab.session.ask.transport_for", note)
     run = sky.attach(RUN, [here], inventory=sky.Inventory(hosts={"other": other}), results="data")
     assert run.status == "unreachable"
     for use in (run.result, run.stop, lambda: list(run.logs())):
@@ -242,22 +249,22 @@ def test_a_record_makes_nobody_log_in_to_hosts_of_its_choice(
     assert set(reached) == {"here", "other"}
 
 
-def test_runs_are_found_whatever_they_are_called(shell: Shell, folder: Path) -> None:
+def test_runs_are_found_whatever_they_are_called(asker: Asker, folder: Path) -> None:
     (folder / "about").write_text(json.dumps({**ABOUT, "name": "x =run y"}))
     (folder / "status").write_text(json.dumps(STATUS))
-    (folder / "logs" / "0.out").write_text("=run abc yes\n=gpu 1, 2\n")
-    (part,) = read_parts(shell, RUN)
-    assert (part.about.name, part.state, part.last) == ("x =run y", "done", "=gpu 1, 2")
-    assert [one.about.id for one in read_parts(shell)] == [RUN]
-    assert read_parts(shell, "nobody") == []
+    (folder / "logs" / "0.out").write_text("first\n\nlast\n\n")
+    (part,) = parts_of(asker, RUN)
+    assert (part.about.name, part.state, part.last) == ("x =run y", "done", "last")
+    assert [one.about.id for one in parts_of(asker)] == [RUN]
+    assert parts_of(asker, "nobody") == []
 
 
-def test_a_last_line_says_something(shell: Shell, folder: Path) -> None:
+def test_a_last_line_says_something(asker: Asker, folder: Path) -> None:
     (folder / "about").write_text(json.dumps(ABOUT))
     (folder / "status").write_text(json.dumps(STATUS))
     for line, last in (("step 3", "step 3"), ("[Gloo] Rank 0 is connected to 1 peer ranks. Expected", "")):
         (folder / "logs" / "0.out").write_text(f"{line}\n")
-        (run,) = runs_of(read_parts(shell), sky.Inventory(hosts={}), [])
+        (run,) = runs_of(parts_of(asker), sky.Inventory(hosts={}), [])
         assert run.last == last
 
 
@@ -265,10 +272,10 @@ def test_a_last_line_says_something(shell: Shell, folder: Path) -> None:
     ("said", "failed"),
     [({"1": 2.5, "0": 3.5, "7": 1.0}, ((0, 3.5), (1, 2.5))), ({"0": "soon"}, ()), ([1], ()), (None, ())],
 )
-def test_failures_are_read_with_their_times(shell: Shell, folder: Path, said: Any, failed: Any) -> None:
+def test_failures_are_read_with_their_times(asker: Asker, folder: Path, said: Any, failed: Any) -> None:
     (folder / "about").write_text(json.dumps(ABOUT))
     (folder / "status").write_text(json.dumps({**STATUS, "failed": said}))
-    assert read_parts(shell)[0].failed == failed
+    assert parts_of(asker)[0].failed == failed
 
 
 @pytest.mark.parametrize(
@@ -287,39 +294,60 @@ def test_failures_are_read_with_their_times(shell: Shell, folder: Path, said: An
     ],
     ids=str,
 )
-def test_what_no_run_has_is_no_run(shell: Shell, folder: Path, wrong: dict[str, Any]) -> None:
+def test_what_no_run_has_is_no_run(asker: Asker, folder: Path, wrong: dict[str, Any]) -> None:
     (folder / "about").write_text(json.dumps({**ABOUT, **wrong}))
     (folder / "status").write_text(json.dumps(STATUS))
-    assert read_parts(shell, RUN) == []
+    assert parts_of(asker, RUN) == []
 
 
-class Liar:
-    """A shell on a host that says anything."""
-
-    host = sky.Host(name="liar")
-
-    def __init__(self, text: str) -> None:
-        self.run = lambda script: text
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
 
 
-@given(st.text(), st.text(), st.text())
-def test_whatever_a_host_says_is_read(about: str, status: str, last: str) -> None:
-    read_parts(Liar(f"=run {RUN} yes\n{about}\n{status}\n{last}"))  # type: ignore[arg-type]
-    read_parts(Liar(about + status))  # type: ignore[arg-type]
+@given(JSON, JSON, JSON)
+def test_whatever_a_host_says_of_a_run_is_read(about: Any, status: Any, last: Any) -> None:
+    parsed({"id": RUN, "alive": True, "about": about, "status": status, "last": last, "pool": ""})
+
+
+@given(JSON)
+def test_whatever_a_host_says_is_read_or_an_invalid_answer(said: Any) -> None:
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        parsed(said, {"gpus": said})
 
 
 @pytest.mark.parametrize(
     "status",
-    ["[" * 100_000, '{"state": "done", "started": Infinity}', '{"state": "done", "started": 1' + "0" * 400 + "}", "{}"],
-    ids=["deep", "never", "huge", "empty"],
+    [{"state": "done", "started": float("inf")}, {"state": "done", "started": 10**400}, {}, [], "done"],
+    ids=["never", "huge", "empty", "list", "text"],
 )
-def test_statuses_that_cannot_be(status: str) -> None:
-    assert read_parts(Liar(f"=run {RUN} yes\n{json.dumps(ABOUT)}\n{status}\n=last x")) == []  # type: ignore[arg-type]
+def test_impossible_statuses(status: Any) -> None:
+    assert parsed({"id": RUN, "alive": True, "about": ABOUT, "status": status, "last": "", "pool": ""}) == []
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, "{"], ids=["empty", "deep", "half"])
+def test_a_record_that_is_not_json_is_passed_over(asker: Asker, folder: Path, content: str) -> None:
+    (folder / "about").write_text(json.dumps(ABOUT))
+    (folder / "status").write_text(content)
+    assert parts_of(asker) == []
+
+
+def test_of_many_runs_that_have_ended_the_latest_are_listed(asker: Asker, folder: Path) -> None:
+    for number in range(30):
+        run = folder.parent / f"b{number}"
+        run.mkdir()
+        (run / "about").write_text(json.dumps({**ABOUT, "id": run.name}))
+        (run / "status").write_text(json.dumps(STATUS))
+        os.utime(run / "status", (1e9 + number, 1e9 + number))
+    found = asker.ask_one(question(ended=3), asker.hosts[0])
+    assert [part.about.id for part in found] == ["b29", "b28", "b27"]
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["at-work", "at-its-end"])
 def test_a_run_is_running_until_its_agent_has_said_how_it_ended(
-    folder: Path, shell: Shell, tmp_path: Path, gone: bool
+    folder: Path, asker: Asker, tmp_path: Path, gone: bool
 ) -> None:
     """An agent's own folder goes a moment before that: the run is not lost then."""
     own = tmp_path / "own folder"
@@ -332,30 +360,7 @@ def test_a_run_is_running_until_its_agent_has_said_how_it_ended(
             (folder / "status").write_text(json.dumps({**STATUS, "state": "running"}))
             if gone:
                 own.rmdir()
-            assert [part.state for part in read_parts(shell)] == ["running"]
+            assert [part.state for part in parts_of(asker)] == ["running"]
         finally:
             agent.kill()
-    assert [part.state for part in read_parts(shell)] == ["lost"]
-
-
-# ---- shells
-
-
-def test_a_host_that_fails_after_the_end_is_no_trouble() -> None:
-    """Ctrl-C closes the shells while threads still read: nobody tries again."""
-    told: list[sky.SkyfabError] = []
-    host = sky.Host(name="here", transport="local")
-    shells = Shells([host], sky.Inventory(hosts={}), trouble=told.append)
-
-    def lose() -> None:
-        shells._entries["here"].shell = object()  # type: ignore[assignment]
-        with pytest.raises(sky.HostLost), shells.on(host):
-            raise sky.HostLost("the pool was closed", host="here")
-        shells._entries["here"].error = None
-
-    lose()
-    assert len(told) == 1
-    with shells:
-        pass
-    lose()
-    assert len(told) == 1
+    assert [part.state for part in parts_of(asker)] == ["lost"]

@@ -15,7 +15,14 @@ from skyfab.inspect.survey import Gpu, GpuProcess, Survey
 
 HOST = sky.Host(name="node1", tags=("a100", "fast"))
 GB = 10**9
-BARE = Survey(os="Debian GNU/Linux 12 (bookworm)", kernel="6", python="3.11.2", cpus=8, load=0.5, memory=64 * GB)
+BARE = Survey(
+    os="Debian GNU/Linux 12 (bookworm)",
+    kernel="6",
+    python="3.11.2",
+    cpus=8,
+    load=0.5,
+    memory=64 * GB,
+)
 TWO = Survey(
     os="Ubuntu 24.04",
     kernel="6",

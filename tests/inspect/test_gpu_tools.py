@@ -19,7 +19,7 @@ def tool(gpus: str, processes: str = "") -> Callable[[list[str]], str]:
 
 
 def survey(gpus: object) -> Survey:
-    return Survey.parse(json.dumps({**BASE, "gpus": gpus}), "node1")
+    return Survey.parse(json.loads(json.dumps({**BASE, "gpus": gpus})))
 
 
 def test_a_gpu_of_nvidia() -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from stage.spot import until
 
-from skyfab.calls.call import as_function
 from skyfab.errors import Unreachable
 from skyfab.inspect.top import monitor
 from skyfab.inspect.top.monitor import Monitor, Seen
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
+from skyfab.session.ask import Asker, Question
 
 
 def hosts(folder: Path) -> list[Host]:
@@ -35,19 +35,18 @@ def later(one: Seen, other: Seen) -> bool:
     return one.heard is not None and other.heard is not None and one.heard > other.heard
 
 
-def test_a_host_on_which_looking_fails_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "_FIRST_RETRY", 0.1)
-    monkeypatch.setattr(monitor, "_GLANCE", as_function(int))
+def test_a_host_that_cannot_answer_is_shown_so_and_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "SURVEY", Question("missing", lambda host, replies: None))
     here = hosts(tmp_path)[0]
     with Monitor([here], Inventory(hosts={"here": here}), every=0.1) as watched:
         until(lambda: watched.seen()[0].error)
-        assert "it cannot be looked at: ValueError" in str(watched.seen()[0].error)
+        assert "missing failed: ModuleNotFoundError" in str(watched.seen()[0].error)
         monkeypatch.undo()
         until(lambda: watched.seen()[0].error is None)
 
 
 def test_a_bug_of_ours_ends_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "look", lambda pool, answers: 1 / 0)
+    monkeypatch.setattr(Asker, "ask_one", lambda asker, question, host: 1 / 0)
     here = hosts(tmp_path)[0]
     with Monitor([here], Inventory(hosts={"here": here}), every=0.1) as watched, pytest.raises(ZeroDivisionError):
         until(lambda: not watched.seen())

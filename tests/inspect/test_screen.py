@@ -31,7 +31,7 @@ USED = replace(H100, memory_used=70 * 10**9, use=98, processes=(GpuProcess(pid=1
 
 
 def seen(name: str, survey: Survey | None = BARE, **changes: object) -> Seen:
-    known = {"heard": CLOCK - 1, "gpus": 0} if survey else {}
+    known = {"heard": CLOCK - 1} if survey else {}
     return Seen(host=Host(name=name, address="10.0.0.1", user="ada"), survey=survey, **{**known, **changes})  # type: ignore[arg-type]
 
 
@@ -88,11 +88,11 @@ def test_columns_are_left_out_where_there_is_no_room() -> None:
 
 def test_gpus_are_shown_with_their_use_and_users_or_what_cannot_be_known() -> None:
     hosts = [
-        seen("idle", replace(BARE, gpus=(H100,), gpu_tool="nvidia-smi"), gpus=1),
-        seen("used", replace(BARE, gpus=(USED, H100), gpu_tool="nvidia-smi"), gpus=2),
-        seen("amd", replace(BARE, gpus=(Gpu(index=0, name="AMD MI300X"),), gpu_tool="rocm-smi"), gpus=1),
-        seen("blind", gpus=4),
-        seen("broken", replace(BARE, gpu_tool="nvidia-smi", gpu_error="nvidia-smi: no driver"), gpus=1),
+        seen("idle", replace(BARE, gpu_count=1, gpus=(H100,), gpu_tool="nvidia-smi")),
+        seen("used", replace(BARE, gpu_count=2, gpus=(USED, H100), gpu_tool="nvidia-smi")),
+        seen("amd", replace(BARE, gpu_count=1, gpus=(Gpu(index=0, name="AMD MI300X"),), gpu_tool="rocm-smi")),
+        seen("blind", replace(BARE, gpu_count=4)),
+        seen("broken", replace(BARE, gpu_count=1, gpu_tool="nvidia-smi", gpu_error="nvidia-smi: no driver")),
     ]
     shown = screen(made(hosts), 200)
     assert shown[0] == "5 hosts: 5 ready · 1 of 4 GPUs busy · no runs"

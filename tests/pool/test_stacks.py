@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,12 +17,12 @@ from stage.remote import leave, wait_for
 from stage.spot import Spot, until
 
 import skyfab as sky
+from skyfab.inspect.stacks import STACKS, Frame, Stack, frames_of, groups
 from skyfab.lab import Lab
-from skyfab.pool.stacks import Frame, Stack, frames_of, groups, parse
+from skyfab.session.ask import Reply
 from skyfab.ui.events import Stalled
 
 SAID = """
-=rank 2 41 9f-0 gang1.0
 Thread 0x0000ffff (most recent call first):
   File "/x/threading.py", line 3 in wait
 
@@ -31,6 +32,12 @@ Current thread 0x0000aaaa (most recent call first):
   File "/c/bundles/b/skyfab/host/agent/worker.py", line 200 in _perform
   File "/c/bundles/b/skyfab/host/agent/worker.py", line 90 in serve
 """
+
+
+def parsed(**said: Any) -> list[Stack]:
+    """The stacks in what a host says."""
+    about = {"rank": "2", "pid": 41, "pool": "9f", "worker": "gang1.0", "text": SAID, **said}
+    return STACKS.parse(sky.Host(name="node1"), iter([Reply(about, b"")]))
 
 
 def stacks(lab: Lab) -> subprocess.CompletedProcess[str]:
@@ -107,7 +114,7 @@ def test_ranks_of_a_detached_run_are_shown_together(
 
 
 def test_the_main_thread_counts_and_our_own_frames_do_not() -> None:
-    (found,) = parse("node1", SAID)
+    (found,) = parsed()
     assert (found.host, found.rank, found.pid, found.pool) == ("node1", 2, 41, "9f")
     assert [str(frame) for frame in found.frames] == ["next at /x/load.py:12", "train at /x/train.py:90"]
 
@@ -136,16 +143,14 @@ def test_groups_are_sorted_by_size_and_kept_apart_by_pool() -> None:
 
 
 @pytest.mark.parametrize("number", ["²", "9" * 5000, "-1"])
-def test_numbers_that_are_none_are_passed_over(number: str) -> None:
-    assert parse("h", f"=rank 0 {number} a-1 gang1.0\n") == []
-    (found,) = parse("h", f'=rank {number} 7 a-1 gang1.0\nThread 1:\n  File "f", line {number} in g\n')
+def test_invalid_numbers_are_passed_over(number: str) -> None:
+    (found,) = parsed(rank=number, text=f'Thread 1:\n  File "f", line {number} in g\n')
     assert (found.rank, found.frames) == (None, ())
 
 
-@given(st.text())
-def test_whatever_a_host_says_is_read(text: str) -> None:
-    parse("h", text)
-    parse("h", f"=rank {text}\n{text}")
+@given(st.text(), st.text())
+def test_whatever_a_host_says_is_read(rank: str, text: str) -> None:
+    parsed(rank=rank, text=text)
 
 
 @pytest.mark.lab

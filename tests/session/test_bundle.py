@@ -292,7 +292,7 @@ def test_the_bundle_is_all_of_skyfab_but_what_no_host_needs() -> None:
 def test_scripts_are_read_there_as_they_are_here(bare: Path, unpacked: Path) -> None:
     """A function on a host may open a pool, which sends them on."""
     paths = [path.removeprefix("skyfab/") for path, _ in bundle().files if path.endswith(".sh")]
-    assert {"session/bootstrap.sh", "env/probe.sh", "detached/alive.sh"} <= set(paths)
+    assert {"session/bootstrap.sh", "env/probe.sh"} <= set(paths)
     code = "import json\nfrom skyfab._util.scripts import read\nprint(json.dumps([read(path) for path in {}]))"
     assert run(bare, unpacked, code.format(paths)) == [read(path) for path in paths]
 

@@ -20,8 +20,13 @@ _LONGEST = 4096
 
 
 def main(argv: list[str]) -> int:
-    """``link CACHE SESSION start|resume``. The bootstrap has already written the marker line for success."""
+    """``link CACHE SESSION start|resume|ask``. The bootstrap has already written the marker line for success."""
     cache, session, mode = argv
+    if mode == "ask":
+        from skyfab.host.ask.serve import serve
+
+        _touch(cache, "bundles", bundle_folder())
+        serve(cache)
     try:
         _enter_folder(cache, session, make=mode == "start")
         agent = _agent(cache, session, may_start=mode == "start")
@@ -103,16 +108,26 @@ def _note_uses(cache: str) -> None:
 
     The bundle is written last: if that note is missing, as on a full disk, gc must assume that anything may be in use.
     """
-    bundle = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", ".."))
     env = os.path.dirname(os.path.dirname(sys.executable))  # without site, sys.prefix is not the environment's
-    for note, kind, folder, used in (("env", "envs", env, ".used"), ("bundle", "bundles", bundle, "")):
-        name = ""
-        with contextlib.suppress(OSError):
-            if os.path.samefile(os.path.dirname(folder), os.path.join(cache, kind)):
-                name = os.path.basename(folder)
-                os.utime(os.path.join(folder, used))
+    for note, kind, folder, used in (("env", "envs", env, ".used"), ("bundle", "bundles", bundle_folder(), "")):
+        name = _touch(cache, kind, folder, used)
         with contextlib.suppress(OSError), open(note, "w") as file:
             file.write(f"{name}\n")
+
+
+def bundle_folder() -> str:
+    """The folder that this module was loaded from."""
+    return os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", ".."))
+
+
+def _touch(cache: str, kind: str, folder: str, used: str = "") -> str:
+    """Notes that an entry of the cache is used now. Returns its name, empty if the folder is not in the cache."""
+    name = ""
+    with contextlib.suppress(OSError):
+        if os.path.samefile(os.path.dirname(folder), os.path.join(cache, kind)):
+            name = os.path.basename(folder)
+            os.utime(os.path.join(folder, used))
+    return name
 
 
 def _start(listener: socket.socket, cache: str, session: str, *, inherited: tuple[int, ...]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import socket
 import time
+
+from skyfab.host.ask.survey import survey
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a worker
 if TYPE_CHECKING:
@@ -24,25 +25,21 @@ _PLACES: Final = ("/scratch", "/local", "/data", "/var/tmp")
 _NETWORKED: Final = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "fuse.sshfs", "afs")
 
 
-def examine(cache: str) -> str:
-    """What there is to examine, as JSON. `cache` is skyfab's folder. What cannot be found out is missing."""
-    from skyfab.host.ask.survey import look
-
-    found: Found = {"began": time.time(), "user": _user()}
-    cache = os.path.expanduser(cache)
+def examine(cache: str) -> Found:
+    """What there is to examine. `cache` is skyfab's folder. What cannot be found out is missing."""
+    found: Found = {"user": _user()}
     parts: list[tuple[float, Callable[[], Found]]] = [
         (_PATIENCE, lambda: _disk(cache)),  # a network file system may hang
         (_PATIENCE, _own_name),
         (_PATIENCE, _client_name),
         (_PATIENCE, _login_shell),
         (_PATIENCE, _sshd),
-        (_TOOLS, lambda: {"survey": look(cache)}),
+        (_TOOLS, lambda: {"survey": survey(cache)}),
     ]
     found.update(_limits())
     found.update(_logind())
     found.update(_at_once(parts))
-    found["ended"] = time.time()
-    return json.dumps(found)
+    return found
 
 
 def _at_once(parts: list[tuple[float, Callable[[], Found]]]) -> Found:

@@ -1,15 +1,16 @@
-"""Reads the folders of detached runs, on the host: what detached/look.sh prints, without a process for each run.
-
-A live view asks every two seconds; the shell script starts about ten processes for each run that is there.
-"""
+"""Detached runs on this host: reads their folders, which host/agent/run_folder.py writes."""
 
 from __future__ import annotations
 
+import json
 import os
 
-TYPE_CHECKING = False  # importing `typing` would slow the start of a worker
+from skyfab.host.ask.gpu_tools import look_at_gpus
+
+TYPE_CHECKING = False  # importing `typing` would slow the start
 if TYPE_CHECKING:
-    from typing import Final
+    from collections.abc import Iterator
+    from typing import Any, Final
 
 _MOST: Final = 65536
 """Bytes of a description."""
@@ -17,31 +18,48 @@ _TAIL: Final = 2000
 """Bytes of a log in which its last line is looked for."""
 
 
-def look_at_runs(cache: str, ended: int = 8) -> str:
-    """For each run the four lines of look.sh. Of runs that have ended, only the last `ended`."""
-    folder = os.path.join(os.path.expanduser(cache), "runs")
+def runs(cache: str, *, run: str = "", ended: int | None = None, gpus: bool = False) -> Iterator[dict[str, Any]]:
+    """Yields what each run is and does: all of them, or one.
+
+    Of runs that have ended, only the last `ended`. With `gpus` then also how busy the host's GPUs are, which may take a
+    second to find out.
+    """
+    folder = os.path.join(cache, "runs")
     try:
-        runs = sorted(os.scandir(folder), key=lambda run: run.name)
+        names = [run] if run else sorted(os.listdir(folder))
     except OSError:
-        return ""
-    found = []
-    for run in runs:
-        about, status = _read(f"{run.path}/about"), _read(f"{run.path}/status")
-        if about:
-            alive = _is_alive(run.path)
-            lines = (
-                f"=run {run.name} {'yes' if alive else 'no'}\n{about}\n{status}\n=last {_last(run.path + '/logs')}\n"
-            )
-            found.append((alive, _changed(f"{run.path}/status"), lines))
-    found.sort(reverse=True)
-    alive_ones = [lines for alive, _, lines in found if alive]
-    return "".join(alive_ones + [lines for alive, _, lines in found if not alive][:ended])
+        names = []
+    found = [one for one in (_described(os.path.join(folder, name)) for name in names) if one is not None]
+    if ended is not None:
+        over = sorted((one for one in found if not one["alive"]), key=lambda one: one["changed"], reverse=True)
+        found = [one for one in found if one["alive"]] + over[:ended]
+    yield from found
+    if gpus:
+        yield {"gpus": [[gpu.get("use"), gpu.get("memory_used")] for gpu in look_at_gpus()["gpus"]]}
 
 
-def _read(path: str) -> str:
+def _described(run: str) -> dict[str, Any] | None:
+    """What a run is and does; None for a folder that has no description yet."""
+    try:
+        about, status = json.loads(read(f"{run}/about")), json.loads(read(f"{run}/status"))
+    except (ValueError, RecursionError):
+        return None
+    return {
+        "id": os.path.basename(run),
+        "alive": agent_of(run) is not None,
+        "pool": _pool_of(run),
+        "about": about,
+        "status": status,
+        "changed": _changed(f"{run}/status"),
+        "last": _last(f"{run}/logs"),
+    }
+
+
+def read(path: str) -> str:
+    """The beginning of a small file; empty if it cannot be read."""
     try:
         with open(path, errors="replace") as file:
-            return file.read(_MOST).replace("\n", "")
+            return file.read(_MOST)
     except OSError:
         return ""
 
@@ -53,19 +71,30 @@ def _changed(path: str) -> float:
         return 0.0
 
 
-def _is_alive(run: str) -> bool:
-    """Whether the agent of a run lives; see detached/alive.sh."""
-    pid, boot, folder = [*_read(f"{run}/agent").split(" ", 2), "", ""][:3]
-    if not pid.isdigit() or boot != (_read("/proc/sys/kernel/random/boot_id") or "?"):
-        return False
+def agent_of(run: str) -> int | None:
+    """The process of a run's agent; None if it does not live.
+
+    A process with this number is the agent only if the machine was not started again since then, and if it is in the
+    agent's folder.
+    """
+    pid, boot, folder = [*read(f"{run}/agent").strip().split(" ", 2), "", ""][:3]
+    if not pid.isdigit() or boot != (read("/proc/sys/kernel/random/boot_id").strip() or "?"):
+        return None
     try:
         if os.path.isdir("/proc/self"):
             # at its end its folder goes first, and then it writes how the run ended
-            return os.readlink(f"/proc/{pid}/cwd") in (folder, f"{folder} (deleted)")
+            here = os.readlink(f"/proc/{pid}/cwd")
+            return int(pid) if here in (folder, f"{folder} (deleted)") else None
         os.kill(int(pid), 0)
     except (OSError, OverflowError):
-        return False
-    return True
+        return None
+    return int(pid)
+
+
+def _pool_of(run: str) -> str:
+    """The name of the pool that the workers of a run belong to: it begins the name of its agent's folder."""
+    folder = [*read(f"{run}/agent").strip().split(" ", 2), "", ""][2]
+    return os.path.basename(folder).rpartition("-")[0]
 
 
 def _last(logs: str) -> str:

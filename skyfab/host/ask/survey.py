@@ -1,11 +1,11 @@
-"""Looks at a host: its system, load, memory, disk and GPUs. Runs there, with the standard library alone."""
+"""What a host is and does right now: its system, load, memory, disk and GPUs."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
+from skyfab.host.agent.host_info import HostInfo
 from skyfab.host.ask.gpu_tools import look_at_gpus
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a worker
@@ -13,22 +13,21 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def look(cache: str, *, gpus: bool = True) -> str:
-    """What there is to say about this host, as JSON. `cache` is the folder whose disk counts.
-
-    What cannot be found out is null. Without `gpus` no tool is started.
-    """
-    found: dict[str, Any] = {
+def survey(cache: str) -> dict[str, Any]:
+    """What there is to say about this host. `cache` is the folder whose disk counts. Null: it cannot be found out."""
+    info = HostInfo()
+    return {
         "os": _system(),
         "kernel": os.uname().release,
+        "platform": info.platform,
         "python": ".".join(map(str, sys.version_info[:3])),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cpus": info.cpus,
         "load": _load(),
-        "disk": _disk(os.path.expanduser(cache)),
+        "disk": _disk(cache),
+        "gpu_count": info.gpus,
         **_memory(),
-        **(look_at_gpus() if gpus else {}),
+        **look_at_gpus(),
     }
-    return json.dumps(found)
 
 
 def _system() -> str:

@@ -4,72 +4,53 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
-from skyfab.calls.call import as_function
-from skyfab.errors import ProtocolError, SkyfabError
-from skyfab.host.ask.examine import examine
-from skyfab.host.ask.speed import measure as measure_host
+from skyfab.calls.image import Image
+from skyfab.errors import PoolError, SkyfabError
 from skyfab.inspect.doctor import checks, measure, pairs
-from skyfab.inspect.doctor.barrier import Meeting
 from skyfab.inspect.doctor.finding import Finding
 from skyfab.inventory.host import Host
-from skyfab.inventory.inventory import Inventory
 from skyfab.pool.compute import Compute
-from skyfab.pool.each_host import ask, fan_out
+from skyfab.session.ask import Asker, Question, only
 
 _MOST: Final = 128
-"""Hosts that meet. With more, only these are examined for what is between them."""
+"""With more hosts, only these are examined for what is between them."""
 _QUICK: Final = 0.15
 """Seconds in which the bandwidth of a pair is measured."""
+_CLOCK: Final[Question[float]] = Question("clock", lambda host, replies: float(only(replies)))
 
 
-def examined(hosts: Sequence[Host], inventory: Inventory, *, show: bool, measured: bool = False) -> list[Finding]:
+def examined(asker: Asker, *, measured: bool = False) -> list[Finding]:
     """The findings about hosts and pairs of them. With `measured`, also about their speed, within 15 s."""
-    between: list[Finding] = []
-    speeds: dict[pairs.Pair, float] = {}
-
-    def meet(pools: Mapping[str, Compute]) -> None:
-        if len(pools) > 1:
-            ordered = {host.name: pools[host.name] for host in hosts if host.name in pools}
-            found, taken = _between(ordered, measured=measured)
-            between.extend(found)
-            speeds.update(taken)
-
-    members = {host.name for host in hosts[:_MOST]}
-    meeting = Meeting(len(members), meet)
-
-    def work(pool: Compute) -> tuple[list[Finding], measure.Rates]:
-        (node,) = pool.hosts
-        asked = time.time()
-        text = ask(pool, as_function(examine)(node.host.cache))
-        found = checks.findings(checks.Patient.parse(node.host, text, asked, time.time()))
-        rates = _measured(pool) if measured else {}
-        if node.name in members:
-            meeting.arrive(node.name, pool)
-        return found, rates
-
-    outcomes = fan_out(work, hosts, inventory, show=show, ended=lambda host: meeting.leave(host.name))
-    findings = []
-    rates: dict[str, measure.Rates] = {}
-    for outcome in outcomes:
-        if outcome.error is not None or outcome.result is None:
+    findings: list[Finding] = []
+    for outcome in asker.each(lambda host: _report(asker, host)):
+        if outcome.answer is None:
             findings.append(checks.refused(outcome.host, outcome.error or SkyfabError("no answer")))
-            continue
-        found, own = outcome.result
-        findings += found
-        rates[outcome.host.name] = {**own, **measure.network(outcome.host.name, speeds)}
+        else:
+            findings += checks.findings(outcome.answer)
+    refused = {one.host for one in findings if one.section == "login" and one.level == "failure"}
+    able = [host for host in asker.hosts if host.name not in refused]
+    rates = _rates(asker, able) if measured else {}
+    between, speeds = _between(asker, able[:_MOST], measured=measured) if len(able) > 1 else ([], {})
     if measured:
-        findings += _speeds(hosts, rates)
+        rates = {name: {**own, **measure.network(name, speeds)} for name, own in rates.items()}
+        findings += _speeds(able, rates)
     return findings + between
 
 
-def _measured(pool: Compute) -> measure.Rates:
-    said = ask(pool, as_function(measure_host)(measure.SECONDS))
-    try:
-        return measure.parse(said)
-    except (ValueError, TypeError) as error:
-        raise ProtocolError(f"what it measured is no table of numbers: {error}", host=pool.hosts[0].name) from None
+def _report(asker: Asker, host: Host) -> checks.HostReport:
+    report = asker.ask_one(checks.EXAMINE, host)
+    asked = time.time()
+    there = asker.ask_one(_CLOCK, host)
+    answered = time.time()
+    return replace(report, offset=(there - (asked + answered) / 2, (answered - asked) / 2))
+
+
+def _rates(asker: Asker, hosts: Sequence[Host]) -> dict[str, measure.Rates]:
+    outcomes = asker.ask(measure.MEASURE, hosts)
+    return {outcome.host.name: outcome.answer for outcome in outcomes if outcome.answer is not None}
 
 
 def _speeds(hosts: Sequence[Host], rates: Mapping[str, measure.Rates]) -> list[Finding]:
@@ -80,16 +61,32 @@ def _speeds(hosts: Sequence[Host], rates: Mapping[str, measure.Rates]) -> list[F
     return found
 
 
-def _between(pools: Mapping[str, Compute], *, measured: bool) -> tuple[list[Finding], dict[pairs.Pair, float]]:
-    """The findings about the network, and the bytes per second of each pair."""
+def _between(asker: Asker, hosts: Sequence[Host], *, measured: bool) -> tuple[list[Finding], dict[pairs.Pair, float]]:
+    """The findings about the network, and the bytes per second of each pair.
+
+    The hosts become a pool over the connections that they have. Those that cannot are left out.
+    """
+    nothing = Image(excludes=("*",))  # of the caller's project is sent
+    pool = Compute(hosts, inventory=asker.inventory, image=nothing, workdir="temp", results="data", ui="none")
     try:
-        where, found = pairs.places(list(pools.values()))
-        rounds = pairs.all_pairs(list(pools)) if measured else pairs.ring(list(pools))
-        seconds = measure.pair_seconds(len(rounds)) if measured else _QUICK
-        rates, failures = pairs.rates(pools, where, rounds, seconds)
-    except SkyfabError as error:  # a host was lost meanwhile
-        what = f"the network could not be examined: {error.message}"
-        host = error.host or next(iter(pools))
-        lost = Finding(section="network", check="ports", host=host, level="failure", what=what, fix=error.hint or "")
-        return [lost], {}
+        with pool.over(asker):
+            where, found = pairs.places(pool)
+            names = [host.name for host in hosts]
+            rounds = pairs.all_pairs(names) if measured else pairs.ring(names)
+            seconds = measure.pair_seconds(len(rounds)) if measured else _QUICK
+            rates, failures = pairs.rates(pool, where, rounds, seconds)
+    except SkyfabError as error:
+        failed = [one for one in getattr(error, "exceptions", (error,)) if isinstance(one, SkyfabError)]
+        lost = [_unexamined(one, hosts) for one in failed]
+        others = [host for host in hosts if host.name not in {one.host for one in lost}]
+        if isinstance(error, PoolError) and len(others) > 1:
+            found, rates = _between(asker, others, measured=measured)
+            return [*lost, *found], rates
+        return lost, {}
     return [*found, *failures, *pairs.bandwidths(rates)], rates
+
+
+def _unexamined(error: SkyfabError, hosts: Sequence[Host]) -> Finding:
+    what = f"the network could not be examined: {error.message}"
+    host = error.host or hosts[0].name
+    return Finding(section="network", check="ports", host=host, level="failure", what=what, fix=error.hint or "")

@@ -14,6 +14,7 @@ from skyfab.inspect.doctor.finding import Finding
 from skyfab.inspect.doctor.pairs import Pair
 from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
+from skyfab.session.ask import Question, only
 
 Rates = Mapping[str, float]
 """By what was measured, as in ``memory``; more is faster."""
@@ -33,12 +34,15 @@ def pair_seconds(rounds: int) -> float:
     return min(0.5, _ALL_PAIRS / max(rounds, 1))
 
 
-def parse(text: str) -> dict[str, float]:
-    """What `measure` has returned on a host. Raises ValueError or TypeError."""
-    found = json.loads(text)
+def _parse(found: object) -> Rates:
+    """Raises ValueError or TypeError."""
     if not isinstance(found, dict) or len(found) > 16:
         raise TypeError("a table was expected")
     return {str(name)[:60]: float(rate) for name, rate in found.items()}
+
+
+MEASURE: Final = Question("measure", lambda host, replies: _parse(only(replies)), {"seconds": SECONDS})
+"""Asks a host for how fast it is."""
 
 
 def network(host: str, pairs: Mapping[Pair, float]) -> dict[str, float]:
@@ -84,7 +88,7 @@ def _shown(name: str, rate: float) -> str:
 def load(host: Host) -> Sequence[Rates]:
     """The oldest first; empty if there is nothing, or nothing that can be read."""
     try:
-        return [parse(json.dumps(one)) for one in json.loads(_file(host).read_text())][-_KEPT:]
+        return [_parse(one) for one in json.loads(_file(host).read_text())][-_KEPT:]
     except (OSError, ValueError, TypeError):
         return []
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from skyfab.calls.call import as_function
 from skyfab.errors import PeersUnreachable, PoolError, SkyfabError
-from skyfab.host.ask.speed import listen, send
+from skyfab.host.ask.bandwidth import listen, send
 from skyfab.inspect.doctor.finding import Finding
 from skyfab.inventory.host import Host
 from skyfab.pool.addresses import Address, Candidates
@@ -24,12 +24,12 @@ Pair = tuple[str, str]
 _SLOW: Final = 12_500_000.0
 """Bytes per second: what a network of 100 Mbit/s carries."""
 _BEHIND: Final = 4.0
-"""How many times slower than the median a pair is that is named."""
+"""A pair is reported if it is this many times slower than the median."""
 
 
-def places(pools: Sequence[Compute]) -> tuple[dict[str, Address], list[Finding]]:
+def places(pool: Compute) -> tuple[dict[str, Address], list[Finding]]:
     """The address at which other hosts find each host, as for a gang; and what kept them from each other."""
-    nodes = [pool.hosts[0] for pool in pools]
+    nodes = pool.hosts
     found: list[Finding] = []
     try:
         chosen: Sequence[Address] = RendezvousFinder("needed").arrange(nodes).places
@@ -105,21 +105,22 @@ def all_pairs(names: Sequence[str]) -> list[list[Pair]]:
 
 
 def rates(
-    pools: Mapping[str, Compute], where: Mapping[str, Address], rounds: Sequence[Sequence[Pair]], seconds: float
+    pool: Compute, where: Mapping[str, Address], rounds: Sequence[Sequence[Pair]], seconds: float
 ) -> tuple[dict[Pair, float], list[Finding]]:
     """Bytes per second of each pair. Pairs of one round are measured at the same time."""
     word = secrets.token_hex(16)
-    opened = for_each_host(lambda pool: _port(pool, word, seconds), list(pools.values()))
-    ports = {name: port for name, port in zip(pools, opened, strict=True) if not isinstance(port, Raised)}
+    names = [node.name for node in pool.hosts]
+    opened = for_each_host(lambda name: _port(pool, name, word, seconds), names)
+    ports = {name: port for name, port in zip(names, opened, strict=True) if not isinstance(port, Raised)}
 
     def one_way(pair: Pair) -> tuple[float, str]:
         source, target = pair
         call = as_function(send)(where[target].address, ports[target], word)
         try:
-            said = json.loads(str(pools[source].run(call)))
+            said = json.loads(str(pool.submit(call, on=source).result()))
             return float(said.get("rate", 0)), str(said.get("error", ""))[:200]
         except (SkyfabError, ValueError, TypeError, AttributeError) as error:
-            return 0.0, error.message if isinstance(error, SkyfabError) else "its answer is no number"
+            return 0.0, error.message if isinstance(error, SkyfabError) else "invalid reply"
 
     found: dict[Pair, float] = {}
     failures = []
@@ -136,10 +137,10 @@ def rates(
     return found, failures
 
 
-def _port(pool: Compute, word: str, seconds: float) -> int:
-    port = pool.run(as_function(listen)(word, seconds))
+def _port(pool: Compute, host: str, word: str, seconds: float) -> int:
+    port = pool.submit(as_function(listen)(word, seconds), on=host).result()
     if type(port) is not int or not 0 < port < 65536:
-        raise SkyfabError("its answer names no port", host=pool.hosts[0].name)
+        raise SkyfabError("its answer names no port", host=host)
     return port
 
 

@@ -9,11 +9,10 @@ from typing import Final
 
 from skyfab.detached.run import Run
 from skyfab.errors import SkyfabError
+from skyfab.inspect.stacks import STACKS, describe, groups
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.pool.stacks import Stack, describe, groups, parse, script
-from skyfab.session.shell import Shell
-from skyfab.session.shell_pool import Shells
+from skyfab.session.ask import Asker
 from skyfab.ui.suppressed import is_noise
 from skyfab.ui.terminal import clean, settled
 
@@ -81,27 +80,19 @@ def log_of(run: Run) -> Reading:
 def stacks_of(inventory: Inventory, hosts: Sequence[Host], run: Run | None) -> Reading:
     """The stacks of all ranks on these hosts, or of those of a run."""
 
-    def ask(shell: Shell) -> list[Stack]:
-        pool = _pool_of(shell, run) if run else None
-        found = parse(shell.host.name, shell.run(script()))
-        return [stack for stack in found if stack.frames and pool in (None, stack.pool)]
-
     def read(text: Reading) -> None:
-        errors: list[SkyfabError] = []
-        with Shells(hosts, inventory) as shells:
-            found = [stack for some in shells.ask(ask, errors) for stack in some]
+        with Asker(hosts, inventory) as asker:
+            outcomes = asker.ask(STACKS)
+        pools = None if run is None else {part.pool for part in run.parts}
+        found = [stack for outcome in outcomes for stack in outcome.answer or () if stack.frames]
+        found = [stack for stack in found if pools is None or stack.pool in pools]
         for group in groups(found):
             text.add(describe(group))
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
         for error in errors:
             text.add(str(error))
         if not found and not errors:
-            text.add("no ranks are at work there")
+            text.add("no ranks are running")
 
     names = f"run {run.id[:8]}" if run else ", ".join(host.name for host in hosts)
     return Reading(f"stacks of {names}", read)
-
-
-def _pool_of(shell: Shell, run: Run) -> str:
-    """The name of the pool that a run's workers belong to: that of its agent's folder (detached/alive.sh)."""
-    said = shell.run(f'read -r pid boot folder <"$c"/runs/{run.id}/agent; echo "${{folder##*/}}"')
-    return said.strip().rpartition("-")[0]

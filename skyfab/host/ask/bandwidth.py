@@ -1,4 +1,4 @@
-"""Measures the host that it runs on, and the network from it to another one: with torch where that is there."""
+"""Measures the network from this host to another one. Runs in workers: both ends are there at the same time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ _PATIENCE: Final = 10.0
 _CONNECT: Final = 3.0
 _OPEN: Final = 120.0
 """Seconds for which a host takes connections."""
-
-
-# ---- from one host to another
 
 
 def listen(word: str, seconds: float) -> int:
@@ -84,55 +81,3 @@ def send(address: str, port: int, word: str) -> str:
                 connection.send(block)
     except (OSError, ValueError) as error:
         return json.dumps({"error": getattr(error, "strerror", None) or str(error)})
-
-
-# ---- one host
-
-
-def measure(seconds: float) -> str:
-    """Matrix products and copies of memory, for so many seconds each, as JSON; rates by what was measured."""
-    return json.dumps({**_product(seconds), "memory": _memory(seconds)})
-
-
-def _product(seconds: float) -> dict[str, float]:
-    """Operations per second of a matrix product, by who does it: only the same may be compared."""
-    try:
-        import torch
-    except Exception:  # it may be there and broken
-        return {"product, in Python": _plain_product(seconds)}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = 4096 if device == "cuda" else 512
-    matrix = torch.ones(size, size, device=device)
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    _ = matrix @ matrix
-    wait()
-    best, end = 0.0, time.monotonic() + seconds
-    while time.monotonic() < end:
-        began = time.perf_counter()
-        _ = matrix @ matrix
-        wait()
-        best = max(best, 2 * size**3 / (time.perf_counter() - began))
-    return {f"product, by torch on {device}": best}
-
-
-def _plain_product(seconds: float) -> float:
-    size = 48
-    rows = [[float(one * other % 7) for one in range(size)] for other in range(size)]
-    best, end = 0.0, time.monotonic() + seconds
-    while time.monotonic() < end:
-        began = time.perf_counter()
-        columns = list(zip(*rows, strict=True))
-        [[sum(map(float.__mul__, row, column)) for column in columns] for row in rows]
-        best = max(best, 2 * size**3 / (time.perf_counter() - began))
-    return best
-
-
-def _memory(seconds: float) -> float:
-    """Bytes per second that are copied, the best of several times."""
-    source, target = bytearray(64 * _BLOCK), memoryview(bytearray(64 * _BLOCK))
-    best, end = 0.0, time.monotonic() + seconds
-    while time.monotonic() < end:
-        began = time.perf_counter()
-        target[:] = source
-        best = max(best, len(source) / (time.perf_counter() - began))
-    return best

@@ -1,24 +1,19 @@
-"""Python stacks of all workers on a host, whichever program started them, even if they are stuck in C code.
-
-Each worker has a signal on which faulthandler writes its stacks to a file in the pool's run folder. A shell on the
-host sends the signal and reads the file. The pool itself is not involved.
-"""
+"""Python stacks of workers: as a host answers them, and grouped by where ranks are."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from skyfab._util.scripts import read
 from skyfab.calls.project import with_local_paths
+from skyfab.inventory.host import Host
+from skyfab.session.ask import Question, Reply
 
-_SCRIPT: Final = read("pool/stacks.sh")
 _STARTS: Final = re.compile(r"(^|[/ ])(skyfab/calls/script\.py|runpy(\.py|>))$")
 """Files that start a script."""
 _FRAME: Final = re.compile(r'\s*File "(.*)", line ([0-9]{1,9}) in (.*)')
-_HEAD: Final = re.compile(r"(\S+) ([0-9]{1,9}) (\S+) (\S+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,23 +46,26 @@ class Stack:
         return f"{self.host} ({self.pid})" if self.pid else self.host
 
 
-def script() -> str:
-    """The shell script to run on the host; `parse` reads its output."""
-    return _SCRIPT
-
-
-def parse(host: str, text: str) -> list[Stack]:
-    """The stacks in the script's output. Anything else in there is ignored."""
-    found: list[Stack] = []
-    for part in re.split(r"^=rank ", text, flags=re.MULTILINE)[1:]:
-        head, _, body = part.partition("\n")
-        words = _HEAD.fullmatch(head)
-        if words is None:
-            continue
-        rank = int(words[1]) if words[4].startswith("gang") and re.fullmatch("[0-9]{1,9}", words[1]) else None
-        pool = words[3].rpartition("-")[0]
-        found.append(Stack(host=host, rank=rank, pid=int(words[2]), pool=pool, frames=frames_of(body)))
+def _parse(host: Host, replies: Iterator[Reply]) -> list[Stack]:
+    found = []
+    for reply in replies:
+        about = reply.value
+        rank = str(about["rank"])
+        is_rank = str(about["worker"]).startswith("gang") and re.fullmatch("[0-9]{1,9}", rank)
+        found.append(
+            Stack(
+                host=host.name,
+                rank=int(rank) if is_rank else None,
+                pid=int(about["pid"]),
+                pool=str(about["pool"]),
+                frames=frames_of(str(about["text"])),
+            )
+        )
     return found
+
+
+STACKS: Final = Question("stacks", _parse)
+"""Asks a host for the stacks of all workers of its cache, whichever program started them."""
 
 
 def frames_of(text: str) -> tuple[Frame, ...]:

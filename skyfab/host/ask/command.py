@@ -1,0 +1,76 @@
+"""Runs a shell command and passes on what it writes."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+import time
+
+from skyfab.host.agent.workdir import enter, place
+from skyfab.host.ask.serve import at_end
+
+TYPE_CHECKING = False  # importing `typing` would slow the start
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any, Final
+
+_PIECE: Final = 65536
+_GRACE: Final = 2.0
+"""Seconds between SIGTERM and SIGKILL."""
+_TICK: Final = 0.05
+
+
+def command(cache: str, *, line: str, workdir: str, variables: dict[str, str]) -> Iterator[Any]:
+    """Yields the name of a stream with each piece of output, and then the exit code.
+
+    `workdir` is as in host/agent/workdir.py. The command ends with the client; what it leaves in the background stays.
+    """
+    folder = place(workdir, cache)
+    with tempfile.TemporaryDirectory(prefix="skyfab-") as temporary:
+        enter(folder or temporary, cache, "")
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", line],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **variables},
+            umask=int(os.environ.get("SKYFAB_UMASK", "022"), 8),
+            start_new_session=True,
+        )
+        at_end(lambda: _end(process))
+        yield from _output(process)
+        os.chdir("/")
+    yield process.returncode
+
+
+def _output(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, bytes]]:
+    """What the command writes until it has ended. Its background processes may keep the pipes open."""
+    with selectors.DefaultSelector() as selector:
+        for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
+            assert pipe is not None
+            selector.register(pipe, selectors.EVENT_READ, name)
+        while selector.get_map():
+            ready = selector.select(_TICK)
+            for key, _ in ready:
+                piece = os.read(key.fd, _PIECE)
+                if piece:
+                    yield key.data, piece
+                else:
+                    selector.unregister(key.fileobj)
+            if not ready and process.poll() is not None:
+                break
+    process.wait()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(_TICK)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)

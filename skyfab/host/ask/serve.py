@@ -1,0 +1,140 @@
+"""Answers questions in the link's own process: no agent, zygote or worker is started for them.
+
+A question is a frame with the name of a module of this package and the arguments of the function of that name in it.
+The function returns one value, or yields several; a value is JSON, or a pair of JSON and bytes. Each is one frame of
+the reply. Questions are answered one after another, until the client closes the stream or is silent for too long.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import queue
+import re
+import select
+import threading
+
+from skyfab.protocol.frames import HEAD, HEADER, LIMIT, PING, PONG
+
+TYPE_CHECKING = False  # importing `typing` would slow the start
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any, Final
+
+SILENCE: Final = 60.0
+"""Seconds without a frame of the client after which it is gone: it sends one every few seconds while it waits."""
+
+
+class Server:
+    """Reads questions on one thread and answers them on another."""
+
+    def __init__(self, cache: str, source: int, sink: int) -> None:
+        self._cache = cache
+        self._source = source
+        self._sink = sink
+        self._writing = threading.Lock()
+        self._questions: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Returns never: when the client is gone, `end` terminates the process."""
+        threading.Thread(target=self._answer_all, daemon=True).start()
+        try:
+            while (frame := self._read()) is not None:
+                kind, stream, payload = frame
+                if kind == PING:
+                    self._write(PONG, stream, b"", 0)
+                elif kind == HEAD:
+                    self._questions.put((stream, payload))
+        except OSError:
+            pass
+        finally:
+            end()
+
+    def _read(self) -> tuple[int, int, bytes] | None:
+        """The next frame; None at the end of the stream, and when the client has been silent for too long."""
+        header = self._exactly(HEADER.size)
+        if len(header) < HEADER.size:
+            return None
+        kind, _, stream, length = HEADER.unpack(header)
+        payload = self._exactly(min(length, LIMIT))
+        return None if len(payload) < length else (kind, stream, payload)
+
+    def _exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count and select.select([self._source], [], [], SILENCE)[0]:
+            piece = os.read(self._source, count - len(data))
+            if not piece:
+                break
+            data += piece
+        return data
+
+    def _write(self, kind: int, stream: int, payload: bytes, head: int) -> None:
+        rest = memoryview(HEADER.pack(kind, head, stream, len(payload)) + payload)
+        with self._writing:
+            while rest:
+                rest = rest[os.write(self._sink, rest) :]
+
+    def _answer_all(self) -> None:
+        while True:
+            stream, payload = self._questions.get()
+            try:
+                for value, data in self._replies(payload):
+                    self._reply(stream, {"value": value}, data)
+                self._reply(stream, {"end": True})
+            except BrokenPipeError:
+                end()
+            except BaseException as error:
+                about: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"[:4000]}
+                if isinstance(error, OSError):
+                    about = {"error": str(error)[:4000], "errno": error.errno}
+                self._reply(stream, about)
+
+    def _replies(self, payload: bytes) -> Iterator[tuple[Any, bytes]]:
+        question = json.loads(payload)
+        name = question["name"]
+        if not re.fullmatch("[a-z_]+", name):
+            raise ValueError(f"not the name of a question: {name}")
+        if name == "become":
+            self._become(question["arguments"]["command"])
+        function = getattr(importlib.import_module(f"skyfab.host.ask.{name}"), name)
+        found = function(self._cache, **question["arguments"])
+        for value in found if hasattr(found, "__next__") else (found,):
+            yield value if isinstance(value, tuple) else (value, b"")
+
+    def _become(self, command: str) -> None:
+        """Replaces this process by a shell that runs `command` on the stream, as after a login."""
+        os.dup2(self._source, 0)
+        os.dup2(self._sink, 1)
+        os.execv("/bin/sh", ["/bin/sh", "-c", command])
+
+    def _reply(self, stream: int, about: dict[str, Any], data: bytes = b"") -> None:
+        head = json.dumps(about).encode()
+        size = len(head) if len(head) < 65536 else 0  # 0: all of it is JSON
+        if len(head) + len(data) > LIMIT or (data and not size):
+            raise ValueError("too large for one reply")
+        self._write(HEAD, stream, head + data, size)
+
+
+_at_end: list[Callable[[], None]] = []
+
+
+def at_end(action: Callable[[], None]) -> None:
+    """Has `action` called when the client is gone: a question ends there what it has started."""
+    _at_end.append(action)
+
+
+def end() -> None:
+    """Ends the process, and what its questions have started."""
+    for action in _at_end:
+        action()
+    os._exit(0)
+
+
+def serve(cache: str) -> None:
+    """Answers on the standard streams, which a question's own prints no longer reach. Does not return."""
+    source, sink = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nowhere, 0)
+    os.dup2(2, 1)
+    Server(cache, source, sink).run()

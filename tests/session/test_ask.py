@@ -1,0 +1,216 @@
+"""Questions to hosts: one login, no agent, answers in parts, hosts that break off or answer rubbish."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stage.spot import until
+
+import skyfab as sky
+from skyfab.errors import HostUnfit, ProtocolError
+from skyfab.inspect.survey import SURVEY
+from skyfab.protocol.frames import HEAD, PONG, frame
+from skyfab.session import ask
+from skyfab.session.ask import Asker, Question, Reply, only
+from skyfab.session.bootstrap import Bootstrap
+from skyfab.ssh.local import Local
+
+NOTHING = sky.Inventory(hosts={})
+CLOCK: Question[float] = Question("clock", lambda host, replies: float(only(replies)))
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> sky.Host:
+    return sky.Host(name="here", transport="local", cache=str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def logins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The commands that were started on hosts."""
+    found: list[str] = []
+    real = Local.open
+
+    def note(transport: Local, command: str, *arguments: Any) -> Any:
+        found.append(command)
+        return real(transport, command, *arguments)
+
+    monkeypatch.setattr(Local, "open", note)
+    return found
+
+
+def command(line: str, parse: Callable[[sky.Host, Iterator[Reply]], Any]) -> Question[Any]:
+    return Question("command", parse, {"line": line, "workdir": "", "variables": {}})
+
+
+def test_one_login_serves_all_questions_and_starts_no_agent(here: sky.Host, logins: list[str]) -> None:
+    with Asker([here], NOTHING) as asker:
+        assert abs(asker.ask_one(CLOCK, here) - time.time()) < 60
+        (outcome,) = asker.ask(SURVEY)
+        assert outcome.get().cpus >= 1
+    assert len(logins) == 1
+    assert not Path(here.cache, "run").exists(), "no agent"
+
+
+def test_what_a_question_raises_is_an_error_of_the_host_and_the_next_one_is_answered(here: sky.Host) -> None:
+    with Asker([here], NOTHING) as asker:
+        for question in (
+            Question("nothing", only_of),
+            Question("clock", only_of, {"wrong": 1}),
+            Question("../x", only_of),
+        ):
+            with pytest.raises(HostUnfit, match="failed: ") as failed:
+                asker.ask_one(question, here)
+            assert failed.value.hint
+        assert asker.ask_one(CLOCK, here)
+
+
+def only_of(host: sky.Host, replies: Iterator[Reply]) -> Any:
+    return only(replies)
+
+
+def test_a_connection_that_ended_while_nothing_was_asked_is_renewed(here: sky.Host, logins: list[str]) -> None:
+    with Asker([here], NOTHING) as asker:
+        asker.ask_one(CLOCK, here)
+        asker._lines["here"]._frames.stream._process.kill()  # type: ignore[union-attr]
+        asker.ask_one(CLOCK, here)
+    assert len(logins) == 2
+
+
+def test_an_answer_comes_in_parts_and_ends_with_the_asker(here: sky.Host, tmp_path: Path) -> None:
+    """What a question has started does not outlive the client."""
+
+    def parse(host: sky.Host, replies: Iterator[Reply]) -> int:
+        pid = int(next(replies).data)
+        os.kill(pid, 0)
+        raise KeyboardInterrupt(pid)
+
+    with pytest.raises(KeyboardInterrupt) as stopped, Asker([here], NOTHING) as asker:
+        asker.ask_one(command("echo $$; exec sleep 100", parse), here)
+    (pid,) = stopped.value.args
+    until(lambda: not Path(f"/proc/{pid}/fd").exists())
+
+
+def test_a_command_gives_its_output_and_its_exit_code(here: sky.Host) -> None:
+    def parse(host: sky.Host, replies: Iterator[Reply]) -> Any:
+        *pieces, last = replies
+        return {name: b"".join(one.data for one in pieces if one.value == name) for name in ("stdout", "stderr")}, last[
+            0
+        ]
+
+    with Asker([here], NOTHING) as asker:
+        assert asker.ask_one(command("echo a; echo b >&2; exit 3", parse), here) == (
+            {"stdout": b"a\n", "stderr": b"b\n"},
+            3,
+        )
+        assert asker.ask_one(command("kill -9 $$", parse), here)[1] == -signal.SIGKILL
+        began = time.monotonic()
+        asker.ask_one(command("sleep 100 & echo $!", parse), here)
+        assert time.monotonic() - began < 90, "what runs in the background is not waited for"
+
+
+def test_a_host_that_cannot_be_reached_is_not_tried_at_every_question() -> None:
+    dead = sky.Host(name="dead", address="127.0.0.1", port=1, user="root")
+    told: list[sky.SkyfabError] = []
+    with Asker([dead], NOTHING, trouble=told.append) as asker:
+        found = [asker.ask(CLOCK)[0].error for _ in range(3)]
+    assert all(isinstance(error, sky.Unreachable) for error in found)
+    assert found[0] is found[1] is found[2] and told == found[:1]
+
+
+def test_another_command_runs_over_the_connection_of_a_question(here: sky.Host, logins: list[str]) -> None:
+    with Asker([here], NOTHING) as asker:
+        asker.ask_one(CLOCK, here)
+        transport = asker.take(here)
+        assert transport is not None and asker.take(here) is None
+    stream = transport.open("echo hello; exec cat")
+    found = bytearray()
+    try:
+        until(lambda: read(stream, found) == b"hello\n")
+    finally:
+        stream.close()
+        transport.close()
+    assert len(logins) == 1
+
+
+def read(stream: Any, found: bytearray) -> bytes:
+    room = bytearray(100)
+    try:
+        found += room[: stream.recv_into(memoryview(room)) or 0]
+    except BlockingIOError:
+        pass
+    return bytes(found)
+
+
+@pytest.mark.lab
+def test_a_pool_with_a_condition_logs_in_once(here: sky.Host, logins: list[str]) -> None:
+    with sky.Compute([here], where="cpus >= 1", ui="none") as pool:
+        assert sky.function(abs)(-3) >> pool == 3
+    assert len(logins) == 1
+
+
+# ---- hosts that lie
+
+
+class Liar:
+    """A stream on which a host says what it likes."""
+
+    def __init__(self, said: bytes) -> None:
+        self._said = said
+
+    def recv_into(self, view: memoryview) -> int:
+        piece, self._said = self._said[: len(view)], self._said[len(view) :]
+        view[: len(piece)] = piece
+        return len(piece)
+
+    def send(self, buffers: Any) -> int:
+        return sum(map(len, buffers))
+
+    def explain(self) -> Exception:
+        return sky.HostLost("it has ended", host="liar")
+
+
+def said(monkeypatch: pytest.MonkeyPatch, content: bytes) -> Any:
+    frames = ask._Frames(sky.Host(name="liar"), Liar(content), lambda: False)  # type: ignore[arg-type]
+    return frames.ask(Question("x", only_of))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        frame(HEAD, 1, b"[1]"),
+        frame(HEAD, 1, b"{"),
+        frame(HEAD, 1, b'{"value": 1}') + frame(HEAD, 1, b'{"value": 2}') + frame(HEAD, 1, b'{"end": true}'),
+        frame(HEAD, 1, b'{"end": true}'),
+        b"x" * 100,
+        frame(17, 1, b"data"),
+        frame(HEAD, 1, b"[" * 100_000),
+    ],
+    ids=["list", "half", "two", "none", "rubbish", "data", "deep"],
+)
+def test_an_invalid_answer_is_a_protocol_error(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        said(monkeypatch, content)
+
+
+def test_frames_that_are_no_answer_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = frame(HEAD, 7, b'{"value": 1}') + frame(PONG)
+    assert said(monkeypatch, late + frame(HEAD, 1, b'{"value": 2}') + frame(HEAD, 1, b'{"end": 1}')) == 2
+
+
+@given(st.binary(max_size=200))
+def test_whatever_a_host_says_is_an_answer_or_an_error(content: bytes) -> None:
+    frames = ask._Frames(sky.Host(name="liar"), Liar(content), lambda: False)  # type: ignore[arg-type]
+    with pytest.raises(sky.SkyfabError):
+        frames.ask(Question("x", only_of))
+
+
+def test_the_name_of_a_mode_is_part_of_the_command(here: sky.Host) -> None:
+    assert Bootstrap(host=here, session="ab", bundle=ask.bundle(), python="any").command("ask").endswith(" 'ask'")

@@ -26,8 +26,9 @@ from skyfab.session.fanout import Raised, for_each_host
 from skyfab.session.session import CONNECT
 from skyfab.session.shell import Deadline, Shell
 from skyfab.ssh import transport_for
-from skyfab.ssh.base import Stream, Transport, Tunnel
+from skyfab.ssh.base import Stream, Transport
 from skyfab.ssh.logins import LOGINS, ServerBusy, retry
+from skyfab.ssh.tunnel import Tunnel
 from skyfab.ui.events import Events, HostState
 
 T = TypeVar("T")

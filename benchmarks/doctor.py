@@ -10,7 +10,7 @@ from benchmarks.arena import Arena
 from benchmarks.result import Bar, Result
 from benchmarks.sample import alternate
 from skyfab.inspect.doctor.examine import examined
-from skyfab.pool.each_host import fan_out
+from skyfab.session.ask import Asker
 
 
 class Doctor:
@@ -22,12 +22,14 @@ class Doctor:
 
             def seconds(count: int) -> float:
                 started = time.perf_counter()
-                examined(crowd.hosts[:count], crowd.inventory, show=False)
+                with Asker(crowd.hosts[:count], crowd.inventory) as asker:
+                    examined(asker)
                 return time.perf_counter() - started
 
             def opening() -> float:
                 started = time.perf_counter()
-                fan_out(lambda pool: None, crowd.hosts, crowd.inventory, show=False)
+                with crowd.pool(*crowd.hosts):
+                    pass
                 return time.perf_counter() - started
 
             seconds(arena.scale.examined)  # warm-up: fills the hosts' caches before the measurement

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from benchmarks.arena import Arena
+from benchmarks.ask import Ask
 from benchmarks.bulk import Bulk
 from benchmarks.cold import Cold
 from benchmarks.containers import Containers
@@ -47,6 +48,7 @@ ROWS: tuple[Row, ...] = (
     Distributed(),
     Reconnect(),
     Many(),
+    Ask(),
     Top(),
     Containers(),
     Doctor(),

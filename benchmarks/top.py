@@ -1,4 +1,4 @@
-"""Benchmark: what it costs to look at many hosts: once, as `skyfab hosts` does, and all the time, as `skyfab top`."""
+"""Benchmark: what it costs to look at many hosts all the time, as `skyfab top` does."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from pathlib import Path
 
 from benchmarks.arena import Arena
 from benchmarks.result import Bar, Result, Skip
-from benchmarks.sample import Sample, alternate
-from skyfab.pool.each_host import surveys
+from benchmarks.sample import Sample
 
 _READY = 300.0
 """Seconds until all hosts have answered."""
@@ -28,24 +27,12 @@ _EVERY = 2
 
 class Top:
     name = "top"
-    about = "skyfab hosts at 64 hosts, against one; the processor time of skyfab top while it looks at 64 every 2 s"
+    about = "the processor time of skyfab top while it looks at 64 hosts every 2 s"
 
     def run(self, arena: Arena) -> Iterator[Result]:
         count = max(arena.scale.hosts)
         with Arena.open(arena.scale, hosts=count) as crowd:
-
-            def seconds(count: int) -> float:
-                started = time.perf_counter()
-                surveys(crowd.hosts[:count], crowd.inventory)
-                return time.perf_counter() - started
-
-            seconds(count)  # warm-up: fills the hosts' caches before the measurement
-            all_, one = alternate(arena.scale.openings, lambda: seconds(count), lambda: seconds(1))
             own, ssh = _share(crowd, count)
-        against = "one host"
-        yield Result(
-            row=self.name, what=f"hosts, {count} hosts", unit="s", ours=all_, baseline=one, against=against, bar=Bar(40)
-        )
         what = f"top, {count} hosts, of a core"
         yield Result(row=self.name, what=what, unit="%", ours=own, bar=Bar(10.0, on="value"))
         yield Result(row=self.name, what=f"{what}, its ssh", unit="%", ours=ssh)

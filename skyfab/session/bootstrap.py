@@ -223,12 +223,8 @@ def open_shell(
     transport: Transport,
     *,
     stopped: Callable[[], bool] = lambda: False,
-    quiet: float = float("inf"),
 ) -> Iterator[Shell]:
-    """Opens a shell on a host, which needs no Python; in scripts `$c` is the path of the cache folder.
-
-    A script without output for `quiet` seconds is aborted.
-    """
+    """Opens a shell on a host, which needs no Python; in scripts `$c` is the path of the cache folder."""
     _LOG.debug("%s: waiting for a shell", host.name)
     launch = Bootstrap(host=host, session=secrets.token_hex(8), bundle=Bundle("none", ()), python="none")
     with LOGINS.turn(transport.servers, stopped) as turn:
@@ -239,7 +235,7 @@ def open_shell(
             raise
         try:
             deadline = Deadline(host, time.monotonic() + START, stopped, turn.over)
-            shell = Shell(stream, launch.marker, deadline, quiet)
+            shell = Shell(stream, launch.marker, deadline)
             shell.greeting = lambda: _greet(stream, shell)
             yield shell
         finally:

@@ -5,7 +5,6 @@ Every reply of ours is marked with a random word, so that no banner can be mista
 
 from __future__ import annotations
 
-import re
 import select
 import time
 from collections.abc import Callable, Iterable
@@ -23,7 +22,6 @@ _NOISE: Final = 256 * 1024
 """Bytes that a shell may print before it runs our command."""
 START: Final = 30.0
 """Seconds that an interpreter may take to start."""
-_PIECE: Final = 1024 * 1024
 _KEPT: Final = 8 * 1024 * 1024
 """Bytes of a script's output that are kept."""
 _MOST: Final = 256 * 1024 * 1024
@@ -75,12 +73,11 @@ class Deadline:
 class Shell:
     """Reads marked replies from a stream, and runs scripts in the shell at its other end."""
 
-    def __init__(self, stream: Stream, marker: str, deadline: Deadline, quiet: float = float("inf")) -> None:
-        """A script may be without output for `quiet` seconds. The transport detects a lost connection."""
+    def __init__(self, stream: Stream, marker: str, deadline: Deadline) -> None:
+        """A script may take as long as it likes: the transport detects a lost connection."""
         self._stream = stream
         self._marker = marker.encode()
         self._deadline = deadline
-        self._quiet = quiet
         self.host = deadline.host
         self.greeting: Callable[[], None] | None = None
         """Reads the shell's first reply, after the first script has been sent: saves a round trip."""
@@ -134,12 +131,12 @@ class Shell:
         source = "" if feed else " </dev/null"
         # A failed script leaves part of its input unread: no other script can follow.
         end = "; test $s = 0 || exit" if feed else ""
-        self._deadline.deadline = max(self._deadline.deadline, time.monotonic() + min(self._quiet, START))
+        self._deadline.deadline = max(self._deadline.deadline, time.monotonic() + START)
         self.tell(f'( {script}\n) 2>&1{source}; s=$?; echo "${{m}}done $s"{end}', fed=bool(feed))
         if self.greeting is not None:
             greeting, self.greeting = self.greeting, None
             greeting()
-        self._deadline.deadline = time.monotonic() + self._quiet
+        self._deadline.deadline = float("inf")
         answer = _Answer(self._marker)
         for piece in feed:
             if not self._send_while_silent(piece, answer):
@@ -149,42 +146,10 @@ class Shell:
             got = self._recv(scratch)
             if not got:
                 raise self._stream.explain()
-            self._deadline.deadline = time.monotonic() + self._quiet
             answer.feed(bytes(scratch[:got]))
         if answer.status:
             raise ScriptFailed(answer.status, answer.text)
         return answer.text
-
-    def read(self, path: str, start: int = 0, count: int | None = None, *, provided: str = "true") -> bytearray:
-        """Returns a file's content; `path` is a shell word. Raises FileNotFoundError, also if `provided` fails."""
-        announced = f"$(wc -c <{path})" if count is None else str(count)
-        take = f"cat {path}" if count is None else f"tail -c +{start + 1} {path} | head -c {count}"
-        self._deadline.deadline = max(self._deadline.deadline, time.monotonic() + min(self._quiet, START))
-        self.tell(
-            f'if test -r {path} && {provided}; then echo "${{m}}size {announced}"; {take}; else echo "${{m}}absent"; fi'
-        )
-        if self.greeting is not None:
-            greeting, self.greeting = self.greeting, None
-            greeting()
-        self._deadline.deadline = time.monotonic() + self._quiet
-        answer = self.answer()
-        if answer is None:
-            raise self._stream.explain()
-        said = answer.split()
-        if len(said) != 2 or not re.fullmatch("[0-9]{1,15}", said[1]):
-            raise FileNotFoundError(path)
-        size = int(said[1])
-        if count is not None and size > count:
-            raise ProtocolError(f"{size} bytes where {count} were asked for", host=self.host.name)
-        content = bytearray()
-        scratch = memoryview(bytearray(min(size, _PIECE)))
-        while len(content) < size:  # allocate memory for what was received, not for what was announced
-            got = self._recv(scratch[: size - len(content)])
-            if not got:
-                raise self._stream.explain()
-            self._deadline.deadline = time.monotonic() + self._quiet
-            content += scratch[:got]
-        return content
 
     def go(self, python: str, *, provided: str = "true") -> str | None:
         """Replaces the shell by an interpreter, given as a shell word; returns the reply that `Bootstrap.join` expects.

@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import errands
 import pytest
@@ -15,9 +14,7 @@ from stage.spot import Spot
 from stage.threads import begin
 
 import skyfab as sky
-from skyfab.inspect.survey import Survey
 from skyfab.lab import Lab, LabHost
-from skyfab.pool.each_host import surveys
 from skyfab.ui.events import Output
 
 pytestmark = pytest.mark.lab
@@ -103,20 +100,17 @@ def test_more_output_than_the_disk_has_room_for(
 
 
 def test_a_disk_that_is_full_once_skyfab_has_arrived(small: LabHost, hosts_of: Callable[..., list[sky.Host]]) -> None:
-    """The host says so, others are surveyed, and no file that is cut off is left: with room again, it works."""
+    """The host says so, and no file that is cut off is left: with room again, it works."""
     small.run(["sh", "-c", f"head -c {(SIZE - 1) * MB} /dev/zero >{PLACE}/fill"])
-    first, second = hosts_of("openssh")
-    hosts = [replace(first, cache=f"{PLACE}/cache"), second]
-    inventory = sky.Inventory(hosts={host.name: host for host in hosts})
+    (host,) = hosts_of("openssh", 1, cache=f"{PLACE}/cache")
     for _ in range(2):
-        full, other = surveys(hosts, inventory)
-        assert isinstance(full, sky.HostUnfit)
-        assert "No space left" in full.message
-        assert full.hint is not None
-        assert "free some space" in full.hint
-        assert isinstance(other, Survey)
+        with pytest.raises(sky.HostUnfit, match="No space left") as full:
+            sky.Compute([host], ui="none").open()
+        assert full.value.hint is not None
+        assert "free some space" in full.value.hint
     make_room(small)
-    assert isinstance(surveys(hosts, inventory)[0], Survey)
+    with sky.Compute([host], ui="none") as pool:
+        assert sky.function(abs)(-3) >> pool == 3
 
 
 @pytest.mark.usefixtures("hurry")

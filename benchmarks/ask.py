@@ -1,0 +1,58 @@
+"""Benchmark: what it takes to ask hosts something at the command line, against `ssh host true`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from benchmarks.arena import Arena
+from benchmarks.result import Bar, Result
+from benchmarks.sample import alternate
+
+_COMMANDS = {"skyfab hosts": ["hosts"], "skyfab exec -- true": ["exec", "--", "true"]}
+
+
+class Ask:
+    name = "ask"
+    about = "skyfab hosts and skyfab exec -- true on one host, against `ssh host true`; and on 64, against one"
+
+    def run(self, arena: Arena) -> Iterator[Result]:
+        count = max(arena.scale.hosts)
+        with Arena.open(arena.scale, hosts=count) as crowd, crowd.ssh(crowd.first, "true") as argv:
+            for what, words in _COMMANDS.items():
+
+                def ours(hosts: int, words: list[str] = words) -> float:
+                    names = ",".join(host.name for host in crowd.hosts[:hosts])
+                    command, *rest = words
+                    options = [f"--inventory={crowd.lab.inventory}", f"--hosts={names}"]
+                    return _seconds([sys.executable, "-m", "skyfab", command, *options, *rest])
+
+                ours(count)  # warm-up: fills the hosts' caches before the measurement
+                one, ssh = alternate(arena.scale.cold, lambda: ours(1), lambda: _seconds(argv))
+                all_, single = alternate(arena.scale.openings, lambda: ours(count), lambda: ours(1))
+                yield Result(
+                    row=self.name,
+                    what=f"{what}, one host",
+                    unit="s",
+                    ours=one,
+                    baseline=ssh,
+                    against="ssh host true",
+                    bar=Bar(1.5),
+                )
+                yield Result(
+                    row=self.name,
+                    what=f"{what}, {count} hosts",
+                    unit="s",
+                    ours=all_,
+                    baseline=single,
+                    against="one host",
+                    bar=Bar(40),
+                )
+
+
+def _seconds(argv: list[str]) -> float:
+    started = time.perf_counter()
+    subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True)
+    return time.perf_counter() - started

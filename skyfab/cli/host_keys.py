@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -19,8 +18,8 @@ from typing import Final
 
 from skyfab.env.uv import alone
 from skyfab.errors import HostKeyRefused, SkyfabError, Unreachable, UsageError
+from skyfab.inventory import ssh_config
 from skyfab.inventory.host import Host
-from skyfab.inventory.ssh_config import CONFIG
 from skyfab.session.fanout import Raised, for_each_host, one_error
 from skyfab.ui.prompt import answer
 
@@ -103,7 +102,9 @@ def _fetch(host: Host, known_hosts: str | None, scans: _Scans) -> Entry:
             host=host.name,
             hint=f"change host_key under [hosts.{host.name}], or leave it out",
         )
-    settings = _settings(host)
+    settings = {keyword: values[0] for keyword, values in ssh_config.settings(host).items()}
+    if "hostname" not in settings:
+        raise UsageError("ssh is not installed", host=host.name, hint="install OpenSSH")
     address, port = settings["hostname"], settings["port"]
     if {settings.get("proxyjump", "none"), settings.get("proxycommand", "none"), host.jump or "none"} != {"none"}:
         way = f"-J {host.jump} " if host.jump else ""
@@ -129,20 +130,6 @@ def _fetch(host: Host, known_hosts: str | None, scans: _Scans) -> Entry:
         keys=keys,
         file=place_of_record,
     )
-
-
-def _settings(host: Host) -> dict[str, str]:
-    """The settings that ssh would use for the host, including ssh_config (`ssh -G`)."""
-    words = ["ssh", "-G"]
-    if config := os.environ.get(CONFIG):
-        words += ["-F", config]
-    if host.port is not None:
-        words += ["-p", str(host.port)]
-    said = _run(*words, "--", host.destination)
-    pairs = dict(line.split(" ", 1) for line in said.splitlines() if " " in line)
-    if "hostname" not in pairs:
-        raise UsageError("ssh cannot make sense of it", host=host.name, hint=f"try: ssh -G {host.destination}")
-    return pairs
 
 
 def _is_known(entry: Entry, *, replace: bool) -> bool:

@@ -201,7 +201,7 @@ class _Reader:
                     self.note((*self.places[name], "jump"), f"{hop} is this machine", "leave the jump out")
         for circle in _circles({name: [hop for hop in hops if hop in self.hosts] for name, hops in passed.items()}):
             hint = 'write jump = "none" for the one that is reached directly'
-            self.note((*self.places[circle[0]], "jump"), f"goes in a circle: {' → '.join(circle)}", hint)
+            self.note((*self.places[circle[0]], "jump"), f"jump hosts form a loop: {' → '.join(circle)}", hint)
 
     def add_groups(self, table: Mapping[str, Any]) -> None:
         """Resolves groups, nested ones first."""

@@ -95,12 +95,11 @@ class Inventory(ShownAsTable):
 
     @classmethod
     def from_ssh_config(cls, pattern: str = "*", path: str | os.PathLike[str] | None = None) -> Inventory:
-        """The aliases of ssh_config, and of what it includes, that fit `pattern`: ``"gpu*,!gpu3"``.
+        """The aliases of ssh_config, and of what it includes, that match `pattern`: ``"gpu*,!gpu3"``.
 
-        `path` is another file than that of the user. A host has the alias as its name and no address: ssh resolves it.
-        Patterns and Match blocks are no aliases. Left out are aliases that log in as git, and all but one of those
-        that are the same account of the same address.
-        Raises InventoryError with all mistakes, or if nothing fits.
+        `path` is another file than the user's. A host has the alias as its name and no address: ssh resolves it.
+        Skips aliases with ``User git``, and all but the first alias of the same account.
+        Raises InventoryError if ssh rejects the file, or if nothing matches.
         """
         word = "ssh_config" if pattern == "*" else f"ssh_config:{pattern}"
         return cls._made(ssh_config.read(pattern, path), word if path is None else path)
@@ -184,7 +183,7 @@ class Inventory(ShownAsTable):
             hops = [self._hop(word) for word in host.jump.split(",")]
             chain[:0] = hops
             if len({hop.name for hop in chain}) < len(chain):
-                raise InventoryError(f"jump goes in a circle through {host.name}", hint='end it with jump = "none"')
+                raise InventoryError(f"jump hosts form a loop through {host.name}", hint='end it with jump = "none"')
             host = hops[0]
         return tuple(chain)
 

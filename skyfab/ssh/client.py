@@ -75,11 +75,11 @@ class Client(paramiko.SSHClient):  # type: ignore[misc]
     def _unlocked(self, pkey: Any, files: Sequence[str]) -> tuple[Any, Sequence[str]]:
         """The keys to try. One with a passphrase is taken from the ssh-agent, else its passphrase is asked for."""
         for file in files if pkey is None else ():
-            if not keys.is_locked(Path(file).read_bytes()):
+            if not _is_locked(file):
                 continue
             self._agent = self._agent or paramiko.Agent()  # closed with the client
-            public = keys.public_part(Path(file))
-            held = [key for key in self._agent.get_keys() if key.asbytes() == public]
+            own = keys.fingerprint(Path(file))
+            held = [key for key in self._agent.get_keys() if key.fingerprint == own]
             if held:
                 return held[0], ()
             for _ in range(_TRIES if TERMINAL.is_attended() else 0):
@@ -125,6 +125,17 @@ class Client(paramiko.SSHClient):  # type: ignore[misc]
     def _answers(self, title: str, instructions: str, prompts: Sequence[tuple[str, bool]]) -> list[str]:
         """Answers a server's questions, on the transport's thread."""
         return [self._questions.answer(self._place, text) or "" for text, _ in prompts]
+
+
+def _is_locked(file: str) -> bool:
+    """Whether the key has a passphrase. Other problems are found by those who use it."""
+    try:
+        paramiko.PKey.from_path(file)
+    except TypeError:  # of cryptography
+        return True
+    except Exception:
+        return False
+    return False
 
 
 def _offered(transport: Any, username: str) -> Sequence[str]:

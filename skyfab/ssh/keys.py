@@ -1,27 +1,19 @@
-"""Private keys: whether a file is one, has a passphrase or is in the ssh-agent, and which keys a login tries."""
+"""Private keys: whether a file has a passphrase or is in the ssh-agent, and which keys a login tries."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-import difflib
 import os
 import re
 import shlex
-import shutil
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
-from skyfab.errors import IdentityLocked, IdentityMissing
+from skyfab._util.suggest import nearest
+from skyfab.errors import IdentityLocked, IdentityMissing, InventoryError
+from skyfab.inventory import ssh_config
 from skyfab.inventory.host import Host, expanded
-from skyfab.inventory.ssh_config import CONFIG
 from skyfab.ui.prompt import TERMINAL
-
-_MAGIC: Final = b"openssh-key-v1\0"
-_LARGEST: Final = 1024 * 1024
 
 
 def check(hops: Sequence[Host]) -> None:
@@ -35,24 +27,25 @@ def check(hops: Sequence[Host]) -> None:
             continue
         whose = "" if hop is target else f"of its jump host {hop.name} "
         path = Path(hop.identity)
-        try:
-            content = _read(path)
-        except OSError as error:
-            missing = not path.exists()
-            what = "does not exist" if missing else f"cannot be read: {error.strerror}"
-            hint = _other(path) if missing else f"ls -l {shlex.quote(str(path))}"
-            raise IdentityMissing(f"the identity {whose}{what}: {path}", host=target.name, hint=hint) from None
-        if is_locked(content) and not TERMINAL.is_attended() and not _is_in_agent(hop, content):
+        if problem := _problem(path):
+            hint = f"ls -l {shlex.quote(str(path))}" if path.exists() else _other(path)
+            raise IdentityMissing(f"the identity {whose}{problem}: {path}", host=target.name, hint=hint)
+        if not TERMINAL.is_attended() and is_locked(path) and not _is_in_agent(hop):
             raise IdentityLocked(
-                f"the identity {whose}has a passphrase, is in no ssh-agent, and there is no terminal to ask at: {path}",
+                f"the identity {whose}has a passphrase, no ssh-agent holds it, and there is no terminal: {path}",
                 host=target.name,
                 hint=f"ssh-add {shlex.quote(str(path))}",
             )
 
 
-def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(_LARGEST)
+def _problem(path: Path) -> str:
+    try:
+        path.open("rb").close()
+    except FileNotFoundError:
+        return "does not exist"
+    except OSError as error:
+        return f"is not readable ({error.strerror})"
+    return "" if path.is_file() else "is not a file"
 
 
 def _other(path: Path) -> str:
@@ -61,94 +54,56 @@ def _other(path: Path) -> str:
         names = [entry.name.removesuffix(".pub") for entry in path.parent.glob("*.pub")]
     except OSError:
         names = []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    if near:
-        return f'did you mean identity = "{path.parent / near[0]}"?'
+    if near := nearest(path.name, names):
+        return f'did you mean identity = "{path.parent / near}"?'
     return f"ssh-keygen -t ed25519 -f {shlex.quote(str(path))}"
 
 
-def is_locked(content: bytes) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether this is a private key with a passphrase."""
-    if b"-----BEGIN OPENSSH PRIVATE KEY" not in content:
-        return b"Proc-Type: 4,ENCRYPTED" in content or b"BEGIN ENCRYPTED PRIVATE KEY" in content
-    blob = _decoded(content)
-    return blob.startswith(_MAGIC) and _strings(blob[len(_MAGIC) :], 1) != [b"none"]
+    return "incorrect passphrase" in _run("ssh-keygen", "-y", "-P", "", "-f", str(path)).stderr
 
 
-def public_part(path: Path) -> bytes | None:
-    """The public key that belongs to a private one, in its wire format; None if it cannot be known."""
-    blob = _decoded(_read(path))
-    if blob.startswith(_MAGIC):  # cipher, kdf, its options, the number of keys, the public key
-        rest = blob[len(_MAGIC) :]
-        for _ in range(3):
-            rest = rest[4 + int.from_bytes(rest[:4], "big") :]
-        found = _strings(rest[4:], 1)
-        return found[0] if found else None
+def fingerprint(path: Path) -> str | None:
+    """``SHA256:…`` of a private key, with or without passphrase; None if it cannot be known."""
+    found = re.search(r"SHA256:\S+", _run("ssh-keygen", "-l", "-E", "sha256", "-f", str(path)).stdout)
+    return found[0] if found else None
+
+
+def agent_keys(socket: str | None = None) -> dict[str, str]:
+    """The fingerprints of the keys in the ssh-agent, with their comments."""
+    environ = {**os.environ, **({"SSH_AUTH_SOCK": socket} if socket else {})}
+    lines = _run("ssh-add", "-l", "-E", "sha256", env=environ).stdout.splitlines()
+    found = [re.fullmatch(r"\d+ (SHA256:\S+) (.*) \(\S+\)", line) for line in lines]
+    return {match[1]: match[2] for match in found if match}
+
+
+def _run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a program of OpenSSH; without it, nothing is known."""
+    environ = {**(env or os.environ), "LC_ALL": "C"}
     try:
-        return base64.b64decode(path.with_name(f"{path.name}.pub").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return None
+        return subprocess.run(
+            words, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, env=environ, timeout=10
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return subprocess.CompletedProcess(words, 1, "", "")
 
 
-def _decoded(content: bytes) -> bytes:
-    lines = [line for line in content.splitlines() if line and not line.startswith(b"-----") and b":" not in line]
-    try:
-        return base64.b64decode(b"".join(lines))
-    except (binascii.Error, ValueError):
-        return b""
-
-
-def _strings(blob: bytes, count: int) -> list[bytes]:
-    """The first strings of a message of the SSH protocol."""
-    found = []
-    for _ in range(count):
-        end = 4 + int.from_bytes(blob[:4], "big")
-        if len(blob) < end:
-            return []
-        found.append(blob[4:end])
-        blob = blob[end:]
-    return found
-
-
-def agent_keys(path: str | None = None) -> dict[bytes, str]:
-    """The public keys in the ssh-agent, in their wire format, with their comments."""
-    path = path or os.environ.get("SSH_AUTH_SOCK")
-    if not path:
-        return {}
-    try:
-        with socket.socket(socket.AF_UNIX) as agent:
-            agent.settimeout(2)
-            agent.connect(path)
-            agent.sendall(b"\0\0\0\1\x0b")  # SSH_AGENTC_REQUEST_IDENTITIES
-            with agent.makefile("rb") as answer:
-                content = answer.read(int.from_bytes(answer.read(4), "big"))
-    except OSError:
-        return {}
-    parts = _strings(content[5:], 2 * int.from_bytes(content[1:5], "big")) if content[:1] == b"\x0c" else []
-    return {key: comment.decode(errors="replace") for key, comment in zip(parts[::2], parts[1::2], strict=True)}
-
-
-def _is_in_agent(hop: Host, content: bytes) -> bool:
+def _is_in_agent(hop: Host) -> bool:
     """Whether an ssh-agent holds the key; True also where that cannot be known, so that ssh is tried."""
-    public = public_part(Path(hop.identity or ""))
-    if public is None or public in agent_keys():
+    own = fingerprint(Path(hop.identity or ""))
+    if own is None or own in agent_keys():
         return True
     named = settings(hop).get("identityagent", [])  # ssh_config may name another agent
-    return any(public in agent_keys(str(expanded(path))) for path in named)
+    return any(own in agent_keys(str(expanded(path))) for path in named)
 
 
-def settings(host: Host) -> dict[str, list[str]]:
-    """What ssh would use for the host, ssh_config included (`ssh -G`), by lower-case names; empty without ssh."""
-    if shutil.which("ssh") is None:
+def settings(host: Host) -> ssh_config.Settings:
+    """What ssh would use for the host; empty if that cannot be known."""
+    try:
+        return ssh_config.settings(host)
+    except InventoryError:
         return {}
-    config = os.environ.get(CONFIG)
-    words = ["ssh", "-G", *(["-F", config] if config else []), *(["-p", str(host.port)] if host.port else [])]
-    said = subprocess.run([*words, "--", host.destination], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    found: dict[str, list[str]] = {}
-    for line in said.stdout.splitlines():
-        name, _, value = line.partition(" ")
-        found.setdefault(name, []).append(value)
-    return found
 
 
 def tried(host: Host) -> list[str]:

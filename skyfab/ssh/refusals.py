@@ -10,7 +10,7 @@ from skyfab._util.suggest import did_you_mean
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, JumpRefused, JumpUnknown, PasswordNeeded, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.inventory.ssh_config import circle_of
+from skyfab.inventory.ssh_config import loop_of
 from skyfab.ssh import keys
 
 _TYPED = ("password", "keyboard-interactive")
@@ -73,8 +73,8 @@ def no_answer(said: str, hops: Sequence[Host], inventory: Inventory, *, is_namel
     hint = f"is it up? try: {by_hand(host, jumps=jumps)}"
     if is_nameless and inventory.source is None:
         hint = f"no inventory is in use that could say where it is: is SKYFAB_INVENTORY set? Else, {hint}"
-    if host.jump is None and (circle := circle_of(host.destination)):
-        hint = f"its ProxyJump of ssh_config goes in a circle: {' → '.join(circle)}; take one of the lines out"
+    if host.jump is None and (loop := loop_of(host.destination)):
+        hint = f"its jump hosts in ssh_config form a loop: {' → '.join(loop)}; remove one of the ProxyJump lines"
     return Unreachable(said, host=host.name, hint=hint)
 
 

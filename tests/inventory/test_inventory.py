@@ -496,15 +496,19 @@ def test_what_ssh_or_a_shell_could_take_for_something_else_is_no_address(text: s
             "[hosts.local] transport: local is this machine, without SSH",
             "rename the host",
         ),
-        ("[hosts.a]\njump = 'a'", "[hosts.a] jump: goes in a circle: a → a", 'jump = "none"'),
-        ("[hosts.a]\njump = 'root@a:22'", "[hosts.a] jump: goes in a circle: a → a", 'jump = "none"'),
-        ("[hosts.a]\njump = 'x,a'", "[hosts.a] jump: goes in a circle: a → a", 'jump = "none"'),
+        ("[hosts.a]\njump = 'a'", "[hosts.a] jump: jump hosts form a loop: a → a", 'jump = "none"'),
+        ("[hosts.a]\njump = 'root@a:22'", "[hosts.a] jump: jump hosts form a loop: a → a", 'jump = "none"'),
+        ("[hosts.a]\njump = 'x,a'", "[hosts.a] jump: jump hosts form a loop: a → a", 'jump = "none"'),
         (
             "[hosts.a]\njump = 'b'\n[hosts.b]\njump = 'a'",
-            "[hosts.a] jump: goes in a circle: a → b → a",
+            "[hosts.a] jump: jump hosts form a loop: a → b → a",
             'jump = "none"',
         ),
-        ("[defaults]\njump = 'g'\n[hosts.g]\n[hosts.a]", "[hosts.g] jump: goes in a circle: g → g", 'jump = "none"'),
+        (
+            "[defaults]\njump = 'g'\n[hosts.g]\n[hosts.a]",
+            "[hosts.g] jump: jump hosts form a loop: g → g",
+            'jump = "none"',
+        ),
         ("[hosts.a]\njump = 'local'", "[hosts.a] jump: local is this machine", "leave the jump out"),
         ("[hosts.a]\n[groups]\na = []", "[groups] a: a host has that name: [hosts.a]", "another name"),
         ("[hosts.a]\n[groups]\nall = []", "[groups] all: all is a word of its own in selections", "another name"),
@@ -633,7 +637,7 @@ def test_all_mistakes_are_told_at_once_the_count_first_each_on_its_line() -> Non
         "  inv.toml:3: [defaults] slots: must be 1 or more, not 0 (leave a host out of a selection with !name)",
         '  inv.toml:5: [hosts.a]: unknown key "prot" (did you mean port?)',
         "  inv.toml:6: [hosts.a] port: must be an integer, not a string (write it without quotes)",
-        '  inv.toml:8: [hosts.b] jump: goes in a circle: b → b (write jump = "none" for the one that is reached'
+        '  inv.toml:8: [hosts.b] jump: jump hosts form a loop: b → b (write jump = "none" for the one that is reached'
         " directly)",
         "  inv.toml:11: [groups] h: contains itself: h → h (take one of them out)",
         "  inv.toml:10: [groups] g: no host, group or tag fits c (there are a, b, g, h, all and 1 more)",
@@ -776,7 +780,7 @@ def test_a_hop_of_the_inventory_keeps_its_key_and_identity() -> None:
 
 def test_a_circle_of_jumps_made_in_python_ends_in_an_error() -> None:
     a, b = Host(name="a", jump="b"), Host(name="b", jump="a")
-    with pytest.raises(InventoryError, match="circle"):
+    with pytest.raises(InventoryError, match="loop"):
         Inventory(hosts={"a": a, "b": b}).jump_chain(a)
 
 

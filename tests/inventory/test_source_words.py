@@ -158,7 +158,7 @@ g = [
         ('\n[hosts."a b"]', 'inv.toml:2: [hosts."a b"]: cannot be a host\'s name'),
         ("[hosts.a]\n[hosts.b]\n[groups]\ng = ['b']\nh = ['c']", "inv.toml:5: [groups] h: no host, group or tag"),
         ("[hosts.a]\n[host.b]", "inv.toml:2: unknown table [host]"),
-        ("[hosts.a]\njump='a'", "inv.toml:2: [hosts.a] jump: goes in a circle"),
+        ("[hosts.a]\njump='a'", "inv.toml:2: [hosts.a] jump: jump hosts form a loop"),
         ("[hosts.a]\r\nport = 0\r\n", "inv.toml:2: [hosts.a] port: must be from 1"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -38,7 +37,6 @@ ENTRIES = {
     "CRLF": ("Host a\r\n  User x\r\nHost b\r\n", ["a", "b"]),
     "form feed": ("Host a \f", ["a"]),
     "no end of line": ("\n\nHost a", ["a"]),
-    "byte order mark": ("\ufeffHost a", ["a"]),
     "star": ("Host * a", ["a"]),
     "question mark": ("Host node? a", ["a"]),
     "pattern inside": ("Host a b*c", ["a"]),
@@ -47,15 +45,13 @@ ENTRIES = {
     "only negated": ("Host !b\nHost a", ["a"]),
     "repeated": ("Host a\nHost a b", ["a", "b"]),
     "Match host": ("Match host b\n  User x\nHost a", ["a"]),
-    "Match exec is not run": ('Match exec "touch ran"\nHost a', ["a"]),
+    "Match exec": ("Match exec true\nHost a", ["a"]),
     "Match all": ("Match all\nHost a", ["a"]),
     "tokens": ("Host a\n  HostName %h.example.com\n  ControlPath ~/%C", ["a"]),
     "an address": ("Host 10.0.0.5 a", ["10.0.0.5", "a"]),
     "a domain": ("Host a.example.com", ["a.example.com"]),
     "odd letters": ("Host a_b-c+d.e", ["a_b-c+d.e"]),
     "other letters": ("Host knödel", ["knödel"]),
-    "unknown keyword": ("Frobnicate yes\nHost a", ["a"]),
-    "keyword alone": ("Host a\n  Compression", ["a"]),
     "IgnoreUnknown": ("IgnoreUnknown UseKeychain\nUseKeychain yes\nHost a", ["a"]),
     "IPv6 is left out": ("Host ::1 a", ["a"]),
     "a user is left out": ("Host ada@x a", ["a"]),
@@ -68,7 +64,7 @@ ENTRIES = {
     "git after another user": ("Host a\n  User ada\nHost *\n  User git\nHost b\n  User x", ["a"]),
     "git of a negated pattern": ("Host * !a\n  User git\nHost a b", ["a"]),
     "git in quotes": ('Host b\n  User "git"\nHost a', ["a"]),
-    "git in a Match": ("Host a\nMatch host a\n  User git", ["a"]),
+    "git in a Match": ("Host a b\nMatch host b\n  User git", ["a"]),
     "two names of one account": ("Host a a.lab\n  HostName 10.0.0.5\nHost b\n  HostName 10.0.0.5", ["a"]),
     "two ports of one address": ("Host a\n  Port 1\nHost b\n  Port 2\nHost *\n  HostName 10.0.0.5", ["a", "b"]),
     "two users of one machine": ("Host a\n  User ada\nHost a b\n  HostName 10.0.0.5", ["a", "b"]),
@@ -84,12 +80,8 @@ ENTRIES = {
 }
 
 
-LENIENT = ("byte order mark", "unknown keyword", "keyword alone")
-"""What ssh refuses, and tells when it connects."""
-
-
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh here")
-@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in LENIENT])
+@pytest.mark.parametrize("name", ENTRIES)
 def test_ssh_knows_these_aliases(name: str, tmp_path: Path) -> None:
     """Each Host line says a port, and ssh finds it by the alias."""
     text, expected = ENTRIES[name]
@@ -131,7 +123,6 @@ def test_what_is_left_out_is_said_with_the_reason(tmp_path: Path) -> None:
         ("Host a b\n  HostName x\n  ProxyCommand connect %n", ["a", "b"]),
         ("Host a b\n  HostName x\n  ProxyJump %n-gate", ["a", "b"]),
         ("Match originalhost b\n  Port 2222\nHost a b\n  HostName x", ["a", "b"]),
-        ("Match exec true\n  Include more\nHost a b\n  HostName x", ["a", "b"]),
         ("Match exec true\n  ForwardAgent no\nHost a b\n  HostName x", ["a"]),
         ("Host a\n  HostName x\n  Port 2222\nHost b\n  HostName x", ["a", "b"]),
         ("Host a\n  HostName x\nHost b\n  HostName X\n  Port 22\n  ProxyJump none", ["a"]),
@@ -211,61 +202,29 @@ def test_the_users_file_comes_before_the_systems_unless_another_is_named(
     assert list(Inventory.from_ssh_config().hosts) == ["other"]
 
 
-def test_an_include_in_a_host_block_is_for_that_block(tmp_path: Path) -> None:
-    """As for ssh, which reads it only for hosts that fit, and goes on with the block after it."""
-    (tmp_path / "inner").write_text("Host gpu1 web1\nHost gpu2\n  User git\n")
-    assert aliases(f"Host gpu*\n  Include {tmp_path}/inner\n  User ada\nHost gpu2 x", tmp_path) == ["gpu1", "x"]
-
-
-def test_circles_of_includes_are_told(tmp_path: Path) -> None:
-    (tmp_path / "b").write_text(f"Include {tmp_path}/config")
-    with pytest.raises(InventoryError, match=f"b:1: includes itself: {tmp_path}/config"):
-        aliases(f"Host a\nInclude {tmp_path}/b", tmp_path)
-
-
-def test_files_that_include_each_other_too_deeply_or_too_often_are_told(tmp_path: Path) -> None:
-    for number in range(20):
-        (tmp_path / f"f{number}").write_text(f"Include {tmp_path}/f{number + 1}\n")
-    (tmp_path / "f20").write_text("Host a")
-    with pytest.raises(InventoryError, match="is included by another"):
-        aliases(f"Include {tmp_path}/f0", tmp_path)
-    for number in range(15):
-        (tmp_path / f"f{number}").write_text(f"Include {tmp_path}/f{number + 1}\n" * 2)
-    (tmp_path / "f15").write_text("Host a")
-    with pytest.raises(InventoryError, match="more than 1000 files"):
-        aliases(f"Include {tmp_path}/f0", tmp_path)
-
-
-def test_an_include_that_cannot_be_read_is_told_with_the_line_that_has_it(tmp_path: Path) -> None:
-    (tmp_path / "binary").write_bytes(b"Host a\0\xff")
-    (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(InventoryError) as caught:
-        aliases(f"Host a\nInclude {tmp_path}/binary\nInclude {tmp_path}/folder\nInclude {tmp_path}/fifo", tmp_path)
-    first, binary, folder, fifo = str(caught.value).splitlines()
-    assert first == f"{tmp_path}/config: 3 mistakes"
-    assert binary.startswith(f"  {tmp_path}/config:2: includes {tmp_path}/binary: is not a text file")
-    assert folder.startswith(f"  {tmp_path}/config:3: includes what is no file: {tmp_path}/folder")
-    assert fifo.startswith(f"  {tmp_path}/config:4: includes what is no file: {tmp_path}/fifo")
+def test_a_file_that_includes_itself_is_read_once(tmp_path: Path) -> None:
+    """ssh reports it; so only the names are read, and not the hosts."""
+    config = tmp_path / "config"
+    (tmp_path / "b").write_text(f"Include {config}\nHost b")
+    config.write_text(f"Host a\nInclude {tmp_path}/b")
+    with pytest.raises(InventoryError, match="Too many recursive configuration includes"):
+        Inventory.from_ssh_config(path=config)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('Host "a', ":1: has a quote that does not end"),
-        ("Host a\n  User 'x", ":2: has a quote that does not end"),
-        ("Host", ":1: Host has no value"),
-        ("Host a\nInclude # nothing", ":2: Include has no value"),
-        ("Host " + "a " * 1001, ":1: Host has more than 1000 words"),
-        ("!!!", ":1: is no line of ssh_config"),
-        ("Host a\0", ": is not a text file"),
+        ("Frobnicate yes\nHost a", "line 1: Bad configuration option: frobnicate"),
+        ("Host a\n  Compression", "line 2: "),
+        ('Host a\nHost "b', "line 2: "),
     ],
 )
-def test_a_mistake_is_told_with_its_line(text: str, message: str, tmp_path: Path) -> None:
+def test_what_ssh_rejects_is_reported_in_its_words(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(InventoryError) as caught:
         aliases(text, tmp_path)
-    assert caught.value.message.startswith(f"{tmp_path}/config{message}")
-    assert caught.value.hint
+    assert caught.value.message.startswith(f"ssh rejects its configuration: {tmp_path}/config")
+    assert message in caught.value.message
+    assert caught.value.hint == "ssh -G a"
 
 
 def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:

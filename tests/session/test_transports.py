@@ -368,7 +368,7 @@ def test_jump_hosts_that_need_each_other_are_named(monkeypatch: pytest.MonkeyPat
     error = explain([host], 255, "Connection timed out during banner exchange", sky.Inventory(hosts={"a": host}))
     assert isinstance(error, sky.Unreachable)
     assert error.hint is not None
-    assert "goes in a circle: a → b → a" in error.hint
+    assert "form a loop: a → b → a" in error.hint
 
 
 # ---- which transport

@@ -355,11 +355,10 @@ def until(condition: object, seconds: float = 60) -> None:
 
 
 def test_every_file_of_tests_is_run_the_longest_first() -> None:
-    names = groups.in_order(groups.tests(fast=False), {"test_inv.py": 9, "test_layers.py": 8})
-    assert names[:2] == ["tests/test_inv.py", "tests/test_layers.py"]
+    names = groups.in_order(groups.tests(fast=False))
+    assert names[: len(groups.LONG)] == [f"tests/{name}" for name in groups.LONG], "LONG names files that exist"
     assert len(names) == len(set(names))
     assert {ROOT / name for name in names} == set((ROOT / "tests").rglob("test_*.py"))
-    assert not [name for name in (*groups.SECONDS, *groups.SLOW_SECONDS) if not (ROOT / "tests" / name).exists()]
 
 
 @pytest.mark.programs
@@ -393,33 +392,42 @@ def test_progress_counts_what_is_done(tmp_path: Path) -> None:
     assert groups.progress([log], 75.0) == "1:15  11 done, 2 failed"
 
 
+ONCE = "flag = Path(f'flag{number}'); there = flag.exists(); flag.touch(); assert there"
+
+
 @pytest.mark.programs
 @pytest.mark.parametrize(
-    ("body", "code", "said"),
+    ("body", "count", "environ", "code", "said"),
     [
-        (
-            "flag = Path('flag'); there = flag.exists(); flag.touch(); assert there",
-            0,
-            "failed beside others, passed alone",
-        ),
-        ("assert 0", 1, "failed beside others"),
+        (ONCE, 1, {"CI": "1"}, 0, "passed alone, failed beside others (a defect of the test or the code)"),
+        (ONCE, 2, {}, 0, "passed alone, failed beside others (a defect of the test or the code)"),
+        (ONCE, 2, {"CI": "1"}, 1, "passed alone, failed beside others (a defect of the test or the code)"),
+        ("assert 0", 1, {}, 1, "failed alone too"),
     ],
-    ids=["the-second-time-it-passes", "it-fails-twice"],
+    ids=["the-second-time-it-passes", "two-of-them", "too-many-for-CI", "it-fails-twice"],
 )
-def test_a_test_that_fails_beside_others_is_run_again_alone(tmp_path: Path, body: str, code: int, said: str) -> None:
+def test_a_test_that_fails_beside_others_is_run_again_alone(
+    tmp_path: Path, body: str, count: int, environ: dict[str, str], code: int, said: str
+) -> None:
     for name in ("groups.py", "sharing.py"):
         (tmp_path / "tools").mkdir(exist_ok=True)
         shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_a.py").write_text("def test_a(): pass\n")
-    (tmp_path / "tests/test_b.py").write_text(f"from pathlib import Path\n\ndef test_b():\n    {body}\n")
+    (tmp_path / "tests/test_b.py").write_text(
+        "from pathlib import Path\nimport pytest\n\n"
+        f"@pytest.mark.parametrize('number', range({count}))\ndef test_b(number):\n    {body}\n"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", "import sys; from tools import groups; sys.exit(groups.run(sys.executable, 2, []))"],
         cwd=tmp_path,
+        env={**{name: value for name, value in os.environ.items() if name != "CI"}, **environ},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert ended.returncode == code, ended.stdout + ended.stderr
-    assert f"{said}: tests/test_b.py::test_b\n" in ended.stdout
+    assert f"{said}: tests/test_b.py::test_b[0]\n" in ended.stdout
+    assert "FAILED" not in ended.stdout, "whether it has is said at the end"
+    assert ("more than one in a thousand" in ended.stdout) == (count == 2 and bool(environ))
     assert "test_a " not in ended.stdout

@@ -35,7 +35,7 @@ def own_part() -> bytes:
     return b"%s%s%s" % (PART[0], os.urandom(8).hex().encode(), PART[1])
 
 
-def sweep(folder: int) -> None:
+def remove_stale(folder: int) -> None:
     """Removes what killed transfers have left under names of their own: `part_of` is found again, these are not."""
     with contextlib.suppress(OSError), os.scandir(folder) as found:
         for child in found:

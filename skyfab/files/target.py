@@ -7,7 +7,7 @@ import os
 import stat
 
 from skyfab.errors import ProtocolError
-from skyfab.files.draft import Draft, own_part, part_of, sweep
+from skyfab.files.draft import Draft, own_part, part_of, remove_stale
 from skyfab.files.entries import FILE, FOLDER, LINK, MOST_ENTRIES, Entry, is_part, shown, text
 from skyfab.files.source import GONE, SMALL, digest_of
 
@@ -159,7 +159,7 @@ class Target:
         if above not in self._written:
             self._written.add(above)
             if above[:-1] not in self._new:
-                sweep(folder)
+                remove_stale(folder)
         fd = os.open(self._part, _WRITE, entry.mode, dir_fd=folder)
         try:
             try:

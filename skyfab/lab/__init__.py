@@ -17,8 +17,8 @@ with two networks, behind forwarded ports … (docs/lab.md).
 from __future__ import annotations
 
 from .host import LabHost
-from .lab import Lab, sweep
+from .lab import Lab
 from .persistent import HostStatus, down, status, up
 from .process import LabProcess
 
-__all__ = ["HostStatus", "Lab", "LabHost", "LabProcess", "down", "status", "sweep", "up"]
+__all__ = ["HostStatus", "Lab", "LabHost", "LabProcess", "down", "status", "up"]

@@ -38,7 +38,7 @@ def add(
     """Adds a user, with an empty home folder that only this user can access. Raises UsageError for an invalid name."""
     home = home or f"/home/{name}"
     if ":" in name + home + shell or "\n" in name + home + shell:
-        raise UsageError("a user's name, home and shell hold no colon and no line break")
+        raise UsageError("a user's name, home and shell must not contain a colon or a line break")
     number = _free(root)
     account = Account(name=name, uid=number, gid=number, home=home, shell=shell)
     _append(root / "etc/group", f"{name}:x:{number}:")

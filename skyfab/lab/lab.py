@@ -97,11 +97,11 @@ class Lab:
                 raise UsageError(f"no login shell at {shell}")
         names = {f"node{number}" for number in range(1, count + 1)}
         if strange := {*passwords, *codes} - names or {*passwords} & {*codes}:
-            raise UsageError(f"each of these must be one of the hosts, and of one kind: {', '.join(sorted(strange))}")
+            raise UsageError(f"not hosts of the lab, or in both passwords and codes: {', '.join(sorted(strange))}")
         if codes:
             one_time.require()
         server.program()
-        sweep()
+        remove_abandoned()
         place = _fresh(folder)
         try:
             (place / OWNER).write_text(str(Process.of(os.getpid())))
@@ -202,7 +202,7 @@ class Lab:
         self.stop()
 
 
-def sweep() -> None:
+def remove_abandoned() -> None:
     """Takes down this user's labs whose owner has exited and whose reaper did not do it."""
     for place in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
         with suppress(SkyfabError, OSError):
@@ -244,7 +244,7 @@ def _choose(kind: str, folder: Path, *, special: bool) -> tuple[Kind, tuple[str,
     """Chooses the kind of hosts, and lists what cannot be tested with it. `special` hosts cannot be loopback hosts."""
     folder.mkdir()
     if kind == "loopback" and special:
-        raise UsageError("loopback hosts are all alike", hint='Lab.start(kind="namespace"), as root on Linux')
+        raise UsageError("loopback hosts cannot differ", hint='Lab.start(kind="namespace"), as root on Linux')
     if kind == "loopback":
         return "loopback", loopback.LIMITS
     obstacle = boot.make_room(folder)
@@ -252,8 +252,8 @@ def _choose(kind: str, folder: Path, *, special: bool) -> tuple[Kind, tuple[str,
         return "namespace", ()
     if kind == "namespace" or special:
         hint = None if special else 'Lab.start(kind="loopback")'
-        raise UsageError(f"this machine cannot have namespace hosts: {obstacle}", hint=hint)
-    return "loopback", (f"This machine cannot have namespace hosts: {obstacle}.", *loopback.LIMITS)
+        raise UsageError(f"cannot make namespace hosts on this machine: {obstacle}", hint=hint)
+    return "loopback", (f"No namespace hosts on this machine: {obstacle}.", *loopback.LIMITS)
 
 
 def _fresh(folder: Path | str | None) -> Path:
@@ -270,7 +270,7 @@ def _fresh(folder: Path | str | None) -> Path:
         (place / OWNER).touch(exist_ok=False)  # if two programs start at once, one gets an error
         only = len(list(place.iterdir())) == 1
     except FileExistsError:
-        raise UsageError(f"another program is just starting a lab in {place}", hint="wait for it") from None
+        raise UsageError(f"another program is starting a lab in {place}", hint="wait for it") from None
     if not only:
         (place / OWNER).unlink()
         raise UsageError(f"{place} is not empty: a lab would remove what is in it", hint="name a new folder")

@@ -267,5 +267,5 @@ def _first(host: NamespaceHost, start: Start) -> int:
         pid = start.first()
         host.record("init", Process.of(pid))
     except (EOFError, ProcessLookupError):
-        raise Unreachable(f"its namespaces could not be made: {sshd.last_words(host.log)}", host=host.name) from None
+        raise Unreachable(f"cannot make its namespaces: {sshd.last_words(host.log)}", host=host.name) from None
     return pid

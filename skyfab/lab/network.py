@@ -56,8 +56,8 @@ class Network:
                 return network
             network.close()
             if "File exists" not in made.stderr:
-                raise UsageError(f"this machine lets no bridge be made: {made.stderr.strip()}")
-        raise UsageError(f"{LABS} labs are up, and there is no room for more", hint="skyfab lab.down")
+                raise UsageError(f"cannot make a bridge on this machine: {made.stderr.strip()}")
+        raise UsageError(f"{LABS} labs are up: a machine cannot have more", hint="skyfab lab.down")
 
     def _bridges(self) -> list[str]:
         lines = [

@@ -105,7 +105,7 @@ def lent(python: str | None, folders: Sequence[str]) -> list[str]:
     needed = _installations(Path(python)) if python else ()
     for folder in sorted({*needed, *(Path(folder).absolute() for folder in folders)}):
         if not folder.is_dir():
-            raise UsageError(f"{folder} is no folder that a host could be lent")
+            raise UsageError(f"not a folder that can be lent to a host: {folder}")
         private = any(above in (folder, *folder.parents) for above in hidden)
         if (private or folder.stat().st_dev != disk) and not any(above in folder.parents for above in found):
             found.append(folder)

@@ -71,7 +71,7 @@ def program() -> str:
     found = shutil.which("sshd", path=path)
     if found is None or shutil.which("ssh-keygen") is None:
         hint = programs.command(programs.missing(programs.SERVER))
-        raise UsageError("a lab needs sshd and ssh-keygen, and this machine has none", hint=hint)
+        raise UsageError("a lab needs sshd and ssh-keygen, which this machine does not have", hint=hint)
     return str(Path(found).absolute())
 
 

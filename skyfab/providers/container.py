@@ -51,22 +51,22 @@ class Container(Provider):
 
     def __post_init__(self) -> None:
         if type(self.nodes) is not int or self.nodes < 1:
-            raise UsageError(f"nodes must be a whole number from 1, not {self.nodes!r}")
+            raise UsageError(f"nodes must be 1 or more, not {self.nodes!r}")
         if not self.image or self.image.startswith("-") or not self.image.isprintable() or " " in self.image:
-            raise UsageError(f"no image can be called {self.image!r}", hint='for instance image="debian:12"')
+            raise UsageError(f"invalid image name: {self.image!r}", hint='for example image="debian:12"')
         if self.cpus is not None and not self.cpus > 0:
             raise UsageError(f"cpus must be a number above 0, not {self.cpus!r}")
         if self.memory is not None and not re.fullmatch(r"[0-9]+[bkmg]?", str(self.memory)):
-            raise UsageError(f"memory must be a size, not {self.memory!r}", hint='for instance memory="4g"')
+            raise UsageError(f"memory must be a size, not {self.memory!r}", hint='for example memory="4g"')
         if isinstance(self.gpus, str) and self.gpus not in ("auto", "all", "none"):
-            raise UsageError(f"gpus cannot be {self.gpus!r}", hint='"auto", "all", "none" or a list: gpus=[0, 1]')
+            raise UsageError(f"invalid gpus={self.gpus!r}", hint='use "auto", "all", "none" or a list: gpus=[0, 1]')
         if isinstance(self.options, str):
             raise UsageError("options must be a list of words", hint=f"options={self.options.split()!r}")
 
     def start(self, tell: Tell = LOG.info) -> Inventory:
         """Starts the containers; see `Provider.start`, also for `tell`. Raises UsageError and HostUnfit."""
         if self._set is not None:
-            raise UsageError("these containers are up already", hint="a Container of its own for each pool")
+            raise UsageError("these containers are already running", hint="make a Container for each pool")
         engine = Engine(self.engine)
         try:
             hosts = self._serve(engine, tell)
@@ -124,7 +124,7 @@ class Container(Provider):
             pulled = engine.try_run("pull", self.image)
             if pulled.returncode:
                 hint = engine.hint(pulled.stderr) or f"try: {engine.name} pull {self.image}"
-                raise UsageError(f"there is no image {self.image}: {last_words(pulled.stderr)}", hint=hint)
+                raise UsageError(f"cannot pull the image {self.image}: {last_words(pulled.stderr)}", hint=hint)
             found = engine.try_run("image", "inspect", "--format={{.Id}}", self.image)
         source = found.stdout.strip().removeprefix("sha256:")
         return (f"{_WITH_SSHD}:{source}" if source in listed.result().stdout.split() else self.image), source
@@ -139,8 +139,8 @@ class Container(Provider):
         except HostUnfit as error:
             reason = error.message.partition(": ")[2]
             raise HostUnfit(
-                f"{self.image} has no sshd, and none could be installed in it: {reason}",
-                hint="use an image that has one (Debian, Fedora: openssh-server); or is there no network?",
+                f"{self.image} has no sshd, and installing one failed: {reason}",
+                hint="use an image that has one (Debian, Fedora: openssh-server), or check the network",
             ) from None
         engine.run("commit", "--pause=false", made.container(made.nodes[0]), f"{_WITH_SSHD}:{source}")
         self.stop()

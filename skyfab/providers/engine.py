@@ -23,13 +23,13 @@ class Engine:
         """`name` is "podman", "docker" or "auto". Raises UsageError if there is no such program here."""
         names = _ENGINES if name == "auto" else (name,)
         if not set(names) <= set(_ENGINES):
-            raise UsageError(f"no engine {name!r} is known", hint='engine="podman", "docker" or "auto"')
+            raise UsageError(f"unknown engine {name!r}", hint='engine="podman", "docker" or "auto"')
         found = next((path for path in map(shutil.which, names) if path), None)
         if found is None:
             package = {"docker": "docker.io"}.get(name, "podman")
             raise UsageError(
-                f"containers need {' or '.join(names)}, and this machine has none",
-                hint=f"install the package {package}, for instance with: sudo apt-get install {package}",
+                f"containers need {' or '.join(names)}, which this machine does not have",
+                hint=f"install the package {package}, for example with: sudo apt-get install {package}",
             )
         self.program = found
         self.name = Path(found).name
@@ -76,7 +76,7 @@ class Engine:
         return ["--gpus=all" if numbers == ["all"] else f'--gpus="device={",".join(numbers)}"']
 
     def _has_gpus(self) -> bool:
-        """Whether containers can have some: podman needs to be told once what belongs to one (nvidia-ctk cdi)."""
+        """Whether containers can have some: podman needs a description of them (nvidia-ctk cdi)."""
         described = self.name != "podman" or any(file for folder in _CDI for file in Path(folder).glob("*nvidia*"))
         return (_nvidia() and described) or _amd()
 

@@ -22,15 +22,15 @@ from skyfab.providers.reaper import Reaper
 
 _KEEP: Final = read("providers/vagrant.sh")
 _KEY_FILE: Final = "skyfab_host_key"
-"""Beside the id that Vagrant keeps of a box: that id, and the host key it had when it was first seen."""
+"""Beside the id that Vagrant keeps of a box: that id, and the box's host key when it was first seen."""
 _KEY_KINDS: Final = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ssh-rsa")
 _SCAN: Final = 10
-"""Seconds for a box to tell its host key."""
+"""Seconds for a box to send its host key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box as ``vagrant status`` tells it."""
+    """A box as ``vagrant status`` lists it."""
 
     name: str
     provider: str
@@ -52,7 +52,7 @@ class Vagrant(Provider):
     def start(self, tell: Tell = LOG.info) -> Inventory:
         """Brings boxes up if asked; see `Provider.start`, also for `tell`. Raises UsageError and HostError."""
         if self._reaper is not None:
-            raise UsageError("these boxes were brought up already", hint="a Vagrant of its own for each pool")
+            raise UsageError("these boxes are already up", hint="make a Vagrant for each pool")
         program = self._program()
         boxes = self._status(program)
         down = [box.name for box in boxes if box.state != "running"]
@@ -68,7 +68,7 @@ class Vagrant(Provider):
         if not running:
             hint = f"(cd {shlex.quote(os.fspath(self.folder))} && vagrant up), or sky.Vagrant(…, up=True)"
             states = ", ".join(f"{box.name} ({box.state})" for box in boxes)
-            raise UsageError(f"no box runs: {states or 'vagrant status names none'}", hint=hint)
+            raise UsageError(f"no box is running: {states or 'vagrant status names none'}", hint=hint)
         try:
             hosts = parse(self._run(program, "ssh-config", *running))
             return Inventory(hosts={host.name: self._with_key(host, running[host.name]) for host in hosts})
@@ -85,9 +85,7 @@ class Vagrant(Provider):
     def _program(self) -> str:
         found = shutil.which("vagrant")
         if found is None:
-            raise UsageError(
-                "vagrant is not installed here", hint="install the package vagrant, and VirtualBox or libvirt"
-            )
+            raise UsageError("vagrant is not installed", hint="install the package vagrant, and VirtualBox or libvirt")
         if not Path(self.folder, "Vagrantfile").is_file():
             raise UsageError(f"{os.fspath(self.folder)} has no Vagrantfile", hint="name the folder that has one")
         return found
@@ -127,7 +125,7 @@ class Vagrant(Provider):
                 raise HostUnfit(f"vagrant up {' '.join(names)} failed: {last_words(said)}", hint="try: vagrant up")
 
     def _with_key(self, host: Host, box: Box) -> Host:
-        """The host with its key: the one on record for this box, or the one that it tells now, which is recorded.
+        """The host with its key: the one on record for this box, or the one that it sends now, which is recorded.
 
         The connection for that ends on this machine. A box that was destroyed and made anew has another id.
         """
@@ -137,9 +135,7 @@ class Vagrant(Provider):
         try:
             number = (state / "id").read_text().strip()
         except OSError:
-            raise UsageError(
-                f"vagrant has no id of the box {box.name} in {state}", hint="vagrant up makes one"
-            ) from None
+            raise UsageError(f"vagrant has no id of the box {box.name} in {state}", hint="run vagrant up") from None
         record = state / _KEY_FILE
         known, _, key = record.read_text().strip().partition(" ") if record.is_file() else ("", "", "")
         if known != number:

@@ -218,7 +218,7 @@ for address in {others!r}:
     ids=lambda kind: next(iter(kind)),
 )
 def test_loopback_hosts_have_no_kinds(kind: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="loopback hosts are all alike"):
+    with pytest.raises(UsageError, match="loopback hosts cannot differ"):
         Lab.start(1, kind="loopback", **kind)
 
 

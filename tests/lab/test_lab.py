@@ -20,6 +20,7 @@ from stage.labs import answers, greeting, ssh, start, until
 from skyfab import lab as lab_module
 from skyfab.errors import Unreachable, UsageError
 from skyfab.lab import Lab, LabHost
+from skyfab.lab.lab import remove_abandoned
 from skyfab.lab.namespace import NamespaceHost
 from skyfab.lab.process import Process
 
@@ -392,7 +393,7 @@ def test_a_lab_whose_owner_is_killed_is_taken_down(tmp_path: Path) -> None:
     until(lambda: mentions(str(folder)) == [])
 
 
-def test_the_next_lab_sweeps_one_that_lost_its_owner_and_its_reaper(
+def test_the_next_lab_removes_one_that_lost_its_owner_and_its_reaper(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -401,7 +402,7 @@ def test_the_next_lab_sweeps_one_that_lost_its_owner_and_its_reaper(
     (left,) = tmp_path.iterdir()
     hosts = Lab.load(left).hosts
     assert all(host.up for host in hosts)
-    lab_module.sweep()
+    remove_abandoned()
     assert not any(host.up for host in hosts)
     assert list(tmp_path.iterdir()) == []
 
@@ -506,12 +507,12 @@ def test_loopback_hosts_answer_and_say_what_they_cannot_show(tmp_path: Path) -> 
 
 def test_without_root_a_lab_falls_back_to_loopback_and_says_why(nested: Lab) -> None:
     assert _inside(nested, "ada", "auto") == [
-        "loopback This machine cannot have namespace hosts: making network namespaces takes root.",
+        "loopback No namespace hosts on this machine: making network namespaces takes root.",
         "node1 ada@127.0.0.1",
     ]
     with pytest.raises(subprocess.CalledProcessError) as failed:
         _inside(nested, "ada", "namespace")
-    assert "UsageError: this machine cannot have namespace hosts" in failed.value.stderr
+    assert "UsageError: cannot make namespace hosts" in failed.value.stderr
     assert "skyfab-lab" not in nested.hosts[0].run(["ls", "-A", "/tmp"]).stdout
 
 

@@ -65,7 +65,7 @@ def test_containers_without_a_pool_are_an_inventory(image: str) -> None:
         provider = Container(nodes=2, image=image)
         with provider as inventory:
             assert list(inventory.hosts) == ["node1", "node2"]
-            with pytest.raises(sky.UsageError, match="are up already"):
+            with pytest.raises(sky.UsageError, match="are already running"):
                 provider.start()
         with sky.Compute(inventory=others, ui="none") as compute:
             assert where() >> compute == ("node1", "good=morning to all")
@@ -173,7 +173,7 @@ def test_where_no_sshd_can_be_installed_the_error_says_so(bare_image: str, no_im
 
 
 def test_an_image_that_is_nowhere_is_an_error(image: str) -> None:
-    with pytest.raises(sky.UsageError, match="there is no image localhost/skyfab-no-such"):
+    with pytest.raises(sky.UsageError, match="cannot pull the image localhost/skyfab-no-such"):
         Container(image="localhost/skyfab-no-such").start()
 
 

@@ -48,7 +48,7 @@ def test_podman_goes_first(put: Put) -> None:
     ],
 )
 def test_a_missing_engine_is_an_error_that_names_the_package(put: Put, name: Any, said: str, package: str) -> None:
-    with pytest.raises(sky.UsageError, match=f"{said}, and this machine has none") as raised:
+    with pytest.raises(sky.UsageError, match=f"{said}, which this machine does not have") as raised:
         sky.Compute(provider=sky.Container(engine=name), ui="none").open()
     assert f"apt-get install {package}" in str(raised.value.hint)
 

@@ -223,7 +223,7 @@ def test_the_example_brings_boxes_up_and_halts_them(boxes: Boxes, tmp_path: Path
 def test_boxes_that_do_not_come_up_are_an_error(boxes: Boxes) -> None:
     for name in ("node1", "node2"):
         boxes.set(name, "not_created")
-    with pytest.raises(sky.UsageError, match=r"no box runs: node1 \(not_created\), node2") as raised:
+    with pytest.raises(sky.UsageError, match=r"no box is running: node1 \(not_created\), node2") as raised:
         sky.Vagrant(boxes.folder).start()
     assert "up=True" in str(raised.value.hint)
     boxes.break_up()
@@ -263,5 +263,5 @@ def test_a_vagrant_that_names_no_box_is_told(tmp_path: Path, monkeypatch: pytest
     program.chmod(0o755)
     (tmp_path / "Vagrantfile").touch()
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(sky.UsageError, match="no box runs: vagrant status names none"):
+    with pytest.raises(sky.UsageError, match="no box is running: vagrant status names none"):
         sky.Vagrant(tmp_path).start()

@@ -14,7 +14,7 @@ import sys
 import time
 
 from skyfab.errors import ProtocolError
-from skyfab.host.agent.cleanup import sweep
+from skyfab.host.agent.cleanup import remove_dead
 from skyfab.host.agent.connection import Connection
 from skyfab.host.agent.handlers import Handlers
 from skyfab.host.agent.host_info import HostInfo
@@ -298,7 +298,7 @@ class Agent:
         if not hello.lease >= 0:
             raise ProtocolError(f"a lease of {hello.lease} s")
         if not self._greeted:
-            sweep(self._run)
+            remove_dead(self._run)
         self._greeted = True
         self._local = hello.local
         if self._connection is not None:

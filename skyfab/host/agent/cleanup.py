@@ -8,7 +8,7 @@ _YOUNG = 60.0
 """Seconds for which a new folder may have no agent yet."""
 
 
-def sweep(own: str) -> None:
+def remove_dead(own: str) -> None:
     """Removes the run folders beside `own` whose agents no longer run. `own` must be the current directory."""
     place, now = os.path.dirname(own), os.stat(own).st_mtime  # by the clock of the file system, which may be remote
     for name in os.listdir(place):

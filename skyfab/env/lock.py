@@ -18,7 +18,7 @@ from skyfab._util.cache import cache_folder
 from skyfab.calls.image import Image
 from skyfab.env import uv
 from skyfab.env.facts import Target
-from skyfab.env.resolve import LockError, Pins, Question, Resolver, clean, requirement, sum_of, text_of
+from skyfab.env.resolve import LockError, Pins, Request, Resolver, clean, requirement, sum_of, text_of
 from skyfab.env.sdists import file_of, is_built, with_wheels
 from skyfab.env.uvlock import check_files, files_of, read_pins
 from skyfab.env.wheels import Wheel, applies, tags
@@ -82,31 +82,31 @@ def make_lock(
     if not image.pip:
         return _lock(Lock(text="", wheels=(), digest="").placed(str), target)
     pins = Pins() if image.lock is None else read_pins(image.lock, target)
-    question = Question.of(image, target, pins)
-    lock = _made(question, upgrade=upgrade, only_known=only_known)
+    request = Request.of(image, target, pins)
+    lock = _made(request, upgrade=upgrade, only_known=only_known)
     if lock and _torch(lock) and together and together[0] != target:
         first = make_lock(image, together[0], upgrade=upgrade, only_known=only_known)
         if first is None:
             return None
         if _torch(first) not in {"", _torch(lock)}:
-            other = replace(question, torch=_torch(first), first=uv.described(together[0]))
+            other = replace(request, torch=_torch(first), first=uv.described(together[0]))
             lock = _made(other, upgrade=upgrade, only_known=only_known)
     return lock and _with_logins(lock, image)
 
 
-def _made(question: Question, *, upgrade: bool, only_known: bool) -> Lock | None:
-    """The lock for a question: the stored one, or a new one from uv."""
-    path = cache_folder() / "locks" / f"{question.key()}.toml"
-    known = None if upgrade else _stored(path, question.target)
+def _made(request: Request, *, upgrade: bool, only_known: bool) -> Lock | None:
+    """The lock for a request: the stored one, or a new one from uv."""
+    path = cache_folder() / "locks" / f"{request.key()}.toml"
+    known = None if upgrade else _stored(path, request.target)
     if known is None and not only_known:
         with uv.making(path):
-            known = None if upgrade else _stored(path, question.target)  # another process may have made it meanwhile
+            known = None if upgrade else _stored(path, request.target)  # another process may have made it meanwhile
             if known is None:
-                resolved = clean(Resolver(question, refresh=upgrade).run())
-                check_files(resolved, question.pins)
-                text = with_wheels(resolved, question.target)
-                known = _lock(text, question.target)
-                _check_hashes(known, resolved, question.pins.allowed)
+                resolved = clean(Resolver(request, refresh=upgrade).run())
+                check_files(resolved, request.pins)
+                text = with_wheels(resolved, request.target)
+                known = _lock(text, request.target)
+                _check_hashes(known, resolved, request.pins.allowed)
                 atomic.write(path, f"# {sum_of(text)}\n{text}", mode=0o644)
     return known
 

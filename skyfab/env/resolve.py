@@ -81,7 +81,7 @@ class Pins:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Request:
     """Everything that a resolution depends on."""
 
     pip: tuple[str, ...]
@@ -95,7 +95,7 @@ class Question:
     pins: Pins = Pins()
 
     @classmethod
-    def of(cls, image: Image, target: Target, pins: Pins) -> Question:
+    def of(cls, image: Image, target: Target, pins: Pins) -> Request:
         """`pins` are those of the image's uv.lock."""
         named = [(canonicalize_name(requirement(text).name), *split_hashes(text)) for text in image.pip]
         pins = replace(pins, allowed=tuple((name, one) for name, _, hashes in named for one in hashes))
@@ -124,7 +124,7 @@ class Question:
         return {canonicalize_name(name) for index in self.indexes for name in index.packages}
 
     def key(self) -> str:
-        """A hash of the question; passwords are not part of it."""
+        """A hash of the request; passwords are not part of it."""
         environ = uv.environment()
         said = {name: clean(value) for name, value in environ.items() if _SAID.fullmatch(name)}
         scopes = [[uv.bare(index.url), *index.packages] for index in self.indexes]
@@ -142,11 +142,11 @@ _NO_WHEELS = re.compile(
 
 
 class Resolver:
-    """Resolves one question with uv."""
+    """Resolves one request with uv."""
 
-    def __init__(self, question: Question, *, refresh: bool) -> None:
-        self.question = question
-        self.target = question.target
+    def __init__(self, request: Request, *, refresh: bool) -> None:
+        self.request = request
+        self.target = request.target
         self.environ = uv.environment()
         self.refresh = refresh
         self._sources: list[str] = []  # packages that may be built from source, because they have no wheels
@@ -158,11 +158,11 @@ class Resolver:
             self._check_builds(text)
             return text
         except UvFailed as failed:
-            question, why = self.question, str(failed).replace(_PROJECT, "your image")
-            wanted = uv.redact(", ".join(question.pip))
+            request, why = self.request, str(failed).replace(_PROJECT, "your image")
+            wanted = uv.redact(", ".join(request.pip))
             where = f"Python {self.target.python} on {uv.described(self.target)}"
-            if question.torch and re.search(r"\btorch\b", why):
-                where += f", with torch {question.torch} as on {question.first}"
+            if request.torch and re.search(r"\btorch\b", why):
+                where += f", with torch {request.torch} as on {request.first}"
             said = f"no version of {wanted} found for {where}"
             if failed.is_offline:
                 said = f"cannot reach an index to find {wanted} for {where}"
@@ -173,9 +173,9 @@ class Resolver:
     def _torch(self) -> str:
         """Resolves with a torch that fits the target, if torch is requested or required by another package."""
         chosen = self.environ.get("UV_TORCH_BACKEND", "")
-        if "torch" in self.question.scoped or self.target.system == "Darwin" or chosen not in {"", "auto"}:
+        if "torch" in self.request.scoped or self.target.system == "Darwin" or chosen not in {"", "auto"}:
             return self._scoped()
-        if not self.question.names & TORCH:
+        if not self.request.names & TORCH:
             text = self._scoped(env={"UV_TORCH_BACKEND": ""})
             if not _names(text) & TORCH:
                 return text
@@ -232,7 +232,7 @@ class Resolver:
         """Builds that do not fit torch's, except those whose index the user has named."""
         if self.target.system != "Linux":
             return []
-        return torch_variants.strangers(text, self.target.arch, self.question.scoped)
+        return torch_variants.strangers(text, self.target.arch, self.request.scoped)
 
     def _check_builds(self, text: str) -> None:
         strangers = self._strangers(text)
@@ -266,9 +266,9 @@ class Resolver:
 
         In a joint query, a newer torch of the default index, which requires CUDA, would hide the others.
         """
-        asked = [text for text in self.question.pip if canonicalize_name(requirement(text).name) == package]
-        asked += [text for text in self.question.pins.constraints if text.startswith(f"{package}==")]
-        asked += [f"torch=={self.question.torch}"] if self.question.torch and package == "torch" else []
+        asked = [text for text in self.request.pip if canonicalize_name(requirement(text).name) == package]
+        asked += [text for text in self.request.pins.constraints if text.startswith(f"{package}==")]
+        asked += [f"torch=={self.request.torch}"] if self.request.torch and package == "torch" else []
         alone = {"UV_INDEX": "", "UV_EXTRA_INDEX_URL": "", "UV_INDEX_URL": "", "UV_TORCH_BACKEND": ""}
         sources = [{"UV_DEFAULT_INDEX": NO_INDEX}] if self.environ.get("UV_FIND_LINKS") else []
         indexes = [*self.environ.get("UV_INDEX", "").split(), *self.environ.get("UV_EXTRA_INDEX_URL", "").split()]
@@ -304,7 +304,7 @@ class Resolver:
 
         First requests all of them, to see which are needed; then requests only those.
         """
-        hidden = self.question.scoped - self.question.names
+        hidden = self.request.scoped - self.request.names
         needed: set[str] = set()
         if hidden:
             try:
@@ -332,7 +332,7 @@ class Resolver:
                 current = found[1]
             elif found := re.match(r"\s+#\s+(?:via\s+)?([A-Za-z0-9._-]+)", line):
                 parents.setdefault(current, set()).add(found[1])
-        reached = set(self.question.names)
+        reached = set(self.request.names)
         while more := {name for name, above in parents.items() if above & reached} - reached:
             reached |= more
         return reached
@@ -348,20 +348,20 @@ class Resolver:
         env: Mapping[str, str] | None = None,
         form: str = "pylock.toml",
     ) -> str:
-        question = self.question
-        constraints = (*constraints, *question.pins.constraints)
-        if question.torch:
-            constraints = (*constraints, f"torch=={question.torch}")
+        request = self.request
+        constraints = (*constraints, *request.pins.constraints)
+        if request.torch:
+            constraints = (*constraints, f"torch=={request.torch}")
         lines = ["[project]", f'name = "{_PROJECT}"', 'version = "0"']
-        lines += [f"dependencies = {toml.dumps([*question.pip, *sorted(also)])}"]
+        lines += [f"dependencies = {toml.dumps([*request.pip, *sorted(also)])}"]
         logins: dict[str, str] = {}
-        for number, index in enumerate(question.indexes):
+        for number, index in enumerate(request.indexes):
             lines += ["[[tool.uv.index]]", f'name = "skyfab-{number}"', f"url = {toml.dumps(uv.bare(index.url))}"]
             lines += ["explicit = true", *(['format = "flat"'] if _is_flat(index.url) else [])]
             user, password = uv.userinfo(index.url) or ("", "")
             logins |= {f"UV_INDEX_SKYFAB_{number}_USERNAME": user, f"UV_INDEX_SKYFAB_{number}_PASSWORD": password}
         lines += ["[tool.uv.sources]"]
-        for number, index in enumerate(question.indexes):
+        for number, index in enumerate(request.indexes):
             names = sorted({canonicalize_name(name) for name in index.packages})
             lines += [f'{name} = {{ index = "skyfab-{number}" }}' for name in names]
         with tempfile.TemporaryDirectory(prefix="skyfab-lock-") as folder:
@@ -383,7 +383,7 @@ class Resolver:
 
     def _uv(self, *arguments: str, env: Mapping[str, str], form: str, stdin: str = "", cwd: str | None = None) -> str:
         fixed = ["--format", form, "--no-header", "--only-binary", ":all:", "--python", sys.executable]
-        fixed += ["--python-version", self.target.python, "--python-platform", self.question.platform]
+        fixed += ["--python-version", self.target.python, "--python-platform", self.request.platform]
         fixed += ["--generate-hashes"] if form == "pylock.toml" else ["--annotation-style", "split"]
         fixed += ["--refresh"] if self.refresh else []
         never = {"UV_PYTHON_DOWNLOADS": "never", "MACOSX_DEPLOYMENT_TARGET": ""}

@@ -1,4 +1,4 @@
-"""Answers the questions of an ssh process, which has no terminal of its own (SSH_ASKPASS)."""
+"""Answers the prompts of an ssh process, which has no terminal of its own (SSH_ASKPASS)."""
 
 from __future__ import annotations
 

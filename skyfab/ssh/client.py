@@ -10,7 +10,7 @@ import paramiko
 
 from skyfab.errors import HostError
 from skyfab.ssh import keys
-from skyfab.ssh.questions import Place, Questions
+from skyfab.ssh.prompts import Place, Prompts
 from skyfab.ui.prompt import TERMINAL
 
 _TYPED: Final = ("keyboard-interactive", "password")
@@ -36,11 +36,11 @@ class _More(paramiko.SSHException):  # type: ignore[misc]
 class Client(paramiko.SSHClient):  # type: ignore[misc]
     """Connects to one server, which may be a jump host. Raises what `explain` makes of an error."""
 
-    def __init__(self, place: Place, questions: Questions, explain: Callable[[Exception], HostError]) -> None:
+    def __init__(self, place: Place, prompts: Prompts, explain: Callable[[Exception], HostError]) -> None:
         super().__init__()
         self._agent: Any = None
         self._place = place
-        self._questions = questions
+        self._prompts = prompts
         self._explain = explain
 
     def connect(self, *args: Any, **keywords: Any) -> None:
@@ -83,21 +83,21 @@ class Client(paramiko.SSHClient):  # type: ignore[misc]
             if held:
                 return held[0], ()
             for _ in range(_TRIES if TERMINAL.is_attended() else 0):
-                phrase = self._questions.answer("", f"Enter passphrase for key '{file}': ")
+                phrase = self._prompts.answer("", f"Enter passphrase for key '{file}': ")
                 if phrase is None:
                     break
                 try:
                     return paramiko.PKey.from_path(file, phrase.encode(errors="surrogateescape")), ()
                 except (paramiko.SSHException, ValueError):
                     pass
-            self._questions.refused()
+            self._prompts.refused()
         return pkey, files
 
     def _type(self, transport: Any, username: str, methods: Sequence[str], refusal: Exception) -> None:
         tries = 0
         while tries < _TRIES:
             method = next((method for method in _TYPED if method in methods), None)
-            if method is None or self._questions.declined or not transport.is_active() or not TERMINAL.is_attended():
+            if method is None or self._prompts.declined or not transport.is_active() or not TERMINAL.is_attended():
                 break
             try:
                 left = self._try(transport, username, method)
@@ -109,13 +109,13 @@ class Client(paramiko.SSHClient):  # type: ignore[misc]
                 if not left:
                     return
                 methods = left
-        self._questions.refused()
+        self._prompts.refused()
         raise Refused(methods, refusal)
 
     def _try(self, transport: Any, username: str, method: str) -> list[str]:
         """Returns the methods that the server wants besides."""
         if method == "password":
-            password = self._questions.answer(self._place, "Password: ")
+            password = self._prompts.answer(self._place, "Password: ")
             if password is None:
                 raise paramiko.AuthenticationException("nothing was typed")
             return list(transport.auth_password(username, password, fallback=False))
@@ -123,8 +123,8 @@ class Client(paramiko.SSHClient):  # type: ignore[misc]
         return list(transport.auth_interactive(username, self._answers))
 
     def _answers(self, title: str, instructions: str, prompts: Sequence[tuple[str, bool]]) -> list[str]:
-        """Answers a server's questions, on the transport's thread."""
-        return [self._questions.answer(self._place, text) or "" for text, _ in prompts]
+        """Answers a server's prompts, on the transport's thread."""
+        return [self._prompts.answer(self._place, text) or "" for text, _ in prompts]
 
 
 def _is_locked(file: str) -> bool:

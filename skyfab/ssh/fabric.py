@@ -28,7 +28,7 @@ from skyfab.ssh import keys
 from skyfab.ssh.client import Client, Refused
 from skyfab.ssh.logins import ServerBusy
 from skyfab.ssh.openssh import ALIVE_COUNT, ALIVE_INTERVAL, servers_of
-from skyfab.ssh.questions import Place, Questions, places
+from skyfab.ssh.prompts import Place, Prompts, places
 from skyfab.ssh.refusals import (
     by_hand,
     changed_key,
@@ -55,11 +55,11 @@ def connection(host: Host, inventory: Inventory, stopped: Callable[[], bool] = l
     """
     hops = (*inventory.jump_chain(host), host)
     keys.check(hops)
-    questions = Questions(stopped)
+    prompts = Prompts(stopped)
     gateway: Any = False if host.jump == "none" else None  # None: use ssh_config's setting
     for hop in hops:
         gateway = _connection(hop, gateway=gateway)
-        _equip(gateway, hop, hops, inventory, questions)
+        _equip(gateway, hop, hops, inventory, prompts)
         _check_keys(gateway, hop)
     assert isinstance(gateway, fabric.Connection)
     return gateway
@@ -82,11 +82,11 @@ def _connection(host: Host, *, gateway: Any = None) -> fabric.Connection:
     )
 
 
-def _equip(made: fabric.Connection, at: Host, hops: Sequence[Host], inventory: Inventory, questions: Questions) -> None:
+def _equip(made: fabric.Connection, at: Host, hops: Sequence[Host], inventory: Inventory, prompts: Prompts) -> None:
     """Gives the connection to `at`, one of `hops`, a client that asks and explains; so too its ProxyJump's."""
 
     def client(of: Host, place: Place) -> Client:
-        return Client(place, questions, lambda error: _explain(hops, of, error, inventory, questions))
+        return Client(place, prompts, lambda error: _explain(hops, of, error, inventory, prompts))
 
     made.client = client(at, places(hops, made.user)[hops.index(at)])
     hop = made.gateway
@@ -225,7 +225,7 @@ class Fabric:
             if isinstance(error, SkyfabError):
                 raise
             hops = (*self._inventory.jump_chain(self._host), self._host)
-            raise _explain(hops, self._host, error, self._inventory, Questions()) from error
+            raise _explain(hops, self._host, error, self._inventory, Prompts()) from error
         _CONNECTIONS.add(made)
         self._connection = made
 
@@ -347,7 +347,7 @@ class ChannelStream:
         self._channel.close()
 
 
-def _explain(hops: Sequence[Host], at: Host, error: Exception, inventory: Inventory, questions: Questions) -> HostError:
+def _explain(hops: Sequence[Host], at: Host, error: Exception, inventory: Inventory, prompts: Prompts) -> HostError:
     """Converts an exception of paramiko or Fabric, about the server `at` on the path to a host, to one of ours."""
     host, jumps = hops[-1], hops[:-1]
     if isinstance(error, paramiko.BadHostKeyException):
@@ -358,9 +358,9 @@ def _explain(hops: Sequence[Host], at: Host, error: Exception, inventory: Invent
     if "not found in known_hosts" in text:
         return unknown_key(host, at)
     if isinstance(error, Refused):
-        return refused(hops, at, error.methods, typed=questions.outcome)
+        return refused(hops, at, error.methods, typed=prompts.outcome)
     if isinstance(error, paramiko.AuthenticationException):
-        return refused(hops, at, (), typed=questions.outcome)
+        return refused(hops, at, (), typed=prompts.outcome)
     if "protocol banner" in text:
         return ServerBusy(
             f"its SSH server, or a jump host's, hung up before the login: {text}",

@@ -23,7 +23,7 @@ from skyfab.ssh import keys
 from skyfab.ssh.askpass import Askpass
 from skyfab.ssh.logins import LOGINS, ServerBusy
 from skyfab.ssh.process import ProcessStream
-from skyfab.ssh.questions import Place, Questions, by_ssh, places
+from skyfab.ssh.prompts import Place, Prompts, by_ssh, places
 from skyfab.ssh.refusals import (
     by_hand,
     changed_key,
@@ -87,7 +87,7 @@ class OpenSSH:
         self._known: Path | None = None
         self._config: Path | None = None
         self._files: list[Path] = []
-        self._questions = Questions()
+        self._prompts = Prompts()
         self._askpass: Askpass | None = None
         self._is_by_hand = False
         weakref.finalize(self, _remove_here, self._files, os.getpid())
@@ -121,7 +121,7 @@ class OpenSSH:
 
     def _start(self, words: Callable[[], list[str]], stopped: Callable[[], bool]) -> ProcessStream:
         keys.check((*self._jumps, self._host))
-        self._questions = Questions(stopped)
+        self._prompts = Prompts(stopped)
         if TERMINAL.is_attended():
             self._askpass = Askpass(self._answer)
         environ = None if self._askpass is None else self._askpass.environ
@@ -137,7 +137,7 @@ class OpenSSH:
         Only what certainly is for one server is remembered: another one could ask for its password.
         """
         if not _marks_prompts():
-            return self._questions.answer(self._host.login, prompt, stopped, once=True)
+            return self._prompts.answer(self._host.login, prompt, stopped, once=True)
         who, text = by_ssh(prompt)
         user, _, name = who.rpartition("@")
         hops = (*self._jumps, self._host)
@@ -149,7 +149,7 @@ class OpenSSH:
         ]
         if who and not found:  # only ssh_config knows it
             found = [Place(name=who, login=who, way=("", self._host.login))]
-        return self._questions.answer(found[0] if len(found) == 1 else who, text, stopped, once=len(found) > 1)
+        return self._prompts.answer(found[0] if len(found) == 1 else who, text, stopped, once=len(found) > 1)
 
     def _options(self) -> dict[str, str]:
         """The options of all hosts on the path. Without a terminal, ssh must not ask."""
@@ -243,9 +243,9 @@ class OpenSSH:
 
     def _explain(self, code: int, errors: str) -> Exception:
         if "Permission denied" in errors:
-            self._questions.refused()
+            self._prompts.refused()
         hops = (*self._jumps, self._host)
-        return explain(hops, code, errors, self._inventory, typed=self._questions.outcome)
+        return explain(hops, code, errors, self._inventory, typed=self._prompts.outcome)
 
     def joined(self) -> None:
         """Deletes the files, which ssh has read by now: a program that is killed later leaves none behind."""

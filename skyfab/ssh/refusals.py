@@ -28,7 +28,7 @@ def by_hand(host: Host, command: str = "", jumps: Sequence[Host] = ()) -> str:
 def refused(hops: Sequence[Host], at: Host, methods: Sequence[str], *, typed: str) -> AuthenticationRefused:
     """The error for a login that the server `at` rejected, on the path `hops` to a host, which is the last one.
 
-    `methods` are those that it takes, empty if unknown; `typed` is `Questions.outcome`.
+    `methods` are those that it takes, empty if unknown; `typed` is `Prompts.outcome`.
     """
     target = hops[-1]
     before = hops[: hops.index(at)] if at in hops else ()

@@ -32,7 +32,7 @@ from skyfab.ssh.local import Local
 from skyfab.ssh.logins import ServerBusy
 from skyfab.ssh.openssh import OpenSSH, explain
 from skyfab.ssh.process import ProcessStream
-from skyfab.ssh.questions import Questions, places
+from skyfab.ssh.prompts import Prompts, places
 from skyfab.ui.prompt import TERMINAL
 
 pytestmark = pytest.mark.lab
@@ -736,7 +736,7 @@ def test_a_password_is_for_one_port_and_one_way_alone(person: Callable[..., Pers
     bastion = sky.Host(name="b", address="10.0.0.2")
     pat = person("first", "second", "third")
     ways = [[gateway], [replace(gateway, port=2202)], [bastion, gateway]]
-    logins = [Questions() for _ in range(2)]
+    logins = [Prompts() for _ in range(2)]
     try:
         for login in logins:
             found = [login.answer(places(way, "ada")[-1], "Password: ") for way in ways]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 import skyfab as sky
-from skyfab.ssh import openssh, questions
+from skyfab.ssh import openssh, prompts
 from skyfab.ssh.openssh import OpenSSH
-from skyfab.ssh.questions import Place, Questions, by_ssh
+from skyfab.ssh.prompts import Place, Prompts, by_ssh
 from skyfab.ui.prompt import TERMINAL
 
 NODE = Place(name="node1", login="ada@10.0.0.1")
@@ -27,8 +27,8 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return str(len(asked))
 
     monkeypatch.setattr(TERMINAL, "ask", ask)
-    monkeypatch.setattr(questions, "_ANSWERS", questions._Answers())
-    monkeypatch.setattr(questions, "_SECOND", 0.0)
+    monkeypatch.setattr(prompts, "_ANSWERS", prompts._Answers())
+    monkeypatch.setattr(prompts, "_SECOND", 0.0)
     return asked
 
 
@@ -49,32 +49,32 @@ def test_a_server_cannot_ask_in_the_name_of_another(prompt: str, who: str, text:
 
 def test_a_password_is_remembered_and_a_code_is_not(typed: list[str]) -> None:
     for _ in range(2):
-        login = Questions()
+        login = Prompts()
         assert login.answer(NODE, "Password: ") == "1"
     before = len(typed)
     for text in ("Verification code: ", "One-time password (OATH) for `ada': ", "Password & token: ", "Duo passcode: "):
-        assert Questions().answer(NODE, text) != Questions().answer(NODE, text)
+        assert Prompts().answer(NODE, text) != Prompts().answer(NODE, text)
     assert len(typed) == before + 8
 
 
 def test_the_same_question_again_means_that_the_answer_was_wrong(typed: list[str]) -> None:
-    first, second = Questions(), Questions()
+    first, second = Prompts(), Prompts()
     assert (first.answer(NODE, "Password: "), second.answer(NODE, "Password: ")) == ("1", "1")
     assert first.answer(NODE, "Password: ") == "2"
     assert second.answer(NODE, "Password: ") == "2", "it is given what was typed meanwhile"
     assert typed == ["node1 (ada@10.0.0.1): Password: ", "not accepted; again, node1 (ada@10.0.0.1): Password: "]
     second.refused()
-    assert Questions().answer(NODE, "Password: ") == "3"
+    assert Prompts().answer(NODE, "Password: ") == "3"
 
 
 def test_a_login_that_is_not_wanted_any_more_asks_nothing_and_forgets_nothing(typed: list[str]) -> None:
-    assert Questions().answer(NODE, "Password: ") == "1"
-    ended = Questions(lambda: True)
+    assert Prompts().answer(NODE, "Password: ") == "1"
+    ended = Prompts(lambda: True)
     assert ended.answer(NODE, "Password: ") == "1"
     assert ended.answer(NODE, "Code: ") is None
     assert ended.outcome == "nothing was typed in time"
     ended.refused()
-    assert Questions().answer(NODE, "Password: ") == "1"
+    assert Prompts().answer(NODE, "Password: ") == "1"
     assert len(typed) == 1
 
 

@@ -1,4 +1,4 @@
-"""The questions of logins: passwords are asked for once in a program and remembered, one-time codes each time."""
+"""The prompts of logins: passwords are asked for once in a program and remembered, one-time codes each time."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from skyfab.inventory.host import Host
 from skyfab.ui.prompt import TERMINAL
 
 _ONE_TIME: Final = re.compile(r"one[- ]?time|\b(otp|oath|pin|duo)\b|code|token|new password", re.IGNORECASE)
-"""Words of questions whose answer cannot be used again."""
+"""Words of prompts whose answer cannot be used again."""
 _PASSWORD: Final = re.compile(r"passw|passphrase|kennwort", re.IGNORECASE)
 _GRACE: Final = 110.0
-"""Seconds for the questions of one server: by default sshd hangs up after 120, unnoticed while the user types."""
+"""Seconds for the prompts of one server: by default sshd hangs up after 120, unnoticed while the user types."""
 _SECOND: Final = 2.0
 """Seconds in which the login that asked first may succeed."""
 _BY_SSH: Final = re.compile(
     r"\((?P<who>[^\s@]+@\S+?)\) (?P<text>.*)|(?P<whose>[^\s@]+@\S+)'s (?P<plain>password: *)", re.DOTALL
 )
-"""How the ssh program words the questions of servers."""
+"""How the ssh program words the prompts of servers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One server that a login may have questions about."""
+    """One server that a login may have prompts about."""
 
     name: str
     """As users know it."""
@@ -105,8 +105,8 @@ class _Answers:
 _ANSWERS: Final = _Answers()
 
 
-class Questions:
-    """The questions of one login. The same one again means that the answer was wrong."""
+class Prompts:
+    """The prompts of one login. The same one again means that the answer was wrong."""
 
     def __init__(self, stopped: Callable[[], bool] = lambda: False) -> None:
         self._stopped = stopped

@@ -23,7 +23,7 @@
     ├── NotPicklable (TypeError)             an argument, a function or a result cannot be pickled
     ├── CallError                            a call ended with neither a result nor its own exception
     │   ├── WorkerDied                       its process ended: exit code or signal
-    │   ├── DeviceError (RuntimeError)       an operation on a remote device failed there
+    │   ├── DeviceError (RuntimeError)       an operation on a remote device failed
     │   ├── RemoteError                      its exception could not be pickled; has its type and text
     │   ├── UntrustedResult                  it returned more than the plain data that results="data" allows
     │   ├── CallTimeout (TimeoutError)
@@ -204,7 +204,7 @@ class WorkerDied(CallError):
 
 
 class DeviceError(CallError, RuntimeError):
-    """An operation on a remote device failed there."""
+    """An operation on a remote device failed on its host."""
 
 
 class RemoteError(CallError):

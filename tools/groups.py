@@ -27,7 +27,7 @@ LONG = (
     "env/test_environments.py",
     "test_examples.py",
     "plugins/test_elastic.py",
-    "device/test_device_links.py",
+    "device/test_p2p_copies.py",
     "device/test_device_interrupts.py",
     "device/test_device_examples.py",
     "detached/test_detached.py",

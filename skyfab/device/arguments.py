@@ -1,4 +1,4 @@
-"""Arguments of operators that are no tensors of the device, or not as its host has them."""
+"""Arguments of operators that are not tensors of the device, or not as its host has them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def resolve(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_lazy(tensor: torch.Tensor) -> torch.Tensor:
-    raise NotImplementedError(f"on a {TYPE} device this cannot be written into a conjugated or negated view: clone it")
+    raise NotImplementedError(f"a {TYPE} device does not support writing into a conjugated or negated view: clone it")
 
 
 def is_recorded(args: Iterable[Any]) -> bool:
@@ -81,7 +81,8 @@ def _remote(generator: torch.Generator) -> tuple[int, int]:
     found = remote_generators.get(generator._cdata)  # PyTorch passes another Python object for the same generator
     if found is None:
         raise RuntimeError(
-            f"a generator of this machine cannot be used on a {TYPE} device: torch.Generator(device=…) makes one there"
+            f"expected a generator on a {TYPE} device, found one on {generator.device}: "
+            "make one with torch.Generator(device=…)"
         )
     return found
 

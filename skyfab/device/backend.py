@@ -35,7 +35,7 @@ _OWN_WAY: Final = frozenset(
         "record_stream",
     )
 )
-"""Operators that PyTorch composes of others, or that mean nothing here."""
+"""Operators that PyTorch composes of others, or that mean nothing on a remote device."""
 _libraries: Final[list[torch.library.Library]] = []
 """Kernels are registered as long as these objects exist."""
 
@@ -131,12 +131,13 @@ def check() -> None:
     if is_registered():
         return
     if _setup() is None:
-        raise UsageError(f"torch {torch.__version__} has no device types in Python", hint="install torch 2.11 or newer")
+        raise UsageError(
+            f"torch {torch.__version__} does not support device types written in Python",
+            hint="install torch 2.11 or newer",
+        )
     name = torch._C._get_privateuse1_backend_name()
     if name != "privateuseone":
-        raise UsageError(
-            f"the device type {name!r} is already registered in this process, and PyTorch has room for one"
-        )
+        raise UsageError(f"the device type {name!r} is already registered in this process; PyTorch allows only one")
 
 
 def _setup() -> Any:
@@ -151,8 +152,8 @@ def register() -> None:
     if torch.accelerator.is_available():
         own = torch.accelerator.current_accelerator()
         print(
-            f"skyfab: PyTorch has one accelerator in a process, and now it is the remote one. Tensors on {own} go on "
-            "working, but backward() over them does not: train there in a program of its own.",
+            f"skyfab: PyTorch has one accelerator in a process: from now on the remote one. Tensors on {own} still "
+            "work, but backward() over them does not: to train on it, use another process.",
             file=sys.stderr,
         )
         patches.explain_own_backward(str(own))

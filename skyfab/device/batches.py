@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from skyfab.device.call_site import Where
+from skyfab.device.call_site import CallSite
 from skyfab.errors import DeviceError, ProtocolError, SkyfabError
 from skyfab.host.device import wire
 from skyfab.protocol import messages
@@ -26,22 +26,22 @@ class _Current(threading.local):
 
 
 current: Final = _Current()
-Entry = tuple[Sequence[Any], Where, int, bool]
+Entry = tuple[Sequence[Any], CallSite, int, bool]
 """An instruction, the line that it comes from, the thread that has emitted it, and whether it is a change in place that
 autograd has recorded."""
 
 
 class Observer(Protocol):
-    """Learns what all streams do (profile.py)."""
+    """Is called for what all streams do (profile.py)."""
 
     def sent(self, instructions: Sequence[Sequence[Any]], size: int) -> None:
-        """A batch was sent: so many bytes."""
+        """A batch of `size` bytes was sent."""
 
     def received(self, size: int) -> None:
         """A reply has come."""
 
-    def waited(self, place: Where, seconds: float) -> None:
-        """The program has waited at a place."""
+    def waited(self, site: CallSite, seconds: float) -> None:
+        """The program has waited at a line."""
 
 
 observers: Final[list[Observer]] = []
@@ -50,7 +50,7 @@ observers: Final[list[Observer]] = []
 class Sender(Protocol):
     """The stream that has sent a batch."""
 
-    def gone(self, why: str, entries: Sequence[Entry]) -> Exception:
+    def worker_died(self, why: str, entries: Sequence[Entry]) -> Exception:
         """The error for a device whose process has ended, while or after it executed these instructions."""
 
     def replied(self, batch: Batch, error: Exception | None) -> None:
@@ -70,21 +70,21 @@ class Batch:
         """What failed in it, or why it was not executed. It may have been raised already."""
         self.buffers: list[memoryview] = []
         self.then: Callable[[Exception | None], None] | None = None
-        """Called when the reply is there, on the thread that reads; with the error if there is none."""
+        """Called with the error, or None, when the reply has come, on the thread that reads."""
 
     def value(self) -> Any:
         """What the host replied. Raises ProtocolError, and DeviceError if the instruction failed or was skipped."""
         if self.error is not None:
             raise self.error
         if self.document is None:
-            raise DeviceError("this was not executed, because of an earlier error")
+            raise DeviceError("not executed because of an earlier error")
         if not isinstance(self.document, dict) or "value" not in self.document:
-            raise ProtocolError(f"a device replied {self.document!r:.200}")
+            raise ProtocolError(f"invalid reply of a device: {self.document!r:.200}")
         return self.document["value"]
 
     @property
     def failed_at(self) -> int:
-        """The place of the instruction that failed, as the host tells it."""
+        """The index of the instruction that failed, as the host reports it."""
         found = self.document["error"]
         at = found.get("at") if isinstance(found, dict) else None
         return at if type(at) is int and at >= 0 else len(self.entries)
@@ -106,9 +106,9 @@ class Batch:
             except SkyfabError as broken:
                 error = broken
         elif isinstance(message, messages.Raised):
-            error = self._stream.gone(f"{message.kind}: {message.text}", self.entries)
+            error = self._stream.worker_died(f"{message.kind}: {message.text}", self.entries)
         elif isinstance(message, messages.Ended):
-            error = self._stream.gone(message.text or f"its process ended ({message.why})", self.entries)
+            error = self._stream.worker_died(message.text or f"its process ended ({message.why})", self.entries)
         self._stream.replied(self, error)
 
     def failed(self, error: Exception) -> None:

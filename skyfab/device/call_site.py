@@ -7,8 +7,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
 
-Where = tuple[CodeType, int] | None
-"""A place in the program: a code object, and the last bytecode that was executed in it."""
+CallSite = tuple[CodeType, int] | None
+"""A line of the program: a code object, and the last bytecode that was executed in it."""
 
 _OURS: Final = f"{Path(__file__).parents[1]}/"
 _frame: Final = sys._getframe
@@ -17,7 +17,7 @@ _internal: Final[dict[str, bool]] = {}
 _known: Final = _internal.get
 
 
-def where() -> Where:
+def find_call_site() -> CallSite:
     """The innermost frame that is neither torch's nor ours. The function that calls this, and its caller, are ours."""
     try:
         frame: FrameType | None = _frame(3)
@@ -40,11 +40,11 @@ def _is_internal(file: str) -> bool:
     return file.startswith((_OURS, theirs, "<kernel of ", "<frozen ")) or file == "<string>"
 
 
-def describe(place: Where) -> str | None:
-    """File and line of a place."""
-    if place is None:
+def describe(site: CallSite) -> str | None:
+    """File and line of a call site."""
+    if site is None:
         return None
-    code, last = place
+    code, last = site
     line = code.co_firstlineno
     for start, end, number in code.co_lines():
         if start <= last < end and number is not None:

@@ -43,7 +43,7 @@ def undifferentiated() -> dict[str, Callable[..., Any]]:
 
 def differentiable() -> dict[str, Callable[..., Any]]:
     """Kernels that have a gradient of their own, by operator."""
-    return {op._schema.name.removeprefix("aten::") + kernels.overload(op): _composed(op) for op in _OPERATORS}
+    return {op._schema.name.removeprefix("aten::") + kernels.overload(op): _composite(op) for op in _OPERATORS}
 
 
 def call(
@@ -53,9 +53,10 @@ def call(
     device: torch.device,
     key: Any = None,
 ) -> tuple[Any, ...]:
-    """Calls a function of the worker (fused.py). `args` are lists of tensors, and constants, which must be hashable.
+    """Calls a function of the worker (composite_host.py).
 
-    `outputs` makes meta tensors as the function will return them; `key` is what they depend on besides `args`.
+    `args` are lists of tensors, and constants, which must be hashable. `outputs` makes meta tensors as the function
+    will return them; `key` is what they depend on besides `args`.
     """
     instruction: list[Any] = [0]
     plain: list[torch.Tensor | None] = []  # kept until the instruction has been emitted
@@ -164,7 +165,7 @@ def cast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return _CastLinear.apply(x, weight, bias, dtype)
 
 
-def _composed(op: Any) -> Callable[..., Any]:
+def _composite(op: Any) -> Callable[..., Any]:
     """A kernel that calls the whole operator on the host."""
     name = op._schema.name + kernels.overload(op)
 
@@ -172,13 +173,13 @@ def _composed(op: Any) -> Callable[..., Any]:
         found: list[torch.Tensor] = []
         spec = (name, composite_host.template((args, kwargs), found))
         device = next(tensor.device for tensor in found if is_remote(tensor))
-        result = _Composed.apply(op, spec, device, *found)
+        result = _Composite.apply(op, spec, device, *found)
         return result if len(op._schema.returns) > 1 else result[0]
 
     return kernel
 
 
-class _Composed(torch.autograd.Function):  # type: ignore[misc]
+class _Composite(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, op: Any, spec: Any, device: torch.device, *inputs: torch.Tensor) -> Any:
         wanted = ctx.needs_input_grad[3:]
@@ -191,7 +192,7 @@ class _Composed(torch.autograd.Function):  # type: ignore[misc]
             results = result if isinstance(result, tuple) else (result,)
             return [*results, torch.empty(0, device="meta")]
 
-        *results, handle = call("composed", [list(inputs), spec, wanted], outputs, device)
+        *results, handle = call("composite", [list(inputs), spec, wanted], outputs, device)
         ctx.save_for_backward(handle, *inputs)
         ctx.wanted, ctx.name = wanted, spec[0].removeprefix("aten::")
         return tuple(results)

@@ -13,19 +13,21 @@ from skyfab.errors import HostUnfit, UsageError, WorkerDied
 if TYPE_CHECKING:
     import torch
 
-    from skyfab.device.stream import DeviceStream, Link
+    from skyfab.device.stream import DeviceStream, HostLink
 
 T = TypeVar("T")
 _registering: Final = threading.Lock()
 """Held while a device gets its index."""
 
 
-def open_device(name: str, link: Link) -> DeviceStream:
+def open_device(name: str, link: HostLink) -> DeviceStream:
     """Makes a device of this process for a device of a host. Raises UsageError and HostUnfit."""
     try:
         import torch
     except ImportError as error:
-        raise UsageError("a remote device needs torch in this program too", hint="pip install torch") from error
+        raise UsageError(
+            "a remote device needs torch in this program's environment too", hint="pip install torch"
+        ) from error
     from skyfab.device import backend, patches, plans, tensors
     from skyfab.device.stream import DeviceStream
     from skyfab.host.device import wire
@@ -36,7 +38,9 @@ def open_device(name: str, link: Link) -> DeviceStream:
             (old.index for old in tensors.streams if old.is_lost and not tensors.has_tensors(old)), len(tensors.streams)
         )
         if index > 127:
-            raise UsageError("a process can have 128 remote devices", hint="close pools that are not used any more")
+            raise UsageError(
+                "too many remote devices: a process can have 128", hint="close pools that you do not use any more"
+            )
         stream = DeviceStream(index, name, link)
         if index < len(tensors.streams):  # the plans and layouts of the closed device refer to it
             tensors.forget_layouts(index)
@@ -47,17 +51,17 @@ def open_device(name: str, link: Link) -> DeviceStream:
         asked = stream.start([wire.HELLO])
         with _registering:
             backend.register()  # while the host imports torch
-        told = stream.receive(asked).value()
+        hello = stream.receive(asked).value()
     except WorkerDied as error:
         if "No module named 'torch'" in str(error):
             raise HostUnfit("its Python has no torch", host=link.name, hint=hint) from None
         raise
-    theirs = str(told.get("torch", "")) if isinstance(told, dict) else ""
+    theirs = str(hello.get("torch", "")) if isinstance(hello, dict) else ""
     if theirs.split(".")[:2] != torch.__version__.split(".")[:2]:
         stream.close()
         link.close()
         raise HostUnfit(
-            f"it has torch {theirs}, and this program {torch.__version__}: the first two numbers must be equal",
+            f"has torch {theirs}, this program has {torch.__version__}: major and minor version must be equal",
             host=link.name,
             hint=hint,
         )
@@ -101,7 +105,7 @@ def memory(device: torch.device) -> dict[str, int]:
 
 
 def fetch(tensor: torch.Tensor) -> Future[torch.Tensor]:
-    """Starts to copy the remote `tensor` to this machine; the program goes on. The result is the copy."""
+    """Starts to copy the remote `tensor` to this machine; the program continues. The result is the copy."""
     from skyfab.device import manual_kernels
 
     return manual_kernels.fetch_later(tensor)
@@ -123,7 +127,7 @@ def prefetch(loader: Iterable[T], device: torch.device, depth: int = 2) -> Itera
         return type(value)(map(move, value)) if isinstance(value, list | tuple) else value
 
     if depth < 1:
-        raise UsageError(f"depth={depth!r}: a number from 1 on")
+        raise UsageError(f"invalid depth={depth!r}: expected 1 or more")
     source = iter(loader)
     waiting = collections.deque(map(move, itertools.islice(source, depth)))
     while waiting:
@@ -132,11 +136,11 @@ def prefetch(loader: Iterable[T], device: torch.device, depth: int = 2) -> Itera
 
 
 def run_on(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls ``function(*args, **kwargs)`` on the host of `device`. Remote tensors among them are its own there.
+    """Calls ``function(*args, **kwargs)`` on the host of `device`, which uses remote tensors among them directly.
 
-    Tensors that it returns stay there. Numbers, strings, None, and lists, tuples and dicts of all these come back.
-    A generator function returns an iterator, and what it yields comes back as it is yielded. Raises DeviceError if the
-    function raises, and NotPicklable.
+    Tensors that it returns stay on the host. Numbers, strings, None, and lists, tuples and dicts of all these come
+    back. A generator function returns an iterator, and what it yields comes back as it is yielded. Raises DeviceError
+    if the function raises, and NotPicklable.
     """
     from skyfab.device import remote_functions
 
@@ -144,9 +148,9 @@ def run_on(device: torch.device, function: Callable[..., Any], *args: Any, **kwa
 
 
 def load_on(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls ``function(*args, **kwargs)`` on the host of `device`; returns a module or state dict, which stays there.
+    """Calls ``function(*args, **kwargs)`` on the host of `device`; it returns a module or state dict.
 
-    What comes back is the state dict, with remote tensors: ``model.load_state_dict(state, assign=True)`` for a model
+    Returns the state dict, with remote tensors: ``model.load_state_dict(state, assign=True)`` for a model
     that was made on the meta device.
     """
     from skyfab.device import remote_functions

@@ -1,4 +1,4 @@
-"""Sends what waits in the streams of devices, a few milliseconds later."""
+"""Sends what is buffered in the streams of devices, a few milliseconds later."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import threading
 import time
 from typing import Final, Protocol
 
-_TICK: Final = 0.003
-_IDLE_TICK: Final = 0.05
+_INTERVAL: Final = 0.003
+_IDLE_INTERVAL: Final = 0.05
 _IDLE_AFTER: Final = 1.0
-"""Seconds between looks at instructions that wait: while there are some, and when there have been none for a while."""
+"""Seconds between two flushes: while there are instructions, and after `_IDLE_AFTER` seconds without any."""
 
 
-class Stream(Protocol):
-    """The stream of a device, as the ticker sees it."""
+class Flushable(Protocol):
+    """The stream of a device, as the flusher sees it."""
 
     @property
     def index(self) -> int:
@@ -24,7 +24,7 @@ class Stream(Protocol):
     def is_lost(self) -> bool:
         """Whether the device can no longer be used."""
 
-    def tick(self) -> bool:
+    def try_flush(self) -> bool:
         """Sends what waits. Returns whether there was something."""
 
     def flush(self) -> object:
@@ -34,26 +34,26 @@ class Stream(Protocol):
         """This process was forked."""
 
 
-class _Ticker:
+class _Flusher:
     """Sends instructions that have waited for a few milliseconds, for all devices. One thread."""
 
     def __init__(self) -> None:
-        self._streams: list[Stream] = []
+        self._streams: list[Flushable] = []
         self._lock = threading.Lock()
         self._is_running = False
 
-    def watch(self, stream: Stream) -> None:
+    def watch(self, stream: Flushable) -> None:
         with self._lock:
             self._streams.append(stream)
             if not self._is_running:
                 self._is_running = True
                 threading.Thread(target=self._run, name="skyfab-device", daemon=True).start()
 
-    def watched(self) -> list[Stream]:
+    def watched(self) -> list[Flushable]:
         with self._lock:
             return [stream for stream in self._streams if not stream.is_lost]
 
-    def _open_streams(self) -> list[Stream]:
+    def _open_streams(self) -> list[Flushable]:
         with self._lock:
             self._streams = [stream for stream in self._streams if not stream.is_lost]
             self._is_running = bool(self._streams)
@@ -64,11 +64,11 @@ class _Ticker:
         while streams := self._open_streams():
             found = False
             for stream in streams:
-                found |= stream.tick()
+                found |= stream.try_flush()
             now = time.monotonic()
             if found:
                 last = now
-            time.sleep(_TICK if now - last < _IDLE_AFTER else _IDLE_TICK)
+            time.sleep(_INTERVAL if now - last < _IDLE_AFTER else _IDLE_INTERVAL)
 
     def forked(self) -> None:
         """This is a child process: it has neither the thread nor the devices."""
@@ -79,13 +79,13 @@ class _Ticker:
             stream.leave_to_parent()
 
 
-_ticker: Final = _Ticker()
-os.register_at_fork(after_in_child=_ticker.forked)
+_flusher: Final = _Flusher()
+os.register_at_fork(after_in_child=_flusher.forked)
 
 
-watch: Final = _ticker.watch
+watch: Final = _flusher.watch
 
 
-def open_streams() -> list[Stream]:
+def open_streams() -> list[Flushable]:
     """The streams of all devices that can be used."""
-    return _ticker.watched()
+    return _flusher.watched()

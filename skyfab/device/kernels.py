@@ -28,7 +28,7 @@ from skyfab.device.arguments import (
 )
 from skyfab.device.plans import Plan, before_plan, finish, new_cache, new_number, remember
 from skyfab.device.refused import refuse_layout
-from skyfab.device.storages import records
+from skyfab.device.storages import by_address
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, Layout, is_remote, layout_of, operand, operands
 from skyfab.host.device import wire
 
@@ -75,7 +75,7 @@ class _Missing:
 _MISSING: Final = _Missing()
 
 
-class _Answer:
+class _Result:
     """The result of a call for which no plan could be made."""
 
     def __init__(self, value: Any) -> None:
@@ -144,7 +144,7 @@ def _write(op: Any, kernel: Callable[..., Any]) -> FunctionType:
             "    _plan = plans.get(_key)",
             "    if _plan is None:",
             f"        _plan = make({args}, _key)",
-            "        if type(_plan) is Answer:",
+            "        if type(_plan) is Result:",
             "            return _plan.value",
             "    _instruction[0] = _plan.number",
             "    _single = _plan.single",
@@ -158,7 +158,7 @@ def _write(op: Any, kernel: Callable[..., Any]) -> FunctionType:
     )
     plans = new_cache()
 
-    def make(values: Sequence[Any], key: Any) -> Plan | _Answer:
+    def make(values: Sequence[Any], key: Any) -> Plan | _Result:
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
         for at, (argument, value) in enumerate(zip(schema.arguments, values, strict=True)):
@@ -173,11 +173,11 @@ def _write(op: Any, kernel: Callable[..., Any]) -> FunctionType:
             dynamic = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in positional[1])
         plan = None if dynamic else _make_plan(op, positional, keywords, is_operand=not is_valued)
         if plan is None:
-            return _Answer(execute_dynamic(op, positional, keywords))
+            return _Result(execute_dynamic(op, positional, keywords))
         if plan == "again":
             given = dict(zip(names, values, strict=True))
             only = {argument.name for argument in schema.arguments if argument.kwarg_only}
-            return _Answer(
+            return _Result(
                 kernel(
                     *(v for n, v in given.items() if n not in only and v is not _MISSING),
                     **{n: v for n, v in given.items() if n in only and v is not _MISSING},
@@ -189,8 +189,8 @@ def _write(op: Any, kernel: Callable[..., Any]) -> FunctionType:
     scope = {
         "MISSING": _MISSING,
         "NUMBERS": _NUMBERS,
-        "Answer": _Answer,
-        "find": records.get,
+        "Result": _Result,
+        "find": by_address.get,
         "finish": finish,
         "make": make,
         "move_indices": move_indices,
@@ -222,14 +222,14 @@ def _lines(kind: str, word: str, at: int, *, is_operand: bool) -> list[str]:
             f"    _instruction.append({word})",
             f"elif {word} is None or {word} is MISSING:",
             f"    {key} = {word}",
-            f"elif (_record := find({word}.data_ptr())) is None:",
+            f"elif (_storage := find({word}.data_ptr())) is None:",
             f"    {key}, _id = operand({word})",
             "    _instruction.append(_id)",
-            f"elif {word}.shape == ({key} := _record.layout).shape and {word}.stride() == {key}.stride"
+            f"elif {word}.shape == ({key} := _storage.layout).shape and {word}.stride() == {key}.stride"
             f" and {word}.dtype is {key}.dtype:",
-            "    _instruction.append(_record.id)",
+            "    _instruction.append(_storage.id)",
             "else:",
-            f"    {key}, _id = view({word}, _record, 0)",
+            f"    {key}, _id = view({word}, _storage, 0)",
             "    _instruction.append(_id)",
         ]
     if kind in _TENSOR_LISTS:
@@ -414,6 +414,6 @@ def _write_back(op: Any, returned: Any, result: Any, args: Sequence[Any], kwargs
         return result
     at = _written_argument(op, returned)
     target = args[at] if at < len(args) else kwargs[op._schema.arguments[at].name]
-    if target.shape != result.shape:  # the host has resized its own; here it becomes another one
+    if target.shape != result.shape:  # the host has resized its own; in this program it becomes another one
         target.resize_(result.shape).copy_(result)
     return target

@@ -21,7 +21,7 @@ from skyfab.protocol.blobs import LARGE, allocate
 
 _aten: Final = torch.ops.aten
 _ONE_TENSOR: Final = 2
-"""Uses of a storage that has one tensor: the tensor's, and that of the storage's object here."""
+"""Uses of a storage that has one tensor: the tensor's, and that of Python's object for the storage."""
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
@@ -143,7 +143,7 @@ def _resize(self: torch.Tensor, size: Sequence[int], *, memory_format: Any = Non
 
 
 def _larger(storage: torch.UntypedStorage, size: int, device: torch.device) -> torch.UntypedStorage:
-    """A new storage of so many bytes that begins with those of another one, of which there must be one tensor only."""
+    """A new storage of `size` bytes that begins with those of another one, which must have one tensor only."""
     if torch._C._storage_Use_Count(storage._cdata) > _ONE_TENSOR:
         raise RuntimeError(f"a tensor on {device} cannot grow while others share its memory: resize_ a clone of it")
     new = torch.empty(size, dtype=torch.uint8, device=device)
@@ -214,7 +214,7 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    """``Tensor.to``. A conversion on the device is one instruction; a copy to another place is written to there."""
+    """``Tensor.to``. A conversion on the device is one instruction; a copy to another device is written there."""
     refuse_layout("to", layout)
     self = self.resolve_conj().resolve_neg()
     memory_format = memory_format or torch.preserve_format
@@ -260,7 +260,7 @@ def fetch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Fetched(Future[torch.Tensor]):
-    """A copy in progress. A program that has asked for its result has been told of its error."""
+    """A copy in progress. If its result is asked for, no later use of the device raises its error."""
 
     def __init__(self, stream: DeviceStream) -> None:
         super().__init__()

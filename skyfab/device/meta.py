@@ -27,7 +27,7 @@ _SCALARS_OF_CPU: Final = frozenset(("masked_fill", "masked_fill_", "index_fill",
 """Operators that on devices take a number in this machine's memory too, and on PyTorch's meta device do not."""
 
 _NEED_WEIGHTS: Final = 10
-"""The place of that argument of attention: without it there is no second result, other than on the meta device."""
+"""The index of that argument of attention: without it there is no second result, other than on the meta device."""
 
 
 def predict(

@@ -1,7 +1,7 @@
 """Copies from one remote device to another. The bytes go from host to host, where these reach each other.
 
-For each copy the one worker is told to send and the other to receive. Workers execute their instructions in order, and
-may wait for each other: so all copies of a program are told in one order, and sending before receiving.
+For each copy one worker gets an instruction to send and the other one to receive. Workers execute their instructions in
+order, and may wait for each other: so the copies of a program have one order, and sending comes before receiving.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from skyfab.device.tensors import DTYPE_NUMBERS, new_id, operand, stream_of
 from skyfab.host.device import wire
 
 _lock: Final = threading.RLock()
-"""Held while a copy is told: they have one order."""
+"""Held while a copy is emitted: they have one order."""
 _new_number: Final = itertools.count(1).__next__
 _channels: Final[weakref.WeakKeyDictionary[DeviceStream, weakref.WeakKeyDictionary[DeviceStream, int]]] = (
     weakref.WeakKeyDictionary()
@@ -30,7 +30,7 @@ _channels: Final[weakref.WeakKeyDictionary[DeviceStream, weakref.WeakKeyDictiona
 
 
 def channel_between(sender: DeviceStream, receiver: DeviceStream) -> int:
-    """The channel for copies from one device to another; 0 if there can be none. The first copy makes it, and waits.
+    """The channel for copies between two devices; 0 if their hosts do not reach each other. The first copy waits.
 
     Raises errors of both devices.
     """
@@ -85,16 +85,18 @@ def _connect(*pair: DeviceStream) -> int:
         calling.ask([wire.SYNC])  # it comes to what follows at once
         ident = new_id()
         ports = listening.ask([wire.LISTEN, ident, calling.link.name, *made, addresses]).value()
-        places = _places(addresses, ports)
-        if calling.ask([wire.CONNECT, ident, listening.link.name, *made, places]).value() is True:
+        endpoints = _endpoints(addresses, ports)
+        if calling.ask([wire.CONNECT, ident, listening.link.name, *made, endpoints]).value() is True:
             return ident
         _forget(ident, *pair)
-    pair[0].link.notice(f"no connection with {pair[1].link.name} either way: copies between them come through here")
+    pair[0].link.notice(
+        f"no connection with {pair[1].link.name} in either direction: copies between them go through this program"
+    )
     return 0
 
 
-def _places(addresses: Sequence[str], ports: object) -> list[tuple[str, int]]:
-    """The addresses with the ports that a host says it has opened there."""
+def _endpoints(addresses: Sequence[str], ports: object) -> list[tuple[str, int]]:
+    """The addresses with the ports that a host says it has opened."""
     found = ports if isinstance(ports, list) else []
     pairs = zip(addresses, found, strict=False)
     return [(address, port) for address, port in pairs if type(port) is int and 0 < port < 65536]

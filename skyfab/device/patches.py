@@ -1,4 +1,4 @@
-"""Changes to PyTorch's own methods, for what it cannot do with tensors that have no memory here."""
+"""Changes to PyTorch's own methods, for what it cannot do with tensors that have no memory in this process."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def apply() -> None:
         module._engine_run_backward = _raising_again(module._engine_run_backward)
     torch.save = torch.serialization.save = _saving(torch.save)  # in both places: so it is pickled by name
     for name in ("set_default_dtype", "set_default_tensor_type"):
-        setattr(torch, name, _telling_dtype(getattr(torch, name)))
+        setattr(torch, name, _sending_dtype(getattr(torch, name)))
     for name in ("set_float32_matmul_precision", "use_deterministic_algorithms", "set_deterministic_debug_mode"):
-        setattr(torch, name, _telling_settings(getattr(torch, name)))
+        setattr(torch, name, _sending_settings(getattr(torch, name)))
     torch.serialization.register_package(5, lambda storage: None, _restored)
     for name in ("__deepcopy__", "__getitem__", "__setitem__", "byteswap", "clone", "copy_", "cpu", "fill_", "tolist"):
         setattr(torch.UntypedStorage, name, _needs_memory(getattr(torch.UntypedStorage, name)))
@@ -136,7 +136,7 @@ def _needs_memory(original: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.device.type == TYPE:
             raise RuntimeError(
-                f"the memory of a storage on {self.device} is not here: copy the tensor, not its storage"
+                f"the memory of a storage on {self.device} is on its host: copy the tensor, not its storage"
             )
         return original(self, *args, **kwargs)
 
@@ -149,14 +149,14 @@ def _unshared(original: Any) -> Any:
     @functools.wraps(original)
     def new_shared(size: int, *, device: Any = "cpu") -> Any:
         if torch.device(device).type == TYPE:
-            raise RuntimeError(f"memory on {device} cannot be shared by processes: load data on this machine's CPU")
+            raise RuntimeError(f"processes cannot share memory on {device}: load data on this machine's CPU")
         return original(size, device=device)
 
     return new_shared
 
 
 def _on_own_device(original: Any) -> Any:
-    """Makes the new tensor on the device of the old one: PyTorch asks for the current device, and here is none."""
+    """Makes the new tensor on the device of the old one: PyTorch would use the current device."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,15 +174,15 @@ def _pinned(original: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.device.type == TYPE:
             raise RuntimeError(
-                f"cannot pin a tensor on {self.device}: only those in this machine's memory can be pinned"
+                f"cannot pin a tensor on {self.device}: only tensors in this machine's memory can be pinned"
             )
         return self if tensors.streams else original(self, *args, **kwargs)
 
     return method
 
 
-def _telling_dtype(original: Any) -> Any:
-    """Tells hosts the default dtype. Plans depend on it: they are made again."""
+def _sending_dtype(original: Any) -> Any:
+    """Sends hosts the default dtype. Plans depend on it: they are made again."""
 
     @functools.wraps(original)
     def function(kind: Any) -> None:
@@ -195,7 +195,7 @@ def _telling_dtype(original: Any) -> Any:
 
 
 def settings() -> list[Any]:
-    """The instruction that tells a host what this program has set."""
+    """The instruction that sends a host the settings of this program."""
     try:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # torch.backends was used too, and they differ
@@ -203,14 +203,14 @@ def settings() -> list[Any]:
     return [wire.SETTINGS, precision, torch.get_deterministic_debug_mode()]
 
 
-def _telling_settings(original: Any) -> Any:
-    """Tells hosts what was set."""
+def _sending_settings(original: Any) -> Any:
+    """Sends hosts what was set."""
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         for stream in tensors.streams:
-            stream.tell(settings())
+            stream.emit_always(settings())
 
     return function
 

@@ -29,7 +29,7 @@ class Plan:
         self.outputs = outputs
         """The layouts of the new tensors."""
         self.results = results
-        """What the call returns: outputs by place (int, or a list), or arguments ("name", place)."""
+        """What the call returns: outputs by index (int, or a list), or arguments ("argument", index)."""
         self.single = outputs[0] if results == [0] else None
         """The layout of the only result, if it is one new tensor."""
         self.writes = results is None or any(type(result) is tuple for result in results)
@@ -43,14 +43,14 @@ _plans = 0
 
 
 def forget_plans(*instructions: Sequence[Any]) -> None:
-    """Forgets all plans, here and on the hosts, which are told more at the same time."""
+    """Forgets all plans, in this program and on the hosts, which are sent more instructions at the same time."""
     global _plans
     _plans = 0
     for cache in _caches:
         cache.clear()
     for stream in tensors.streams:
         for instruction in ([wire.FORGET], *instructions):
-            stream.tell(instruction)
+            stream.emit_always(instruction)
 
 
 def new_cache() -> dict[Any, Plan]:

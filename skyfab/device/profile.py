@@ -18,8 +18,8 @@ from skyfab.host.device import wire
 class Line:
     """A line of the program that has waited."""
 
-    def __init__(self, place: str) -> None:
-        self.place = place
+    def __init__(self, site: str) -> None:
+        self.site = site
         """File and line."""
         self.waits = 0
         self.seconds = 0.0
@@ -31,16 +31,16 @@ class Profile:
 
     def __init__(self) -> None:
         self.operations = 0
-        """Operators that hosts were told to execute."""
+        """Operators that hosts were sent."""
         self.plans = 0
-        """Kinds of operations that hosts were told of: none after the first steps of a program whose shapes repeat."""
+        """Kinds of operations that hosts were sent: none after the first steps of a program whose shapes repeat."""
         self.others = 0
         """Other instructions: views, uploads, values to send back, tensors to free."""
         self.batches = 0
         self.bytes_sent = 0
         self.bytes_received = 0
         self.copies = 0
-        """Tensors that one host was told to send to another, without this program. Through here, copies are waits."""
+        """Tensors that one host sent to another. Copies that go through this program are waits."""
         self.bytes_copied = 0
         self.seconds = 0.0
         """How long the block took."""
@@ -74,12 +74,12 @@ class Profile:
                 if kind is None:
                     one.flush()
                 else:
-                    one.tick()  # raises nothing: the program has an error already
+                    one.try_flush()  # raises nothing: the program has an error already
         finally:
             self.seconds += time.perf_counter() - self._begin
             batches.observers.remove(self)
 
-    # ---- what streams tell
+    # ---- what streams report
 
     def sent(self, instructions: Sequence[Sequence[Any]], size: int) -> None:
         """A batch was sent."""
@@ -101,9 +101,9 @@ class Profile:
         with self._lock:
             self.bytes_received += size
 
-    def waited(self, place: call_site.Where, seconds: float) -> None:
-        """The program has waited at a place."""
-        name = call_site.describe(place) or "a place that is not known"
+    def waited(self, site: call_site.CallSite, seconds: float) -> None:
+        """The program has waited at a line."""
+        name = call_site.describe(site) or "unknown line"
         with self._lock:
             line = self._lines.setdefault(name, Line(name))
             line.waits += 1
@@ -126,7 +126,7 @@ class Profile:
         if lines:
             text += ["", "  waits  seconds  longest  line"]
         for line in lines:
-            text.append(f"{line.waits:7,} {line.seconds:8.3f} {line.longest:8.3f}  {_shown(line.place)}")
+            text.append(f"{line.waits:7,} {line.seconds:8.3f} {line.longest:8.3f}  {_shown(line.site)}")
         return "\n".join(text)
 
 
@@ -138,8 +138,8 @@ def profile() -> Profile:
     return Profile()
 
 
-def _shown(place: str) -> str:
-    """A place as a person reads it: below the current folder if it is there, and with its source."""
-    file, _, number = place.rpartition(":")
+def _shown(site: str) -> str:
+    """A line as a person reads it: relative to the current folder if it is below it, and with its source."""
+    file, _, number = site.rpartition(":")
     source = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
-    return f"{place.removeprefix(f'{Path.cwd()}/')}  {source}".rstrip()
+    return f"{site.removeprefix(f'{Path.cwd()}/')}  {source}".rstrip()

@@ -1,4 +1,4 @@
-"""Tensors that cannot be on a remote device: sparse, nested and quantized ones. Making one there is an error."""
+"""Tensors that remote devices do not support: sparse, nested and quantized ones. Making one is an error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kind_of(name: str) -> str | None:
 
 def refuse(what: str, kind: str) -> NoReturn:
     """Raises NotImplementedError."""
-    raise NotImplementedError(f"{what}: {kind} tensors cannot be on a {TYPE} device: {_INSTEAD[kind]}")
+    raise NotImplementedError(f"{what}: a {TYPE} device does not support {kind} tensors: {_INSTEAD[kind]}")
 
 
 def refuse_layout(what: str, layout: torch.layout | None) -> None:

@@ -1,4 +1,4 @@
-"""Regions: functions and modules that run as a whole on the host of a device."""
+"""Functions and modules that run as a whole on the host of a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from skyfab.device import composite_ops, tensors
-from skyfab.device.call_site import where
+from skyfab.device.call_site import find_call_site
 from skyfab.device.meta import to_meta
 from skyfab.device.tensors import is_remote, operand
 from skyfab.errors import NotPicklable, SkyfabError, UsageError
@@ -47,13 +47,15 @@ def pack(stream: DeviceStream, value: Any, refused: Collection[DeviceStream]) ->
         if other is not stream:
             if other in refused:
                 raise UsageError(
-                    f"a tensor on {item.device} ({other.link.name}) for a function on {stream.torch_device} "
-                    f"({stream.link.name})",
-                    hint="tensor.to(device); or tensor.cpu(), for a copy of its values",
+                    f"expected tensors on {stream.torch_device} ({stream.link.name}), found one on {item.device} "
+                    f"({other.link.name})",
+                    hint="move it with tensor.to(device), or copy its values with tensor.cpu()",
                 )
             return None
         if item.is_conj() or item.is_neg():
-            raise UsageError("a conjugated or negated view for a function on a device", hint="clone it")
+            raise UsageError(
+                "a function on a device does not take conjugated or negated views", hint="clone the tensor"
+            )
         ident = operand(item.detach())[1]
         return entry.tensor, (stream.device, ident, item.requires_grad, isinstance(item, torch.nn.Parameter))
 
@@ -106,7 +108,7 @@ class _RemoteIterator(Iterator[Any]):
     def _receive(self) -> None:
         """Waits for more values."""
         future, first = self._waiting[0]
-        self._stream.wait(future.done, where())
+        self._stream.wait(future.done, find_call_site())
         try:
             batch = future.result(0)
             with self._stream.link.guard:
@@ -139,7 +141,7 @@ class _RemoteIterator(Iterator[Any]):
             self._waiting.append((future, first))
 
     def close(self) -> None:
-        """Ends the generator on the host. It yields nothing more here."""
+        """Ends the generator on the host. It yields nothing more."""
         self._values.clear()
         self._end()
 
@@ -180,7 +182,7 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         """What the host has of the module, for each state of the plain attributes of its parts, such as `training`."""
         self._known: dict[Any, Any] = {}
         """For each kind of call: the bases of its results and the handle as meta tensors, the base of each result and
-        which view of it the result is (kept.py), and what the module returns. The first call waits."""
+        which view of it the result is (host_results.py), and what the module returns. The first call waits."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         device = _device_of(self.module)
@@ -205,8 +207,8 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         if state not in self._digests:
             if len(self._digests) >= _MOST_STATES:
                 raise UsageError(
-                    f"attributes of {type(self.module).__name__} have changed {_MOST_STATES} times, and the module was"
-                    " sent each time",
+                    f"attributes of {type(self.module).__name__} changed {_MOST_STATES} times: each change sends the "
+                    "module again",
                     hint="pass what changes as an argument of forward, or keep it in a buffer",
                 )
             stream = tensors.streams[device.index]
@@ -246,9 +248,9 @@ class _Skeleton:
 def _device_of(module: torch.nn.Module) -> torch.device:
     found = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if len(found) != 1 or next(iter(found)).type != tensors.TYPE:
-        places = ", ".join(sorted(map(str, found))) or "nowhere"
+        devices = ", ".join(sorted(map(str, found))) or "none"
         raise UsageError(
-            f"the module's tensors must be on one remote device, and are on {places}", hint="module.to(device)"
+            f"expected all tensors of the module on one remote device, found {devices}", hint="module.to(device)"
         )
     return next(iter(found))
 
@@ -264,8 +266,8 @@ class _Forward(torch.autograd.Function):  # type: ignore[misc]
         else:
             (*bases, handle), *expected = composite_ops.call_first("module_first", args, device)
             known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], *expected)
-        places = known[key][1]
-        results = [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in places]
+        locations = known[key][1]
+        results = [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in locations]
         ctx.save_for_backward(handle, *inputs)
         return tuple(results)
 

@@ -1,4 +1,4 @@
-"""What is known of each remote storage. When the storage is gone here, its tensors are freed on the host."""
+"""The remote storages of this program. When one is garbage collected, its tensors are freed on the host."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 
-class Record(weakref.ref[Any]):
-    """What is known of a remote storage. It is the weak reference to the storage's object here.
+class RemoteStorage(weakref.ref[Any]):
+    """A remote storage: a weak reference to PyTorch's object for it, and what the host knows it by.
 
-    When the storage is gone, the record is appended to those that its stream forgets with the next batch. The garbage
-    collector may do so at any time, on any thread: nothing else happens then.
+    When that object is gone, this is appended to what its stream forgets with the next batch. The garbage collector
+    may do so at any time, on any thread: nothing else happens then.
     """
 
     __slots__ = ("address", "id", "layout", "views")
@@ -25,19 +25,19 @@ class Record(weakref.ref[Any]):
     address: int
 
 
-records: Final[dict[int, Record]] = {}
+by_address: Final[dict[int, RemoteStorage]] = {}
 """By the address of the storage."""
 
 
-def forget(dead: Sequence[Record]) -> list[int]:
+def forget(dead: Sequence[RemoteStorage]) -> list[int]:
     """Forgets storages that are gone. Returns the ids of their tensors."""
     found: list[int] = []
-    for record in dead:
+    for storage in dead:
         try:
-            del records[record.address]
+            del by_address[storage.address]
         except (AttributeError, KeyError):
             continue  # Ctrl-C came while it was being made: no instruction has named it
-        found.append(record.id)
-        if record.views:
-            found += [ident for _, ident in record.views.values() if ident != record.id]
+        found.append(storage.id)
+        if storage.views:
+            found += [ident for _, ident in storage.views.values() if ident != storage.id]
     return found

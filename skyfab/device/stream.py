@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from skyfab.device.batches import Batch, Entry, current, observers
-from skyfab.device.call_site import Where, describe, where
+from skyfab.device.call_site import CallSite, describe, find_call_site
 from skyfab.device.flusher import watch
-from skyfab.device.storages import Record, forget
+from skyfab.device.storages import RemoteStorage, forget
 from skyfab.errors import DeviceError, HostLost, SkyfabError, UsageError, WorkerDied
 from skyfab.host.device import wire
 from skyfab.protocol import codec
@@ -34,7 +34,7 @@ _MOST_BYTES: Final = 256 * 1024 * 1024
 """Bytes of uploads that have no reply yet."""
 
 
-class Link(Protocol):
+class HostLink(Protocol):
     """The host of a device, as its stream sees it."""
 
     @property
@@ -49,7 +49,7 @@ class Link(Protocol):
         """Addresses at which the host of another device may reach this one; the likeliest first."""
 
     def notice(self, text: str) -> None:
-        """Tells the user something about the host."""
+        """Shows the user a warning about the host."""
 
     def send(self, payload: codec.Payload, batch: Batch) -> None:
         """Sends a batch; its `answered` or `failed` is called once. Raises HostLost."""
@@ -67,7 +67,7 @@ class Link(Protocol):
 class DeviceStream:
     """The stream of instructions to one device. Any thread may emit."""
 
-    def __init__(self, index: int, device: str, link: Link) -> None:
+    def __init__(self, index: int, device: str, link: HostLink) -> None:
         self.index = index
         """The device's index in torch."""
         self.device = device
@@ -75,7 +75,7 @@ class DeviceStream:
         self.link = link
         self.freed: list[int] = []
         """Ids that are not used any more."""
-        self.dead: list[Record] = []
+        self.dead: list[RemoteStorage] = []
         """Storages that are gone. The garbage collector appends to it."""
         self.limit = BATCH
         """How many instructions are sent at once; 0 while there is an error to raise."""
@@ -116,18 +116,18 @@ class DeviceStream:
     def emit(self, instruction: Sequence[Any], *, recorded: bool = False) -> None:
         """Adds an instruction. Raises the error of an earlier one.
 
-        `recorded`: a change in place that autograd records. If it is not executed, what it would have changed cannot be
-        used any more: its gradients would be wrong.
+        `recorded`: a change in place that autograd records. If it is not executed, what it would have changed is lost:
+        its gradients would be wrong.
         """
         buffer = self.buffer
-        buffer.append((instruction, where(), current.thread, recorded))
+        buffer.append((instruction, find_call_site(), current.thread, recorded))
         if len(buffer) >= self.limit:
             self.flush()
 
     def upload(self, instruction: Sequence[Any], data: memoryview, *, recorded: bool = False) -> None:
         """Adds an instruction whose last item is the number of a buffer. The memory must not change any more."""
         with self.link.guard, self._lock:
-            self.buffer.append(((*instruction, len(self._uploads)), where(), current.thread, recorded))
+            self.buffer.append(((*instruction, len(self._uploads)), find_call_site(), current.thread, recorded))
             self._uploads.append(data)
             self._size += len(data)
         if self._size > 1 << 20 or len(self.buffer) >= self.limit:
@@ -140,7 +140,7 @@ class DeviceStream:
             self._wait_for_room()
             return self._send()
 
-    def tick(self) -> bool:
+    def try_flush(self) -> bool:
         """Sends what has been emitted, unless another thread is sending. Returns whether there was something."""
         if not (self.buffer or self.freed or self.dead) or self._error is not None or self._lost is not None:
             return False
@@ -167,7 +167,7 @@ class DeviceStream:
                 first = len(self._uploads)
                 instruction = [*instruction, *range(first, first + len(uploads))]
                 self._uploads += uploads
-            self.buffer.append((instruction, where(), current.thread, False))
+            self.buffer.append((instruction, find_call_site(), current.thread, False))
             batch = self._send()
             assert batch is not None
             return batch
@@ -175,7 +175,7 @@ class DeviceStream:
     def receive(self, batch: Batch) -> Batch:
         """Waits for the reply."""
         self.syncs += 1
-        self.wait(functools.partial(self._is_over, batch), where())
+        self.wait(functools.partial(self._is_over, batch), find_call_site())
         with self.link.guard, self._lock:
             self._raise()
         if not batch.done:
@@ -205,7 +205,7 @@ class DeviceStream:
         with self.link.guard, self._lock:
             self._raise()
 
-    def tell(self, instruction: Sequence[Any]) -> None:
+    def emit_always(self, instruction: Sequence[Any]) -> None:
         """Adds an instruction that the host executes after an error too. Raises no error of an earlier one."""
         if self._lost is None:
             self.buffer.append((instruction, None, current.thread, False))
@@ -215,21 +215,21 @@ class DeviceStream:
         with self.link.guard, self._lock:
             self._raise()
             self._wait_for_room()
-            self.buffer.append((instruction, where(), current.thread, False))
+            self.buffer.append((instruction, find_call_site(), current.thread, False))
             batch = self._send(then)
             assert batch is not None
 
-    def wait(self, done: Callable[[], bool], place: Where) -> None:
-        """Waits for something of this device, for a place in the program."""
+    def wait(self, done: Callable[[], bool], site: CallSite) -> None:
+        """Waits for something of this device, for a line of the program."""
         begin = time.perf_counter()
         self.link.wait(done)
         for observer in observers:
-            observer.waited(place, time.perf_counter() - begin)
+            observer.waited(site, time.perf_counter() - begin)
 
     def _wait_for_room(self) -> None:
         while len(self._ahead) >= _MOST_AHEAD or self._bytes > _MOST_BYTES:
             first = self._ahead[0]
-            self.wait(functools.partial(self._is_over, first), where())
+            self.wait(functools.partial(self._is_over, first), find_call_site())
             self._raise()
 
     def _is_over(self, batch: Batch) -> bool:
@@ -249,7 +249,7 @@ class DeviceStream:
         self.operations += len(instructions)
         buffers: list[memoryview] = []
         wrapped = [pickle.PickleBuffer(upload) for upload in uploads]
-        data = pickle.dumps((self.device, instructions, *wrapped, None), 5, buffer_callback=_beside(buffers))
+        data = pickle.dumps((self.device, instructions, *wrapped, None), 5, buffer_callback=_out_of_band(buffers))
         for observer in observers:
             observer.sent(instructions, len(data) + sum(map(len, buffers)))
         batch = Batch(self, entries, size)
@@ -260,7 +260,7 @@ class DeviceStream:
         try:
             self.link.send(codec.Payload(data, buffers), batch)
         except BaseException as error:  # also what a handler of signals raises: nothing is missing without a word
-            found = error if isinstance(error, SkyfabError) else self.gone("sending was interrupted", entries)
+            found = error if isinstance(error, SkyfabError) else self.worker_died("sending was interrupted", entries)
             self._lost = self._lost or found
             self.limit = 0
             raise
@@ -303,32 +303,32 @@ class DeviceStream:
     def _explain(self, batch: Batch) -> DeviceError:
         found = batch.document["error"]
         if not isinstance(found, dict):
-            return DeviceError("it failed, and does not say how", host=self.link.name)
+            return DeviceError("an operation failed; the host sent no reason", host=self.link.name)
         if type(found.get("channel")) is int:
             self.broken.add(found["channel"])
-        place = describe(batch.entries[batch.failed_at][1]) if batch.failed_at < len(batch.entries) else None
+        line = describe(batch.entries[batch.failed_at][1]) if batch.failed_at < len(batch.entries) else None
         op = str(found.get("op", "")).removeprefix("aten::")
         inputs = found.get("inputs")
         shapes = ", ".join(map(str, inputs)) if isinstance(inputs, list) else ""
         text = f"{found.get('kind', 'error')}: {found.get('text', '')}"
         if "memory" in text and isinstance(found.get("free"), int) and isinstance(found.get("total"), int):
             text += f" ({found['free'] / 2**30:.1f} GiB free of {found['total'] / 2**30:.1f})"
-        where_text = f" of {place}" if place else ""
-        return DeviceError(f"{op or 'an operation'}({shapes}){where_text} failed there: {text}", host=self.link.name)
+        called = f"{op or 'an operation'}({shapes})" + (f" at {line}" if line else "")
+        return DeviceError(f"{called} failed: {text}", host=self.link.name)
 
-    def gone(self, why: str, entries: Sequence[Entry]) -> Exception:
+    def worker_died(self, why: str, entries: Sequence[Entry]) -> Exception:
         """The error for a device whose process has ended, while or after it executed these instructions."""
-        lines = list(dict.fromkeys(filter(None, (describe(place) for _, place, *_ in (*entries[:1], *entries[-1:])))))
-        after = f", with what it was sent from {' to '.join(lines)}" if lines else ""
+        lines = list(dict.fromkeys(filter(None, (describe(site) for _, site, *_ in (*entries[:1], *entries[-1:])))))
+        after = f" after it was sent {' to '.join(lines)}" if lines else ""
         return WorkerDied(
-            f"the worker of {self.device} ended{after}, and its tensors are gone: {why}",
+            f"the worker of {self.device} ended{after}; its tensors are lost: {why}",
             host=self.link.name,
-            hint="ask for the device again: compute.device(…)",
+            hint="open the device again: compute.device(…)",
         )
 
     def end(self, why: str) -> None:
         """The device's process has ended."""
-        self._lost = self._lost or self.gone(why, ())
+        self._lost = self._lost or self.worker_died(why, ())
         self.limit = 0
 
     def _raise(self) -> None:
@@ -363,7 +363,7 @@ class DeviceStream:
     def leave_to_parent(self) -> None:
         """This process was forked: the device belongs to the parent."""
         self._lock = threading.RLock()
-        self._lost = UsageError("this device belongs to the process that this one was forked from")
+        self._lost = UsageError("a forked process cannot use the remote devices of its parent")
         self.limit = 0
         self.buffer.clear()
 
@@ -371,13 +371,13 @@ class DeviceStream:
         """The pool closes: the device cannot be used any more."""
         with self._lock:
             self._lost = self._lost or UsageError(
-                "the pool of this device is closed, and its tensors are gone", host=self.link.name
+                "the pool of this device is closed; its tensors are lost", host=self.link.name
             )
             self.limit = 0
             self.buffer.clear()
 
 
-def _beside(into: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
+def _out_of_band(into: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
     def keep(buffer: pickle.PickleBuffer) -> bool:
         view = buffer.raw()
         if len(view) < codec.IN_BAND:

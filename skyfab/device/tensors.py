@@ -1,6 +1,6 @@
-"""Remote tensors as the client has them: ordinary `torch.Tensor` objects without memory here.
+"""Remote tensors as the client has them: ordinary `torch.Tensor` objects without memory in this process.
 
-Each storage has an address that nothing is at, from which its record is found (records.py), and an id on the host.
+Each has an address at which there is no memory, by which its storage is found (storages.py), and an id on the host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from skyfab.device.storages import Record, records
+from skyfab.device.storages import RemoteStorage, by_address
 from skyfab.errors import ProtocolError
 from skyfab.host.device import wire
 
@@ -28,10 +28,10 @@ _MOST_VIEWS: Final = 4096
 _FIRST_ADDRESS: Final = 1 << 58
 _LARGEST: Final = 1 << 48
 _MOST_DIMENSIONS: Final = 64
-"""Limits of what a host may say of a tensor: PyTorch aborts the process where numbers of bytes overflow."""
+"""Limits of a layout in a reply: PyTorch aborts the process where numbers of bytes overflow."""
 _ADDRESSES: Final = 64
 _LARGE: Final = 1 << 24
-"""How many addresses a layout takes at once, unless its tensors are so large."""
+"""How many addresses a layout takes at once, unless its tensors are larger than `_LARGE`."""
 _DLPACK_DEVICE: Final = 12
 """DLPack's number for the device type that torch maps to PrivateUse1."""
 _DLPACK_DTYPES: Final = {
@@ -100,7 +100,7 @@ once, and renames it: with its name set again it can be read again."""
 
 
 def _find_name() -> int:
-    """Where a capsule has the address of its name. Writing it there takes a fifth of the time of PyCapsule_SetName."""
+    """Where a capsule has the address of its name. Writing it takes a fifth of the time of PyCapsule_SetName."""
     capsule = _capsule(_NAME, _NAME + 1, None)
     words = (ctypes.c_uint64 * (type(capsule).__basicsize__ // 8)).from_address(id(capsule))
     return 8 * list(words).index(_NAME + 1)
@@ -120,7 +120,7 @@ class Layout:
         self.dtype = dtype
         self.stream = streams[index]
         if dtype not in _DLPACK_DTYPES:
-            raise TypeError(f"a {dtype} tensor cannot be on {TYPE}:{index}")
+            raise TypeError(f"{TYPE}:{index} does not support tensors of {dtype}")
         self._index = index
         extent = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
         self.nbytes = extent * dtype.itemsize
@@ -144,12 +144,12 @@ class Layout:
         data.value = address
         tensor = _from_dlpack(capsule)
         self._slots.append(slot)
-        record = Record(tensor.untyped_storage(), self._dead)
-        record.address = address
-        record.id = ident = ident or new_id()
-        record.layout = self
-        record.views = None
-        records[address] = record  # last: Ctrl-C may come between any two lines
+        storage = RemoteStorage(tensor.untyped_storage(), self._dead)
+        storage.address = address
+        storage.id = ident = ident or new_id()
+        storage.layout = self
+        storage.views = None
+        by_address[address] = storage  # last: Ctrl-C may come between any two lines
         return tensor, ident
 
     def _next_address(self) -> int:
@@ -170,10 +170,10 @@ class Layout:
         struct.lanes = 1
         struct.shape, struct.strides = map(ctypes.addressof, self._keep[:2])
         self._keep.append(struct)
-        place = ctypes.addressof(struct)
-        capsule = _capsule(place, _NAME, None)
+        address = ctypes.addressof(struct)
+        capsule = _capsule(address, _NAME, None)
         name = ctypes.c_uint64.from_address(id(capsule) + _NAME_AT)
-        return capsule, name, ctypes.c_uint64.from_address(place)
+        return capsule, name, ctypes.c_uint64.from_address(address)
 
 
 _layouts: Final[dict[tuple[Any, ...], Layout]] = {}
@@ -191,7 +191,7 @@ def layout_of(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtyp
 def has_tensors(stream: DeviceStream) -> bool:
     """Whether the program still has tensors of a device."""
     stream.take_freed()
-    return any(record.layout.stream is stream for record in list(records.values()))
+    return any(storage.layout.stream is stream for storage in list(by_address.values()))
 
 
 def forget_layouts(index: int) -> None:
@@ -218,9 +218,9 @@ def operand(tensor: torch.Tensor) -> tuple[Any, Any]:
     A tensor without dimensions that is in this process's memory is sent by value. Raises RuntimeError for others.
     """
     offset = tensor.storage_offset() * tensor.element_size()
-    record = records.get(tensor.data_ptr() - offset)
-    if record is not None:
-        return view(tensor, record, offset)
+    storage = by_address.get(tensor.data_ptr() - offset)
+    if storage is not None:
+        return view(tensor, storage, offset)
     if tensor.device.type != TYPE:
         if tensor.dim():
             raise RuntimeError(
@@ -229,32 +229,32 @@ def operand(tensor: torch.Tensor) -> tuple[Any, Any]:
             )
         kind, number = _SCALARS[tensor.dtype]
         return kind, (number, tensor.item())
-    return view(tensor, records[tensor.untyped_storage().data_ptr()], offset)  # without elements: at no address
+    return view(tensor, by_address[tensor.untyped_storage().data_ptr()], offset)  # without elements: at no address
 
 
-def view(tensor: torch.Tensor, record: Record, offset: int) -> tuple[Layout, int]:
+def view(tensor: torch.Tensor, storage: RemoteStorage, offset: int) -> tuple[Layout, int]:
     """The layout and id of a tensor that is a view of a storage, at an offset in bytes. The host learns of new ones."""
     key = (tensor.shape, tensor.stride(), tensor.dtype, offset)
-    views = record.views
+    views = storage.views
     if views is None:
-        views = record.views = {}
+        views = storage.views = {}
     found = views.get(key)
     if found is None:
-        stream = record.layout.stream
+        stream = storage.layout.stream
         if len(views) >= _MOST_VIEWS:
             for old in list(itertools.islice(views, _MOST_VIEWS // 2)):
                 ident = views.pop(old)[1]
-                if ident != record.id:
+                if ident != storage.id:
                     stream.freed.append(ident)
         layout = layout_of(tuple(key[0]), key[1], key[2], stream.index)
-        if layout is record.layout and not offset:
-            found = views[key] = (layout, record.id)
+        if layout is storage.layout and not offset:
+            found = views[key] = (layout, storage.id)
         else:
             found = (layout, new_id())
             number = DTYPE_NUMBERS[layout.dtype]
             at = offset // layout.dtype.itemsize
-            with stream.link.guard:  # else Ctrl-C would leave a view there that is never freed
-                stream.emit([wire.VIEW, found[1], record.id, layout.shape, layout.stride, at, number])
+            with stream.link.guard:  # else Ctrl-C would leave a view on the host that is never freed
+                stream.emit([wire.VIEW, found[1], storage.id, layout.shape, layout.stride, at, number])
                 views[key] = found
     return found
 
@@ -266,15 +266,15 @@ def operands(tensors: Any, into: list[Any]) -> tuple[Any, ...]:
         if tensor is None:
             found.append(None)
             continue
-        record = records.get(tensor.data_ptr())
+        storage = by_address.get(tensor.data_ptr())
         if (
-            record is not None
-            and tensor.shape == (layout := record.layout).shape
+            storage is not None
+            and tensor.shape == (layout := storage.layout).shape
             and tensor.stride() == layout.stride
             and tensor.dtype is layout.dtype
         ):
             found.append(layout)
-            into.append(record.id)
+            into.append(storage.id)
         else:
             layout, ident = operand(tensor)
             found.append(layout)
@@ -282,15 +282,15 @@ def operands(tensors: Any, into: list[Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-# ---- what hosts tell of results
+# ---- results that hosts describe
 
 
 ITERATOR: Final = {"iterator": None}
-"""What a host tells of a generator."""
+"""What a host replies for a generator."""
 
 
 def result_of(stream: DeviceStream, instruction: Sequence[Any], first: int, *uploads: memoryview) -> Any:
-    """Sends an instruction whose results stay there, with ids from `first` on, and waits for them.
+    """Sends an instruction whose results stay on the host, with ids from `first` on, and waits for them.
 
     Returns ITERATOR for a generator. Raises the error of an earlier instruction, DeviceError and ProtocolError.
     """
@@ -303,11 +303,11 @@ def result_of(stream: DeviceStream, instruction: Sequence[Any], first: int, *upl
 
 
 def restore(document: Any, first: int, index: int) -> Any:
-    """The value that a host describes; its tensors stay there, with ids from `first` on. Raises ProtocolError."""
+    """The value that a host describes; its tensors stay on the host, with ids from `first` on. Raises ProtocolError."""
     try:
         return _restore(document, first, index, {})
     except (AttributeError, IndexError, KeyError, RecursionError, RuntimeError, TypeError, ValueError) as error:
-        raise ProtocolError(f"a device's result that is none: {document!r:.200}") from error
+        raise ProtocolError(f"invalid result of a device: {document!r:.200}") from error
 
 
 def _restore(document: Any, first: int, index: int, bases: dict[int, torch.Tensor]) -> Any:
@@ -316,11 +316,11 @@ def _restore(document: Any, first: int, index: int, bases: dict[int, torch.Tenso
         number, shape, stride, dtype, view = value
         layout = _layout(shape, stride, dtype, index)
         if type(number) is not int or not 0 <= number < wire.BLOCK:
-            raise ValueError("not a number of a base")
+            raise ValueError("invalid number of a base")
         if number not in bases:
             bases[number] = layout.new(first + number)[0]
         base = bases[number]
-        if records[base.untyped_storage().data_ptr()].layout is not layout:
+        if by_address[base.untyped_storage().data_ptr()].layout is not layout:
             raise ValueError("a base with two layouts")
         return base if view is None else view_of(base, view)
     if kind == "plain":
@@ -331,27 +331,27 @@ def _restore(document: Any, first: int, index: int, bases: dict[int, torch.Tenso
         return {_restore(key, first, index, bases): _restore(item, first, index, bases) for key, item in value}
     if kind in ("tuple", "list"):
         return (tuple if kind == "tuple" else list)(_restore(item, first, index, bases) for item in value)
-    raise ValueError(f"not a kind of value: {kind!r:.80}")
+    raise ValueError(f"unknown kind of value: {kind!r:.80}")
 
 
 def _layout(shape: Sequence[int], stride: Sequence[int], number: int, index: int) -> Layout:
-    """The layout that a host tells. Raises ValueError."""
+    """A layout in a reply. Raises ValueError."""
     if not all(type(n) is int and 0 <= n <= _LARGEST for n in (*shape, *stride, number)):
-        raise ValueError("not numbers of a layout")
+        raise ValueError("invalid numbers in a layout")
     if len(shape) != len(stride) or len(shape) > _MOST_DIMENSIONS or math.prod(max(n, 1) for n in shape) > _LARGEST:
-        raise ValueError("not a layout")
+        raise ValueError("invalid layout")
     if sum(n * s for n, s in zip(shape, stride, strict=True)) > _LARGEST:
-        raise ValueError("a tensor that no memory has room for")
+        raise ValueError("a tensor larger than any memory")
     return layout_of(tuple(shape), tuple(stride), DTYPES[number], index)
 
 
 def view_of(base: torch.Tensor, view: Sequence[Any]) -> torch.Tensor:
-    """A view of a base as a host tells it (kept.py): shape, strides, offset, dtype. Raises ValueError."""
+    """A view of a base as a reply has it (host_results.py): shape, strides, offset, dtype. Raises ValueError."""
     shape, stride, offset, number = view
     layout = _layout(shape, stride, number, index_of(base))
     storage, size = base.untyped_storage(), layout.dtype.itemsize
     if type(offset) is not int or not 0 <= offset <= _LARGEST or offset * size + layout.nbytes > storage.nbytes():
-        raise ValueError("a view that is not in its base")
+        raise ValueError("a view outside of its base")
     flat = base.detach()  # with the base's count of changes, as views have it
     if base.dtype is not layout.dtype:
         flat = flat.as_strided((storage.nbytes() // size * size // base.element_size(),), (1,)).view(layout.dtype)

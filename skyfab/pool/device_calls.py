@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from skyfab.device.stream import DeviceStream
 
-_GOES_ON: Final = ("exit", "unpicklable")
-"""Endings of a call after which its process goes on."""
+_CONTINUES: Final = ("exit", "unpicklable")
+"""Endings of a call after which its process continues."""
 
 
 class DeviceFuture(CallFuture):
@@ -71,7 +71,7 @@ class DeviceCall:
         pass
 
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        if isinstance(message, messages.Ended) and message.why not in _GOES_ON:
+        if isinstance(message, messages.Ended) and message.why not in _CONTINUES:
             self._stream.end(message.text or f"{self._label}: {message.why}")
         try:
             result = self._result(message, buffers)

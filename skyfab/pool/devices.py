@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from skyfab._util.sizes import counted
 from skyfab.calls.call import Call, as_function
 from skyfab.calls.pack import (
     PackedCall,
@@ -46,7 +47,7 @@ class DeviceLink:
         self.node = node
         self.worker = worker
         self.tree = spec.tree
-        """The project's files that the worker imports, or those that the program was last told not to be these."""
+        """The project's files that the worker imports, or those that the user was last warned about."""
         self._session = node.session
         self._spec = spec
         self._events = events
@@ -69,10 +70,10 @@ class DeviceLink:
     def call(self, call: PackedCall, caller: Caller) -> None:
         """Sends a call. Raises HostLost and WorkerDied."""
         if self.node.session is not self._session:  # the host was lost, and has a new agent
-            raise HostLost("it was lost, and the tensors there are gone", host=self.name)
+            raise HostLost("the host was lost, and its tensors with it", host=self.name)
         if not self.is_alive():
-            hint = "ask for the device again: compute.device(…)"
-            raise WorkerDied("its worker ended, and the tensors there are gone", host=self.name, hint=hint)
+            hint = "open the device again: compute.device(…)"
+            raise WorkerDied("the worker of the device ended; its tensors are lost", host=self.name, hint=hint)
         self._generation = self.node.call(self.worker, self._spec, call, caller=caller, store="none")
 
     def is_alive(self) -> bool:
@@ -159,7 +160,7 @@ class Devices:
         assert isinstance(link, DeviceLink)
         if tree != link.tree:
             link.tree = tree
-            text = f"files of the project have changed, and the worker of {stream.device} goes on with those it has"
+            text = f"project files changed; the worker of {stream.device} still uses the old ones"
             self._events.emit(Notice(host=link.name, text=text))
         first = tensors.new_block() if keep else 0
         values = (stream.device, first, call.function, sources_of(call.function), call.args, call.kwargs, None)
@@ -197,10 +198,10 @@ def _device_name(node: Node, kind: str) -> str:
     if base == "auto" and not number:
         base = "cuda" if node.gpus else "cpu"
     if base not in ("cuda", "cpu") or (number and not number.isdigit()) or (base == "cpu" and number not in ("", "0")):
-        raise UsageError(f"not a kind of device: {kind!r}", hint='"auto", "cpu", "cuda" or "cuda:1"')
+        raise UsageError(f"unknown device: {kind!r}", hint='expected "auto", "cpu", "cuda" or "cuda:1"')
     if base == "cpu":
         return "cpu"
     if int(number or 0) >= len(node.gpus):
-        found = f"it has {len(node.gpus)} GPUs" if node.gpus else "it has no GPU"
-        raise HostUnfit(f"there is no {kind} there: {found}", host=node.name, hint='compute.device("cpu")')
+        found = counted(len(node.gpus), "GPU") if node.gpus else "no GPU"
+        raise HostUnfit(f"no {kind}: the host has {found}", host=node.name, hint='compute.device("cpu")')
     return f"cuda:{int(number or 0)}"

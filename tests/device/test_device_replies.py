@@ -139,7 +139,7 @@ def test_a_worker_that_ends(stream: DeviceStream, why: str) -> None:
     stream.flush()
     (batch,) = stream.link.batches  # type: ignore[attr-defined]
     batch.answered(messages.Ended(why=why), [])
-    with pytest.raises(sky.WorkerDied, match="tensors are gone"):
+    with pytest.raises(sky.WorkerDied, match="tensors are lost"):
         stream.emit([-9])
     assert stream.is_lost
 

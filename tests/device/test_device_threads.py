@@ -16,7 +16,7 @@ nn = torch.nn
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
-FAILURE = r"index.Tensor\(float32\[3\], int64\[1\]\) of .*test_device_threads.py:\d+ failed there: IndexError"
+FAILURE = r"index.Tensor\(float32\[3\], int64\[1\]\) at .*test_device_threads.py:\d+ failed: IndexError"
 
 
 @pytest.fixture

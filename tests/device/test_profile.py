@@ -77,7 +77,7 @@ def test_lines_that_waited_are_named_the_slowest_first(device: Any) -> None:
             a.sum().item()
         slept = here() + 1
         sky.run_on(device, slow)
-    lines = [(line.place, line.waits) for line in found.lines]
+    lines = [(line.site, line.waits) for line in found.lines]
     assert lines == [(f"{__file__}:{slept}", 1), (f"{__file__}:{quick}", 3)]
     assert found.lines[0].longest > 1.9  # this side begins to wait a little later
     assert found.waits == 4
@@ -96,7 +96,7 @@ def test_waits_for_a_generator_are_found(device: Any) -> None:
         line = here() + 1
         for _ in values:
             pass
-    assert found.lines[0].place == f"{__file__}:{line}"
+    assert found.lines[0].site == f"{__file__}:{line}"
     assert found.lines[0].seconds > 0.1
 
 
@@ -107,7 +107,7 @@ def test_a_program_that_is_too_far_ahead_waits(device: Any, monkeypatch: pytest.
         for _ in range(500):
             line = here() + 1
             a @ a
-    assert f"{__file__}:{line}" in [found.place for found in found.lines]
+    assert f"{__file__}:{line}" in [found.site for found in found.lines]
 
 
 def test_all_devices_are_counted_together(device: Any, other: Any) -> None:

@@ -114,7 +114,7 @@ def test_versions_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
     with (
         sky.Compute("local", ui="none") as compute,
-        pytest.raises(sky.HostUnfit, match="the first two numbers must be equal") as raised,
+        pytest.raises(sky.HostUnfit, match="major and minor version must be equal") as raised,
     ):
         compute.device("cpu")
     assert "torch==2.7.1" in str(raised.value.hint)
@@ -125,7 +125,7 @@ def test_a_worker_that_ends_takes_its_tensors_along() -> None:
     with sky.Compute("local", ui="none") as compute:
         device = compute.device("cpu")
         a = torch.ones(2, device=device)
-        with pytest.raises(sky.WorkerDied, match="tensors are gone"):
+        with pytest.raises(sky.WorkerDied, match="tensors are lost"):
             sky.run_on(device, os._exit, 3)
         with pytest.raises(sky.WorkerDied):
             a + 1
@@ -200,7 +200,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("way", REFUSED)
 def test_other_layouts_are_refused(device: Any, way: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"{way.split()[0].strip(',')} tensors cannot be on a sky device: "):
+    with pytest.raises(NotImplementedError, match=f"does not support {way.split()[0].strip(',')} tensors: "):
         REFUSED[way](device)
     assert torch.ones(2, device=device).tolist() == [1, 1]
 

@@ -126,9 +126,9 @@ def test_elements_that_share_memory_are_not_written_to(device: Any) -> None:
 
 def test_memory_of_the_device_is_not_shared_by_processes(device: Any) -> None:
     storage = torch.ones(3, device=device).untyped_storage()
-    with pytest.raises(RuntimeError, match="is not here"):
+    with pytest.raises(RuntimeError, match="is on its host"):
         storage.byteswap(torch.float32)
-    with pytest.raises(RuntimeError, match="cannot be shared"):
+    with pytest.raises(RuntimeError, match="cannot share"):
         torch.UntypedStorage._new_shared(12, device=device)
     assert torch.UntypedStorage._new_shared(12).nbytes() == 12
 
@@ -139,13 +139,13 @@ def test_a_number_of_this_machine_fills_a_remote_tensor(device: Any) -> None:
 
 
 def test_an_error_shows_numbers_as_numbers(device: Any) -> None:
-    from skyfab.device.storages import records
+    from skyfab.device.storages import by_address
 
     x, index = torch.zeros(3, device=device), torch.tensor([9]).to(device)
-    value = records[x.data_ptr()].id
+    value = by_address[x.data_ptr()].id
     with pytest.raises(sky.DeviceError) as caught:
         x.index_fill(0, index, value).cpu()
-    assert f"(float32[3], int64[1], {value}) of" in str(caught.value)
+    assert f"(float32[3], int64[1], {value}) at" in str(caught.value)
 
 
 def test_tensors_of_two_hosts_are_refused_at_once(device: Any, other: Any, syncs: Callable[[], int]) -> None:
@@ -179,7 +179,7 @@ def test_a_generator_of_another_device(device: Any, other: Any) -> None:
         with pytest.raises(RuntimeError, match=rf"expected a generator of {device} .* found one of {other}"):
             call()
     assert torch.rand(3, generator=generator, device=other).shape == (3,)
-    with pytest.raises(RuntimeError, match="a generator of this machine"):
+    with pytest.raises(RuntimeError, match="found one on cpu"):
         torch.rand(3, generator=torch.Generator(), device=device)
 
 
@@ -223,16 +223,16 @@ def test_results_of_other_layouts_cannot_stay(remote_pool: sky.Compute, device: 
         return [made, made.to_sparse() if kind == "sparse_coo" else made.to_sparse_csr()]
 
     before = sky.memory(device)["tensors"]
-    with pytest.raises(sky.DeviceError, match=f"a .*{kind}.* cannot stay"):
+    with pytest.raises(sky.DeviceError, match=f"cannot contain a .*{kind}"):
         sky.run_on(device, make)
-    with pytest.raises(TypeError, match=f"a .*{kind}.* cannot stay"):
+    with pytest.raises(TypeError, match=f"cannot contain a .*{kind}"):
         remote_pool.submit(sky.function(make)(), keep=True).result(170)
     assert sky.memory(device)["tensors"] == before
 
 
 def test_sparse_zeros(device: Any) -> None:
     for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
-        with pytest.raises(NotImplementedError, match="sparse tensors cannot be on"):
+        with pytest.raises(NotImplementedError, match="does not support sparse tensors"):
             torch.zeros(3, 3, layout=layout, device=device)
 
 

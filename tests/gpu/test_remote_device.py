@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1] / "device"))
 import test_behaviours  # noqa: E402
 from test_behaviours import *  # noqa: E402, F403
-from test_regions import *  # noqa: E402, F403
+from test_remote_functions import *  # noqa: E402, F403
 
 test_behaviours.TOLERANCE = 5e-3  # cuDNN's recurrent layers use TensorFloat-32
 

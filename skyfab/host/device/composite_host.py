@@ -96,7 +96,7 @@ def fill_in(made: Any, tensors: Sequence[Any]) -> Any:
     return value[1]
 
 
-def composed(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> Tensors:
+def composite(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> Tensors:
     """Calls an operator that PyTorch composes of others: its name, and a template of its arguments."""
     name, arguments = spec
     base, _, overload = name.removeprefix("aten::").partition(".")
@@ -154,8 +154,8 @@ def module(tensors: Tensors, spec: Any, wanted: Sequence[bool], expected: Any) -
     bases, *found = module_first(tensors, spec, wanted)
     if repr(tuple(found)) != repr(expected):  # equal also where a number is NaN
         raise RuntimeError(
-            "the module's result is not as that of its first call: other numbers or parts, or tensors that share "
-            "memory otherwise; call it without sky.remote, or with sky.run_on"
+            "the module's result differs from that of its first call in numbers, structure or shared memory: call it "
+            "without sky.remote, or with sky.run_on"
         )
     return bases
 
@@ -171,8 +171,8 @@ def module_first(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> tuple[T
         return tuple(results)
 
     *results, handle = _with_graph(function, tensors, wanted)
-    bases, places = host_results.share([host_results.plain(result) for result in results])
-    return (*bases, handle), tuple(places), structure
+    bases, locations = host_results.share([host_results.plain(result) for result in results])
+    return (*bases, handle), tuple(locations), structure
 
 
 def itself(value: Any) -> Any:
@@ -194,7 +194,7 @@ FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "sky::linear_backward": linear_backward,
     "sky::cast_linear": cast_linear,
     "sky::cast_linear_backward": cast_linear_backward,
-    "sky::composed": composed,
+    "sky::composite": composite,
     "sky::module": module,
     "sky::module_first": module_first,
     "sky::backward": backward,

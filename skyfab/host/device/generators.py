@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 _FIRST, _LATER, _MOST = 0.01, 0.04, 64
-"""Values in one reply: as many as a generator yields in so many seconds, but at least one. Replies cost it time: the
+"""Values in one reply: as many as a generator yields in that many seconds, but at least one. Replies cost it time: the
 first one is early, and each takes twice as long as the one before, up to a limit."""
 _AUTOCAST: Final = ("cpu", "cuda")
 
@@ -28,7 +28,7 @@ def own_defaults() -> Iterator[None]:
 class RunningGenerator:
     """A generator, with what it has set for its thread: no_grad, inference mode, autocast, the default dtype.
 
-    It finds that again when it goes on, and what the worker executes meanwhile does not.
+    It finds that again when it continues, and what the worker executes meanwhile does not.
     """
 
     def __init__(self, generator: Generator[Any, Any, Any]) -> None:

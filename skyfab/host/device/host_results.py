@@ -1,4 +1,4 @@
-"""Results that stay on a host: which tensors are kept, and what the client is told of the result.
+"""Results that stay on a host: which tensors are kept, and what is replied to the client.
 
 Tensors of a result that share memory are kept as one tensor, their base, of which they are views. So they share memory
 for the program too.
@@ -19,17 +19,17 @@ View = tuple[tuple[int, ...], tuple[int, ...], int, int]
 """Shape, strides, offset and number of the dtype: a view of a base. The offset is in elements of the view."""
 
 
-def describe(value: Any, device: torch.device) -> tuple[list[torch.Tensor], Any]:
+def describe_result(value: Any, device: torch.device) -> tuple[list[torch.Tensor], Any]:
     """The tensors that are kept of a result, and the document that describes it. Raises TypeError."""
     found: list[torch.Tensor] = []
-    told: list[list[Any]] = []
-    """What is told of each of them."""
+    layouts: list[list[Any]] = []
+    """What is replied for each of them."""
 
     def document(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             found.append(plain(value))
-            told.append([])
-            return {"tensor": told[-1]}
+            layouts.append([])
+            return {"tensor": layouts[-1]}
         if value is None or isinstance(value, bool | int | float | str):
             return {"plain": value}
         if isinstance(value, complex):
@@ -38,18 +38,18 @@ def describe(value: Any, device: torch.device) -> tuple[list[torch.Tensor], Any]
             return {"dict": [[document(key), document(item)] for key, item in value.items()]}
         if isinstance(value, tuple | list):
             return {type(value).__name__ if type(value) in (list, tuple) else "tuple": [*map(document, value)]}
-        raise TypeError(f"a {type(value).__qualname__} cannot stay on a device, or be told to the program")
+        raise TypeError(f"a result on a device cannot contain a {type(value).__qualname__}")
 
     made = document(value)
-    bases, places = share(_moved(found, device))
-    for about, (number, view) in zip(told, places, strict=True):
+    bases, locations = share(_moved(found, device))
+    for about, (number, view) in zip(layouts, locations, strict=True):
         base = bases[number]
         about += [number, [*base.shape], [*base.stride()], NUMBERS[base.dtype], view]
     return bases, made
 
 
 def share(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[int, View | None]]]:
-    """One base for each memory that the tensors are in; and for each tensor the base's place, and which view it is.
+    """One base for each memory that the tensors are in; and for each tensor the base's index, and which view it is.
 
     A base is a tensor that has all others of its memory in itself; if there is none, the whole memory.
     """
@@ -58,17 +58,17 @@ def share(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[tup
         groups.setdefault(_memory(tensor, at), []).append(tensor)
     bases = {memory: _base(members) for memory, members in groups.items()}
     numbers = {memory: number for number, memory in enumerate(groups)}
-    places: list[tuple[int, View | None]] = []
+    locations: list[tuple[int, View | None]] = []
     used: set[int] = set()
     for at, tensor in enumerate(tensors):
         memory = _memory(tensor, at)
         if tensor is bases[memory] and memory not in used:
             used.add(memory)
-            places.append((numbers[memory], None))
+            locations.append((numbers[memory], None))
         else:
             view = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), NUMBERS[tensor.dtype])
-            places.append((numbers[memory], view))
-    return list(bases.values()), places
+            locations.append((numbers[memory], view))
+    return list(bases.values()), locations
 
 
 def _memory(tensor: torch.Tensor, at: int) -> int:
@@ -86,7 +86,7 @@ def _base(members: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """The place after its last byte, in its memory."""
+    """The offset of its end in its memory, in bytes."""
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (tensor.storage_offset() + extent + 1) * tensor.itemsize if tensor.numel() else 0
 
@@ -106,12 +106,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
     if layout != "strided" or tensor.dtype not in NUMBERS:
         kind = f"{layout} tensor" if layout != "strided" else f"tensor of {tensor.dtype}"
-        raise TypeError(f"a {kind} cannot stay on a device: return a dense one of numbers, as .to_dense() makes it")
+        raise TypeError(f"a result on a device cannot contain a {kind}: return a dense one, as .to_dense() makes it")
     tensor = tensor.detach()
-    return tensor.clone(memory_format=torch.contiguous_format) if is_special(tensor) else tensor
+    return tensor.clone(memory_format=torch.contiguous_format) if is_lazy(tensor) else tensor
 
 
-def is_special(tensor: torch.Tensor) -> bool:
+def is_lazy(tensor: torch.Tensor) -> bool:
     """Whether its elements are not what is in its memory."""
     return bool(tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
 

@@ -13,7 +13,7 @@ from skyfab.errors import DeviceError
 from skyfab.host.device import wire
 
 DTYPES: Final = tuple(getattr(torch, name, None) for name in wire.DTYPES)
-"""By their number; None where this torch has no such one."""
+"""By their number; None where this torch does not have it."""
 
 
 class Lost(DeviceError):
@@ -21,7 +21,7 @@ class Lost(DeviceError):
 
 
 class Failure:
-    """Why instructions were not executed. The client knows more of it than the host, and tells it later."""
+    """Why instructions were not executed. The client knows more of it than the host, and sends it later."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -31,7 +31,7 @@ class Failure:
 
 
 class Tensors(dict[int, torch.Tensor]):
-    """The tensors of a device, by id. One that is not here cannot be used: the error says why."""
+    """The tensors of a device, by id. Using one that is missing raises `Lost`, with the reason."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Copies from one device to another, as their workers execute them: over channels, by the number of the transfer."""
+"""Copies from one device to another, as their workers execute them: over channels, by the number of the copy."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Any
 import torch
 
 from skyfab.host.device.memory import DTYPES, Tensors, bytes_of
-from skyfab.host.device.p2p_tls import Channel
+from skyfab.host.device.p2p_tls import TensorChannel
 
 
-class Transfers:
+class TensorChannels:
     """The channels of a device's worker, by id, and what goes over them."""
 
     def __init__(self, tensors: Tensors, device: torch.device) -> None:
         self._tensors = tensors
         self._device = device
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, TensorChannel] = {}
 
     def listen(self, instruction: Sequence[Any]) -> list[int]:
         _, ident, peer, certificate, key, addresses = instruction
-        self._channels[ident] = Channel(peer, certificate, key)
+        self._channels[ident] = TensorChannel(peer, certificate, key)
         return self._channels[ident].listen(addresses)
 
     def connect(self, instruction: Sequence[Any]) -> bool:
-        _, ident, peer, certificate, key, places = instruction
-        self._channels[ident] = Channel(peer, certificate, key)
-        return self._channels[ident].connect([(address, port) for address, port in places])
+        _, ident, peer, certificate, key, endpoints = instruction
+        self._channels[ident] = TensorChannel(peer, certificate, key)
+        return self._channels[ident].connect([(address, port) for address, port in endpoints])
 
     def close(self, ident: int) -> None:
         if ident in self._channels:
             self._channels.pop(ident).close()
 
-    def _channel(self, ident: int) -> Channel:
+    def _channel(self, ident: int) -> TensorChannel:
         found = self._channels.get(ident)
         if found is None:  # it was broken, and is forgotten
-            found = Channel("the other host", "", "")
+            found = TensorChannel("the other host", "", "")
             found.close()
         return found
 

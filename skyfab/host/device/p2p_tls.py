@@ -2,8 +2,8 @@
 
 A channel is a TLS connection between two workers. Tensors go one way over it. Both ends present the certificate that
 the client has made for this channel, and accept no other one. The end that receives asks for each tensor by its number,
-and is sent as many bytes as it expects, or the reason why there are none. So neither end has to hold more than it was
-told to, and one that waits is waiting for a machine that is there.
+and is sent as many bytes as it expects, or the reason why there are none. So neither end holds more than it was
+asked to, and an end that waits is waiting for a machine that responds.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 TIMEOUT: Final = 5.0
 """Seconds for a connection, and for each step of its handshake."""
 _LISTENING: Final = 30.0
-"""Seconds for which a port is open if the right one does not connect."""
+"""Seconds for which a port is open if the other end does not connect."""
 _MOST_GUESTS: Final = 16
 """Connections that may be in a handshake at once: any machine can connect to a port."""
 _MOST_WAITING: Final = 256 * 1024 * 1024
 """Bytes that may wait to be sent. A worker that has more to send waits, but one tensor may have any size."""
 _CHUNK: Final = 1 << 24
 _SILENCE: Final = 60
-"""Seconds after which a machine that is not heard of is given up."""
+"""Seconds without a packet after which the other machine is considered lost."""
 _TEXT: Final = 2000
 _ASKED: Final = struct.Struct("!Q?")
 """From the end that receives: a tensor's number, and if it is wanted. It needs no earlier one any more."""
 _SENT: Final = struct.Struct("!Q?Q")
-"""A tensor's number, if it is there, and the length of what follows: its bytes, or the reason."""
+"""A tensor's number, if there is one, and the length of what follows: its bytes, or the reason."""
 _READY: Final = b"\1"
 """The end that listens has taken this connection. In TLS 1.3 the other one would not know."""
 
@@ -51,7 +51,7 @@ class NotSent(RuntimeError):
     """The other worker has nothing to send: it has failed before."""
 
 
-class Channel:
+class TensorChannel:
     """One end of a channel."""
 
     def __init__(self, peer: str, certificate: str, key: str) -> None:
@@ -117,15 +117,15 @@ class Channel:
             if guest is not self._socket:
                 _stop(guest)  # its thread ends
 
-    def connect(self, places: Sequence[tuple[str, int]]) -> bool:
-        """Tries all places (address, port) at once. Returns whether the other end was there."""
+    def connect(self, endpoints: Sequence[tuple[str, int]]) -> bool:
+        """Tries all endpoints (address, port) at once. Returns whether it reached the other end."""
         context = self._context(server=False)
-        missing = len(places)
+        missing = len(endpoints)
 
-        def call(place: tuple[str, int]) -> None:
+        def call(endpoint: tuple[str, int]) -> None:
             nonlocal missing
             try:
-                self._shake_hands(_wrapped(context, socket.create_connection(place, TIMEOUT), server=False))
+                self._shake_hands(_wrapped(context, socket.create_connection(endpoint, TIMEOUT), server=False))
             except OSError:
                 pass
             finally:
@@ -133,8 +133,8 @@ class Channel:
                     missing -= 1
                     self._changed.notify_all()
 
-        for place in places:
-            threading.Thread(target=call, args=(place,), daemon=True).start()
+        for endpoint in endpoints:
+            threading.Thread(target=call, args=(endpoint,), daemon=True).start()
         with self._changed:
             self._changed.wait_for(lambda: self._socket is not None or not missing, 2 * TIMEOUT)
             return self._socket is not None
@@ -215,9 +215,9 @@ class Channel:
                 self._drop(number - is_wanted)
                 if is_wanted:
                     data = self._next(number)
-                    there = not isinstance(data, str)
+                    is_tensor = not isinstance(data, str)
                     content = memoryview(data.encode()[:_TEXT]) if isinstance(data, str) else data
-                    self._write(_SENT.pack(number, there, len(content)))
+                    self._write(_SENT.pack(number, is_tensor, len(content)))
                     for at in range(0, len(content), _CHUNK):
                         self._write(content[at : at + _CHUNK])
                     del data, content
@@ -232,13 +232,13 @@ class Channel:
             self._changed.notify_all()
 
     def _next(self, number: int) -> memoryview | str:
-        """Waits until the tensor is there. They come in the order of their numbers."""
+        """Waits for the tensor. They come in the order of their numbers."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._waiting)
             if self._is_closed:
                 raise ConnectionError("closed")
             if number not in self._waiting:
-                return "it never came to that"
+                return "it was never computed"
             data = self._waiting.pop(number)
             self._size -= len(data)
             self._changed.notify_all()
@@ -252,16 +252,16 @@ class Channel:
             self._write(_ASKED.pack(number, True))
             found, is_there, length = _SENT.unpack(self._read(bytearray(_SENT.size)))
             if found != number or (length != len(into) if is_there else length > _TEXT):
-                raise ValueError("it sent something else than was expected")
+                raise ValueError("it sent unexpected data")
             reason = self._read(into if is_there else bytearray(length))
         except (OSError, ValueError) as error:
             self.close()
-            raise ChannelBroken(f"the connection from {self._peer} has ended: {error}") from None
+            raise ChannelBroken(f"the connection from {self._peer} ended: {error}") from None
         except BaseException:
             self.close()  # in the middle of a tensor
             raise
         if not is_there:
-            raise NotSent(f"{self._peer} has not sent it: {bytes(reason).decode(errors='replace')}")
+            raise NotSent(f"{self._peer} did not send it: {bytes(reason).decode(errors='replace')}")
 
     def skip(self, number: int) -> None:
         """A tensor is not wanted any more."""
@@ -276,7 +276,7 @@ class Channel:
         with self._changed:
             self._changed.wait_for(lambda: self._socket is not None or self._is_closed, TIMEOUT)
             if self._socket is None or self._is_closed:
-                raise ConnectionError("there is no connection")
+                raise ConnectionError("not connected")
             return self._socket
 
     def _write(self, data: bytes | memoryview) -> None:
@@ -288,7 +288,7 @@ class Channel:
         while at < len(view):
             size = connection.recv_into(view[at:])
             if not size:
-                raise ConnectionError("it was closed")
+                raise ConnectionError("closed by the other host")
             at += size
         return into
 

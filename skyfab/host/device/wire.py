@@ -34,9 +34,9 @@ SYNC: Final = -9
 """Replies when everything before it has been executed, with the use of memory."""
 RESUME: Final = -10
 """text, instructions: the program knows of the error, which is this text, and instructions that follow are executed
-again. Tensors that the skipped instructions named here would have changed are lost."""
+again. Tensors that these skipped instructions would have changed are lost."""
 RUN: Final = -11
-"""first id, numbers of buffers: calls a function with tensors as they are there, and replies with what it returned."""
+"""first id, numbers of buffers: calls a function with the host's own tensors, and replies with what it returned."""
 GENERATOR: Final = -12
 """id: makes a random number generator."""
 STATE: Final = -13
@@ -54,22 +54,22 @@ LISTEN: Final = -19
 a port of each address, and replies with the ports."""
 CONNECT: Final = -20
 """id of a new channel, name of the other host, certificate, key, pairs of address and port: connects to the other end,
-and replies whether it was there."""
+and replies whether it reached it."""
 SEND: Final = -21
-"""id of a channel, number of the transfer, id of a tensor: sends it to another device."""
+"""id of a channel, number of the copy, id of a tensor: sends it to another device."""
 RECEIVE: Final = -22
-"""id of a channel, number of the transfer, id of a tensor, its shape, strides and dtype if it is a new one (else None),
+"""id of a channel, number of the copy, id of a tensor, its shape, strides and dtype if it is a new one (else None),
 shape and dtype of what comes, and its size in bytes."""
 DEFAULT: Final = -24
 """dtype: that of new tensors and results for which the program names none."""
 SETTINGS: Final = -25
-"""precision of products of float32 or an empty string, mode of deterministic algorithms: as torch has them here."""
+"""precision of products of float32 or an empty string, mode of deterministic algorithms: as in the program."""
 
 BLOCK: Final = 1 << 20
 """Ids in a block: for results of which only the host knows how many tensors they have."""
 REMEMBERED: Final = frozenset((VIEW, FREE, PLAN, GENERATOR, FORGET, SEND, RECEIVE, RESUME, DEFAULT, SETTINGS))
 """Instructions that are executed after an error too, and change no values then: both sides remember their ids; the
-other end of a channel is told that a transfer does not take place."""
+other end of a channel learns that a copy does not take place."""
 
 DTYPES: Final = (
     "float32",
@@ -91,7 +91,7 @@ DTYPES: Final = (
     "float8_e5m2",
     "complex32",
 )
-"""A dtype's number is its place here."""
+"""A dtype's number is its index."""
 
 # Kinds of arguments in a plan. Operands are items of the instruction, in order; the others are part of the plan.
 TENSOR: Final = "t"
@@ -123,8 +123,8 @@ def encode(document: Any) -> bytes:
 def decode(data: bytes | memoryview) -> Any:
     """Decodes the document of a reply. Raises ProtocolError for anything else."""
     if len(data) > _LARGEST:
-        raise ProtocolError(f"a device's reply of {len(data)} bytes")
+        raise ProtocolError(f"reply of a device too large: {len(data)} bytes")
     try:
         return json.loads(bytes(data))
     except (ValueError, RecursionError) as error:
-        raise ProtocolError("a device's reply that is not JSON") from error
+        raise ProtocolError("invalid reply of a device: not JSON") from error

@@ -1,7 +1,7 @@
 """The worker of a device: executes the client's instructions with real tensors on a host.
 
 It is an ordinary worker process whose calls are batches of instructions. After an error it skips everything until the
-client has told its program: the state stays as if the program had stopped at that instruction.
+client has raised it: the state stays as if the program had stopped at that instruction.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from skyfab.host.agent import cuda
 from skyfab.host.agent.worker import show_lines
 from skyfab.host.device import composite_host, wire
 from skyfab.host.device.generators import RunningGenerator, own_defaults
-from skyfab.host.device.host_results import describe as kept_of
+from skyfab.host.device.host_results import describe_result
 from skyfab.host.device.memory import DTYPES, Failure, Lost, Tensors, bytes_of
-from skyfab.host.device.p2p_host import Transfers
+from skyfab.host.device.p2p_host import TensorChannels
 from skyfab.host.device.p2p_tls import ChannelBroken
-from skyfab.host.device.worker_plans import Plan
+from skyfab.host.device.worker_plans import WorkerPlan
 from skyfab.protocol import codec
 
 _TEXT: Final = 8000
 _NAMES: Final = {wire.RUN: "run_on", wire.NEXT: "run_on", wire.EMPTY: "empty", wire.MODULE: "remote"} | dict.fromkeys(
     (wire.SEND, wire.RECEIVE), "copy_"
 )
-"""What a program called, where it was no operator."""
+"""What a program called, for instructions that are not operators."""
 
 
 class Executor:
@@ -37,16 +37,16 @@ class Executor:
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
         self._tensors = Tensors()
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, WorkerPlan] = {}
         self._generators: dict[int, torch.Generator] = {}
         self._iterators: dict[int, RunningGenerator] = {}
         """Generators of functions that a program iterates over."""
-        self._transfers = Transfers(self._tensors, self._device)
+        self._channels = TensorChannels(self._tensors, self._device)
         self._failure: Failure | None = None
         """Why instructions are not executed; None if they are."""
         self._reply: Any = None
         self._buffers: list[memoryview] = []
-        self._special: dict[int, Callable[[Sequence[Any], Sequence[memoryview]], None]] = {
+        self._handlers: dict[int, Callable[[Sequence[Any], Sequence[memoryview]], None]] = {
             wire.RESUME: self._resume,
             wire.DEFAULT: self._default_dtype,
             wire.SETTINGS: self._set,
@@ -86,7 +86,7 @@ class Executor:
                 try:
                     number = instruction[0]
                     if number < 0:
-                        self._execute_special(number, instruction, buffers)
+                        self._handle(number, instruction, buffers)
                     elif self._failure is None:
                         plan = plans[number]
                         result = plan.call(instruction) if plan.checked else plan.check(instruction, tensors)
@@ -100,7 +100,7 @@ class Executor:
                         tensors.lose(self._outputs(instruction), self._failure)
                 except Exception as error:
                     if cuda.is_unusable(error):
-                        raise  # the process ends, and the client learns that its tensors are gone
+                        raise  # the process ends, and the client learns that its tensors are lost
                     if self._failure is None:
                         self._failure = Failure(f"{type(error).__name__}: {error}")
                         self._reply, self._buffers = {"error": self._describe(error, instruction, at)}, []
@@ -109,9 +109,9 @@ class Executor:
         data = b"" if self._reply is None else wire.encode(self._reply)
         return codec.Payload(data, self._buffers)
 
-    def _execute_special(self, code: int, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _handle(self, code: int, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         if self._failure is None or code in wire.REMEMBERED:
-            self._special[code](instruction, buffers)
+            self._handlers[code](instruction, buffers)
         else:
             self._tensors.lose(self._outputs(instruction), self._failure)
 
@@ -162,20 +162,20 @@ class Executor:
 
     def _plan(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         _, number, name, args, kwargs, layouts = instruction
-        self._plans[number] = Plan(self._scope, name, args, kwargs, layouts, first=1)
+        self._plans[number] = WorkerPlan(self._scope, name, args, kwargs, layouts, first=1)
 
     def _forget(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         self._plans.clear()
 
     def _dynamic(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         _, name, args, kwargs, operands, ident = instruction
-        result = Plan(self._scope, name, args, kwargs, (), first=0).call(operands)
+        result = WorkerPlan(self._scope, name, args, kwargs, (), first=0).call(operands)
         self._reply = {"value": self._keep(result, ident)}
 
     def _keep(self, value: Any, first: int) -> Any:
-        """Keeps the tensors of a result under new ids; returns what the client is told of the result."""
-        kept, document = kept_of(value, self._device)
-        self._tensors.update(enumerate(kept, first))
+        """Keeps the tensors of a result under new ids; returns what is replied to the client."""
+        bases, document = describe_result(value, self._device)
+        self._tensors.update(enumerate(bases, first))
         return document
 
     def _default_dtype(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
@@ -203,7 +203,7 @@ class Executor:
                 self._generators.pop(each, None)
                 if each in self._iterators:
                     self._iterators.pop(each).close()
-                self._transfers.close(each)
+                self._channels.close(each)
 
     def _of_block(self, first: int) -> list[int]:
         """The ids of a block that are in use."""
@@ -269,20 +269,20 @@ class Executor:
     # ---- other devices
 
     def _listen(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
-        self._reply = {"value": self._transfers.listen(instruction)}
+        self._reply = {"value": self._channels.listen(instruction)}
 
     def _connect(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
-        self._reply = {"value": self._transfers.connect(instruction)}
+        self._reply = {"value": self._channels.connect(instruction)}
 
     def _send(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
-        self._transfers.send(instruction, self._failure.text if self._failure else "")
+        self._channels.send(instruction, self._failure.text if self._failure else "")
 
     def _receive(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
-        self._transfers.receive(instruction, is_wanted=self._failure is None)
+        self._channels.receive(instruction, is_wanted=self._failure is None)
         if self._failure is not None:
             self._tensors.lose(self._outputs(instruction), self._failure)
 
-    # ---- regions
+    # ---- remote functions
 
     def _run(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
         _, ident, *numbers = instruction
@@ -313,7 +313,7 @@ class Executor:
     def call(self, first: int, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls a function. If `first` is not 0, the tensors of its result stay, with ids from `first` on."""
         if self._failure is not None:
-            raise Lost(f"it was not called, {self._failure}")
+            raise Lost(f"not called {self._failure}")
         with own_defaults():
             result = context.awaited(function(*args, **kwargs))
         return codec.Payload(wire.encode({"value": self._keep(result, first)})) if first else result

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from skyfab.host.device import composite_host, wire
-from skyfab.host.device.host_results import NUMBERS, is_special
+from skyfab.host.device.host_results import NUMBERS, is_lazy
 from skyfab.host.device.memory import DTYPES, Tensors
 
 _MODULES: Final = ("sky::module", "sky::module_first")
@@ -23,7 +23,7 @@ class Operand(NamedTuple):
     """The operator may change it."""
 
 
-class Plan:
+class WorkerPlan:
     """How to execute one kind of instruction."""
 
     __slots__ = ("call", "checked", "first_output", "layouts", "name", "operands", "single")
@@ -74,7 +74,7 @@ class Plan:
         shapes = [tensor.shape for tensor in inputs]
         result = self.call(instruction)
         if shapes != [tensor.shape for tensor in inputs]:
-            raise RuntimeError("it has resized a tensor that it was given, and was not expected to")
+            raise RuntimeError("unexpectedly resized an argument")
         outputs = [result] if self.single else list(result) if self.layouts else []
         changed = False
         for at, (tensor, layout) in enumerate(zip(outputs, self.layouts, strict=False)):
@@ -83,9 +83,9 @@ class Plan:
             shape, strides, dtype = layout
             if tuple(tensor.shape) != tuple(shape) or NUMBERS[tensor.dtype] != dtype:
                 expected = f"{wire.DTYPES[dtype]}{list(shape)}"
-                raise RuntimeError(f"its result is {shape_of(tensor)} here and was predicted as {expected}")
+                raise RuntimeError(f"the result is {shape_of(tensor)}, expected {expected}")
             same = all(a == b or n <= 1 for a, b, n in zip(tensor.stride(), strides, shape, strict=True))
-            if tensor.numel() and (not same or tensor.storage_offset() or is_special(tensor)):
+            if tensor.numel() and (not same or tensor.storage_offset() or is_lazy(tensor)):
                 changed = True
                 made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
                 outputs[at] = made.copy_(tensor)

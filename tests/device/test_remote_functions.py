@@ -47,7 +47,7 @@ def test_what_a_function_raises(device: Any) -> None:
 
     with pytest.raises(sky.DeviceError, match="no such weight"):
         sky.run_on(device, fail)
-    with pytest.raises(sky.DeviceError, match="cannot stay"):
+    with pytest.raises(sky.DeviceError, match="cannot contain"):
         sky.run_on(device, lambda: {1, 2})
     with pytest.raises(sky.UsageError, match="not a remote device"):
         sky.run_on(torch.device("cpu"), fail)
@@ -218,7 +218,7 @@ def test_plain_attributes_of_a_remote_module_may_change(device: Any) -> None:
         module.scale = float(number)
         remote(x)
     module.scale = 65.0
-    with pytest.raises(sky.UsageError, match="have changed 64 times"):
+    with pytest.raises(sky.UsageError, match="changed 64 times"):
         remote(x)
 
 

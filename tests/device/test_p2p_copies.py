@@ -21,7 +21,7 @@ from stage.spot import until
 
 import skyfab as sky
 from skyfab.host.device import p2p_tls
-from skyfab.host.device.p2p_tls import Channel, ChannelBroken, NotSent
+from skyfab.host.device.p2p_tls import ChannelBroken, NotSent, TensorChannel
 from skyfab.lab import Lab
 
 torch = pytest.importorskip("torch")
@@ -245,8 +245,8 @@ def test_a_sender_that_has_failed_is_no_reason_to_wait(linked: tuple[Any, Any], 
         copied.tolist()
     text = str(raised.value)
     names = [host.name for host in remote_pool.hosts]
-    assert text.startswith(f"{names[1]}: copy_() of {__file__}:{line}")
-    assert f"{names[0]} has not sent it: IndexError: index 7" in text
+    assert text.startswith(f"{names[1]}: copy_() at {__file__}:{line}")
+    assert f"{names[0]} did not send it: IndexError: index 7" in text
     with pytest.raises(sky.DeviceError, match="index 7 is out of bounds"):
         torch.zeros(1, device=first).item()
     assert kept.tolist() == [0, 0]
@@ -261,7 +261,7 @@ def test_a_tensor_that_was_never_computed_is_not_sent(linked: tuple[Any, Any]) -
     with pytest.raises(sky.DeviceError, match="out of bounds"):
         sky.synchronize()
     copied = bad.to(second)
-    with pytest.raises(sky.DeviceError, match="has not sent it: Lost: it needs a tensor that has no value"):
+    with pytest.raises(sky.DeviceError, match="did not send it: Lost: it needs a tensor that has no value"):
         copied.tolist()
     with pytest.raises(sky.DeviceError, match="has no value"):
         torch.zeros(1, device=first).item()
@@ -287,7 +287,7 @@ def break_channels() -> None:
     from skyfab.host.device import worker
 
     for executor in worker._EXECUTORS.values():
-        for channel in executor._transfers._channels.values():
+        for channel in executor._channels._channels.values():
             channel.close()
 
 
@@ -299,9 +299,9 @@ def test_a_connection_that_ends_is_an_error_once(linked: tuple[Any, Any], remote
     with pytest.raises(sky.DeviceError) as raised:
         copied.tolist()
     names = [host.name for host in remote_pool.hosts]
-    assert f"{names[1]}: copy_() of {__file__}:{line}" in str(raised.value)
-    assert f"the connection from {names[0]} has ended" in str(raised.value)
-    with pytest.raises(sky.DeviceError, match=f"the connection from {names[1]} has ended"):
+    assert f"{names[1]}: copy_() at {__file__}:{line}" in str(raised.value)
+    assert f"the connection from {names[0]} ended" in str(raised.value)
+    with pytest.raises(sky.DeviceError, match=f"the connection from {names[1]} ended"):
         torch.ones(3, device=second).to(first).tolist()
     for one, two in (linked, linked[::-1]):
         same(torch.ones(3, device=one).to(two), torch.ones(3))  # over a new one
@@ -338,12 +338,12 @@ def test_a_worker_that_is_killed_in_the_middle(lent_lab: Lab) -> None:
 
         with pytest.raises((sky.WorkerDied, sky.DeviceError)):
             go_on()
-        with pytest.raises(sky.WorkerDied, match="tensors are gone"):
+        with pytest.raises(sky.WorkerDied, match="tensors are lost"):
             until(lambda: a.sum().item() == 0)
         try:
             sky.synchronize()
         except sky.DeviceError as error:
-            assert f"the connection from {pool.hosts[0].name} has ended" in str(error)  # noqa: PT017
+            assert f"the connection from {pool.hosts[0].name} ended" in str(error)  # noqa: PT017
         assert (kept + 1).tolist() == [2, 2]
         again = pool.device("cpu", on=pool.hosts[0].name)
         same(torch.ones(3, device=again).to(second), torch.ones(3))
@@ -387,7 +387,7 @@ def test_hosts_that_do_not_reach_each_other() -> None:
         same(moved, data)
         assert found.copies == 0
         assert found.bytes_received > 80_000
-        assert len([text for text in told if "come through here" in text]) == 1
+        assert len([text for text in told if "go through this program" in text]) == 1
         expected, _ = trained("cpu", "cpu", 3)
         losses, _ = trained(first, second, 3)
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -456,7 +456,7 @@ class Ends:
 
     def __init__(self) -> None:
         made = certificate()
-        self.receiver, self.sender = Channel("a", *made), Channel("b", *made)
+        self.receiver, self.sender = TensorChannel("a", *made), TensorChannel("b", *made)
         (self.port,) = self.receiver.listen(["127.0.0.1"])
 
     def connect(self) -> bool:
@@ -477,7 +477,7 @@ def ends() -> Iterator[Ends]:
         yield made
 
 
-def received(end: Channel, number: int, size: int) -> bytes:
+def received(end: TensorChannel, number: int, size: int) -> bytes:
     room = bytearray(size)
     end.receive(number, memoryview(room))
     return bytes(room)
@@ -546,7 +546,7 @@ def test_no_more_strangers_than_a_few(ends: Ends) -> None:
 
 
 def test_a_stranger_that_listens_is_told_nothing() -> None:
-    mine, theirs = Channel("a", *certificate()), Channel("b", *certificate())
+    mine, theirs = TensorChannel("a", *certificate()), TensorChannel("b", *certificate())
     (port,) = theirs.listen(["127.0.0.1"])
     assert not mine.connect([("127.0.0.1", port)])
     theirs.close()
@@ -580,10 +580,10 @@ def test_nothing_listens_and_no_key_is_left(
 
 
 def test_a_hostile_sender_cannot_send_more_than_was_expected(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Channel, "_next", lambda self, number: memoryview(bytes(1 << 20)))
+    monkeypatch.setattr(TensorChannel, "_next", lambda self, number: memoryview(bytes(1 << 20)))
     assert ends.connect()
     ends.sender.send(1, "")
-    with pytest.raises(ChannelBroken, match="something else"):
+    with pytest.raises(ChannelBroken, match="unexpected data"):
         received(ends.receiver, 1, 10)
 
 
@@ -598,7 +598,7 @@ def test_a_hostile_sender_cannot_send_another_tensor(ends: Ends, monkeypatch: py
     monkeypatch.setattr(p2p_tls, "_SENT", Wrong())
     assert ends.connect()
     ends.sender.send(1, memoryview(bytes(10)))
-    with pytest.raises(ChannelBroken, match="something else"):
+    with pytest.raises(ChannelBroken, match="unexpected data"):
         received(ends.receiver, 1, 10)
 
 
@@ -632,9 +632,9 @@ def test_what_waits_to_be_sent_is_bounded(ends: Ends, monkeypatch: pytest.Monkey
 def test_a_reason_in_place_of_a_tensor(ends: Ends) -> None:
     assert ends.connect()
     ends.sender.send(1, "x" * 10_000)
-    with pytest.raises(NotSent, match="a has not sent it: xxx"):
+    with pytest.raises(NotSent, match="a did not send it: xxx"):
         received(ends.receiver, 1, 60)
     ends.sender.send(3, memoryview(b"three"))
-    with pytest.raises(NotSent, match="it never came to that"):
+    with pytest.raises(NotSent, match="it was never computed"):
         received(ends.receiver, 2, 60)
     assert received(ends.receiver, 3, 5) == b"three"

@@ -167,6 +167,9 @@ class JumpRefused(AuthenticationRefused):
 class HostKeyRefused(HostError):
     """The host's key is unknown, or differs from the known one."""
 
+    is_unknown = False
+    """No key of the host is on record."""
+
 
 class HostUnfit(HostError):
     """The host was reached but cannot run skyfab: no Python, no disk space, a version mismatch."""

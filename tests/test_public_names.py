@@ -131,7 +131,7 @@ def callables() -> dict[str, object]:
     for name, member in public_members():
         if not isinstance(member, property) and not name.endswith(".derive"):  # what ExceptionGroup asks for
             found[name] = getattr(member, "__func__", member)
-    found |= {f"plugins.{name}": getattr(skyfab.plugins, name) for name in skyfab.plugins.__all__}
+    found |= {f"plugins.{name}": getattr(skyfab.plugins, name) for name in ("Plugin", *skyfab.plugins.REGISTRY)}
     found |= {
         f"Plugin.{name}": value for name, value in vars(skyfab.plugins.Plugin).items() if inspect.isfunction(value)
     }

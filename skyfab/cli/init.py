@@ -148,7 +148,7 @@ def _greeted(hosts: Sequence[Host], known: Inventory) -> list[Outcome[Survey]]:
 
 def _is_unknown(outcome: Outcome[Survey]) -> bool:
     """Its key is not on record. One that differs from the record is for `skyfab trust --replace`."""
-    return isinstance(outcome.error, HostKeyRefused) and "unknown" in outcome.error.message
+    return isinstance(outcome.error, HostKeyRefused) and outcome.error.is_unknown
 
 
 def _recorded(hosts: list[Host], *, yes: bool) -> list[Host]:

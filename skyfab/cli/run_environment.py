@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.image import Image
@@ -17,16 +16,8 @@ from skyfab.cli.image_options import ImageOptions
 from skyfab.cli.project_settings import ProjectSettings
 from skyfab.errors import UsageError
 from skyfab.inventory.host import Host, variables
-from skyfab.plugins import accelerate, huggingface, jax, keras, torch
+from skyfab.plugins import REGISTRY
 from skyfab.plugins.base import Plugin
-
-_PLUGINS: Final[dict[str, Callable[[], Plugin]]] = {
-    "torch": torch,
-    "jax": jax,
-    "keras": keras,
-    "huggingface": huggingface,
-    "accelerate": accelerate,
-}
 
 
 def image_of(
@@ -72,10 +63,11 @@ def _described(image: Image) -> str:
 def plugins_of(names: Sequence[str]) -> list[Plugin]:
     """The plugins with these names. Raises UsageError."""
     for name in names:
-        if name not in _PLUGINS:
-            hint = did_you_mean(name, _PLUGINS) or f"there are {', '.join(_PLUGINS)}"
-            raise UsageError(f"there is no plugin {name!r}", hint=hint)
-    return [_PLUGINS[name]() for name in dict.fromkeys(names)]
+        if name not in REGISTRY:
+            raise UsageError(
+                f"unknown plugin {name!r}", hint=did_you_mean(name, REGISTRY) or f"one of: {', '.join(REGISTRY)}"
+            )
+    return [REGISTRY[name]() for name in dict.fromkeys(names)]
 
 
 # ---- variables

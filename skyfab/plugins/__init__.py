@@ -1,12 +1,19 @@
 """Plugins: set up a framework (PyTorch, JAX …) before a function runs: its packages, settings and process group."""
 
-# The functions replace the modules of the same names, which can only be imported by `from … import`. All are imported
-# here: a module that is imported later would replace its function.
-from skyfab.plugins.accelerate import accelerate
-from skyfab.plugins.base import Plugin
-from skyfab.plugins.huggingface import huggingface
-from skyfab.plugins.jax import jax
-from skyfab.plugins.keras import keras
-from skyfab.plugins.torch import torch
+from collections.abc import Callable
+from types import FunctionType
+from typing import Final
 
-__all__ = ["Plugin", "accelerate", "huggingface", "jax", "keras", "torch"]
+# A plugin is a module with a function of the same name, and a line here. The functions replace the modules, which can
+# only be imported by `from … import`. All are imported here: one that is imported later would replace its function.
+from skyfab.plugins.accelerate import accelerate as accelerate
+from skyfab.plugins.base import Plugin as Plugin
+from skyfab.plugins.huggingface import huggingface as huggingface
+from skyfab.plugins.jax import jax as jax
+from skyfab.plugins.keras import keras as keras
+from skyfab.plugins.torch import torch as torch
+
+REGISTRY: Final[dict[str, Callable[..., Plugin]]] = {
+    name: made for name, made in sorted(globals().items()) if isinstance(made, FunctionType)
+}
+"""All plugins by name: those that `skyfab run --with-plugin=NAME` finds."""

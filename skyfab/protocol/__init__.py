@@ -7,3 +7,5 @@ depends only on the standard library and cloudpickle.
 
 VERSION = 1
 """Protocol version. Increase it when an older peer could not understand a newer one."""
+NO_AGENT = 69
+"""The exit code of a link whose agent is gone from the host (EX_UNAVAILABLE)."""

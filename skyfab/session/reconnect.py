@@ -16,15 +16,13 @@ from skyfab.errors import HostLost, HostUnfit, SkyfabError
 from skyfab.session.backoff import Backoff
 from skyfab.session.replies import Listener, Replies
 from skyfab.session.timing import Timing
-from skyfab.ssh.base import Stream, Transport
+from skyfab.ssh.base import AgentGone, Stream, Transport
 from skyfab.ui.prompt import TERMINAL
 
 ATTEMPT: Final = 10.0
 """Seconds that an attempt may take."""
 MOST_ATTEMPTS: Final = 6
 """In parallel; the oldest is abandoned for a new one."""
-GONE: Final = "agent is gone"
-"""What the link reports when it does not find the agent."""
 
 Link = tuple[Stream, Transport]
 """A stream to the agent, and the transport that opened it."""
@@ -155,7 +153,7 @@ class Reconnector:
             link = self._broken.popleft()
             error = link[0].explain()
             self._reason = self._reason or (error.message if isinstance(error, SkyfabError) else str(error))
-            if GONE in str(error) or self._connection.timing.lease <= 0:
+            if isinstance(error, AgentGone) or self._connection.timing.lease <= 0:
                 fatal = error
             close_later(link)
         return fatal

@@ -19,12 +19,13 @@ from typing import Any, Final
 import fabric
 import paramiko
 
-from skyfab.errors import HostError, HostLost, SkyfabError, Unreachable
+from skyfab.errors import HostError, SkyfabError, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.ssh_config import CONFIG
 from skyfab.protocol.frames import Buffer
 from skyfab.ssh import keys
+from skyfab.ssh.base import ended
 from skyfab.ssh.client import Client, Refused
 from skyfab.ssh.logins import ServerBusy
 from skyfab.ssh.openssh import ALIVE_COUNT, ALIVE_INTERVAL, servers_of
@@ -338,10 +339,10 @@ class ChannelStream:
         return _PACKET if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > _WIDE else 8192
 
     def explain(self) -> Exception:
-        said = self._said.decode(errors="replace").strip().rpartition("\n")[2]
         if not self._channel.get_transport().is_active():
             return Unreachable("the connection broke", host=self._host.name)
-        return HostLost(f"the connection ended{': ' + said if said else ''}", host=self._host.name)
+        self._channel.status_event.wait(2)  # it follows the end of the output
+        return ended(self._host, self._channel.exit_status, self._said.decode(errors="replace"))
 
     def close(self) -> None:
         self._channel.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from skyfab.errors import HostLost
 from skyfab.inventory.host import Host
+from skyfab.ssh.base import ended
 from skyfab.ssh.process import ProcessStream
 from skyfab.ssh.tunnel import ThreadTunnel
 
@@ -26,8 +26,7 @@ class Local:
         return ThreadTunnel(port, lambda: socket.create_connection(to))
 
     def _explain(self, code: int, errors: str) -> Exception:
-        said = errors.strip().rpartition("\n")[2]
-        return HostLost(f"the connection ended{': ' + said if said else ''}", host=self._host.name)
+        return ended(self._host, code, errors)
 
     def joined(self) -> None:
         pass

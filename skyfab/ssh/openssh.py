@@ -21,6 +21,7 @@ from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.ssh_config import CONFIG
 from skyfab.ssh import keys
 from skyfab.ssh.askpass import Askpass
+from skyfab.ssh.base import ended
 from skyfab.ssh.logins import LOGINS, ServerBusy
 from skyfab.ssh.process import ProcessStream
 from skyfab.ssh.prompts import Place, Prompts, by_ssh, places
@@ -342,7 +343,7 @@ def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, 
         return no_answer(said, hops, inventory, is_nameless=unresolved is not None)
     if code < 0:
         return Unreachable(f"ssh was ended on this machine, by signal {-code}", host=host.name)
-    return HostLost(f"the connection ended{': ' + last if last else ''}", host=host.name)
+    return ended(host, code, last)
 
 
 def _before_login(errors: str) -> str:

@@ -102,7 +102,9 @@ def revoked_key(target: Host, at: Host) -> HostKeyRefused:
 
 def unknown_key(target: Host, at: Host) -> HostKeyRefused:
     """For a host key that is on no record."""
-    return HostKeyRefused(f"{_whose(target, at)} is unknown", host=target.name, hint=f"skyfab trust --hosts={at.name}")
+    error = HostKeyRefused(f"{_whose(target, at)} is unknown", host=target.name, hint=f"skyfab trust --hosts={at.name}")
+    error.is_unknown = True
+    return error
 
 
 def _whose(target: Host, at: Host) -> str:

@@ -271,7 +271,7 @@ def test_variables_override_each_other(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_plugins_by_name() -> None:
     assert [type(one).__name__ for one in plugins_of(["torch", "huggingface", "torch"])] == ["Torch", "HuggingFace"]
-    with pytest.raises(sky.UsageError, match="no plugin 'troch'") as raised:
+    with pytest.raises(sky.UsageError, match="unknown plugin 'troch'") as raised:
         plugins_of(["troch"])
     assert raised.value.hint == "did you mean torch?"
 

@@ -13,6 +13,7 @@ import skyfab as sky
 from skyfab.session import reconnect
 from skyfab.session.reconnect import MOST_ATTEMPTS, Reconnector, as_lost
 from skyfab.session.timing import Timing
+from skyfab.ssh.base import AgentGone
 
 
 class Closable:
@@ -266,14 +267,16 @@ def test_others_that_respond_again_start_the_time_anew(suspect: Suspect) -> None
     assert not suspect.step()
 
 
-@pytest.mark.parametrize(("lease", "why", "final"), [(60, "cut", False), (60, "agent is gone", True), (0, "cut", True)])
+@pytest.mark.parametrize(
+    ("lease", "kind", "final"), [(60, sky.HostLost, False), (60, AgentGone, True), (0, sky.HostLost, True)]
+)
 def test_why_a_stream_broke_may_say_that_the_host_is_lost(
-    monkeypatch: pytest.MonkeyPatch, lease: float, why: str, final: bool
+    monkeypatch: pytest.MonkeyPatch, lease: float, kind: type[sky.HostLost], final: bool
 ) -> None:
     monkeypatch.setattr(reconnect, "spawn", lambda work, name: work())
     suspect = Suspect(lease)
     suspect.reconnector._reason = ""
-    stream, transport = Closable(sky.HostLost(why, host="node1")), Closable()
+    stream, transport = Closable(kind("cut", host="node1")), Closable()
     suspect.reconnector.broke((stream, transport))  # type: ignore[arg-type]
     assert suspect.step() is not final
     assert (stream.closed, transport.closed) == (1, 1)
@@ -281,7 +284,7 @@ def test_why_a_stream_broke_may_say_that_the_host_is_lost(
         assert suspect.told == []
         assert suspect.reconnector.lost_error is stream.why
     else:
-        assert suspect.told == [("apart", why)]
+        assert suspect.told == [("apart", "cut")]
 
 
 def test_a_reason_that_is_known_is_kept(suspect: Suspect) -> None:

@@ -14,9 +14,16 @@ import socket
 import stat
 import sys
 
+from skyfab.protocol import NO_AGENT
+
 SOCKET = "agent.sock"
 _LONGEST = 4096
 """The longest message of an agent that cannot start."""
+
+
+class _AgentGone(ConnectionError):
+    def __str__(self) -> str:
+        return "the pool's agent is gone from this host"
 
 
 def main(argv: list[str]) -> int:
@@ -32,7 +39,7 @@ def main(argv: list[str]) -> int:
         agent = _agent(cache, session, may_start=mode == "start")
     except OSError as error:
         print(f"skyfab: {error}", file=sys.stderr)
-        return 1
+        return NO_AGENT if isinstance(error, _AgentGone) else 1
     about = {"connection": os.environ.get("SSH_CONNECTION", "")}
     with contextlib.suppress(ConnectionError):  # it terminates, and says why
         socket.send_fds(agent, [json.dumps(about).encode()], [0, 1])
@@ -56,7 +63,7 @@ def _enter_folder(cache: str, session: str, *, make: bool) -> None:
     if make:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     elif not os.path.isdir(folder):
-        raise ConnectionError("the pool's agent is gone from this host")
+        raise _AgentGone
     os.chdir(folder)
     found = os.stat(".")
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
@@ -91,7 +98,7 @@ def _agent(cache: str, session: str, *, may_start: bool) -> socket.socket:
             return client
         except (FileNotFoundError, ConnectionRefusedError):
             if not may_start:
-                raise ConnectionError("the pool's agent is gone from this host") from None
+                raise _AgentGone from None
         if os.path.lexists(SOCKET):
             os.unlink(SOCKET)
         _note_uses(cache)

@@ -17,8 +17,6 @@ def doctor(
     hosts: Hosts = None,
     inventory: InventoryFile = None,
     measure: Annotated[bool, Option("measure processors, GPUs, memory and all pairs, for 15 seconds")] = False,
-    fix: Annotated[bool, Option("show what belongs in the inventory, and write it there")] = False,
-    yes: Annotated[bool, Option("do not ask before --fix writes")] = False,
     paste: Annotated[bool, Option("print a block for an issue, without names and addresses")] = False,
     json_: Json = False,
 ) -> int:
@@ -32,7 +30,6 @@ def doctor(
         skyfab doctor
         skyfab doctor node1
         skyfab doctor --hosts=gpu --measure
-        skyfab doctor --fix
     """
     from skyfab import __version__
     from skyfab.cli.asking import asking
@@ -40,8 +37,8 @@ def doctor(
     from skyfab.inspect.doctor import report
     from skyfab.inspect.doctor.examine import examined
 
-    if json_ and (paste or fix):
-        raise UsageError("--json prints a list, and nothing else", hint="leave out --paste and --fix")
+    if json_ and paste:
+        raise UsageError("choose one of --json and --paste")
     known, chosen = selected(hosts, inventory, quiet=json_)
     show = not json_ and is_rich(sys.stdout, sys.stderr)
     with asking(chosen, known, show=show) as asker:
@@ -54,10 +51,7 @@ def doctor(
         people = [getpass.getuser(), *(name for one in found for name in one.people)]
         print(report.pasted(found, chosen, people, __version__))
     else:
-        for line in report.lines(found, len(chosen)):
+        is_file = known.source is not None and known.source.suffix == ".toml"
+        for line in report.lines(found, len(chosen), str(known.source) if is_file else "inventory.toml"):
             print(line)
-    if fix:
-        from skyfab.cli.doctor_fix import offer
-
-        offer(found, known, yes=yes)
     return report.exit_code(found)

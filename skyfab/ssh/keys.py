@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
 import subprocess
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from skyfab._util.suggest import nearest
 from skyfab.errors import IdentityLocked, IdentityMissing, InventoryError
@@ -61,7 +64,17 @@ def _other(path: Path) -> str:
 
 def is_locked(path: Path) -> bool:
     """Whether this is a private key with a passphrase."""
-    return "incorrect passphrase" in _run("ssh-keygen", "-y", "-P", "", "-f", str(path)).stderr
+    with _ASKING:
+        return _has_passphrase(str(path), path.stat().st_mtime_ns)
+
+
+_ASKING: Final = threading.Lock()
+"""Hosts that are opened at the same time mostly have the same key."""
+
+
+@functools.lru_cache
+def _has_passphrase(path: str, _changed: int) -> bool:
+    return "incorrect passphrase" in _run("ssh-keygen", "-y", "-P", "", "-f", path).stderr
 
 
 def fingerprint(path: Path) -> str | None:

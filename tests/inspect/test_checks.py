@@ -10,14 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skyfab.cli.doctor_fix import changed, offer
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostUnfit, SkyfabError, Unreachable
 from skyfab.host.ask.examine import examine, file_system, is_networked, sshd_setting
 from skyfab.inspect.doctor import measure, pairs, report
 from skyfab.inspect.doctor.checks import EXAMINE, Examined, HostReport, findings, refused
 from skyfab.inspect.doctor.finding import Finding, worst
 from skyfab.inventory.host import Host
-from skyfab.inventory.inventory import Inventory
 from skyfab.session.ask import Reply
 
 HOST = Host(name="node1", address="10.0.0.11")
@@ -216,14 +214,15 @@ def test_what_is_alike_is_told_once_and_the_worst_first() -> None:
     found = [
         finding(level="advice", what="small"),
         finding(fix="clean it"),
-        finding(host="node2", fix="clean it"),
+        finding(host="node2", fix="clean it", setting=("cache", '"/x"')),
         finding(section="login", level="ok"),
     ]
-    assert list(report.lines(found, 2)) == [
+    assert list(report.lines(found, 2, "lab.toml")) == [
         "login    fine",
         "disk     2 warnings, 1 advice",
         "  warning: node1, node2: full",
         "    fix: clean it",
+        '    in lab.toml: [hosts.node2] cache = "/x"',
         "  advice: node1: small",
         "2 hosts: 2 warnings, 1 advice",
     ]
@@ -297,39 +296,3 @@ def test_measurements_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert [one["memory"] for one in measure.load(HOST)] == [float(number) for number in range(2, 12)]
     next(tmp_path.rglob("*.json")).write_text("{")
     assert list(measure.load(HOST)) == []
-
-
-# ---- --fix
-
-
-def test_a_setting_is_written_where_it_belongs() -> None:
-    text = '# ours\n[hosts.a]\nuser = "x"  # keep\ncache = "/old"\n\n[hosts."b.c"]\n[hosts."n[1-2]"]\n'
-    wanted = {"a": {"cache": '"/new"', "gpus": "[0]"}, "b.c": {"gpus": "[1]"}, "n1": {"gpus": "[]"}}
-    new, by_hand = changed(text, wanted)
-    assert new.splitlines() == [
-        "# ours",
-        "[hosts.a]",
-        "gpus = [0]",
-        'user = "x"  # keep',
-        'cache = "/new"',
-        "",
-        '[hosts."b.c"]',
-        "gpus = [1]",
-        '[hosts."n[1-2]"]',
-    ]
-    assert by_hand == ["[hosts.n1] gpus = []"]
-    assert Inventory.parse(new).hosts["a"].gpus == (0,)
-
-
-def test_a_value_over_several_lines_is_left_to_the_user() -> None:
-    text = "[hosts.a]\ngpus = [\n 0,\n 1]\n"
-    assert changed(text, {"a": {"gpus": "[0]"}}) == (text, ["[hosts.a] gpus = [0]"])
-
-
-@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
-def test_lines_end_as_they_did(tmp_path: Path, line_end: str) -> None:
-    path = tmp_path / "inventory.toml"
-    path.write_bytes(line_end.join(["[hosts.a]", 'user = "ada"', ""]).encode())
-    found = Finding(section="disk", check="disk", host="a", level="failure", what="", setting=("cache", '"/x"'))
-    assert offer([found], Inventory.load(path), yes=True)
-    assert path.read_bytes().decode() == line_end.join(["[hosts.a]", 'cache = "/x"', 'user = "ada"', ""])

@@ -10,6 +10,7 @@ from typing import Final
 
 from skyfab._util.sizes import counted
 from skyfab.inspect.doctor.finding import LEVELS, SECTIONS, Finding, worst
+from skyfab.inventory.file import bare
 from skyfab.inventory.host import Host
 from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import clean
@@ -18,26 +19,33 @@ _IPV4: Final = r"\b[0-9]{1,3}(?:\.[0-9]{1,3}){3}\b"
 _IPV6: Final = r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])"
 
 
-def lines(findings: Sequence[Finding], hosts: int) -> Iterator[str]:
-    """The report: a line for each section that was examined, and below it what is not in order, the worst first."""
+def lines(findings: Sequence[Finding], hosts: int, inventory: str = "inventory.toml") -> Iterator[str]:
+    """The report: a line for each section that was examined, and below it what is not in order, the worst first.
+
+    `inventory` is the file that settings belong in.
+    """
     for section in SECTIONS:
         own = [finding for finding in findings if finding.section == section]
         if not own:
             continue
         yield f"{section:<8} {state(own)}"
         bad = [finding for finding in own if finding.level != "ok"]
-        for (level, what, fix), where in _alike(sorted(bad, key=lambda one: -LEVELS.index(one.level))):
-            yield clean(f"  {level}: {', '.join(where)}: {what}", colour=False)
+        for (level, what, fix), alike in _alike(sorted(bad, key=lambda one: -LEVELS.index(one.level))):
+            yield clean(f"  {level}: {', '.join(one.host for one in alike)}: {what}", colour=False)
             if fix:
                 yield clean(f"    fix: {HINTS.adapted(fix)}", colour=False)
+            for one in alike:
+                if one.setting is not None:
+                    line = f"[hosts.{bare(one.host)}] {' = '.join(one.setting)}"
+                    yield clean(f"    in {inventory}: {line}", colour=False)
     yield f"{counted(hosts, 'host')}: {state(findings)}"
 
 
-def _alike(findings: Iterable[Finding]) -> Iterator[tuple[tuple[str, str, str], list[str]]]:
-    """What was found on several hosts is told once."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+def _alike(findings: Iterable[Finding]) -> Iterator[tuple[tuple[str, str, str], list[Finding]]]:
+    """What was found on several hosts is reported once."""
+    found: dict[tuple[str, str, str], list[Finding]] = {}
     for one in findings:
-        found.setdefault((one.level, one.what, one.fix), []).append(one.host)
+        found.setdefault((one.level, one.what, one.fix), []).append(one)
     yield from found.items()
 
 

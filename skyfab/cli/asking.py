@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.session.ask import Asker
+from skyfab.session.shell import Shell
 from skyfab.ui.display import attach
 from skyfab.ui.events import Events
 
@@ -20,17 +21,24 @@ def asking(hosts: Sequence[Host], inventory: Inventory, *, show: bool) -> Iterat
 
     If the output is not read any more (`| head`), raises BrokenPipeError.
     """
-    from skyfab.pool.images import install_python
-
     events = Events()
     reader = _Reader()
     detach = attach(events, "auto", on_closed=reader.left) if show else lambda: None
 
+    def prepare(host: Host, session: str) -> Callable[[Shell], str | None]:
+        return lambda shell: _install_python(host, session, shell, events)
+
     try:
-        with reader, Asker(hosts, inventory, events=events, prepare=install_python(events)) as asker:
+        with reader, Asker(hosts, inventory, events=events, prepare=prepare) as asker:
             yield asker
     finally:
         detach()
+
+
+def _install_python(host: Host, session: str, shell: Shell, events: Events) -> str | None:
+    from skyfab.pool.images import install_python  # imported late: few hosts need it
+
+    return install_python(events)(host, session)(shell)
 
 
 class _Reader:

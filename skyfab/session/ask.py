@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
+import os
 import sys
 import threading
 import time
@@ -20,14 +20,13 @@ from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol.frames import HEAD, PING, Reader, frame
 from skyfab.session.backoff import Backoff
-from skyfab.session.bootstrap import Bootstrap, cannot_run, storage_hint
+from skyfab.session.bootstrap import Bootstrap, cannot_run, log_in, storage_hint
 from skyfab.session.bundle import bundle
 from skyfab.session.fanout import Raised, for_each_host
-from skyfab.session.session import CONNECT
 from skyfab.session.shell import Deadline, Shell
 from skyfab.ssh import transport_for
 from skyfab.ssh.base import Stream, Transport
-from skyfab.ssh.logins import LOGINS, ServerBusy, retry
+from skyfab.ssh.logins import retry
 from skyfab.ssh.tunnel import Tunnel
 from skyfab.ui.events import Events, HostState
 
@@ -206,7 +205,7 @@ class _Line:
     def _log_in(self) -> Stream:
         host, asker = self._host, self._asker
         _LOG.debug("%s: connecting", host.name)
-        session = secrets.token_hex(8)
+        session = os.urandom(8).hex()
         local = host.transport == "local"
         launch = Bootstrap(
             host=host,
@@ -216,21 +215,9 @@ class _Line:
             prepare=asker.prepare and asker.prepare(host, session),
             setup=host.setup,
         )
-        self._transport = transport = transport_for(host, asker.inventory)
-        stream: Stream | None = None
-        try:
-            with LOGINS.turn(transport.servers, asker.is_over) as turn:
-                stream = transport.open(launch.command("ask"), asker.is_over)
-                deadline = time.monotonic() + CONNECT
-                launch.join(stream, deadline=deadline, stopped=asker.is_over, arrived=turn.over)
-            transport.joined()
-        except BaseException as error:
-            if isinstance(error, ServerBusy):
-                LOGINS.turned_away(transport.servers)
-            if stream is not None:
-                stream.close()
-            self._close()
-            raise
+        transport = transport_for(host, asker.inventory)
+        stream, _ = log_in(launch, transport, "ask", asker.is_over)
+        self._transport = transport
         return stream
 
     def _failed(self, error: SkyfabError) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,10 +25,12 @@ from skyfab.protocol.messages import AgentHello
 from skyfab.session.bundle import Bundle
 from skyfab.session.shell import START, Deadline, Shell
 from skyfab.ssh.base import Stream, Transport
-from skyfab.ssh.logins import LOGINS
+from skyfab.ssh.logins import LOGINS, ServerBusy
 from skyfab.ssh.refusals import by_hand
 
 _LOG: Final = logging.getLogger("skyfab")
+CONNECT: Final = 30.0
+"""Seconds from the first byte to the agent's hello."""
 _SCRIPT: Final = one_line(read("session/bootstrap.sh"))
 _SETUP: Final = one_line(read("session/setup.sh"))
 _UNPACK: Final = read("session/unpack.py").encode()
@@ -217,6 +218,30 @@ def local_python() -> str:
     return f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
+def log_in(
+    launch: Bootstrap, transport: Transport, mode: Literal["start", "ask"], stopped: Callable[[], bool]
+) -> tuple[Stream, float]:
+    """Starts the link on the host; then the stream carries frames. Returns it, and the deadline for its first frame.
+
+    Raises a HostError, and ServerBusy, after which another attempt may succeed; the transport is closed then.
+    """
+    stream: Stream | None = None
+    try:
+        with LOGINS.turn(transport.servers, stopped) as turn:
+            stream = transport.open(launch.command(mode), stopped)
+            deadline = time.monotonic() + CONNECT
+            launch.join(stream, deadline=deadline, stopped=stopped, arrived=turn.over)
+        transport.joined()
+    except BaseException as error:
+        if isinstance(error, ServerBusy):
+            LOGINS.turned_away(transport.servers)
+        if stream is not None:
+            stream.close()
+        transport.close()
+        raise
+    return stream, max(deadline, time.monotonic() + CONNECT)  # creating an environment may have taken long
+
+
 @contextmanager
 def open_shell(
     host: Host,
@@ -226,7 +251,7 @@ def open_shell(
 ) -> Iterator[Shell]:
     """Opens a shell on a host, which needs no Python; in scripts `$c` is the path of the cache folder."""
     _LOG.debug("%s: waiting for a shell", host.name)
-    launch = Bootstrap(host=host, session=secrets.token_hex(8), bundle=Bundle("none", ()), python="none")
+    launch = Bootstrap(host=host, session=os.urandom(8).hex(), bundle=Bundle("none", ()), python="none")
     with LOGINS.turn(transport.servers, stopped) as turn:
         try:
             stream = transport.open(launch.command(), stopped)

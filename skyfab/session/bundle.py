@@ -13,10 +13,9 @@ import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
-
-import cloudpickle
 
 from skyfab.protocol.blobs import name_of
 
@@ -88,7 +87,9 @@ def _files() -> Iterator[File]:
     yield "__main__.py", _MAIN.encode()
     unused = [package for package in _IF_IMPORTED if f"skyfab.{package[:-1]}" not in sys.modules]
     left_out = (*_LEFT_OUT, *unused)
-    for package in (Path(__file__).parents[1], Path(cloudpickle.__file__).parent):
+    cloudpickle = find_spec("cloudpickle")  # importing it takes longer than most commands
+    assert cloudpickle is not None and cloudpickle.origin is not None
+    for package in (Path(__file__).parents[1], Path(cloudpickle.origin).parent):
         for file in sorted(file for kind in ("*.py", "*.sh") for file in package.rglob(kind)):
             inner = file.relative_to(package).as_posix()
             if not inner.startswith(left_out):

@@ -17,18 +17,16 @@ from skyfab.errors import HostLost, HostUnfit, ProtocolError
 from skyfab.protocol import messages
 from skyfab.protocol.frames import BYE, Buffer, frame
 from skyfab.protocol.messages import AgentHello, Message
-from skyfab.session.bootstrap import Bootstrap, cannot_run, check_agent
+from skyfab.session.bootstrap import CONNECT, Bootstrap, cannot_run, check_agent, log_in
 from skyfab.session.connection import Connection
 from skyfab.session.reader import SharedReader
 from skyfab.session.replies import Listener
 from skyfab.session.timing import Timing
 from skyfab.ssh.base import Stream, Transport
-from skyfab.ssh.logins import LOGINS, ServerBusy, retry
+from skyfab.ssh.logins import retry
 from skyfab.ui.prompt import TERMINAL
 
 _LOG: Final = logging.getLogger("skyfab")
-CONNECT: Final = 30.0
-"""Seconds from the first byte to the agent's hello."""
 GOODBYE: Final = 5.0
 """Seconds that a host has to terminate its processes when the pool closes."""
 
@@ -97,22 +95,9 @@ class Session:
     def _join(self) -> float:
         """Starts the link on the host; then the stream carries frames. Returns the deadline for the agent's hello."""
         transport = self.transport()
-        stream: Stream | None = None
-        try:
-            with LOGINS.turn(transport.servers, self._is_leaving) as turn:
-                stream = transport.open(self._bootstrap.command(), self._is_leaving)
-                deadline = time.monotonic() + CONNECT
-                self._bootstrap.join(stream, deadline=deadline, stopped=self._is_leaving, arrived=turn.over)
-            transport.joined()
-        except BaseException as error:
-            if isinstance(error, ServerBusy):
-                LOGINS.turned_away(transport.servers)
-            if stream is not None:
-                stream.close()
-            transport.close()
-            raise
+        stream, deadline = log_in(self._bootstrap, transport, "start", self._is_leaving)
         self.connection.begin((stream, transport))
-        return max(deadline, time.monotonic() + CONNECT)  # creating an environment may have taken long
+        return deadline
 
     def _is_leaving(self) -> bool:
         return self.connection.is_leaving

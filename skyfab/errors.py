@@ -254,7 +254,7 @@ class RemoteTraceback(Exception):
 class _Group(ExceptionGroup[Exception], SkyfabError):
     """Several failures as one error; ExceptionGroup provides `message` and `exceptions`."""
 
-    def __new__(cls, message: str, errors: Sequence[Exception], *rest: Any) -> Self:
+    def __new__(cls, message: str, errors: Sequence[Exception], *_rest: Any) -> Self:
         return super().__new__(cls, message, list(errors))
 
     def __init__(self, message: str, errors: Sequence[Exception]) -> None:

@@ -59,19 +59,19 @@ def _settings(table: object, file: Path) -> ProjectSettings:
     return ProjectSettings(image=ImageOptions(**about), **values)
 
 
-def _text(value: object, base: Path) -> str:
+def _text(value: object, _base: Path) -> str:
     if not isinstance(value, str) or not value.strip():
         raise UsageError(f"must be a string, not {schema.name_of(value) if value != '' else 'empty'}")
     return value
 
 
-def _number(value: object, base: Path) -> int:
+def _number(value: object, _base: Path) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError("must be a whole number from 1 on")
     return value
 
 
-def _texts(value: object, base: Path) -> tuple[str, ...]:
+def _texts(value: object, _base: Path) -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise UsageError(f"must be an array of strings, not {schema.name_of(value)}")

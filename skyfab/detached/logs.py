@@ -131,7 +131,7 @@ def _records(data: bytes) -> Iterator[tuple[int, float]]:
             yield int(offset), int(time) / 1000
 
 
-def _listed(host: Host, replies: Iterator[Reply]) -> dict[str, _File]:
+def _listed(_host: Host, replies: Iterator[Reply]) -> dict[str, _File]:
     found = [_File(str(name), int(inode), int(size), int(times)) for name, inode, size, times in only(replies)]
     return {file.name: file for file in found if _NAME.fullmatch(file.name) and min(file.size, file.times) >= 0}
 
@@ -141,7 +141,7 @@ def content_of(
 ) -> Question[bytearray | None]:
     """Asks for a file of a run, or a part of it; None if it is not there, or no longer the log with that `inode`."""
 
-    def parse(host: Host, replies: Iterator[Reply]) -> bytearray | None:
+    def parse(_host: Host, replies: Iterator[Reply]) -> bytearray | None:
         if next(replies).value is not True:
             return None
         content = bytearray()

@@ -461,5 +461,5 @@ class Node(ShownAsTable):
         return True
 
 
-def _is_large(buffer: memoryview, shared: bool) -> bool:
+def _is_large(buffer: memoryview, _shared: bool) -> bool:
     return len(buffer) >= LARGE

@@ -119,7 +119,7 @@ def _decode(data: bytes) -> Message:
         message = kind(**document)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"not a message: {data[:80]!r}") from error
-    for name, (whole, element) in kind._checks.items():
+    for name, (whole, element) in kind._checks.items():  # noqa: SLF001 - a message of this module
         value = getattr(message, name)
         fits = isinstance(value, whole) and (whole is bool or not isinstance(value, bool))
         if fits and element is not None:

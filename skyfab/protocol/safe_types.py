@@ -136,7 +136,7 @@ def _dtype(name: Any, *_: object) -> Draft:
     return Draft(lambda state: _dtype_of(name, *state))
 
 
-def _dtype_of(name: str, version: int, order: Any, sub: Any, names: Any, fields: Any, *rest: Any) -> Any:
+def _dtype_of(name: str, _version: int, order: Any, sub: Any, names: Any, fields: Any, *rest: Any) -> Any:
     import numpy as np
 
     size, _, flags, *more = rest

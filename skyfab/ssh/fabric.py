@@ -136,7 +136,7 @@ def _check_keys(made: fabric.Connection, host: Host) -> None:
     place = made.host if made.port == 22 else f"[{made.host}]:{made.port}"
     client.get_host_keys().add(place, kind, entry.key)
     # Only a key of the known type can be compared.
-    keys = [name for name in paramiko.Transport._preferred_keys if not _same_kind(name, kind)]
+    keys = [name for name in paramiko.Transport._preferred_keys if not _same_kind(name, kind)]  # noqa: SLF001 - paramiko has no other
     made.connect_kwargs["disabled_algorithms"] = {"keys": keys}
 
 
@@ -158,7 +158,8 @@ def _go_by_known_hosts(client: paramiko.SSHClient) -> None:
         elif not marker.startswith(("@", "#")) and (entry := _entry(line)):
             entries.append(entry)
     client.set_missing_host_key_policy(_Refusal(revoked))
-    client.get_host_keys()._entries += [entry for entry in entries if entry.key.asbytes() not in revoked]
+    entries = [entry for entry in entries if entry.key.asbytes() not in revoked]
+    client.get_host_keys()._entries += entries  # noqa: SLF001 - with `add`, each would be compared with all others
 
 
 def _entry(line: str) -> Any:

@@ -215,7 +215,7 @@ def _show_in_ipython(shell: Any, kind: type[BaseException], error: BaseException
         lines = shell.InteractiveTB.structured_traceback(kind, error, trace, tb_offset=tb_offset)
     else:
         lines = shown.split("\n")
-    shell._showtraceback(kind, error, lines)
+    shell._showtraceback(kind, error, lines)  # noqa: SLF001 - as IPython's own error handlers do
 
 
 def _show(error: BaseException, before: str = "") -> bool:

@@ -49,7 +49,7 @@ class Handlers:
     def take(self, stream: int, head: bytes, data: Data) -> None:
         message = messages.decode(head)
         try:
-            _OPERATIONS[type(message)](self, stream, message, head, data)
+            self._OPERATIONS[type(message)](self, stream, message, head, data)
         except Exception as error:
             self._uploads.fail(stream, error)
 
@@ -204,22 +204,21 @@ class Handlers:
 
         PeerProbe(message.peers, message.timeout, self._poller, done)
 
-
-_OPERATIONS: Final[dict[type[messages.Message], Any]] = {
-    messages.Spawn: Handlers._spawn,
-    messages.Call: Handlers._call,
-    messages.Function: Handlers._function,
-    messages.Forget: Handlers._forget,
-    messages.Cancel: Handlers._cancel,
-    messages.Unassign: Handlers._unassign,
-    messages.StopWorker: Handlers._stop_worker,
-    messages.DumpStacks: Handlers._dump_stacks,
-    messages.Detach: Handlers._detach,
-    messages.Written: Handlers._report,
-    messages.Has: Handlers._has,
-    messages.Blob: Handlers._blob,
-    messages.Tree: Handlers._tree,
-    messages.Listen: Handlers._listen,
-    messages.Unlisten: Handlers._unlisten,
-    messages.ProbePeers: Handlers._probe_peers,
-}
+    _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
+        messages.Spawn: _spawn,
+        messages.Call: _call,
+        messages.Function: _function,
+        messages.Forget: _forget,
+        messages.Cancel: _cancel,
+        messages.Unassign: _unassign,
+        messages.StopWorker: _stop_worker,
+        messages.DumpStacks: _dump_stacks,
+        messages.Detach: _detach,
+        messages.Written: _report,
+        messages.Has: _has,
+        messages.Blob: _blob,
+        messages.Tree: _tree,
+        messages.Listen: _listen,
+        messages.Unlisten: _unlisten,
+        messages.ProbePeers: _probe_peers,
+    }

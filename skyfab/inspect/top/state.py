@@ -52,14 +52,14 @@ class View:
             return replace(self, stopping="", note="" if action else "not stopped"), action
         view = replace(self, note="")
         if self.text:
-            return view._scroll(key, lines - 2, length)
+            return view._scroll(key, lines - 2, length)  # noqa: SLF001 - another View
         if key == "q":
             return view, Action("quit")
         if key == "?":
             return replace(view, text="keys", is_followed=False, top=0), None
         if key in ("l", "enter", "s", "x"):
-            return view._ask(key, snapshot)
-        return view._move(key, snapshot, lines), None
+            return view._ask(key, snapshot)  # noqa: SLF001
+        return view._move(key, snapshot, lines), None  # noqa: SLF001
 
     def _ask(self, key: str, snapshot: Snapshot) -> tuple[View, Action | None]:
         pane, name = self.selected

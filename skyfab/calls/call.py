@@ -42,7 +42,7 @@ def _pool(compute: Pool) -> Pool:
     """Raises UsageError if it is something else, such as the name of a host."""
     if not hasattr(compute, "broadcast"):
         hosts = repr(compute) if isinstance(compute, str) else "…"
-        raise UsageError(f"{compute!r:.80} is no pool", hint=f"with sky.Compute({hosts}) as compute: …")
+        raise UsageError(f"not a pool: {compute!r:.80}", hint=f"with sky.Compute({hosts}) as compute: …")
     return compute
 
 

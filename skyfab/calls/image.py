@@ -82,10 +82,11 @@ class Image(ShownAsTable):
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|/.+|\d+\.\d+(\.\d+)?", self.python, re.DOTALL):
             raise UsageError(
-                f"Image(python={self.python!r})", hint='"auto", a version such as "3.11", or an absolute path'
+                f"invalid Image(python={self.python!r})",
+                hint='expected "auto", a version such as "3.11", or an absolute path',
             )
         if self.install not in ("auto", "push", "fetch"):
-            raise UsageError(f"Image(install={self.install!r})", hint='"auto", "push" or "fetch"')
+            raise UsageError(f"invalid Image(install={self.install!r})", hint='expected "auto", "push" or "fetch"')
         for name in ("pip", "pip_indexes", "apt", "includes", "excludes"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
@@ -93,7 +94,7 @@ class Image(ShownAsTable):
         object.__setattr__(self, "setup", setup_lines(self.setup, "Image(setup=…)"))
         for package in self.apt:
             if not re.fullmatch(r"[a-z0-9][a-z0-9+.:-]*(=[A-Za-z0-9.+:~-]+)?", package):
-                raise UsageError(f"Image(apt=…) names {package!r}, which is no Debian package")
+                raise UsageError(f"invalid Image(apt=…): {package!r} is not the name of a Debian package")
 
     @property
     def is_exact(self) -> bool:

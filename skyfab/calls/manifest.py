@@ -174,7 +174,7 @@ class _Sources:
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
-            raise UsageError(f"{self._shown}: {text!r} is no requirement", hint='as in "numpy>=2"') from None
+            raise UsageError(f"{self._shown}: invalid requirement {text!r}", hint='as in "numpy>=2"') from None
         name = canonicalize_name(requirement.name)
         source = self._sources.get(name)
         if source is None or (name in _TORCH and isinstance(source, list)):  # each host has the torch that fits it
@@ -184,7 +184,7 @@ class _Sources:
         if "index" in source:
             index = self._indexes.get(source["index"])
             if index is None:
-                raise UsageError(f"{self._shown}: {name} is to come from {source['index']!r}, which is no index there")
+                raise UsageError(f"{self._shown}: {name} uses the index {source['index']!r}, which it does not define")
             scopes.setdefault(index["url"], []).append(requirement.name)
             return text
         extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
@@ -215,7 +215,7 @@ def listed(path: Path, above: Sequence[Path] = ()) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     found: list[str] = []
     for line in text.replace("\\\n", " ").splitlines():
         line = re.sub(r"(^|\s)#.*", "", line).strip()
@@ -236,14 +236,14 @@ def read(file: Path) -> dict[str, Any]:
     try:
         return _parsed(file.read_text(encoding="utf-8"), _shown(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _parsed(text: str, shown: str) -> dict[str, Any]:
     try:
         return toml.loads(text)
     except ValueError as error:
-        raise UsageError(f"{shown}: is not TOML: {error}") from None
+        raise UsageError(f"{shown}: invalid TOML: {error}") from None
 
 
 def _shown(file: Path) -> str:

@@ -201,7 +201,7 @@ def _note_sent(digest: str, folders: Sequence[str]) -> None:
 
 
 def note_laid_out(there: str, folder: str) -> None:
-    """A folder of this machine lies at this path on a host, too."""
+    """A folder of this machine was copied to this path on a host."""
     _LAID_OUT[there] = folder
 
 
@@ -442,8 +442,8 @@ def _patterns(lines: Iterable[str]) -> pathspec.GitIgnoreSpec:
     if find_spec("pathspec") is None:
         nesting.check()  # if a worker is importing a module, this raises the more helpful error
         raise UsageError(
-            f"a pool cannot be opened here: {sys.executable} has no pathspec",
-            hint='a function that opens a pool of its own needs skyfab\'s libraries there: Image(pip=["pathspec", …])',
+            f"cannot open a pool: {sys.executable} has no pathspec",
+            hint='a function that opens a pool needs skyfab\'s libraries on its host: Image(pip=["pathspec", …])',
         )
     import pathspec
 

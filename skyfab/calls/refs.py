@@ -56,7 +56,7 @@ class Ref(Packed, Generic[T]):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise UsageError(
-            f"{self!r} means something to calls only, and cannot be pickled otherwise",
+            f"{self!r} works as an argument of a call only, and cannot be pickled otherwise",
             hint="pass it to a call: f(ref) >> compute; or pickle the object itself: ref.get()",
         )
 

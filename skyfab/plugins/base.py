@@ -102,7 +102,7 @@ def check_together(plugins: Sequence[Plugin]) -> None:
         if plugin.exclusive in owners:
             names = [f"plugins.{type(one).__name__.lower()}" for one in (owners[plugin.exclusive], plugin)]
             raise UsageError(
-                f"{' and '.join(names)} cannot be in one pool: each needs {plugin.exclusive} for itself",
+                f"{' and '.join(names)} do not work in one pool: each needs {plugin.exclusive} for itself",
                 hint="leave one of them out, or open a pool for each",
             )
         owners[plugin.exclusive] = plugin

@@ -44,8 +44,8 @@ class Torch(Plugin):
     def __post_init__(self) -> None:
         if not _BUILD.fullmatch(self.cuda):
             raise UsageError(
-                f"torch(cuda={self.cuda!r}) is no build of PyTorch",
-                hint='"auto", "cpu", or as in "cu128" and "rocm6.4"',
+                f"invalid torch(cuda={self.cuda!r})",
+                hint='expected "auto", "cpu", or a build such as "cu128" and "rocm6.4"',
             )
 
     def transform(self, image: Image, host: Host) -> Image:
@@ -151,8 +151,8 @@ def _elastic(hosts: tuple[int, int], max_restarts: int) -> Elastic:
     min_hosts, max_hosts = hosts
     if not 1 <= min_hosts <= max_hosts or max_restarts < 0:
         raise UsageError(
-            f"torch(elastic=({min_hosts}, {max_hosts}), max_restarts={max_restarts}) cannot be",
-            hint="the least and the most hosts, from 1 on, and how often to start again after a failure",
+            f"invalid torch(elastic=({min_hosts}, {max_hosts}), max_restarts={max_restarts})",
+            hint="expected the least and the most hosts, from 1 on, and how often to restart after a failure",
         )
     return Elastic(min_hosts, max_hosts, max_restarts)
 

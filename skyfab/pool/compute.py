@@ -116,8 +116,8 @@ class Compute(ShownAsTable):
 
         `hosts` is a selection such as ``"gpu,!node3"``, or a list of names and hosts; None: all of the `inventory`,
         which is what `Inventory.of` takes (None: the one that is found). `where` is a condition on them, as in
-        ``"gpu.memory >= 40GB and not busy"`` (docs/hosts.md). `nodes` takes the first so many of them. A `provider`,
-        as in ``Container(nodes=2)``, makes the hosts when the pool is opened and removes them when it is closed.
+        ``"gpu.memory >= 40GB and not busy"`` (docs/hosts.md). `nodes` is how many of them to use. A `provider`, as in
+        ``Container(nodes=2)``, makes the hosts when the pool is opened and removes them when it is closed.
 
         `ranks` is how many processes a broadcast has on each host; ``"auto"``: one for each GPU, or one. `image` is
         their environment, `plugins` what they are set up with, `env` further variables.

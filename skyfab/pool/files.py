@@ -228,7 +228,11 @@ class Remote:
         if self._stopped.is_set():
             raise CallCancelled("the transfer was interrupted", host=self._node.name)
         if self._node.session is not self._session:
-            raise HostLost("it was lost during the transfer", host=self._node.name, hint="the next one goes on there")
+            raise HostLost(
+                "it was lost during the transfer",
+                host=self._node.name,
+                hint="run it again: it resumes where it stopped",
+            )
         *words, last = (request, *arguments)
         if isinstance(last, (bytes, memoryview)) and request in ("store", "piece"):
             last = pickle.PickleBuffer(last)
@@ -311,7 +315,7 @@ def _typed(folder: Path) -> str:
 
 
 def _place(path: Path, *, elsewhere: str) -> str:
-    """Where a path of this machine lies in working directories: as in the current folder."""
+    """The path in working directories that corresponds to one of this machine: as in the current folder."""
     path, here = Path(os.path.normpath(path)), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else elsewhere
 

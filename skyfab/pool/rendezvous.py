@@ -208,22 +208,22 @@ def ask_all(asked: Mapping[Node, Message]) -> dict[Node, Message]:
 def _port(node: Node, answer: Message) -> int:
     text = answer.text if isinstance(answer, Done) else ""
     if not (text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536):
-        raise ProtocolError("its answer names no port", host=node.name)
+        raise ProtocolError("invalid reply to listen", host=node.name)
     return int(text)
 
 
 def _found(node: Node, answer: Message, count: int) -> list[tuple[str, str]]:
     found = answer.found if isinstance(answer, PeersProbed) else []
     if len(found) != count or not all(len(pair) == 2 for pair in found):
-        raise ProtocolError("its answer is not about those that were asked for", host=node.name)
+        raise ProtocolError("invalid reply to a probe of its peers", host=node.name)
     for reason, own in found:
         if not reason and ip(own) is None:
-            raise ProtocolError(f"{own!r:.80} is no address", host=node.name)
+            raise ProtocolError(f"not an address: {own!r:.80}", host=node.name)
     return [(_clean(reason) if reason else "", own) for reason, own in found]
 
 
 def _clean(reason: str) -> str:
-    return "".join(filter(str.isprintable, reason[:200])) or "for no reason"
+    return "".join(filter(str.isprintable, reason[:200])) or "reason unknown"
 
 
 def _raise(errors: Iterable[PeersUnreachable]) -> None:

@@ -895,9 +895,9 @@ def test_a_call_is_a_value_that_has_not_run() -> None:
     assert add.fn(1) == 11
     with pytest.raises(TypeError, match="has not run: write add"):
         bool(call)
-    with pytest.raises(sky.UsageError, match=r"(?s)'node1' is no pool.*with sky.Compute\('node1'\) as compute"):
+    with pytest.raises(sky.UsageError, match=r"(?s)not a pool: 'node1'.*with sky.Compute\('node1'\) as compute"):
         call >> "node1"  # type: ignore[operator]
-    with pytest.raises(sky.UsageError, match="None is no pool"):
+    with pytest.raises(sky.UsageError, match="not a pool: None"):
         (call & call) >> None
     with pytest.raises(TypeError, match="takes calls"):
         sky.gather(1)  # type: ignore[arg-type]

@@ -59,11 +59,11 @@ def test_a_script_may_have_a_lock_of_its_own(tmp_path: Path) -> None:
     ("text", "said"),
     [
         (SCRIPT + "\n" + SCRIPT, "2 blocks"),
-        (SCRIPT.replace('"rich"', "rich"), "is not TOML"),
+        (SCRIPT.replace('"rich"', "rich"), "invalid TOML"),
         (SCRIPT.replace(">=3.10", ">=4"), f"requires Python >=4, and skyfab runs with {platform.python_version()}"),
         (SCRIPT.replace(">=3.10", "new"), "requires-python is 'new'"),
         ('# /// script\n# dependencies = "numpy"\n# ///\n', "array of strings"),
-        ('# /// script\n# dependencies = ["a b c"]\n# ///\n', "'a b c' is no requirement"),
+        ('# /// script\n# dependencies = ["a b c"]\n# ///\n', "invalid requirement 'a b c'"),
     ],
 )
 def test_a_wrong_block_is_an_error(tmp_path: Path, text: str, said: str) -> None:

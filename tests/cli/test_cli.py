@@ -166,7 +166,7 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         (["train", "--index=https://mirror.example/simple"], "error: --index=https://mirror.example/simple\nhint: "),
         (["prepare", "--index=torch=torch"], "error: --index=torch=torch\nhint: "),
         (["prepare", "--requirements=missing.txt"], "error: missing.txt: cannot be read: No such file"),
-        (["prepare", "--apt=No"], "'No', which is no Debian package"),
+        (["prepare", "--apt=No"], "'No' is not the name of a Debian package"),
         (["prepare", "--lock=pylock.toml"], "error: --lock writes down packages, and there are none"),
     ],
 )

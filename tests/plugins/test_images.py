@@ -122,7 +122,7 @@ def test_a_module_does_not_hide_its_function() -> None:
 def test_plugins_that_cannot_be_in_one_pool_are_refused_before_any_host_is_reached(
     plugins: list[sky.plugins.Plugin], words: str
 ) -> None:
-    with pytest.raises(sky.UsageError, match=f"{words} cannot be in one pool") as raised:
+    with pytest.raises(sky.UsageError, match=f"{words} do not work in one pool") as raised:
         sky.Compute("local", plugins=plugins)
     assert "a pool for each" in str(raised.value.hint)
 

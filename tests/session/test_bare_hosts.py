@@ -83,5 +83,5 @@ def test_a_module_that_imports_names_of_the_client_runs_there(
 
     with sky.Compute(hosts[:1], ui="none") as compute:
         assert module.double(21) >> compute == 42
-        with pytest.raises(sky.UsageError, match=r"a pool cannot be opened here: .* has no pathspec"):
+        with pytest.raises(sky.UsageError, match=r"cannot open a pool: .* has no pathspec"):
             module.nested(1) >> compute

@@ -171,7 +171,13 @@ class OpenSSH:
             words += ["-J", ",".join(self._aliases[hop] for hop in self._jumps)]
         elif self._host.jump == "none":
             words += ["-o", "ProxyJump=none"]
-        return [*words, *([] if command else ["-N"]), "--", self._host.destination, *([command] if command else [])]
+        return [
+            *words,
+            *(["-N"] if command is None else []),
+            "--",
+            self._host.destination,
+            *([] if command is None else [command]),
+        ]
 
     def by_hand(self, command: str, *, terminal: bool) -> list[str]:
         """The command line for a program that becomes ssh: the user is asked by ssh itself.

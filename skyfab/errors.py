@@ -220,7 +220,7 @@ class RemoteError(CallError):
 
 
 class UntrustedResult(CallError):
-    """A host sent more than plain data to a pool that accepts only that; it was not unpickled."""
+    """A host sent something else than plain data to a pool that accepts only that."""
 
 
 class CallTimeout(CallError, TimeoutError):

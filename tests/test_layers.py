@@ -82,10 +82,10 @@ OUTSIDE = {
     "shtab": {"cli.completion"},
     "tomli": {"_util.toml"},
     "tomllib": {"_util.toml"},  # of the standard library, from Python 3.11 on
-    "numpy": {"protocol.safe_types"},
+    "numpy": {"protocol.plain_data"},
     "torch": {
         "protocol.codec",
-        "protocol.safe_types",
+        "protocol.plain_data",
         "plugins",
         "device",
         "host.device",

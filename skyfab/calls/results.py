@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,11 +56,13 @@ def unpack_result(
 ) -> Any:
     """The value that a call returned. Raises the exception that it raised, with the host's traceback as cause.
 
-    With `untrusted`, only plain data is unpickled.
+    With `untrusted`, nothing is unpickled: only plain data is accepted.
     """
     if isinstance(message, messages.Result):
         if not buffers:
             raise ProtocolError("a result without content", host=host)
+        if isinstance(message, messages.PlainResult):
+            return _plain(buffers[0], buffers[1:], host=host, rank=rank, label=label)
         return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label, untrusted=untrusted)
     if isinstance(message, messages.Raised):
         found = _exception(message, buffers, host, rank, untrusted)
@@ -79,9 +80,10 @@ def unpack_result(
 def unpickle(
     data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str, untrusted: bool = False
 ) -> Any:
-    """Unpickles a result. Raises NotPicklable or, with `untrusted`, UntrustedResult."""
+    """Unpickles a result. Raises NotPicklable; with `untrusted` always UntrustedResult."""
     if untrusted:
-        return _plain(data, buffers, host=host, rank=rank, label=label)
+        hint = 'is this a run of a pool without results="data"? such runs keep pickles'
+        raise UntrustedResult(f"the result of {label} is a pickle, not plain data", host=host, rank=rank, hint=hint)
     try:
         return codec.loads(data, buffers)
     except Exception as error:
@@ -99,16 +101,17 @@ def not_unpickled(error: BaseException, *, host: str, rank: int | None, label: s
 
 
 def _plain(data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str) -> Any:
-    from skyfab.protocol import safe_pickle  # imported only if it is needed
+    from skyfab.protocol import plain_data  # imported only if it is needed
 
     try:
-        return safe_pickle.loads(data, buffers)
-    except pickle.UnpicklingError as error:
-        what = str(error)
-    except Exception as error:  # a damaged pickle may raise anything
-        what = f"{type(error).__name__}: {ascii(str(error))[1:-1][:200]}"
-    raise UntrustedResult(
-        f"the result of {label} is not plain data, and was not unpickled: {what}",
+        return plain_data.loads(data, buffers)
+    except plain_data.NotPlain as error:
+        raise _not_plain(str(error), host=host, rank=rank, label=label) from None
+
+
+def _not_plain(what: str, *, host: str, rank: int | None, label: str) -> UntrustedResult:
+    return UntrustedResult(
+        f"the result of {label} is not plain data: {what}",
         host=host,
         rank=rank,
         hint='return plain data, arrays or tensors; or trust the hosts: Compute(…, results="any")',
@@ -119,9 +122,9 @@ def _exception(
     message: messages.Raised, buffers: list[memoryview], host: str, rank: int | None, untrusted: bool
 ) -> BaseException:
     """The exception itself; a RemoteError in its place if it cannot be unpickled, or is not plain data."""
-    if buffers:
+    if buffers and (message.plain or not untrusted):
         try:
-            found = _plain_exception(buffers) if untrusted else codec.loads(buffers[0], buffers[1:])
+            found = _plain_exception(buffers) if message.plain else codec.loads(buffers[0], buffers[1:])
         except (Exception, SystemExit):  # unpickling calls what the exception's class says
             found = None
         if isinstance(found, Exception):
@@ -179,9 +182,9 @@ def _found_here(name: object) -> Path | None:
 
 def _plain_exception(buffers: list[memoryview]) -> Exception | None:
     """A plain-data exception that is safe to print; None if it cannot be made safe."""
-    from skyfab.protocol import safe_pickle
+    from skyfab.protocol import plain_data
 
-    error = safe_pickle.loads_exception(buffers[0], buffers[1:])
+    error = plain_data.loads_exception(buffers[0], buffers[1:])
     notes = getattr(error, "__notes__", None)
     if notes is not None:
         error.__notes__ = [printable(note) for note in notes]
@@ -205,6 +208,8 @@ def _ending(message: messages.Ended, host: str, rank: int | None, label: str) ->
         return CallCancelled(f"{label} was cancelled", host=host, rank=rank)
     if why == "unpicklable":
         return NotPicklable(f"{label}: {text}", host=host, rank=rank, hint="return plain data, arrays or tensors")
+    if why == "not_plain":
+        return _not_plain(text, host=host, rank=rank, label=label)
     return WorkerDied(f"{label} ended: {why} {text}".rstrip(), exitcode=message.exitcode, host=host, rank=rank)
 
 

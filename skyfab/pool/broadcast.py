@@ -267,8 +267,14 @@ class Broadcasts:
         return nodes if self._elastic is None else remaining(nodes, self._elastic)
 
     def spec(self, nodes: Sequence[Node], tree: str, attempt: int = 0) -> GangSpec:
-        ranks, elastic = tuple(map(self.ranks_on, nodes)), self._elastic is not None
-        return GangSpec(nodes=tuple(nodes), ranks=ranks, tree=tree, attempt=attempt, elastic_agents=elastic)
+        return GangSpec(
+            nodes=tuple(nodes),
+            ranks=tuple(map(self.ranks_on, nodes)),
+            tree=tree,
+            attempt=attempt,
+            elastic_agents=self._elastic is not None,
+            plain=self._untrusted,
+        )
 
     def new_cache(self, job: str) -> GangCache:
         """A cache of gangs, whose job ids begin with `job`."""

@@ -131,7 +131,7 @@ class Compute(ShownAsTable):
         for a folder that is deleted with the pool.
 
         With ``results="data"`` hosts are not trusted: they may return plain data, numpy arrays and torch tensors, and
-        nothing else is unpickled (docs/security.md).
+        nothing is unpickled (docs/security.md).
 
         Raises InventoryError and UsageError for invalid arguments.
         """

@@ -221,7 +221,7 @@ class Remote:
         self._node = node
         self._session = node.session
         self._worker = f"files.{next(_workers)}"
-        self._spec = replace(spec, pipelined=True, reported=False)
+        self._spec = replace(spec, pipelined=True, reported=False, plain=True)
         self._stopped = stopped
 
     def ask(self, request: str, *arguments: Any) -> Answer:

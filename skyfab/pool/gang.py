@@ -49,6 +49,8 @@ class GangSpec:
     """Number of earlier attempts of the call."""
     elastic_agents: bool = False
     """Each node has one worker that runs an elastic agent, which starts the ranks."""
+    plain: bool = False
+    """Its workers encode results as plain data."""
 
 
 class Gang:
@@ -92,7 +94,8 @@ class Gang:
                     "accelerators": len(node.gpus),
                 }
                 ours = {**rank_env(info, node, place.interface), **env(node.host)}
-                worker = WorkerSpec(tree=spec.tree, env=ours, info=info, port=0 if self.members else rendezvous.port)
+                port = 0 if self.members else rendezvous.port
+                worker = WorkerSpec(tree=spec.tree, env=ours, info=info, port=port, plain=spec.plain)
                 self.members.append(Member(self, node, f"{name}.{local}", worker, len(self.members)))
 
     def release(self) -> None:

@@ -55,6 +55,8 @@ class WorkerSpec:
     """Calls are passed on to the process before those before them have replies."""
     reported: bool = True
     """Whether the user is told which files it has written."""
+    plain: bool = False
+    """Whether it encodes results as plain data."""
 
 
 class Caller(Protocol):
@@ -340,6 +342,7 @@ class Node(ShownAsTable):
                 include=not self.workdir.callers,
                 pipelined=plan.pipelined,
                 reported=plan.reported,
+                plain=plan.plain,
             )
         )
         self._workers[worker] = (plan, self._generation)

@@ -95,7 +95,7 @@ class Nodes(Owner):
         env = self._images.variables(node.host)
         if node.host.gpus != "auto":
             env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, node.host.gpus)))
-        return WorkerSpec(tree=tree, env=env, info=info)
+        return WorkerSpec(tree=tree, env=env, info=info, plain=self._scheduler.untrusted)
 
     def copies(self, nodes: Sequence[Node]) -> list[Node]:
         """New nodes for the same hosts, with agents of their own. These share one pool name, as those of a pool do."""

@@ -154,7 +154,7 @@ class Scheduler:
         self._mean = 1.0
         self._looking = False
         self._started = started
-        self._untrusted = untrusted
+        self.untrusted = untrusted
         """Hosts are not trusted: results may only be plain data."""
 
     def open(self, nodes: Sequence[Node], spec_of: Callable[[Node, str], WorkerSpec]) -> None:
@@ -199,7 +199,7 @@ class Scheduler:
             self._release(slot)
         try:
             if reply.value is not None:
-                result = unpickle(reply.value, (), host=host, rank=None, label=call.label, untrusted=self._untrusted)
+                result = unpickle(reply.value, (), host=host, rank=None, label=call.label, untrusted=self.untrusted)
             else:
                 result = self._result(reply, host, call.label)
         except BaseException as error:
@@ -214,7 +214,7 @@ class Scheduler:
         message, buffers = reply.found
         if isinstance(message, messages.Ended) and message.why == "unstarted":
             return NOT_TAKEN  # the worker exited before it started the call
-        return unpack_result(message, buffers, host=host, rank=None, label=label, untrusted=self._untrusted)
+        return unpack_result(message, buffers, host=host, rank=None, label=label, untrusted=self.untrusted)
 
     def _give_up(self, slot: Slot, reply: Reply | None) -> None:
         """After an interrupt or a lost host: cancels the call if it still runs, and frees the slot at its end."""
@@ -348,7 +348,7 @@ class Scheduler:
             return
         try:
             result = unpack_result(
-                message, buffers, host=slot.node.name, rank=None, label=task.call.label, untrusted=self._untrusted
+                message, buffers, host=slot.node.name, rank=None, label=task.call.label, untrusted=self.untrusted
             )
         except Exception as error:
             self._finish(task, None, error)

@@ -28,7 +28,7 @@ IN_BAND: Final = 4096
 """Buffers smaller than this are cheaper inside the pickle than out-of-band."""
 
 
-_BESIDE: Final = 4096
+BESIDE: Final = 4096
 """Out-of-band buffers of one pickle. Further ones go into the pickle: the parts of a message are limited."""
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 _MOST_PACKED: Final = 1000
@@ -75,6 +75,12 @@ def dumps(value: Any, reference: Callable[[Any], tuple[Any, ...] | None] | None 
     pickler = _Pickler(file, beside) if reference is None else _ReferringPickler(file, beside, reference)
     pickler.dump(value)
     return Payload(file.getvalue(), beside.buffers, beside.refs or _NO_REFS)
+
+
+def dumps_exception(error: Exception) -> Payload:
+    """Pickles an exception without its traceback, which cannot be pickled. Raises whatever pickling raises."""
+    error.__traceback__ = None
+    return dumps(error)
 
 
 def loads(data: Buffer, buffers: Sequence[memoryview] = ()) -> Any:
@@ -132,7 +138,7 @@ class _Beside:
         name = self.packed.get(buffer)
         if name is not None:
             self.refs[id(view)] = name
-        elif view.nbytes < IN_BAND or len(self.buffers) - len(self.refs) >= _BESIDE:
+        elif view.nbytes < IN_BAND or len(self.buffers) - len(self.refs) >= BESIDE:
             return True
         self.buffers.append(view)
         return False
@@ -227,24 +233,40 @@ class _Storage:
         self.untyped = untyped
 
     def __reduce__(self) -> tuple[Any, ...]:
-        import ctypes  # only when there are tensors: importing it would slow an agent's start
-
         untyped = self.untyped if self.untyped.device.type == "cpu" else self.untyped.cpu()
-        size = untyped.nbytes()
-        if not size:
+        if not untyped.nbytes():
             return _storage, (b"", str(self.untyped.device))
-        memory = (ctypes.c_ubyte * size).from_address(untyped.data_ptr())
-        memory.owner = untyped  # keeps the storage alive as long as the buffer below
-        return _storage, (pickle.PickleBuffer(memory), str(self.untyped.device))
+        return _storage, (pickle.PickleBuffer(_mapped(untyped, untyped.nbytes())), str(self.untyped.device))
+
+
+def tensor_memory(tensor: Any) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview(_mapped(tensor, size)).cast("B") if size else memoryview(b"")
+
+
+def _mapped(owner: Any, size: int) -> Any:
+    import ctypes  # only when there are tensors: importing it would slow an agent's start
+
+    memory: Any = (ctypes.c_ubyte * size).from_address(owner.data_ptr())
+    memory.owner = owner  # keeps it alive as long as the buffer
+    return memory
+
+
+def torch_device(device: str) -> str:
+    """Where a tensor of that device is restored: on a GPU of this machine if there is one."""
+    import torch
+
+    if device.startswith("cuda") and torch.cuda.is_available():
+        index = int(device.partition(":")[2] or 0)
+        return f"cuda:{index if index < torch.cuda.device_count() else 0}"
+    return "cpu"
 
 
 def _storage(memory: Any, device: str) -> Any:
     import torch
 
-    place = "cpu"
-    if device.startswith("cuda") and torch.cuda.is_available():
-        index = int(device.partition(":")[2] or 0)
-        place = f"cuda:{index if index < torch.cuda.device_count() else 0}"
+    place = torch_device(device)
     if not len(memory):
         return torch.UntypedStorage(0, device=place)
     return torch.frombuffer(memory, dtype=torch.uint8).to(place).untyped_storage()

@@ -45,6 +45,8 @@ class Spawn(Message):
     """Calls are passed on to the process as they arrive, and not one by one after the reply to the one before."""
     reported: bool = True
     """Whether Written tells of files that appear in the working directory from now on."""
+    plain: bool = False
+    """Results and exceptions are encoded as plain data: the client does not unpickle anything."""
 
 
 class Call(Message):
@@ -185,6 +187,13 @@ class Result(Message):
     parts: Sequence[Part]
 
 
+class PlainResult(Result):
+    """The call returned, in a worker that encodes results as plain data (see plain_data.py)."""
+
+    op: ClassVar[str] = "plain_result"
+    parts: Sequence[Part]
+
+
 class Raised(Message):
     """The call raised; its parts are the pickled exception, or empty if that cannot be pickled."""
 
@@ -195,6 +204,8 @@ class Raised(Message):
     traceback: str
     item: int | None = None
     """Which item of the call it was, where the call is for each of several."""
+    plain: bool = False
+    """The exception is encoded as plain data instead."""
 
 
 class Ended(Message):
@@ -202,7 +213,7 @@ class Ended(Message):
 
     op: ClassVar[str] = "ended"
     why: str
-    """exit, died, timeout, cancelled, unstarted, unassigned or unpicklable."""
+    """exit, died, timeout, cancelled, unstarted, unassigned, unpicklable or not_plain."""
     text: str = ""
     exitcode: int | None = None
     traceback: str = ""

@@ -82,6 +82,7 @@ class Handlers:
                 "path": self._store.roots(message.tree) if message.tree else [],
                 "stores": self._store.folders,
                 "workdir": [folder, self._cache, included],
+                "plain": message.plain,
             }
             self._workers.spawn(message.worker, message.generation, request, listener, pipelined=message.pipelined)
         except Exception as error:

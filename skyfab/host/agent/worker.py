@@ -47,7 +47,7 @@ _OURS = (__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "dev
 def main(source: int, sink: int, request: dict[str, Any]) -> None:
     """Serves calls until the agent closes the pipe."""
     _settle(request)
-    rank = Worker(source, sink, request["stores"])
+    rank = Worker(source, sink, request["stores"], plain=request["plain"])
     sys.meta_path.insert(0, ImportFinder(functools.partial(rank.importing, request["worker"]), request["path"]))
     try:
         workdir.enter(*request["workdir"])
@@ -100,12 +100,18 @@ def _no_workdir(folder: str, error: OSError) -> Exception:
 
 
 class Worker:
-    """Receives functions and calls, and replies with results."""
+    """Receives functions and calls, and replies with results: pickled, or as plain data (`plain`)."""
 
-    def __init__(self, source: int, sink: int, stores: list[str]) -> None:
+    def __init__(self, source: int, sink: int, stores: list[str], *, plain: bool = False) -> None:
         self._recv_into = io.FileIO(source, closefd=False).readinto
         self._sink = sink
         self._stores = stores
+        self._plain = plain
+        self._codec: Any = codec
+        if plain:
+            from skyfab.protocol import plain_data
+
+            self._codec = plain_data
         self._reader = Reader(self, fastpath=self._fastpath)
         self._opening: dict[int, Assembly] = {}
         self._ready: deque[tuple[int, messages.Message, Assembly | list[memoryview]]] = deque()
@@ -261,13 +267,17 @@ class Worker:
             return
         self._flush()
         try:
-            payload = result if type(result) is codec.Payload else codec.dumps(result)
+            payload = result if type(result) is codec.Payload else self._codec.dumps(result)
         except Exception as error:
             self._examine(error)
-            text = _cut(f"the result, a {type(result).__qualname__}, cannot be pickled: {error}")
-            self._answer(stream, messages.Ended(why="unpicklable", text=text, traceback=_cut(_trace(error))).encode())
+            why, text = "unpicklable", f"the result, a {type(result).__qualname__}, cannot be pickled: {error}"
+            if self._plain:
+                why, text = "not_plain", str(error)
+            self._answer(stream, messages.Ended(why=why, text=_cut(text), traceback=_cut(_trace(error))).encode())
             return
-        if payload.buffers:
+        if self._plain:
+            self._answer(stream, messages.PlainResult.head(parts=_sizes(payload)), payload)
+        elif payload.buffers:
             self._answer(stream, messages.Result.head(parts=_sizes(payload)), payload)
         else:
             self._answer(stream, messages.result_head(len(payload.data)), payload)
@@ -339,9 +349,15 @@ class Worker:
         payload = None
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
-                payload = codec.dumps(_bare(error))
-        parts = _sizes(payload) if payload else ()
-        message = messages.Raised(parts=parts, kind=_cut(kind), text=_cut(said), traceback=_cut(text), item=self._item)
+                payload = self._codec.dumps_exception(error)
+        message = messages.Raised(
+            parts=_sizes(payload) if payload else (),
+            kind=_cut(kind),
+            text=_cut(said),
+            traceback=_cut(text),
+            item=self._item,
+            plain=self._plain,
+        )
         self._item = None
         self._answer(stream, message.encode(), payload)
 
@@ -422,12 +438,6 @@ def _cut(text: str) -> str:
     if len(text) <= 2 * _TEXT:
         return text
     return f"{text[:_TEXT]}\n[… {len(text) - 2 * _TEXT} characters …]\n{text[-_TEXT:]}"
-
-
-def _bare(error: Exception) -> Exception:
-    """Removes the traceback, which cannot be pickled."""
-    error.__traceback__ = None
-    return error
 
 
 def _trace(error: BaseException) -> str:

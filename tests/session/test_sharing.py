@@ -25,10 +25,9 @@ from stage.spot import Spot, until
 from stage.threads import at_once
 
 import skyfab as sky
-from skyfab.env.gc import Swept, sweep
+from skyfab.env.gc import Swept, question
 from skyfab.lab import Lab
-from skyfab.session.bootstrap import open_shell
-from skyfab.ssh import transport_for
+from skyfab.session.ask import Asker
 
 pytestmark = pytest.mark.lab
 
@@ -119,8 +118,8 @@ def pool(hosts: list[sky.Host], **options: Any) -> sky.Compute:
 
 
 def gc(host: sky.Host, days: int) -> Swept:
-    with open_shell(host, transport_for(host, sky.Inventory(hosts={}))) as shell:
-        return sweep(shell, days)
+    with Asker([host], sky.Inventory(hosts={})) as asker:
+        return asker.ask_one(question(days), host)
 
 
 def half_made(folder: Path) -> list[str]:

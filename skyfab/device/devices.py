@@ -66,7 +66,6 @@ def open_device(name: str, link: HostLink) -> DeviceStream:
             hint=hint,
         )
     stream.emit([wire.SEED, torch.initial_seed() % (1 << 64), 0])  # torch.manual_seed may have come before
-    stream.emit([wire.DEFAULT, tensors.DTYPE_NUMBERS[torch.get_default_dtype()]])
     stream.emit(patches.settings())
     return stream
 

@@ -49,13 +49,11 @@ _VALUED: Final = frozenset(("arange", "linspace", "logspace", "range"))
 
 
 _SAME_DTYPE: Final = frozenset(
-    f"aten::{name}"
-    for name in ("mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "linear", "convolution")
+    ("mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "linear", "convolution")
 )
 """Operators whose tensors must have one dtype, which PyTorch does not check on its meta device."""
 _WRITES_OVER: Final = frozenset(
-    f"aten::{name}"
-    for name in ("fill_", "zero_", "masked_fill_", "index_fill_", "index_put_", "_index_put_impl_", "tril_", "triu_")
+    ("fill_", "zero_", "masked_fill_", "index_fill_", "index_put_", "_index_put_impl_", "tril_", "triu_")
 )
 """Operators that PyTorch lets write to tensors whose elements share memory."""
 _LAZY: Final = ("Conjugate", "Negative")
@@ -106,17 +104,36 @@ def make_kernel(op: Any) -> Callable[..., Any]:
 
 def _write(op: Any, kernel: Callable[..., Any]) -> FunctionType:
     """Generates the kernel of an operator. `kernel` is what it will be called as."""
-    schema = op._schema
-    name = schema.name.removeprefix("aten::")
-    is_valued, is_indexed = name in _VALUED, name in _INDEXED
+    plans = new_cache()
+    scope: dict[str, Any] = {
+        "MISSING": _MISSING,
+        "NUMBERS": _NUMBERS,
+        "Result": _Result,
+        "find": by_address.get,
+        "finish": finish,
+        "make": functools.partial(_plan_call, op, kernel, plans),
+        "move_indices": move_indices,
+        "operand": operand,
+        "operands": operands,
+        "plans": plans,
+        "view": tensors.view,
+        "add_generator": generator_operand,
+        "resolve": resolve,
+        "refuse_lazy": refuse_lazy,
+    }
+    exec(_compiled(_source(op)), scope)
+    return scope["kernel"]  # type: ignore[no-any-return]
+
+
+def _source(op: Any) -> str:
+    """The source of an operator's kernel."""
+    schema, name = op._schema, _name(op)
     is_lazy = name not in _PHYSICAL and any(
         torch._C._dispatch_has_kernel_for_dispatch_key(schema.name + overload(op), key) for key in _LAZY
     )
-    is_dynamic = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
     parameters: list[str] = []
     names: list[str] = []
-    lines: list[str] = []
-    keys: list[str] = []
+    lines: list[str] = ["a1 = move_indices(a0, a1)"] if name in _INDEXED else []
     for at, argument in enumerate(schema.arguments):
         word = f"a{at}"
         if argument.kwarg_only:
@@ -131,16 +148,15 @@ def _write(op: Any, kernel: Callable[..., Any]) -> FunctionType:
                 f"if {word}.is_conj() or {word}.is_neg():",
                 f"    {word} = {'refuse_lazy' if is_written else 'resolve'}({word})",
             ]
-        lines += _lines(str(argument.type), word, at, is_operand=not is_valued)
-        keys.append(f"k{at}")
+        lines += _lines(str(argument.type), word, at, is_operand=name not in _VALUED)
     args = f"({', '.join(names)},)" if names else "()"
-    source = "\n".join(
+    keys = "".join(f"k{at}, " for at in range(len(names)))
+    return "\n".join(
         [
             f"def kernel({', '.join(parameters)}):",
             "    _instruction = [0]",
-            *(["    a1 = move_indices(a0, a1)"] if is_indexed else []),
             *(f"    {line}" for line in lines),
-            f"    _key = ({', '.join(keys)},)" if keys else "    _key = ()",
+            f"    _key = ({keys})",
             "    _plan = plans.get(_key)",
             "    if _plan is None:",
             f"        _plan = make({args}, _key)",
@@ -156,54 +172,32 @@ def _write(op: Any, kernel: Callable[..., Any]) -> FunctionType:
             "    return _tensor",
         ]
     )
-    plans = new_cache()
 
-    def make(values: Sequence[Any], key: Any) -> Plan | _Result:
-        positional: list[Any] = []
-        keywords: dict[str, Any] = {}
-        for at, (argument, value) in enumerate(zip(schema.arguments, values, strict=True)):
-            if value is _MISSING:
-                continue
-            if not argument.kwarg_only and len(positional) == at:
-                positional.append(value)
+
+def _plan_call(
+    op: Any, kernel: Callable[..., Any], plans: dict[Any, Plan], values: Sequence[Any], key: Any
+) -> Plan | _Result:
+    """A new plan for a call with these values; its result, if there can be no plan."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument, value in zip(op._schema.arguments, values, strict=True):
+        if value is not _MISSING:
+            if argument.kwarg_only:
+                kwargs[argument.name] = value
             else:
-                keywords[argument.name] = value
-        dynamic = is_dynamic
-        if is_indexed:
-            dynamic = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in positional[1])
-        plan = None if dynamic else _make_plan(op, positional, keywords, is_operand=not is_valued)
-        if plan is None:
-            return _Result(execute_dynamic(op, positional, keywords))
-        if plan == "again":
-            given = dict(zip(names, values, strict=True))
-            only = {argument.name for argument in schema.arguments if argument.kwarg_only}
-            return _Result(
-                kernel(
-                    *(v for n, v in given.items() if n not in only and v is not _MISSING),
-                    **{n: v for n, v in given.items() if n in only and v is not _MISSING},
-                )
-            )
-        remember(plans, key, plan)
-        return plan  # type: ignore[no-any-return]
-
-    scope = {
-        "MISSING": _MISSING,
-        "NUMBERS": _NUMBERS,
-        "Result": _Result,
-        "find": by_address.get,
-        "finish": finish,
-        "make": make,
-        "move_indices": move_indices,
-        "operand": operand,
-        "operands": operands,
-        "plans": plans,
-        "view": tensors.view,
-        "add_generator": generator_operand,
-        "resolve": resolve,
-        "refuse_lazy": refuse_lazy,
-    }
-    exec(_compiled(source), scope)
-    return scope["kernel"]  # type: ignore[return-value]
+                args.append(value)  # without gaps: PyTorch leaves out the last ones only
+    name = _name(op)
+    if name in _INDEXED:
+        is_dynamic = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    else:
+        is_dynamic = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
+    plan = None if is_dynamic else _make_plan(op, args, kwargs, is_operand=name not in _VALUED)
+    if plan is None:
+        return _Result(execute_dynamic(op, args, kwargs))
+    if plan == "again":
+        return _Result(kernel(*args, **kwargs))
+    remember(plans, key, plan)
+    return plan  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -260,8 +254,8 @@ def _lines(kind: str, word: str, at: int, *, is_operand: bool) -> list[str]:
 def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_operand: bool) -> Any:
     """A new plan; None if PyTorch cannot tell the layout of the results; "again" if an out= tensor was resized."""
     before_plan()
-    refuse_layout(op._schema.name.removeprefix("aten::"), kwargs.get("layout"))
-    if op._schema.name in _SAME_DTYPE:
+    refuse_layout(_name(op), kwargs.get("layout"))
+    if _name(op) in _SAME_DTYPE:
         _check_dtypes(op, args)
     index = common_device(args, kwargs)
     stream = tensors.streams[index]
@@ -326,13 +320,17 @@ def _require_remote_results(op: Any, args: Sequence[Any], kwargs: Mapping[str, A
                     raise RuntimeError(
                         f"{op._schema.name} of tensors on a {TYPE} device cannot write into one on {value.device}"
                     )
-                if isinstance(value, torch.Tensor) and op._schema.name not in _WRITES_OVER:
+                if isinstance(value, torch.Tensor) and _name(op) not in _WRITES_OVER:
                     refuse_overlap(value)
 
 
 def layouts(outputs: Sequence[Layout | None]) -> list[Any]:
     """The layouts of outputs as the host is sent them."""
     return [None if out is None else (out.shape, out.stride, DTYPE_NUMBERS[out.dtype]) for out in outputs]
+
+
+def _name(op: Any) -> str:
+    return op._schema.name.removeprefix("aten::")  # type: ignore[no-any-return]
 
 
 def overload(op: Any) -> str:

@@ -188,8 +188,8 @@ def _sending_dtype(original: Any) -> Any:
     def function(kind: Any) -> None:
         before = torch.get_default_dtype()
         original(kind)
-        if (dtype := torch.get_default_dtype()) is not before:
-            plans.forget_plans([wire.DEFAULT, tensors.DTYPE_NUMBERS[dtype]])
+        if torch.get_default_dtype() is not before:
+            plans.forget_plans(settings())
 
     return function
 
@@ -200,7 +200,8 @@ def settings() -> list[Any]:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # torch.backends was used too, and they differ
         precision = ""
-    return [wire.SETTINGS, precision, torch.get_deterministic_debug_mode()]
+    dtype = tensors.DTYPE_NUMBERS[torch.get_default_dtype()]
+    return [wire.SETTINGS, dtype, precision, torch.get_deterministic_debug_mode()]
 
 
 def _sending_settings(original: Any) -> Any:

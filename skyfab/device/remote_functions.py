@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -91,7 +90,7 @@ class _RemoteIterator(Iterator[Any]):
     def __init__(self, stream: DeviceStream, ident: int) -> None:
         self._stream = stream
         self._ident = ident
-        self._waiting: deque[tuple[Future[Any], int]] = deque()
+        self._waiting: deque[tuple[Batch, int]] = deque()
         """Requests, and the first ids of their values."""
         self._values: deque[Any] = deque()
         self._is_over = False
@@ -105,40 +104,27 @@ class _RemoteIterator(Iterator[Any]):
             self._receive()
         return self._values.popleft()
 
+    def _ask(self) -> None:
+        first = tensors.new_block()
+        with self._stream.link.guard:
+            self._waiting.append((self._stream.start([wire.NEXT, self._ident, first]), first))
+
     def _receive(self) -> None:
         """Waits for more values."""
-        future, first = self._waiting[0]
-        self._stream.wait(future.done, find_call_site())
+        batch, first = self._waiting[0]
+        self._stream.wait(lambda: batch.done or self._stream.is_lost, find_call_site())
         try:
-            batch = future.result(0)
+            if batch.document is None:
+                self._stream.check()
             with self._stream.link.guard:
                 self._values.extend(tensors.restore(batch.value(), first, self._stream.index))
                 self._waiting.popleft()  # not before: Ctrl-C may end the wait
-        except TimeoutError:
-            self._stream.check()
-            raise
         except Exception as error:
             self.close()
             self._stream.consume(error)
             raise
         if batch.document.get("over"):
             self._end()
-
-    def _ask(self) -> None:
-        future: Future[Any] = Future()
-        first = tensors.new_block()
-
-        def arrived(batch: Batch, error: Exception | None) -> None:
-            try:
-                if error is not None:
-                    raise error
-                future.set_result(batch)
-            except Exception as found:
-                future.set_exception(found)
-
-        with self._stream.link.guard:
-            self._stream.ask_later([wire.NEXT, self._ident, first], arrived)
-            self._waiting.append((future, first))
 
     def close(self) -> None:
         """Ends the generator on the host. It yields nothing more."""

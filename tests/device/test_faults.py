@@ -47,7 +47,6 @@ def steps(device: Any, count: int, between: Callable[[int], None] = lambda _: No
 # ---- errors of operations
 
 
-@pytest.mark.slow
 def test_wrong_shapes_and_dtypes_are_errors_at_once(device: Any, syncs: Callable[[], int]) -> None:
     before = syncs()
     with pytest.raises(RuntimeError, match="reduction dim"):
@@ -59,21 +58,17 @@ def test_wrong_shapes_and_dtypes_are_errors_at_once(device: Any, syncs: Callable
     assert syncs() == before
 
 
-def test_a_failure_there_names_the_operation_and_the_line(device: Any) -> None:
+def test_an_error_names_operator_shapes_host_and_line(device: Any, remote_pool: sky.Compute) -> None:
     table = torch.zeros(3, 4, device=device)
     index = torch.tensor([7]).to(device)
-    found, place = table[index], line()
-    with pytest.raises(sky.DeviceError) as caught:
+    found, called_at = table[index], line()
+    with pytest.raises(sky.DeviceError, match="index 7 is out of bounds") as caught:
         found.cpu()
-    text = str(caught.value)
-    assert "index" in text
-    assert "float32[3, 4], int64[1]" in text
-    assert f"{__file__}:{place}" in text
-    assert "out of bounds" in text
-    assert caught.value.host
+    expected = f"index.Tensor(float32[3, 4], int64[1]) at {__file__}:{called_at} failed: "
+    assert str(caught.value).startswith(f"{remote_pool.hosts[0].name}: {expected}")
 
 
-def test_after_a_failure_everything_is_as_if_the_program_had_stopped_there(device: Any) -> None:
+def test_after_an_error_tensors_are_as_if_the_program_had_stopped_there(device: Any) -> None:
     from skyfab.device import tensors
 
     kept = torch.zeros(3, device=device)
@@ -102,7 +97,7 @@ def test_after_a_failure_everything_is_as_if_the_program_had_stopped_there(devic
         lambda y: y.index_fill_(0, torch.tensor([7]).to(y.device), 0.0),  # it is the one that fails
     ],
 )
-def test_after_a_failure_what_autograd_has_recorded_and_the_host_not_done_is_an_error(device: Any, change: Any) -> None:
+def test_after_an_error_what_autograd_has_recorded_and_the_host_not_done_is_an_error(device: Any, change: Any) -> None:
     """With gradients of the change, and without its values, `backward` would be silently wrong."""
     from skyfab.device import tensors
 
@@ -326,7 +321,8 @@ def test_skyfab_does_not_import_torch() -> None:
 
 
 def test_a_host_with_another_torch_is_refused(remote_pool: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.1.0")
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
     fresh = sky.Compute([remote_pool.hosts[0].host], ui="none")
-    with fresh, pytest.raises(sky.HostUnfit, match=r"2\.1\.0"):
+    with fresh, pytest.raises(sky.HostUnfit, match=r"2\.7\.1.*major and minor version must be equal") as caught:
         fresh.device("cpu")
+    assert "torch==2.7.1" in str(caught.value.hint)

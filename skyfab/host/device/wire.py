@@ -60,14 +60,13 @@ SEND: Final = -21
 RECEIVE: Final = -22
 """id of a channel, number of the copy, id of a tensor, its shape, strides and dtype if it is a new one (else None),
 shape and dtype of what comes, and its size in bytes."""
-DEFAULT: Final = -24
-"""dtype: that of new tensors and results for which the program names none."""
 SETTINGS: Final = -25
-"""precision of products of float32 or an empty string, mode of deterministic algorithms: as in the program."""
+"""default dtype, precision of products of float32 or an empty string, mode of deterministic algorithms: as in the
+program."""
 
 BLOCK: Final = 1 << 20
 """Ids in a block: for results of which only the host knows how many tensors they have."""
-REMEMBERED: Final = frozenset((VIEW, FREE, PLAN, GENERATOR, FORGET, SEND, RECEIVE, RESUME, DEFAULT, SETTINGS))
+REMEMBERED: Final = frozenset((VIEW, FREE, PLAN, GENERATOR, FORGET, SEND, RECEIVE, RESUME, SETTINGS))
 """Instructions that are executed after an error too, and change no values then: both sides remember their ids; the
 other end of a channel learns that a copy does not take place."""
 

@@ -46,9 +46,11 @@ class Executor:
         """Why instructions are not executed; None if they are."""
         self._reply: Any = None
         self._buffers: list[memoryview] = []
-        self._handlers: dict[int, Callable[[Sequence[Any], Sequence[memoryview]], None]] = {
+        """Bytes of the reply."""
+        self._uploads: Sequence[memoryview] = ()
+        """Bytes that came with the batch."""
+        self._handlers: dict[int, Callable[[Sequence[Any]], None]] = {
             wire.RESUME: self._resume,
-            wire.DEFAULT: self._default_dtype,
             wire.SETTINGS: self._set,
             wire.VIEW: self._view,
             wire.FREE: self._free,
@@ -78,7 +80,7 @@ class Executor:
 
     def execute(self, batch: Sequence[Sequence[Any]], buffers: Sequence[memoryview]) -> codec.Payload:
         """Executes a batch. The reply is empty, or what the last instruction that replies has to say."""
-        self._reply, self._buffers = None, []
+        self._reply, self._buffers, self._uploads = None, [], buffers
         plans, tensors = self._plans, self._tensors
         at = 0
         with torch.no_grad():
@@ -86,7 +88,7 @@ class Executor:
                 try:
                     number = instruction[0]
                     if number < 0:
-                        self._handle(number, instruction, buffers)
+                        self._handle(number, instruction)
                     elif self._failure is None:
                         plan = plans[number]
                         result = plan.call(instruction) if plan.checked else plan.check(instruction, tensors)
@@ -106,12 +108,13 @@ class Executor:
                         self._reply, self._buffers = {"error": self._describe(error, instruction, at)}, []
                     tensors.lose(self._outputs(instruction), self._failure)
                     error.__traceback__ = None
+        self._uploads = ()
         data = b"" if self._reply is None else wire.encode(self._reply)
         return codec.Payload(data, self._buffers)
 
-    def _handle(self, code: int, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _handle(self, code: int, instruction: Sequence[Any]) -> None:
         if self._failure is None or code in wire.REMEMBERED:
-            self._handlers[code](instruction, buffers)
+            self._handlers[code](instruction)
         else:
             self._tensors.lose(self._outputs(instruction), self._failure)
 
@@ -152,7 +155,7 @@ class Executor:
             return (instruction[3],) if instruction[4] is None else ()
         return (instruction[1],) if code == wire.UPLOAD else ()
 
-    def _resume(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _resume(self, instruction: Sequence[Any]) -> None:
         _, text, changes = instruction
         failure, self._failure = self._failure or Failure(text), None
         failure.text = text
@@ -160,14 +163,14 @@ class Executor:
 
     # ---- plans
 
-    def _plan(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _plan(self, instruction: Sequence[Any]) -> None:
         _, number, name, args, kwargs, layouts = instruction
         self._plans[number] = WorkerPlan(self._scope, name, args, kwargs, layouts, first=1)
 
-    def _forget(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _forget(self, _: Sequence[Any]) -> None:
         self._plans.clear()
 
-    def _dynamic(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _dynamic(self, instruction: Sequence[Any]) -> None:
         _, name, args, kwargs, operands, ident = instruction
         result = WorkerPlan(self._scope, name, args, kwargs, (), first=0).call(operands)
         self._reply = {"value": self._keep(result, ident)}
@@ -178,25 +181,24 @@ class Executor:
         self._tensors.update(enumerate(bases, first))
         return document
 
-    def _default_dtype(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
-        torch.set_default_dtype(DTYPES[instruction[1]])
+    def _set(self, instruction: Sequence[Any]) -> None:
+        _, dtype, precision, mode = instruction
+        torch.set_default_dtype(DTYPES[dtype])
+        if precision:
+            torch.set_float32_matmul_precision(precision)
+        torch.set_deterministic_debug_mode(mode)
 
-    def _set(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
-        if instruction[1]:
-            torch.set_float32_matmul_precision(instruction[1])
-        torch.set_deterministic_debug_mode(instruction[2])
-
-    def _hello(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _hello(self, _: Sequence[Any]) -> None:
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
         self._reply = {"value": {"torch": torch.__version__, "name": name}}
 
     # ---- tensors
 
-    def _view(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _view(self, instruction: Sequence[Any]) -> None:
         _, ident, base, *layout = instruction
         self._tensors.view(ident, base, tuple(layout))
 
-    def _free(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _free(self, instruction: Sequence[Any]) -> None:
         for ident in instruction[1:]:
             for each in (ident,) if ident > 0 else self._of_block(-ident):
                 self._tensors.free(each)
@@ -210,29 +212,29 @@ class Executor:
         block = range(first, first + wire.BLOCK)
         return [ident for ident in (*self._tensors, *self._iterators) if ident in block]
 
-    def _empty(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _empty(self, instruction: Sequence[Any]) -> None:
         _, ident, shape, strides, dtype = instruction
         self._tensors[ident] = torch.empty_strided(shape, strides, dtype=DTYPES[dtype], device=self._device)
 
-    def _make(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _make(self, instruction: Sequence[Any]) -> None:
         _, ident, shape, dtype, number = instruction
-        data = torch.frombuffer(buffers[number], dtype=torch.uint8).view(DTYPES[dtype]).view(shape)
+        data = torch.frombuffer(self._uploads[number], dtype=torch.uint8).view(DTYPES[dtype]).view(shape)
         self._tensors[ident] = data.to(self._device)
 
-    def _upload(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _upload(self, instruction: Sequence[Any]) -> None:
         _, ident, number = instruction
         tensor = self._tensors[ident]
         if tensor.numel():
-            data = torch.frombuffer(buffers[number], dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+            data = torch.frombuffer(self._uploads[number], dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
             tensor.copy_(data)
 
-    def _fetch(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _fetch(self, instruction: Sequence[Any]) -> None:
         for ident in instruction[1:]:
             tensor = self._tensors[ident]
             self._buffers.append(bytes_of(tensor))
         self._reply = {"value": None}
 
-    def _sync(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _sync(self, _: Sequence[Any]) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._reply = {"value": None, **self._tensors.usage(self._device)}
@@ -251,43 +253,43 @@ class Executor:
             else torch.default_generator
         )
 
-    def _make_generator(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _make_generator(self, instruction: Sequence[Any]) -> None:
         self._generators[instruction[1]] = torch.Generator(self._device)
 
-    def _seed(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _seed(self, instruction: Sequence[Any]) -> None:
         _, seed, ident = instruction
         self._default_generator(ident).manual_seed(seed)
 
-    def _state(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _state(self, instruction: Sequence[Any]) -> None:
         generator = self._default_generator(instruction[1])
         if len(instruction) > 2:
-            generator.set_state(torch.frombuffer(buffers[instruction[2]], dtype=torch.uint8).clone())
+            generator.set_state(torch.frombuffer(self._uploads[instruction[2]], dtype=torch.uint8).clone())
         else:
             self._buffers.append(bytes_of(generator.get_state()))
             self._reply = {"value": None}
 
     # ---- other devices
 
-    def _listen(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _listen(self, instruction: Sequence[Any]) -> None:
         self._reply = {"value": self._channels.listen(instruction)}
 
-    def _connect(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _connect(self, instruction: Sequence[Any]) -> None:
         self._reply = {"value": self._channels.connect(instruction)}
 
-    def _send(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _send(self, instruction: Sequence[Any]) -> None:
         self._channels.send(instruction, self._failure.text if self._failure else "")
 
-    def _receive(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _receive(self, instruction: Sequence[Any]) -> None:
         self._channels.receive(instruction, is_wanted=self._failure is None)
         if self._failure is not None:
             self._tensors.lose(self._outputs(instruction), self._failure)
 
     # ---- remote functions
 
-    def _run(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _run(self, instruction: Sequence[Any]) -> None:
         _, ident, *numbers = instruction
         with torch.enable_grad(), own_defaults():
-            function, args, kwargs = _unpickled(numbers, buffers)
+            function, args, kwargs = self._unpickled(numbers)
             result = function(*args, **kwargs)
         if isinstance(result, types.GeneratorType):
             self._iterators[ident] = RunningGenerator(result)
@@ -295,7 +297,7 @@ class Executor:
         else:
             self._reply = {"value": self._keep(result, ident)}
 
-    def _next(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _next(self, instruction: Sequence[Any]) -> None:
         _, iterator, ident = instruction
         found = self._iterators.get(iterator)  # None: it is over, and this was asked for ahead
         values, over = found.next() if found is not None else ([], True)
@@ -303,10 +305,15 @@ class Executor:
             self._iterators.pop(iterator, None)
         self._reply = {"value": self._keep(values, ident), "over": over}
 
-    def _module(self, instruction: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+    def _module(self, instruction: Sequence[Any]) -> None:
         _, digest, *numbers = instruction
-        composite_host.MODULES[digest] = _unpickled(numbers, buffers)
+        composite_host.MODULES[digest] = self._unpickled(numbers)
         self._reply = {"value": None}
+
+    def _unpickled(self, numbers: Sequence[int]) -> Any:
+        """What was pickled into these buffers of the batch."""
+        data, *buffers = (self._uploads[number] for number in numbers)
+        return codec.loads(data, buffers)
 
     # ---- calls between batches
 
@@ -320,12 +327,6 @@ class Executor:
 
     def tensor(self, ident: int) -> torch.Tensor:
         return self._tensors[ident].detach()
-
-
-def _unpickled(numbers: Sequence[int], buffers: Sequence[memoryview]) -> Any:
-    """What was pickled into these buffers."""
-    data, *beside = (buffers[number] for number in numbers)
-    return codec.loads(data, beside)
 
 
 _EXECUTORS: Final[dict[str, Executor]] = {}

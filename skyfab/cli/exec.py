@@ -50,7 +50,7 @@ def exec_(
     with asking(chosen, found, show=True) as asker:
 
         def run(host: Host) -> int:
-            arguments = {"line": line, "workdir": folders.of(host).told, "variables": dict(host.env)}
+            arguments = {"line": line, "workdir": folders.of(host).sent, "variables": dict(host.env)}
             show = functools.partial(_show, asker.events)
             return asker.ask_one(Question("command", show, arguments), host)
 

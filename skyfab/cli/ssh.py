@@ -78,7 +78,7 @@ def _of_project(host: Host, command: str) -> InteractiveShell:
         otherwise = f"{host.name}: the environment of this project is not there yet; {hint}"
     return InteractiveShell(
         host=host,
-        folder=Workdirs(settings.workdir).of(host).told or "~",
+        folder=Workdirs(settings.workdir).of(host).sent or "~",
         programs=programs,
         otherwise=otherwise,
         setup="\n".join(filter(None, (host.setup, image.setup))),

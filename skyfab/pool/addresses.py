@@ -44,15 +44,18 @@ class Candidates:
     def __init__(self, nodes: Sequence[Node]) -> None:
         """Raises ProtocolError for an invalid address."""
         self._nodes = nodes
-        self._told = {node: _told(node) for node in nodes}
+        self._reported = {node: _reported(node) for node in nodes}
         self._machines = {node: _host_info(node) for node in nodes}
         """The machine of each node. Two hosts may be the same machine; then they may share addresses."""
         self._owners: dict[str, set[object]] = {}
         for node in nodes:
-            for one in self._told[node]:
+            for one in self._reported[node]:
                 self._owners.setdefault(one.address, set()).add(self._machines[node])
         self._preferred = {
-            one.network for node in nodes for one in self._told[node] if one.interface and one.interface == _named(node)
+            one.network
+            for node in nodes
+            for one in self._reported[node]
+            if one.interface and one.interface == _named(node)
         }
         """Networks of the interfaces that the inventory names. Preferred also on hosts without a named interface."""
         self._options = {node: self._of(node) for node in nodes}
@@ -73,7 +76,7 @@ class Candidates:
         named = _named(node)
         found = [
             one
-            for one in self._told[node]
+            for one in self._reported[node]
             if (not named or one.interface == named) and _is_public(one) and len(self._owners[one.address]) == 1
         ]
         return sorted(found, key=lambda one: one.network not in self._preferred)[:_MOST]
@@ -108,12 +111,12 @@ class Candidates:
         if self.of(node):
             return None
         named = _named(node)
-        told = ", ".join(f"{one}{self._why_not(one)}" for one in self._told[node]) or node.agent.address
-        if named and all(one.interface != named for one in self._told[node]):
-            message = f"its interface {named}, which the inventory names, has no address; it has {told}"
+        reported = ", ".join(f"{one}{self._why_not(one)}" for one in self._reported[node]) or node.agent.address
+        if named and all(one.interface != named for one in self._reported[node]):
+            message = f"its interface {named}, which the inventory names, has no address; it has {reported}"
             hint = f"interface = … under [hosts.{node.name}] names one that `ip address` shows there"
         else:
-            message = f"it has no address at which other hosts could find it: {told}"
+            message = f"it has no address at which other hosts could find it: {reported}"
             hint = (
                 "a network of their own between the hosts, a VPN for instance, gives each an address; "
                 "without plugins that need one, @ needs none"
@@ -121,7 +124,7 @@ class Candidates:
         return PeersUnreachable(message, host=node.name, hint=hint)
 
     def _why_not(self, one: Address) -> str:
-        twins = [node.name for node in self._nodes if any(each.address == one.address for each in self._told[node])]
+        twins = [node.name for node in self._nodes if any(each.address == one.address for each in self._reported[node])]
         if not _is_public(one):
             return ", which leads to itself"
         return f", which {' and '.join(twins[:3])} have" if len(self._owners[one.address]) > 1 else ""
@@ -143,7 +146,7 @@ def _is_public(one: Address) -> bool:
     return found.version == 4 or not found.is_link_local  # IPv6 link-local addresses need an interface name
 
 
-def _told(node: Node) -> list[Address]:
+def _reported(node: Node) -> list[Address]:
     """A host's addresses: first the one that this machine connected to, then IPv4, then IPv6."""
     agent = node.agent
     check_addresses(agent, node.name)

@@ -58,7 +58,7 @@ class Broadcast:
         self.gang: Gang | None = None
         """The gang that runs it, once it has begun."""
         self._ended = ended
-        self._told: Callable[[BaseException | None], None] = lambda error: None
+        self._on_end: Callable[[BaseException | None], None] = lambda error: None
         self._spare = 0
         """Members that may still be lost."""
         self._results: list[Any] = []
@@ -72,10 +72,10 @@ class Broadcast:
 
     # ---- beginning
 
-    def begin(self, gang: Gang, told: Callable[[BaseException | None], None]) -> None:
-        """Sends it to every rank. `told` is called with the error, or None, before the future is resolved."""
+    def begin(self, gang: Gang, on_end: Callable[[BaseException | None], None]) -> None:
+        """Sends it to every rank. `on_end` is called with the error, or None, before the future is resolved."""
         size = len(gang.members)
-        self._told = told
+        self._on_end = on_end
         self._spare = 0 if self._min_hosts is None else size - self._min_hosts
         self._results = [None] * size
         self._open = set(range(size))
@@ -88,7 +88,7 @@ class Broadcast:
     def _start(self, member: Member, *, shared: bool) -> None:
         store: Literal["all", "repeated"] = "all" if shared else "repeated"
         try:
-            member.node.call(member.worker, member.plan, self.call, caller=_RankCall(self, member), store=store)
+            member.node.call(member.worker, member.spec, self.call, caller=_RankCall(self, member), store=store)
         except SkyfabError as error:
             self.note(member, error, failed=True)
 
@@ -101,7 +101,7 @@ class Broadcast:
     def is_wanted(self) -> bool:
         return not self._stopping and not self.future.cancelled()
 
-    def places(self) -> list[tuple[Node, str, int | None]]:
+    def processes(self) -> list[tuple[Node, str, int | None]]:
         """Node, worker and rank of each of its processes, once it has begun."""
         return [] if self.gang is None else [(member.node, member.worker, member.rank) for member in self.gang.members]
 
@@ -146,7 +146,7 @@ class Broadcast:
     def fail(self, error: BaseException) -> None:
         """Ends it without a result."""
         self._ended(self)
-        self._told(error)
+        self._on_end(error)
         self.future.settle(None, error)
         self.future.on_cancel = None
 
@@ -172,7 +172,7 @@ class Broadcast:
             self._timer.cancel()
         if not self._failures:
             self._ended(self)
-            self._told(None)
+            self._on_end(None)
             self.future.settle(self._results)
             self.future.on_cancel = None
             return
@@ -291,7 +291,7 @@ class Broadcasts:
             self.add(broadcast, lambda: self._begin_on(broadcast, nodes, attempt, jobs))
             broadcast.future.pool = pool
             if call.stall is not None:
-                watch(broadcast.future, broadcast.places, call.stall, call.label, self._events)
+                watch(broadcast.future, broadcast.processes, call.stall, call.label, self._events)
             return broadcast.future
 
         if elastic is not None:

@@ -319,7 +319,7 @@ class Compute(ShownAsTable):
             started = self._devices.start(found, call, node, tree, timeout=timeout, keep=keep)
         started.future.pool = self
         if call.function.stall is not None:
-            watch(started.future, started.places, call.function.stall, call.function.label, self.events)
+            watch(started.future, started.processes, call.function.stall, call.function.label, self.events)
         return started.future
 
     def _pack_solo(self, call: Call[Any], node: Node | None) -> PackedCall | DeviceStream:
@@ -405,8 +405,10 @@ class Compute(ShownAsTable):
         packed = pack_function(fn, self._images.plugins)
         self._sync_tree()
         slots = sum(node.host.slots for node in self.hosts)
-        told = self.events.progress(fn.label, len(calls))
-        future = MapCall(self._scheduler, packed, calls, slots=slots, timeout=self._timeout_of(fn), told=told).start()
+        progress = self.events.progress(fn.label, len(calls))
+        future = MapCall(
+            self._scheduler, packed, calls, slots=slots, timeout=self._timeout_of(fn), progress=progress
+        ).start()
         return wait_for(future, self.hosts, self.events.waiting)
 
     def put(self, obj: T) -> Ref[T]:
@@ -484,7 +486,7 @@ class Compute(ShownAsTable):
 
     def _sync_tree(self) -> str:
         """Syncs the project's files to every host; returns the tree's digest."""
-        return self._sync.digest(self._scheduler.replan)
+        return self._sync.digest(self._scheduler.use_tree)
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):

@@ -42,14 +42,14 @@ class Detacher:
 
         self._start(go, tree)
 
-    def start_one(self, plan: Callable[[Node, str], WorkerSpec], tree: Tree | None, call: PackedCall) -> None:
+    def start_one(self, spec_of: Callable[[Node, str], WorkerSpec], tree: Tree | None, call: PackedCall) -> None:
         """Starts a call on one host. Raises as `start_gang` does."""
 
         def go() -> None:
             (node,) = self._nodes
             self._describe([[0]], world=1, on="one", elastic=False)
             caller = _Detached(self._failures)
-            node.call("solo.0", plan(node, call.tree), call, caller=caller)
+            node.call("solo.0", spec_of(node, call.tree), call, caller=caller)
             node.session.wait(lambda: caller.is_sent or bool(self._failures))
 
         self._start(go, tree)
@@ -96,7 +96,7 @@ class Detacher:
                 "hosts": [each.name for each in self._nodes],
                 "place": place,
                 "ranks": list(ranks),
-                "workdir": node.workdir.told,
+                "workdir": node.workdir.sent,
                 "python": node.agent.executable,
                 **more,
             }

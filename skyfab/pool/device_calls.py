@@ -60,7 +60,7 @@ class DeviceCall:
     def begin(self, events: Events) -> None:
         self._ended = events.call(self._label, self._node.name)
 
-    def places(self) -> list[tuple[Node, str, int | None]]:
+    def processes(self) -> list[tuple[Node, str, int | None]]:
         """Node, worker and rank (None) where it runs."""
         return [(self._node, self._worker, None)]
 

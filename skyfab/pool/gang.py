@@ -21,13 +21,13 @@ from skyfab.pool.rendezvous import Rendezvous, RendezvousFinder
 class Member:
     """One rank, and the node and worker that run it."""
 
-    __slots__ = ("_gang", "node", "plan", "rank", "shown_rank", "worker")
+    __slots__ = ("_gang", "node", "rank", "shown_rank", "spec", "worker")
 
-    def __init__(self, gang: Gang, node: Node, worker: str, plan: WorkerSpec, rank: int) -> None:
+    def __init__(self, gang: Gang, node: Node, worker: str, spec: WorkerSpec, rank: int) -> None:
         self._gang = gang
         self.node = node
         self.worker = worker
-        self.plan = plan
+        self.spec = spec
         self.rank = rank
         self.shown_rank = None if gang.spec.elastic_agents else rank
         """None in an elastic gang: there a worker has several ranks, which may change."""
@@ -75,14 +75,14 @@ class Gang:
         common = {
             "total_nodes": len(spec.nodes),
             "world_size": sum(spec.ranks),
-            "head_addr": rendezvous.places[0].address,
+            "head_addr": rendezvous.addresses[0].address,
             "head_port": rendezvous.port,
             "total_accelerators": sum(len(node.gpus) for node in spec.nodes),
-            "peers": [place.address for place in rendezvous.places],
+            "peers": [address.address for address in rendezvous.addresses],
             "job_id": job,
             "attempt": spec.attempt,
         }
-        for place, node, local_world in zip(rendezvous.places, spec.nodes, spec.ranks, strict=True):
+        for address, node, local_world in zip(rendezvous.addresses, spec.nodes, spec.ranks, strict=True):
             for local in range(1 if spec.elastic_agents else local_world):
                 info = {
                     **common,
@@ -93,7 +93,7 @@ class Gang:
                     "hostname": node.agent.hostname,
                     "accelerators": len(node.gpus),
                 }
-                ours = {**rank_env(info, node, place.interface), **env(node.host)}
+                ours = {**rank_env(info, node, address.interface), **env(node.host)}
                 port = 0 if self.members else rendezvous.port
                 worker = WorkerSpec(tree=spec.tree, env=ours, info=info, port=port, plain=spec.plain)
                 self.members.append(Member(self, node, f"{name}.{local}", worker, len(self.members)))

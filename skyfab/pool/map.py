@@ -45,9 +45,9 @@ class MapCall:
         *,
         slots: int,
         timeout: float | None,
-        told: Callable[[int, bool], None],
+        progress: Callable[[int, bool], None],
     ) -> None:
-        """`told` is called with the number of items that have a result, now and then, and whether the map failed."""
+        """`progress` is called now and then with how many items have a result, and whether the map failed."""
         self.future = CallFuture()
         self.future.label = calls[0].function.label if calls else ""
         self.future.on_cancel = self._cancel
@@ -65,7 +65,7 @@ class MapCall:
         """Largest group. With a timeout, which applies to one item, every item is a call of its own."""
         self._running: set[Task] = set()
         self._failed = False
-        self._told = told
+        self._progress = progress
         self._tell_at = 0.0
 
     def start(self) -> CallFuture:
@@ -127,7 +127,7 @@ class MapCall:
             self._size = self._worthwhile(count, spent, now - task.started)
         if done or now >= self._tell_at:
             self._tell_at = now + _PACE
-            self._told(len(self._calls) - self._left, False)
+            self._progress(len(self._calls) - self._left, False)
         if done:
             self.future.settle(self._results)
             return
@@ -147,12 +147,12 @@ class MapCall:
         with self._lock:
             first, self._failed = not self._failed, True
         if first:
-            self._told(len(self._calls) - self._left, True)
+            self._progress(len(self._calls) - self._left, True)
             self.future.settle(None, error)
             self._stop()
 
     def _cancel(self) -> None:
-        self._told(len(self._calls) - self._left, True)
+        self._progress(len(self._calls) - self._left, True)
         self._stop()
 
     def _stop(self) -> None:

@@ -248,7 +248,7 @@ class Node(ShownAsTable):
     def call(
         self,
         worker: str,
-        plan: WorkerSpec,
+        spec: WorkerSpec,
         call: PackedCall,
         *,
         caller: Caller,
@@ -277,7 +277,7 @@ class Node(ShownAsTable):
             with self._lock:
                 wanted = caller.is_wanted()
                 if wanted:
-                    generation = self._worker(worker, plan)
+                    generation = self._worker(worker, spec)
                     self._send_function(function, names)
                     parts, inline = parts_of(arguments, names)
                     head = messages.Call.head(
@@ -296,11 +296,11 @@ class Node(ShownAsTable):
         self._store(content, go, caller.failed)
         return 0
 
-    def begin(self, worker: str, plan: WorkerSpec, call: PackedCall) -> Reply:
+    def begin(self, worker: str, spec: WorkerSpec, call: PackedCall) -> Reply:
         """Starts a small call, whose reply this thread will read. Raises HostLost."""
         data = call.arguments.data
         with self._lock:
-            self._worker(worker, plan)
+            self._worker(worker, spec)
             self._send_function(call.function, {})
             head = messages.Call.head(
                 worker=worker, function=call.function.digest, parts=(len(data),), timeout=call.timeout
@@ -324,28 +324,28 @@ class Node(ShownAsTable):
             if self._workers.pop(worker, None) is not None:
                 self.session.send(messages.StopWorker(worker=worker))
 
-    def _worker(self, worker: str, plan: WorkerSpec) -> int:
+    def _worker(self, worker: str, spec: WorkerSpec) -> int:
         """Starts a process for the spec, unless the worker has one already. Returns its generation."""
         current = self._workers.get(worker)
-        if current is not None and (current[0] is plan or current[0] == plan):
+        if current is not None and (current[0] is spec or current[0] == spec):
             return current[1]
         self._generation += 1
         self.session.send(
             messages.Spawn(
                 worker=worker,
                 generation=self._generation,
-                tree=plan.tree,
-                env=dict(plan.env),
-                info=dict(plan.info),
-                port=plan.port,
-                workdir=self.workdir.told,
+                tree=spec.tree,
+                env=dict(spec.env),
+                info=dict(spec.info),
+                port=spec.port,
+                workdir=self.workdir.sent,
                 include=not self.workdir.callers,
-                pipelined=plan.pipelined,
-                reported=plan.reported,
-                plain=plan.plain,
+                pipelined=spec.pipelined,
+                reported=spec.reported,
+                plain=spec.plain,
             )
         )
-        self._workers[worker] = (plan, self._generation)
+        self._workers[worker] = (spec, self._generation)
         return self._generation
 
     def _send_function(self, function: PackedFunction, names: Mapping[int, str]) -> None:

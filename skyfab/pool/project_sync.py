@@ -43,8 +43,8 @@ class ProjectSync:
             for _ in range(2):  # new folders are read, watched, and then read again
                 self._project.tree()
 
-    def digest(self, replan: Callable[[str], None]) -> str:
-        """Syncs every node; returns the tree's digest. `replan` is called with the digest if the tree is a new one.
+    def digest(self, use_tree: Callable[[str], None]) -> str:
+        """Syncs every node; returns the tree's digest. `use_tree` is called with the digest if the tree is a new one.
 
         Raises UsageError if the pool was closed meanwhile.
         """
@@ -60,7 +60,7 @@ class ProjectSync:
             while not all(results_of(for_each_host(functools.partial(_learns, tree), behind))):
                 tree = self._project.tree(anew=True)  # a file has changed since the tree was read
             self.tree = tree
-            replan(tree.digest)
+            use_tree(tree.digest)
         return tree.digest
 
     def take_back(self, node: Node, accept: Callable[[], None]) -> None:

@@ -31,7 +31,7 @@ class Rendezvous:
 
     port: int
     """The head's port. The head listens there already."""
-    places: tuple[Address, ...]
+    addresses: tuple[Address, ...]
     """For each node, the address that the others use."""
 
 
@@ -55,18 +55,20 @@ class RendezvousFinder:
 
     def arrange(self, nodes: Sequence[Node]) -> Rendezvous:
         """A rendezvous for a gang. If the network is "needed", raises PeersUnreachable, or a PoolError with several."""
-        places = self._again(nodes)
-        if places is None:
-            places = self._choose(nodes)
-            for node, place in zip(nodes, places, strict=True):
-                self._known[node.index] = (node.session, place)
+        addresses = self._again(nodes)
+        if addresses is None:
+            addresses = self._choose(nodes)
+            for node, address in zip(nodes, addresses, strict=True):
+                self._known[node.index] = (node.session, address)
         head = nodes[0]
-        return Rendezvous(_port(head, head.session.ask(Listen(address=places[0].address))), tuple(places))
+        return Rendezvous(_port(head, head.session.ask(Listen(address=addresses[0].address))), tuple(addresses))
 
     def _again(self, nodes: Sequence[Node]) -> list[Address] | None:
         known = [self._known.get(node.index) for node in nodes]
-        places = [one[1] for one, node in zip(known, nodes, strict=True) if one is not None and one[0] is node.session]
-        return places if len(places) == len(nodes) else None
+        addresses = [
+            one[1] for one, node in zip(known, nodes, strict=True) if one is not None and one[0] is node.session
+        ]
+        return addresses if len(addresses) == len(nodes) else None
 
     def _choose(self, nodes: Sequence[Node]) -> list[Address]:
         candidates = Candidates(nodes)
@@ -99,17 +101,17 @@ class _Search:
         answers = ask_all({node: Listen(word=word) for node, word in self._words.items()})
         self._ports = {node: _port(node, answer) for node, answer in answers.items()}
         try:
-            places = self._places()
-            self._check(places)
+            addresses = self._addresses()
+            self._check(addresses)
         finally:
             for node, port in self._ports.items():
                 try:
                     node.session.send(Unlisten(port=port))
                 except SkyfabError:
                     pass  # it is lost, and its port with it
-        return [places[node] for node in self._nodes]
+        return [addresses[node] for node in self._nodes]
 
-    def _places(self) -> dict[Node, Address]:
+    def _addresses(self) -> dict[Node, Address]:
         """Every host probes every address of the head. The one that most of them reach is used for all."""
         options = self._candidates.of(self._head)
         tried = self._reach({node: [(self._head, option) for option in options] for node in self._others})
@@ -125,18 +127,18 @@ class _Search:
             for node, found in tried.items()
             if found[at][0]
         )
-        places = {node: self._candidates.facing(node, options[at], found[at][1]) for node, found in tried.items()}
-        return {self._head: options[at], **places}
+        addresses = {node: self._candidates.facing(node, options[at], found[at][1]) for node, found in tried.items()}
+        return {self._head: options[at], **addresses}
 
-    def _check(self, places: Mapping[Node, Address]) -> None:
+    def _check(self, addresses: Mapping[Node, Address]) -> None:
         """Probes from the head to every host, and from every host to the next. Other pairs are not probed."""
-        asked = {self._head: [(node, places[node]) for node in self._others]}
+        asked = {self._head: [(node, addresses[node]) for node in self._others]}
         for node, after in zip(self._others, self._others[1:], strict=False):
-            asked[node] = [(after, places[after])]
+            asked[node] = [(after, addresses[after])]
         _raise(
-            self._apart(node, other, [(place, reason)])
+            self._apart(node, other, [(address, reason)])
             for node, found in self._reach(asked).items()
-            for (other, place), (reason, _) in zip(asked[node], found, strict=True)
+            for (other, address), (reason, _) in zip(asked[node], found, strict=True)
             if reason
         )
 
@@ -145,7 +147,7 @@ class _Search:
         answers = ask_all(
             {
                 node: ProbePeers(
-                    peers=[[place.address, str(self._ports[other]), self._words[other]] for other, place in wanted],
+                    peers=[[address.address, str(self._ports[other]), self._words[other]] for other, address in wanted],
                     timeout=TIMEOUT,
                 )
                 for node, wanted in asked.items()
@@ -155,10 +157,12 @@ class _Search:
 
     def _apart(self, node: Node, other: Node, tried: Sequence[tuple[Address, str]]) -> PeersUnreachable:
         if len(tried) == 1:
-            ((place, reason),) = tried
-            message = f"it cannot connect to {other.name} at {place}: {reason}"
+            ((address, reason),) = tried
+            message = f"it cannot connect to {other.name} at {address}: {reason}"
         else:
-            message = f"it cannot connect to {other.name}: " + "; ".join(f"{place} {reason}" for place, reason in tried)
+            message = f"it cannot connect to {other.name}: " + "; ".join(
+                f"{address} {reason}" for address, reason in tried
+            )
         here = self._candidates.of(node)[0].address
         return PeersUnreachable(
             message,

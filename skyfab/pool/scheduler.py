@@ -73,7 +73,7 @@ class Task:
         self.stream = 0
         self.started = 0.0
 
-    def places(self) -> list[tuple[Node, str, int | None]]:
+    def processes(self) -> list[tuple[Node, str, int | None]]:
         """Node, worker and rank (None) where it runs; empty if it is on no slot."""
         return [] if self.slot is None else [(self.slot.node, self.slot.worker, None)]
 
@@ -106,14 +106,14 @@ _RESERVED: Final = Task(
 class Slot:
     """One worker for solo calls on one node."""
 
-    __slots__ = ("answered", "given", "node", "plan", "tasks", "worker")
+    __slots__ = ("answered", "given", "node", "spec", "tasks", "worker")
 
-    def __init__(self, node: Node, worker: str, plan: WorkerSpec) -> None:
+    def __init__(self, node: Node, worker: str, spec: WorkerSpec) -> None:
         self.node = node
         self.worker = worker
-        self.plan = plan
+        self.spec = spec
         """The worker spec for the next call."""
-        self.given = plan
+        self.given = spec
         """The worker spec of the calls that it has."""
         self.tasks: list[Task] = []
         """Calls without a reply yet; the first one runs."""
@@ -132,7 +132,7 @@ class Slot:
 
     def may_prefetch(self, task: Task, now: float) -> bool:
         """Whether a call may wait behind the running one: it is small, in the same process, and that is not stuck."""
-        return task.call.arguments.size < _SMALL and self.given is self.plan and not self.is_stuck(now)
+        return task.call.arguments.size < _SMALL and self.given is self.spec and not self.is_stuck(now)
 
 
 _load = operator.attrgetter("load")
@@ -164,10 +164,10 @@ class Scheduler:
         self._slots = [Slot(node, f"solo.{number}", spec_of(node, "")) for number, node in numbered]
         self._spec_of = spec_of
 
-    def replan(self, tree: str) -> None:
+    def use_tree(self, tree: str) -> None:
         """The project changed: later calls need workers that import the new code."""
         for slot in self._slots:
-            slot.plan = self._spec_of(slot.node, tree)
+            slot.spec = self._spec_of(slot.node, tree)
 
     # ---- the fast path
 
@@ -187,7 +187,7 @@ class Scheduler:
             ended: Callable[[BaseException | None], None] | None = None
             try:
                 ended = self._started(call.label, host)
-                reply = slot.node.begin(slot.worker, slot.plan, call)
+                reply = slot.node.begin(slot.worker, slot.spec, call)
                 slot.node.session.await_reply(reply)
             except BaseException as error:
                 self._give_up(slot, reply)
@@ -301,7 +301,7 @@ class Scheduler:
             if not slot.tasks or (len(slot.tasks) < prefetch and slot.may_prefetch(task, now)):
                 del self._waiting[position]
                 slot.tasks.append(task)
-                slot.given = slot.plan
+                slot.given = slot.spec
                 task.slot, task.stream = slot, 0  # the stream number on another host is void
                 return task, slot
             if task.on is None:
@@ -313,7 +313,7 @@ class Scheduler:
         task.future.node = slot.node
         task.ended = self._started(task.call.label, slot.node.name)
         try:
-            slot.node.call(slot.worker, slot.plan, task.call, caller=task, each=task.each)
+            slot.node.call(slot.worker, slot.spec, task.call, caller=task, each=task.each)
         except SkyfabError as error:
             self.failed(task, error)
 

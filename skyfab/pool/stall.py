@@ -20,31 +20,33 @@ from skyfab.ui.events import Events, Stalled
 LOOKS: Final = 10
 """Samples within the stall time."""
 
-Place = tuple[Node, str, int | None]
+Process = tuple[Node, str, int | None]
 """Identifies a process: its node, worker name, and rank in a gang."""
 
 
-def watch(future: Future[Any], places: Callable[[], Sequence[Place]], stall: float, label: str, events: Events) -> None:
+def watch(
+    future: Future[Any], processes: Callable[[], Sequence[Process]], stall: float, label: str, events: Events
+) -> None:
     """Samples a call's processes until it ends. Emits `Stalled` when one has made no progress for `stall` seconds."""
-    stall_watch = _StallWatch(places, stall, label, events)
+    stall_watch = _StallWatch(processes, stall, label, events)
     over = threading.Event()
     Future.add_done_callback(future, lambda _: over.set())
     threading.Thread(target=stall_watch.run, args=(over,), name="skyfab-stall", daemon=True).start()
 
 
 class _StallWatch:
-    def __init__(self, places: Callable[[], Sequence[Place]], stall: float, label: str, events: Events) -> None:
-        self._places = places
+    def __init__(self, processes: Callable[[], Sequence[Process]], stall: float, label: str, events: Events) -> None:
+        self._processes = processes
         self._stall = stall
         self._label = label
         self._events = events
         self._stacks: dict[tuple[str, str], tuple[Stack, float]] = {}
         """The last stack of each process, and since when it has been the same."""
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     def run(self, over: threading.Event) -> None:
         while not over.wait(self._stall / LOOKS):
-            for node, worker, rank in self._places():
+            for node, worker, rank in self._processes():
                 try:
                     node.session.send(messages.DumpStacks(worker=worker), answer=self._hear(node, worker, rank))
                 except SkyfabError:
@@ -66,8 +68,8 @@ class _StallWatch:
         now = time.monotonic()
         stacks = dict(self._stacks)
         stuck = {key for key, (_, since) in stacks.items() if now - since >= self._stall}
-        if stuck and stuck != self._told:
+        if stuck and stuck != self._reported:
             text = "\n".join(describe(group) for group in groups([stack for stack, _ in stacks.values()]))
             host = stacks[min(stuck)][0].host
             self._events.emit(Stalled(host=host, function=self._label, seconds=self._stall, text=text))
-        self._told = stuck
+        self._reported = stuck

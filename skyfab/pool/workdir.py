@@ -29,7 +29,7 @@ _TIMEOUT: Final = 2.0
 class Workdir:
     """The working directory on one host."""
 
-    told: str = ""
+    sent: str = ""
     """As sent to the agent: a path, the name of a folder in its cache, or "" for a folder of the pool."""
     callers: bool = False
     """It is the caller's own folder, so `includes` need not be copied there."""
@@ -82,7 +82,7 @@ def tell_files(nodes: Sequence[_Node], inventory: Inventory, events: Events) -> 
     for node in waiting:
         node.session.wait(lambda node=node: node.name in answers, max(0.0, until - time.monotonic()))
         for written in answers.get(node.name, ()):
-            if written.workdir == node.workdir.told:
+            if written.workdir == node.workdir.sent:
                 events.emit(event(node.host, inventory, written))
 
 
@@ -105,4 +105,4 @@ def _failure(answers: dict[str, list[Written]], node: _Node) -> Callable[[Except
 
 def is_kept(node: _Node) -> bool:
     """Its working directory is on another machine, and is persistent."""
-    return bool(node.workdir.told) and node.host.transport != "local"
+    return bool(node.workdir.sent) and node.host.transport != "local"

@@ -48,7 +48,7 @@ class Stage:
     def __init__(self, ranks: int, **options: Any) -> None:
         self.nodes = [FakeNode(f"node{rank}") for rank in range(ranks)]
         members = [
-            SimpleNamespace(node=node, worker=f"gang1.{rank}", plan=None, rank=rank)
+            SimpleNamespace(node=node, worker=f"gang1.{rank}", spec=None, rank=rank)
             for rank, node in enumerate(self.nodes)
         ]
         self.gang: Any = SimpleNamespace(members=members, broken=False)
@@ -94,10 +94,10 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_the_result_is_that_of_each_rank_in_order() -> None:
     stage = Stage(3)
-    assert stage.call.places() == []
+    assert stage.call.processes() == []
     assert not stage.call.is_sent
     stage.begin()
-    assert stage.call.places() == [(node, f"gang1.{rank}", rank) for rank, node in enumerate(stage.nodes)]
+    assert stage.call.processes() == [(node, f"gang1.{rank}", rank) for rank, node in enumerate(stage.nodes)]
     for rank in (2, 0, 1):
         assert not stage.call.future.done()
         stage.answer(rank, f"rank {rank}")

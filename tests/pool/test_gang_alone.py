@@ -38,7 +38,7 @@ def spec(nodes: list[FakeNode], ranks: tuple[int, ...], **options: Any) -> GangS
 
 def gang_of(nodes: list[FakeNode], ranks: tuple[int, ...], interface: str = "", **options: Any) -> Gang:
     places = tuple(place(node.index, interface) for node in nodes)
-    rendezvous: Any = SimpleNamespace(port=4242, places=places)
+    rendezvous: Any = SimpleNamespace(port=4242, addresses=places)
     return Gang(spec(nodes, ranks, **options), rendezvous, lambda host: {"OF": host.name}, name="gang1", job="job")
 
 
@@ -61,23 +61,23 @@ def test_ranks_count_over_all_hosts() -> None:
         "attempt": 3,
         "accelerators": 2,
     }
-    assert [dict(member.plan.info) for member in gang.members] == [
+    assert [dict(member.spec.info) for member in gang.members] == [
         {**common, "node": 0, "rank": 0, "local_rank": 0, "local_world_size": 2, "hostname": "box0"},
         {**common, "node": 0, "rank": 1, "local_rank": 1, "local_world_size": 2, "hostname": "box0"},
         {**common, "node": 1, "rank": 2, "local_rank": 0, "local_world_size": 1, "hostname": "box1"},
     ]
-    assert [member.plan.tree for member in gang.members] == ["tree"] * 3
+    assert [member.spec.tree for member in gang.members] == ["tree"] * 3
     assert not gang.broken
 
 
 def test_the_first_rank_gets_the_port_that_its_host_holds() -> None:
     gang = gang_of([FakeNode(0), FakeNode(1)], (2, 1))
-    assert [member.plan.port for member in gang.members] == [4242, 0, 0]
+    assert [member.spec.port for member in gang.members] == [4242, 0, 0]
 
 
 def test_variables_are_those_of_torchrun() -> None:
     gang = gang_of([FakeNode(0), FakeNode(1)], (2, 1), interface="eth1", attempt=1)
-    assert dict(gang.members[1].plan.env) == {
+    assert dict(gang.members[1].spec.env) == {
         "MASTER_ADDR": "192.0.2.0",
         "MASTER_PORT": "4242",
         "WORLD_SIZE": "3",
@@ -102,7 +102,7 @@ def test_variables_are_those_of_torchrun() -> None:
 
 
 def test_a_rank_alone_on_its_host_may_use_all_cores_and_named_gpus() -> None:
-    env = gang_of([FakeNode(0, gpus=(1, 3))], (1,)).members[0].plan.env
+    env = gang_of([FakeNode(0, gpus=(1, 3))], (1,)).members[0].spec.env
     assert "OMP_NUM_THREADS" not in env
     assert "GLOO_SOCKET_IFNAME" not in env
     assert env["CUDA_VISIBLE_DEVICES"] == "1,3"
@@ -111,7 +111,7 @@ def test_a_rank_alone_on_its_host_may_use_all_cores_and_named_gpus() -> None:
 def test_an_elastic_host_has_one_process_for_all_its_ranks() -> None:
     gang = gang_of([FakeNode(0), FakeNode(1)], (2, 2), elastic_agents=True)
     assert [member.worker for member in gang.members] == ["gang1.0", "gang1.0"]
-    assert gang.members[1].plan.info["world_size"] == 4
+    assert gang.members[1].spec.info["world_size"] == 4
 
 
 def test_releasing_a_gang_ends_its_processes_and_minds_no_lost_host() -> None:
@@ -132,7 +132,7 @@ class FakeFinder:
 
     def arrange(self, nodes: Any) -> Any:
         self.asked += 1
-        return SimpleNamespace(port=4242, places=tuple(place(node.index) for node in nodes))
+        return SimpleNamespace(port=4242, addresses=tuple(place(node.index) for node in nodes))
 
 
 @pytest.fixture

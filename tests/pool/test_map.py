@@ -41,7 +41,7 @@ class Stage:
             calls,
             slots=slots,
             timeout=timeout,
-            told=lambda done, failed: self.told.append((done, failed)),
+            progress=lambda done, failed: self.told.append((done, failed)),
         )
         self.future = self.call.start()
 

@@ -73,7 +73,7 @@ class Stage:
         self.events = Events()
         self.unsubscribe = self.events.subscribe(self.found.append)
         workdirs: Any = SimpleNamespace(of=lambda host: f"folder of {host.name}")
-        scheduler: Any = SimpleNamespace(advance=self._advance)
+        scheduler: Any = SimpleNamespace(advance=self._advance, untrusted=False)
         sync: Any = SimpleNamespace(take_back=None)
         timing = Timing(lease=60, heartbeat_timeout=10)
         self.owner = Nodes(self.images, workdirs, timing, self.events, scheduler, sync)  # type: ignore[arg-type]
@@ -210,7 +210,7 @@ def test_each_host_gets_a_node_with_a_session_and_a_working_folder(stage: Stage)
     images, nodes = stage.images, stage.owner
     inventory = sky.Inventory.of(None)
     nodes.recovery.close()
-    made = nodes.make_nodes([sky.Host(name="a"), sky.Host(name="b")], inventory)
+    made = nodes.make_nodes([sky.Host(name="a"), sky.Host(name="b")], inventory, lambda host: pytest.fail("reached"))
     assert not nodes.recovery._over.is_set()
     assert nodes.nodes is made
     assert images.begun == 1

@@ -188,7 +188,7 @@ def test_what_is_no_address_is_refused(host: Make, interface: str, address: str)
 def test_the_work_grows_with_the_number_of_hosts(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/16") for n in range(1, 65)]
     rendezvous = RendezvousFinder("needed").arrange(nodes)
-    assert [place.address for place in rendezvous.places] == [f"10.0.0.{n}" for n in range(1, 65)]
+    assert [place.address for place in rendezvous.addresses] == [f"10.0.0.{n}" for n in range(1, 65)]
     assert wires.probes <= 3 * len(nodes)
 
 
@@ -202,7 +202,7 @@ def test_nothing_is_tried_where_no_plugin_needs_it(host: Make, wires: Wires) -> 
 def test_one_that_is_late_gets_more_time(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2, 3)]
     wires.late = {"node3"}
-    assert len(RendezvousFinder("needed").arrange(nodes).places) == 3
+    assert len(RendezvousFinder("needed").arrange(nodes).addresses) == 3
 
 
 def test_the_network_that_all_reach_is_found(host: Make, wires: Wires) -> None:
@@ -210,7 +210,7 @@ def test_the_network_that_all_reach_is_found(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24", f"fast0 10.1.0.{n}/24") for n in (1, 2, 3)]
     wires.cut = {(f"node{one}", f"10.0.0.{two}") for one in (1, 2, 3) for two in (1, 2, 3) if one != two}
     wires.own = {(f"node{n}", "10.1.0.1"): f"10.1.0.{n}" for n in (2, 3)}
-    assert [str(place) for place in RendezvousFinder("needed").arrange(nodes).places] == [
+    assert [str(place) for place in RendezvousFinder("needed").arrange(nodes).addresses] == [
         f"10.1.0.{n} (fast0)" for n in (1, 2, 3)
     ]
 
@@ -252,7 +252,7 @@ def test_a_network_that_is_wanted_may_be_missing(host: Make, wires: Wires) -> No
     wires.cut = {("node2", "10.0.0.1")}
     said: list[str] = []
     finder = RendezvousFinder("wanted", lambda host, text: said.append(f"{host}: {text}"))
-    assert [place.address for place in finder.arrange(nodes).places] == ["10.0.0.1", "10.0.0.2"]
+    assert [place.address for place in finder.arrange(nodes).addresses] == ["10.0.0.1", "10.0.0.2"]
     assert len(said) == 1 and "node2: it cannot connect to node1 at 10.0.0.1" in said[0]
 
 
@@ -261,8 +261,8 @@ def test_what_is_known_is_not_tried_again_until_a_host_is_another(host: Make, wi
     finder = RendezvousFinder("needed")
     first = finder.arrange(nodes)
     tried = wires.probes
-    assert finder.arrange(nodes).places == first.places
-    assert finder.arrange(nodes[1:]).places == first.places[1:]
+    assert finder.arrange(nodes).addresses == first.addresses
+    assert finder.arrange(nodes[1:]).addresses == first.addresses[1:]
     assert wires.probes == tried
     nodes[2].session = FakeSession("node3", wires)
     finder.arrange(nodes)

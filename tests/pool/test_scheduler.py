@@ -310,7 +310,7 @@ def test_calls_spread_over_the_hosts_and_the_next_one_waits() -> None:
     assert [node.callers for node in nodes] == [[first], [second]]
     second.answered(*result(2))
     assert [node.callers for node in nodes] == [[first], [second, third]]
-    assert third.places() == [(nodes[1], "solo.0", None)]
+    assert third.processes() == [(nodes[1], "solo.0", None)]
     assert third.future.node is nodes[1]  # type: ignore[comparison-overlap]
 
 
@@ -362,7 +362,7 @@ def test_a_call_that_needs_another_process_is_not_given_ahead(clock: Clock) -> N
     answer_quickly(queue, node, clock)
     node.plans.clear()
     (first,) = add(queue, 1)
-    queue.replan("changed")
+    queue.use_tree("changed")
     add(queue, 2)
     assert node.plans == [PLAN]
     first.answered(*result(None))

@@ -32,7 +32,7 @@ def places(pool: Compute) -> tuple[dict[str, Address], list[Finding]]:
     nodes = pool.hosts
     found: list[Finding] = []
     try:
-        chosen: Sequence[Address] = RendezvousFinder("needed").arrange(nodes).places
+        chosen: Sequence[Address] = RendezvousFinder("needed").arrange(nodes).addresses
     except (PeersUnreachable, PoolError) as error:
         errors = error.exceptions if isinstance(error, PoolError) else [error]
         found = [_apart(one) for one in errors if isinstance(one, SkyfabError)]

@@ -43,8 +43,10 @@ class Option:
     """All words after the argument before it are its values, also those that begin with a dash."""
 
 
-_HOSTS: Final = "names, groups or tags of the inventory, node[1-4], !node3, user@10.0.0.5:2222; several with commas"
-_ALL: Final = "all hosts of the inventory, this machine where there is none"
+_HOSTS: Final = (
+    "hosts, groups or tags of the inventory, node[1-4], !node3 or user@10.0.0.5:2222; separate several with commas"
+)
+_ALL: Final = "all hosts of the inventory; this machine if there is no inventory"
 Hosts = Annotated[
     str | None,
     Option(_HOSTS, "HOSTS", default=_ALL, plain=True, joined=True),
@@ -54,35 +56,40 @@ NamedHosts = Annotated[str | None, Option(_HOSTS, "HOSTS", default=_ALL, joined=
 """Hosts of a command whose plain words are something else."""
 OneHost = Annotated[
     str | None,
-    Option("a name of the inventory, or user@10.0.0.5:2222", "HOST", default="its first host"),
+    Option("a host of the inventory, or user@10.0.0.5:2222", "HOST", default="the first host of the inventory"),
 ]
 RunHosts = Annotated[
     str | None,
     Option(
-        f"where to look for it: {_HOSTS}",
+        f"where to look for the run: {_HOSTS}",
         "HOSTS",
-        default="all of the inventory, and this machine",
+        default="all hosts of the inventory, and this machine",
         joined=True,
     ),
 ]
 InventoryFile = Annotated[
     str | None,
     Option(
-        "the file that names the hosts, or another source: ssh_config, slurm, a hostfile, an Ansible inventory",
+        "an inventory file or another source of hosts: ssh_config, slurm, a hostfile, an Ansible inventory",
         "FILE",
         default="$SKYFAB_INVENTORY, else ./inventory.toml, else ~/.config/skyfab/inventory.toml",
     ),
 ]
-Json = Annotated[bool, Option("print a list for programs")]
-RunName = Annotated[str, Option("the run: its id, the beginning of that, or its name", "RUN")]
-Ranks = Annotated[int | None, Option("ranks on each host", "N", default="one per GPU, one where there is none")]
-Nodes = Annotated[int | None, Option("take the first so many of the hosts", "N", default="all")]
+Json = Annotated[bool, Option("print JSON")]
+RunName = Annotated[str, Option("the ID of the run, the beginning of the ID, or the name of the run", "RUN")]
+Ranks = Annotated[int | None, Option("ranks on each host", "N", default="one per GPU; one on hosts without GPUs")]
+Nodes = Annotated[int | None, Option("use only the first N hosts", "N", default="all")]
 Where = Annotated[
     str | None,
-    Option("only hosts that meet this, such as 'gpu.memory >= 40GB and not busy' (docs/hosts.md)", "CONDITION"),
+    Option(
+        "use only hosts that meet this condition, such as 'gpu.memory >= 40GB and not busy' (docs/hosts.md)",
+        "CONDITION",
+    ),
 ]
-Workdir = Annotated[str, Option("where relative paths lead: a folder on the hosts, temp, or auto", "FOLDER")]
-Detach = Annotated[bool, Option("leave it to the hosts, and end; pressing d does so later")]
+Workdir = Annotated[
+    str, Option("the working directory on the hosts: a path, temp (a temporary folder), or auto", "FOLDER")
+]
+Detach = Annotated[bool, Option("start it and return")]
 
 
 class Exit(Exception):

@@ -17,8 +17,8 @@ _NAMES: Final = {"HOSTS": "hosts", "HOST": "hosts", "RUN": "runs"}
 def completion(shell: Annotated[str, Option("bash, zsh or fish", "SHELL")]) -> None:
     """Print a script that completes what you type.
 
-    It completes commands, options, hosts and groups of the inventory, aliases of ssh_config, and runs that were
-    started from this machine. It connects to no host. Put the line for your shell into its start-up file:
+    It completes commands, options, hosts and groups of the inventory, aliases of ssh_config, and runs that were started
+    from this machine. It connects to no host. Put the line for your shell into its start-up file:
 
         eval "$(skyfab completion bash)"
         eval "$(skyfab completion zsh)"

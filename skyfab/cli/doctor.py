@@ -16,16 +16,18 @@ from skyfab.ui.terminal import is_rich
 def doctor(
     hosts: Hosts = None,
     inventory: InventoryFile = None,
-    measure: Annotated[bool, Option("measure processors, GPUs, memory and all pairs, for 15 seconds")] = False,
-    paste: Annotated[bool, Option("print a block for an issue, without names and addresses")] = False,
+    measure: Annotated[
+        bool, Option("measure CPUs, GPUs, memory and the network between all pairs, for 15 seconds")
+    ] = False,
+    paste: Annotated[bool, Option("print a report to paste into an issue, without names and addresses")] = False,
     json_: Json = False,
 ) -> int:
-    """Examine hosts and the network between them, and say what to do about what is not in order.
+    """Check hosts and the network between them, and suggest fixes.
 
-    All hosts at once, over one connection each: login, shell, sshd, clock, names, limits, disk, GPUs and who uses
-    them; then whether hosts reach each other and how fast. docs/doctor.md explains each finding.
+    Checks all hosts at once, over one connection each: login, shell, sshd, clock, names, limits, disk, GPUs and who
+    uses them; then whether the hosts reach each other, and how fast. docs/doctor.md explains each finding.
 
-    Ends with 0 when all is fine, advice included; with 1 after a warning or failure; with 3 when a host cannot be used.
+    Exits with 0 if there is nothing worse than advice, with 1 after a warning or failure, with 3 if a host is unusable.
 
         skyfab doctor
         skyfab doctor node1

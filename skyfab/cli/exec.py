@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @command
 def exec_(
-    *words: Annotated[str, Option("what the shell there runs", "-- COMMAND")],
+    *words: Annotated[str, Option("the shell command", "-- COMMAND")],
     hosts: Hosts = None,
     inventory: InventoryFile = None,
     workdir: Workdir = "auto",
 ) -> int:
     """Run a shell command on every host.
 
-    It runs in the working folder there, by /bin/sh: where run and put of this folder have their files; on this machine
-    in this folder. As with ssh, the words after the dashes are joined with spaces: quote what the shell there should
-    see. Ends with 1 when it failed anywhere.
+    Runs it with /bin/sh in the working directory, where run and put of this folder keep their files; on this machine,
+    in this folder. As with ssh, the words after -- are joined with spaces: quote what the remote shell should see.
+    Exits with 1 if the command fails on a host.
 
         skyfab exec -- uptime
         skyfab exec node1 node2 -- ls -l ckpt
@@ -43,7 +43,7 @@ def exec_(
 
     line = " ".join(words)
     if not line.strip():
-        raise UsageError("no command to run", hint="it comes after two dashes: skyfab exec -- uptime")
+        raise UsageError("no command to run", hint="put it after --: skyfab exec -- uptime")
     found, chosen = selected(hosts, inventory)
     folders = Workdirs(workdir)
     codes = {0}

@@ -13,7 +13,9 @@ from skyfab.errors import UsageError
 
 @command
 def forward(
-    port: Annotated[str, Option("a port of the host, or name:port of what it can reach; several with commas", "PORT")],
+    port: Annotated[
+        str, Option("a port of the host, or name:port as the host sees it; separate several with commas", "PORT")
+    ],
     host: OneHost = None,
     inventory: InventoryFile = None,
     local: Annotated[
@@ -36,7 +38,7 @@ def forward(
 
     ports = port.split(",")
     if local is not None and len(ports) > 1:
-        raise UsageError("--local= is for one port", hint=f"one command for each of {' and '.join(ports)}")
+        raise UsageError("--local takes one port", hint=f"use one command for each of {' and '.join(ports)}")
     found, chosen = selected_one(host, inventory)
     events = Events()
     events.subscribe(lambda event: print(event, file=sys.stderr, flush=True))

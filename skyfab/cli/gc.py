@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 def gc(
     hosts: Hosts = None,
     inventory: InventoryFile = None,
-    days: Annotated[int, Option("remove what has not been used for so many days", "N", least=0)] = 30,
-    here: Annotated[bool, Option("clean what this machine keeps for hosts; without --hosts, nothing else")] = False,
-    dry_run: Annotated[bool, Option("only show what would be removed")] = False,
+    days: Annotated[int, Option("remove what has not been used for N days", "N", least=0)] = 30,
+    here: Annotated[bool, Option("clean the cache of this machine; without --hosts, only that")] = False,
+    dry_run: Annotated[bool, Option("show what would be removed, and remove nothing")] = False,
     json_: Json = False,
 ) -> None:
-    """Remove from the hosts' caches what has not been used for a while.
+    """Remove unused files from the caches of hosts.
 
-    Environments, packages, interpreters, project files, logs, and what was left half-made; and the working folders of
-    projects, with what functions have written there: names and sizes are printed. What a pool is using stays, and so
-    does what was used in the last hour: with --days=0 all the rest goes. With --here, the wheels, locks and tools that
-    this machine keeps; where a lock goes, the next pool looks for the newest versions.
+    Removes environments, packages, interpreters, project files, logs, incomplete files, and the working directories of
+    projects with what functions have written to them; prints names and sizes. Keeps what a pool is using, and what was
+    used in the last hour; --days=0 removes everything else. --here removes wheels, locks and tools from the cache of
+    this machine; without a lock, the next pool resolves to the newest versions.
 
         skyfab gc
         skyfab gc --days=0 --dry-run

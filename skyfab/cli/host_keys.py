@@ -59,7 +59,7 @@ def record(hosts: Sequence[Host], *, known_hosts: str | None, replace: bool, yes
     """
     for program in ("ssh", "ssh-keyscan", "ssh-keygen"):
         if shutil.which(program) is None:
-            raise UsageError(f"{program} is not installed here", hint="it is in the package openssh-client")
+            raise UsageError(f"{program} is not installed on this machine", hint="install the package openssh-client")
     new: list[Entry] = []
     failures: list[BaseException] = []
     scans = _Scans()
@@ -98,9 +98,9 @@ def _fetch(host: Host, known_hosts: str | None, scans: _Scans) -> Entry:
     """Fetches a host's keys. Raises UsageError or Unreachable."""
     if host.host_key is not None:
         raise UsageError(
-            "the inventory has its host key, and nothing else counts",
+            "the inventory already has a host_key for it",
             host=host.name,
-            hint=f"change host_key under [hosts.{host.name}], or leave it out",
+            hint=f"change or remove host_key in [hosts.{host.name}]",
         )
     settings = {keyword: values[0] for keyword, values in ssh_config.settings(host).items()}
     if "hostname" not in settings:
@@ -109,7 +109,7 @@ def _fetch(host: Host, known_hosts: str | None, scans: _Scans) -> Entry:
     if {settings.get("proxyjump", "none"), settings.get("proxycommand", "none"), host.jump or "none"} != {"none"}:
         way = f"-J {host.jump} " if host.jump else ""
         raise UsageError(
-            "it is reached through another host: its key cannot be fetched from here yet",
+            "its key cannot be fetched through a jump host",
             host=host.name,
             hint=f"let ssh ask: ssh {way}-o StrictHostKeyChecking=ask -p {port} {host.destination} true",
         )
@@ -142,25 +142,25 @@ def _is_known(entry: Entry, *, replace: bool) -> bool:
         return False
     if changed:
         raise HostKeyRefused(
-            f"its host key is not the one in {entry.file}: it was set up anew, or another machine answers instead",
+            f"its host key differs from the one in {entry.file}: it was reinstalled, or another machine answers",
             host=entry.host.name,
-            hint=f"if that is right, skyfab trust --hosts={entry.host.name} --replace",
+            hint=f"if that is expected: skyfab trust --hosts={entry.host.name} --replace",
         )
-    print(f"{entry.host.name}: already on record in {entry.file}")
+    print(f"{entry.host.name}: already recorded in {entry.file}")
     return True
 
 
 def _agreed(entries: list[Entry], *, yes: bool) -> bool:
     """Shows the keys and asks the user, unless `yes`."""
     for entry in entries:
-        print(f"{entry.host.name} ({entry.address}) says that its keys are")
+        print(f"{entry.host.name} ({entry.address}) presents these keys:")
         for key in entry.keys:
             print(f"  {key.kind:<20} {key.fingerprint}")
     if yes:
         return True
     if not sys.stdin.isatty():
         raise UsageError(
-            "there is no terminal to confirm at", hint="compare the fingerprints, then type it again with --yes"
+            "no terminal to confirm at", hint="compare the fingerprints, then repeat the command with --yes"
         )
     return answer(f"record them in {entries[0].file}? [y/N] ").lower() in ("y", "yes")
 
@@ -193,15 +193,15 @@ def _draft(file: Path) -> Iterator[Path]:
             yield draft
             draft.replace(file)
     except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}", hint="name another: --known-hosts=…") from None
+        raise UsageError(f"cannot write {file}: {error.strerror}", hint="choose another: --known-hosts=FILE") from None
 
 
 def _check_regular(file: Path) -> None:
     """Raises UsageError for a path that must not be replaced by a file, such as /dev/null."""
     if file.exists() and not file.is_file():
         raise UsageError(
-            f"{file} is not a file: no host key can be recorded there",
-            hint="ssh_config's UserKnownHostsFile names it; name another: --known-hosts=…",
+            f"host keys cannot be recorded in {file}: not a regular file",
+            hint="it is the UserKnownHostsFile of ssh_config; choose another: --known-hosts=FILE",
         )
 
 

@@ -34,12 +34,14 @@ def selected_one(host: str | None, inventory: str | None) -> tuple[Inventory, Ho
     chosen = found.select(host)
     if host is not None and len(chosen) > 1:
         names = some([one.name for one in chosen])
-        raise UsageError(f"{host} is {len(chosen)} hosts, and this is for one", hint=f"one of: {names}")
+        raise UsageError(
+            f"{host} selects {len(chosen)} hosts, but this command takes one", hint=f"choose one of {names}"
+        )
     return found, chosen[0]
 
 
 def _line(inventory: Inventory, hosts: tuple[Host, ...], *, here: bool) -> str:
     if inventory.source is None:
-        return "on this machine: there is no inventory, and no --hosts"
+        return "using this machine (no inventory, no --hosts)"
     also = ", and this machine" if here else ""
-    return clean(f"on {some([host.name for host in hosts])}: all of {inventory.source}{also}", colour=False)
+    return clean(f"using {some([host.name for host in hosts])}: all hosts of {inventory.source}{also}", colour=False)

@@ -29,18 +29,18 @@ def hosts(
     inventory: InventoryFile = None,
     from_: Annotated[
         str | None,
-        Option("show what a source of hosts has, and connect to none of them", "SOURCE"),
+        Option("list the hosts of a source, without connecting to them", "SOURCE"),
     ] = None,
-    toml: Annotated[bool, Option("print what --from shows as an inventory.toml")] = False,
+    toml: Annotated[bool, Option("print the hosts of --from as an inventory.toml")] = False,
     json_: Json = False,
 ) -> int:
-    """Show what each host is and does right now, or why it cannot be used.
+    """Show the hosts and what they are doing, or why they cannot be used.
 
-    System, Python, load, memory, disk, GPUs and who uses them, all hosts at once. On a narrow terminal some columns
-    are left out; --json has everything. Ends with 3 when a host cannot be used.
+    Shows system, Python, load, memory, disk, GPUs and who uses them, for all hosts at once. A narrow terminal shows
+    fewer columns; --json has everything. Exits with 3 if a host cannot be used.
 
     A SOURCE is ssh_config, ssh_config:PATTERN, slurm, or the path of a hostfile, an Ansible inventory or an
-    inventory.toml; hostfile:PATH and ansible:PATH say which it is. --inventory takes the same.
+    inventory.toml; hostfile:PATH and ansible:PATH name the kind. --inventory takes the same.
 
         skyfab hosts
         skyfab hosts node1
@@ -53,10 +53,10 @@ def hosts(
 
     if from_ is not None:
         if inventory is not None:
-            raise UsageError("--from and --inventory both say where hosts come from", hint="leave --from out")
+            raise UsageError("--from and --inventory cannot be combined", hint="use one of them")
         return _show_source(from_, hosts, as_toml=toml, as_json=json_)
     if toml:
-        raise UsageError("--toml prints what --from shows", hint="skyfab hosts --from=ssh_config --toml")
+        raise UsageError("--toml needs --from", hint="skyfab hosts --from=ssh_config --toml")
     known, chosen = selected(hosts, inventory, quiet=json_)
     show = not json_ and is_rich(sys.stdout, sys.stderr)  # else the table is enough
     with asking(chosen, known, show=show) as asker:
@@ -86,7 +86,7 @@ def _show_source(source: str, hosts: str | None, *, as_toml: bool, as_json: bool
 
     found = Inventory.of(source)
     if as_toml and (hosts is not None or as_json):
-        raise UsageError("--toml prints all hosts", hint="leave out the selection and --json")
+        raise UsageError("--toml cannot be combined with hosts or --json", hint="skyfab hosts --from=SOURCE --toml")
     groups = {name: [group for group, members in found.groups.items() if name in members] for name in found.hosts}
     chosen = found.select(hosts)
     for name, reason in found.left_out.items():

@@ -14,17 +14,17 @@ from skyfab.errors import UsageError
 if TYPE_CHECKING:
     from skyfab.calls.image import Image, PipIndex
 
-Pip = Annotated[
-    Sequence[str], Option("packages, as pip would take them: numpy,torch>=2.6; may be given again", "PACKAGES")
-]
-Index = Annotated[
-    Sequence[str], Option("an index for those packages and no others; may be given again", "URL=PACKAGES")
-]
-Requirements = Annotated[str | None, Option("a file with a requirement in each line", "FILE")]
-Apt = Annotated[Sequence[str], Option("Debian packages; may be given again", "PACKAGES")]
-Install = Annotated[str, Option("push (everything comes from this machine), fetch (from the indexes), or auto", "HOW")]
+Pip = Annotated[Sequence[str], Option("packages to install, as for pip: numpy,torch>=2.6; repeatable", "PACKAGES")]
+Index = Annotated[Sequence[str], Option("an index for these packages only; repeatable", "URL=PACKAGES")]
+Requirements = Annotated[str | None, Option("install the packages of a requirements file", "FILE")]
+Apt = Annotated[Sequence[str], Option("Debian packages to install; repeatable", "PACKAGES")]
+Install = Annotated[str, Option("push (send packages from this machine), fetch (hosts download them), or auto", "HOW")]
 Python = Annotated[
-    str, Option("a version, an interpreter on the hosts that is used as it is, or auto: this program's", "VERSION|PATH")
+    str,
+    Option(
+        "a version, the path of an interpreter on the hosts to use as it is, or auto (this program's version)",
+        "VERSION|PATH",
+    ),
 ]
 
 _INSTALL: Final[dict[str, Literal["auto", "push", "fetch"]]] = {"auto": "auto", "push": "push", "fetch": "fetch"}

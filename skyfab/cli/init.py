@@ -29,15 +29,15 @@ _FILE: Final = "inventory.toml"
 def init(
     hosts: Annotated[
         str | None,
-        Option("the hosts to take: aliases of ssh_config, patterns, addresses", "HOSTS", plain=True),
+        Option("aliases of ssh_config, patterns or addresses", "HOSTS", plain=True),
     ] = None,
-    yes: Annotated[bool, Option("do not ask: take all, record keys, leave out what cannot be used")] = False,
+    yes: Annotated[bool, Option("do not ask: use all hosts, record keys, skip hosts that cannot be used")] = False,
 ) -> int:
-    """Make an inventory.toml of the hosts that you log in to already.
+    """Write an inventory.toml with the hosts that you already log in to.
 
-    Reads ssh_config and known_hosts, and asks at most three questions: which hosts, whether to record keys that ssh
-    does not know yet, and whether to leave out hosts that cannot be used. Runs a function on every host. A file that
-    is there is never changed. Ends with 3 when no host can be used: then nothing is written.
+    Reads ssh_config and known_hosts, runs a function on every host, and asks at most three questions: which hosts to
+    use, whether to record keys that ssh does not know yet, and whether to skip hosts that cannot be used. Never changes
+    an existing file. Exits with 3, and writes nothing, if no host can be used.
 
         skyfab init
         skyfab init 'gpu*' --yes
@@ -47,7 +47,7 @@ def init(
 
     path = Path(_FILE)
     if os.path.lexists(path):
-        raise UsageError(f"{path} is there already, and is not changed", hint="skyfab doctor examines its hosts")
+        raise UsageError(f"{path} already exists", hint="skyfab doctor checks its hosts")
     known = _known()
     chosen = _named(_chosen(known, hosts, yes=yes))
     outcomes = _greeted(chosen, known)
@@ -58,12 +58,12 @@ def init(
     _show(outcomes)
     ready = [one.host for one in outcomes if one.error is None]
     if not ready:
-        print("no host can be used, so nothing is written", file=sys.stderr)
+        print("no usable host: nothing was written", file=sys.stderr)
         return 3
     kept = ready if len(ready) == len(outcomes) or _left_out(outcomes, yes=yes) else [one.host for one in outcomes]
     found = replace(known, hosts={host.name: host for host in kept}, groups={})
     _write(path, found)
-    print(f"written: {path}, with {counted(len(kept), 'host')}")
+    print(f"wrote {path} with {counted(len(kept), 'host')}")
     print(HINTS.adapted("next: skyfab doctor"))
     return 0
 
@@ -112,15 +112,15 @@ def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ..
     others = [name for name in names() if name not in known.hosts]
     offered = list(known.hosts) or others
     if not offered:
-        what = "ssh_config names no host, and known_hosts has only hashes of names"
+        what = "ssh_config has no hosts, and known_hosts has only hashed names"
         if not has_hashed():
-            what = "neither ssh_config nor known_hosts names a host"
+            what = "neither ssh_config nor known_hosts has a host"
         raise UsageError(what, hint="name some: skyfab init ada@10.0.0.5,ada@10.0.0.6")
     where = "ssh_config" if known.hosts else "known_hosts"
     print(clean(f"{where} has {len(offered)}: {some(offered)}", colour=False))
     if known.hosts and others:
         print(clean(f"known_hosts also has {some(others)}", colour=False))
-    given = "" if yes else _asked("which hosts? names, patterns as gpu*, or all [all] ", "name them, or add --yes")
+    given = "" if yes else _asked("Which hosts? Names, patterns like gpu*, or all [all] ", "name them, or add --yes")
     if given in ("", "all"):
         return known.select(offered)
     return known.select(given)
@@ -128,7 +128,7 @@ def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ..
 
 def _asked(question: str, hint: str) -> str:
     if not sys.stdin.isatty():
-        raise UsageError("there is no terminal to ask at", hint=hint)
+        raise UsageError("no terminal to ask at", hint=hint)
     from skyfab.ui.prompt import answer
 
     return answer(question)
@@ -156,7 +156,7 @@ def _recorded(hosts: list[Host], *, yes: bool) -> list[Host]:
     from skyfab.cli.host_keys import record
 
     if not yes and not sys.stdin.isatty():
-        raise UsageError("there is no terminal to confirm host keys at", hint="skyfab trust, or skyfab init --yes")
+        raise UsageError("no terminal to confirm host keys at", hint="skyfab trust, or skyfab init --yes")
     try:
         return hosts if record(hosts, known_hosts=None, replace=False, yes=yes) else []
     except SkyfabError as error:  # of some: the others are recorded
@@ -180,8 +180,8 @@ def _show(outcomes: Sequence[Outcome[Survey]]) -> None:
 
 def _left_out(outcomes: Sequence[Outcome[Survey]], *, yes: bool) -> bool:
     count = sum(one.error is not None for one in outcomes)
-    which = "the one that cannot be used" if count == 1 else f"the {count} that cannot be used"
-    return yes or _asked(f"leave out {which}? [Y/n] ", "add --yes").lower() in ("", "y", "yes")
+    which = "the unusable host" if count == 1 else f"the {count} unusable hosts"
+    return yes or _asked(f"Skip {which}? [Y/n] ", "add --yes").lower() in ("", "y", "yes")
 
 
 def _write(path: Path, inventory: Inventory) -> None:
@@ -190,6 +190,6 @@ def _write(path: Path, inventory: Inventory) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(inventory.to_toml())
     except FileExistsError:
-        raise UsageError(f"{path} is there already, and is not changed", hint="skyfab doctor") from None
+        raise UsageError(f"{path} already exists", hint="skyfab doctor") from None
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", hint="cd into another folder") from None
+        raise UsageError(f"cannot write {path}: {error.strerror}", hint="cd into another folder") from None

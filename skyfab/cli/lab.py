@@ -11,20 +11,20 @@ from skyfab.ui.hints import HINTS
 
 @command
 def lab_up(
-    count: Annotated[int, Option("how many hosts", "N")] = 4,
+    count: Annotated[int, Option("the number of hosts", "N")] = 4,
     python: Annotated[
         str | None,
         Option(
-            "an interpreter of this machine, lent to the hosts with its packages",
+            "an interpreter of this machine for the hosts to use, with its packages",
             "PATH",
-            default="the system's, or this program's where they differ in version",
+            default="the system's; this program's if the versions differ",
         ),
     ] = None,
 ) -> None:
     """Start throw-away hosts on this machine.
 
-    They are called node1, node2 …; the last line printed is the path of their inventory. What they are made with
-    (openssh-server, iproute2) is installed first, where this is root on Debian.
+    The hosts are called node1, node2 and so on; the last line of the output is the path of their inventory. As root on
+    Debian, installs the programs that it needs (openssh-server, iproute2).
 
         export SKYFAB_INVENTORY=$(skyfab lab.up --count=2)
         skyfab hosts
@@ -41,22 +41,22 @@ def lab_up(
 
 @command
 def lab_down() -> None:
-    """Take the throw-away hosts down.
+    """Remove the throw-away hosts.
 
-    Nothing of them is left: no process, network or file.
+    Leaves no process, network or file of theirs behind.
 
         skyfab lab.down
     """
     from skyfab import lab
 
-    print("the lab is down" if lab.down() else "there was no lab", file=sys.stderr)
+    print("the lab is down" if lab.down() else "no lab was up", file=sys.stderr)
 
 
 @command
 def lab_status(json_: Json = False) -> None:
-    """Show the throw-away hosts.
+    """List the throw-away hosts.
 
-    Name, address, kind, and whether it is up: one line for each.
+    Prints name, address, kind and state, one line for each host.
 
         skyfab lab.status
         skyfab lab.status --json

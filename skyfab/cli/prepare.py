@@ -32,13 +32,15 @@ def prepare(
     apt: Apt = (),
     install: Install = "auto",
     python: Python = "auto",
-    upgrade: Annotated[bool, Option("look for newer versions of what was resolved before")] = False,
-    lock: Annotated[str | None, Option("write the versions to this pylock.toml, for Image(lock=…)", "FILE")] = None,
+    upgrade: Annotated[bool, Option("resolve again, to the newest versions")] = False,
+    lock: Annotated[
+        str | None, Option("write the resolved versions to this pylock.toml, for Image(lock=…)", "FILE")
+    ] = None,
     json_: Json = False,
 ) -> None:
-    """Build an environment ahead, on all hosts at once.
+    """Build an environment in advance, on all hosts at once.
 
-    It is the one that a program finds there whose Image(pip=…, pip_indexes=…, apt=…) says the same.
+    Programs whose Image(pip=…, pip_indexes=…, apt=…) says the same find it ready.
 
         skyfab prepare --pip=numpy,torch
         skyfab prepare --hosts=gpu --requirements=requirements.txt --lock=pylock.toml
@@ -49,7 +51,7 @@ def prepare(
     options = ImageOptions(pip=pip, index=index, requirements=requirements, apt=apt, install=install, python=python)
     image = replace(options.image(), excludes=("*",))  # nothing of the caller's project is needed
     if lock is not None and not image.pip:
-        raise UsageError("--lock writes down packages, and there are none", hint="name some: --pip=numpy")
+        raise UsageError("--lock needs packages", hint="name some: --pip=numpy")
     found, chosen = selected(hosts, inventory, quiet=json_)
     if upgrade:
         _look_for_newer(image, chosen, found)
@@ -172,16 +174,16 @@ def _write_lock(path: Path, image: Image, hosts: Sequence[Host], *, quiet: bool 
     if len(groups) != 1:
         told = [f"  {','.join(one.host.name for one in group)}: {_kinds(group)}" for group in groups.values()]
         raise UsageError(
-            "\n".join(["these hosts take different packages, and one lock is not for all of them", *told]),
-            hint="a lock for each: skyfab prepare --hosts=… --lock=…",
+            "\n".join(["these hosts need different packages: one lock does not fit all", *told]),
+            hint="write one for each: skyfab prepare --hosts=… --lock=…",
         )
     (text,) = groups
     try:
         atomic.write(path, text, mode=0o644)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
     if not quiet:
-        print(f"{path}: {len(groups[text][0].lock.wheels)} packages; to be used with Image(lock={str(path)!r})")
+        print(f"{path}: {len(groups[text][0].lock.wheels)} packages; use it with Image(lock={str(path)!r})")
 
 
 def _kinds(group: Sequence[_Made]) -> str:

@@ -67,7 +67,7 @@ def _text(value: object, _base: Path) -> str:
 
 def _number(value: object, _base: Path) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError("must be a whole number from 1 on")
+        raise UsageError("must be 1 or more")
     return value
 
 

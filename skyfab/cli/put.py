@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @command
 def put(
-    path: Annotated[str, Option("a file or folder of this machine", "PATH")],
+    path: Annotated[str, Option("a file or folder on this machine", "PATH")],
     hosts: NamedHosts = None,
     inventory: InventoryFile = None,
     to: Annotated[
-        str | None, Option("where it will be there; with a slash at the end, the folder that it goes into", "PATH")
+        str | None, Option("the path on the hosts; with a slash at the end, the folder to put it into", "PATH")
     ] = None,
 ) -> None:
     """Copy a file or folder to every host.
 
-    A relative path there begins in the working folder, which the functions of programs that you start in this folder
-    see too. Without --to it has the same place there as here. What is there already with the same content is not sent,
-    and what was interrupted goes on where it stopped.
+    Relative paths on the hosts start in the working directory, which the programs that you start in this folder see,
+    too. Without --to, the path is the same as on this machine. Does not send files that are already there with the same
+    content, and resumes what was interrupted.
 
         skyfab put data --hosts=gpu
         skyfab put model.pt --hosts=node1 --to=/scratch/models/
@@ -37,24 +37,24 @@ def put(
 
     if not Path(path).expanduser().exists():
         if Path(path).expanduser().is_symlink():
-            raise UsageError(f"{path} is a link to {Path(path).expanduser().readlink()}, which is not there")
-        raise UsageError(f"there is no {path} here", hint=near(Path(path).expanduser()))
+            raise UsageError(f"broken link: {path} points to {Path(path).expanduser().readlink()}")
+        raise UsageError(f"no such file or folder: {path}", hint=near(Path(path).expanduser()))
     with _pool(hosts, inventory) as compute:
         _tell(compute.upload(path, to=to))
 
 
 @command
 def get(
-    path: Annotated[str, Option("a file, a folder or a pattern there", "PATH")],
+    path: Annotated[str, Option("a file, a folder or a pattern on the hosts", "PATH")],
     hosts: NamedHosts = None,
     inventory: InventoryFile = None,
-    to: Annotated[str, Option("the folder of this machine that it goes into", "FOLDER")] = ".",
+    to: Annotated[str, Option("the folder on this machine to put it into", "FOLDER")] = ".",
 ) -> None:
     """Copy files and folders from hosts.
 
-    A relative path begins in the working folder there, and keeps its place below the folder here; quote patterns. From
-    several hosts, each into a folder of the host's name. What is here already with the same content is not sent, and
-    what was interrupted goes on where it stopped.
+    Relative paths start in the working directory on the hosts, and are kept below the folder on this machine; quote
+    patterns. From several hosts, puts files into a folder for each host. Does not fetch files that are already here
+    with the same content, and resumes what was interrupted.
 
         skyfab get 'ckpt/*' --hosts=node1
         skyfab get /var/log/syslog --hosts=gpu --to=logs

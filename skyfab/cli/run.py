@@ -23,7 +23,7 @@ _ENDS: Final = 15.0
 
 @command
 def run(
-    target: Annotated[str, Option("the script; with a function, that one is called", "FILE.py[:function]")],
+    target: Annotated[str, Option("the script to run, or the function to call", "FILE.py[:function]")],
     *arguments: Annotated[str, Option("the arguments of the script or function", "[ARGS ...]", follows=True)],
     hosts: NamedHosts = None,
     inventory: InventoryFile = None,
@@ -32,39 +32,40 @@ def run(
     ranks: Ranks = None,
     workdir: Workdir = "auto",
     sync: Annotated[
-        bool, Option("first lay out the script's folder there, data included, as .gitignore allows")
+        bool, Option("first copy the script's folder to the hosts, with data, except what .gitignore excludes")
     ] = False,
-    get: Annotated[
-        Sequence[str], Option("bring these files back when it has ended; may be given several times", "PATTERN")
-    ] = (),
+    get: Annotated[Sequence[str], Option("fetch these files when the run has ended; repeatable", "PATTERN")] = (),
     detach: Detach = False,
-    name: Annotated[str | None, Option("the name of a detached run", "NAME")] = None,
+    name: Annotated[str | None, Option("a name for the detached run", "NAME")] = None,
     pip: Pip = (),
     index: Index = (),
     requirements: Requirements = None,
     apt: Apt = (),
     install: Install = "auto",
     python: Python = "auto",
-    lock: Annotated[str | None, Option("the packages of this pylock.toml", "FILE")] = None,
+    lock: Annotated[str | None, Option("install the packages of this pylock.toml", "FILE")] = None,
     env: Annotated[
-        Sequence[str], Option("a variable; without a value, the one of this shell; may be given again", "NAME[=VALUE]")
+        Sequence[str], Option("set a variable; without a value, copy it from this shell; repeatable", "NAME[=VALUE]")
     ] = (),
-    env_file: Annotated[Sequence[str], Option("a file with lines NAME=VALUE; may be given again", "FILE")] = (),
+    env_file: Annotated[
+        Sequence[str], Option("read variables from a file with lines NAME=VALUE; repeatable", "FILE")
+    ] = (),
     with_plugin: Annotated[
-        Sequence[str], Option("torch, jax, keras, huggingface or accelerate; may be given again", "PLUGIN")
+        Sequence[str], Option("torch, jax, keras, huggingface or accelerate; repeatable", "PLUGIN")
     ] = (),
-    no_project: Annotated[bool, Option("look for no PEP 723 block, pyproject.toml or requirements.txt")] = False,
+    no_project: Annotated[bool, Option("ignore PEP 723 blocks, pyproject.toml and requirements.txt")] = False,
 ) -> None:
     """Run a script on every rank, as torchrun would.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the like are set, so a script written for torchrun needs no change.
-    The modules beside the script travel with it; data does so with --sync. Files that it writes stay: on a host in a
-    folder that stands for this one. --get brings them back, from several hosts each into a folder of the host's name,
-    also when it failed and after Ctrl-C; without it you are told how to fetch them. --workdir=temp for a folder that
-    goes. Without hosts and inventory: two ranks on this machine, in this folder. Ends with 1 when it failed anywhere.
+    Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on: scripts written for torchrun need no change. Sends the
+    modules next to the script; --sync sends data, too. Files that the script writes stay on the hosts, in a folder that
+    belongs to this one (--workdir=temp: in a temporary folder). --get fetches them, also after a failure or Ctrl-C;
+    from several hosts, into a folder for each host. Without --get, the command to fetch them is printed. Without hosts
+    and inventory, two ranks run on this machine, in this folder. Exits with 1 if a rank fails.
 
-    Hosts get the packages of the options; else those of the script's PEP 723 block, of pyproject.toml with uv.lock, or
-    of requirements.txt; else their own Python is used. [tool.skyfab] in pyproject.toml has defaults for the options.
+    Installs the packages that the options name; otherwise those of the script's PEP 723 block, of pyproject.toml with
+    uv.lock, or of requirements.txt; otherwise uses the hosts' own Python. [tool.skyfab] in pyproject.toml sets defaults
+    for the options. At a terminal, Ctrl-C asks whether to stop the run or to detach it.
 
         skyfab run --hosts=node1,node2 train.py --epochs 3
         skyfab run --hosts=node1 --sync --get='ckpt/*' train.py
@@ -84,7 +85,10 @@ def run(
 
     script, function = _parsed(target)
     if detach and get:
-        raise UsageError("--get needs the end of the run, and --detach does not wait", hint="later: skyfab get PATTERN")
+        raise UsageError(
+            "--get fetches files at the end of the run, and --detach does not wait for it",
+            hint="fetch them later: skyfab get PATTERN",
+        )
     if not no_project:
         hand_over(script)
     settings = ProjectSettings.of(script)
@@ -126,7 +130,7 @@ def run(
     if isinstance(run, Run):
         if get:
             where = f"{shlex.join(get)} --hosts={','.join(run.hosts)}"
-            print(HINTS.adapted(f"nothing is fetched; when it has ended: skyfab get {where}"), file=sys.stderr)
+            print(HINTS.adapted(f"nothing was fetched; when the run has ended: skyfab get {where}"), file=sys.stderr)
         tell_how_to_attach(run, name)
 
 
@@ -135,7 +139,7 @@ def _save(compute: Compute, patterns: Sequence[str], error: BaseException) -> No
     from skyfab.cli import report
 
     if patterns and isinstance(error, KeyboardInterrupt):
-        print("interrupted: stops, and fetches what was written; Ctrl-C again leaves it there", file=sys.stderr)
+        print("interrupted: stopping, then fetching files; Ctrl-C again to skip fetching", file=sys.stderr)
         compute.wait_for_ranks(_ENDS)
     try:
         _bring_back(compute, patterns)
@@ -157,12 +161,12 @@ def _parsed(target: str) -> tuple[Path, str]:
     name, colon, function = target.partition(":")
     script = Path(name).expanduser()
     if not script.is_file():
-        why = "is a folder" if script.is_dir() else "there is no such file"
-        raise UsageError(f"{name}: {why}", hint=near(script, ".py") or "skyfab run --help")
+        why = "not a file" if script.is_dir() else "no such file"
+        raise UsageError(f"{why}: {name}", hint=near(script, ".py") or "skyfab run --help")
     if script.suffix != ".py":
-        raise UsageError(f"{name}: its name does not end in .py", hint="for a command that is no Python: skyfab exec")
+        raise UsageError(f"not a Python file (.py): {name}", hint="to run other commands: skyfab exec")
     if colon and not function.isidentifier():
-        raise UsageError(f"{function!r} names no function", hint=f"skyfab run {shlex.quote(f'{name}:main')}")
+        raise UsageError(f"not a function name: {function!r}", hint=f"skyfab run {shlex.quote(f'{name}:main')}")
     if function:
         check_function(script, name, function)
     return script.resolve(), function

@@ -81,7 +81,7 @@ def variables_of(given: Sequence[str], files: Sequence[str], settings: ProjectSe
     for text in given:
         name, equals, value = text.partition("=")
         if not equals and name not in os.environ:
-            raise UsageError(f"--env={name}: it is not set here", hint=f"--env={name}=VALUE")
+            raise UsageError(f"--env={name}: not set in this shell", hint=f"--env={name}=VALUE")
         found[name] = value if equals else os.environ[name]
     return variables(found, "--env")
 
@@ -95,14 +95,15 @@ def read_file(path: Path) -> dict[str, str]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     found: dict[str, str] = {}
     at = 0
     while at < len(text):
         match = _LINE.match(text, at)
         if match is None:
             raise UsageError(
-                f"{path}: line {text.count(chr(10), 0, at) + 1} sets no variable", hint="NAME=VALUE, or a comment: # …"
+                f"{path}: line {text.count(chr(10), 0, at) + 1} is not valid",
+                hint="write NAME=VALUE, or # and a comment",
             )
         at = match.end()
         name, plain, single, double = match.groups()

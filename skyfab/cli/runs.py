@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from skyfab.detached.run import Run
     from skyfab.errors import SkyfabError
 
-Tail = Annotated[int | None, Option("of what is there already, only so many lines", "N", default="all")]
+Tail = Annotated[int | None, Option("start with the last N lines", "N", default="all")]
 Since = Annotated[
     str | None,
-    Option("of what is there already, only what is not older: 90s, 10m, 2h, 1d", "AGE", default="all"),
+    Option("start with lines that are at most this old: 90s, 10m, 2h, 1d", "AGE", default="all"),
 ]
-Timestamps = Annotated[bool, Option("when each line was written, by the clock of its host")]
+Timestamps = Annotated[bool, Option("show when each line was written, by the clock of its host")]
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -31,8 +31,8 @@ _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = False) -> int:
     """List detached runs, the latest first.
 
-    For each its id, state, start, ranks, GPUs, hosts, name and last line. Without --hosts also those on this machine.
-    Ends with 3 when a host cannot be asked.
+    Shows the ID, state, start, ranks, GPUs, hosts, name and last line of each. Without --hosts, includes runs on this
+    machine. Exits with 3 if a host does not answer.
 
         skyfab runs
         skyfab runs node1
@@ -49,7 +49,7 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
     elif found:
         show_runs(found)
     elif not errors:
-        print("no runs there", file=sys.stderr)
+        print("no runs found", file=sys.stderr)
     for error in errors:
         print(report.text(error), file=sys.stderr)
     return 3 if errors else 0
@@ -108,15 +108,16 @@ def logs(
     id_: RunName,
     hosts: RunHosts = None,
     inventory: InventoryFile = None,
-    follow: Annotated[bool, Option("until it is over", short="f")] = False,
-    rank: Annotated[int | None, Option("only what this one has written", "N", least=0, default="all")] = None,
+    follow: Annotated[bool, Option("print new lines until the run has ended", short="f")] = False,
+    rank: Annotated[int | None, Option("print the lines of this rank only", "N", least=0, default="all")] = None,
     tail: Tail = None,
     since: Since = None,
     timestamps: Timestamps = False,
 ) -> int:
-    """Print what a detached run has written.
+    """Print the output of a detached run.
 
-    All hosts together, in the order of time, each line with its host and rank; what went to stderr goes there.
+    Merges the lines of all hosts by time, each with its host and rank. What a rank wrote to stderr is printed to
+    stderr.
 
         skyfab logs 3f2a91c0
         skyfab logs night -f --rank=0
@@ -146,9 +147,9 @@ def attach(
     since: Since = None,
     timestamps: Timestamps = False,
 ) -> int:
-    """Follow a detached run until it is over.
+    """Follow a detached run until it has ended.
 
-    Ctrl-C leaves it alone. Ends with 1 when it failed, and says how.
+    Ctrl-C leaves the run alone. Exits with 1 if the run failed, and shows why.
 
         skyfab attach 3f2a91c0
         skyfab attach night --tail=20
@@ -160,7 +161,7 @@ def attach(
     try:
         _print(found, timestamps=timestamps, follow=True, tail=tail, since=begin)
     except KeyboardInterrupt:
-        print(HINTS.adapted(f"\nit goes on; to end it: skyfab stop {found.id[:8]}"), file=sys.stderr)
+        print(HINTS.adapted(f"\nstill running; to stop it: skyfab stop {found.id[:8]}"), file=sys.stderr)
         return 130
     state = found.state
     print(f"{clean(found.name, colour=False)}: {state}", file=sys.stderr)
@@ -169,7 +170,7 @@ def attach(
     if state in ("failed", "lost"):
         found.result()
     if state == "done":
-        print(f'its result: skyfab.attach("{found.id[:8]}").result()', file=sys.stderr)
+        print(f'to get the result: skyfab.attach("{found.id[:8]}").result()', file=sys.stderr)
     return 0 if state == "done" else 1
 
 
@@ -179,7 +180,7 @@ def _age(text: str | None) -> float | None:
         return None
     number, unit = (text[:-1], text[-1]) if text[-1] in _UNITS else (text, "s")
     if not number.isascii() or not number.isdigit() or len(number) > 9:
-        raise UsageError(f"--since={text[:40]}: an age is a number with s, m, h or d, for example --since=10m")
+        raise UsageError(f"invalid --since={text[:40]}: expected a number with s, m, h or d, as in --since=10m")
     return time.time() - int(number) * _UNITS[unit]
 
 
@@ -196,7 +197,7 @@ def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
     has_failed = run.state in ("failed", "lost")
 
     def tell_failure(host: str, rank: int) -> None:
-        text = f"{host}[{rank}] has failed, and the others go on; to end them: skyfab stop {run.id[:8]}"
+        text = f"{host}[{rank}] has failed, the other ranks are still running; to stop them: skyfab stop {run.id[:8]}"
         print(HINTS.adapted(clean(text, colour=False)), file=sys.stderr)
 
     for line in run.lines(trouble=_tell, failed=tell_failure, **options):
@@ -219,10 +220,10 @@ def _tell(error: SkyfabError) -> None:
 
 @command
 def stop(id_: RunName, hosts: RunHosts = None, inventory: InventoryFile = None) -> None:
-    """End a detached run on all its hosts.
+    """Stop a detached run on all its hosts.
 
-    Its ranks and what they started: SIGTERM, two seconds to save something, then SIGKILL. What it wrote stays. One that
-    has ended already is left as it is.
+    Sends SIGTERM to its ranks and their child processes, and SIGKILL two seconds later. Keeps what the run has written.
+    A run that has already ended is left as it is.
 
         skyfab stop 3f2a91c0
     """
@@ -230,7 +231,7 @@ def stop(id_: RunName, hosts: RunHosts = None, inventory: InventoryFile = None) 
 
     found = attach(id_, hosts, inventory=inventory)
     if found.has_ended:
-        print(f"{found.id[:8]} had already ended: {found.state}  {clean(found.name, colour=False)}")
+        print(f"{found.id[:8]} has already ended: {found.state}  {clean(found.name, colour=False)}")
         return
     found.stop()
     print(f"{found.id[:8]}  {found.status}  {clean(found.name, colour=False)}")

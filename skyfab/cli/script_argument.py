@@ -39,7 +39,7 @@ def check_function(script: Path, shown: str, function: str) -> None:
         return
     names = [one.name for one in _statements(tree) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
     names = [name for name in dict.fromkeys(names) if not name.startswith("_")]
-    has = f"it has {', '.join(names[:_MOST])}{', …' if len(names) > _MOST else ''}" if names else "it has none"
+    has = f"it defines {', '.join(names[:_MOST])}{', …' if len(names) > _MOST else ''}" if names else "it defines none"
     meant = nearest(function, names)
     hint = None if meant is None else f"did you mean {shlex.quote(f'{shown}:{meant}')}?"
     raise UsageError(f"{shown} has no function {function}: {has}", hint=hint)

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 @command
 def ssh(
-    host: Annotated[str, Option("a name of the inventory, user@10.0.0.5:2222, or local", "HOST")],
-    *words: Annotated[str, Option("what to run there instead of a shell", "[-- COMMAND]")],
+    host: Annotated[str, Option("a host of the inventory, user@10.0.0.5:2222, or local", "HOST")],
+    *words: Annotated[str, Option("a command to run instead of a shell", "[-- COMMAND]")],
     run: Annotated[
-        str | None, Option("in the folder and environment of this detached run: its id, or its name", "RUN")
+        str | None, Option("start in the folder and environment of this detached run: its ID or its name", "RUN")
     ] = None,
     inventory: InventoryFile = None,
 ) -> None:
     """Open a shell on a host.
 
-    It begins in the working folder, where run and put of this folder have their files, with the setup lines and
-    variables that a run has there, and the programs of this project's environment first. The command becomes the ssh
-    program, which asks for passwords itself; the exit code is the shell's.
+    Starts in the working directory, where run and put of this folder keep their files, with the setup lines and
+    variables of a run, and with the programs of this project's environment first in PATH. Becomes the ssh program,
+    which asks for passwords itself. Exits with the shell's exit code.
 
         skyfab ssh node1
         skyfab ssh node1 -- python -c 'import torch; print(torch.__version__)'
@@ -42,7 +42,7 @@ def ssh(
 
     found, chosen = selected_one(host, inventory)
     if chosen.transport != "local" and shutil.which("ssh") is None:
-        raise UsageError("there is no ssh program here", hint="install OpenSSH's client")
+        raise UsageError("ssh is not installed on this machine", hint="install the OpenSSH client")
     line = " ".join(words)
     entrance = _of_run(run, chosen, found, line) if run else _of_project(chosen, line)
     argv = entrance.argv(found, terminal=sys.stdin.isatty())
@@ -71,11 +71,11 @@ def _of_project(host: Host, command: str) -> InteractiveShell:
         programs, otherwise = posixpath.dirname(python), ""
     elif preparation.is_empty:
         programs = posixpath.dirname(sys.executable) if host.transport == "local" else ""
-        otherwise = f"{host.name}: no environment of this project"
+        otherwise = f"{host.name}: this project has no environment"
     else:
         programs = preparation.guess(host).rpartition("/")[0]
         hint = HINTS.adapted(f"skyfab run --hosts={host.name} builds it")
-        otherwise = f"{host.name}: the environment of this project is not there yet; {hint}"
+        otherwise = f"{host.name}: the environment of this project has not been built yet; {hint}"
     return InteractiveShell(
         host=host,
         folder=Workdirs(settings.workdir).of(host).sent or "~",
@@ -97,7 +97,7 @@ def _of_run(name: str, host: Host, inventory: Inventory, command: str) -> Intera
         host=host,
         folder=about.workdir or f"{host.cache.rstrip('/')}/runs/{run.id}",
         programs=posixpath.dirname(about.python),
-        otherwise=f"{host.name}: it is not known which environment this run has",
+        otherwise=f"{host.name}: the environment of this run is unknown",
         setup=host.setup,
         variables=host.env,
         command=command,

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @command
 def stacks(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = False) -> int:
-    """Show where all ranks are right now, alike ones together.
+    """Show what all ranks are doing, identical stacks grouped.
 
-    The Python stacks of every rank of yours on the hosts, whichever program started it, also when it is stuck in a
-    collective: "3 ranks in all_reduce at …, 1 rank in load at …". Nothing is disturbed. Ends with 3 when a host cannot
-    be asked.
+    Shows the Python stack of each of your ranks on the hosts, whichever program started it, also if it hangs in a
+    collective: "3 ranks in all_reduce at …, 1 rank in load at …". Does not disturb the ranks. Exits with 3 if a host
+    does not answer.
 
         skyfab stacks
         skyfab stacks node1 node2

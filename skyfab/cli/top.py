@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 def top(
     hosts: Hosts = None,
     inventory: InventoryFile = None,
-    every: Annotated[int, Option("look at each host every so many seconds", "SECONDS")] = 2,
-    once: Annotated[bool, Option("print it once, and end")] = False,
-    json_: Annotated[bool, Option("print it once, for programs")] = False,
+    every: Annotated[int, Option("the time between two updates", "SECONDS")] = 2,
+    once: Annotated[bool, Option("print it once and exit")] = False,
+    json_: Annotated[bool, Option("print it once, as JSON")] = False,
 ) -> int:
-    """Show hosts and the runs on them, live.
+    """Show hosts and their runs, live.
 
-    What `skyfab hosts` and `skyfab runs` show, over one connection to each host, which stays open. Keys: arrows select,
-    l follows the log of a run, s shows where its ranks are, x stops it, ? lists all keys, q quits. Where the output is
-    no terminal, it is printed once. Then it ends with 3 when a host cannot be asked.
+    Shows what `skyfab hosts` and `skyfab runs` show, and keeps one connection to each host open. Keys: arrows select, l
+    follows the log of a run, s shows the stacks of its ranks, x stops it, ? lists all keys, q quits. If the output is
+    not a terminal, prints it once, and exits with 3 if a host does not answer.
 
         skyfab top
         skyfab top --hosts=gpu --every=5

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 def train(
     hosts: Hosts = None,
     inventory: InventoryFile = None,
-    epochs: Annotated[int, Option("how often each rank sees its share of the data", "N")] = 10,
+    epochs: Annotated[int, Option("the number of passes over the data", "N")] = 10,
     ranks: Ranks = None,
     index: Index = (),
     detach: Detach = False,
 ) -> None:
-    """Train a digit classifier, on hosts or here.
+    """Train a digit classifier on hosts or on this machine.
 
-    The model is built here, goes out untrained, is trained by all ranks together (DDP), each on its share of the data,
-    comes back and is evaluated here. Without hosts and inventory: two ranks on this machine.
+    Builds the model on this machine, trains it on all ranks together (DDP), each with its share of the data, brings it
+    back and evaluates it. Without hosts and inventory, two ranks run on this machine.
 
         skyfab train
         skyfab train node1 node2 --epochs=20
@@ -90,7 +90,7 @@ def _digits() -> Any:
         from skyfab.demo import digits
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"training needs {error.name}, which is not installed here",
+            f"training needs {error.name}, which is not installed on this machine",
             hint="./inv train sets everything up in a checkout; elsewhere: pip install 'skyfab[torch]'",
         ) from None
     return digits

@@ -62,8 +62,8 @@ def test_ports_are_there_until_ctrl_c(port: int) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["6006,8888", "--local=1", "--host=node1"], "--local= is for one port"),
-        (["6006", "--host=node1,node2"], "node1,node2 is 2 hosts, and this is for one"),
+        (["6006,8888", "--local=1", "--host=node1"], "--local takes one port"),
+        (["6006", "--host=node1,node2"], "node1,node2 selects 2 hosts, but this command takes one"),
         (["6006", "--host=nodd1"], "node1"),
         (["70000", "--host=local"], "'70000' is not a port"),
     ],

@@ -50,7 +50,7 @@ def skyfab(folder: Path, environ: dict[str, str], *words: str) -> subprocess.Com
 def test_a_file_that_is_there_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "inventory.toml").write_text("mine")
     done = skyfab(tmp_path, config(tmp_path, "Host a\n"), "init", "--yes")
-    assert done.returncode == 2 and "inventory.toml is there already, and is not changed" in done.stderr
+    assert done.returncode == 2 and "inventory.toml already exists" in done.stderr
     assert (tmp_path / "inventory.toml").read_text() == "mine"
 
 
@@ -68,7 +68,7 @@ def test_without_a_terminal_nothing_is_asked(tmp_path: Path) -> None:
 def test_the_end_of_input_is_no_answer(tmp_path: Path) -> None:
     environ = config(tmp_path, "Host dead\n  HostName 127.0.0.1\n  Port 1\n")
     with Typist([sys.executable, "-m", "skyfab", "init"], tmp_path, **environ) as typist:
-        typist.sees(r"which hosts\?.*")
+        typist.sees(r"Which hosts\?.*")
         typist.presses(b"\x04")
         assert typist.ends() == 130
         assert "Traceback" not in typist.said
@@ -94,11 +94,11 @@ def test_names_of_known_hosts(tmp_path: Path) -> None:
 def test_names_that_are_hashed_are_told_from_none(tmp_path: Path) -> None:
     environ = {**config(tmp_path, ""), "HOME": str(tmp_path)}
     done = skyfab(tmp_path, environ, "init")
-    assert done.returncode == 2 and "neither ssh_config nor known_hosts names a host" in done.stderr
+    assert done.returncode == 2 and "neither ssh_config nor known_hosts has a host" in done.stderr
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "known_hosts").write_text("|1|abc=|def= ssh-ed25519 AAAA\n")
     done = skyfab(tmp_path, environ, "init")
-    assert done.returncode == 2 and "known_hosts has only hashes of names\nhint: name some: " in done.stderr
+    assert done.returncode == 2 and "known_hosts has only hashed names\nhint: name some: " in done.stderr
 
 
 @pytest.mark.lab
@@ -119,7 +119,7 @@ def test_forty_odd_entries(tmp_path: Path) -> None:
         assert "skipped dot.ted: same login as ümlaut" in done.stderr
         assert 'skipped github.com: "User git" is a Git server' in done.stderr and "skipped quoted one" in done.stderr
         assert "works1: hello from " in done.stdout and "dead7: cannot be used" in done.stdout
-        assert done.stdout.endswith("written: inventory.toml, with 2 hosts\nnext: skyfab doctor\n")
+        assert done.stdout.endswith("wrote inventory.toml with 2 hosts\nnext: skyfab doctor\n")
         assert second.host_key in known.read_text()
         assert skyfab(tmp_path, environ, "hosts").returncode == 0
 
@@ -136,9 +136,9 @@ def test_three_questions(tmp_path: Path) -> None:
         words = [sys.executable, "-m", "skyfab", "init"]
         with Typist(words, tmp_path, SKYFAB_SSH_CONFIG=environ["SKYFAB_SSH_CONFIG"]) as typist:
             for question, answer in (
-                (r"which hosts\?.*", "works*,dead"),
+                (r"Which hosts\?.*", "works*,dead"),
                 ("record them in .*", "y"),
-                ("leave out the one .*", "n"),
+                ("Skip the unusable host.*", "n"),
             ):
                 typist.sees(question)
                 typist.types(answer)

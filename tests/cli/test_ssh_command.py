@@ -70,7 +70,7 @@ def test_a_command_has_setup_lines_and_variables_which_are_in_no_command_line(la
     assert int(lines[1]) <= 2, "this command itself, which names it"
     assert lines[2].endswith(f"/files/{project(str(folder))}")
     assert done.returncode == 3
-    assert done.stderr == "node1: no environment of this project\n"
+    assert done.stderr == "node1: this project has no environment\n"
     home = Path(lines[2]).parents[1]
     assert not list(lab.hosts[0].path(str(home)).glob("ssh-*"))
 
@@ -85,7 +85,8 @@ def test_an_environment_that_is_not_there_yet_is_told_of(folder: Path) -> None:
     done = ssh(folder, "node3", "--", "true")
     assert done.returncode == 0
     assert (
-        "node3: the environment of this project is not there yet; skyfab run --hosts=node3 builds it\n" in done.stderr
+        "node3: the environment of this project has not been built yet; skyfab run --hosts=node3 builds it\n"
+        in done.stderr
     )
 
 
@@ -113,4 +114,4 @@ def test_the_folder_and_environment_of_a_run(
 
 def test_what_cannot_be_entered(folder: Path) -> None:
     done = ssh(folder, "node1,node2")
-    assert (done.returncode, "node1,node2 is 2 hosts" in done.stderr) == (2, True)
+    assert (done.returncode, "node1,node2 selects 2 hosts" in done.stderr) == (2, True)

@@ -52,9 +52,9 @@ def test_names_with_spaces_are_quoted(here: Path) -> None:
 def test_what_is_put_and_is_not_there(here: Path) -> None:
     with pytest.raises(UsageError) as caught:
         put.function("my dta")
-    assert (caught.value.message, caught.value.hint) == ("there is no my dta here", "did you mean 'my data'?")
+    assert (caught.value.message, caught.value.hint) == ("no such file or folder: my dta", "did you mean 'my data'?")
     (here / "link").symlink_to("gone")
-    with pytest.raises(UsageError, match="link is a link to gone, which is not there"):
+    with pytest.raises(UsageError, match="broken link: link points to gone"):
         put.function("link")
 
 
@@ -64,7 +64,7 @@ def test_what_is_put_and_is_not_there(here: Path) -> None:
 def test_a_function_that_is_missing_is_told_before_anything_is_sent(here: Path) -> None:
     with pytest.raises(UsageError) as caught:
         _parsed("train.py:trian")
-    assert caught.value.message == "train.py has no function trian: it has train, evaluate"
+    assert caught.value.message == "train.py has no function trian: it defines train, evaluate"
     assert caught.value.hint == "did you mean train.py:train?"
     with pytest.raises(UsageError) as caught:
         _parsed("train.py:x")
@@ -112,5 +112,5 @@ def test_a_name_that_may_be_bound_is_not_refused(tmp_path: Path, text: str) -> N
 def test_a_name_that_is_bound_nowhere_is_refused(tmp_path: Path, text: str) -> None:
     script = tmp_path / "x.py"
     script.write_text(text)
-    with pytest.raises(UsageError, match=r"x\.py has no function main: it has"):
+    with pytest.raises(UsageError, match=r"x\.py has no function main: it defines"):
         check_function(script, "x.py", "main")

@@ -88,9 +88,9 @@ def test_help_has_the_width_of_the_terminal(folder: Path, columns: int) -> None:
     lines = said.splitlines()
     assert code == 0
     assert max(len(line) for line in lines if not line.startswith("  skyfab logs")) <= columns
-    assert " ".join(said.split()).count("in the order of time") == 1
+    assert " ".join(said.split()).count("by time") == 1
     if columns > 60:
-        assert "  --tail N          of what is there already, only so many lines (default: all)" in lines
+        assert "  --tail N          start with the last N lines (default: all)" in lines
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
@@ -201,7 +201,7 @@ def test_a_run_that_has_ended_is_not_stopped(night: Path, state: str) -> None:
     status = night / "here" / "runs" / "abcdef0123456789" / "status"
     status.write_text(json.dumps({"state": state, "started": 1e9}))
     ran = piped(night, "stop", "night")
-    assert (ran.returncode, ran.stdout) == (0, f"abcdef01 had already ended: {state}  night\n"), ran.stderr
+    assert (ran.returncode, ran.stdout) == (0, f"abcdef01 has already ended: {state}  night\n"), ran.stderr
 
 
 def test_a_look_at_logs_that_is_interrupted_ends_quietly(night: Path, request: pytest.FixtureRequest) -> None:
@@ -237,7 +237,7 @@ def test_piped_logs_keep_the_streams_apart(night: Path) -> None:
 
 
 def test_the_hosts_are_named_where_they_were_not_given(folder: Path) -> None:
-    line = "on here, dead: all of inventory.toml\n"
+    line = "using here, dead: all hosts of inventory.toml\n"
     assert piped(folder, "exec", "--", "true").stderr.startswith(line)
     assert piped(folder, "stacks").stderr.startswith(line)
     assert line not in piped(folder, "stacks", "here").stderr
@@ -245,7 +245,7 @@ def test_the_hosts_are_named_where_they_were_not_given(folder: Path) -> None:
     (folder / "inventory.toml").write_text(f'[hosts.here]\ntransport = "local"\ncache = "{folder}/here"\n')
     ran = piped(folder, "run", "hello.py")
     assert ran.stdout == "here[0] hello from 0\n", "the inventory counts without --hosts"
-    assert ran.stderr == "on here: all of inventory.toml\n"
+    assert ran.stderr == "using here: all hosts of inventory.toml\n"
 
 
 def test_words_are_hosts_where_nothing_else_can_be_meant(folder: Path) -> None:

@@ -60,7 +60,6 @@ LONGEST_FUNCTION = 60
 """Lines, unless a reason is given here."""
 LONGER = {
     "cli.run:run": "the options of the command, one line each",
-    "device.kernels:_write": "the source of a kernel, whose lines are read in their order",
     "lab.lab:start": "the options of a lab, each with a line of documentation",
 }
 """Longer functions, each with the reason."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +45,7 @@ class ProjectSettings:
 def _settings(table: object, file: Path) -> ProjectSettings:
     if not isinstance(table, Mapping):
         raise UsageError(f"{file}: [tool.skyfab] must be a table, not {schema.name_of(table)}")
-    checks = {key: functools.partial(check, base=file.parent) for key, check in _KEYS.items()}
+    checks = {key: _relative(check, file.parent) for key, check in _KEYS.items()}
     values, mistakes = schema.parse_table(table, checks)
     if mistakes:
         lines = [
@@ -57,6 +56,11 @@ def _settings(table: object, file: Path) -> ProjectSettings:
     values = {key.replace("-", "_"): value for key, value in values.items()}
     about = {name: values.pop(name) for name in [*values] if name in ImageOptions.__dataclass_fields__}
     return ProjectSettings(image=ImageOptions(**about), **values)
+
+
+def _relative(check: Callable[[object, Path], Any], base: Path) -> Callable[[object], Any]:
+    """The check with `base` as the folder that paths are relative to."""
+    return lambda value: check(value, base)
 
 
 def _text(value: object, _base: Path) -> str:

@@ -123,6 +123,12 @@ def test_a_pickle_is_not_unpickled(tmp_path: Path, kind: type[messages.Result]) 
     assert (tmp_path / "mark").exists(), "else this proves nothing"
 
 
+def test_a_run_that_a_wary_pool_launched_keeps_plain_data(untrusted: sky.Compute) -> None:
+    assert untrusted.launch(returns({"loss": 0.5}), on="head").result(timeout=170) == {"loss": 0.5}
+    with pytest.raises(sky.UntrustedResult, match="Thing"):
+        untrusted.launch(returns(Thing()), on="head").result(timeout=170)
+
+
 def test_the_result_of_a_run_says_how_it_is_encoded() -> None:
     """A run that was launched with results="data" can be attached to without that."""
     payload = plain_data.dumps({"loss": 0.5})

@@ -49,7 +49,7 @@ def _settings(table: object, file: Path) -> ProjectSettings:
     values, mistakes = schema.parse_table(table, checks)
     if mistakes:
         lines = [
-            (problem if key not in checks else f"{key} {problem}") + (f" ({hint})" if hint else "")
+            (problem if key not in checks else f"{key}: {problem}") + (f" ({hint})" if hint else "")
             for key, problem, hint in mistakes
         ]
         raise UsageError("\n  ".join([f"{file}: [tool.skyfab]", *lines]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from skyfab.errors import InventoryError
 from skyfab.inventory.file import SPELLING, Place, read_tables
@@ -11,18 +11,15 @@ from skyfab.inventory.host import NAME
 from skyfab.inventory.mistakes import Mistakes
 from skyfab.inventory.source import Contents
 
-_MOST: Final = 100_000
-"""Hosts of one source. More is not a cluster."""
-
 
 class Listing:
-    """Collects hosts, groups, mistakes and what is left out of one source."""
+    """Collects hosts, groups, mistakes and skipped names of one source."""
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.mistakes = Mistakes(source)
         self.left_out: dict[str, str] = {}
-        """What cannot be used, by name, with the reason."""
+        """What was skipped, by name, with the reason."""
         self._hosts: dict[str, dict[str, Any]] = {}
         self._groups: dict[str, list[str]] = {}
         self._at: dict[Place, str] = {}
@@ -34,23 +31,17 @@ class Listing:
     def add(self, name: str, at: str, keys: Mapping[str, Any], places: Mapping[str, str] | None = None) -> None:
         """Adds a host with the keys of its table; `at` and `places` say where it and its keys are, for messages."""
         if not NAME.fullmatch(name):
-            self.mistakes.note(f"{at}: {name!r}", "cannot be a host's name", SPELLING)
+            self.mistakes.note(f"{at}: {name!r}", "not a valid host name", SPELLING)
             return
         self._hosts[name] = dict(keys)
         self._at["hosts", name] = f"{at}: {name!r}"
         for key, place in (places or {}).items():
             self._at["hosts", name, key] = place
-        self.limit(len(self._hosts))
 
     def add_group(self, name: str, at: str, words: Sequence[str]) -> None:
         """Adds a group of hosts and groups."""
         self._groups[name] = list(words)
         self._at["groups", name] = f"{at}: group {name!r}"
-
-    def limit(self, count: int) -> None:
-        """Raises InventoryError if these are more hosts than any cluster has."""
-        if count > _MOST:
-            raise InventoryError(f"{self.source}: has more than {_MOST} hosts", hint="is it a slip of the finger?")
 
     def read(self, hint: str) -> Contents:
         """The hosts and groups. Raises one `InventoryError` with all mistakes, or `hint` where there is no host."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from skyfab._util import schema, toml
+from skyfab._util.sizes import counted
 from skyfab._util.suggest import did_you_mean
 from skyfab.errors import InventoryError, UsageError
 from skyfab.inventory.host import CHECKS, LOCAL, NAME, Address, Host
@@ -26,7 +27,7 @@ KEYS = tuple(_CHECKS)
 _TABLES = ("defaults", "hosts", "groups")
 _SSH_KEYS = ("address", "port", "user", "identity", "jump", "host_key")
 RESERVED = ("all", "none", LOCAL.name)
-SPELLING = "letters, digits, '.', '_', '+' and '-', not a sign first"
+SPELLING = "use letters, digits, '.', '_', '+' and '-', and start with a letter or digit"
 
 
 Place = tuple[str, ...]
@@ -67,11 +68,17 @@ def _toml(text: str, source: str) -> dict[str, Any]:
     try:
         return toml.loads(text)
     except ValueError as error:
-        raise InventoryError(
-            f"{source}: is not TOML: {error}", hint="tables go in [brackets], strings in quotes"
-        ) from None
+        twice = re.sub(r"^Cannot (?:declare|overwrite) \((.*?),?\) twice", _defined_twice, str(error))
+        problem = twice if twice != str(error) else f"not valid TOML: {error}"
+        raise InventoryError(f"{source}: {problem}", hint="put tables in [brackets], strings in quotes") from None
     except RecursionError:
-        raise InventoryError(f"{source}: is nested too deeply", hint="three tables are all it needs") from None
+        raise InventoryError(f"{source}: not valid TOML: nested too deeply", hint="use three tables") from None
+
+
+def _defined_twice(match: re.Match[str]) -> str:
+    """tomllib names a table as a tuple of its names."""
+    names = re.findall("'([^']*)'", match[1])
+    return f"[{'.'.join(map(bare, names))}] is defined twice"
 
 
 def _shown(place: Place) -> str:
@@ -135,7 +142,7 @@ class _Reader:
         values = self.keys(place, {other: item for other, item in value.items() if other != "address"})
         for name, address in zip(names, addresses, strict=True):
             if name in self.hosts:
-                self.note(place, f"declares {name} again", f"{_shown(self.places[name])} has it")
+                self.note(place, f"defines {name} again", f"it is already in {_shown(self.places[name])}")
                 continue
             own = values | ({} if address is None else self.keys(place, {"address": address}))
             self.places[name] = place
@@ -148,9 +155,9 @@ class _Reader:
             self.note(place, error.message, error.hint)
             return []
         if not all(map(NAME.fullmatch, names)):
-            self.note(place, "cannot be a host's name", SPELLING)
+            self.note(place, "not a valid host name", SPELLING)
         elif names[0] in ("all", "none"):
-            self.note(place, f"{names[0]} is a word of its own in selections", "give the host another name")
+            self.note(place, f'"{names[0]}" is reserved in selections', "rename the host")
         else:
             return names
         return []
@@ -163,15 +170,15 @@ class _Reader:
             self.note((*place, "address"), error.message, error.hint)
             addresses = [None]
         if len(addresses) not in (1, count):
-            problem = f"stands for {len(addresses)} addresses, and the name for {count}"
-            self.note((*place, "address"), problem, "count both in step")
+            problem = f"the name expands to {counted(count, 'host')}, the address to {len(addresses)}"
+            self.note((*place, "address"), problem, "use ranges of the same length")
             addresses = [None]
         return addresses * count if len(addresses) == 1 else addresses
 
     def local(self, place: Place, own: Mapping[str, Any], defaults: Mapping[str, Any]) -> Host:
         for key in own:
             if key in _SSH_KEYS or (key == "transport" and own[key] not in ("auto", "local")):
-                self.note((*place, key), "local is this machine, without SSH", "leave it out, or rename the host")
+                self.note((*place, key), '"local" is this machine, without SSH', "remove the key, or rename the host")
         own = {key: item for key, item in own.items() if key not in _SSH_KEYS}
         defaults = {key: item for key, item in defaults.items() if key not in _SSH_KEYS}
         return _host(LOCAL.name, {**own, "transport": "local"}, defaults)
@@ -187,18 +194,18 @@ class _Reader:
             if twin != host.name and table == self.places[twin]:  # one mistake, however many hosts the table has
                 alike[table] = host.address
             elif twin != host.name:
-                hint = "leave one of them out, or give them different ports"
-                self.note((*table, "address"), f"{host.name} has {host.address}, as {twin} has", hint)
+                hint = "remove one of them, or give them different ports"
+                self.note((*table, "address"), f"{host.name} has the same address as {twin}: {host.address}", hint)
         for table, address in alike.items():
-            hint = "with a range too, as in 10.0.0.[11-14]"
-            self.note((*table, "address"), f"all its hosts have {address}", hint)
+            hint = "use a range, as in 10.0.0.[11-14]"
+            self.note((*table, "address"), f"all hosts of the range have the same address: {address}", hint)
 
     def find_jump_circles(self) -> None:
         passed = {name: _passed(host) for name, host in self.hosts.items()}
         for name, hops in passed.items():
             for hop in hops:
                 if hop == LOCAL.name or (hop in self.hosts and self.hosts[hop].transport == "local"):
-                    self.note((*self.places[name], "jump"), f"{hop} is this machine", "leave the jump out")
+                    self.note((*self.places[name], "jump"), f"{hop} is this machine", "remove the jump")
         for circle in _circles({name: [hop for hop in hops if hop in self.hosts] for name, hops in passed.items()}):
             hint = 'write jump = "none" for the one that is reached directly'
             self.note((*self.places[circle[0]], "jump"), f"jump hosts form a loop: {' → '.join(circle)}", hint)
@@ -209,7 +216,7 @@ class _Reader:
         self.groups = dict.fromkeys(members, ())
         inner = {name: [word for word in _mentioned(words) if word in members] for name, words in members.items()}
         for circle in _circles(inner):
-            self.note(("groups", circle[0]), f"contains itself: {' → '.join(circle)}", "take one of them out")
+            self.note(("groups", circle[0]), f"contains itself: {' → '.join(circle)}", "remove one of them")
         names = Names(self.hosts, self.groups)
         for name in TopologicalSorter(inner).static_order():
             try:
@@ -220,11 +227,11 @@ class _Reader:
     def may_be_group(self, name: str) -> bool:
         place = ("groups", name)
         if not NAME.fullmatch(name):
-            self.note(place, "cannot be a group's name", SPELLING)
+            self.note(place, "not a valid group name", SPELLING)
         elif name in RESERVED:
-            self.note(place, f"{name} is a word of its own in selections", "give the group another name")
+            self.note(place, f'"{name}" is reserved in selections', "rename the group")
         elif name in self.hosts:
-            self.note(place, f"a host has that name: {_shown(self.places[name])}", "give the group another name")
+            self.note(place, f"a host has that name: {_shown(self.places[name])}", "rename the group")
         else:
             return True
         return False
@@ -241,7 +248,7 @@ class _Reader:
             return []
         for item in value:
             if not isinstance(item, str):
-                self.note(place, f"must have strings in it, not {schema.name_of(item)}", "write names in quotes")
+                self.note(place, f"must contain strings, not {schema.name_of(item)}", "write names in quotes")
                 continue
             try:
                 _mentioned([item])

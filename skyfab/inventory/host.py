@@ -119,7 +119,7 @@ class Host:
             try:
                 object.__setattr__(self, item.name, CHECKS[item.name](value))
             except UsageError as error:
-                raise UsageError(f"Host {self.name!r}: {item.name} {error.message}", hint=error.hint) from None
+                raise UsageError(f"Host {self.name!r}: {item.name}: {error.message}", hint=error.hint) from None
 
     @property
     def destination(self) -> str:
@@ -165,11 +165,11 @@ def _text(value: object) -> str:
     if not isinstance(value, str):
         raise UsageError(f"must be a string, not {name_of(value)}", hint="write it in quotes")
     if not value.strip():
-        raise UsageError("is empty", hint="leave the key out, or give it a value")
+        raise UsageError("must not be empty", hint="remove the key, or give it a value")
     if value.startswith("-"):
-        raise UsageError(f"starts with '-': {value!r}", hint="ssh would read it as an option")
+        raise UsageError(f"must not start with '-': {value!r}", hint="ssh would read it as an option")
     if not value.isprintable():
-        raise UsageError("has control characters", hint="a newline or tab that slipped in?")
+        raise UsageError("contains control characters", hint="check for a newline or tab")
     return value
 
 
@@ -177,8 +177,6 @@ def _integer(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         hint = "write it without quotes" if isinstance(value, str) else "a whole number, without a point"
         raise UsageError(f"must be an integer, not {name_of(value)}", hint=hint)
-    if abs(value) >= 2**63:
-        raise UsageError("is larger than TOML's integers are", hint="is it a slip of the finger?")
     return value
 
 
@@ -191,7 +189,7 @@ def _items(value: object, example: str) -> Iterable[object]:
 def _name(value: object) -> str:
     text = _text(value)
     if Address.parse(text) is None:
-        raise UsageError(f"cannot be a host's name: {text!r}", hint="letters, digits, '.', '_', '+' and '-'")
+        raise UsageError(f"not a valid host name: {text!r}", hint="use letters, digits, '.', '_', '+' and '-'")
     return text
 
 
@@ -199,10 +197,11 @@ def _address(value: object) -> str:
     text = _text(value)
     address = Address.parse(text)
     if address is None:
-        raise UsageError(f"is not a host's name or IP address: {text!r}", hint='for instance address = "10.0.0.11"')
-    for key, part in (("user", address.user), ("port", address.port)):
-        if part is not None:
-            raise UsageError(f"has a {key} in it: {text!r}", hint=f"{key} is a key of its own")
+        raise UsageError(f"not a host name or IP address: {text!r}", hint='for instance address = "10.0.0.11"')
+    if address.user is not None:
+        raise UsageError(f"contains a user name: {text!r}", hint=f'set user = "{address.user}" instead')
+    if address.port is not None:
+        raise UsageError(f"contains a port: {text!r}", hint=f"set port = {address.port} instead")
     return address.host
 
 
@@ -216,7 +215,7 @@ def _port(value: object) -> int:
 def _user(value: object) -> str:
     text = _text(value)
     if not _USER.fullmatch(text):
-        raise UsageError(f"cannot be a user's name: {text!r}", hint="letters, digits, '.', '_', '+' and '-'")
+        raise UsageError(f"not a valid user name: {text!r}", hint="use letters, digits, '.', '_', '+' and '-'")
     return text
 
 
@@ -229,7 +228,7 @@ def _jump(value: object) -> str:
     for hop in hops:
         if Address.parse(hop) is None:
             raise UsageError(
-                f"cannot be reached: {hop!r}",
+                f"not a valid jump host: {hop!r}",
                 hint="a host of the inventory, an ssh_config alias, or user@address:port; several with commas",
             )
     return ",".join(hops)
@@ -244,7 +243,7 @@ def _host_key(value: object) -> str:
     parts = _parts(blob)
     if len(parts) < 2 or parts[0] != algorithm.encode():
         raise UsageError(
-            "is not a public host key",
+            "not a public host key",
             hint='type and base64, as in the host\'s /etc/ssh/ssh_host_ed25519_key.pub: "ssh-ed25519 AAAA…"',
         )
     return f"{algorithm} {encoded}"
@@ -265,7 +264,9 @@ def _parts(blob: bytes) -> list[bytes]:
 def _python(value: object) -> str:
     text = _text(value)
     if not _PYTHON.fullmatch(text):
-        raise UsageError(f"is no Python: {text!r}", hint='"auto", "3.11", or an absolute path on the host')
+        raise UsageError(
+            f"not a Python version or path: {text!r}", hint='"auto", "3.11", or an absolute path on the host'
+        )
     return text
 
 
@@ -274,14 +275,14 @@ def _gpus(value: object) -> Literal["auto"] | tuple[int, ...]:
         return "auto"
     numbers = tuple(map(_integer, _items(value, 'gpus = [0, 1], or gpus = "auto"')))
     if any(number < 0 for number in numbers) or len(set(numbers)) < len(numbers):
-        raise UsageError("must be different numbers from 0", hint="as nvidia-smi counts them: gpus = [0, 1]")
+        raise UsageError("must be distinct numbers, 0 or more", hint="as nvidia-smi numbers them: gpus = [0, 1]")
     return numbers
 
 
 def _slots(value: object) -> int:
     slots = _integer(value)
     if slots < 1:
-        raise UsageError(f"must be 1 or more, not {slots}", hint="leave a host out of a selection with !name")
+        raise UsageError(f"must be 1 or more, not {slots}", hint="exclude a host from a selection with !name")
     return slots
 
 
@@ -305,7 +306,7 @@ def _setup(value: object) -> str:
     if not isinstance(value, str):
         raise UsageError(f"must be a string, not {name_of(value)}", hint="several lines go between three quotes")
     if "\0" in value:
-        raise UsageError("has a NUL character", hint="no shell can read one")
+        raise UsageError("contains a NUL character", hint="shells do not accept one")
     return value.strip()
 
 
@@ -314,14 +315,14 @@ def _transport(value: object) -> str:
     choices = ("auto", "openssh", "fabric", "local")
     if text not in choices:
         hint = did_you_mean(text, choices) or f"one of {', '.join(choices)}"
-        raise UsageError(f"is not a transport: {text!r}", hint=hint)
+        raise UsageError(f"unknown transport: {text!r}", hint=hint)
     return text
 
 
 def _interface(value: object) -> str:
     text = _text(value)
     if re.search(r"[\s/]", text):
-        raise UsageError(f"is not a network interface: {text!r}", hint='"auto", or a name that `ip link` prints')
+        raise UsageError(f"not a network interface: {text!r}", hint='"auto", or a name that `ip link` prints')
     return text
 
 
@@ -329,7 +330,7 @@ def _tags(value: object) -> tuple[str, ...]:
     tags = tuple(map(_text, _items(value, 'tags = ["a100"]')))
     for tag in tags:
         if not NAME.fullmatch(tag):
-            raise UsageError(f"cannot have {tag!r}", hint="letters, digits, '.', '_', '+' and '-'")
+            raise UsageError(f"invalid tag: {tag!r}", hint="use letters, digits, '.', '_', '+' and '-'")
     return tags
 
 
@@ -338,16 +339,17 @@ def _env(value: object) -> Env:
         raise UsageError(f"must be a table, not {name_of(value)}", hint='for instance env = { OMP_NUM_THREADS = "8" }')
     for name, text in cast("Mapping[object, object]", value).items():
         if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
-            raise UsageError(f"cannot set {name!r}", hint="letters, digits and '_', not a digit first")
+            raise UsageError(
+                f"invalid variable name: {name!r}", hint="use letters, digits and '_', and do not start with a digit"
+            )
         if not isinstance(text, str):
-            raise UsageError(f"must set {name} to a string, not {name_of(text)}", hint="write the value in quotes")
+            raise UsageError(f"{name} must be a string, not {name_of(text)}", hint="write the value in quotes")
         if "\0" in text:
-            raise UsageError(f"has a NUL character in {name}", hint="no variable can hold one")
+            raise UsageError(f"{name} contains a NUL character", hint="environment variables do not accept one")
         size = len(f"{name}={text}".encode(errors="surrogatepass"))
         if size > _LONGEST:
             raise UsageError(
-                f"sets {name} to a value of {size - len(name) - 1:,} bytes, and Linux gives no program more than"
-                f" {_LONGEST - len(name) - 1:,}",
+                f"the value of {name} has {size - len(name) - 1:,} bytes; Linux accepts {_LONGEST - len(name) - 1:,}",
                 hint="pass it as an argument, or write it to a file and set the variable to its path",
             )
     return Env(value)
@@ -358,7 +360,7 @@ def setup_lines(given: object, where: str) -> str:
     try:
         return _setup(given)
     except UsageError as error:
-        raise UsageError(f"{where} {error.message}", hint=error.hint) from None
+        raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
 
 
 def variables(given: object, where: str) -> Env:
@@ -366,7 +368,7 @@ def variables(given: object, where: str) -> Env:
     try:
         return _env(given)
     except UsageError as error:
-        raise UsageError(f"{where} {error.message}", hint=error.hint) from None
+        raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
 
 
 CHECKS: Mapping[str, Callable[[object], Any]] = {

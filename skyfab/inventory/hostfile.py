@@ -34,14 +34,16 @@ def read(text: str, source: str) -> Contents:
         at = f"{source}:{number}"
         match = _HOST.fullmatch(words[0])
         if match is None:
-            listing.mistakes.note(at, f"no host's name: {words[0]!r}", HINT)
+            listing.mistakes.note(at, f"not a host name: {words[0]!r}", HINT)
             continue
         keys = _keys(words[1:], at, listing)
         if match["slots"] and "slots" in keys:
-            listing.mistakes.note(at, f"{match['name']} has two numbers of slots", HINT)
+            listing.mistakes.note(at, f"slots given twice for {match['name']}", HINT)
         slots = int(match["slots"] or keys.pop("slots", 1))
         if slots < 1:
-            listing.mistakes.note(at, f"{match['name']} has no slots", "take the line out, or select with !name")
+            listing.mistakes.note(
+                at, f"slots must be 1 or more for {match['name']}", "remove the line, or exclude the host with !name"
+            )
         user = {"user": match["user"]} if match["user"] else {}
         first, more, others = hosts.get(match["name"], (at, 0, {}))
         hosts[match["name"]] = first, more + slots, others | keys | user
@@ -62,7 +64,7 @@ def _keys(words: list[str], at: str, listing: Listing) -> dict[str, Any]:
             keys["user"] = value
         elif not equals or name not in _UNUSED:
             hint = did_you_mean(name, (*_SLOTS, *_USERS, *_UNUSED))
-            listing.mistakes.note(at, f"{word!r} is nothing that a hostfile has", hint or HINT)
+            listing.mistakes.note(at, f'unknown hostfile field "{name}"', hint or HINT)
     return keys
 
 

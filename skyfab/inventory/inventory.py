@@ -51,7 +51,7 @@ class Inventory(ShownAsTable):
     def __post_init__(self) -> None:
         for group, members in self.groups.items():
             if strange := set(members) - set(self.hosts) - {LOCAL.name}:
-                raise UsageError(f"group {group} has {', '.join(sorted(strange))}, which is no host of the inventory")
+                raise UsageError(f"group {group} contains unknown hosts: {', '.join(sorted(strange))}")
 
     @classmethod
     def of(cls, given: str | os.PathLike[str] | Inventory | None) -> Inventory:
@@ -75,7 +75,7 @@ class Inventory(ShownAsTable):
         found = found_source(environ, cwd)
         if isinstance(found, Path) and environ.get("SKYFAB_INVENTORY") and not os.path.lexists(found):
             hint = "unset SKYFAB_INVENTORY, which names it; or for hosts of a lab: skyfab lab.up"
-            raise InventoryError(f"{found}: cannot be read: No such file or directory", hint=hint)
+            raise InventoryError(f"{found}: No such file or directory", hint=hint)
         return cls(hosts={LOCAL.name: LOCAL}) if found is None else cls.of(found)
 
     @property
@@ -220,7 +220,7 @@ def _first(hosts: tuple[Host, ...], nodes: int | None) -> tuple[Host, ...]:
     if nodes is None:
         return hosts
     if type(nodes) is not int or nodes < 1:
-        raise UsageError(f"nodes must be a whole number from 1, not {nodes!r}", hint="leave it out to take all")
+        raise UsageError(f"nodes must be 1 or more, not {nodes!r}", hint="omit it to use all hosts")
     if nodes > len(hosts):
         raise UsageError(f"nodes={nodes}, but only {len(hosts)} selected", hint="select more hosts, or ask for fewer")
     return hosts[:nodes]

@@ -8,8 +8,6 @@ from skyfab.errors import InventoryError
 
 _MOST: Final = 100
 """Mistakes that are shown; a file with more of them is something else."""
-_LONGEST: Final = 1000
-"""Characters of a message: what is quoted in it may be any text."""
 
 
 class Mistakes:
@@ -21,7 +19,7 @@ class Mistakes:
 
     def note(self, where: str, problem: str, hint: str | None) -> None:
         """Records a mistake, once; `where` is ``file:line: words``."""
-        self._found[where[:_LONGEST], problem[:_LONGEST], hint] = None
+        self._found[where, problem, hint] = None
 
     def check(self) -> None:
         """Raises one `InventoryError` with all of them, if there are any."""

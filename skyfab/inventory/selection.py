@@ -13,7 +13,7 @@ from skyfab.errors import UnknownHost, UsageError
 from skyfab.inventory.host import LOCAL, Address, Host
 
 MOST = 10_000
-"""Most hosts that one range may expand to. More is a typing error, not a cluster."""
+"""The most hosts that one range may expand to. More is a typing error, not a cluster."""
 
 _SPAN = r"[0-9]{1,9}(?:-[0-9]{1,9})?"
 _RANGE = re.compile(rf"\[({_SPAN}(?:,{_SPAN})*)\]")
@@ -40,12 +40,10 @@ def expand(word: str) -> list[str]:
     """
     parts = _RANGE.split(word)
     if word.count("[") != word.count("]") or any(map(_ALMOST.search, parts[::2])):
-        raise UsageError(
-            f"{word!r} has brackets that are no range", hint="ranges look like node[1-4] or node[01-10,12]"
-        )
+        raise UsageError(f"invalid range in {word!r}", hint="write ranges as node[1-4] or node[01-10,12]")
     choices = [_count(part) if index % 2 else [part] for index, part in enumerate(parts)]
     if math.prod(map(len, choices)) > MOST:
-        raise UsageError(f"{word!r} stands for more than {MOST} hosts", hint="select by a group, a tag or a pattern")
+        raise UsageError(f"{word!r} expands to more than {MOST} hosts", hint="select by a group, a tag or a pattern")
     return ["".join(choice) for choice in itertools.product(*choices)]
 
 
@@ -57,7 +55,7 @@ def _count(spans: str) -> list[str]:
         if size < 1:
             raise UsageError(f"[{spans}] counts down", hint=f"write [{high}-{low}]")
         if len(numbers) + size > MOST:
-            raise UsageError(f"[{spans}] stands for more than {MOST} hosts", hint="is it a slip of the finger?")
+            raise UsageError(f"[{spans}] expands to more than {MOST} hosts", hint="check the numbers")
         width = len(low) if low.startswith("0") else 0
         numbers += [str(int(low) + step).zfill(width) for step in range(size)]
     return numbers
@@ -115,7 +113,7 @@ class Names:
     def nearest(self, words: Iterable[str]) -> str:
         """A hint for words that match nothing: similar names, or else the known ones."""
         known = list(dict.fromkeys([*self.hosts, *self.groups, *self._tagged, "all", LOCAL.name]))
-        return did_you_mean(words, [*known, *self.others()]) or f"there are {some(known)}"
+        return did_you_mean(words, [*known, *self.others()]) or f"known names: {some(known)}"
 
 
 def place(host: Host) -> tuple[str, int, str | None]:
@@ -139,13 +137,14 @@ def choose(
     for item in wanted or (["all"] if unwanted else []):
         for host in [item] if isinstance(item, Host) else _look_up(item, names, stranger, unknown):
             if chosen.setdefault(host.name, host) != host:
-                raise UsageError(f"two different hosts are called {host.name}", hint="give one another name")
+                raise UsageError(f"two different hosts are called {host.name}", hint="rename one of them")
     seen = Names({**names.hosts, **chosen}, names.groups, names.others)
     # A typing error here would run things on hosts where they must not run: an exclusion that matches nothing is an
     # error, and !node1 excludes root@node1 too.
     excluded = {place(host) for word in unwanted for host in _look_up(word, seen, lambda word: None, unknown)}
     if unknown:
-        raise UnknownHost(f"no host, group or tag fits {some(unknown)}", hint=_hint(unknown, seen))
+        words = some([f'"{word}"' for word in unknown])
+        raise UnknownHost(f"no host, group or tag matches {words}", hint=_hint(unknown, seen))
     return {name: host for name, host in chosen.items() if place(host) not in excluded}
 
 
@@ -181,9 +180,7 @@ def _sort(items: Iterable[str | Host]) -> tuple[list[str | Host], list[str]]:
                 else:
                     wanted.append(word)
         else:
-            raise UsageError(
-                f"cannot select hosts by {item!r}", hint='names, as in "node1,node2" or ["node1", "node2"]'
-            )
+            raise UsageError(f"not a host selection: {item!r}", hint='names, as in "node1,node2" or ["node1", "node2"]')
     return wanted, unwanted
 
 

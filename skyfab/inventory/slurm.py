@@ -16,7 +16,7 @@ from skyfab.inventory.selection import expand, split
 from skyfab.inventory.source import Contents, Source
 
 _NODES: Final = "SLURM_JOB_NODELIST"
-_OUTSIDE: Final = "start it inside of an allocation, as with: salloc --nodes=2"
+_OUTSIDE: Final = "start an allocation first: salloc --nodes=2"
 
 
 def read(environ: Mapping[str, str]) -> Contents:
@@ -31,7 +31,7 @@ def read(environ: Mapping[str, str]) -> Contents:
     for group, variable in (parts or {"": _NODES}).items():
         text = environ.get(variable) or ("" if parts else environ.get("SLURM_NODELIST", ""))
         if not text:
-            raise InventoryError(f"{variable} is not set: this is no Slurm allocation", hint=_OUTSIDE)
+            raise InventoryError(f"not inside a Slurm allocation: {variable} is not set", hint=_OUTSIDE)
         names = _names(text, variable, listing)
         for name in names:
             listing.add(name, variable, {})
@@ -46,10 +46,9 @@ def _names(text: str, variable: str, listing: Listing) -> list[str]:
     try:
         for word in split(text):
             names += expand(word)
-            listing.limit(len(names))
         if all(map(NAME.fullmatch, names)):
             return names
-        raise UsageError(f"{text[:80]!r} is no list of nodes", hint="as in gpu[01-03,7],login1")
+        raise UsageError(f"not a list of nodes: {text[:80]!r}", hint="as in gpu[01-03,7],login1")
     except UsageError as error:
         asked = _asked(text)
         if not asked:

@@ -1,34 +1,27 @@
-"""Reads the files that list hosts: text of a sensible size, or an InventoryError."""
+"""Reads the files that list hosts: text, or an InventoryError."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
 
 from skyfab.errors import InventoryError
 
-_LARGEST: Final = 4 * 1024 * 1024
-"""Bytes. A device such as /dev/zero has no end."""
-
 
 def read_text(path: str | os.PathLike[str], hint: str = "check the path", *, strict: bool = True) -> str:
-    """The text of a file. Raises InventoryError if it cannot be read, is too large or is no text.
+    """The text of a file. Raises InventoryError if the file is not readable, or not text.
 
     If not `strict`, bytes that are not UTF-8 are accepted, as in comments of files that other programs read.
     """
+    name = os.fspath(path)
     try:
-        with Path(path).open("rb") as file:
-            content = file.read(_LARGEST + 1)
-        text = content.decode("utf-8-sig", "strict" if strict else "backslashreplace")
+        text = Path(path).read_bytes().decode("utf-8-sig", "strict" if strict else "backslashreplace")
     except OSError as error:
-        raise InventoryError(f"{os.fspath(path)}: cannot be read: {error.strerror}", hint=hint) from None
+        raise InventoryError(f"{name}: {error.strerror}", hint=hint) from None
     except ValueError as error:  # not UTF-8, or a NUL in the path
-        raise InventoryError(f"{os.fspath(path)!r}: is not a text file: {error}", hint="save it as UTF-8") from None
-    if len(content) > _LARGEST:
-        raise InventoryError(f"{os.fspath(path)}: is larger than {_LARGEST >> 20} MiB", hint="is it another file?")
+        raise InventoryError(f"{name!r}: not a text file ({error})", hint="save it as UTF-8") from None
     if "\0" in text:
-        raise InventoryError(f"{os.fspath(path)}: is not a text file: it has NULs", hint="is it another file?")
+        raise InventoryError(f"{name}: not a text file (contains NUL bytes)", hint="check the path")
     return text
 
 

@@ -61,7 +61,7 @@ def unknown_jump(name: str, target: Host, inventory: Inventory) -> JumpUnknown:
     """For the name of a jump host that nothing knows."""
     near = did_you_mean(name, [known for known in inventory.hosts if known != target.name])
     return JumpUnknown(
-        f"its jump host {name} is no host of the inventory or alias of ssh_config, and no such name can be resolved",
+        f"its jump host {name} does not resolve, and neither the inventory nor ssh_config has it",
         host=target.name,
         hint=f"{near} (jump = … in the inventory)" if near else f"try: {shlex.join(['ssh', name])}",
     )
@@ -72,7 +72,7 @@ def no_answer(said: str, hops: Sequence[Host], inventory: Inventory, *, is_namel
     host, jumps = hops[-1], hops[:-1]
     hint = f"is it up? try: {by_hand(host, jumps=jumps)}"
     if is_nameless and inventory.source is None:
-        hint = f"no inventory is in use that could say where it is: is SKYFAB_INVENTORY set? Else, {hint}"
+        hint = f"no inventory is loaded: set SKYFAB_INVENTORY, or try: {by_hand(host, jumps=jumps)}"
     if host.jump is None and (loop := loop_of(host.destination)):
         hint = f"its jump hosts in ssh_config form a loop: {' → '.join(loop)}; remove one of the ProxyJump lines"
     return Unreachable(said, host=host.name, hint=hint)

@@ -157,10 +157,10 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         ),
         (["exec"], "error: no command to run"),
         (["exec", "--"], "error: no command to run"),
-        (["hosts", "--inventory=missing.toml"], "error: missing.toml: cannot be read"),
-        (["train", "--inventory=missing.toml"], "error: missing.toml: cannot be read"),
+        (["hosts", "--inventory=missing.toml"], "error: missing.toml: No such file"),
+        (["train", "--inventory=missing.toml"], "error: missing.toml: No such file"),
         (["trust"], "error: only this machine is selected, and it has no host key"),
-        (["gc", "--inventory=missing.toml"], "error: missing.toml: cannot be read"),
+        (["gc", "--inventory=missing.toml"], "error: missing.toml: No such file"),
         (["prepare", "--install=no"], "error: --install=no\nhint: auto, push or fetch"),
         (["prepare", "--index=https://mirror.example/simple"], "error: --index=https://mirror.example/simple\nhint: "),
         (["train", "--index=https://mirror.example/simple"], "error: --index=https://mirror.example/simple\nhint: "),
@@ -198,7 +198,7 @@ def test_plain_invoke_runs_the_same_tasks_with_the_same_codes(tmp_path: Path) ->
         return Ran(done.returncode, done.stdout, done.stderr)
 
     code, out, err = invoke("hosts", "--inventory=no")
-    assert (code, out) == (2, "") and err.startswith("error: no: cannot be read")
+    assert (code, out) == (2, "") and err.startswith("error: no: No such file")
     assert invoke("exec", "--hosts=local", "--", "echo hi") == (0, "local hi\n", "")
 
 

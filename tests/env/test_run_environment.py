@@ -263,7 +263,7 @@ def test_variables_override_each_other(tmp_path: Path, monkeypatch: pytest.Monke
     assert found == {"A": "given=x", "B": "second", "C": "settings", "FIRST": "1", "SECOND": "1", "FROM_HERE": "here"}
     with pytest.raises(sky.UsageError, match="--env=NOT_SET_HERE: not set in this shell"):
         variables_of(["NOT_SET_HERE"], [], settings)
-    with pytest.raises(sky.UsageError, match="--env cannot set '1A'"):
+    with pytest.raises(sky.UsageError, match="--env: invalid variable name: '1A'"):
         variables_of(["1A=x"], [], settings)
     with pytest.raises(sky.UsageError, match="cannot be read"):
         variables_of([], [str(tmp_path / "none")], settings)

@@ -169,7 +169,7 @@ def test_a_host_with_another_connection_is_this_machine_or_skipped(tmp_path: Pat
         ("a\nb ansible_host='{{ x }}'", "hosts.ini: 'b' ansible_host: templates are not supported"),
         ("a ansible_port=ssh", "hosts.ini: 'a' ansible_port: must be an integer, not a string"),
         ("a ansible_port=70000", "hosts.ini: 'a' ansible_port: must be from 1 to 65535"),
-        ("a ansible_host=-oX", "hosts.ini: 'a' ansible_host: starts with '-'"),
+        ("a ansible_host=-oX", "hosts.ini: 'a' ansible_host: must not start with '-'"),
         ("[a]\na", "hosts.ini: group 'a': a host has that name"),
         (
             "a ansible_ssh_common_args='-o ProxyCommand=\"nc %h %p\"'",

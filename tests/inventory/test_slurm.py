@@ -49,7 +49,7 @@ def test_the_parts_of_a_heterogeneous_job_are_groups() -> None:
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_NODELIST": ""}])
 def test_outside_of_an_allocation_there_is_a_clear_error(environ: dict[str, str]) -> None:
-    with pytest.raises(InventoryError, match="SLURM_JOB_NODELIST is not set: this is no Slurm allocation") as caught:
+    with pytest.raises(InventoryError, match="not inside a Slurm allocation: SLURM_JOB_NODELIST is not set") as caught:
         Inventory.from_slurm(environ)
     assert "salloc" in str(caught.value.hint)
 
@@ -62,13 +62,12 @@ def test_the_process_variables_are_used_by_default(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("nodes", "message"),
     [
-        ("gpu[1-", "has brackets that are no range"),
+        ("gpu[1-", "invalid range in"),
         ("gpu[3-1]", "counts down"),
-        ("gpu[0-99999999]", "stands for more than 10000 hosts"),
-        ("n[1-9999][1-9999]", "stands for more than 10000 hosts"),
-        (",".join(f"a{number}n[1-9999]" for number in range(20)), "more than 100000 hosts"),
-        ("a b", "is no list of nodes"),
-        ("-oProxyCommand=x", "is no list of nodes"),
+        ("gpu[0-99999999]", "expands to more than 10000 hosts"),
+        ("n[1-9999][1-9999]", "expands to more than 10000 hosts"),
+        ("a b", "not a list of nodes"),
+        ("-oProxyCommand=x", "not a list of nodes"),
         (",,,", "has no hosts"),
     ],
 )

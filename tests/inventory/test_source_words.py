@@ -3,7 +3,6 @@ InventoryError."""
 
 from __future__ import annotations
 
-import os
 import string
 from pathlib import Path
 
@@ -95,23 +94,14 @@ def test_the_variable_may_name_a_source(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["x.toml", "x", "x.yml", "x.ini"])
 def test_a_file_that_cannot_be_read_is_one_error(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    with pytest.raises(InventoryError, match="cannot be read: No such file"):
+    with pytest.raises(InventoryError, match="No such file"):
         Inventory.of(path)
     path.write_bytes(b"\x7fELF\0\xff")
-    with pytest.raises(InventoryError, match="is not a text file"):
+    with pytest.raises(InventoryError, match="not a text file"):
         Inventory.of(path)
     path.write_bytes(b"a\0b")
-    with pytest.raises(InventoryError, match="is not a text file: it has NULs"):
+    with pytest.raises(InventoryError, match="contains NUL bytes"):
         Inventory.of(path)
-    path.write_bytes(b"#" * (4 * 1024 * 1024 + 1))
-    with pytest.raises(InventoryError, match="is larger than 4 MiB"):
-        Inventory.of(path)
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="no such device here")  # noqa: PTH110
-def test_a_file_without_an_end_is_an_error() -> None:
-    with pytest.raises(InventoryError, match="is larger than"):
-        Inventory.of("/dev/zero")
 
 
 # Lines of inventory.toml
@@ -155,7 +145,7 @@ g = [
     [
         ("\n[hosts.node1]\nprot = 22", 'inv.toml:3: [hosts.node1]: unknown key "prot"'),
         ('[hosts]\n\nnode1 = { port = "x" }', "inv.toml:3: [hosts.node1] port: must be an integer"),
-        ('\n[hosts."a b"]', 'inv.toml:2: [hosts."a b"]: cannot be a host\'s name'),
+        ('\n[hosts."a b"]', 'inv.toml:2: [hosts."a b"]: not a valid host name'),
         ("[hosts.a]\n[hosts.b]\n[groups]\ng = ['b']\nh = ['c']", "inv.toml:5: [groups] h: no host, group or tag"),
         ("[hosts.a]\n[host.b]", "inv.toml:2: unknown table [host]"),
         ("[hosts.a]\njump='a'", "inv.toml:2: [hosts.a] jump: jump hosts form a loop"),

@@ -9,6 +9,7 @@ import pickle
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,18 +22,18 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module")
-def data():
+def data() -> digits.Split:
     return digits.load()
 
 
 @pytest.fixture
-def model():
+def model() -> torch.nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return digits.Classifier()
 
 
-def same(one, other) -> bool:
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     one, other = one.state_dict(), other.state_dict()
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -40,7 +41,7 @@ def same(one, other) -> bool:
 # ---- data
 
 
-def test_the_shipped_file_is_whole():
+def test_the_shipped_file_is_whole() -> None:
     with gzip.open(DIGITS, "rt", encoding="ascii") as file:
         header, *rows = csv.reader(file)
     assert header == ["label", *(f"p{i}" for i in range(64))]
@@ -50,13 +51,13 @@ def test_the_shipped_file_is_whole():
     assert {int(cell) for row in rows for cell in row[1:]} == set(range(17))
 
 
-def test_the_shipped_file_is_small_and_carries_no_date():
+def test_the_shipped_file_is_small_and_carries_no_date() -> None:
     content = DIGITS.read_bytes()
     assert len(content) < 60_000
     assert content[4:8] == bytes(4)
 
 
-def test_images_are_flat_rows_from_0_to_1(data):
+def test_images_are_flat_rows_from_0_to_1(data: digits.Split) -> None:
     assert data.x_train.shape == (1437, 64)
     assert data.x_test.shape == (360, 64)
     for x in (data.x_train, data.x_test):
@@ -68,20 +69,20 @@ def test_images_are_flat_rows_from_0_to_1(data):
         assert y.unique().tolist() == list(range(10))
 
 
-def test_the_split_is_the_same_every_time(data):
+def test_the_split_is_the_same_every_time(data: digits.Split) -> None:
     again = digits.load()
     assert torch.equal(data.x_test, again.x_test)
     assert torch.equal(data.y_train, again.y_train)
 
 
-def test_no_held_out_image_is_trained_on(data):
+def test_no_held_out_image_is_trained_on(data: digits.Split) -> None:
     learned = {tuple(row) for row in data.x_train.tolist()}
     held_out = {tuple(row) for row in data.x_test.tolist()}
     assert len(learned) + len(held_out) == 1797
     assert not learned & held_out
 
 
-def test_a_fifth_of_each_digit_is_held_out(data):
+def test_a_fifth_of_each_digit_is_held_out(data: digits.Split) -> None:
     held_out, learned = data.y_test.bincount(), data.y_train.bincount()
     assert torch.all((held_out / (held_out + learned) - 0.2).abs() < 0.01)
 
@@ -89,7 +90,7 @@ def test_a_fifth_of_each_digit_is_held_out(data):
 # ---- training
 
 
-def test_training_beats_90_percent_on_held_out_digits(data, model):
+def test_training_beats_90_percent_on_held_out_digits(data: digits.Split, model: torch.nn.Module) -> None:
     trained = digits.train(model, data.x_train, data.y_train)
     assert digits.evaluate(trained.model, data.x_test, data.y_test) > 0.9
     assert [epoch for epoch, _loss, _accuracy in trained.history] == list(range(1, 11))
@@ -98,7 +99,9 @@ def test_training_beats_90_percent_on_held_out_digits(data, model):
 
 
 @pytest.mark.slow
-def test_the_average_of_two_ranks_beats_90_percent_on_held_out_digits(data, model, monkeypatch):
+def test_the_average_of_two_ranks_beats_90_percent_on_held_out_digits(
+    data: digits.Split, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models = []
     for rank in range(2):
         monkeypatch.setattr(context, "_current", context.InstanceInfo(rank=rank, world_size=2))
@@ -107,26 +110,30 @@ def test_the_average_of_two_ranks_beats_90_percent_on_held_out_digits(data, mode
     assert digits.evaluate(digits.average(models), data.x_test, data.y_test) > 0.9
 
 
-def test_every_epoch_prints_a_line(data, model, capsys):
+def test_every_epoch_prints_a_line(
+    data: digits.Split, model: torch.nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
     digits.train(model, data.x_train, data.y_train, epochs=2)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert re.fullmatch(r"epoch 2/2 loss \d\.\d{3} accuracy \d+\.\d %", lines[1])
 
 
-def test_training_leaves_the_given_model_and_torchs_random_state_alone(data, model):
+def test_training_leaves_the_given_model_and_torchs_random_state_alone(
+    data: digits.Split, model: torch.nn.Module
+) -> None:
     before, state = pickle.dumps(model), torch.get_rng_state()
     digits.train(model, data.x_train, data.y_train, epochs=1)
     assert same(model, pickle.loads(before))
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_training_twice_gives_the_same_model(data, model):
+def test_training_twice_gives_the_same_model(data: digits.Split, model: torch.nn.Module) -> None:
     one, other = (digits.train(model, data.x_train, data.y_train, epochs=1).model for _ in range(2))
     assert same(one, other)
 
 
-def test_what_comes_back_survives_pickling(data, model):
+def test_what_comes_back_survives_pickling(data: digits.Split, model: torch.nn.Module) -> None:
     trained = digits.train(model, data.x_train, data.y_train, epochs=1)
     back = pickle.loads(pickle.dumps(trained))
     assert same(back.model, trained.model)
@@ -151,7 +158,9 @@ dist.destroy_process_group()
 
 
 @pytest.mark.soak
-def test_with_a_process_group_two_ranks_train_as_one_would(data, model, tmp_path):
+def test_with_a_process_group_two_ranks_train_as_one_would(
+    data: digits.Split, model: torch.nn.Module, tmp_path: Path
+) -> None:
     """Same gradients as one process with the whole batch; the first rank alone prints."""
     torch.save(model, tmp_path / "model")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -181,7 +190,7 @@ def test_with_a_process_group_two_ranks_train_as_one_would(data, model, tmp_path
 # ---- models
 
 
-def test_the_average_is_the_mean_and_counters_are_the_firsts():
+def test_the_average_is_the_mean_and_counters_are_the_firsts() -> None:
     models = [torch.nn.BatchNorm1d(1) for _ in range(2)]
     for value, model in enumerate(models, start=1):
         torch.nn.init.constant_(model.weight, value)
@@ -192,13 +201,15 @@ def test_the_average_is_the_mean_and_counters_are_the_firsts():
     assert [model.weight.item() for model in models] == [1, 2]
 
 
-def test_the_classifier_has_the_layers_it_is_told():
+def test_the_classifier_has_the_layers_it_is_told() -> None:
     model = digits.Classifier(9, (5, 4), classes=3)
     assert [tuple(p.shape) for p in model.parameters()] == [(5, 9), (5,), (4, 5), (4,), (3, 4), (3,)]
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_evaluating_leaves_the_models_mode_as_it_was(data, model, training):
+def test_evaluating_leaves_the_models_mode_as_it_was(
+    data: digits.Split, model: torch.nn.Module, training: bool
+) -> None:
     model.train(training)
     assert 0 <= digits.evaluate(model, data.x_test, data.y_test) <= 1
     assert model.training is training

@@ -146,7 +146,7 @@ def test_gradients_end_at_a_call(remote_pool: sky.Compute, device: Any) -> None:
     assert not total.requires_grad
     assert x.grad is None
     y.sum().backward()
-    assert x.grad.tolist() == [2, 2, 2]
+    assert x.grad.tolist() == [2, 2, 2]  # type: ignore[attr-defined]
 
 
 def test_a_result_is_a_value(remote_pool: sky.Compute, device: Any) -> None:
@@ -203,7 +203,7 @@ def test_large_arguments_and_references(remote_pool: sky.Compute, device: Any) -
 
 def test_changed_files_are_reported(remote_pool: sky.Compute, device: Any) -> None:
     """The worker of a device goes on with the code that it has, and the program learns it once."""
-    link = remote_pool._devices.streams[remote_pool.hosts[0].name, "cpu"].link
+    link: Any = remote_pool._devices.streams[remote_pool.hosts[0].name, "cpu"].link
     link.tree = "another"  # as if a file had been edited since the device was opened
     events: list[Any] = []
     stop = remote_pool.events.subscribe(events.append)

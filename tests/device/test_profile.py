@@ -140,7 +140,7 @@ def test_an_error_of_an_operation_is_raised_at_the_end(device: Any) -> None:
         with found:
             torch.ones(3, device=device)[index]
             mine.flush()
-            until(lambda: mine.limit == 0)
+            until(lambda: mine.limit == 0)  # type: ignore[attr-defined]
 
     found = sky.device.profile()
     with pytest.raises(sky.DeviceError, match="index"):

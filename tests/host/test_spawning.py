@@ -80,7 +80,7 @@ def no_processes(*_: object) -> int:
 def attended(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The loop of a zygote that may start no process, on a thread; what it is asked goes to this end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    monkeypatch.setattr(zygote.os, "fork", no_processes)
+    monkeypatch.setattr("skyfab.host.agent.zygote.os.fork", no_processes)
     alarm, bell = os.pipe()
     thread = threading.Thread(target=zygote._attend, args=(theirs, alarm, {}, None))
     thread.start()

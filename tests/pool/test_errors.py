@@ -151,6 +151,7 @@ def test_exceptions_of_all_kinds_arrive_as_themselves(pool: sky.Compute, error: 
     assert vars(caught.value).keys() >= vars(error).keys()
     assert isinstance(caught.value.__cause__, sky.RemoteTraceback)
     if isinstance(error, OSError):
+        assert isinstance(caught.value, OSError)
         assert (caught.value.errno, caught.value.filename) == (error.errno, error.filename)
 
 

@@ -11,7 +11,6 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.pool import futures
 from skyfab.pool.futures import CallFuture, refuse_to_block
 from skyfab.ui.events import emitting
 
@@ -96,7 +95,7 @@ def test_a_call_that_has_no_host_yet_is_waited_for(future: CallFuture) -> None:
 
 
 def test_another_process_cannot_wait(future: CallFuture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(futures.os, "getpid", lambda: -1)
+    monkeypatch.setattr("skyfab.pool.futures.os.getpid", lambda: -1)
     with pytest.raises(sky.UsageError, match="another process"):
         future.result()
 

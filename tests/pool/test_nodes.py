@@ -329,7 +329,7 @@ def test_an_interrupt_while_hosts_are_closed_leaves_the_rest_to_the_end_of_the_p
     monkeypatch.setattr(FakeNode, "close", interrupted)
     with pytest.raises(KeyboardInterrupt):
         close_all([node])
-    assert registered == [module.end_all]
+    assert registered == [module.end_all]  # type: ignore[attr-defined]
 
 
 # ---- open files

@@ -536,7 +536,7 @@ def test_limits_keep_timeout_name_and_result() -> None:
         return x
 
     assert quiet.timeout == 7
-    assert quiet.__name__ == "quiet"
+    assert quiet.__name__ == "quiet"  # type: ignore[attr-defined]
     assert quiet.__doc__ == "Says nothing."
     assert quiet.fn(3) == 3
 

@@ -347,7 +347,7 @@ def test_an_exception_comes_back_without_its_constructor_being_called() -> None:
     assert type(again) is OwnConstructor
     assert again.args == ("7 at home",)
     assert str(again) == "7 at home"
-    assert (again.code, again.later) == (7, "set afterwards")
+    assert (again.code, again.later) == (7, "set afterwards")  # type: ignore[attr-defined]
     assert constructed == []
 
 

@@ -14,7 +14,9 @@ from stage.wire_pair import Pair, Wire, content
 from skyfab.errors import ProtocolError
 from skyfab.protocol import frames
 from skyfab.protocol.frames import ACK, COUNT, CREDIT, HEAD, HELLO, PING, frame
-from skyfab.protocol.mux import ACK_FRAMES, CREDIT_WINDOW, SMALL, Mux, Window
+from skyfab.protocol.mux import ACK_FRAMES, SMALL, Mux
+from skyfab.protocol.send_queue import CREDIT_WINDOW
+from skyfab.protocol.window import Window
 
 MB = 1024 * 1024
 

@@ -190,7 +190,7 @@ def loop() -> list[Any]:
         (ValueError("x"), "ValueError"),
         (collections.defaultdict(list), "factory"),
         (loop(), "contains itself"),
-        (collections.namedtuple("Pair", "a b")(1, 2), "Pair"),
+        (collections.namedtuple("Pair", "a b")(1, 2), "Pair"),  # type: ignore[call-arg]
         (collections.Counter("a"), "Counter"),
     ],
     ids=str,

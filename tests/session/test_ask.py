@@ -21,6 +21,7 @@ from skyfab.protocol.frames import HEAD, PONG, frame
 from skyfab.session import ask
 from skyfab.session.ask import Asker, Question, Reply, only
 from skyfab.session.bootstrap import Bootstrap
+from skyfab.session.bundle import bundle
 from skyfab.ssh.local import Local
 
 NOTHING = sky.Inventory(hosts={})
@@ -213,4 +214,4 @@ def test_whatever_a_host_says_is_an_answer_or_an_error(content: bytes) -> None:
 
 
 def test_the_name_of_a_mode_is_part_of_the_command(here: sky.Host) -> None:
-    assert Bootstrap(host=here, session="ab", bundle=ask.bundle(), python="any").command("ask").endswith(" 'ask'")
+    assert Bootstrap(host=here, session="ab", bundle=bundle(), python="any").command("ask").endswith(" 'ask'")

@@ -23,6 +23,7 @@ from skyfab.session.reader import SharedReader
 from skyfab.session.reconnect import Reconnector
 from skyfab.session.state import State
 from skyfab.session.timing import Timing
+from skyfab.ssh.base import AgentGone
 
 HOST = sky.Host(name="node1", address="192.0.2.1")
 
@@ -486,10 +487,10 @@ def test_suspect_lost_when_its_agent_is_not_there(bench: Bench) -> None:
 
 def test_open_lost_at_once_when_the_link_says_that_the_agent_is_gone(bench: Bench) -> None:
     bench.open()
-    bench.stream.why = sky.HostLost(reconnect.GONE, host="node1")
+    bench.stream.why = AgentGone("its agent is gone", host="node1")
     bench.break_stream()
     bench.step()
-    assert reconnect.GONE in lost_because(bench)
+    assert "its agent is gone" in lost_because(bench)
     assert bench.agent.attempts == 0
     assert not any(told.startswith("apart") for told in bench.listener.told)
 

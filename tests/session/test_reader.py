@@ -118,7 +118,7 @@ def test_a_thread_that_rests_does_not_wake_up_until_the_caller_is_done(
     Pipe(reader)
     naps: list[float] = []
     sleep = time.sleep
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: (naps.append(seconds), sleep(seconds)))
+    monkeypatch.setattr(f"{module.__name__}.time.sleep", lambda seconds: (naps.append(seconds), sleep(seconds)))
     reader.wait(lambda: False, 1.5)
     assert len(naps) <= 2 * module._LONG / module._LINGER
 

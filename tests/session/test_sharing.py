@@ -409,8 +409,8 @@ def test_clocks_that_are_hours_apart_do_not_matter(
             for host in both:
                 assert "envs" not in gc(host, 0).counts
             assert _hours(other) == [5, -7]
-    for host in pair.hosts:
-        assert half_made(host.path("/home/timely/.cache/skyfab")) == []
+    for there in pair.hosts:
+        assert half_made(there.path("/home/timely/.cache/skyfab")) == []
 
 
 def test_a_host_whose_clock_changes_while_a_pool_is_open(

@@ -11,6 +11,9 @@ import termios
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T", bound="Typist")
 
 
 class Typist:
@@ -78,7 +81,7 @@ class Typist:
         self.said += os.read(self._ours, 65536).decode(errors="replace").replace("\r\n", "\n")
         return True
 
-    def __enter__(self) -> Typist:
+    def __enter__(self: T) -> T:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -195,10 +195,10 @@ class Paused(io.StringIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self.read = threading.Event()
+        self.released = threading.Event()
 
     def write(self, text: str) -> int:
-        self.read.wait(60)
+        self.released.wait(60)
         return super().write(text)
 
 
@@ -220,7 +220,7 @@ def test_an_output_that_is_not_read_holds_up_no_thread_and_no_more_than_so_much_
         assert made._waiting <= 20_000
         assert len(made._lines) < 500
     finally:
-        paused.read.set()
+        paused.released.set()
         made.close()
     lines = paused.getvalue().splitlines()
     (told,) = [line for line in lines if line.startswith("skyfab: ")]
@@ -235,7 +235,7 @@ def test_an_output_that_has_caught_up_is_waited_for_again(clock: Clock) -> None:
     made = Plain(paused, paused, clock, timeout=0.1)
     made(out("a"))
     made(ended())
-    paused.read.set()
+    paused.released.set()
     until(lambda: paused.getvalue() == "node1[0] a\n")
     until(lambda: not made._behind)
     made._timeout = 60

@@ -36,6 +36,6 @@ def read(given: str | os.PathLike[str]) -> Contents:
 
 
 def source_of(path: Path) -> Source:
-    """The source that a file is of. Raises InventoryError if it cannot be read, or may be of several."""
+    """The source that a file is of. Raises InventoryError if it is not readable, or ambiguous."""
     text = "" if path.is_dir() else read_text(path, hint="check the path; inventory.example.toml is one to copy")
     return next(source for source in _SOURCES if source.matches(path, text))

@@ -22,7 +22,7 @@ from skyfab.inventory.writer import written
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory(ShownAsTable):
-    """`hosts` by name, in the order of the file (`source`, if any), and `groups` of them; `left_out` are no hosts.
+    """`hosts` by name, in the order of the file (`source`, if any), and `groups` of them; `left_out` was skipped.
 
     >>> inventory = Inventory.parse('[hosts."node[1-4]"]')
     >>> [host.name for host in inventory.select("node*,!node3")]
@@ -35,7 +35,7 @@ class Inventory(ShownAsTable):
     source: Path | None = field(default=None, compare=False)
     """The file, or the word of another source; None if there is none: then any word may be an ssh_config alias."""
     left_out: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """What its source has that cannot be used, by name, with the reason."""
+    """What was skipped of its source, by name, with the reason."""
 
     def __repr__(self) -> str:
         sizes = [(len(self.hosts), "host"), *([(len(self.groups), "group")] if self.groups else [])]
@@ -57,7 +57,7 @@ class Inventory(ShownAsTable):
     def of(cls, given: str | os.PathLike[str] | Inventory | None) -> Inventory:
         """`given`, if it is an inventory; the one of that file or source; for None what `find` finds.
 
-        A file is an inventory.toml, a hostfile or an inventory of Ansible, told apart by what is in it. Other sources
+        A file is an inventory.toml, a hostfile or an inventory of Ansible, recognized by its content. Other sources
         have words: ``"ssh_config"``, ``"ssh_config:gpu*"``, ``"slurm"``, and ``"hostfile:PATH"`` and
         ``"ansible:PATH"`` for files of that kind. Raises InventoryError.
         """
@@ -110,7 +110,7 @@ class Inventory(ShownAsTable):
 
         Slots are processes on a host, so they are the host's `slots`: solo calls that run at once. Broadcasts have one
         rank for each GPU that a host has, whatever its slots are; ``Compute(ranks=4)`` says otherwise. A host that is
-        on several lines has the slots of all. The largest number of slots, bindings and interfaces are not taken.
+        on several lines has the slots of all. Maximum slots, bindings and interfaces are ignored.
         Raises InventoryError with all mistakes.
         """
         return cls._made(hostfile.read(read_text(path), os.fspath(path)), path)
@@ -119,7 +119,7 @@ class Inventory(ShownAsTable):
     def from_slurm(cls, environ: Mapping[str, str] | None = None) -> Inventory:
         """The hosts of the Slurm allocation that this program runs in; `environ` takes the place of its variables.
 
-        Their names are those of SLURM_JOB_NODELIST. Which GPUs belong to the job is not taken from Slurm, whose
+        Their names are those of SLURM_JOB_NODELIST. Which GPUs belong to the job is not read from Slurm, whose
         variables are about one host: a login on a host of the job sees those of the job where Slurm confines it
         (pam_slurm_adopt), else all of them. Raises InventoryError outside of an allocation.
         """

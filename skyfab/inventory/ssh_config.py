@@ -64,7 +64,7 @@ def read(pattern: str = "*", path: str | os.PathLike[str] | None = None) -> Cont
 
 
 def aliases() -> frozenset[str]:
-    """All aliases; none if ssh_config cannot be read."""
+    """All aliases; none if ssh_config is not readable."""
     try:
         return frozenset(_aliases(os.environ.get(CONFIG)))
     except InventoryError:

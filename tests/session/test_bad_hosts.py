@@ -508,7 +508,7 @@ def test_an_inventory_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_an_inventory_that_is_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(sky.InventoryError, match="cannot be read") as caught:
+    with pytest.raises(sky.InventoryError, match="Ansible cannot read it") as caught:
         sky.Compute(inventory=tmp_path)
     assert caught.value.hint
 

@@ -172,9 +172,9 @@ def _write_lock(path: Path, image: Image, hosts: Sequence[Host], *, quiet: bool 
     for one in _made(image, hosts).values():
         groups.setdefault(one.lock.text, []).append(one)
     if len(groups) != 1:
-        told = [f"  {','.join(one.host.name for one in group)}: {_kinds(group)}" for group in groups.values()]
+        kinds = [f"  {','.join(one.host.name for one in group)}: {_kinds(group)}" for group in groups.values()]
         raise UsageError(
-            "\n".join(["these hosts need different packages: one lock does not fit all", *told]),
+            "\n".join(["these hosts need different packages: one lock does not fit all", *kinds]),
             hint="write one for each: skyfab prepare --hosts=… --lock=…",
         )
     (text,) = groups

@@ -60,7 +60,7 @@ def get(
         skyfab get /var/log/syslog --hosts=gpu --to=logs
     """
     with _pool(hosts, inventory) as compute:
-        _tell([report for report in compute.download(path, to=to) if report.entries])  # of the others it has told
+        _tell([report for report in compute.download(path, to=to) if report.entries])  # others are reported already
 
 
 @contextmanager

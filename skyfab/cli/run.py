@@ -83,7 +83,7 @@ def run(
     from skyfab.plugins.base import Torchrun
     from skyfab.pool.compute import Compute
 
-    script, function = _parsed(target)
+    script, function = _parsed(target, arguments)
     if detach and get:
         raise UsageError(
             "--get fetches files at the end of the run, and --detach does not wait for it",
@@ -151,18 +151,21 @@ def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:
     """Fetches files that the run has written."""
     if patterns and not all(node.workdir.callers for node in compute.hosts):
         for report in compute.download(patterns):
-            if report.entries:  # of a host that has nothing, it has told
+            if report.entries:  # hosts without any are reported already
                 print(report, file=sys.stderr)
 
 
-def _parsed(target: str) -> tuple[Path, str]:
+def _parsed(target: str, arguments: Sequence[str] = ()) -> tuple[Path, str]:
     from skyfab.cli.script_argument import check_function, near
 
     name, colon, function = target.partition(":")
     script = Path(name).expanduser()
     if not script.is_file():
         why = "not a file" if script.is_dir() else "no such file"
-        raise UsageError(f"{why}: {name}", hint=near(script, ".py") or "skyfab run --help")
+        hint = near(script, ".py") or "skyfab run --help"
+        if arguments and arguments[0].partition(":")[0].endswith(".py"):
+            hint = f"to name hosts: skyfab run --hosts={shlex.join([name, *arguments])}"
+        raise UsageError(f"{why}: {name}", hint=hint)
     if script.suffix != ".py":
         raise UsageError(f"not a Python file (.py): {name}", hint="to run other commands: skyfab exec")
     if colon and not function.isidentifier():

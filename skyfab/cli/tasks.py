@@ -1,6 +1,6 @@
 """All commands of `skyfab`, and its program.
 
-``skyfab TASK``, ``invoke TASK`` and ``./inv TASK`` run the same commands; each is declared in a module of `skyfab.cli`.
+``skyfab``, ``invoke`` and ``./inv`` run the same commands; each is declared in a module of `skyfab.cli`.
 """
 
 from __future__ import annotations

@@ -72,10 +72,10 @@ def test_an_allocation_of_slurm_is_shown(skyfab: Skyfab, monkeypatch: pytest.Mon
         (["--from=wrong"], "error: wrong:2: slots must be a whole number"),
         (["--from=ssh_config:zzz"], "has no hosts\nhint: its aliases are box, web, github.com"),
         (["--from=ssh_config", "bx"], "hint: did you mean box?"),
-        (["--from=ssh_config", "--inventory=x"], "--from and --inventory both say where hosts come from"),
+        (["--from=ssh_config", "--inventory=x"], "--from and --inventory cannot be combined"),
         (["--toml"], "hint: skyfab hosts --from=ssh_config --toml"),
-        (["--from=ssh_config", "--toml", "--json"], "--toml prints all hosts"),
-        (["--from=ssh_config", "--toml", "box"], "--toml prints all hosts"),
+        (["--from=ssh_config", "--toml", "--json"], "--toml cannot be combined with hosts or --json"),
+        (["--from=ssh_config", "--toml", "box"], "--toml cannot be combined with hosts or --json"),
         (["--from="], "--from must not be empty"),
     ],
 )

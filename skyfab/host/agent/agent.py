@@ -23,7 +23,6 @@ from skyfab.host.agent.poller import READ, WRITE, Poller
 from skyfab.host.agent.uploads import Uploads
 from skyfab.host.agent.workers import Workers
 from skyfab.protocol import VERSION, messages
-from skyfab.protocol.frames import HEADER
 from skyfab.protocol.messages import AgentHello, ClientHello
 from skyfab.protocol.mux import Mux
 
@@ -62,7 +61,7 @@ class Agent:
         """`_ending`: running calls have a short time left; `_done`: also that is over."""
         self._greeted = False
         """A client has sent hello, so it may reconnect."""
-        self.mux = Mux(self, fastpath=self._fastpath)
+        self.mux = Mux(self)
         self._poller = Poller()
         self._uploads = Uploads(self.mux)
         logs = os.path.join(cache, "logs", session)
@@ -93,11 +92,6 @@ class Agent:
                     self._done |= self._workers.shut_down()
         finally:
             self._clean_up()
-
-    def _fastpath(self, stream: int, frame: memoryview, head: int) -> bool:
-        """Relays a small call without decoding it, to an idle worker that has received a call with the same head."""
-        worker = self._workers.known_heads.get(bytes(frame[HEADER.size : HEADER.size + head]))
-        return worker is not None and worker.take(stream, frame)
 
     def _woken(self, wakeup: int) -> None:
         os.read(wakeup, 64)

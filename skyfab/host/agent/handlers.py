@@ -105,8 +105,6 @@ class Handlers:
             worker.give(Running(stream, message.timeout), head, data)
             if data is None:
                 self._uploads.expect(stream, message.parts, worker)
-            elif message.timeout is None and not worker.pipelined:
-                self._workers.recognise(head, worker)
 
     def _refuse(self, stream: int, name: str) -> None:
         """Replies to a call for a worker that does not exist: "died" if it could not be started, else "unstarted"."""
@@ -141,7 +139,6 @@ class Handlers:
     def _forget(self, stream: int, message: messages.Forget, head: bytes, data: Data) -> None:
         for digest in message.digests:
             self._functions.pop(digest, None)
-        self._workers.forget()
         for worker in self._workers:
             worker.functions.difference_update(message.digests)
             if not worker.calls:  # a queued call may use such a function

@@ -113,14 +113,6 @@ class WorkerHandle:
         else:
             self._write(piece[0])
 
-    def take(self, stream: int, frame: memoryview) -> bool:
-        """Fast path: writes the frame of a small call to the worker. Returns False if the worker is not idle."""
-        if (self.calls and not self.pipelined) or self._out or self.stopping:
-            return False
-        self.calls.append(Running(stream, None))
-        self._write(frame)
-        return True
-
     def _write(self, frame: Buffer) -> None:
         """Writes directly to the worker; nothing may be queued before it."""
         try:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 else:
     Protocol = object
 
-_MOST_HEADS: Final = 1024
 _STACKS: Final = 64 * 1024
 _GRACE: Final = 2.0
 _CLOSE_TIMEOUT: Final = 1.0
@@ -78,8 +77,6 @@ class Workers:
         self._workers: dict[str, WorkerHandle] = {}
         self.not_started: dict[str, tuple[int, str]] = {}
         """Workers whose process could not be started: their rank, and the error."""
-        self.known_heads: dict[bytes, WorkerHandle] = {}
-        """Heads of earlier small calls, and the workers that have received such a head and its function."""
         self._end_by: float | None = None
         """When the pool closes, or a detached run is stopped: until when processes may react."""
         self._started = 0
@@ -148,7 +145,6 @@ class Workers:
         self.mux = self._record = record
         self._logs = record.logs
         record.on_failure = self._end_soon
-        self.forget()
         for worker in self:
             if worker.is_solo:  # it runs an unrelated call, whose reply will not be read
                 worker.kill()
@@ -162,16 +158,6 @@ class Workers:
         """A rank of the run has failed: ends the others on this host soon, as they may wait for it forever."""
         for worker in self:
             worker.end_soon(_GRACE)
-
-    def recognise(self, head: bytes, worker: WorkerHandle) -> None:
-        """Calls with this head may use the fast path from now on."""
-        if len(self.known_heads) >= _MOST_HEADS:
-            self.known_heads.clear()
-        self.known_heads[head] = worker
-
-    def forget(self) -> None:
-        """Disables the fast path for all known heads: workers or their functions have changed."""
-        self.known_heads.clear()
 
     # ---- requests of handlers and of worker handles
 
@@ -300,7 +286,6 @@ class Workers:
             self._poller.drop(log.source)
             log.hang_up()
             self.behind.add(log)  # what it has written is still forwarded
-        self.forget()
         for group in (self.dirty, self.stuck, self.timed):
             group.discard(worker)
         worker.close()

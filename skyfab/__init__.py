@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from skyfab import device as device
     from skyfab import lab as lab
+    from skyfab import plugins as plugins
     from skyfab.calls.call import Call as Call
     from skyfab.calls.call import Function as Function
     from skyfab.calls.call import function as function

@@ -219,7 +219,7 @@ class Compute(ShownAsTable):
         return self
 
     def over(self, asker: Asker) -> Compute:
-        """Has the pool use, when it is opened, the connections over which its hosts were asked: no further login."""
+        """Has the pool use, when it is opened, the connections of `asker` to its hosts: no further login."""
         self._choice.adopt(asker, self.selected)
         return self
 

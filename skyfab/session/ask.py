@@ -100,7 +100,9 @@ class Asker:
         until: float = float("inf"),
         trouble: Callable[[SkyfabError], None] | None = None,
     ) -> None:
-        """Waits end at `until`. `trouble` is called once whenever a host stops answering."""
+        """`prepare` installs Python on a host that has none; with it, an interpreter that the inventory names must be
+        there. Waits end at `until`. `trouble` is called once whenever a host stops answering.
+        """
         self.hosts = hosts
         self.inventory = inventory
         self.events = events or Events()
@@ -195,7 +197,13 @@ class _Line:
 
     def _open(self) -> _Frames:
         self._asker.events.emit(HostState(host=self._host.name, state="connecting"))
-        stream = retry(self._log_in, self._asker.is_over)
+        try:
+            stream = retry(self._log_in, self._asker.is_over)
+        except SkyfabError as error:
+            if not self._asker.is_over():
+                detail = error.message.partition("\n")[0]
+                self._asker.events.emit(HostState(host=self._host.name, state="failed", detail=detail))
+            raise
         self._frames = _Frames(self._host, stream, self._asker.is_over)
         if self._asker.is_over():
             raise HostLost("the question was withdrawn", host=self._host.name)
@@ -206,13 +214,15 @@ class _Line:
         host, asker = self._host, self._asker
         _LOG.debug("%s: connecting", host.name)
         session = os.urandom(8).hex()
-        local = host.transport == "local"
+        named = "auto" if asker.prepare is None else host.python  # what is kept on a host, any Python can read
+        prepare = asker.prepare(host, session) if asker.prepare is not None and named == "auto" else None
+        default = sys.executable if host.transport == "local" else "any"
         launch = Bootstrap(
             host=host,
             session=session,
             bundle=bundle(),
-            python=sys.executable if local else "any" if host.python == "auto" else host.python,
-            prepare=asker.prepare and asker.prepare(host, session),
+            python=default if named == "auto" else named,
+            prepare=prepare,
             setup=host.setup,
         )
         transport = transport_for(host, asker.inventory)

@@ -224,7 +224,7 @@ def test_a_variable_of_an_inventory_file_travels_as_it_is(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("env", [{"A=B": "x"}, {"": "x"}, {"A B": "x"}, {"A": "x\0y"}, {"A": 5}, {"$(id)": "x"}])
 def test_a_variable_that_cannot_be_is_refused_at_once(env: Any) -> None:
-    with pytest.raises(sky.UsageError, match=r"^env "):
+    with pytest.raises(sky.UsageError, match=r"^env: "):
         sky.Compute("local", env=env)
 
 

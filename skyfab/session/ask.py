@@ -41,6 +41,8 @@ _PAUSE: Final = 0.5
 """Seconds before a host is retried after its first failure."""
 _LONGEST: Final = 15.0
 """The maximum that these seconds grow to."""
+_CLOSE: Final = 3.0
+"""Seconds that a thread has to stop, as while it asks the user for a password."""
 _HEARTBEAT: Final = 5.0
 _SILENCE: Final = 60.0
 """Seconds without a frame of the host after which it is lost: it answers each heartbeat."""
@@ -117,7 +119,7 @@ class Asker:
 
     def __exit__(self, *_: object) -> None:
         self._closed = True  # threads that still wait for a host stop by themselves
-        for_each_host(_Line.end, [line for line in self._lines.values() if line.is_open])
+        for_each_host(_Line.end, [line for line in self._lines.values() if not line.is_idle])
 
     def is_over(self) -> bool:
         return self._closed or time.monotonic() > self._until
@@ -165,8 +167,9 @@ class _Line:
         self._waits = Backoff(_PAUSE, _LONGEST, jitter=0.3)
 
     @property
-    def is_open(self) -> bool:
-        return self._transport is not None
+    def is_idle(self) -> bool:
+        """Whether nothing is open or being opened."""
+        return self._transport is None and not self._lock.locked()
 
     def ask(self, question: Question[T]) -> T:
         with self._lock:
@@ -247,7 +250,7 @@ class _Line:
 
     def end(self) -> None:
         """Closes the connection. A thread that uses it stops soon; if it does not, it is left to that thread."""
-        if self._lock.acquire(timeout=1):
+        if self._lock.acquire(timeout=_CLOSE):
             try:
                 self._close()
             finally:

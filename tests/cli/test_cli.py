@@ -182,7 +182,7 @@ def test_a_host_that_is_not_there_is_named_with_the_nearest(skyfab: Skyfab, tmp_
     (tmp_path / "inventory.toml").write_text('[hosts."node[1-4]"]\n')
     code, out, err = skyfab(task, "--hosts=mode3", *(["--", "true"] if task == "exec" else []))
     assert (code, out) == (2, "")
-    assert re.fullmatch(r"error: .*mode3\nhint: did you mean node\d\?\n", err)
+    assert re.fullmatch(r'error: .*"mode3"\nhint: did you mean node\d\?\n', err)
 
 
 def test_debug_shows_where_an_error_comes_from(skyfab: Skyfab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,9 +161,10 @@ def test_a_run_is_followed_looked_at_and_stopped(two: Lab, tmp_path: Path) -> No
 def test_a_host_that_is_lost_is_told_and_comes_back(tmp_path: Path) -> None:
     with start(2) as lab, Person([*PROGRAM, "top", f"--inventory={lab.inventory}", "--every=1"], tmp_path) as person:
         person.sees("2 hosts: 2 ready")
-        lab.hosts[1].reboot()
+        lab.hosts[1].cut()
         person.sees("1 ready, 1 l")
         person.sees(r"no answer for \d+ s|last heard \d+ s ago")
+        lab.hosts[1].restore()
         person.sees("2 hosts: 2 ready")
         person.presses(b"q")
         assert person.ends() == 0

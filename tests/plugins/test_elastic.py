@@ -157,5 +157,5 @@ def test_the_rendezvous_listens_at_the_heads_address_alone() -> None:
 
 @pytest.mark.parametrize("given", [{"elastic": (0, 2)}, {"elastic": (3, 2)}, {"elastic": (1, 2), "max_restarts": -1}])
 def test_what_cannot_be_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(sky.UsageError, match="cannot be"):
+    with pytest.raises(sky.UsageError, match=r"invalid torch\(elastic="):
         sky.plugins.torch(**given)

@@ -109,7 +109,7 @@ def test_a_name_that_does_not_exist(transport: str) -> None:
     host = sky.Host(name="nowhere", address="no-such-host.invalid", transport=transport)  # type: ignore[arg-type]
     error = failure(host)
     is_clear(error, sky.Unreachable, "no-such-host.invalid", "nowhere")
-    assert "is SKYFAB_INVENTORY set?" in (error.hint or ""), "no file names hosts"
+    assert "set SKYFAB_INVENTORY" in (error.hint or ""), "no file names hosts"
     known = sky.Inventory(hosts={host.name: host}, source=Path("inventory.toml"))
     assert (failure(host, inventory=known).hint or "").startswith("is it up? try: ssh ")
 

@@ -265,7 +265,7 @@ def test_variables_override_each_other(tmp_path: Path, monkeypatch: pytest.Monke
         variables_of(["NOT_SET_HERE"], [], settings)
     with pytest.raises(sky.UsageError, match="--env: invalid variable name: '1A'"):
         variables_of(["1A=x"], [], settings)
-    with pytest.raises(sky.UsageError, match="cannot be read"):
+    with pytest.raises(sky.UsageError, match="cannot read"):
         variables_of([], [str(tmp_path / "none")], settings)
 
 
@@ -329,7 +329,7 @@ def test_every_mistake_in_the_settings_is_told_at_once(app: Path) -> None:
     with pytest.raises(sky.UsageError, match=r"pyproject\.toml: \[tool\.skyfab\]") as raised:
         ProjectSettings.of(app / "train.py")
     _, *told = raised.value.message.splitlines()
-    assert [line.split()[0] for line in told] == ["unknown", "ranks", "env", "pip", "unknown", "setup"]
+    assert [line.split()[0] for line in told] == ["unknown", "ranks:", "env:", "pip:", "unknown", "setup:"]
     assert told[0].strip() == 'unknown key "rank" (did you mean ranks?)'
     assert '"xyz" (known keys: hosts, ' in told[4]
     write(app / "pyproject.toml", "tool = 3\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -301,14 +300,11 @@ def test_any_other_reply_is_stored_with_its_parts(stage: Stage) -> None:
     assert [bytes(each) for each in reply.found[1]] == [bytes(each) for each in split([1, 2], memoryview(b"abb"))]
 
 
-def test_the_usual_way_is_taken_by_other_threads_requests_and_unfinished_lines(stage: Stage) -> None:
+def test_the_usual_way_is_taken_by_requests_and_behind_unfinished_lines(stage: Stage) -> None:
     stage.expect(3)
     assert not arrives(stage, 3, messages.Done(), b"")
     assert not arrives(stage, 5, messages.Done(), b"")
     reply = waiting(stage)
-    reply.reader = threading.get_ident() + 1
-    assert not arrives(stage, 1, messages.Done(), b"")
-    reply.reader = threading.get_ident()
     stage.log(2, "solo.0")
     stage.data(2, b"no end")
     assert not arrives(stage, 1, messages.Done(), b"")

@@ -156,7 +156,7 @@ def executable() -> str:
 
 
 def test_setup_of_an_inventory_is_checked() -> None:
-    with pytest.raises(sky.UsageError, match="setup must be a string, not an array"):
+    with pytest.raises(sky.UsageError, match="setup: must be a string, not an array"):
         sky.Host(name="a", setup=["module load cuda"])  # type: ignore[arg-type]
     with pytest.raises(sky.UsageError, match="NUL"):
         sky.Image(setup="a\0b")

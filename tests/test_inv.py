@@ -402,9 +402,16 @@ ONCE = "flag = Path(f'flag{number}'); there = flag.exists(); flag.touch(); asser
         (ONCE, 1, {"CI": "1"}, 0, "passed alone, failed beside others (a defect of the test or the code)"),
         (ONCE, 2, {}, 0, "passed alone, failed beside others (a defect of the test or the code)"),
         (ONCE, 2, {"CI": "1"}, 1, "passed alone, failed beside others (a defect of the test or the code)"),
+        (
+            ONCE,
+            2,
+            {"CI": "1", "SKYFAB_REPEATED": "before"},
+            0,
+            "passed alone, failed beside others (a defect of the test or the code)",
+        ),
         ("assert 0", 1, {}, 1, "failed alone too"),
     ],
-    ids=["the-second-time-it-passes", "two-of-them", "too-many-for-CI", "it-fails-twice"],
+    ids=["the-second-time-it-passes", "two-of-them", "too-many-for-CI", "few-of-all-tiers", "it-fails-twice"],
 )
 def test_a_test_that_fails_beside_others_is_run_again_alone(
     tmp_path: Path, body: str, count: int, environ: dict[str, str], code: int, said: str
@@ -413,6 +420,7 @@ def test_a_test_that_fails_beside_others_is_run_again_alone(
         (tmp_path / "tools").mkdir(exist_ok=True)
         shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
     (tmp_path / "tests").mkdir()
+    (tmp_path / "before").write_text("0 1997\n")  # another tier, in which nothing was repeated
     (tmp_path / "tests/test_a.py").write_text("def test_a(): pass\n")
     (tmp_path / "tests/test_b.py").write_text(
         "from pathlib import Path\nimport pytest\n\n"
@@ -421,7 +429,7 @@ def test_a_test_that_fails_beside_others_is_run_again_alone(
     ended = subprocess.run(
         [sys.executable, "-c", "import sys; from tools import groups; sys.exit(groups.run(sys.executable, 2, []))"],
         cwd=tmp_path,
-        env={**{name: value for name, value in os.environ.items() if name != "CI"}, **environ},
+        env={**{name: value for name, value in os.environ.items() if name not in ("CI", "SKYFAB_REPEATED")}, **environ},
         capture_output=True,
         text=True,
         timeout=200,
@@ -429,5 +437,5 @@ def test_a_test_that_fails_beside_others_is_run_again_alone(
     assert ended.returncode == code, ended.stdout + ended.stderr
     assert f"{said}: tests/test_b.py::test_b[0]\n" in ended.stdout
     assert "FAILED" not in ended.stdout, "whether it has is said at the end"
-    assert ("more than one in a thousand" in ended.stdout) == (count == 2 and bool(environ))
+    assert ("more than one in a thousand" in ended.stdout) == (count == 2 and environ == {"CI": "1"})
     assert "test_a " not in ended.stdout

@@ -123,7 +123,7 @@ def test_another_user_of_the_heads_host_gets_no_code_into_the_rendezvous(
         future = pool.submit(sky.function(linger)(spot / "rank"), on="all")
         until(lambda: spot.notes("rank"), "a rank that works", timeout=170)  # torch is imported twice
         gang = gang_of(pool)
-        info = gang.members[0].plan.info
+        info = gang.members[0].spec.info
         place = [info["head_addr"], str(info["head_port"]), info["job_id"], spot / "ran"]
         tried = lent_lab[host.name].run([sys.executable, "-c", INTRUDER, *place], user="ada", check=False)
         assert not tried.returncode, tried.stderr
@@ -148,7 +148,7 @@ def test_the_rendezvous_listens_at_the_heads_address_alone() -> None:
     with sky.Compute("local", plugins=[sky.plugins.torch(elastic=(1, 1))], ui="none") as pool:
         for _ in range(2):
             future = pool.submit(stumble(0), on="all")
-            port = gang_of(pool).members[0].plan.port
+            port = gang_of(pool).members[0].spec.port
             until(lambda: (listeners(port) >> pool) or future.done())  # noqa: B023
             found = listeners(port) >> pool
             assert future.result(170)

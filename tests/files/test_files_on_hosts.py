@@ -324,7 +324,7 @@ def test_put_and_get(here: Path, listed: Path) -> None:
     assert done.returncode == 2
     assert "node1: nothing there is called nothing" in done.stderr
     done = skyfab(here, "put", "nothing", "--hosts=node1", inventory=listed)
-    assert (done.returncode, done.stderr) == (2, "error: there is no nothing here\n")
+    assert (done.returncode, done.stderr) == (2, "error: no such file or folder: nothing\n")
     done = skyfab(here, "get", "data", "--hosts=node1", "--to=/proc/nothing", inventory=listed)
     assert done.returncode == 1
     assert "error: No such file or directory: /proc/nothing" in done.stderr

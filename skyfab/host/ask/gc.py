@@ -94,6 +94,7 @@ class _Cleaning:
             return False
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(5)
+            before = os.open(".", os.O_RDONLY)
             try:
                 if os.lstat(path).st_uid != os.getuid():
                     return False
@@ -102,7 +103,8 @@ class _Cleaning:
             except OSError:
                 return False
             finally:
-                os.chdir("/")
+                os.fchdir(before)
+                os.close(before)
 
     def _environments(self) -> None:
         in_use = self._in_use()

@@ -211,8 +211,7 @@ def test_following_a_run_survives_connections_that_break(
     hosts = hosts_of(transport, 2)
     run = launch(hosts, count(40, spot / "go"), name="patient")
     spot.wait("go.waits", 2)
-    troubles: list[sky.SkyfabError] = []
-    follower = run.logs(follow=True, trouble=troubles.append)
+    follower = run.logs(follow=True)
     first = [next(follower) for _ in range(5)]
     waiting = begin(lambda: run.result(170))
     until(lambda: sum(map(len, map(logins, namespaces.hosts[:2]))) == 4, "somebody who waits for the result")
@@ -225,7 +224,6 @@ def test_following_a_run_survives_connections_that_break(
         lines = [line for number, stream, line in [*first, *rest] if (number, stream) == (rank, "out")]
         assert lines == [f"line {n} of rank {rank}" for n in range(40)]
     assert [rank for rank, _, _ in waiting.result(170)] == [0, 1]
-    assert {error.host for error in troubles} <= {host.name for host in hosts}, "a connection may be renewed unnoticed"
 
 
 @pytest.mark.parametrize(("how", "kind"), [("raise", ValueError), ("die", sky.WorkerDied)])

@@ -1,6 +1,6 @@
 """A run that outlives its program: python examples/detached.py [node1,node2]
 
-What it prints at the end can be typed in any terminal, as long as the run goes on and after it.
+What it prints at the end can be typed in any terminal, while the run continues and after it.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Hosts examined before a job of CI uses them: python examples/doctor_in_ci.py [node1,node2]
 
-A failure ends the job with exit code 1. Warnings and advice are shown, and the job goes on. In GitHub Actions findings
-are annotations of the job; elsewhere each is a line.
+A failure ends the job with exit code 1. Warnings and advice are shown, and the job continues. In GitHub Actions
+findings are annotations of the job; elsewhere each is a line.
 """
 
 import json

@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def learn(net: nn.Module, x: Tensor, y: Tensor, *, steps: int, lr: float) -> float:
-    """Takes so many steps, each on 256 rows; returns the last loss."""
+    """Takes `steps` steps, each on 256 rows; returns the last loss."""
     optimizer = torch.optim.Adam(net.parameters(), lr=lr)
     loss = torch.zeros(())
     for step in range(steps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Final
 from skyfab._util import schema
 from skyfab.cli.image_options import ImageOptions
 from skyfab.errors import UsageError
-from skyfab.inventory.host import CHECKS
+from skyfab.inventory.host import CHECKS, expanded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,86 +35,59 @@ class ProjectSettings:
 
         for folder in folders_above(script):
             if (file := folder / "pyproject.toml").is_file():
-                tools = read(file).get("tool", {})
-                if not isinstance(tools, Mapping):
-                    raise UsageError(f"{file}: [tool] must be a table, not {schema.name_of(tools)}")
-                if (table := tools.get("skyfab")) is not None:
-                    return _settings(table, file)
+                tools = read(file).get("tool")
+                if isinstance(tools, Mapping) and "skyfab" in tools:
+                    return _settings(tools["skyfab"], file)
         return cls()
 
 
 def _settings(table: object, file: Path) -> ProjectSettings:
     if not isinstance(table, Mapping):
         raise UsageError(f"{file}: [tool.skyfab] must be a table, not {schema.name_of(table)}")
-    checks = {key: _relative(check, file.parent) for key, check in _KEYS.items()}
-    values, mistakes = schema.parse_table(table, checks)
+    values, mistakes = schema.parse_table(table, _CHECKS)
     if mistakes:
         lines = [
-            (problem if key not in checks else f"{key}: {problem}") + (f" ({hint})" if hint else "")
+            (f"{key}: {problem}" if key in _CHECKS else problem) + (f" ({hint})" if hint else "")
             for key, problem, hint in mistakes
         ]
         raise UsageError("\n  ".join([f"{file}: [tool.skyfab]", *lines]))
+    for key in values.keys() & {"inventory", "requirements", "lock"}:
+        values[key] = str(file.parent / expanded(values[key]))
+    if "env-file" in values:
+        values["env-file"] = tuple(str(file.parent / expanded(path)) for path in values["env-file"])
+    if "hosts" in values:
+        values["hosts"] = ",".join(values["hosts"])
     values = {key.replace("-", "_"): value for key, value in values.items()}
     about = {name: values.pop(name) for name in [*values] if name in ImageOptions.__dataclass_fields__}
     return ProjectSettings(image=ImageOptions(**about), **values)
 
 
-def _relative(check: Callable[[object, Path], Any], base: Path) -> Callable[[object], Any]:
-    """The check with `base` as the folder that paths are relative to."""
-    return lambda value: check(value, base)
+def _texts(value: object) -> tuple[str, ...]:
+    return schema.parse(tuple[str, ...], [value] if isinstance(value, str) else value)
 
 
-def _text(value: object, _base: Path) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise UsageError(f"must be a string, not {schema.name_of(value) if value != '' else 'empty'}")
-    return value
-
-
-def _number(value: object, _base: Path) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _number(value: object) -> int:
+    if (number := schema.parse(int, value)) < 1:
         raise UsageError("must be 1 or more")
-    return value
+    return number
 
 
-def _texts(value: object, _base: Path) -> tuple[str, ...]:
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-        raise UsageError(f"must be an array of strings, not {schema.name_of(value)}")
-    return tuple(items)
-
-
-def _hosts(value: object, base: Path) -> str:
-    return ",".join(_texts(value, base))
-
-
-def _path(value: object, base: Path) -> str:
-    return str(base / Path(_text(value, base)).expanduser())
-
-
-def _paths(value: object, base: Path) -> tuple[str, ...]:
-    return tuple(_path(item, base) for item in _texts(value, base))
-
-
-def _as_for_hosts(key: str) -> Callable[..., Any]:
-    """Checks a value as an inventory's key of that name."""
-    return lambda value, base: CHECKS[key](value)
-
-
-_KEYS: Final[Mapping[str, Callable[..., Any]]] = {
-    "hosts": _hosts,
-    "inventory": _path,
+_text = functools.partial(schema.parse, str)
+_CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "hosts": _texts,
+    "inventory": _text,
     "ranks": _number,
-    "workdir": _as_for_hosts("workdir"),
+    "workdir": CHECKS["workdir"],
     "pip": _texts,
     "index": _texts,
-    "requirements": _path,
+    "requirements": _text,
     "apt": _texts,
     "install": _text,
-    "python": _as_for_hosts("python"),
-    "lock": _path,
-    "env": _as_for_hosts("env"),
-    "env-file": _paths,
-    "setup": _as_for_hosts("setup"),
+    "python": CHECKS["python"],
+    "lock": _text,
+    "env": CHECKS["env"],
+    "env-file": _texts,
+    "setup": CHECKS["setup"],
     "plugins": _texts,
 }
-"""For each key, the function that checks its value; paths are relative to the pyproject.toml."""
+"""For each key, the function that checks its value; some values are checked as those of hosts in an inventory."""

@@ -332,8 +332,8 @@ def test_every_mistake_in_the_settings_is_told_at_once(app: Path) -> None:
     assert [line.split()[0] for line in told] == ["unknown", "ranks:", "env:", "pip:", "unknown", "setup:"]
     assert told[0].strip() == 'unknown key "rank" (did you mean ranks?)'
     assert '"xyz" (known keys: hosts, ' in told[4]
-    write(app / "pyproject.toml", "tool = 3\n")
-    with pytest.raises(sky.UsageError, match=r"\[tool\] must be a table, not an integer"):
+    write(app / "pyproject.toml", "tool.skyfab = 3\n")
+    with pytest.raises(sky.UsageError, match=r"\[tool.skyfab\] must be a table, not an integer"):
         ProjectSettings.of(app / "train.py")
 
 

@@ -45,75 +45,25 @@ if TYPE_CHECKING:
     from skyfab.device.devices import remote as remote
     from skyfab.device.devices import run_on as run_on
     from skyfab.device.devices import synchronize as synchronize
-    from skyfab.errors import AuthenticationRefused as AuthenticationRefused
-    from skyfab.errors import BroadcastError as BroadcastError
-    from skyfab.errors import CallCancelled as CallCancelled
-    from skyfab.errors import CallError as CallError
-    from skyfab.errors import CallTimeout as CallTimeout
-    from skyfab.errors import DeviceError as DeviceError
-    from skyfab.errors import HostError as HostError
-    from skyfab.errors import HostKeyRefused as HostKeyRefused
-    from skyfab.errors import HostLost as HostLost
-    from skyfab.errors import HostUnfit as HostUnfit
-    from skyfab.errors import IdentityLocked as IdentityLocked
-    from skyfab.errors import IdentityMissing as IdentityMissing
-    from skyfab.errors import InventoryError as InventoryError
-    from skyfab.errors import JumpRefused as JumpRefused
-    from skyfab.errors import JumpUnknown as JumpUnknown
-    from skyfab.errors import NotPicklable as NotPicklable
-    from skyfab.errors import PasswordNeeded as PasswordNeeded
-    from skyfab.errors import PeersUnreachable as PeersUnreachable
-    from skyfab.errors import PoolError as PoolError
-    from skyfab.errors import ProtocolError as ProtocolError
-    from skyfab.errors import RemoteError as RemoteError
-    from skyfab.errors import RemoteTraceback as RemoteTraceback
-    from skyfab.errors import SkyfabError as SkyfabError
-    from skyfab.errors import UnknownHost as UnknownHost
-    from skyfab.errors import Unreachable as Unreachable
-    from skyfab.errors import UntrustedResult as UntrustedResult
-    from skyfab.errors import UsageError as UsageError
-    from skyfab.errors import WorkerDied as WorkerDied
+    from skyfab.errors import *  # noqa: F403
     from skyfab.inventory.host import Host as Host
     from skyfab.inventory.inventory import Inventory as Inventory
     from skyfab.pool.compute import Compute as Compute
     from skyfab.providers.container import Container as Container
     from skyfab.providers.vagrant import Vagrant as Vagrant
 
+_ERRORS = """
+    AuthenticationRefused BroadcastError CallCancelled CallError CallTimeout DeviceError HostError HostKeyRefused
+    HostLost HostUnfit IdentityLocked IdentityMissing InventoryError JumpRefused JumpUnknown NotPicklable
+    PasswordNeeded PeersUnreachable PoolError ProtocolError RemoteError RemoteTraceback SkyfabError UnknownHost
+    Unreachable UntrustedResult UsageError WorkerDied
+"""
 _HOMES = {
+    "errors": tuple(_ERRORS.split()),
     "pool.compute": ("Compute",),
     "device.devices": ("fetch", "load_on", "memory", "prefetch", "remote", "run_on", "synchronize"),
     "detached.run": ("Run", "attach", "runs"),
     "context": ("InstanceInfo", "instance_info", "shard", "silent", "stderr", "stdout"),
-    "errors": (
-        "AuthenticationRefused",
-        "BroadcastError",
-        "CallCancelled",
-        "CallError",
-        "CallTimeout",
-        "DeviceError",
-        "HostError",
-        "HostKeyRefused",
-        "HostLost",
-        "HostUnfit",
-        "IdentityLocked",
-        "IdentityMissing",
-        "InventoryError",
-        "JumpRefused",
-        "JumpUnknown",
-        "NotPicklable",
-        "PasswordNeeded",
-        "PeersUnreachable",
-        "PoolError",
-        "ProtocolError",
-        "WorkerDied",
-        "RemoteError",
-        "RemoteTraceback",
-        "SkyfabError",
-        "UnknownHost",
-        "Unreachable",
-        "UntrustedResult",
-        "UsageError",
-    ),
     "calls.call": ("Call", "Function", "function", "gather"),
     "calls.image": ("Image", "PipIndex"),
     "inventory.host": ("Host",),
@@ -125,9 +75,7 @@ _HOMES = {
 _MODULES = ("device", "lab", "plugins")
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = [  # noqa: PLE0604  # made from the table above, and pinned by a test
-    *sorted(_HOME),
-]
+__all__ = [*sorted(_HOME)]  # noqa: PLE0604  # made from the table above, and pinned by a test
 
 
 def __getattr__(name: str) -> Any:

@@ -74,6 +74,11 @@ def printable(text: str) -> str:
 _CONTROL = re.compile(r"\x1b\[[0-9;:]{0,64}m|([\x00-\x08\x0b-\x1f\x7f-\x9f])")
 
 
+def located(host: str | None, rank: int | None) -> str:
+    """Host and rank in messages: ``node1[0]``."""
+    return host or "" if rank is None else f"{host or 'rank'}[{rank}]"
+
+
 class SkyfabError(Exception):
     """Base class: what went wrong, where, and what to do next."""
 
@@ -98,11 +103,9 @@ class SkyfabError(Exception):
         return str(self.args[0])
 
     def __str__(self) -> str:
-        place = "" if self.host is None else f"{self.host}: "
-        if self.rank is not None:
-            place = f"{self.host or 'rank'}[{self.rank}]: "
+        place = located(self.host, self.rank)
         tail = "" if self.hint is None else f"\nhint: {self.hint}"
-        return printable(f"{place}{self.message}{tail}")
+        return printable(f"{place}{': ' if place else ''}{self.message}{tail}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
@@ -245,7 +248,7 @@ class RemoteTraceback(Exception):
     @property
     def place(self) -> str:
         """Host and rank: ``node1[0]``."""
-        return self.host if self.rank is None else f"{self.host}[{self.rank}]"
+        return located(self.host, self.rank)
 
     def __str__(self) -> str:
         return printable(f"on {self.place}\n{self.text.rstrip()}")

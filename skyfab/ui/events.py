@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from skyfab._util.sizes import progress
+from skyfab.errors import located
 
 State = Literal["connecting", "preparing", "ready", "reconnecting", "lost", "failed", "closed"]
 
@@ -55,8 +56,7 @@ class Output(Event):
     """``"\\r"`` if the line is to be overwritten, as in progress bars."""
 
     def __str__(self) -> str:
-        place = self.host if self.rank is None else f"{self.host}[{self.rank}]"
-        return f"{place} {self.text}"
+        return f"{located(self.host, self.rank)} {self.text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +97,7 @@ class Importing(Event):
     """Empty when it has ended."""
 
     def __str__(self) -> str:
-        place = self.host if self.rank is None else f"{self.host}[{self.rank}]"
-        return f"{place}: {f'importing {self.module}' if self.module else 'imported'}"
+        return f"{located(self.host, self.rank)}: {f'importing {self.module}' if self.module else 'imported'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from skyfab._util.sizes import counted
-from skyfab.errors import BroadcastError, RemoteTraceback, SkyfabError
+from skyfab.errors import BroadcastError, RemoteTraceback, SkyfabError, located
 from skyfab.ui.terminal import clean_lines, ipython
 
 _HEADER: Final = "Traceback (most recent call last):"
@@ -174,7 +174,7 @@ def _place(error: BaseException) -> str:
     host, rank = (cause.host, cause.rank) if isinstance(cause, RemoteTraceback) else (None, None)
     if isinstance(error, SkyfabError):
         host, rank = error.host or host, rank if error.rank is None else error.rank
-    return "" if not host else host if rank is None else f"{host}[{rank}]"
+    return located(host, rank) if host else ""
 
 
 def _hints(error: BaseException) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, Final
 
+from skyfab.errors import located
 from skyfab.ui.events import Event, Output
 from skyfab.ui.printer import Line, plain_line, put_lines
 from skyfab.ui.screen import Screen
@@ -40,11 +41,11 @@ class NotebookView(Screen):
             self._context = contextvars.copy_context()
         super().__call__(event)
 
-    def _line(self, event: Output) -> str:
+    def line(self, event: Output) -> str:
         return plain_line(event, colour=self._has_colours)
 
     def _prefix(self, event: Output) -> str:
-        return event.host if event.rank is None else f"{event.host}[{event.rank}]"
+        return located(event.host, event.rank)
 
     def _is_waited_for(self) -> bool:
         return True  # nothing that the program prints can get into the display
@@ -58,7 +59,7 @@ class NotebookView(Screen):
         cell = self._shell.execution_count
         if shown and cell != self._cell:
             if self._shown:
-                self._publish("", update=True)  # the lines go on below this cell
+                self._publish("", update=True)  # the lines continue below this cell
             self._cell, self._display = cell, secrets.token_hex(8)
             self._publish(shown, update=False)
         elif shown != self._shown:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final, TextIO
 
+from skyfab.errors import located
 from skyfab.ui.events import (
     CallEnded,
     CallStarted,
@@ -42,8 +43,6 @@ TIMEOUT: Final = 2.0
 """Most seconds that the emitting thread waits for the output."""
 _MOST: Final = 16 * 1024 * 1024
 """Most characters that are buffered for a slow output. Beyond that the emitting thread waits for it."""
-_PIECE: Final = 256 * 1024
-"""Characters that are written at once."""
 _MOST_HELD: Final = 200
 """Lines that are held back."""
 _OVERHEAD: Final = 100
@@ -117,10 +116,8 @@ class View(ABC):
         with self._lock:
             self._take(event)
             waiting = self._waiting
-        if waiting and isinstance(event, (CallEnded, HostState)):
+        if waiting and (waiting > _MOST or isinstance(event, (CallEnded, HostState))):
             self._finish()
-        elif waiting > _MOST:
-            self._make_room()
         elif waiting and not self._wake.is_set():
             self._soon()
 
@@ -155,7 +152,7 @@ class View(ABC):
             return
         bar = self._bars.pop((event.host, event.rank, event.stream), None) if self._bars else None
         # An empty line after a bar only ends it; any other line replaces the bar.
-        self._say(event.stream, self._line(event if bar is None or event.text else bar))
+        self._say(event.stream, self.line(event if bar is None or event.text else bar))
 
     def _release(self, event: CallEnded) -> None:
         """Shows the lines that were held back for a host whose call failed, and forgets those of one that did not."""
@@ -163,14 +160,14 @@ class View(ABC):
         for one in held:
             self._held.remove(one)
             if event.error is not None:
-                self._say(one.stream, self._line(one))
+                self._say(one.stream, self.line(one))
 
     def _settle(self, host: str | None = None) -> None:
         """Writes the progress bars of a host, or of all, as they are: nothing will update them any more."""
         for key, bar in list(self._bars.items()):
             if host in (None, bar.host):
                 del self._bars[key]
-                self._say(bar.stream, self._line(bar))
+                self._say(bar.stream, self.line(bar))
 
     def _say(self, stream: str, line: str) -> None:
         self._lines.append((stream, line))
@@ -179,17 +176,13 @@ class View(ABC):
             self._waiting -= len(self._lines.popleft()[1]) + _OVERHEAD
             self._dropped += 1
 
+    @abstractmethod
     def line(self, event: Output) -> str:
         """A line of a worker as it is shown."""
-        return self._line(event)
 
-    @abstractmethod
-    def _line(self, event: Output) -> str:
-        """Formats a line of a worker."""
-
-    @abstractmethod
     def _bar(self, event: Output) -> None:
         """A worker's progress bar changed."""
+        self._waiting += 1
 
     @abstractmethod
     def _state(self, event: HostState, before: State | None) -> None:
@@ -208,59 +201,35 @@ class View(ABC):
     def flush(self) -> None:
         """Writes everything so far."""
         with self._writing:
-            left = len(self._lines)
-            while True:
-                with self._lock:
-                    before = len(self._lines)
-                    lines = self._piece(left)
-                    left -= before - len(self._lines)
-                if not self._deaf:
-                    try:
-                        self._write(lines)
-                    except (OSError, ValueError) as error:  # a closed pipe (`| head`) or file
-                        self._deaf = True
-                        if isinstance(error, BrokenPipeError):
-                            self.on_closed()
-                with self._progress:
-                    self._behind = self._behind and left > 0
-                    self._progress.notify_all()
-                if left <= 0 or not before:
-                    return
-
-    def _piece(self, most: int) -> list[Line]:
-        """Removes and returns the next lines, at most `most`. If lines were dropped before them, the first says so."""
-        lines: list[Line] = []
-        if self._dropped:
-            lines.append(("stderr", f"skyfab: {self._dropped} lines dropped: the output was not read\n"))
-            self._dropped = 0
-        size = 0
-        for _ in range(min(most, len(self._lines))):
-            lines.append(self._lines.popleft())
-            size += len(lines[-1][1])
-            self._waiting -= len(lines[-1][1]) + _OVERHEAD
-            if size >= _PIECE:
-                break
-        if not self._lines:
-            self._waiting = 0
-        return lines
+            with self._lock:
+                lines, self._waiting = list(self._lines), 0
+                self._lines.clear()
+                if self._dropped:
+                    lines.insert(0, ("stderr", f"skyfab: {self._dropped} lines dropped: the output was not read\n"))
+                    self._dropped = 0
+            if not self._deaf:
+                try:
+                    self._write(lines)
+                except (OSError, ValueError) as error:  # a closed pipe (`| head`) or file
+                    self._deaf = True
+                    if isinstance(error, BrokenPipeError):
+                        self.on_closed()
+            with self._progress:
+                self._behind = False
+                self._progress.notify_all()
 
     def _finish(self) -> None:
-        """Waits until everything so far is written."""
+        """Waits until everything so far is written, unless the output is behind."""
         with self._progress:
             self._asked += 1
             ticket = self._asked
-        self._wait(lambda: self._written >= ticket)
-
-    def _make_room(self) -> None:
-        """Waits until no more than `_MOST` is buffered."""
-        self._wait(lambda: self._waiting <= _MOST)
-
-    def _wait(self, done: Callable[[], bool]) -> None:
         self._urgent.set()
         self._soon()
         with self._progress:
             if not self._behind:
-                self._behind = not self._progress.wait_for(lambda: done() or self._over.is_set(), self._timeout)
+                self._behind = not self._progress.wait_for(
+                    lambda: self._written >= ticket or self._over.is_set(), self._timeout
+                )
 
     @abstractmethod
     def _write(self, lines: list[Line]) -> None: ...
@@ -319,20 +288,18 @@ class Plain(View):
     ) -> None:
         super().__init__(clock, timeout)
         self._files: dict[str, TextIO | None] = {"stdout": stdout, "stderr": stderr}
-        self._shown: dict[tuple[str, int | None], float] = {}
+        self._shown: dict[tuple[str | int | None, ...], float] = {}
         self._told: list[Importing] = []
         """Imports that have a line."""
         self._colour = has_colours()
 
-    def _line(self, event: Output) -> str:
+    def line(self, event: Output) -> str:
         return plain_line(event, colour=self._colour)
 
     def _bar(self, event: Output) -> None:
         """Shows a progress bar every few seconds. Its last state is always shown, with the next line or at the end."""
-        now = self._clock()
-        if now - self._shown.setdefault((event.host, event.rank), now) >= _SPARSE:
-            self._shown[event.host, event.rank] = now
-            self._say(event.stream, self._line(event))
+        if self._is_due(event.host, event.rank):
+            self._say(event.stream, self.line(event))
 
     def _state(self, event: HostState, before: State | None) -> None:
         if event.state == "preparing" and event.detail:
@@ -343,18 +310,22 @@ class Plain(View):
 
     def _moved(self, event: Moved) -> None:
         """Shows progress every few seconds."""
-        now = self._clock()
-        if now - self._shown.setdefault((event.host, None), now) >= _SPARSE:
-            self._shown[event.host, None] = now
+        if self._is_due(event.host, None):
             self._say("stderr", clean(str(event)) + "\n")
 
     def _running(self, event: CallStarted | CallEnded | Mapped) -> None:
         """Shows a map's progress every few seconds."""
-        if isinstance(event, Mapped) and not event.failed and event.done < event.total:
-            now = self._clock()
-            if now - self._shown.setdefault((event.function, -1), now) >= _SPARSE:
-                self._shown[event.function, -1] = now
-                self._say("stderr", clean(str(event)) + "\n")
+        is_running = isinstance(event, Mapped) and not event.failed and event.done < event.total
+        if is_running and self._is_due(event.function, -1):
+            self._say("stderr", clean(str(event)) + "\n")
+
+    def _is_due(self, *key: str | int | None) -> bool:
+        """Whether the last line for this key is some seconds old."""
+        now = self._clock()
+        due = now - self._shown.setdefault(key, now) >= _SPARSE
+        if due:
+            self._shown[key] = now
+        return due
 
     def flush(self) -> None:
         with self._lock:
@@ -374,8 +345,7 @@ class Plain(View):
 
 def plain_line(event: Output, *, colour: bool) -> str:
     """A line of a worker without a frame around it."""
-    text = event.text if event.text.isprintable() else clean(event.text, colour=colour)
-    return f"{event.host} {text}\n" if event.rank is None else f"{event.host}[{event.rank}] {text}\n"
+    return f"{located(event.host, event.rank)} {clean(event.text, colour=colour)}\n"
 
 
 def put_lines(lines: list[Line], files: Mapping[str, TextIO | None] | None = None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TextIO
 
 from skyfab._util.sizes import progress
+from skyfab.errors import located
 from skyfab.ui.events import CallEnded, CallStarted, HostState, Mapped, Moved, Output, State, Waiting
 from skyfab.ui.live_calls import Calls
 from skyfab.ui.printer import TIMEOUT, Line, View
@@ -50,11 +51,11 @@ class Screen(View):
         self._ready: list[str] = []
         self._since = 0.0
 
-    def _line(self, event: Output) -> str:
+    def line(self, event: Output) -> str:
         return f"{self._prefix(event)} {clean(event.text, colour=self._has_colours)}\n"
 
     def _prefix(self, event: Output) -> str:
-        place = event.host if event.rank is None else f"{event.host}[{event.rank}]"
+        place = located(event.host, event.rank)
         self._width = max(self._width, len(place))
         mark = _DIM if event.stream == "stdout" else _RED
         return f"{self._in(self._colour(event.host), f'{place:<{self._width}}')} {self._in(mark, '│')}"
@@ -64,9 +65,6 @@ class Screen(View):
 
     def _colour(self, host: str) -> str:
         return self._colours.setdefault(host, _COLOURS[len(self._colours) % len(_COLOURS)])
-
-    def _bar(self, event: Output) -> None:
-        self._waiting += 1
 
     def _state(self, event: HostState, before: State | None) -> None:
         self._colour(event.host)

@@ -117,7 +117,7 @@ def plain(stdout: Recorder, stderr: Recorder, clock: Clock, monkeypatch: pytest.
     """A view whose thread never runs: only the test flushes."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(Plain, "_soon", lambda self: None)
-    monkeypatch.setattr(Plain, "_wait", lambda self, done: self.flush())
+    monkeypatch.setattr(Plain, "_finish", lambda self: self.flush())
     made = Plain(stdout, stderr, clock)
     yield made
     made.close()
@@ -126,7 +126,7 @@ def plain(stdout: Recorder, stderr: Recorder, clock: Clock, monkeypatch: pytest.
 @pytest.fixture
 def screen(stdout: Recorder, clock: Clock, waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
     monkeypatch.setattr(Screen, "_soon", lambda self: None)
-    monkeypatch.setattr(Screen, "_wait", lambda self, done: self.flush())
+    monkeypatch.setattr(Screen, "_finish", lambda self: self.flush())
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
     made = Screen(stdout, clock, waiting=waiting)

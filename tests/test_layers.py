@@ -77,7 +77,7 @@ OUTSIDE = {
     "pathspec": {"calls.project"},
     "packaging": {"calls.manifest", "env.lock", "env.resolve", "env.wheels"},
     "pytest": {"pytest_plugin"},
-    "rich": {"ui.table"},
+    "rich": {"inspect.top.view", "ui.table"},
     "shtab": {"cli.completion"},
     "tomli": {"_util.toml"},
     "tomllib": {"_util.toml"},  # of the standard library, from Python 3.11 on

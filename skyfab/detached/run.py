@@ -18,14 +18,14 @@ from skyfab._util.html import ShownAsTable
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.results import in_order, unpack_result
 from skyfab.detached.folder import Part, State, question
-from skyfab.detached.logs import LogLine, LogReader, content_of
+from skyfab.detached.logs import LogLine, LogReader
 from skyfab.detached.written import event
 from skyfab.errors import HostLost, HostUnfit, SkyfabError, UsageError, broadcast_error
 from skyfab.inventory.host import LOCAL, Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import split
-from skyfab.session.ask import PASSING, Asker, Outcome, Question, only
+from skyfab.session.ask import PASSING, Asker, Outcome, Question, Reply, only
 from skyfab.ui.events import FilesWritten
 from skyfab.ui.suppressed import is_noise
 from skyfab.ui.terminal import settled
@@ -257,7 +257,7 @@ class Run(ShownAsTable):
 
     def _result(self, asker: Asker, host: Host, rank: int) -> Any:
         place = rank if self._about.on == "all" else None
-        found = asker.ask_one(content_of(self.id, f"result.{rank}"), host)
+        found = asker.ask_one(Question("read", _content, {"run": self.id, "name": f"result.{rank}"}), host)
         if found is None:
             text = f"rank {rank} of {self.function} was stopped, or had no room for its result"
             return _Failed(SkyfabError(text, host=host.name, rank=place))
@@ -303,6 +303,16 @@ class Run(ShownAsTable):
 def _is_safe(workdir: str) -> bool:
     """A host may send anything, and this becomes part of a command that users copy."""
     return re.fullmatch(r"[\w./~+-]+", workdir, re.ASCII) is not None
+
+
+def _content(_host: Host, replies: Iterator[Reply]) -> bytearray | None:
+    """The content of a file; None if it is not there."""
+    if next(replies).value is not True:
+        return None
+    content = bytearray()
+    for reply in replies:
+        content += reply.data
+    return content
 
 
 @dataclass(frozen=True, slots=True)

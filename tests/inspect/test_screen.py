@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from rich.cells import cell_len
 
 from skyfab.detached.folder import About, Part
 from skyfab.errors import HostUnfit, Unreachable
 from skyfab.inspect.survey import Gpu, GpuProcess, Survey
-from skyfab.inspect.top.frame import HELP, table_frame, text_frame
-from skyfab.inspect.top.keys import decode, is_partial
+from skyfab.inspect.top.fullscreen import decode
 from skyfab.inspect.top.monitor import Seen
 from skyfab.inspect.top.snapshot import Snapshot, snapshot
-from skyfab.inspect.top.state import Action, View, panes
-from skyfab.inspect.top.width import width
+from skyfab.inspect.top.view import Action, View, panes, wrap
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 
@@ -53,8 +52,8 @@ def plain(lines: Sequence[str]) -> list[str]:
 
 def screen(found: Snapshot, columns: int, lines: int = 24, view: View | None = None) -> list[str]:
     """The lines, each of which has exactly the width of the screen."""
-    shown = plain(table_frame(found, (view or View()).settled(found, lines), columns, lines))
-    assert [width(line) for line in shown] == [columns] * lines
+    shown = plain((view or View()).tables(found, columns, lines))
+    assert [cell_len(line) for line in shown] == [columns] * lines
     return [line.rstrip() for line in shown]
 
 
@@ -142,40 +141,38 @@ def crowd(count: int = 64, runs: int = 10) -> Snapshot:
 
 
 def pressed(found: Snapshot, *keys: str, lines: int = 24, view: View | None = None) -> tuple[View, Action | None]:
-    now, action = (view or View()).settled(found, lines), None
+    now, action = view or View(), None
     for key in keys:
-        now, action = now.press(key, found, lines)
-        now = now.settled(found, lines)
+        action = now.press(key, found, lines)
     return now, action
 
 
 def bar(found: Snapshot, view: View, lines: int = 24) -> str:
     """The line that is selected."""
-    (line,) = [line for line in table_frame(found, view, 100, lines)[:-1] if line.startswith("\x1b[7m")]
+    (line,) = [line for line in view.tables(found, 100, lines)[:-1] if line.startswith("\x1b[7m")]
     return plain([line])[0].split()[0]
 
 
 def test_all_hosts_and_runs_can_be_reached() -> None:
     found, view, reached = crowd(), View(), []
     for _ in range(74):
-        view = view.settled(found, 24)
         reached.append(bar(found, view))
-        view, _ = view.press("down", found, 24)
+        view.press("down", found, 24)
     assert reached[:64] == [f"node{n}" for n in range(1, 65)]
     assert len(set(reached)) == 65, "the first 8 characters of all ids are alike here"
-    assert view.settled(found, 24).selected == ("run", f"{10:016x}")
+    assert view.selected == f"{10:016x}"
 
 
 def test_pages_ends_and_panes() -> None:
     found = crowd()
     hosts, runs = panes(found, 24)
     assert (hosts, runs) == (14, 6)
-    assert pressed(found, "pagedown")[0].selected == ("host", f"node{1 + hosts}")
-    assert pressed(found, "pagedown", "pageup", "up", "k")[0].selected == ("host", "node1")
-    assert pressed(found, "end")[0].selected == ("run", f"{10:016x}")
-    assert pressed(found, "end", "home")[0].selected == ("host", "node1")
-    assert pressed(found, "tab")[0].selected == ("run", f"{1:016x}")
-    assert pressed(found, "tab", "tab")[0].selected == ("host", "node1")
+    assert pressed(found, "pagedown")[0].selected == f"node{1 + hosts}"
+    assert pressed(found, "pagedown", "pageup", "up", "k")[0].selected == "node1"
+    assert pressed(found, "end")[0].selected == f"{10:016x}"
+    assert pressed(found, "end", "home")[0].selected == "node1"
+    assert pressed(found, "tab")[0].selected == f"{1:016x}"
+    assert pressed(found, "tab", "tab")[0].selected == "node1"
     assert pressed(crowd(runs=0), "tab", "x")[0].note == "no run on node1"
     for lines in range(5, 100):
         hosts, runs = panes(found, lines)
@@ -183,59 +180,59 @@ def test_pages_ends_and_panes() -> None:
 
 
 def test_what_is_selected_stays_when_hosts_and_runs_change() -> None:
-    found = crowd()
-    view, _ = pressed(found, "tab", "down")
-    more = made([seen("node1", parts=(part(0, "node1"), part(2, "node1")))])
-    assert view.settled(more, 24).selected == ("run", f"{2:016x}")
-    assert view.settled(crowd(runs=0), 24).selected == ("host", "node1"), "it is gone"
+    view, _ = pressed(crowd(), "tab", "down")
+    more = made([seen("node1", parts=(part(0, "node1"), part(2, "node1", last="still here")))])
+    (line,) = [line for line in view.tables(more, 100, 24)[:-1] if line.startswith("\x1b[7m")]
+    assert "still here" in line
+    assert bar(crowd(runs=0), view) == "node1", "it is gone"
 
 
 def test_logs_stacks_and_stop() -> None:
     found, run = crowd(), f"{1:016x}"
-    assert pressed(found, "l")[1] == Action("log", run=run), "the first run on the host"
-    assert pressed(found, "tab", "enter")[1] == Action("log", run=run)
-    assert pressed(found, "s")[1] == Action("stacks", host="node1")
-    assert pressed(found, "tab", "s")[1] == Action("stacks", run=run)
+    assert pressed(found, "l")[1] == Action("log", run), "the first run on the host"
+    assert pressed(found, "tab", "enter")[1] == Action("log", run)
+    assert pressed(found, "s")[1] == Action("stacks", "node1")
+    assert pressed(found, "tab", "s")[1] == Action("stacks", run)
     view, action = pressed(found, "x")
     assert action is None and "select a run" in view.note
     view, action = pressed(found, "tab", "x")
     assert action is None and screen(found, 60, view=view)[-1] == f"stop {run[:8]} on 1 host? y/n"
-    assert pressed(found, "y", view=view)[1] == Action("stop", run=run)
+    assert pressed(found, "y", view=view)[1] == Action("stop", run)
     for key in ("n", "q", "enter", "escape"):
         view, action = pressed(found, "tab", "x", key)
         assert action is None and view.note == "not stopped"
     over = made([seen("node1", parts=(part(1, "node1", state="done"),))])
     assert pressed(over, "tab", "x")[0].note.endswith("has ended already")
-    assert pressed(found, "q")[1] == Action("quit")
+    assert [pressed(found, key)[1] for key in "q?"] == [Action("quit"), Action("help")]
 
 
 def test_a_text_is_followed_until_one_scrolls_up() -> None:
-    found, text = crowd(), [f"line {n}" for n in range(100)]
-    view = View().settled(found, 12).opened("log", follow=True)
-    assert plain(text_frame("log", text, view, 20, 12))[-2].rstrip() == "line 99"
-    view, _ = view.press("up", found, 12, len(text))
-    text.append("line 100")
-    assert plain(text_frame("log", text, view, 20, 12))[-2].rstrip() == "line 98", "it stays there"
-    view, _ = view.press("end", found, 12, len(text))
-    text.append("line 101")
-    assert plain(text_frame("log", text, view, 20, 12))[-2].rstrip() == "line 101"
-    view, _ = view.press("home", found, 12, len(text))
-    assert plain(text_frame("log", text, view, 20, 12))[1].rstrip() == "line 0"
-    view, action = view.press("q", found, 12, len(text))
-    assert action == Action("close") and not view.text
+    found, text, view = crowd(), [f"line {n}" for n in range(100)], View()
+    view.open("log", follow=True)
+
+    def last(key: str = "") -> str:
+        """The last line of the text on the screen, after a key, when the text has grown by a line."""
+        assert view.press(key, found, 12, len(text)) is None
+        text.append(f"line {len(text)}")
+        return plain(view.text(text, 20, 12))[-2].rstrip()
+
+    assert last() == "line 100"
+    assert last("up") == "line 99"
+    assert last() == "line 99", "it stays there"
+    assert last("end") == "line 103"
+    assert last("home") == "line 9"
+    assert last("pagedown") == "line 19"
+    assert view.press("q", found, 12, len(text)) == Action("close") and not view.title
 
 
-def test_help_lists_the_keys() -> None:
-    view, _ = pressed(crowd(), "?")
-    assert view.text == "keys" and any("stop the run" in line for line in HELP)
-    assert pressed(crowd(), "?", "q")[0].text == ""
+def test_long_lines_of_a_text_are_wrapped() -> None:
+    assert [wrap(text, 5) for text in ("node1", "node12", "ノード", "")] == [
+        *(["node1"], ["node1", "2"], ["ノー", "ド"], [""])
+    ]
 
 
 def test_keys_as_terminals_send_them() -> None:
-    assert decode(b"\x1b[A\x1bOA\x1b[5~\x1b[H\x1b[1~\r\t\x1b[Zj\xc3\xa9") == [
-        *("up", "up", "pageup", "home", "home", "enter", "tab", "tab", "j", "é")
+    assert decode(b"\x1b[A\x1bOA\x1b[5~\x1b[H\x1b[1~\r\t\x1b[Zj\xc3\xa9\x1a") == [
+        *("up", "up", "pageup", "home", "home", "enter", "tab", "tab", "j", "é", "suspend")
     ]
     assert decode(b"\x1b[200~\x01\x1b[1;2P") == [], "unknown keys do nothing"
-    assert [is_partial(data) for data in (b"\x1b", b"\x1b[", b"\x1bO", b"\x1b[1;", b"\x1b[A", b"q")] == [
-        *(True, True, True, True, False, False)
-    ]

@@ -182,7 +182,7 @@ def test_64_hosts_over_one_connection_each(tmp_path: Path) -> None:
     with start(64, python=sys.executable) as lab:
         with Person([*PROGRAM, "top", f"--inventory={lab.inventory}"], tmp_path, columns=80) as person:
             person.sees("64 hosts: 64 ready", timeout=400)
-            for selected in (22, 43, 64):  # 21 are on the screen
+            for selected in (22, 43, 64):  # 21 are on the screen, the selected one in the middle
                 person.hears_of(b"\x1b[6~", rf"\x1b\[7mnode{selected}\b")
             for host in lab.hosts:
                 assert re.search(rf"{host.name}\b.* ready", person.said), host.name

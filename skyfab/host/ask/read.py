@@ -12,26 +12,13 @@ if TYPE_CHECKING:
 _PIECE: Final = 1024 * 1024
 
 
-def read(
-    cache: str, *, run: str, name: str, start: int = 0, count: int | None = None, inode: int | None = None
-) -> Iterator[Any]:
-    """Yields whether the file can be read, and then its content in pieces: `count` bytes from `start` on, or all.
-
-    `name` is relative to the folder of the run. With `inode`, only if the log of this name still is that file.
-    """
-    folder = os.path.realpath(os.path.join(cache, "runs", os.path.basename(run)))
-    path = os.path.realpath(os.path.join(folder, name))
+def read(cache: str, *, run: str, name: str) -> Iterator[Any]:
+    """Yields whether the file is there, and then its content in pieces. `name` is a file in the folder of the run."""
+    path = os.path.join(cache, "runs", os.path.basename(run), os.path.basename(name))
     try:
-        if not path.startswith(f"{folder}/"):
-            raise FileNotFoundError(path)
         with open(path, "rb") as file:
-            if inode is not None and os.stat(f"{folder}/logs/{os.path.basename(name)}").st_ino != inode:
-                raise FileNotFoundError(path)
             yield True
-            file.seek(start)
-            rest = os.fstat(file.fileno()).st_size - start if count is None else count
-            while rest > 0 and (piece := file.read(min(rest, _PIECE))):
-                rest -= len(piece)
+            while piece := file.read(_PIECE):
                 yield None, piece
     except FileNotFoundError:
         yield False

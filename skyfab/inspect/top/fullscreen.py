@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import shutil
 import signal
 import sys
 import termios
+import time
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any, Final
 
-from skyfab.inspect.top.keys import decode, is_partial
 from skyfab.ui.prompt import TERMINAL
 from skyfab.ui.terminal import put
 
@@ -24,6 +24,26 @@ _REST: Final = 0.05
 _BUSY: Final = 0.1
 """Seconds between checks whether a question has been answered."""
 
+_KEY: Final = re.compile(rb"\x1b[\[O][0-9;?]*[ -/]*[@-~]|\x1b|[\x00-\x7f]|[\x80-\xff]+")
+_PARTIAL: Final = re.compile(rb"\x1b(?:[\[O][0-9;?]*)?\Z")
+_LETTERS: Final = {"A": "up", "B": "down", "C": "right", "D": "left", "H": "home", "F": "end", "M": "enter", "Z": "tab"}
+_NUMBERS: Final = {1: "home", 4: "end", 5: "pageup", 6: "pagedown", 7: "home", 8: "end"}
+_NAMES: Final = {
+    **{f"\x1b{lead}{letter}": name for lead in "[O" for letter, name in _LETTERS.items()},
+    **{f"\x1b[{number}~": name for number, name in _NUMBERS.items()},
+    **{"\r": "enter", "\n": "enter", "\t": "tab", "\x1b": "escape", "\x1a": "suspend"},
+}
+
+
+def decode(data: bytes) -> list[str]:
+    """The names of special keys, and other characters as they are; unknown sequences are left out.
+
+    >>> decode(b"j\\x1b[A\\x1bOB\\x1b[6~\\x1b[1;5Cq\\x1b")
+    ['j', 'up', 'down', 'pagedown', 'q', 'escape']
+    """
+    keys = [key.decode(errors="ignore") for key in _KEY.findall(data)]
+    return [_NAMES.get(key, key) for key in keys if key in _NAMES or key.isprintable()]
+
 
 class FullScreen:
     """Takes the terminal inside the block, and gives it back at its end, and while the program is stopped (Ctrl-Z)."""
@@ -31,70 +51,28 @@ class FullScreen:
     def __init__(self) -> None:
         self._fd = sys.stdin.fileno()
         self._before: list[Any] = []
-        self._drawn: list[str] = []
-        self._size = (0, 0)
-        self._asked = TERMINAL.spent
-        self._wakes, self._wake = -1, -1
-        self._is_stopping = False
-        self._handlers: dict[signal.Signals, Any] = {}
+        self._drawn: tuple[str, float] = ("", 0.0)
 
     def __enter__(self) -> FullScreen:
-        self._wakes, self._wake = os.pipe()
-        os.set_blocking(self._wake, False)
         self._before = termios.tcgetattr(self._fd)
+        mode = [*self._before[:6], list(self._before[6])]
+        mode[3] &= ~(termios.ECHO | termios.ECHONL | termios.ICANON)
+        mode[6][termios.VMIN], mode[6][termios.VTIME] = 1, 0
+        mode[6][termios.VSUSP] = bytes([os.fpathconf(self._fd, "PC_VDISABLE")])  # a key like others: see `keys`
         try:
-            self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._stop)
-            self._handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, self._resized)
-            self._take()
+            termios.tcsetattr(self._fd, termios.TCSADRAIN, mode)
+            put(sys.stdout, _ENTER)
         except BaseException:
             self.__exit__()
             raise
+        self._drawn = ("", 0.0)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._give_back()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        os.close(self._wakes)
-        os.close(self._wake)
-
-    def _take(self) -> None:
-        mode = [*self._before[:6], list(self._before[6])]
-        mode[3] &= ~(termios.ECHO | termios.ECHONL | termios.ICANON)  # signals stay: Ctrl-C and Ctrl-Z
-        mode[6][termios.VMIN], mode[6][termios.VTIME] = 1, 0
-        termios.tcsetattr(self._fd, termios.TCSADRAIN, mode)
-        self._drawn = []
-        put(sys.stdout, _ENTER)
-
-    def _give_back(self) -> None:
         try:
             put(sys.stdout, _LEAVE)
         finally:
             termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: noted only, since the signal may come in the middle of a write."""
-        self._is_stopping = True
-        self._wake_up()
-
-    def _suspend(self) -> None:
-        """Stops the program as the shell expects; goes on here after `fg`."""
-        self._is_stopping = False
-        self._give_back()
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTSTP)  # to this thread: another one could take it too late
-        signal.signal(signal.SIGTSTP, self._stop)
-        self._before = termios.tcgetattr(self._fd)
-        self._take()
-
-    def _resized(self, number: int, frame: FrameType | None) -> None:
-        self._wake_up()
-
-    def _wake_up(self) -> None:
-        try:
-            os.write(self._wake, b".")
-        except BlockingIOError:
-            pass  # it is woken up already
 
     @property
     def size(self) -> tuple[int, int]:
@@ -103,39 +81,28 @@ class FullScreen:
         return max(size.columns, 20), max(size.lines, 5)
 
     def keys(self, timeout: float) -> list[str]:
-        """The keys that are pressed within a time; fewer, also none, when the screen is to be drawn earlier."""
+        """The keys that are pressed within a time. At Ctrl-Z stops the program, and continues after `fg`."""
         if TERMINAL.is_busy:  # what is typed answers a question
-            select.select([self._wakes], [], [], _BUSY)
+            time.sleep(_BUSY)
             return []
-        ready, _, _ = select.select([self._fd, self._wakes], [], [], timeout)
-        if self._wakes in ready:
-            os.read(self._wakes, 4096)
-        if self._is_stopping:
-            self._suspend()
-            return []
-        if self._fd not in ready or TERMINAL.is_busy:
+        if not select.select([self._fd], [], [], timeout)[0] or TERMINAL.is_busy:
             return []
         data = os.read(self._fd, 1024)
         if not data:
             raise KeyboardInterrupt  # the terminal is gone
-        while is_partial(data) and select.select([self._fd], [], [], _REST)[0]:
+        while _PARTIAL.search(data) and select.select([self._fd], [], [], _REST)[0]:
             data += os.read(self._fd, 1024)
         keys = decode(data)
-        if "redraw" in keys:
-            self._drawn = []
+        if "suspend" in keys:
+            self.__exit__()
+            signal.raise_signal(signal.SIGTSTP)  # to this thread: another one could take it too late
+            self.__enter__()
         return keys
 
     def draw(self, lines: Sequence[str]) -> None:
-        """Shows these lines; writes only those that have changed."""
+        """Shows these lines, which fill the screen."""
         with TERMINAL.drawing() as may_draw:
-            if not may_draw:
-                return
-            if (self._size, self._asked) != (self.size, TERMINAL.spent):
-                self._size, self._asked, self._drawn = self.size, TERMINAL.spent, []
-            text = "" if self._drawn else "\x1b[2J"
-            for number, line in enumerate(lines):
-                if number >= len(self._drawn) or self._drawn[number] != line:
-                    text += f"\x1b[{number + 1};1H{line}"
-            self._drawn = list(lines)
-            if text:
-                put(sys.stdout, text)
+            now = ("\x1b[H" + "\r\n".join(lines), TERMINAL.spent)  # a question was asked on the same screen
+            if may_draw and now != self._drawn:
+                self._drawn = now
+                put(sys.stdout, now[0])

@@ -1,4 +1,4 @@
-"""Texts about a run or a host that are read on a thread of their own: its log, its stacks; and the end of a run."""
+"""Texts about a run or a host that are read on a thread of their own: its log, its stacks."""
 
 from __future__ import annotations
 
@@ -50,11 +50,9 @@ class Reading:
     def is_closed(self) -> bool:
         return self._closed.is_set()
 
-    def close(self) -> None:
-        """Ends it; its thread stops as soon as it notices."""
+    def close(self, timeout: float = 0.0) -> None:
+        """Ends it, and waits for its thread, which stops as soon as it notices."""
         self._closed.set()
-
-    def join(self, timeout: float) -> None:
         self._thread.join(timeout)
 
 
@@ -84,8 +82,8 @@ def stacks_of(inventory: Inventory, hosts: Sequence[Host], run: Run | None) -> R
         with Asker(hosts, inventory) as asker:
             outcomes = asker.ask(STACKS)
         pools = None if run is None else {part.pool for part in run.parts}
-        found = [stack for outcome in outcomes for stack in outcome.answer or () if stack.frames]
-        found = [stack for stack in found if pools is None or stack.pool in pools]
+        answers = [stack for outcome in outcomes for stack in outcome.answer or () if stack.frames]
+        found = [stack for stack in answers if pools is None or stack.pool in pools]
         for group in groups(found):
             text.add(describe(group))
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]

@@ -20,7 +20,7 @@ _ORDER: Final = ("running", "unreachable", "lost")
 """States of the runs that are shown first."""
 _UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60))
 _LATE: Final = 3.0
-"""A host that has not answered for so many seconds more than the pause between two looks is shown as late."""
+"""A host is late if it has not answered for this many seconds more than the pause between two questions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +90,17 @@ def _summary(seen: Sequence[Seen], conditions: Sequence[str], runs: Sequence[Run
 
 def _host_cells(one: Seen, every: float, clock: float) -> tuple[str, ...]:
     address = "this machine" if one.host.transport == "local" else one.host.login
-    told = ("–",) * len(NAMES) if one.survey is None else cells(one.survey, one.gpus)
-    made = (one.host.name, address, *told[:-1], _state(one, told[-1], every, clock))
+    known = ("–",) * len(NAMES) if one.survey is None else cells(one.survey, one.gpus)
+    made = (one.host.name, address, *known[:-1], _state(one, known[-1], every, clock))
     return tuple(clean(cell, colour=False) for cell in made)
 
 
-def _state(one: Seen, told: str, every: float, clock: float) -> str:
+def _state(one: Seen, ready: str, every: float, clock: float) -> str:
     condition = _condition(one, every, clock)
     since = "" if one.heard is None else age(clock - one.heard)
     if one.error is not None:
         return f"last heard {since} ago: {one.error.message}" if since else one.error.message
-    return f"no answer for {since}" if condition == "late" else told if condition == "ready" else condition
+    return f"no answer for {since}" if condition == "late" else ready if condition == "ready" else condition
 
 
 def _run_cells(run: Run, now: float) -> tuple[str, ...]:

@@ -31,7 +31,11 @@ _NUMBERS: Final = {1: "home", 4: "end", 5: "pageup", 6: "pagedown", 7: "home", 8
 _NAMES: Final = {
     **{f"\x1b{lead}{letter}": name for lead in "[O" for letter, name in _LETTERS.items()},
     **{f"\x1b[{number}~": name for number, name in _NUMBERS.items()},
-    **{"\r": "enter", "\n": "enter", "\t": "tab", "\x1b": "escape", "\x1a": "suspend"},
+    "\r": "enter",
+    "\n": "enter",
+    "\t": "tab",
+    "\x1b": "escape",
+    "\x1a": "suspend",
 }
 
 

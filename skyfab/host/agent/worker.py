@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 
 _TEXT = 16 * 1024
-_MOST_HEADS = 1024
 _COROUTINE = types.CoroutineType
 _OURS = (__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "device", ""))
 """Files whose frames come before the user's: this one, and those of device workers."""
@@ -112,13 +111,11 @@ class Worker:
             from skyfab.protocol import plain_data
 
             self._codec = plain_data
-        self._reader = Reader(self, fastpath=self._fastpath)
+        self._reader = Reader(self)
         self._opening: dict[int, Assembly] = {}
         self._ready: deque[tuple[int, messages.Message, Assembly | list[memoryview]]] = deque()
         """Messages in the order in which they began. The data of some may still be missing."""
         self._functions: dict[str, Any] = {}
-        self._known_heads: dict[bytes, Any] = {}
-        """Heads of earlier small calls, and the functions that they refer to."""
         self._hooks = contextlib.ExitStack()
         """Cleanup of the plugins, for a regular exit of this process."""
         self._entered = self._spoiled = False
@@ -156,7 +153,6 @@ class Worker:
                 elif isinstance(message, messages.Function):
                     self._functions[message.digest] = buffers
                 elif isinstance(message, messages.Forget):
-                    self._known_heads.clear()
                     for digest in message.digests:
                         self._functions.pop(digest, None)
             if self._spoiled or not self._reader.pump(self._recv_into):
@@ -185,26 +181,6 @@ class Worker:
         return self._opening[stream].place(length)
 
     # ---- calling
-
-    def _fastpath(self, stream: int, frame: memoryview, head: int) -> bool:
-        """Runs a small call that was read by itself. The head of an earlier call is not decoded again."""
-        end = HEADER.size + head
-        text = bytes(frame[HEADER.size : end])
-        function = self._known_heads.get(text)
-        if self._ready:  # of a pipelined worker: an earlier call is still incomplete
-            return False
-        if function is None:
-            call = messages.decode(text)
-            if not isinstance(call, messages.Call) or call.each or list(map(type, call.parts)) != [int]:
-                return False
-            function = self._functions.get(call.function)
-            if function is None or isinstance(function, list):
-                return False
-            if len(self._known_heads) >= _MOST_HEADS:
-                self._known_heads.clear()
-            self._known_heads[text] = function
-        self._perform(stream, function, [frame[end:]])
-        return True
 
     def _call(self, stream: int, call: messages.Call, buffers: list[memoryview]) -> None:
         try:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from skyfab.env.pipconf import NO_INDEX
 from skyfab.env.uv import UvFailed
 from skyfab.errors import UsageError
 
-_FORMAT = "2"
+_FORMAT = "3"
 """Incremented when stored locks must no longer be used."""
 _PROJECT = "skyfab-image"
 """The name that uv has for an image."""
@@ -64,6 +64,10 @@ _SAID = re.compile(
     "|EXCLUDE|EXCLUDE_NEWER|PRERELEASE|RESOLUTION|FORK_STRATEGY|NO_BINARY|CONFIG_FILE|NO_CONFIG)"
 )
 """Variables that change uv's result."""
+_ANY_BUILD = {"UV_TORCH_BACKEND": ""}
+"""Resolves without PyTorch's own indexes."""
+_BUILDS = 8
+"""Versions of torch that are tried from each index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +139,6 @@ class Request:
         return sum_of(json.dumps([*parts, uv.version(), sorted(said.items()), _uv_settings(environ)]))
 
 
-_NO_WHEELS = re.compile(
-    r"Building source distributions for `([\w.-]+)`|([\w.-]*\w)(?:[<>=!~]\S*)? ha(?:s|ve) no usable wheels"
-)
-"""What uv says of a package that has no wheels at all."""
-
-
 class Resolver:
     """Resolves one request with uv."""
 
@@ -149,7 +147,6 @@ class Resolver:
         self.target = request.target
         self.environ = uv.environment()
         self.refresh = refresh
-        self._sources: list[str] = []  # packages that may be built from source, because they have no wheels
 
     def run(self) -> str:
         """Returns the pylock.toml. Raises LockError with uv's reason."""
@@ -176,28 +173,53 @@ class Resolver:
         if "torch" in self.request.scoped or self.target.system == "Darwin" or chosen not in {"", "auto"}:
             return self._scoped()
         if not self.request.names & TORCH:
-            text = self._scoped(env={"UV_TORCH_BACKEND": ""})
+            text = self._scoped(env=_ANY_BUILD)
             if not _names(text) & TORCH:
                 return text
-        apart = ""
-        for build in () if chosen else self._configured_builds():
+        links = self.environ.get("UV_FIND_LINKS", "").split(",")
+        sources = [url for url in uv.configured(self.environ) if url != NO_INDEX]
+        for source in () if chosen else sorted(sources, key=lambda url: url not in links):
             try:
-                text = self._with_companions(build)
+                if text := self._with_torch_from(source):
+                    return text
             except UvFailed:
                 continue
-            if self._strangers(text):
-                apart = text
-            elif not (self.target.is_plain and torch_variants.is_for_gpus(_names(text))):
-                return text
         options, env = self._backend()
         try:
             return self._scoped(options=options, env=env)
         except UvFailed:
             if text := self._build_of_the_index():
                 return text
-            if apart:
-                self._check_builds(apart)  # gives a better reason than that PyTorch's index is unreachable
             raise
+
+    def _with_torch_from(self, source: str) -> str:
+        """Resolves with torch and its companions from one source alone; empty if none of its builds fit the target.
+
+        In a joint query, a newer torch of the default index, which requires CUDA, would hide the others.
+        """
+        scope = PipIndex(source, tuple(sorted(TORCH - self.request.scoped)))
+        alone = Resolver(replace(self.request, indexes=(*self.request.indexes, scope)), refresh=self.refresh)
+        excluded: list[str] = []
+        for _ in range(_BUILDS):
+            text = alone._scoped(constraints=excluded, env=_ANY_BUILD)
+            builds = [one for name, one in torch_variants.of_lock(text).items() if name in scope.packages]
+            wrong = [build for build in builds if not self._suits(build, _names(text))]
+            if not wrong:
+                return text
+            excluded += [f"{build.package}!={build.version}" for build in wrong]
+        return ""
+
+    def _suits(self, build: torch_variants.Build, packages: Set[str]) -> bool:
+        """Whether a build runs on the target; `packages` come with it."""
+        label = build.version.partition("+")[2]
+        cuda = re.fullmatch(r"cu(\d+)\d", label)
+        if not label:
+            return build.package != "torch" or (self.target.is_plain and not torch_variants.is_for_gpus(packages))
+        if self.target.is_plain:
+            return label.startswith("cpu")
+        if re.match(r"\d", self.target.driver):
+            return cuda is not None and numbers(self.target.driver) >= torch_variants.DRIVERS.get(int(cuda[1]), (9999,))
+        return label.startswith("rocm")
 
     def _build_of_the_index(self) -> str:
         """Resolves with the index's own torch; empty if it has none that works on the target.
@@ -205,37 +227,18 @@ class Resolver:
         On PyPI it is a build for CUDA, which also runs on hosts without a GPU, but needs 3 GB more.
         """
         try:
-            text = self._scoped(env={"UV_TORCH_BACKEND": ""})
+            text = self._scoped(env=_ANY_BUILD)
         except UvFailed:
             return ""
+        self._check_builds(text)
         needed = [int(major) for major in re.findall(r'^name = "nvidia-.*-cu(\d+)"', text, re.MULTILINE)]
         usable = torch_variants.cuda_for(self.target.driver) or 0
-        works = self.target.is_plain or (bool(needed) and max(needed) <= usable)
-        return text if works and not self._strangers(text) else ""
-
-    def _with_companions(self, torch: str) -> str:
-        """Resolves with that torch, and with torchvision and torchaudio of the same build from pip's sources."""
-        fixed = [f"torch=={torch}"]
-        text = self._scoped(constraints=fixed)
-        for stranger in self._strangers(text):
-            for version in self._offered(stranger.package):
-                if torch_variants.fit(torch, version, self.target.arch):
-                    try:
-                        text = self._scoped(constraints=[*fixed, f"{stranger.package}=={version}"])
-                    except UvFailed:
-                        continue
-                    fixed.append(f"{stranger.package}=={version}")
-                    break
-        return text
-
-    def _strangers(self, text: str) -> list[torch_variants.Build]:
-        """Builds that do not fit torch's, except those whose index the user has named."""
-        if self.target.system != "Linux":
-            return []
-        return torch_variants.strangers(text, self.target.arch, self.request.scoped)
+        return text if self.target.is_plain or (needed and max(needed) <= usable) else ""
 
     def _check_builds(self, text: str) -> None:
-        strangers = self._strangers(text)
+        """Raises LockError for a build that does not fit torch's, unless the user has named its index."""
+        trusted = self.request.scoped
+        strangers = torch_variants.strangers(text, self.target.arch, trusted) if self.target.system == "Linux" else []
         if strangers:
             torch = torch_variants.of_lock(text)["torch"]
             names = " and ".join(map(str, strangers))
@@ -256,46 +259,6 @@ class Resolver:
         found = numbers(rocm)
         fitting = [version for version in _ROCM if found and numbers(version) <= found]
         return ("--torch-backend", f"rocm{fitting[0]}" if fitting else "cpu"), {}
-
-    def _configured_builds(self) -> Iterator[str]:
-        """Versions of torch, such as 2.13.0+cpu, that fit the target."""
-        return (version for version in self._offered("torch") if self._suits(version))
-
-    def _offered(self, package: str) -> Iterator[str]:
-        """The newest versions in find-links and in each index of pip's configuration; each source is queried alone.
-
-        In a joint query, a newer torch of the default index, which requires CUDA, would hide the others.
-        """
-        asked = [text for text in self.request.pip if canonicalize_name(requirement(text).name) == package]
-        asked += [text for text in self.request.pins.constraints if text.startswith(f"{package}==")]
-        asked += [f"torch=={self.request.torch}"] if self.request.torch and package == "torch" else []
-        alone = {"UV_INDEX": "", "UV_EXTRA_INDEX_URL": "", "UV_INDEX_URL": "", "UV_TORCH_BACKEND": ""}
-        sources = [{"UV_DEFAULT_INDEX": NO_INDEX}] if self.environ.get("UV_FIND_LINKS") else []
-        indexes = [*self.environ.get("UV_INDEX", "").split(), *self.environ.get("UV_EXTRA_INDEX_URL", "").split()]
-        indexes += [self.environ.get("UV_DEFAULT_INDEX") or self.environ.get("UV_INDEX_URL", "")]
-        sources += [{"UV_DEFAULT_INDEX": url, "UV_FIND_LINKS": ""} for url in indexes if url]
-        for source in sources:
-            seen: list[str] = []
-            while len(seen) < 8:
-                lines = "\n".join([*(asked or [package]), *(f"{package}!={version}" for version in seen)])
-                try:
-                    pins = self._uv("--no-deps", "-", stdin=lines, env={**alone, **source}, form="requirements.txt")
-                except UvFailed:
-                    break
-                found = re.findall(rf"^{package}==([^\s;\\]+)", pins, re.MULTILINE)[:1]
-                if not found:
-                    break
-                seen += found
-                yield found[0]
-
-    def _suits(self, version: str) -> bool:
-        build = version.partition("+")[2]
-        cuda = re.fullmatch(r"cu(\d+)\d", build)
-        if self.target.is_plain:
-            return not build or build.startswith("cpu")
-        if re.match(r"\d", self.target.driver):
-            return cuda is not None and numbers(self.target.driver) >= torch_variants.DRIVERS.get(int(cuda[1]), (9999,))
-        return build.startswith("rocm")
 
     # scopes: uv uses a package's own index only if the package is requested by name
 
@@ -349,48 +312,36 @@ class Resolver:
         form: str = "pylock.toml",
     ) -> str:
         request = self.request
-        constraints = (*constraints, *request.pins.constraints)
-        if request.torch:
-            constraints = (*constraints, f"torch=={request.torch}")
+        fixed = ["--format", form, "--no-header", "--python", sys.executable]
+        fixed += ["--python-version", self.target.python, "--python-platform", request.platform]
+        fixed += ["--generate-hashes"] if form == "pylock.toml" else ["--annotation-style", "split"]
+        fixed += ["--refresh"] if self.refresh else []
+        limits = [*constraints, *request.pins.constraints, *([f"torch=={request.torch}"] if request.torch else [])]
         lines = ["[project]", f'name = "{_PROJECT}"', 'version = "0"']
         lines += [f"dependencies = {toml.dumps([*request.pip, *sorted(also)])}"]
-        logins: dict[str, str] = {}
+        variables = {"UV_PYTHON_DOWNLOADS": "never", "MACOSX_DEPLOYMENT_TARGET": "", **(env or {})}
         for number, index in enumerate(request.indexes):
             lines += ["[[tool.uv.index]]", f'name = "skyfab-{number}"', f"url = {toml.dumps(uv.bare(index.url))}"]
-            lines += ["explicit = true", *(['format = "flat"'] if _is_flat(index.url) else [])]
+            lines += ["explicit = true", *(['format = "flat"'] if self._is_flat(index.url) else [])]
             user, password = uv.userinfo(index.url) or ("", "")
-            logins |= {f"UV_INDEX_SKYFAB_{number}_USERNAME": user, f"UV_INDEX_SKYFAB_{number}_PASSWORD": password}
+            variables |= {f"UV_INDEX_SKYFAB_{number}_USERNAME": user, f"UV_INDEX_SKYFAB_{number}_PASSWORD": password}
         lines += ["[tool.uv.sources]"]
         for number, index in enumerate(request.indexes):
             names = sorted({canonicalize_name(name) for name in index.packages})
             lines += [f'{name} = {{ index = "skyfab-{number}" }}' for name in names]
         with tempfile.TemporaryDirectory(prefix="skyfab-lock-") as folder:
             Path(folder, "pyproject.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
-            if constraints:  # the option overrides UV_CONSTRAINT
-                Path(folder, "constraints.txt").write_text("\n".join(constraints) + "\n", encoding="utf-8")
+            if limits:  # the option overrides UV_CONSTRAINT
+                Path(folder, "constraints.txt").write_text("\n".join(limits) + "\n", encoding="utf-8")
                 files = ["constraints.txt", *self.environ.get("UV_CONSTRAINT", "").split()]
-                options = [*options, *(word for file in files for word in ("--constraints", file))]
-            while True:
-                built = [word for name in self._sources for word in ("--no-binary", name)]
-                try:
-                    both = {**logins, **(env or {})}
-                    return self._uv(*options, *built, "pyproject.toml", env=both, form=form, cwd=folder)
-                except UvFailed as failed:
-                    more = sorted({"".join(found) for found in _NO_WHEELS.findall(str(failed))} - {*self._sources})
-                    if not more:
-                        raise
-                    self._sources += more
+                fixed += [word for file in files for word in ("--constraints", file)]
+            return uv.run_uv("pip", "compile", *fixed, *options, "pyproject.toml", env=variables, cwd=folder)
 
-    def _uv(self, *arguments: str, env: Mapping[str, str], form: str, stdin: str = "", cwd: str | None = None) -> str:
-        fixed = ["--format", form, "--no-header", "--only-binary", ":all:", "--python", sys.executable]
-        fixed += ["--python-version", self.target.python, "--python-platform", self.request.platform]
-        fixed += ["--generate-hashes"] if form == "pylock.toml" else ["--annotation-style", "split"]
-        fixed += ["--refresh"] if self.refresh else []
-        never = {"UV_PYTHON_DOWNLOADS": "never", "MACOSX_DEPLOYMENT_TARGET": ""}
-        if cwd is not None:
-            return uv.run_uv("pip", "compile", *fixed, *arguments, env={**never, **env}, stdin=stdin, cwd=cwd)
-        with tempfile.TemporaryDirectory(prefix="skyfab-lock-") as folder:  # without the caller's pyproject.toml
-            return uv.run_uv("pip", "compile", *fixed, *arguments, env={**never, **env}, stdin=stdin, cwd=folder)
+    def _is_flat(self, url: str) -> bool:
+        """Whether it is a single page or folder with links to wheels, instead of one page for each package."""
+        if uv.is_local(url):
+            return not any(Path(unquote(urlsplit(url).path)).glob("*/index.html"))
+        return urlsplit(url).path.endswith(".html") or url in self.environ.get("UV_FIND_LINKS", "").split(",")
 
 
 def _stamp(text: str) -> str:
@@ -424,13 +375,6 @@ def _place(url: str) -> str:
             f"{index_option(url)}: no such folder", hint="give an http or https URL, or a folder with wheels"
         )
     return folder.absolute().as_uri()
-
-
-def _is_flat(url: str) -> bool:
-    """Whether it is a single page or folder with links to wheels, instead of one page for each package."""
-    if not uv.is_local(url):
-        return urlsplit(url).path.endswith(".html")
-    return not any(Path(unquote(urlsplit(url).path)).glob("*/index.html"))
 
 
 def _uv_settings(environ: Mapping[str, str]) -> list[str]:

@@ -19,7 +19,8 @@ from skyfab._util.cache import cache_folder
 from skyfab.calls.image import Image
 from skyfab.env import gc, uv
 from skyfab.env.facts import Target
-from skyfab.env.lock import LockError, make_lock, read_lock
+from skyfab.env.lock import known_lock, make_lock, read_lock
+from skyfab.env.resolve import LockError
 
 pytestmark = pytest.mark.usefixtures("world")
 version_of = sky.function(remote.version_of)
@@ -61,11 +62,19 @@ def test_a_package_that_has_only_a_source_is_built_here(index: Index) -> None:
     assert wheel.name == "stone-1.0-py3-none-any.whl"
 
 
-def test_wheels_are_preferred_to_a_newer_source(index: Index) -> None:
+def test_the_newest_version_is_taken_though_it_needs_a_source(index: Index) -> None:
+    """As uv does: else a package with one such dependency would become a version of years ago."""
     index.add("shelf", "1.0")
-    index.add_source("shelf", "2.0")
-    assert names(Image(pip=["shelf"])) == ["shelf 1.0"]
-    assert names(Image(pip=["shelf>1"])) == ["shelf 2.0"]
+    index.add("shelf", "2.0", requires=["stone"])
+    index.add_source("stone", "1.0")
+    assert names(Image(pip=["shelf"])) == ["shelf 2.0", "stone 1.0"]
+
+
+def test_of_a_version_with_both_the_wheel_is_taken(index: Index) -> None:
+    index.add("shelf", "1.0")
+    index.add_source("shelf", "1.0")
+    (wheel,) = make_lock(Image(pip=["shelf"]), HERE).wheels
+    assert wheel.url.startswith("http:")
 
 
 def test_a_source_that_another_package_needs_is_built_once(index: Index) -> None:
@@ -87,7 +96,7 @@ def test_a_built_wheel_that_was_removed_is_built_again(index: Index) -> None:
     os.utime(wheel, (0, 0))
     os.utime(wheel.parent, (0, 0))
     assert gc.sweep_here(30).counts["built"] == 1
-    assert make_lock(image, HERE, only_known=True) is None
+    assert known_lock(image, HERE) is None
     assert names(image) == ["stone 1.0"]
 
 
@@ -134,9 +143,9 @@ def test_a_folder_is_built_again_when_it_changes(index: Index, tmp_path: Path) -
     source = make_source(tmp_path / "my stone", "stone", "1.0")
     image = Image(pip=[f"stone @ {source.as_uri()}"])
     before = make_lock(image, HERE)
-    assert make_lock(image, HERE, only_known=True) == before
+    assert known_lock(image, HERE) == before
     (source / "code.txt").write_text("version = 'changed'\n")
-    assert make_lock(image, HERE, only_known=True) is None
+    assert known_lock(image, HERE) is None
     assert make_lock(image, HERE).digest != before.digest
 
 

@@ -23,7 +23,8 @@ from benchmarks.sample import Sample, alternate
 from skyfab.env import probe
 from skyfab.env.facts import Target
 from skyfab.env.install import Package, missing, push
-from skyfab.env.lock import Lock, LockError, make_lock
+from skyfab.env.lock import Lock, make_lock
+from skyfab.env.resolve import LockError
 from skyfab.env.tools import uv_for
 from skyfab.env.wheels import fetch
 from skyfab.inventory.host import Host

@@ -131,7 +131,7 @@ def _made(image: Image, hosts: Sequence[Host]) -> dict[str, _Made]:
     targets = [(host, Target.of(said, plan.python)) for host, said in facts if said is not None]
     for host, target in targets:
         plan.meet(host, target)
-    locks = [(host, target, plan.lock(target, only_known=True)) for host, target in targets]
+    locks = [(host, target, plan.known_lock(target)) for host, target in targets]
     return {host.name: _Made(host, target, lock, plan.digest(lock)) for host, target, lock in locks if lock is not None}
 
 

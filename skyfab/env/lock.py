@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from packaging.markers import InvalidMarker
@@ -18,12 +18,10 @@ from skyfab._util.cache import cache_folder
 from skyfab.calls.image import Image
 from skyfab.env import uv
 from skyfab.env.facts import Target
-from skyfab.env.resolve import LockError, Pins, Request, Resolver, clean, requirement, sum_of, text_of
+from skyfab.env.resolve import LockError, Pins, Request, Resolver, clean, requirement, sum_of
 from skyfab.env.sdists import file_of, is_built, with_wheels
 from skyfab.env.uvlock import check_files, files_of, read_pins
 from skyfab.env.wheels import Wheel, applies, tags
-
-__all__ = ["Lock", "LockError", "Wheel", "indexes", "make_lock", "needs_push", "read_lock"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,64 +49,57 @@ class Lock:
         return "".join(parts)
 
 
-@overload
-def make_lock(
-    image: Image,
-    target: Target,
-    *,
-    together: Sequence[Target] = ...,
-    upgrade: bool = ...,
-    only_known: Literal[False] = ...,
-) -> Lock: ...
-@overload
-def make_lock(
-    image: Image, target: Target, *, together: Sequence[Target] = ..., upgrade: bool = ..., only_known: bool
-) -> Lock | None: ...
-def make_lock(
-    image: Image,
-    target: Target,
-    *,
-    together: Sequence[Target] = (),
-    upgrade: bool = False,
-    only_known: bool = False,
-) -> Lock | None:
+def make_lock(image: Image, target: Target, *, together: Sequence[Target] = (), upgrade: bool = False) -> Lock:
     """Returns the lock of an image for a target: the stored one, or a new one; `upgrade` always makes a new one.
 
-    `together` are all targets of a pool: torch has the same version on all of them. With `only_known`, returns None
-    if uv would have to resolve. Raises LockError.
+    `together` are all targets of a pool: torch has the same version on all of them. Raises LockError.
     """
+    lock = _lock_of(image, target, together, lambda request: _made(request, upgrade=upgrade))
+    assert lock is not None
+    return lock
+
+
+def known_lock(image: Image, target: Target, *, together: Sequence[Target] = ()) -> Lock | None:
+    """As `make_lock`; None if uv would have to resolve."""
+    return _lock_of(image, target, together, _stored)
+
+
+def _lock_of(
+    image: Image, target: Target, together: Sequence[Target], found: Callable[[Request], Lock | None]
+) -> Lock | None:
     if image.lock is not None and image.is_exact:
         return read_lock(image.lock, target)
     if not image.pip:
         return _lock(Lock(text="", wheels=(), digest="").placed(str), target)
     pins = Pins() if image.lock is None else read_pins(image.lock, target)
     request = Request.of(image, target, pins)
-    lock = _made(request, upgrade=upgrade, only_known=only_known)
+    lock = found(request)
     if lock and _torch(lock) and together and together[0] != target:
-        first = make_lock(image, together[0], upgrade=upgrade, only_known=only_known)
+        first = _lock_of(image, together[0], (), found)
         if first is None:
             return None
         if _torch(first) not in {"", _torch(lock)}:
-            other = replace(request, torch=_torch(first), first=uv.described(together[0]))
-            lock = _made(other, upgrade=upgrade, only_known=only_known)
+            lock = found(replace(request, torch=_torch(first), first=uv.described(together[0])))
     return lock and _with_logins(lock, image)
 
 
-def _made(request: Request, *, upgrade: bool, only_known: bool) -> Lock | None:
+def _made(request: Request, *, upgrade: bool) -> Lock:
     """The lock for a request: the stored one, or a new one from uv."""
-    path = cache_folder() / "locks" / f"{request.key()}.toml"
-    known = None if upgrade else _stored(path, request.target)
-    if known is None and not only_known:
-        with uv.making(path):
-            known = None if upgrade else _stored(path, request.target)  # another process may have made it meanwhile
-            if known is None:
-                resolved = clean(Resolver(request, refresh=upgrade).run())
-                check_files(resolved, request.pins)
-                text = with_wheels(resolved, request.target)
-                known = _lock(text, request.target)
-                _check_hashes(known, resolved, request.pins.allowed)
-                atomic.write(path, f"# {sum_of(text)}\n{text}", mode=0o644)
+    path = _path(request)
+    with uv.making(path):
+        known = None if upgrade else _stored(request)
+        if known is None:
+            resolved = clean(Resolver(request, refresh=upgrade).run())
+            check_files(resolved, request.pins)
+            text = with_wheels(resolved, request.target)
+            known = _lock(text, request.target)
+            _check_hashes(known, resolved, request.pins.allowed)
+            atomic.write(path, f"# {sum_of(text)}\n{text}", mode=0o644)
     return known
+
+
+def _path(request: Request) -> Path:
+    return cache_folder() / "locks" / f"{request.key()}.toml"
 
 
 def _check_hashes(lock: Lock, resolved: str, allowed: Sequence[tuple[str, str]]) -> None:
@@ -152,30 +143,6 @@ def read_lock(path: str | Path, target: Target) -> Lock:
         raise LockError(f"cannot read the lock {path}: {getattr(error, 'strerror', None) or error}") from error
     except LockError as error:
         raise LockError(f"{path}: {error.message}", hint=error.hint) from None
-
-
-def indexes(image: Image) -> tuple[str, ...]:
-    """The URLs that a host must reach to install the image by itself: http(s), without credentials."""
-    if not (image.pip or image.lock):
-        return ()
-    if image.lock is not None and image.is_exact:
-        places = re.findall(r"""\burl\s*=\s*["'](https?://[^/"']+)""", clean(text_of(image.lock)))
-    else:
-        places = [*(index.url for index in image.pip_indexes), *uv.configured(uv.environment())]
-    return tuple(dict.fromkeys(uv.bare(url) for url in places if not uv.is_local(url)))
-
-
-def needs_push(image: Image, wheels: Sequence[Wheel] = ()) -> bool:
-    """Whether a host cannot install the image by itself: a source is a folder of this machine, or needs a password."""
-    environ = uv.environment()
-    known = uv.logins(environ)
-    places = [wheel.url for wheel in wheels]
-    if image.pip and not image.is_exact:
-        places += [*(index.url for index in image.pip_indexes), *uv.configured(environ)]
-    return any(
-        uv.is_local(url) or uv.userinfo(url) or uv.origin(url) in known or uv.netrc_login(url, environ)
-        for url in places
-    )
 
 
 # ---- from pylock.toml to wheels
@@ -227,13 +194,13 @@ def _choose(package: Mapping[str, Any], target: Target, order: Mapping[Any, int]
     return best[1]
 
 
-def _stored(path: Path, target: Target) -> Lock | None:
+def _stored(request: Request) -> Lock | None:
     """Reads a stored lock; None if there is none, it was changed, or a wheel that was built for it is gone."""
     try:
-        first, _, text = path.read_text(encoding="utf-8").partition("\n")
+        first, _, text = _path(request).read_text(encoding="utf-8").partition("\n")
     except (OSError, UnicodeDecodeError):
         return None
-    lock = _lock(text, target) if first == f"# {sum_of(text)}" else None
+    lock = _lock(text, request.target) if first == f"# {sum_of(text)}" else None
     return (
         None if lock is None or any(is_built(wheel) and not file_of(wheel).exists() for wheel in lock.wheels) else lock
     )

@@ -27,6 +27,7 @@ from skyfab.session.shell import ScriptFailed, Shell
 if TYPE_CHECKING:
     from skyfab.env.install import Package
     from skyfab.env.lock import Lock
+    from skyfab.env.wheels import Wheel
 
 _OLDEST_UV: Final = (0, 8)
 """Older versions cannot read a pylock.toml."""
@@ -75,7 +76,7 @@ class Preparation:
             return "none"
         target = Target.of(facts, self.python)
         self.meet(host, target)
-        lock = self.lock(target, only_known=True)
+        lock = self.known_lock(target)
         return "none" if lock is None else f"env/{self.digest(lock)}/{facts.boot}"
 
     def prepare(self, host: Host, shell: Shell, *, session: str, report: Report) -> str | None:
@@ -91,12 +92,20 @@ class Preparation:
             error.host = error.host or host.name
             raise
 
-    def lock(self, target: Target, *, only_known: bool = False) -> Lock | None:
-        """The image's lock for a target; None if `only_known` and there is none yet."""
+    def lock(self, target: Target) -> Lock:
+        """The image's lock for a target; made if there is none yet."""
         from skyfab.env.lock import make_lock
 
-        together = sorted(set(self._targets.values()), key=repr)
-        return make_lock(self.image, target, together=together, only_known=only_known)
+        return make_lock(self.image, target, together=self._together())
+
+    def known_lock(self, target: Target) -> Lock | None:
+        """The image's lock for a target, if there is one."""
+        from skyfab.env.lock import known_lock
+
+        return known_lock(self.image, target, together=self._together())
+
+    def _together(self) -> list[Target]:
+        return sorted(set(self._targets.values()), key=repr)
 
     def digest(self, lock: Lock) -> str:
         """The environment's name: a hash of everything that it is built from."""
@@ -140,7 +149,6 @@ class _Steps:
         plan.meet(self.host, target)
         plan.wait_for_all()
         lock = plan.lock(target)
-        assert lock is not None
         digest = plan.digest(lock)
         answer = enter(self.shell, digest)
         if answer == "absent":
@@ -167,31 +175,25 @@ class _Steps:
         minor = tuple(self.plan.python.split("."))
         return next((p.path for p in facts.pythons if tuple(p.version.split(".")[:2]) == minor), None)
 
-    def _reachable(self, lock: Lock) -> tuple[bool, bool]:
-        """Whether the host can download the packages, and an interpreter, by itself."""
-        from skyfab.env.lock import indexes, needs_push
-        from skyfab.env.sdists import is_built
-        from skyfab.env.uv import origin
+    def _pushed(self, lock: Lock) -> tuple[list[Wheel], bool]:
+        """The wheels that the host cannot download by itself, and whether it can download an interpreter."""
+        from skyfab.env.uv import is_public, origin
 
-        image = self.plan.image
-        if image.install == "push":
-            return False, False
-        remote = [wheel.url for wheel in lock.wheels if wheel.url.startswith(("https:", "http:"))]
-        asked = (*indexes(image), *dict.fromkeys(f"{origin(url)}/" for url in remote)) if lock.wheels else ()
-        reached = set(self._probe((*asked, _PYTHONS)).reachable)
-        own = not needs_push(image, [wheel for wheel in lock.wheels if not is_built(wheel)])
-        return image.install == "fetch" or (own and set(asked) <= reached), _PYTHONS in reached
+        install = self.plan.image.install
+        if install == "push":
+            return [*lock.wheels], False
+        asked = {wheel: f"{origin(wheel.url)}/" for wheel in lock.wheels if is_public(wheel.url)}
+        reached = {*self._probe((*dict.fromkeys(asked.values()), _PYTHONS)).reachable}
+        if install == "fetch":
+            reached.update(asked.values())
+        return [wheel for wheel in lock.wheels if asked.get(wheel) not in reached], _PYTHONS in reached
 
     def _install(self, facts: Facts, target: Target, lock: Lock, own: str | None, digest: str) -> None:
         from skyfab.env.install import Package, build, discard, install_apt, unpack_python
-        from skyfab.env.sdists import is_built
         from skyfab.env.tools import python_for
 
-        packages_there, python_there = self._reachable(lock)
-        pushed = [wheel for wheel in lock.wheels if not packages_there or is_built(wheel)]
-        text = lock.text
-        if pushed or not packages_there:
-            text = lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}" if wheel in pushed else None)
+        pushed, python_there = self._pushed(lock)
+        text = lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}" if wheel in pushed else None)
         listed = Package.of_text("pylock.toml", text)
         uv, tools = self._uv(facts, target)
         archive = None
@@ -207,7 +209,7 @@ class _Steps:
             install_apt(self.shell, self.plan.image.apt)
         self.report.step(_installing(lock, target))
         python = own or (unpack_python(self.shell, archive) if archive else target.python)
-        offline = not (packages_there or python_there)
+        offline = len(pushed) == len(lock.wheels) and not python_there
         make = functools.partial(
             build, self.shell, digest, session=self.session, uv=uv, python=python, lock=listed, offline=offline
         )
@@ -261,11 +263,15 @@ _ROOM: Final = "free some space on it (skyfab gc), or put the cache on another d
 
 
 def _installing(lock: Lock, target: Target) -> str:
-    """The step's name. It mentions a build for GPUs on a host without one: that takes long, and much room."""
+    """The step's name. It mentions packages that were built on this machine, and a build for GPUs on a host without
+    one: that takes long, and much room.
+    """
+    from skyfab.env.sdists import is_built
     from skyfab.env.torch_variants import is_for_gpus
 
     if not (target.is_plain and is_for_gpus(wheel.package for wheel in lock.wheels)):
-        return "installing"
+        built = [f"{wheel.package} {wheel.version}" for wheel in lock.wheels if is_built(wheel)]
+        return f"installing (built on this machine: {', '.join(built)})" if built else "installing"
     size = sum(wheel.size or 0 for wheel in lock.wheels)
     return f"installing torch for CUDA, as no CPU build was found{f' ({readable(size)})' if size else ''}"
 

@@ -1,13 +1,10 @@
 """The probe: a shell script that collects facts about a host (system, Python, uv, drivers, disk), and its parser.
 
-The script, probe.sh, is plain POSIX sh and needs no Python on the host. Facts that take long to collect and rarely
-change are stored in the cache folder, until the machine reboots, the script or the NVIDIA driver changes, or a searched
-folder has changed. Nothing is stored for a host without Python, or if a command timed out.
+The script, probe.sh, is plain POSIX sh and needs no Python on the host.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -21,7 +18,6 @@ from .facts import Facts, Program
 _PYTHON: Final = read("env/probe_python.py")
 _INDEX: Final = read("env/probe_index.py")
 _SCRIPT: Final = read("env/probe.sh")
-_VERSION: Final = hashlib.sha256((_PYTHON + _SCRIPT).encode()).hexdigest()[:16]
 
 _TEXT: Final = 256 * 1024
 _VALUE: Final = 4096
@@ -35,7 +31,7 @@ def script(indexes: Sequence[str]) -> str:
     which are not on a network, and those with a control character, which are not URLs.
     """
     urls = [url for url in indexes if re.fullmatch(r"(?i:https?)://[^\x00-\x1f\x7f]+", url)]
-    return given(*urls, v=_VERSION, P=_PYTHON, A=_INDEX) + _SCRIPT
+    return given(*urls, P=_PYTHON, A=_INDEX) + _SCRIPT
 
 
 def parse(text: str) -> Facts:

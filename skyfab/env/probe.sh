@@ -2,24 +2,23 @@
 # Finds out what a host is, and prints one fact in each line: a word and a value. env/probe.py sends it and reads that.
 #
 # Given by env/probe.py:
-#   v      digest of this script: what another version has stored is not used
 #   P      a Python program (probe_python.py): prints the version and the real path of the interpreter that runs it
 #   A      a Python program (probe_index.py): sends a request to an index
 #   $@     the indexes to send requests to
 # Given by session/bootstrap.sh:
 #   c      full path of the cache folder
 #
-# Variables: k key of the stored result, R the result, T set if there is `timeout`, d a folder, w the program that
-# queries the indexes. Jobs run in parallel: they write whole short lines into one pipe; `end` ends the reading even if
-# a killed wrapper's child still holds the pipe open.
-: "${c?}${v?}${P?}${A?}"
-LC_ALL=C; export LC_ALL; umask 077
+# Variables: R the result, T set if there is `timeout`, d a folder, w the program that queries the indexes. Jobs run in
+# parallel: they write whole short lines into one pipe; `end` ends the reading even if a killed wrapper's child still
+# holds the pipe open.
+: "${c?}${P?}${A?}"
+LC_ALL=C; export LC_ALL
 e='
 '
 o() { printf '%s %s\n' "$1" "${2%%"$e"*}"; }
 # t SECONDS COMMAND, in a subshell only: becomes the command, with a limit where `timeout` is there to set one
 t() { n=$1; shift; if [ "$T" ]; then exec timeout -s KILL "$n" "$@"; else exec "$@"; fi; }
-# watch SECONDS PIDS sets it for all of them elsewhere; settle waits for them, and says if one had to be ended
+# watch SECONDS PIDS sets it for all of them elsewhere; settle waits for them
 watch() {
   n=$1; shift; j=$*; g=
   [ "$T" ] || [ -z "$j" ] && return
@@ -27,21 +26,20 @@ watch() {
   ( trap 'kill $!; exit 0' TERM; sleep "$n" & wait $!; kill -9 $j ) >/dev/null & g=$!
 }
 settle() {
-  for p in $j; do wait "$p"; [ $? -lt 128 ] || o late; done
+  for p in $j; do wait "$p"; done
   [ -z "$g" ] || { kill "$g"; wait "$g"; }
 }
-# each FUNCTION: calls it with every folder in d
-each() {
-  f=$1; i=$IFS; IFS=:; set -f
+# calls search for each folder, which is in d
+search_all() {
+  i=$IFS; IFS=:; set -f
   # shellcheck disable=SC2086 # a word for each folder
   set -- $PATH
   set +f; IFS=$i
   for d in "$@" /usr/bin /usr/local/bin /opt/*/bin "$HOME"/.local/bin "$HOME"/.pyenv/versions/*/bin \
     "$HOME"/miniconda3/bin "$HOME"/anaconda3/bin "$HOME"/miniforge3/bin "$HOME"/.cargo/bin \
     /usr/local/nvidia/bin /usr/lib/wsl/lib
-  do case $d in *"$e"*|*/.pyenv/shims) ;; /*) $f;; esac; done
+  do case $d in *"$e"*|*/.pyenv/shims) ;; /*) search;; esac; done
 }
-newer() { [ "$d" -nt "$c/probe" ] && R=; }
 known() {
   i=$IFS; IFS=$e; set -f; r=1
   for q in $S; do [ "$q" = "$p" ] || [ "$q" -ef "$p" ] && { r=0; break; }; done
@@ -58,9 +56,9 @@ search() {
     S=$S$p$e; x=$((x+1)); t 5 "$p" -I -S -B -c "$P" $x "$p" & J="$J $!"
   done
 }
-uv() { y=$(t 5 "$U" --version) || exit $?; y=${y#uv }; o uv "${y%% *} $U"; }
+uv() { y=$(t 5 "$U" --version) || exit; y=${y#uv }; o uv "${y%% *} $U"; }
 # where the kernel does not say which driver it has, as on WSL
-smi() { y=$(t 10 "$N" --query-gpu=driver_version --format=csv,noheader) || exit $?; o driver "$y"; }
+smi() { y=$(t 10 "$N" --query-gpu=driver_version --format=csv,noheader) || exit; o driver "$y"; }
 libc() {
   y=$(getconf GNU_LIBC_VERSION) || y=
   [ "$y" ] || y=$(ldd --version 2>&1)
@@ -72,9 +70,9 @@ libc() {
 look() {
   S=; J=; U=; N=; x=0
   y=$(uname -sm); s=${y%% *}; m=${y##* }
-  each search
+  search_all
   [ "$U" ] && { uv & J="$J $!"; }
-  [ "$N" ] && { o smi; smi & J="$J $!"; }
+  [ "$N" ] && { smi & J="$J $!"; }
   # shellcheck disable=SC2086 # process ids: a word for each
   watch 5 $J
   # a kernel of 64 bits below programs of 32
@@ -88,23 +86,9 @@ keep() {
   while IFS= read -r l; do
     case $l in
     end) break;;
-    python\ *|uv\ *|smi\ *|driver\ *|rocm\ *|system\ *|arch\ *|libc\ *|late\ *) printf '%s\n' "$l";;
+    python\ *|uv\ *|driver\ *|rocm\ *|system\ *|arch\ *|libc\ *) printf '%s\n' "$l";;
     esac
   done
-}
-remember() {
-  case $e$R in *"${e}late"*) return;; *"${e}python "*) ;; *) return;; esac
-  case $e$R in *"${e}smi"*) case $e$R in *"${e}driver "*) ;; *) return;; esac; esac
-  [ "$boot" ] && [ ! -d "$c/probe" ] && { [ -d "$c" ] || mkdir -p "$c"; } || return
-  y=$c/probe.$$; { printf '%s\n%s\n' "$k" "$R" >"$y" && mv -f "$y" "$c/probe"; } || rm -f "$y"
-}
-remembered() {
-  R=; [ "$boot" ] && [ -f "$c/probe" ] && [ -r "$c/probe" ] || return
-  { IFS= read -r l && [ "$l" = "$k" ] && while IFS= read -r l; do
-    case $l in python\ *|uv\ *) [ -x "/${l#*/}" ] || { R=; break; }; esac
-    R=$R$l$e
-  done; } <"$c/probe"
-  [ "$R" ] && each newer
 }
 # ask URL, in a subshell only
 ask() {
@@ -136,12 +120,10 @@ disk() {
   [ -r /proc/sys/kernel/random/boot_id ] && read -r boot </proc/sys/kernel/random/boot_id
   [ "$boot" ] || { y=$(sysctl -n kern.boottime); y=${y#*sec = }; boot=${y%%,*}; }
   [ -r /proc/driver/nvidia/version ] && read -r nv </proc/driver/nvidia/version
-  k="$v $boot $nv $HOME $PATH"
   timeout 1 true && T=1
   for y in curl wget; do command -v $y >/dev/null && { w=$y; break; }; done
   [ "$w" ] && asks "$@"
-  remembered
-  [ "$R" ] || { R=$(look | keep); remember; }
+  R=$(look | keep)
   printf '%s\n' "$R"
   case $w$e$R in "$e"*"${e}python "*) w=${R#*python }; w=/${w#*/}; w=${w%%"$e"*}; asks "$@"; esac
   case $c in *"$e"*|*[[:cntrl:]]*) o cachex "$(printf %s "$c" | od -An -v -tx1 | tr -d ' \n')";; *) o cache "$c"; esac

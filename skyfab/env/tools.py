@@ -14,14 +14,13 @@ from pathlib import Path
 
 from skyfab._util import atomic
 from skyfab._util.cache import cache_folder
+from skyfab._util.versions import machine, numbers
 from skyfab.calls.image import Image
 from skyfab.env import uv
 from skyfab.env.facts import Target
-from skyfab.env.lock import LockError, make_lock
+from skyfab.env.lock import make_lock
+from skyfab.env.resolve import LockError
 from skyfab.env.wheels import fetch
-
-_MACHINES = {62: "x86_64", 183: "aarch64"}
-"""Machine numbers in ELF headers."""
 
 
 def uv_for(target: Target) -> Path:
@@ -50,32 +49,14 @@ def _unpack(wheel: Path, path: Path) -> None:
         atomic.write(path, archive.read(names[0]), mode=0o755)
 
 
+@cache
 def _runs_on(program: Path, target: Target) -> bool:
     """Whether a program of this machine runs on the target, judged by its file."""
-    if platform.system() != target.system:
+    if (platform.system(), machine(platform.machine())) != (target.system, target.machine):
         return False
-    if target.system != "Linux":
-        return platform.machine() == target.arch
-    arch, loader, oldest = _needs(program, program.stat().st_mtime_ns)
-    libc, release = target.c_library
-    if arch != target.machine:
-        return False
-    if loader == "glibc":
-        return libc == "glibc" and release >= (2, oldest)
-    return loader == "" or libc == loader
-
-
-@cache
-def _needs(program: Path, _changed: int) -> tuple[str, str, int]:
-    """A Linux program's architecture, the C library that loads it ("" for none), and the minor version of glibc 2."""
-    content = program.read_bytes()
-    if content[:5] != b"\x7fELF\x02":  # a script, which may start any program
-        return "", "", 0
-    machine = _MACHINES.get(int.from_bytes(content[18:20], "little"), "")
-    found = re.search(rb"/ld-(linux|musl)-", content[:8192])
-    minors = (int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", content))
-    loader = {b"linux": "glibc", b"musl": "musl"}[found[1]] if found else ""
-    return machine, loader, max(minors, default=0)
+    libc, oldest = platform.libc_ver(str(program)) if target.system == "Linux" else ("", "")
+    known, release = target.c_library
+    return not libc or (libc == known and numbers(oldest)[:2] <= release)
 
 
 def python_for(target: Target) -> Path:

@@ -234,6 +234,13 @@ def is_local(url: str) -> bool:
     return urlsplit(url).scheme not in {"http", "https"}
 
 
+def is_public(url: str) -> bool:
+    """Whether a host may read it by itself: it is on a network, and needs no password of this machine."""
+    environ = environment()
+    private = userinfo(url) or origin(url) in logins(environ) or netrc_login(url, environ)
+    return not (is_local(url) or private)
+
+
 # ---- platforms
 
 

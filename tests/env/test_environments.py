@@ -21,8 +21,8 @@ from stage.spot import until
 from stage.threads import at_once
 
 import skyfab as sky
-from skyfab.env.lock import LockError
 from skyfab.env.pipconf import uv_environment
+from skyfab.env.resolve import LockError
 from skyfab.lab import Lab, LabHost
 from skyfab.ui.events import Event, HostState
 
@@ -340,7 +340,6 @@ def test_a_build_that_was_killed_leaves_nothing_in_the_way(
         assert isinstance(failed, sky.HostError)
     finally:
         slow.unlink()
-        host.run(["rm", "-f", f"{hosts[0].cache}/probe"])
     with pool(hosts, pip=["shelf"]) as compute:
         assert version_of("shelf") >> compute == "1.0"
     assert len(listing(namespaces, hosts[0], "envs")) == 1

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from stage.index import Index, make_wheel, sha256
+from stage.index import Index, isolate_uv, make_wheel, sha256
 from stage.spot import until
 from stage.threads import at_once
 
@@ -23,7 +23,8 @@ from skyfab._util.cache import cache_folder
 from skyfab.calls.image import Image, PipIndex
 from skyfab.env import tools, torch_variants, uv
 from skyfab.env.facts import Target
-from skyfab.env.lock import Lock, LockError, indexes, make_lock, needs_push, read_lock
+from skyfab.env.lock import Lock, known_lock, make_lock, read_lock
+from skyfab.env.resolve import LockError
 from skyfab.env.wheels import fetch
 from skyfab.errors import UsageError
 
@@ -34,21 +35,10 @@ PASSWORD = "s3cr%t/wörd"
 @pytest.fixture(autouse=True)
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """uv sees nothing of this machine's settings and caches, and nothing beyond loopback."""
-    for name in list(os.environ):
-        if name.upper().startswith(("UV_", "PIP_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")):
-            monkeypatch.delenv(name)
-    for name, value in {
-        "PIP_CONFIG_FILE": os.devnull,
-        "NETRC": os.devnull,
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "XDG_CONFIG_HOME": str(tmp_path / "config"),
-        "UV_CACHE_DIR": str(tmp_path / "uv"),
-        "UV_HTTP_RETRIES": "0",
-        "UV_HTTP_TIMEOUT": "20",
-        "HTTPS_PROXY": "http://127.0.0.1:1",
-        "NO_PROXY": "127.0.0.1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    isolate_uv(tmp_path, monkeypatch)
+    monkeypatch.setenv("UV_HTTP_TIMEOUT", "20")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 @pytest.fixture
@@ -149,8 +139,6 @@ def test_an_image_without_packages_needs_no_uv(counted: Counted) -> None:
     lock = make_lock(Image(), HOST)
     assert lock.wheels == ()
     assert not counted.notes.exists()
-    assert indexes(Image()) == ()
-    assert not needs_push(Image())
 
 
 def test_the_digest_is_of_the_files_and_not_of_where_they_are(tmp_path: Path, index: Index) -> None:
@@ -415,7 +403,7 @@ def test_credentials_are_in_no_file_and_no_message(
     monkeypatch.setenv("PIP_INDEX_URL", private.secret_url)
     monkeypatch.delenv("UV_DEFAULT_INDEX")
     lock = lock_of("inner")
-    messages += [repr(lock), lock.text, *(wheel.url for wheel in lock.wheels), *indexes(Image(pip=("inner",)))]
+    messages += [repr(lock), lock.text, *(wheel.url for wheel in lock.wheels)]
     with pytest.raises(LockError) as caught:
         lock_of("inner>5")
     messages += [str(caught.value)]
@@ -441,10 +429,10 @@ def test_the_key_of_a_lock_has_no_password(index: Index, private: Index, counted
 
 def test_a_lock_is_made_once_until_it_is_to_be_upgraded(index: Index, counted: Counted) -> None:
     index.add("app", "1.0")
-    assert make_lock(Image(pip=("app",)), HOST, only_known=True) is None
+    assert known_lock(Image(pip=("app",)), HOST) is None
     first = lock_of("app")
     index.add("app", "2.0")
-    assert lock_of("app") == first == make_lock(Image(pip=("app",)), HOST, only_known=True)
+    assert lock_of("app") == first == known_lock(Image(pip=("app",)), HOST)
     assert counted.resolutions == 1
     assert chosen(lock_of("app", upgrade=True)) == {"app": "2.0"} == chosen(lock_of("app"))
     assert counted.resolutions == 2
@@ -755,7 +743,6 @@ def test_a_lock_of_ones_own_is_used_as_it_is(mine: Path, counted: Counted) -> No
     assert "2_17" in read_lock(mine, replace(HOST, libc="glibc 2.17")).wheels[0].filename
     image = Image(lock=str(mine))
     assert make_lock(image, HOST).wheels == (wheel,)
-    assert indexes(image) == ("https://a.example",)
     assert not counted.notes.exists()
 
 
@@ -773,23 +760,11 @@ def test_passwords_in_a_lock_of_ones_own_stay_here(tmp_path: Path, quote: str, s
     file = tmp_path / "pylock.toml"
     hashes = f"hashes = {{ sha256 = '{'a' * 64}' }}"
     file.write_text(f"[[packages]]\nname = 'x'\nversion = '1.0'\nwheels = [{{ url = {url}, {hashes} }}]\n")
-    image, lock = Image(lock=str(file)), read_lock(file, HOST)
-    assert needs_push(image, lock.wheels)
-    assert indexes(image) == ("https://a.example",)
+    lock = read_lock(file, HOST)
+    assert not uv.is_public(lock.wheels[0].url)
     assert "ada" not in lock.text
     assert secret not in lock.text
     assert f"ada:{secret}@" in lock.wheels[0].url, "it is fetched from here"
-
-
-def test_a_lock_of_ones_own_may_be_fetched_where_no_password_is_needed(
-    mine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock = read_lock(mine, replace(HOST, libc="glibc 2.17"))
-    assert lock.text == mine.read_text()
-    assert not needs_push(Image(lock=str(mine)), lock.wheels)
-    (mine.parent / "netrc").write_text("machine a.example login ada password pw\n")
-    monkeypatch.setenv("NETRC", str(mine.parent / "netrc"))
-    assert needs_push(Image(lock=str(mine)), lock.wheels)
 
 
 @pytest.mark.parametrize(
@@ -818,48 +793,32 @@ def test_a_lock_that_is_none(tmp_path: Path, text: str, said: str) -> None:
         read_lock(tmp_path / "nowhere.toml", HOST)
 
 
-# ---- what a host would have to reach
-
-
-def test_indexes_are_those_of_the_image_and_of_pips_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    image = Image(pip=("app",), pip_indexes=(PipIndex("https://own.example/simple", ("app",)),))
-    assert indexes(image) == ("https://own.example/simple",)
-    assert not needs_push(image)
-    (tmp_path / "pip.conf").write_text(
-        "[global]\nindex-url = https://mirror.example/simple\nextra-index-url = https://more.example/simple\n"
-    )
-    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
-    mirrors = ("https://more.example/simple", "https://mirror.example/simple")
-    assert indexes(image) == ("https://own.example/simple", *mirrors)
-    assert indexes(Image(pip=("app",))) == mirrors
-    assert not needs_push(image)
+# ---- what a host may download by itself
 
 
 @pytest.mark.parametrize(
-    ("environ", "url"),
+    ("url", "public"),
     [
-        ({}, "https://me:pw@own.example/simple"),
-        ({}, "/srv/wheels"),
-        ({}, "file:///srv/wheels"),
-        ({"PIP_INDEX_URL": "https://me:pw@mirror.example/simple"}, "https://own.example/simple"),
-        ({"PIP_NO_INDEX": "1"}, "https://own.example/simple"),
-        ({"PIP_FIND_LINKS": "/"}, "https://own.example/simple"),
-        (
-            {"UV_INDEX": "lab=https://lab.example/simple", "UV_INDEX_LAB_PASSWORD": "pw"},
-            "https://own.example/simple",
-        ),
+        ("https://files.example/a-1.0-py3-none-any.whl", True),
+        ("/srv/wheels/a-1.0-py3-none-any.whl", False),
+        ("file:///srv/wheels/a-1.0-py3-none-any.whl", False),
+        ("https://user:word@files.example/a-1.0-py3-none-any.whl", False),
+        ("https://pip.example/a-1.0-py3-none-any.whl", False),
+        ("https://uv.example/a-1.0-py3-none-any.whl", False),
+        ("https://netrc.example/a-1.0-py3-none-any.whl", False),
     ],
 )
-def test_what_only_this_machine_can_use_is_pushed(
-    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], url: str
+def test_what_is_on_this_machine_or_needs_its_password_is_not_public(
+    url: str, public: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    image = Image(pip=("app",), pip_indexes=(PipIndex(url, ("app",)),))
-    assert needs_push(image)
-    assert not [found for found in indexes(image) if "pw" in found or found.startswith("file")]
+    """A password in the address, in the configuration of pip or uv, or in .netrc."""
+    logins = tmp_path / "netrc"
+    logins.write_text("machine netrc.example login user password word\n")
+    monkeypatch.setenv("NETRC", str(logins))
+    monkeypatch.setenv("PIP_INDEX_URL", "https://me:pw@pip.example/simple")
+    monkeypatch.setenv("UV_INDEX", "lab=https://uv.example/simple")
+    monkeypatch.setenv("UV_INDEX_LAB_PASSWORD", "pw")
+    assert uv.is_public(url) is public
 
 
 # ---- uv and Python for hosts
@@ -1000,30 +959,3 @@ def test_a_pip_configuration_that_cannot_be_read_is_named(tmp_path: Path, monkey
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
     with pytest.raises(UsageError, match=r"cannot read pip's configuration .*pip\.conf"):
         lock_of("app")
-
-
-@pytest.mark.parametrize(
-    ("url", "pushed"),
-    [
-        ("https://files.example/simple", False),
-        ("/srv/wheels", True),
-        ("file:///srv/wheels", True),
-        ("https://user:word@files.example/simple", True),
-        ("https://known.example/simple", True),
-        ("https://netrc.example/simple", True),
-    ],
-)
-def test_packages_are_pushed_where_any_source_is_for_this_machine_only(
-    url: str, pushed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A folder, a password in the address, one in the settings, or one in .netrc: each alone is enough."""
-    logins = tmp_path / "netrc"
-    logins.write_text("machine netrc.example login user password word\n")
-    monkeypatch.setenv("NETRC", str(logins))
-    monkeypatch.setattr(uv, "logins", lambda environ: {"https://known.example": ("user", "word")})
-    image = Image(pip=["a"], pip_indexes=[PipIndex(url=url)])
-    assert needs_push(image) is pushed
-    assert not needs_push(Image(pip_indexes=[PipIndex(url=url)])), "nothing is installed from it"
-    monkeypatch.setenv("UV_INDEX", url)
-    assert needs_push(Image(pip=["a"])) is pushed
-    assert not needs_push(Image())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from packaging.tags import Tag
-from stage.index import Index, make_wheel, sha256
+from stage.index import Index, isolate_uv, make_wheel, sha256
 from stage.threads import at_once
 
 from skyfab._util.cache import cache_folder
@@ -24,12 +24,7 @@ from skyfab.env.wheels import FetchError, Wheel, fetch
 @pytest.fixture(autouse=True)
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of this machine's settings and caches; no pause before another try."""
-    for name in list(os.environ):
-        if name.upper().startswith(("UV_", "PIP_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("NETRC", os.devnull)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    isolate_uv(tmp_path, monkeypatch)
     monkeypatch.setattr(wheels, "_PAUSE", 0.0)
 
 

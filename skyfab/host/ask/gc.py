@@ -34,7 +34,6 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _DIGEST: Final = re.compile(r"[0-9a-f]{16,}")
 _POOL: Final = re.compile(r"[0-9a-f]{16}[A-Za-z0-9_.-]*")
 _DRAFT: Final = re.compile(r"\.in-.*|\.[0-9a-f]{16}-.*|[0-9a-f]{16}.*\.[0-9a-f]{16}.*")
-_PROBE: Final = re.compile(r"probe\.[0-9]+")
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -230,8 +229,7 @@ class _Cleaning:
         folders = ("envs", "packages", "pythons", "bundles", "trees", "blobs", "files", "logs")
         for folder in (*folders, f"run/{socket.gethostname()}"):
             self._take("drafts", folder, self._old(folder, _DRAFT, _DAY), self._touched)
-        names = [*self._old("", _PROBE, _DAY), *self._old("", re.compile(r"\.in-gc-.*"), _DAY)]
-        self._take("drafts", "", names, self._touched)
+        self._take("drafts", "", self._old("", re.compile(r"\.in-gc-.*"), _DAY), self._touched)
         for name in self._old("envs", re.compile(r"\.lock-.*"), _HOUR) if not self._dry_run else ():
             lock, env = self._path(f"envs/{name}"), name.removeprefix(".lock-")
             making = self._glob(f"envs/.in-{env}-*")

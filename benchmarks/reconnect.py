@@ -19,7 +19,7 @@ from benchmarks.arena import Arena
 from benchmarks.remote import doze, nothing
 from benchmarks.result import Bar, Result, Skip
 from benchmarks.sample import Sample, alternate
-from skyfab.lab.namespace import NamespaceHost
+from skyfab.lab import LabHost
 from skyfab.lab.network import INTERFACE, ip
 from skyfab.session.timing import HEARTBEAT
 
@@ -33,7 +33,7 @@ class Reconnect:
 
     def run(self, arena: Arena) -> Iterator[Result]:
         machine, scale = arena.first_machine, arena.scale
-        if not isinstance(machine, NamespaceHost):
+        if machine.wires is None:
             raise Skip("only the cables of namespace hosts can be pulled")
         host = replace(arena.first, slots=2)  # one for the running call, one for the call that is timed
         with arena.pool(host, lease=_PATIENCE) as compute, Cable.of(machine) as cable:
@@ -59,11 +59,11 @@ class Reconnect:
 class Cable:
     """The virtual network cable to a host. It can drop all packets without either end noticing."""
 
-    host: NamespaceHost
+    host: LabHost
 
     @classmethod
     @contextmanager
-    def of(cls, host: NamespaceHost) -> Iterator[Cable]:
+    def of(cls, host: LabHost) -> Iterator[Cable]:
         """Sets permanent ARP entries at both ends, as behind a router; else they would send ARP requests first."""
         cable = cls(host)
         cable._know("permanent")

@@ -63,14 +63,15 @@ def lab_status(json_: Json = False) -> None:
     """
     import json
     import os
-    from dataclasses import asdict
 
     from skyfab import lab
     from skyfab.lab.persistent import find
 
     found = lab.status()
     if json_:
-        print(json.dumps([asdict(host) for host in found], indent=2, ensure_ascii=False))
+        fields = ("name", "kind", "user", "address", "port", "up")
+        shown = [{name: getattr(host, name) for name in fields} for host in found]
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
         return
     for host in found:
         print(host)

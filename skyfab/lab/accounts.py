@@ -5,65 +5,53 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import os
+import pwd
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
 
 from skyfab.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
-    """One entry of passwd."""
-
-    name: str
-    uid: int
-    gid: int
-    home: str
-    shell: str
-
-
-def find(root: Path, name: str) -> Account:
+def find(root: Path, name: str) -> pwd.struct_passwd:
     """The user of that name in the host's passwd. Raises UsageError if there is none."""
-    for line in (root / "etc/passwd").read_text().splitlines():
-        fields = line.split(":")
+    for fields in _entries(root, "passwd"):
         if fields[0] == name:
-            return Account(name=name, uid=int(fields[2]), gid=int(fields[3]), home=fields[5], shell=fields[6])
+            return pwd.struct_passwd((name, fields[1], int(fields[2]), int(fields[3]), *fields[4:]))
     raise UsageError(f"the host has no user {name!r}", hint=f"host.add_user({name!r})")
 
 
 def add(
     root: Path, name: str, *, shell: str = "/bin/sh", home: str | None = None, password: str | None = None
-) -> Account:
+) -> pwd.struct_passwd:
     """Adds a user, with an empty home folder that only this user can access. Raises UsageError for an invalid name."""
     home = home or f"/home/{name}"
     if ":" in name + home + shell or "\n" in name + home + shell:
         raise UsageError("a user's name, home and shell must not contain a colon or a line break")
-    number = _free(root)
-    account = Account(name=name, uid=number, gid=number, home=home, shell=shell)
-    _append(root / "etc/group", f"{name}:x:{number}:")
-    _append(root / "etc/shadow", f"{name}:{'*' if password is None else hashed(password)}:20000:0:99999:7:::")
-    _append(root / "etc/passwd", f"{name}:x:{number}:{number}::{home}:{shell}")
+    taken = {int(fields[2]) for table in ("passwd", "group") for fields in _entries(root, table)}
+    number = next(number for number in range(1000, 60_000) if number not in taken)
+    new = {
+        "group": f"{name}:x:{number}:",
+        "shadow": f"{name}:{'*' if password is None else hashed(password)}:20000:0:99999:7:::",
+        "passwd": f"{name}:x:{number}:{number}::{home}:{shell}",
+    }
+    for table, line in new.items():
+        _write(root, table, [*_entries(root, table), line.split(":")])
     folder = root / home.lstrip("/")
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     os.chown(folder, number, number)
-    return account
+    return find(root, name)
 
 
 def set_shell(root: Path, name: str, shell: str) -> None:
     """Changes a user's login shell. Raises UsageError if there is no such user."""
     find(root, name)
-    passwd = root / "etc/passwd"
-    lines = [line.split(":") for line in passwd.read_text().splitlines()]
-    passwd.write_text("".join(":".join([*f[:-1], shell] if f[0] == name else f) + "\n" for f in lines))
+    _write(root, "passwd", [[*f[:-1], shell] if f[0] == name else f for f in _entries(root, "passwd")])
 
 
 def unlock(root: Path, name: str) -> None:
     """Allows login by key: without PAM, sshd refuses a user whose password field begins with `!`."""
-    shadow = root / "etc/shadow"
-    lines = [line.split(":") for line in shadow.read_text().splitlines()]
-    shadow.write_text("".join(":".join([f[0], "*", *f[2:]] if f[0] == name else f) + "\n" for f in lines))
+    _write(root, "shadow", [[f[0], "*", *f[2:]] if f[0] == name else f for f in _entries(root, "shadow")])
 
 
 def hashed(password: str) -> str:
@@ -77,12 +65,9 @@ def hashed(password: str) -> str:
     return found.decode()
 
 
-def _free(root: Path) -> int:
-    taken = {int(line.split(":")[2]) for line in (root / "etc/passwd").read_text().splitlines() if line}
-    taken |= {int(line.split(":")[2]) for line in (root / "etc/group").read_text().splitlines() if line}
-    return next(number for number in range(1000, 60_000) if number not in taken)
+def _entries(root: Path, table: str) -> list[list[str]]:
+    return [line.split(":") for line in (root / "etc" / table).read_text().splitlines() if line]
 
 
-def _append(path: Path, line: str) -> None:
-    text = path.read_text()
-    path.write_text(text + ("" if not text or text.endswith("\n") else "\n") + line + "\n")
+def _write(root: Path, table: str, entries: list[list[str]]) -> None:
+    (root / "etc" / table).write_text("".join(":".join(fields) + "\n" for fields in entries))

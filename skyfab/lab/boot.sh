@@ -1,9 +1,9 @@
 # shellcheck shell=sh
 # Sets up a namespace host from inside its new namespaces, and becomes its sshd.
 #
-# Given by lab/boot.py as arguments: the host's folder, its name, its addresses ("eth0=10.1.2.3 eth1=…"), the path of
-# sshd, and then the folders of this machine that it is lent. On stdin: a line when its network interfaces exist.
-# Prints the pid of its first process, and "up" when the host is complete. Errors go to stderr, which is a log.
+# Given by lab/host.py as arguments: the host's folder, its name, its addresses ("eth0=10.1.2.3 eth1=…"), the path of
+# sshd, and then the folders of this machine that it is lent. Its network interfaces exist.
+# Prints the pid of its first process when the host is complete. Errors go to stderr, which is a log.
 set -eu
 umask 022
 folder=$1 name=$2 addresses=$3 sshd=$4
@@ -11,10 +11,7 @@ shift 4
 
 # our number on the machine: its /proc is still the one in sight
 read -r pid _ </proc/self/stat
-echo "$pid"
-# until the cable is in; at end of file, the starter has died
-read -r _
-exec 3>&1 >&2 </dev/null
+exec 3>&1 >&2
 
 echo "$name" >/proc/sys/kernel/hostname
 ip link set lo up
@@ -54,6 +51,6 @@ pivot_root . run/old
 cd /
 umount -l /run/old
 rmdir /run/old
-echo up >&3
+echo "$pid" >&3
 exec 3>&-
 exec chroot . "$sshd" -D -e

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from skyfab._util import atomic
+from skyfab._util import atomic, toml
+from skyfab._util.reaper import Reaper
+from skyfab._util.scripts import read
 from skyfab.errors import SkyfabError, UsageError
 
-from . import boot, loopback, namespace, reaper, root
 from . import codes as one_time
+from . import loopback, namespace, root
 from . import sshd as server
-from .host import LabHost, Plan
-from .namespace import NamespaceHost
+from .host import IDENTITY, LabHost
+from .loopback import LoopbackHost
+from .network import Network
+from .plan import Plan
 from .process import Process
-from .state import INVENTORY, STATE, Kind, Record, inventory
 
+Kind = Literal["namespace", "loopback"]
 MOST = 200
-OWNER = "owner.pid"
+STATE, INVENTORY, OWNER = "state.json", "inventory.toml", "owner.pid"
+_REAPER = read("lab/reaper.sh")
+_reapers: dict[Path, Reaper] = {}
+"""By the folder of a lab of this program, the process that takes it down when this program exits, even if killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +51,12 @@ class Lab:
     """
 
     folder: Path
-    record: Record
+    kind: Kind
+    hosts: list[LabHost]
+    password: str
+    """The password of the user `pat` on namespace hosts."""
+    limits: list[str]
+    """What cannot be tested with these hosts, one sentence each."""
 
     @classmethod
     def start(
@@ -104,8 +118,7 @@ class Lab:
         remove_abandoned()
         place = _fresh(folder)
         try:
-            (place / OWNER).write_text(str(Process.of(os.getpid())))
-            reaper.watch(place)
+            _watch(place)
             special = second_network or isolated or forwarded or not reverse_dns or python == "none"
             special = special or bool(shells or passwords or codes)
             chosen, limits = _choose(kind, place / "hosts", special=special)
@@ -115,8 +128,7 @@ class Lab:
                 user=user,
                 python=interpreter,
                 lends_python=python not in (None, "none"),
-                identity=place / "id_ed25519",
-                client_key=server.make_key(place / "id_ed25519", "skyfab-lab"),
+                client_key=server.make_key(place / IDENTITY, "skyfab-lab"),
                 password=secrets.token_urlsafe(9),
                 lend=tuple(lend),
                 second_network=second_network,
@@ -128,42 +140,44 @@ class Lab:
                 passwords=tuple(passwords),
                 codes=tuple(codes),
             )
-            lab = cls(folder=place, record=_start(plan, chosen, limits))
+            lab = cls._build(plan, chosen, limits)
             if persistent:
-                reaper.shut_down(place)
                 (place / OWNER).unlink()
+                _reapers.pop(place).close()
         except BaseException:
             take_down(place)
             raise
         return lab
 
     @classmethod
+    def _build(cls, plan: Plan, kind: Kind, limits: Sequence[str]) -> Lab:
+        """Writes the lab's files as soon as there is something to take down, then starts the hosts."""
+        hosts = [*(namespace.build(plan) if kind == "namespace" else loopback.build(plan))]
+        lab = cls(folder=plan.folder.parent, kind=kind, hosts=hosts, password=plan.password, limits=[*limits])
+        atomic.write(lab.inventory, _inventory(hosts))
+        atomic.write(lab.folder / STATE, json.dumps(asdict(lab), default=str, indent=1))
+        if kind == "namespace":
+            namespace.prepare(hosts, plan)
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda host: host.boot(), hosts))
+        return lab
+
+    @classmethod
     def load(cls, folder: Path | str) -> Lab:
         """Opens the lab in that folder, also one that another program started. Raises UsageError if there is none."""
         place = Path(folder).absolute()
-        return cls(folder=place, record=Record.load(place))
-
-    @property
-    def kind(self) -> Kind:
-        return self.record.kind
-
-    @property
-    def hosts(self) -> list[LabHost]:
-        return list(self.record.hosts)
-
-    @property
-    def password(self) -> str:
-        """The password of the user `pat` on namespace hosts."""
-        return self.record.password
+        try:
+            state = json.loads((place / STATE).read_text())
+            hosts = [_host(state["kind"], fields) for fields in state["hosts"]]
+            return cls(**state | {"folder": place, "hosts": hosts})
+        except (FileNotFoundError, NotADirectoryError):
+            raise UsageError(f"no lab is up in {place}", hint="skyfab lab.up") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{place / STATE} is not the state of a lab: {error!r}") from error
 
     def code(self, number: int) -> str:
         """A one-time code of `pat`, for hosts with codes: each takes it once, and then none with a lower number."""
         return one_time.code(self.password, number)
-
-    @property
-    def limits(self) -> list[str]:
-        """What cannot be tested with these hosts, one sentence each."""
-        return list(self.record.limits)
 
     @property
     def inventory(self) -> Path:
@@ -172,7 +186,7 @@ class Lab:
     def inventory_as(self, user: str) -> Path:
         """Writes an inventory of the same hosts with another login user, and returns its path."""
         path = self.folder / f"inventory-{user}.toml"
-        atomic.write(path, inventory([replace(host, user=user) for host in self.record.hosts]))
+        atomic.write(path, _inventory([replace(host, user=user) for host in self.hosts]))
         return path
 
     def cut(self) -> None:
@@ -190,7 +204,7 @@ class Lab:
         take_down(self.folder)
 
     def __getitem__(self, name: str) -> LabHost:
-        for host in self.record.hosts:
+        for host in self.hosts:
             if host.name == name:
                 return host
         raise KeyError(name)
@@ -220,26 +234,6 @@ def _interpreter(python: str | None) -> str:
     return path
 
 
-def _start(plan: Plan, kind: Kind, limits: tuple[str, ...]) -> Record:
-    """Writes the lab's record as soon as there is something to take down, then starts the hosts."""
-    if kind == "loopback":
-        servers = loopback.build(plan)
-        record = _recorded(plan, kind, servers, limits)
-        loopback.boot(servers)
-        return record
-    hosts = namespace.build(plan)
-    record = _recorded(plan, kind, hosts, limits)
-    namespace.prepare(hosts, plan)
-    namespace.boot(hosts)
-    return record
-
-
-def _recorded(plan: Plan, kind: Kind, hosts: Sequence[LabHost], limits: tuple[str, ...]) -> Record:
-    record = Record(kind=kind, hosts=tuple(hosts), password=plan.password, limits=limits)
-    record.save(plan.folder.parent)
-    return record
-
-
 def _choose(kind: str, folder: Path, *, special: bool) -> tuple[Kind, tuple[str, ...]]:
     """Chooses the kind of hosts, and lists what cannot be tested with it. `special` hosts cannot be loopback hosts."""
     folder.mkdir()
@@ -247,7 +241,7 @@ def _choose(kind: str, folder: Path, *, special: bool) -> tuple[Kind, tuple[str,
         raise UsageError("loopback hosts cannot differ", hint='Lab.start(kind="namespace"), as root on Linux')
     if kind == "loopback":
         return "loopback", loopback.LIMITS
-    obstacle = boot.make_room(folder)
+    obstacle = namespace.make_room(folder)
     if obstacle is None:
         return "namespace", ()
     if kind == "namespace" or special:
@@ -298,20 +292,29 @@ def take_down(folder: Path | str) -> None:
         if not there:
             return
         if (place / STATE).exists():
-            _end(Record.load(place).hosts)
-        reaper.shut_down(place)
-        boot.give_back(place / "hosts")
+            _end(Lab.load(place).hosts)
+        namespace.give_back(place / "hosts")
         if (place / "hosts").exists():  # may take long: if that is interrupted, the record is there for the next time
             shutil.rmtree(place / "hosts")
         shutil.rmtree(place)
+    if reaper := _reapers.pop(place, None):
+        reaper.close()
+
+
+def _watch(place: Path) -> None:
+    """Makes this program the owner of the lab in that folder: the lab is taken down when this program exits."""
+    owner = str(Process.of(os.getpid()))
+    (place / OWNER).write_text(owner)
+    package = str(Path(__file__).resolve().parents[2])
+    _reapers[place] = Reaper(_REAPER, sys.executable, str(place), owner, package)
 
 
 def _end(hosts: Sequence[LabHost]) -> None:
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda host: host.kill(), hosts))
     for host in hosts[:1]:
-        if isinstance(host, NamespaceHost):
-            host.network.close()
+        if host.wires is not None:
+            host.wires.close()
 
 
 @contextmanager
@@ -327,3 +330,29 @@ def _alone(place: Path) -> Iterator[bool]:
         yield place.exists()
     finally:
         os.close(handle)
+
+
+def _inventory(hosts: Sequence[LabHost]) -> str:
+    """The text of an inventory file; its group `lab` contains all hosts."""
+    first = hosts[0]
+    lines = ["[defaults]", f"user = {toml.dumps(first.user)}", f"identity = {toml.dumps(str(first.identity))}", ""]
+    for host in hosts:
+        lines += [
+            f"[hosts.{host.name}]",
+            f"address = {toml.dumps(host.address)}",
+            f"port = {host.port}",
+            f"host_key = {toml.dumps(host.host_key)}",
+        ]
+        if host.lent_python:
+            lines.append(f"python = {toml.dumps(host.python)}")
+        if host.cache is not None:
+            lines.append(f"cache = {toml.dumps(host.cache)}")
+        lines.append("")
+    return "\n".join([*lines, "[groups]", f'lab = ["node[1-{len(hosts)}]"]', ""])
+
+
+def _host(kind: Kind, fields: dict[str, Any]) -> LabHost:
+    fields |= {"folder": Path(fields["folder"]), "lent": tuple(fields["lent"])}
+    if kind == "loopback":
+        return LoopbackHost(**fields)
+    return LabHost(**fields | {"wires": Network(**fields["wires"])})

@@ -7,11 +7,12 @@ import pwd
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from . import sshd
-from .host import LabHost, Plan
+from .host import LabHost
 from .network import free_ports
+from .plan import Plan
 from .process import LabProcess, Process, listed, spawn
 
 LIMITS = (
@@ -30,12 +31,12 @@ class LoopbackHost(LabHost):
     kind: ClassVar[str] = "loopback"
 
     @property
-    def mark(self) -> str:
-        return f"{MARK}={self.folder}"
+    def cache(self) -> str:
+        return str(self.folder / "cache")
 
     def inside(self, argv: Sequence[str], user: str | None) -> tuple[Sequence[str], dict[str, str]]:
         if user not in (None, self.user):
-            self._cannot("be another user")
+            raise self._cannot()
         return argv, {**os.environ, MARK: str(self.folder)}
 
     def path(self, path: str) -> Path:
@@ -43,29 +44,40 @@ class LoopbackHost(LabHost):
 
     def processes(self) -> list[LabProcess]:
         if not Path("/proc/self/environ").exists():
-            self._cannot("list its processes here")
+            raise self._cannot()
         return listed(self._ours)
 
+    def add_user(self, name: str, **account: Any) -> None:
+        raise self._cannot()
+
+    def small_disk(self, path: str, megabytes: float) -> None:
+        raise self._cannot()
+
+    def boot(self) -> None:
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd requires it; other servers may use it
+        argv = [sshd.program(), "-D", "-e", "-f", str(self.folder / "sshd_config")]
+        self.record("init", spawn(argv, env=os.environ, log=self.log))
+        self.wait()
+
     def kill(self) -> None:
-        process = self.recorded("init")
-        if process is not None:
-            process.end()
+        self._end("init")
         if Path("/proc/self/environ").exists():
             for left in self.processes():
-                self._end(left)
-        (self.folder / "init.pid").unlink(missing_ok=True)
+                self._end_process(left)
 
     def reboot(self) -> None:
         self.kill()
-        boot([self])
+        self.boot()
 
     def _ours(self, pid: int) -> bool:
         try:
-            return self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
             return False
+        return f"{MARK}={self.folder}".encode() in variables
 
-    def _end(self, left: LabProcess) -> None:
+    def _end_process(self, left: LabProcess) -> None:
         try:
             process = Process.of(left.outside)
         except ProcessLookupError:
@@ -81,42 +93,28 @@ def build(plan: Plan) -> list[LoopbackHost]:
     return [_build(plan, number, port, keys_file) for number, port in enumerate(free_ports(plan.count), 1)]
 
 
-def boot(hosts: Sequence[LoopbackHost]) -> None:
-    """Starts the servers, and returns when all of them accept connections."""
-    if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd requires it; not removed: other servers may use it
-    for host in hosts:
-        argv = [sshd.program(), "-D", "-e", "-f", str(host.folder / "sshd_config")]
-        host.record("init", spawn(argv, env=os.environ, log=host.log))
-    for host in hosts:
-        sshd.wait(host)
-
-
 def _build(plan: Plan, number: int, port: int, keys_file: Path) -> LoopbackHost:
     name = plan.names[number - 1]
     folder = plan.folder / name
     (folder / "cache").mkdir(parents=True)
-    host = LoopbackHost(
-        name=name,
-        number=number,
-        address="127.0.0.1",
-        port=port,
-        user=pwd.getpwuid(os.geteuid()).pw_name,
-        identity=plan.identity,
-        host_key=sshd.make_key(folder / "key", name),
-        python=plan.python,
-        lent_python=plan.lends_python,
-        cache=str(folder / "cache"),
-        folder=folder,
-    )
-    settings = sshd.Settings(
+    settings = sshd.settings(
         host_key=folder / "key",
         authorized_keys=keys_file,
         port=port,
         listen="127.0.0.1",
         strict=False,
-        mark=host.mark,
+        mark=f"{MARK}={folder}",
         other=plan.sshd,
     )
-    (folder / "sshd_config").write_text(settings.text())
-    return host
+    (folder / "sshd_config").write_text(settings)
+    return LoopbackHost(
+        name=name,
+        number=number,
+        address="127.0.0.1",
+        port=port,
+        user=pwd.getpwuid(os.geteuid()).pw_name,
+        host_key=sshd.make_key(folder / "key", name),
+        python=plan.python,
+        lent_python=plan.lends_python,
+        folder=folder,
+    )

@@ -45,13 +45,13 @@ class Network:
 
         Raises UsageError if a bridge cannot be created or no network is free.
         """
-        used = _ip("address show", "route show").stdout.split()
+        used = _batch("ip", ["address show", "route show"]).stdout.split()
         for number in range(LABS):
             network = cls(number, secrets.token_hex(8), second, isolated, forwarded)
             prefix = network.address(0).removesuffix("0")
             if any(word.startswith(prefix) for word in used):  # for example, when this machine is a lab's host
                 continue
-            made = _ip(*network._bridges())
+            made = _batch("ip", network._bridges())
             if made.returncode == 0:
                 return network
             network.close()
@@ -75,8 +75,8 @@ class Network:
         """Removes the bridges, if they exist. The cables disappear with their hosts."""
         if self.ours:
             if self.second:
-                _ip(f"link delete {self._bridge_of(SECOND)}")
-            _ip(f"link delete {self.bridge}")
+                _batch("ip", [f"link delete {self._bridge_of(SECOND)}"])
+            _batch("ip", [f"link delete {self.bridge}"])
 
     @property
     def ours(self) -> bool:
@@ -114,31 +114,44 @@ class Network:
         """
         return f"02:53:4b:{self.interfaces.index(interface):02x}:{self.number:02x}:{host:02x}"
 
-    def plug(self, pids: dict[int, int], nats: dict[int, int]) -> None:
-        """Creates the cables to each host.
+    def space(self, host: int) -> str:
+        """The name of a host's network namespace."""
+        return f"{self.bridge}n{host}"
 
-        Hosts, and the NATs in front of them, are given as number: pid of a process in their network namespace.
-        """
+    def nat(self, host: int) -> str:
+        """The name of the network namespace of a host's NAT."""
+        return f"{self.bridge}n{host}-nat"
+
+    def plug(self, hosts: Sequence[int]) -> None:
+        """Creates the network namespaces of hosts, and of the NATs in front of them, with the cables to them."""
         lines: list[str] = []
-        for host, pid in pids.items():
+        for host in hosts:
+            lines += [f"netns add {space}" for space in self._spaces(host)]
             for interface in self.interfaces:
                 cable = self.cable(host, interface)
-                end = f"name {interface} address {self.hardware(host, interface)} netns {pid}"
+                end = f"name {interface} address {self.hardware(host, interface)} netns {self.space(host)}"
                 if cable == NAT_CABLE:
-                    lines.append(f"link add {cable} netns {nats[host]} type veth peer {end}")
+                    lines.append(f"link add {cable} netns {self.nat(host)} type veth peer {end}")
                     continue
                 lines.append(f"link add {cable} type veth peer {end}")
                 lines.append(f"link set {cable} master {self._bridge_of(interface)} up")
                 if self.isolated and interface == INTERFACE:
                     lines.append(f"link set {cable} type bridge_slave isolated on")
         ip(*lines)
+        for host in hosts if self.forwarded else ():
+            up = ("link set lo up", f"address add {GATEWAY}/24 dev {NAT_CABLE}", f"link set {NAT_CABLE} up")
+            ip(*up, space=self.nat(host))
 
     def unplug(self, host: int) -> None:
-        """Removes a host's cables at once, if they exist; the kernel would do so later."""
+        """Removes a host's cables and network namespaces at once, if they exist."""
         if self.ours:
-            for interface in self.interfaces:
-                if self.cable(host, interface) != NAT_CABLE:
-                    _ip(f"link delete {self.cable(host, interface)}")
+            cables = [self.cable(host, interface) for interface in self.interfaces]
+            lines = [f"link delete {cable}" for cable in cables if cable != NAT_CABLE]
+            for line in (*lines, *(f"netns delete {space}" for space in self._spaces(host))):
+                _batch("ip", [line])
+
+    def _spaces(self, host: int) -> list[str]:
+        return [self.space(host), *([self.nat(host)] if self.forwarded else [])]
 
     def _bridge_of(self, interface: str) -> str:
         return f"sky{self.number}" if interface == INTERFACE else f"sky{self.number}f"
@@ -171,25 +184,23 @@ def make_room_for_neighbours(count: int) -> None:
                 path.write_text(str(entries * number))
 
 
-def shape(device: str, mbit: float | None, *, inside: Sequence[str] = ()) -> None:
+def shape(device: str, mbit: float | None, *, space: str = "") -> None:
     """Limits what a device sends to that many megabits per second; None removes the limit. Raises UsageError."""
-    change = ["del", "dev", device, "root"]
-    if mbit is not None:
-        burst = max(16_384, int(mbit * 1e6 / 8 / 100))  # what is sent in 10 ms
-        change = ["replace", "dev", device, "root", "tbf"]
-        change += ["rate", f"{int(mbit * 1e6)}bit", "burst", str(burst), "latency", "600ms"]
-    done = subprocess.run([*inside, "tc", "qdisc", *change], capture_output=True, text=True)
-    if done.returncode and mbit is not None:
-        raise UsageError(f"tc cannot slow {device}: {done.stderr.strip()}")
+    if mbit is None:
+        _batch("tc", [f"qdisc del dev {device} root"], space)
+        return
+    burst = max(16_384, int(mbit * 1e6 / 8 / 100))  # what is sent in 10 ms
+    limit = f"tbf rate {int(mbit * 1e6)}bit burst {burst} latency 600ms"
+    _run("tc", [f"qdisc replace dev {device} root {limit}"], space)
 
 
-def divert(device: str, tap: str, *, inside: Sequence[str] = ()) -> None:
+def divert(device: str, tap: str, *, space: str = "") -> None:
     """Sends to a tap device what a device would send, and by the device what is written to the tap.
 
     A limit of `shape` comes after that. Raises UsageError.
     """
     everything = "protocol all u32 match u32 0 0"
-    ip(f"link set {tap} txqueuelen 10000 up", inside=inside)
+    ip(f"link set {tap} txqueuelen 10000 up", space=space)
     lines = [
         f"qdisc add dev {tap} clsact",
         f"filter add dev {tap} ingress {everything} action mirred egress redirect dev {device}",
@@ -197,26 +208,29 @@ def divert(device: str, tap: str, *, inside: Sequence[str] = ()) -> None:
         f"filter add dev {device} egress pref 1 {everything} indev {tap} flowid :1",
         f"filter add dev {device} egress pref 2 {everything} action mirred egress redirect dev {tap}",
     ]
-    done = _batch("tc", lines, inside)
-    if done.returncode:
-        raise UsageError(f"tc cannot delay {device}: {done.stderr.strip()}")
+    _run("tc", lines, space)
 
 
-def divert_no_more(device: str, *, inside: Sequence[str] = ()) -> None:
-    _batch("tc", [f"qdisc del dev {device} clsact"], inside)
+def divert_no_more(device: str, *, space: str = "") -> None:
+    _batch("tc", [f"qdisc del dev {device} clsact"], space)
 
 
-def ip(*lines: str, inside: Sequence[str] = ()) -> None:
+def enter(space: str) -> list[str]:
+    """The prefix of a command that is to run in a network namespace; empty for this program's own."""
+    return ["nsenter", f"--net=/run/netns/{space}"] if space else []
+
+
+def ip(*lines: str, space: str = "") -> None:
     """Runs `ip` commands in one process. Raises UsageError with its error output if one fails."""
-    done = _ip(*lines, inside=inside)
+    _run("ip", lines, space)
+
+
+def _run(program: str, lines: Sequence[str], space: str) -> None:
+    done = _batch(program, lines, space)
     if done.returncode:
-        raise UsageError(f"ip: {done.stderr.strip()}")
+        raise UsageError(f"{program}: {done.stderr.strip()}")
 
 
-def _ip(*lines: str, inside: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    return _batch("ip", lines, inside)
-
-
-def _batch(program: str, lines: Sequence[str], inside: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    words = [*inside, program, "-batch", "-"]
+def _batch(program: str, lines: Sequence[str], space: str = "") -> subprocess.CompletedProcess[str]:
+    words = [program, *(["-n", space] if space else []), "-batch", "-"]
     return subprocess.run(words, input="\n".join(lines) + "\n", capture_output=True, text=True)

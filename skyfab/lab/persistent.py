@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from skyfab.errors import UsageError
 
 from . import programs, root
-from .lab import Lab
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostStatus:
-    """One host of the persistent lab."""
-
-    name: str
-    kind: str
-    user: str
-    address: str
-    port: int
-    up: bool
-
-    def __str__(self) -> str:
-        state = "up" if self.up else "down"
-        return f"{self.name}  {self.user}@{self.address}:{self.port}  {self.kind}  {state}"
+from .host import LabHost
+from .lab import STATE, Lab
 
 
 def up(count: int = 4, folder: Path | str | None = None, *, python: str | None = None) -> Path:
@@ -63,25 +47,22 @@ def down(folder: Path | str | None = None) -> bool:
     return lab is not None
 
 
-def status(folder: Path | str | None = None) -> list[HostStatus]:
+def status(folder: Path | str | None = None) -> list[LabHost]:
     """The hosts of the lab in `folder`, up or not; empty if there is no lab."""
     lab = find(folder)
-    return [
-        HostStatus(name=h.name, kind=h.kind, user=h.user, address=h.address, port=h.port, up=h.up)
-        for h in (lab.hosts if lab is not None else [])
-    ]
+    return lab.hosts if lab is not None else []
 
 
 def find(folder: Path | str | None = None) -> Lab | None:
     """The persistent lab, or None."""
     place = home(folder)
-    return Lab.load(place) if (place / "state.json").exists() else None
+    return Lab.load(place) if (place / STATE).exists() else None
 
 
 def home(folder: Path | str | None = None) -> Path:
     """The folder of the persistent lab: the given one, or `$SKYFAB_LAB`, or in the user's state folder."""
-    told = folder or os.environ.get("SKYFAB_LAB")
-    if told:
-        return Path(told).expanduser().absolute()
+    given = folder or os.environ.get("SKYFAB_LAB")
+    if given:
+        return Path(given).expanduser().absolute()
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "skyfab" / "lab"

@@ -14,7 +14,7 @@ from pathlib import Path
 from skyfab.errors import UsageError
 
 from . import accounts, codes, sshd
-from .host import Plan
+from .plan import Plan
 
 SHARED = {"bin", "boot", "etc", "lib", "lib32", "lib64", "libx32", "opt", "sbin", "srv", "usr", "var"}
 """The folders of this machine's root that hosts see, copy-on-write. All others are empty there."""
@@ -55,15 +55,15 @@ def prepare_common(plan: Plan) -> None:
         _remove_pythons(layer)
 
 
-def prepare(layer: Path, plan: Plan, name: str, *, names: Mapping[str, str], key: Path) -> None:
+def prepare(folder: Path, plan: Plan, name: str, *, names: Mapping[str, str]) -> None:
     """Creates the upper layer of one host before its first boot. `names` (name: address) are for its /etc/hosts."""
-    common = common_layer(plan)
-    subprocess.run(["cp", "-a", str(common), str(layer)], check=True)
+    layer = folder / "upper"
+    subprocess.run(["cp", "-a", str(common_layer(plan)), str(layer)], check=True)
     _write(layer / "etc/hostname", f"{name}\n")
     lines = "".join(f"{address} {name}\n" for name, address in names.items())
     _write(layer / "etc/hosts", f"127.0.0.1 localhost\n::1 localhost\n{lines}")
-    shutil.copy2(key, layer / "etc/ssh/ssh_host_ed25519_key")
-    settings = sshd.Settings(
+    shutil.copy2(folder / "key", layer / "etc/ssh/ssh_host_ed25519_key")
+    settings = sshd.settings(
         host_key=Path("/etc/ssh/ssh_host_ed25519_key"),
         authorized_keys=Path("/etc/ssh/authorized_keys"),
         passwords=name not in plan.codes,
@@ -71,8 +71,8 @@ def prepare(layer: Path, plan: Plan, name: str, *, names: Mapping[str, str], key
         codes=name in plan.codes,
         other=plan.sshd,
     )
-    _write(layer / "etc/ssh/sshd_config", settings.text())
-    if settings.codes:
+    _write(layer / "etc/ssh/sshd_config", settings)
+    if name in plan.codes:
         codes.put(layer / "etc", plan.password)
 
 

@@ -1,4 +1,4 @@
-"""The SSH server of a lab host: finds sshd, writes its keys and settings, waits until it is ready."""
+"""The SSH server of a lab host: finds sshd, writes its keys and settings."""
 
 from __future__ import annotations
 
@@ -6,63 +6,59 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from skyfab.errors import Unreachable, UsageError
+from skyfab.errors import UsageError
 
 from . import programs
-from .host import LabHost
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The settings that differ between the servers of a lab."""
+def settings(
+    *,
+    host_key: Path,
+    authorized_keys: Path,
+    other: Mapping[str, str],
+    port: int = 22,
+    listen: str = "0.0.0.0",
+    passwords: bool = False,
+    keys: bool = True,
+    codes: bool = False,
+    strict: bool = True,
+    mark: str = "",
+) -> str:
+    """The sshd_config: fast logins, no messages, default limits.
 
-    host_key: Path
-    authorized_keys: Path
-    port: int = 22
-    listen: str = "0.0.0.0"
-    passwords: bool = False
-    keys: bool = True
-    codes: bool = False
-    """Whether PAM asks the user, instead of sshd."""
-    strict: bool = True
-    """Whether sshd checks the owners of the key files. Off if the parent folders may belong to others."""
-    mark: str = ""
-    """`NAME=value`, set in the environment of everything that an SSH session runs."""
-    other: Mapping[str, str] = field(default_factory=dict)
-    """Settings by name. They come first in the file, so that they are the ones that hold."""
-
-    def text(self) -> str:
-        """The sshd_config: fast logins, no messages, default limits."""
-        lines = [
-            *(f"{name} {value}" for name, value in self.other.items()),
-            f"Port {self.port}",
-            f"ListenAddress {self.listen}",
-            f'HostKey "{self.host_key}"',
-            f'AuthorizedKeysFile "{self.authorized_keys}"',
-            f"StrictModes {_word(self.strict)}",
-            f"PubkeyAuthentication {_word(self.keys)}",
-            f"PasswordAuthentication {_word(self.passwords)}",
-            f"KbdInteractiveAuthentication {_word(self.codes)}",
-            "PermitRootLogin prohibit-password",
-            f"UsePAM {_word(self.codes)}",
-            "UseDNS no",
-            "KexAlgorithms -sntrup761*",  # takes 0.3 s of processor time for each login, in Debian 12
-            "PrintMotd no",
-            "PrintLastLog no",
-            "PidFile none",
-            "Subsystem sftp internal-sftp",
-        ]
-        if self.mark:
-            lines.append(f'SetEnv "{self.mark}"')
-        if _knows("PerSourcePenalties no"):  # tests make many logins fail on purpose
-            lines.append("PerSourcePenalties no")
-        return "\n".join(lines) + "\n"
+    With `codes`, PAM asks the user, instead of sshd. Without `strict`, sshd does not check the owners of the key files,
+    whose parent folders may belong to others. `mark` is ``NAME=value`` for the environment of everything that an SSH
+    session runs. `other` are settings by name: they come first in the file, so that they are the ones that hold.
+    """
+    found: dict[str, str | int | bool] = {
+        "Port": port,
+        "ListenAddress": listen,
+        "HostKey": f'"{host_key}"',
+        "AuthorizedKeysFile": f'"{authorized_keys}"',
+        "StrictModes": strict,
+        "PubkeyAuthentication": keys,
+        "PasswordAuthentication": passwords,
+        "KbdInteractiveAuthentication": codes,
+        "PermitRootLogin": "prohibit-password",
+        "UsePAM": codes,
+        "UseDNS": False,
+        "KexAlgorithms": "-sntrup761*",  # takes 0.3 s of processor time for each login, in Debian 12
+        "PrintMotd": False,
+        "PrintLastLog": False,
+        "PidFile": "none",
+        "Subsystem": "sftp internal-sftp",
+    }
+    if mark:
+        found["SetEnv"] = f'"{mark}"'
+    if _knows("PerSourcePenalties no"):  # tests make many logins fail on purpose
+        found["PerSourcePenalties"] = False
+    words = {True: "yes", False: "no"}
+    lines = [f"{name} {words[value] if isinstance(value, bool) else value}" for name, value in found.items()]
+    return "\n".join([*(f"{name} {value}" for name, value in other.items()), *lines, ""])
 
 
 def program() -> str:
@@ -85,22 +81,8 @@ def make_key(path: Path, comment: str) -> str:
     return " ".join(path.with_name(f"{path.name}.pub").read_text().split()[:2])
 
 
-def wait(host: LabHost, timeout: float = 60.0) -> None:
-    """Waits for the banner of the host's server. Raises Unreachable, with the end of its log, on failure or timeout."""
-    deadline = time.monotonic() + timeout
-    while not (host.up and _greets(host.address, host.port)):
-        if not host.up or time.monotonic() > deadline:
-            raise Unreachable(f"its sshd did not start: {last_words(host.log)}", host=host.name)
-        time.sleep(0.01)
-
-
-def last_words(log: Path) -> str:
-    """The end of a host's log, on one line."""
-    words = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
-    return " / ".join(words) or "no word from it"
-
-
-def _greets(address: str, port: int) -> bool:
+def greets(address: str, port: int) -> bool:
+    """Whether an SSH server sends its banner there."""
     try:
         with socket.create_connection((address, port), timeout=1.0) as connection:
             return connection.recv(4) == b"SSH-"
@@ -115,7 +97,3 @@ def _knows(line: str) -> bool:
         [program(), "-G", "-f", os.devnull, "-o", line], capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
     return "Bad configuration option" not in tried.stderr and "unknown option" not in tried.stderr
-
-
-def _word(value: bool) -> str:
-    return "yes" if value else "no"

@@ -1,7 +1,7 @@
 # shellcheck shell=sh
 # Tries whether a namespace host could start here: makes a bridge, a cable and a root folder as boot.sh does.
 #
-# Given by lab/boot.py as an argument: a folder with the empty folders upper, work and root.
+# Given by lab/namespace.py as an argument: a folder with the empty folders upper, work and root.
 set -eu
 cd "$1"
 ip link add trial0 type bridge

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from skyfab._util.reaper import Reaper
 from skyfab._util.scripts import read
 from skyfab.errors import HostUnfit, UsageError
 from skyfab.providers.engine import Engine, last_words
-from skyfab.providers.reaper import Reaper
 
 _SCRIPT: Final = read("providers/container_set.sh")
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from skyfab._util.reaper import Reaper
 from skyfab._util.scripts import read
 from skyfab.errors import HostKeyRefused, HostUnfit, Unreachable, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.providers.base import LOG, Provider, Tell
 from skyfab.providers.engine import last_words
-from skyfab.providers.reaper import Reaper
 
 _KEEP: Final = read("providers/vagrant.sh")
 _KEY_FILE: Final = "skyfab_host_key"

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from skyfab.lab import Lab, LabHost
-from skyfab.lab.namespace import NamespaceHost
 from skyfab.lab.network import INTERFACE, ip
 
 
@@ -24,7 +23,6 @@ def settle(lab: Lab) -> None:
     Else they ask for each other's address all the time, and when there is an answer send all that waits for it.
     """
     for host in lab.hosts:
-        assert isinstance(host, NamespaceHost)
         wires = host.network
         ip(f"neigh replace {host.address} lladdr {wires.hardware(host.number)} dev {wires.bridge} nud permanent")
         bridge = host.address.rpartition(".")[0] + ".1"
@@ -40,12 +38,10 @@ def silence(hosts: Sequence[LabHost]) -> None:
 def restore(hosts: Sequence[LabHost]) -> None:
     """Ends both kinds of cut. Hosts that are down have no cable."""
     for host in (host for host in hosts if host.up):
-        assert isinstance(host, NamespaceHost)
         ip(f"link set {_cable(host)} master {host.network.bridge} up")
 
 
 def _cable(host: LabHost) -> str:
-    assert isinstance(host, NamespaceHost)
     return host.network.cable(host.number)
 
 

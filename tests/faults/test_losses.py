@@ -14,7 +14,7 @@ from stage.remote import leave, linger
 from stage.spot import Spot, until
 
 import skyfab as sky
-from skyfab.lab import Lab, sshd
+from skyfab.lab import Lab
 
 pytestmark = pytest.mark.lab
 
@@ -49,8 +49,8 @@ def away_for_longer_than_the_lease(lab: Lab, pool: sky.Compute, spot: Spot, leas
     left = remains.after(lab.hosts, seconds=cut + lease + 20 - time.monotonic())
     assert not left, f"left behind while the cable is out: {sorted(left)}"
     restore(lab.hosts)
-    sshd.wait(lab["node1"])
-    sshd.wait(lab["node2"])
+    lab["node1"].wait()
+    lab["node2"].wait()
     with pytest.raises(sky.HostLost):
         errands.digest(b"") >> pool
     with pytest.raises(sky.SkyfabError):

@@ -149,7 +149,7 @@ def test_a_host_that_is_down_is_reported_with_every_other_failure_at_once(
 ) -> None:
     """One is off, one refuses, two are fine: one error names both, and the pools of the good ones are closed."""
     one, two, down, closed = hosts_of(transport, 4)
-    down = replace(down, address=namespaces.hosts[0].network.address(250))  # type: ignore[attr-defined]
+    down = replace(down, address=namespaces.hosts[0].network.address(250))
     closed = replace(closed, port=1)
     error = failure(one, down, two, closed)
     assert type(error) is sky.PoolError

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "host.device": "errors context protocol",
     "inventory": "errors _util",
     "providers": "errors _util inventory",
-    "calls": "errors _util context protocol inventory",
+    "calls": "errors _util context protocol inventory files",
     "plugins": "errors context protocol inventory calls",
     "ui": "errors _util",
     "ssh": "errors _util protocol inventory ui",  # logins may ask the user
@@ -74,7 +74,7 @@ OUTSIDE = {
     "fabric": {"ssh.fabric"},
     "invoke": {"cli.invoke_tasks"},
     "paramiko": {"ssh.client", "ssh.fabric"},
-    "pathspec": {"calls.project"},
+    "pathspec": {"calls.gitignore"},
     "packaging": {"calls.manifest", "env.lock", "env.resolve", "env.wheels"},
     "pytest": {"pytest_plugin"},
     "rich": {"inspect.top.view", "ui.table"},

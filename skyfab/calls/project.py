@@ -1,7 +1,6 @@
-"""Finds and hashes the files of the caller's project, so that hosts can import its modules.
+"""The files of the caller's project, named by content hash, so that hosts can import its modules.
 
-Sent are the folders from which this program imports its own code: their Python files, and small data files inside
-packages, unless .gitignore excludes them. Files are named by content hash; a host is sent those that it lacks.
+Sent are the program's own modules (`modules`) and the `includes` of its image. A host is sent the files that it lacks.
 """
 
 from __future__ import annotations
@@ -9,53 +8,41 @@ from __future__ import annotations
 import functools
 import os
 import re
-import site
 import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from skyfab._util.sizes import readable
-from skyfab.calls import nesting
 from skyfab.calls.folder_watch import Changes
+from skyfab.calls.gitignore import patterns, without
 from skyfab.calls.image import Image
+from skyfab.calls.modules import (
+    Modules,
+    files_below,
+    loaded_modules,
+    modules_beside_session,
+    names_in,
+    own_folders,
+    own_script,
+)
 from skyfab.errors import UsageError
+from skyfab.files.entries import FOLDER, Entry, text
 from skyfab.protocol.blobs import name_of
-
-_DATA: Final = 1024 * 1024
-"""Data files in packages are sent up to this size in bytes; larger ones only with `includes`."""
-_MOST_FILES: Final = 5000
-_MOST_BYTES: Final = 256 * 1024 * 1024
-_SKIPPED: Final = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
-
-_MOST_FOLDERS: Final = 2000
-
-Stamp = tuple[int, int, int]
-
-if TYPE_CHECKING:
-    import pathspec
-
-    Ignore = tuple[Path, pathspec.GitIgnoreSpec]
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
-    """A folder that is on `sys.path` on the hosts."""
+class _Include:
+    """An item of ``Image(includes=[…])``."""
 
     path: Path
-    only: tuple[str, ...] = ()
-    """Names in it that are sent; empty for all."""
-    everything: bool = False
-    """Files of any kind are sent, as `includes` promises."""
-    packages: bool = False
-    """Of its subfolders, only packages are sent: a script's folder may contain unrelated things."""
-    place: PurePath | None = None
-    """Where its files are copied in the working directory; None if they are not."""
+    root: Path
+    """The folder that is on `sys.path` on hosts: the path itself, or that of a file or package."""
+    place: PurePath | None
+    """Where the root is in the working directory; None if its files are not copied there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +69,11 @@ class Project:
     """The files that the functions of this program import. Scanned again when they change."""
 
     def __init__(self, image: Image) -> None:
-        self._includes = [_included(word) for word in image.includes]
+        self._includes = [_include_of(word) for word in image.includes]
         self._image = image
         self._tree = EMPTY
-        self._stamps: dict[Path, Stamp] = {}
-        self._names: dict[tuple[Path, Stamp], str] = {}
-        self._watched: list[tuple[str, Stamp]] = []
+        self._known: dict[tuple[bytes, int, int], tuple[str, set[str]]] = {}
+        """Of each file by path, size and time: the name of its blob, and the modules that it may import."""
         self._modules = 0
         self._loaded: list[str] = []
         self._next_scan = 0.0
@@ -95,35 +81,21 @@ class Project:
         self._changes = Changes()
         self._lock = threading.Lock()
 
-    @functools.cached_property
-    def _excludes(self) -> pathspec.GitIgnoreSpec:
-        return _patterns(self._image.excludes)
-
-    def check(self) -> None:
-        """Raises UsageError where no pool can be opened: a module that hosts import may still have a Compute."""
-        self._excludes  # noqa: B018
-
     def tree(self, *, anew: bool = False) -> Tree:
         """The project as it is now.
 
-        With inotify, a check takes a microsecond. Without it, and for remote changes on a network file system, the
-        folders are scanned at intervals that keep the cost low; without it, the files of loaded modules are checked
-        every time.
+        With inotify, a check takes a microsecond. Without it, and for remote changes on a network file system, files
+        are compared at intervals that keep the cost low.
         """
         if self._image.excludes == ("*",) and not self._includes:
-            return EMPTY  # of a large project, a scan would be most of what a small call costs
+            return EMPTY
         with self._lock:  # a scan replaces the watch: other threads must not get the old tree meanwhile
-            quiet = self._changes.none_since()
             now = time.monotonic()
-            if quiet and now < self._next_scan and len(sys.modules) == self._modules and not anew:
-                return self._tree
-            if anew or now >= self._next_scan or len(sys.modules) != self._modules or not (quiet or self._same()):
-                self._next_scan = float("inf")
+            quiet = self._changes.none_since() or not self._changes.active
+            if not quiet or now >= self._next_scan or len(sys.modules) != self._modules or anew:
                 self._scan()
-                if self._next_scan:
-                    spent = time.monotonic() - now
-                    pause = max(1.0, 100 * spent) if self._changes.active else max(0.02, 20 * spent)
-                    self._next_scan = time.monotonic() + pause
+                spent = time.monotonic() - now
+                self._next_scan = now + (max(1.0, 100 * spent) if self._changes.active else 10 * spent)
             return self._tree
 
     def close(self) -> None:
@@ -132,72 +104,93 @@ class Project:
             self._changes.close()
             self._next_scan = 0.0  # changes until then are not watched
 
-    def _same(self) -> bool:
-        return not self._changes.active and all(_stamp(path) == stamp for path, stamp in self._watched)
-
     def _scan(self) -> None:
         if len(sys.modules) != self._modules:
             self._modules = len(sys.modules)
-            self._loaded = list(_own_modules(self._image.program))
-        roots = _roots(self._loaded, self._includes, self._image.program)
-        self._changes.watch(self._folders | {str(root.path) for root in roots})  # before the scan: no change is missed
-        walks = [_Walk(root, self._excludes) for root in roots]
-        found: dict[str, Path] = {}
-        for number, (root, walk) in enumerate(zip(roots, walks, strict=True)):
-            for path in walk.files():
-                found[f"{number:03d}/{path.relative_to(root.path).as_posix()}"] = path
-                if root.place is not None:
-                    found |= dict.fromkeys(_places(path, root, roots), path)
-        folders = {folder for walk in walks for folder in walk.folders()}
-        if folders != self._folders:
+            self._loaded = loaded_modules()
+        while True:
+            self._changes.watch(self._folders)  # before the folders are read: no change is missed
+            found, roots, folders = self._find()
+            if folders == self._folders:
+                break
             self._folders = folders
-            self._changes.watch(folders)
-            self._next_scan = 0.0  # changes there since the scan were not watched: the next check scans again
-        stamps = {path: _stamp(str(path)) for path in found.values()}
-        total = sum(stamp[1] for stamp in stamps.values())
-        if total > _MOST_BYTES or len(found) > _MOST_FILES:
-            raise UsageError(
-                f"the project has {len(found)} files, {readable(total)}: too much to send",
-                hint="leave some out: Image(excludes=[…]) takes patterns as in .gitignore",
-            )
-        if stamps != self._stamps:
-            self._stamps = stamps
-            self._tree = self._pack(found, stamps)
-            _note_sent(self._tree.digest, [str(root.path) for root in roots])
-        self._watched = [(file, _stamp(file)) for file in self._loaded]
+        files = [(inner, self._read(entry, path)[0], path) for inner, (entry, path) in sorted(found.items())]
+        pairs = tuple((inner, blob) for inner, blob, _ in files if blob)
+        digest = name_of(*(os.fsencode(f"{inner}\0{blob}\n") for inner, blob in pairs)) if pairs else ""
+        if digest != self._tree.digest:
+            self._tree = Tree(digest, pairs, {blob: Path(os.fsdecode(path)) for _, blob, path in files if blob})
+            _SENT[digest] = roots
 
-    def _pack(self, found: dict[str, Path], stamps: dict[Path, Stamp]) -> Tree:
-        files: list[tuple[str, str]] = []
-        sources: dict[str, Path] = {}
-        for inner, path in sorted(found.items()):
-            key = (path, stamps[path])
-            name = self._names.get(key)
-            if name is None:
-                try:
-                    name = self._names[key] = name_of(path.read_bytes())
-                except OSError:
-                    continue  # deleted during the scan
-            files.append((inner, name))
-            sources[name] = path
-        if not files:
-            return EMPTY
-        return Tree(name_of(*(os.fsencode(f"{inner}\0{name}\n") for inner, name in files)), tuple(files), sources)
+    def _find(self) -> tuple[dict[str, tuple[Entry, bytes]], list[str], set[str]]:
+        """The files to send, by their paths in the tree; the folders of `sys.path` there; and the folders to watch."""
+        script = own_script(self._image.program)
+        folders = own_folders(script)
+        modules = Modules(folders, self._names_in)
+        if script is not None:
+            modules.add_script(script)
+        modules.add([*self._loaded, *modules_beside_session(self._image.program)])
+        included = [self._included(include, modules) for include in self._includes]
+        used = {root for root, _ in modules.found.values()}
+        roots = [*(str(include.root) for include in self._includes), *(folder for folder in folders if folder in used)]
+        numbers = {root: number for number, root in enumerate(roots) if number >= len(included)}
+        found: dict[str, tuple[Entry, bytes]] = {}
+        for path, (root, entry) in modules.found.items():
+            if not self._excluded(text(entry.path)):
+                found[f"{numbers[root]:03d}/{text(entry.path)}"] = (entry, path)
+        for number, (include, files) in enumerate(zip(self._includes, included, strict=True)):
+            for entry, path in files:
+                found |= dict.fromkeys(_paths(number, include, entry, path, numbers), (entry, path))
+        return found, roots, modules.folders
+
+    def _included(self, include: _Include, modules: Modules) -> list[tuple[Entry, bytes]]:
+        """The files of an include; the modules that they import are added to `modules`."""
+        found = []
+        modules.folders.add(str(include.root))
+        place = os.path.relpath(include.path, include.root)
+        for entry, path in files_below(str(include.path), place, without(self._excluded)):
+            if entry.kind == FOLDER:
+                modules.folders.add(os.fsdecode(path))
+            else:
+                found.append((entry, path))
+                modules.add(self._names_in(entry, path))
+        return found
+
+    @functools.cached_property
+    def _excluded(self) -> Callable[[str], bool]:
+        return patterns(self._image.excludes)
+
+    def _names_in(self, entry: Entry, path: bytes) -> set[str]:
+        return self._read(entry, path)[1]
+
+    def _read(self, entry: Entry, path: bytes) -> tuple[str, set[str]]:
+        key = (path, entry.size, entry.time)
+        if key not in self._known:
+            try:
+                content = Path(os.fsdecode(path)).read_bytes()
+            except OSError:  # deleted during the scan
+                return "", set()
+            is_module = path.endswith(b".py")
+            names = names_in(content.decode(errors="replace"), text(entry.path).split("/")[:-1]) if is_module else set()
+            self._known[key] = (name_of(content), names)
+        return self._known[key]
+
+
+def _paths(number: int, include: _Include, entry: Entry, path: bytes, numbers: Mapping[str, int]) -> Iterator[str]:
+    """The paths of an included file in a tree: for `sys.path`, in the working directory, and beside modules as here."""
+    yield f"{number:03d}/{text(entry.path)}"
+    if include.place is not None:
+        yield (PurePath("files") / include.place / text(entry.path)).as_posix()
+        for root, other in numbers.items():
+            if path.startswith(os.fsencode(root) + b"/"):
+                yield f"{other:03d}/{text(path[len(os.fsencode(root)) + 1 :])}"
 
 
 _SENT: Final[dict[str, Sequence[str]]] = {}
-"""The folders of the latest trees, by digest."""
-_MOST_SENT: Final = 256
+"""The folders of `sys.path` of the trees that were sent, by digest."""
 _LAID_OUT: Final[dict[str, str]] = {}
 """Folders on hosts, and the folders here that were copied there."""
 _THERE: Final = re.compile(r'(?<=File ")[^"\n]*/trees/([0-9a-f]{64})/([0-9]{3})/')
 """The beginning of a path in a tree on a host, as tracebacks have it."""
-
-
-def _note_sent(digest: str, folders: Sequence[str]) -> None:
-    _SENT.pop(digest, None)
-    _SENT[digest] = folders
-    while len(_SENT) > _MOST_SENT:
-        del _SENT[next(iter(_SENT))]
 
 
 def note_laid_out(there: str, folder: str) -> None:
@@ -221,98 +214,8 @@ def folder_here(digest: str, number: int) -> str:
     return f"{folders[number]}{os.sep}" if number < len(folders) else ""
 
 
-def _stamp(path: str) -> Stamp:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return (0, 0, 0)
-    return (found.st_mtime_ns, found.st_size, found.st_ino)
-
-
-# ---- which folders
-
-
-def _roots(loaded: Sequence[str], includes: Sequence[Root], program: str | None) -> list[Root]:
-    """The folders of sys.path from which this program imports its own modules, and the `includes`."""
-    paths = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
-    wanted = {path for path in paths if any(file.startswith(path + os.sep) for file in loaded)}
-    program = program or getattr(sys.modules.get("__main__"), "__file__", None)
-    main = _folder_of(program)
-    script = os.path.abspath(program or "")
-    if main:
-        wanted.add(main)
-        paths.append(main)
-    home = str(Path.home())
-    used = {path for path in paths if any(file.startswith(path + os.sep) and file != script for file in loaded)}
-    roots = [
-        Root(Path(path), packages=path not in used)
-        for path in dict.fromkeys(paths)
-        if path in wanted and path not in (home, "/")
-    ]
-    inner = [
-        root for root in roots if not any(_holds(other.path, root.path) and _package(root.path) for other in roots)
-    ]
-    return [*includes, *inner]
-
-
-def _places(path: Path, root: Root, roots: Sequence[Root]) -> Iterator[str]:
-    """Additional paths of an included file: in the working directory, and beside modules as it is here."""
-    assert root.place is not None
-    yield ("files" / root.place / path.relative_to(root.path)).as_posix()
-    for number, other in enumerate(roots):
-        if not other.everything and other.path in path.parents:
-            yield f"{number:03d}/{path.relative_to(other.path).as_posix()}"
-
-
-def _holds(outer: Path, inner: Path) -> bool:
-    return outer != inner and outer in inner.parents
-
-
-def _package(folder: Path) -> bool:
-    return os.path.exists(folder / "__init__.py")  # pathlib raises PermissionError for a folder of another user
-
-
-def _folder_of(program: str | None) -> str | None:
-    """The folder of the program's script; for an interactive program, the current folder."""
-    if program is None:
-        return os.getcwd()
-    path = os.path.abspath(program)
-    return os.path.dirname(path) if os.path.exists(path) and _is_own(path) else None
-
-
-def _own_modules(program: str | None) -> Iterator[str]:
-    """The files of loaded modules that belong to neither Python, nor an installed package, nor skyfab."""
-    for name, module in list(sys.modules.items()):
-        file = program if program and name == "__main__" else getattr(module, "__file__", None)
-        if isinstance(file, str) and name.partition(".")[0] != "skyfab" and _is_own(file):
-            yield os.path.abspath(file)
-
-
-_own: dict[str, bool] = {}
-
-
-def _is_own(file: str) -> bool:
-    known = _own.get(file)
-    if known is None:
-        real = os.path.realpath(file)
-        known = not any(file.startswith(place) or real.startswith(place) for place in _INSTALLED)
-        _own[file] = known = known and "site-packages" not in real and "dist-packages" not in real
-    return known
-
-
-def _installed() -> tuple[str, ...]:
-    places = {*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()}
-    places |= {os.path.realpath(place) for place in places}
-    places.add(os.path.dirname(os.path.realpath(os.__file__)))
-    places.discard("/")
-    return tuple(place.rstrip(os.sep) + os.sep for place in places if place not in (sys.prefix, sys.base_prefix))
-
-
-_INSTALLED: Final = _installed()
-
-
-def _included(word: str) -> Root:
-    """The root for an item of ``Image(includes=[…])``: a folder, a file or an importable module."""
+def _include_of(word: str) -> _Include:
+    """The item of ``Image(includes=[…])``: a folder, a file or an importable module."""
     path = Path(word).expanduser()
     by_name = not path.exists()
     if by_name:
@@ -323,128 +226,6 @@ def _included(word: str) -> Root:
         path = path.parent if path.name == "__init__.py" else path
     path, here = Path(os.path.abspath(path)), Path(os.path.abspath("."))
     place = path.relative_to(here) if path.is_relative_to(here) else PurePath(path.name)
-    if path.is_file() or _package(path):
-        return Root(path.parent, only=(path.name,), everything=True, place=None if by_name else place.parent)
-    return Root(path, everything=True, place=None if by_name else place)
-
-
-# ---- which files
-
-
-def files_of(folder: Path) -> list[Path]:
-    """The files below a folder, of any kind, that .gitignore allows. Raises UsageError if they are too many."""
-    return list(_Walk(Root(folder, everything=True), _patterns(()), ignoring=True).files())
-
-
-class _Walk:
-    """The files below a root that are sent."""
-
-    def __init__(self, root: Root, excludes: pathspec.GitIgnoreSpec, *, ignoring: bool = False) -> None:
-        self._root = root
-        self._excludes = excludes
-        is_free = root.everything and not ignoring  # .gitignore does not apply to `includes`
-        above = [] if is_free else _up_to_repository(root.path)
-        self._ignores = [(folder, spec) for folder in reversed(above) if (spec := _ignore_file(folder))]
-        self._found: list[tuple[Path, list[Path]]] | None = None
-
-    def files(self) -> Iterator[Path]:
-        """The files to send."""
-        for _, files in self._walk():
-            yield from files
-
-    def folders(self) -> Iterator[str]:
-        """The folders that were scanned."""
-        for folder, _ in self._walk():
-            yield str(folder)
-
-    def _walk(self) -> list[tuple[Path, list[Path]]]:
-        if self._found is None:
-            self._found = []
-            self._look_into(self._root.path, self._ignores, 0)
-        return self._found
-
-    def _look_into(self, folder: Path, ignores: list[Ignore], depth: int) -> None:
-        assert self._found is not None
-        if depth and (spec := _ignore_file(folder)):
-            ignores = [*ignores, (folder, spec)]
-        try:
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except OSError:
-            return
-        files: list[Path] = []
-        self._found.append((folder, files))
-        if len(self._found) > _MOST_FOLDERS:
-            raise UsageError(
-                f"{self._root.path} has more than {_MOST_FOLDERS} folders: too much to look through",
-                hint="leave some out, in .gitignore, or Image(excludes=[…]) with patterns as there",
-            )
-        package = any(entry.name == "__init__.py" for entry in entries)
-        for entry in entries:
-            if depth == 0 and self._root.only and entry.name not in self._root.only:
-                continue
-            path = Path(entry.path)
-            try:
-                is_folder = entry.is_dir()
-            except OSError:  # a link into a folder of another user
-                continue
-            if is_folder:
-                if depth == 0 and self._root.packages and not _package(path):
-                    continue
-                if self._enters(entry) and not self._ignored(path, ignores, folder=True):
-                    self._look_into(path, ignores, depth + 1)
-            elif self._takes(entry, package) and not self._ignored(path, ignores):
-                files.append(path)
-
-    def _enters(self, entry: os.DirEntry[str]) -> bool:
-        if entry.name in _SKIPPED or entry.name.startswith(".") or entry.is_symlink():
-            return False
-        return not os.path.exists(os.path.join(entry.path, "pyvenv.cfg"))
-
-    def _takes(self, entry: os.DirEntry[str], package: bool) -> bool:
-        if not entry.is_file() or entry.name.endswith((".pyc", ".pyo")):
-            return False
-        if entry.name.endswith(".py") or self._root.everything:
-            return True
-        return package and not entry.name.startswith(".") and entry.stat().st_size <= _DATA
-
-    def _ignored(self, path: Path, ignores: list[Ignore], *, folder: bool = False) -> bool:
-        tail = "/" if folder else ""
-        if self._excludes.match_file(path.relative_to(self._root.path).as_posix() + tail):
-            return True
-        for base, spec in reversed(ignores):  # the deepest .gitignore takes precedence
-            verdict = spec.check_file(path.relative_to(base).as_posix() + tail).include
-            if verdict is not None:
-                return verdict
-        return False
-
-
-def _up_to_repository(folder: Path) -> list[Path]:
-    """The folder and its parents up to the root of its git repository; only the folder itself outside of one."""
-    chain = [folder, *folder.parents]
-    for place, parent in enumerate(chain):
-        if os.path.exists(parent / ".git"):
-            return chain[: place + 1]
-    return [folder]
-
-
-def _ignore_file(folder: Path) -> pathspec.GitIgnoreSpec | None:
-    try:
-        return _patterns((folder / ".gitignore").read_text().splitlines())
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def _patterns(lines: Iterable[str]) -> pathspec.GitIgnoreSpec:
-    """Imports pathspec only here: hosts import this module without it, and only opening a pool needs it.
-
-    Raises UsageError if it is missing.
-    """
-    if find_spec("pathspec") is None:
-        nesting.check()  # if a worker is importing a module, this raises the more helpful error
-        raise UsageError(
-            f"cannot open a pool: {sys.executable} has no pathspec",
-            hint='a function that opens a pool needs skyfab\'s libraries on its host: Image(pip=["pathspec", …])',
-        )
-    import pathspec
-
-    return pathspec.GitIgnoreSpec.from_lines(lines)
+    root = path.parent if path.is_file() or os.path.exists(path / "__init__.py") else path
+    place = place.parent if root != path else place
+    return _Include(path, root, None if by_name else place)

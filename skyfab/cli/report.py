@@ -10,7 +10,7 @@ from skyfab.ui.hints import HINTS
 
 _OPTIONS: Final = (
     (r"Image\(includes=\['[^']*'\]\) sends it along", r"--sync sends the script's folder"),
-    (r", Image\(includes=\[…\]\) sends a module of your own", r"; your own modules must be next to the script"),
+    (r", Image\(includes=\[…\]\) sends a module of your own", r"; --sync sends the script's folder"),
     (r"Image\((\w+)=(?:\[?'([^']*)'\]?|(…))\)", r"--\1=\2\3"),
 )
 """What errors say about arguments of `Image`, and the options of the command line for them."""

@@ -10,13 +10,15 @@ from skyfab.errors import ProtocolError
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any, Final
 
     Row = list[Any]
     """An entry in JSON: path, kind, size, time, mode, link."""
     Skip = tuple[bytes, str]
     """A path that is left out, and why."""
+    Keeps = Callable[[os.DirEntry[bytes], bytes], bool]
+    """Says of a file or folder, given its place, whether it is taken."""
 
 FILE: Final = "f"
 FOLDER: Final = "d"
@@ -119,11 +121,12 @@ def is_part(name: bytes) -> bool:
     return name.startswith(PART[0]) and name.endswith(PART[1])
 
 
-def walk(top: bytes, place: bytes, skipped: list[Skip]) -> Iterator[tuple[Entry, bytes]]:
+def walk(top: bytes, place: bytes, skipped: list[Skip], keeps: Keeps | None = None) -> Iterator[tuple[Entry, bytes]]:
     """The entries of a file or folder, with the path of each; `place` is where it will be, empty for the target itself.
 
     A link that leads to a place inside of the folder stays one. In place of another link its file is taken; a folder is
-    left out. `top` itself may be a link. Raises OSError for what cannot be read.
+    left out. `top` itself may be a link. `keeps` chooses among what is below it.
+    Raises OSError for what cannot be read.
     """
     about = os.stat(top)
     if stat.S_ISREG(about.st_mode):
@@ -141,6 +144,8 @@ def walk(top: bytes, place: bytes, skipped: list[Skip]) -> Iterator[tuple[Entry,
                 children = sorted(found, key=_name)
             for child in children:
                 path = b"%s/%s" % (inner, child.name) if inner else child.name
+                if keeps is not None and not keeps(child, path):
+                    continue
                 entry = _entry(child, path, base, skipped)
                 if entry is not None:
                     yield entry, child.path

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from skyfab._util.sizes import readable
 from skyfab.calls.call import as_function
+from skyfab.calls.gitignore import as_git
 from skyfab.calls.pack import PackedCall, PackedFunction, pack_function
-from skyfab.calls.project import files_of, note_laid_out
+from skyfab.calls.project import note_laid_out
 from skyfab.calls.results import unpack_result
 from skyfab.errors import CallCancelled, HostLost, HostUnfit, ProtocolError, SkyfabError, UsageError
 from skyfab.files.entries import Entry, name, walk
@@ -44,9 +45,6 @@ _PACE: Final = 0.1
 """Seconds between two events of progress."""
 _SHOWN: Final = 20
 """Paths that are left out and shown."""
-_MOST_FILES: Final = 50_000
-_MOST_BYTES: Final = 20_000_000_000
-"""What is laid out before a run."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _workers = itertools.count(1)
 AnyPath = str | os.PathLike[str]
@@ -76,19 +74,18 @@ class Files:
 
         Returns that place, relative to the working directory, beside the reports.
         Files that are newer there stay, and what was fetched from these hosts into folders of their names is left out.
-        Raises UsageError for a folder that is too large.
         """
         skipped: list[Skip] = []
-        found: list[tuple[Entry, bytes]] = []
-        fetched = {node.name for node in nodes}
-        for path in (path for path in files_of(folder) if path.relative_to(folder).parts[0] not in fetched):
-            found += walk(os.fsencode(path), os.fsencode(path.relative_to(folder)), skipped)
-        size = sum(entry.size for entry, _ in found)
-        if len(found) > _MOST_FILES or size > _MOST_BYTES:
-            raise UsageError(
-                f"{folder} has {len(found)} files, {readable(size)}: too much to send",
-                hint="leave some out, in .gitignore; what stays the same is sent once: skyfab put",
+        fetched = {os.fsencode(node.name) for node in nodes}
+        allowed = as_git(folder)
+        found = list(
+            walk(
+                os.fsencode(folder),
+                b"",
+                skipped,
+                lambda child, path: path.partition(b"/")[0] not in fetched and allowed(child, path),
             )
+        )
         place = _place(folder, elsewhere=".")
         there = [node for node in nodes if not node.workdir.callers]  # where it is not this folder itself
         return place, self._send(found, skipped, os.fsencode(place), b"", False, there, laid_out=folder)

@@ -25,8 +25,7 @@ class ProjectSync:
         """The tree that every node has; None before the first call, and if a node may lack something."""
 
     def begin(self) -> None:
-        """Forgets the nodes: new ones will have nothing yet. Raises UsageError where no pool can be opened."""
-        self._project.check()
+        """Forgets the nodes: new ones will have nothing yet."""
         with self._lock:
             self._nodes = self.tree = None
 
@@ -39,9 +38,8 @@ class ProjectSync:
 
     def read_ahead(self) -> None:
         """Reads the project while the pool connects."""
-        with contextlib.suppress(UsageError):  # raised again by the first call
-            for _ in range(2):  # new folders are read, watched, and then read again
-                self._project.tree()
+        with contextlib.suppress(OSError):  # raised again by the first call
+            self._project.tree()
 
     def digest(self, use_tree: Callable[[str], None]) -> str:
         """Syncs every node; returns the tree's digest. `use_tree` is called with the digest if the tree is a new one.

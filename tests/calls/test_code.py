@@ -341,7 +341,7 @@ def test_a_package_with_relative_imports_and_data_files(program: Program) -> Non
 
 
 def test_a_module_that_only_the_host_imports(program: Program) -> None:
-    """Nothing here has loaded it: it is found because it lies beside the script."""
+    """Nothing here has loaded it: the script names it."""
     text = """
         @sky.function
         def late():
@@ -453,62 +453,38 @@ LISTING = """
 """
 
 
-def test_what_git_ignores_stays_here(program: Program) -> None:
-    """The repository's top above the script, ignore files in between and below: as git itself sees it."""
-    project = {
-        ".gitignore": "secret.py\n/lab/app/only_top.py\n*.tmp.py\nbuild/\n# comment\n",
-        "lab/.gitignore": "drafts\n",
-        "lab/app/.gitignore": "local_*.py\n!local_kept.py\n",
-        "lab/app/script.py": script(LISTING),
-        "lab/app/used.py": "",
-        "lab/app/secret.py": "key = 1\n",
-        "lab/app/only_top.py": "",
-        "lab/app/x.tmp.py": "",
-        "lab/app/build/made.py": "",
-        "lab/app/drafts/draft.py": "",
-        "lab/app/local_a.py": "",
-        "lab/app/local_kept.py": "",
-        "lab/app/sub/.gitignore": "/inner.py\nlocal_more.py\n",
-        "lab/app/sub/inner.py": "",
-        "lab/app/sub/deeper/inner.py": "",
-        "lab/app/sub/local_more.py": "",
-        "lab/app/sub/kept.py": "",
-    }
-    program.write(project)
-    git = ["git", "-c", "core.excludesFile=/dev/null"]
-    subprocess.run([*git, "init", "-q"], cwd=program.folder, check=True)
-    words = [*git, "ls-files", "--cached", "--others", "--exclude-standard", "--", "*.py"]
-    seen = subprocess.run(words, cwd=program.folder / "lab/app", check=True, capture_output=True, text=True)
-    expected = sorted(seen.stdout.split())
-    assert "used.py" in expected and "secret.py" not in expected
-    assert program("lab/app/script.py") == expected
-
-
-def test_a_deeper_ignore_file_has_the_last_word(program: Program) -> None:
-    program.write({".gitignore": "*_pb.py\n", "sub/.gitignore": "!kept_pb.py\n", "script.py": script(LISTING)})
-    program.write({"a_pb.py": "", "sub/b_pb.py": "", "sub/kept_pb.py": "", "used.py": ""})
-    assert program("script.py") == ["script.py", "sub/kept_pb.py", "used.py"]
-
-
-def test_ignore_files_above_the_repository_do_not_count(program: Program) -> None:
-    program.write({".gitignore": "*.py\n", "repo/script.py": script(LISTING), "repo/.git/HEAD": "", "repo/used.py": ""})
-    assert program("repo/script.py") == ["script.py", "used.py"]
-
-
-def test_what_is_no_code_of_the_program_stays_here(program: Program) -> None:
-    """Environments, caches, hidden folders, large data, data outside of packages."""
-    program.write({"script.py": script(LISTING), "pack/__init__.py": "", "pack/small.txt": "x", "loose.txt": "x"})
-    program.write({"env/pyvenv.cfg": "", "env/lib/a.py": "", ".hidden/a.py": "", "node_modules/a.py": ""})
-    program.write({"pack/__pycache__/a.cpython-311.pyc": "", "pack/.env": "token", "used.py": ""})
+def test_only_what_is_imported_is_sent(program: Program) -> None:
+    """Wherever the script is, as in a home folder; .gitignore does not matter. Large data of a package stays here."""
+    text = LISTING.replace("import used", "import used, pack\n    from space import named")
+    program.write({"script.py": script(text), ".git/HEAD": "", ".gitignore": "*.py\n"})
+    program.write({"used.py": "def late():\n    import later\n", "later.py": "", "beside.py": "", "loose.txt": "x"})
+    program.write({"pack/__init__.py": "", "pack/part.py": "", "pack/small.txt": "x", "pack/.env": "token"})
+    program.write({"pack/inner/__init__.py": "", "pack/outputs/a.py": "", "space/named.py": "", "space/other.py": ""})
+    program.write({"pack/__pycache__/a.cpython-311.pyc": "", "private/diary.py": ""})
     (program.folder / "pack/large.bin").write_bytes(bytes(2 << 20))
-    assert program("script.py") == ["pack/__init__.py", "pack/small.txt", "script.py", "used.py"]
+    package = ["pack/__init__.py", "pack/inner/__init__.py", "pack/part.py", "pack/small.txt"]
+    expected = ["later.py", *package, "script.py", "space/named.py", "used.py"]
+    assert program("script.py", HOME=str(program.folder)) == expected
 
 
-def test_a_script_among_things_that_are_not_its_own_takes_only_packages_along(program: Program) -> None:
-    """It imports nothing from there: as in a folder of downloads, other folders may be anything."""
-    program.write({"script.py": script(LISTING.replace("import used", "")), "beside.py": "", "pack/__init__.py": ""})
-    program.write({"downloads/setup.py": "", "pack/deep/part.py": ""})
-    assert program("script.py") == ["beside.py", "pack/__init__.py", "pack/deep/part.py", "script.py"]
+def test_a_module_that_is_imported_by_a_computed_name(program: Program) -> None:
+    """If it is in a package, or its name is in the source."""
+    text = """
+        import importlib
+
+        @sky.function
+        def load(name):
+            found = [importlib.import_module("models." + name), importlib.import_module("extra")]
+            return [module.value for module in found]
+
+        def find(compute):
+            return load("small") >> compute
+
+        MODELS = "models"
+    """
+    program.write({"script.py": script(text), "extra.py": "value = 2\n"})
+    program.write({"models/__init__.py": "", "models/small.py": "value = 1\n"})
+    assert program("script.py") == [1, 2]
 
 
 def test_excludes_leave_files_out(program: Program) -> None:
@@ -522,6 +498,7 @@ def test_excludes_leave_files_out(program: Program) -> None:
 
     import atexit
     atexit.register(lambda: other.pool.close())
+    import old_a, old_b, top.a, sub.top.a
     """
     program.write({"script.py": script(text), "old_a.py": "", "old_b.py": "", "top/a.py": "", "sub/top/a.py": ""})
     program.write({"used.py": ""})
@@ -705,36 +682,6 @@ def test_only_what_has_changed_is_sent(program: Program) -> None:
     assert program("script.py") == [True, True, True]
     again = program("script.py")
     assert again == [False, True, True], "a host keeps content for the next program"
-
-
-# ---- projects that cannot travel
-
-
-@pytest.mark.parametrize("kind", ["bytes", "files"])
-def test_a_project_too_large_is_refused_with_what_to_do(here: Program, kind: str) -> None:
-    here.write({"script.py": script("def find(compute):\n    return sky.function(lambda: 1)() >> compute\n")})
-    if kind == "bytes":
-        (here.folder / "huge.py").touch()
-        os.truncate(here.folder / "huge.py", 300 << 20)
-    else:
-        here.write({"many/__init__.py": ""})
-        for number in range(5001):
-            (here.folder / f"many/{number}.py").touch()
-    code, _, err = here.run("script.py")
-    assert code == 1
-    assert "UsageError: the project has" in err
-    assert "too much to send" in err and "hint: " in err and "excludes" in err
-    text = (here.folder / "script.py").read_text()
-    (here.folder / "script.py").write_text(
-        text.replace('ui="none"', 'ui="none", image=sky.Image(excludes=["huge.py", "many/"])')
-    )
-    assert here("script.py") == 1
-
-
-def test_a_script_in_the_home_folder_does_not_send_it(here: Program) -> None:
-    """Where everything of a person lies, only what is imported is the program's."""
-    here.write({"script.py": script(LISTING.replace("import used", "")), "private/diary.py": ""})
-    assert "private/diary.py" not in here("script.py", HOME=str(here.folder))
 
 
 # ---- several programs

@@ -28,9 +28,6 @@ class FakeProject:
     def __init__(self) -> None:
         self.now = FakeTree("old")
 
-    def check(self) -> None:
-        pass
-
     def tree(self, *, anew: bool = False) -> FakeTree:
         return self.now
 
@@ -170,7 +167,7 @@ def test_a_file_that_is_added_between_reading_new_folders_and_watching_them_is_s
     watch = project._changes.watch
 
     def add_first(folders: Any) -> None:
-        if project._folders:  # they have been read
+        if folders:  # they have been read
             (tmp_path / "inner" / "added.py").touch()
         watch(folders)
 

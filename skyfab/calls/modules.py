@@ -1,0 +1,208 @@
+"""Finds the modules that a program imports, by their names, in the folders of `sys.path` that are the user's own.
+
+A package is taken as a whole: its modules, its subpackages, and small data files. Of anything else, only the module
+itself. No folder is searched, so it does not matter what else is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from skyfab.files.entries import FOLDER, LINK, Entry, walk
+
+if TYPE_CHECKING:
+    from skyfab.files.entries import Keeps
+
+_DATA: Final = 1024 * 1024
+"""Data files in packages are sent up to this size in bytes; larger ones only with `includes`."""
+_LIST: Final = r"\([^)]*\)|(?:\\\n|[^\n;])*"
+_IMPORT: Final = re.compile(rf"from\b[ \t]*(\.*)([\w.]*)[ \t]*\bimport\b[ \t]*({_LIST})|import[ \t]+({_LIST})")
+_NAME: Final = re.compile(r"(?:^|[,(])(?:\s|\\\n|#.*)*([^\W\d][\w.]*)")
+_TEXT: Final = re.compile(r"""["']([^\W\d]\w*(?:\.\w+)*)["']""")
+_INIT: Final = "__init__.py"
+
+Place = tuple[str, str]
+"""A folder of `sys.path`, and the same or a folder in it."""
+
+
+class Modules:
+    """The user's own modules that a program imports, directly or not."""
+
+    def __init__(self, folders: Sequence[str], names_in: Callable[[Entry, bytes], Iterable[str]]) -> None:
+        """`folders` is where modules are looked for; `names_in` says which ones a file imports."""
+        self._places = [(folder, folder) for folder in folders]
+        self._names_in = names_in
+        self._seen: set[str] = set()
+        self._absent = {"skyfab"}
+        """First parts of names that no folder has, or that hosts have."""
+        self._packages: set[str] = set()
+        self.found: dict[bytes, tuple[str, Entry]] = {}
+        """The folder of `sys.path` and the entry of each file, by its path."""
+        self.folders = {folder for folder in folders if os.path.isdir(folder)}
+        """Folders where a change may mean other modules."""
+
+    def add(self, names: Iterable[str]) -> None:
+        """Adds the modules of these names, and those that they import, as far as they are the user's own."""
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop()
+            if name not in self._seen and name.partition(".")[0] not in self._absent:
+                self._seen.add(name)
+                for root, entry, path in self._files_of(name.split("."), self._places):
+                    if path not in self.found:
+                        self.found[path] = (root, entry)
+                        waiting += self._names_in(entry, path)
+
+    def add_script(self, path: str) -> None:
+        """Adds a script, whatever its name, and the modules that it imports."""
+        root, name = os.path.split(path)
+        for entry, file in files_below(path, name):
+            self.found[file] = (root, entry)
+            self.add(self._names_in(entry, file))
+
+    def _files_of(self, words: Sequence[str], places: Sequence[Place]) -> Iterator[tuple[str, Entry, bytes]]:
+        """The files of a module, in the order in which Python looks for it."""
+        name, *rest = words
+        inner: list[Place] = []
+        for root, folder in places:
+            place = f"{folder}/{name}"
+            if os.path.isfile(f"{place}/{_INIT}"):
+                inner = [(root, place)]
+                yield from self._package(root, place)
+                break
+            if os.access(f"{place}.py", os.R_OK):
+                for entry, path in files_below(f"{place}.py", os.path.relpath(f"{place}.py", root)):
+                    yield root, entry, path
+                return
+            if os.path.isdir(place):  # a namespace package: only the modules in it that are named
+                inner.append((root, place))
+        self.folders |= {place for _, place in inner}
+        if not inner and places is self._places:
+            self._absent.add(name)
+        if rest and inner:
+            yield from self._files_of(rest, inner)
+
+    def _package(self, root: str, folder: str) -> Iterator[tuple[str, Entry, bytes]]:
+        if folder in self._packages:
+            return
+        for entry, path in files_below(folder, os.path.relpath(folder, root), _in_package):
+            if entry.kind == FOLDER:
+                self.folders.add(os.fsdecode(path))
+                self._packages.add(os.fsdecode(path))
+            else:
+                yield root, entry, path
+
+
+def _in_package(child: os.DirEntry[bytes], _: bytes) -> bool:
+    """Whether a package is sent with this file or folder."""
+    try:
+        if child.is_dir():
+            return not child.is_symlink() and os.path.isfile(os.path.join(child.path, _INIT.encode()))
+        if not os.access(child.path, os.R_OK):
+            return False
+        is_data = not child.name.startswith(b".") and not child.name.endswith((b".pyc", b".pyo"))
+        return child.name.endswith(b".py") or (is_data and child.stat().st_size <= _DATA)
+    except OSError:  # a link into a folder of another user
+        return False
+
+
+def files_below(top: str, place: str, keeps: Keeps | None = None) -> Iterator[tuple[Entry, bytes]]:
+    """As `walk`, with files in place of links. What is removed meanwhile is missing."""
+    with contextlib.suppress(OSError):
+        for entry, path in walk(os.fsencode(top), os.fsencode("" if place == "." else place), [], keeps):
+            if entry.kind != LINK:
+                yield entry, path
+            elif os.path.isfile(path):
+                yield Entry.of(entry.path, os.stat(path)), path
+
+
+def names_in(text: str, package: Sequence[str]) -> set[str]:
+    """The names of modules that a source may import; some are not those of modules.
+
+    >>> sorted(names_in("from . import a as x, b\\nimport c.d, e", ["zoo"]))
+    ['c.d', 'e', 'zoo', 'zoo.a', 'zoo.b']
+    """
+    found: set[str] = set()
+    for dots, module, names, modules in _IMPORT.findall(text):
+        if modules:
+            found.update(_NAME.findall(modules))
+            continue
+        above = package[: len(package) - len(dots) + 1] if dots else ()
+        words = [*above, *module.split(".")] if module else above
+        found.update(".".join([*words, name]) for name in ("", *_NAME.findall(names)))
+    if "import_module" in text or "__import__" in text:
+        found.update(_TEXT.findall(text))
+    return {name.strip(".") for name in found} - {""}
+
+
+def own_folders(script: str | None) -> list[str]:
+    """The folders of `sys.path` that are the user's own, that of the script first."""
+    paths = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
+    if script:
+        paths.insert(0, os.path.dirname(script))
+    return [path for path in dict.fromkeys(paths) if _is_own(path + os.sep)]
+
+
+def own_script(program: str | None) -> str | None:
+    """The path of the program's script: `program`, or that of this process. None if it has none, or is installed."""
+    main = sys.modules.get("__main__")
+    if program is None and getattr(main, "__spec__", None) is not None:
+        return None  # started with -m: a module as any other
+    file = program or getattr(main, "__file__", None)
+    path = os.path.abspath(file) if file else ""
+    return path if os.path.isfile(path) and _is_own(path) else None
+
+
+def loaded_modules() -> list[str]:
+    """The names of the modules that this program has loaded and that are the user's own."""
+    found: list[str] = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and _is_own(file):
+            spec = getattr(module, "__spec__", None)
+            found.append(spec.name if name == "__main__" and spec is not None else name)
+    return found
+
+
+def modules_beside_session(program: str | None) -> list[str]:
+    """For a session without a script, as in a notebook: all modules and packages of the current folder.
+
+    What is typed there later may import any of them.
+    """
+    if program or getattr(sys.modules.get("__main__"), "__file__", None):
+        return []
+    with os.scandir() as children:
+        found = [child.name for child in children]
+    modules = [name.removesuffix(".py") for name in found if name.endswith(".py")]
+    return modules + [name for name in found if os.path.isfile(os.path.join(name, _INIT))]
+
+
+_own: dict[str, bool] = {}
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file belongs to neither Python, nor an installed package."""
+    known = _own.get(file)
+    if known is None:
+        real = os.path.realpath(file)
+        known = not any(place.startswith(_INSTALLED) for place in (file, real, real + os.sep))
+        _own[file] = known = known and "site-packages" not in real and "dist-packages" not in real
+    return known
+
+
+def _installed() -> tuple[str, ...]:
+    places = {*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()}
+    places |= {os.path.realpath(place) for place in places}
+    places.add(os.path.dirname(os.path.realpath(os.__file__)))
+    places.discard("/")
+    return tuple(place.rstrip(os.sep) + os.sep for place in places if place not in (sys.prefix, sys.base_prefix))
+
+
+_INSTALLED: Final = _installed()

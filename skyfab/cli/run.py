@@ -58,8 +58,8 @@ def run(
     """Run a script on every rank, as torchrun would.
 
     Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on: scripts written for torchrun need no change. Sends the
-    modules that the script imports; --sync sends data, too. Files that the script writes stay on the hosts, in a folder that
-    belongs to this one (--workdir=temp: in a temporary folder). --get fetches them, also after a failure or Ctrl-C;
+    modules that the script imports; --sync sends data, too. Files that the script writes stay on the hosts, in a folder
+    that belongs to this one (--workdir=temp: a temporary folder). --get fetches them, also after a failure or Ctrl-C;
     from several hosts, into a folder for each host. Without --get, the command to fetch them is printed. Without hosts
     and inventory, two ranks run on this machine, in this folder. Exits with 1 if a rank fails.
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from skyfab.env.uv import alone
 from skyfab.errors import HostKeyRefused, SkyfabError, Unreachable, UsageError
 from skyfab.inventory import ssh_config
 from skyfab.inventory.host import Host
@@ -27,28 +23,17 @@ _TIMEOUT: Final = 5
 """Timeout in seconds for fetching a host's keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A public host key."""
-
-    kind: str
-    content: str
-
-    @property
-    def fingerprint(self) -> str:
-        """The SHA256 fingerprint, as ssh prints it."""
-        digest = hashlib.sha256(base64.b64decode(self.content)).digest()
-        return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """The keys that a host presented, and its name in known_hosts."""
+    """Where a host's keys are fetched, and where they are recorded."""
 
     host: Host
     address: str
+    port: str
+    place: str
+    """Both, as ssh-keyscan prints them."""
     name: str
-    keys: tuple[Key, ...]
+    """In known_hosts."""
     file: Path
 
 
@@ -60,42 +45,27 @@ def record(hosts: Sequence[Host], *, known_hosts: str | None, replace: bool, yes
     for program in ("ssh", "ssh-keyscan", "ssh-keygen"):
         if shutil.which(program) is None:
             raise UsageError(f"{program} is not installed on this machine", hint="install the package openssh-client")
+    found = for_each_host(lambda host: _entry(host, known_hosts), hosts)
+    failures: list[BaseException] = [one.error for one in found if isinstance(one, Raised)]
+    entries = [one for one in found if not isinstance(one, Raised)]
+    keys = _fetched(entries)
     new: list[Entry] = []
-    failures: list[BaseException] = []
-    scans = _Scans()
-    for fetched in for_each_host(lambda host: _fetch(host, known_hosts, scans), hosts):
+    for entry in entries:
         try:
-            if isinstance(fetched, Raised):
-                raise fetched.error
-            if not _is_known(fetched, replace=replace):
-                new.append(fetched)
+            if not _is_known(entry, keys.get(entry.place, set()), replace=replace):
+                new.append(entry)
         except SkyfabError as error:
             failures.append(error)
-    agreed = not new or _agreed(new, yes=yes)
+    agreed = not new or _agreed(new, keys, yes=yes)
     for entry in new if agreed else ():
-        _record(entry)
+        _record(entry, keys[entry.place])
     if failures:
         raise one_error(failures, len(hosts))
     return agreed
 
 
-class _Scans:
-    """The keys of each address, fetched once: an sshd that many aliases lead to drops many connections at a time."""
-
-    def __init__(self) -> None:
-        self._locks: dict[tuple[str, str], threading.Lock] = {}
-        self._keys: dict[tuple[str, str], tuple[Key, ...]] = {}
-
-    def keys(self, address: str, port: str) -> tuple[Key, ...]:
-        place = address, port
-        with self._locks.setdefault(place, threading.Lock()):
-            if place not in self._keys:
-                self._keys[place] = tuple(_keys(_run("ssh-keyscan", "-T", str(_TIMEOUT), "-p", port, "--", address)))
-            return self._keys[place]
-
-
-def _fetch(host: Host, known_hosts: str | None, scans: _Scans) -> Entry:
-    """Fetches a host's keys. Raises UsageError or Unreachable."""
+def _entry(host: Host, known_hosts: str | None) -> Entry:
+    """Raises UsageError for a host whose keys cannot be fetched or recorded."""
     if host.host_key is not None:
         raise UsageError(
             "the inventory already has a host_key for it",
@@ -103,8 +73,6 @@ def _fetch(host: Host, known_hosts: str | None, scans: _Scans) -> Entry:
             hint=f"change or remove host_key in [hosts.{host.name}]",
         )
     settings = {keyword: values[0] for keyword, values in ssh_config.settings(host).items()}
-    if "hostname" not in settings:
-        raise UsageError("ssh is not installed", host=host.name, hint="install OpenSSH")
     address, port = settings["hostname"], settings["port"]
     if {settings.get("proxyjump", "none"), settings.get("proxycommand", "none"), host.jump or "none"} != {"none"}:
         way = f"-J {host.jump} " if host.jump else ""
@@ -113,31 +81,43 @@ def _fetch(host: Host, known_hosts: str | None, scans: _Scans) -> Entry:
             host=host.name,
             hint=f"let ssh ask: ssh {way}-o StrictHostKeyChecking=ask -p {port} {host.destination} true",
         )
-    keys = scans.keys(address, port)
-    if not keys:
-        raise Unreachable(
-            f"no host key from {address}:{port}", host=host.name, hint=f"is it up? ssh -p {port} {address}"
+    # ssh prints several files in one line, unquoted: each begins with a slash or a tilde.
+    path = known_hosts or re.split(r" (?=[/~])", settings["userknownhostsfile"])[0]
+    file = Path(path).expanduser().resolve()
+    if file.exists() and not file.is_file():  # such as /dev/null
+        raise UsageError(
+            f"host keys cannot be recorded in {file}: not a regular file",
+            hint="it is the UserKnownHostsFile of ssh_config; choose another: --known-hosts=FILE",
         )
     place = address if port == "22" else f"[{address}]:{port}"
-    # ssh prints several files in one line, unquoted: each begins with a slash or a tilde.
-    file = known_hosts or re.split(r" (?=[/~])", settings["userknownhostsfile"])[0]
-    place_of_record = Path(file).expanduser().resolve()
-    _check_regular(place_of_record)
-    return Entry(
-        host=host,
-        address=f"{address}:{port}",
-        name=settings.get("hostkeyalias", place),
-        keys=keys,
-        file=place_of_record,
-    )
+    name = settings.get("hostkeyalias", place)
+    return Entry(host=host, address=address, port=port, place=place, name=name, file=file)
 
 
-def _is_known(entry: Entry, *, replace: bool) -> bool:
+def _fetched(entries: Sequence[Entry]) -> Mapping[str, set[str]]:
+    """The keys of each place, as "kind content". Each place is asked once, also if several aliases lead to it."""
+    addresses: dict[str, set[str]] = {}
+    for entry in entries:
+        addresses.setdefault(entry.port, set()).add(entry.address)
+
+    def scan(port: str) -> str:
+        return _run("ssh-keyscan", "-T", str(_TIMEOUT), "-p", port, "--", *sorted(addresses[port])).stdout
+
+    with ThreadPoolExecutor(8) as threads:
+        return _keys("".join(threads.map(scan, addresses)))
+
+
+def _is_known(entry: Entry, keys: set[str], *, replace: bool) -> bool:
     """Whether the keys are recorded already. Raises HostKeyRefused if others are, unless they are to be replaced."""
+    if not keys:
+        raise Unreachable(
+            f"no host key from {entry.address}:{entry.port}",
+            host=entry.host.name,
+            hint=f"is it up? ssh -p {entry.port} {entry.address}",
+        )
     known = _known(entry)
-    same = known.intersection(entry.keys)
-    kinds = {key.kind for key in known}
-    changed = not same or any(key.kind in kinds for key in set(entry.keys) - known)
+    kinds = {key.split()[0] for key in known}
+    changed = not known & keys or any(key.split()[0] in kinds for key in keys - known)
     if not known or (changed and replace):
         return False
     if changed:
@@ -150,12 +130,13 @@ def _is_known(entry: Entry, *, replace: bool) -> bool:
     return True
 
 
-def _agreed(entries: list[Entry], *, yes: bool) -> bool:
-    """Shows the keys and asks the user, unless `yes`."""
+def _agreed(entries: Sequence[Entry], keys: Mapping[str, set[str]], *, yes: bool) -> bool:
+    """Shows the fingerprints and asks the user, unless `yes`."""
     for entry in entries:
-        print(f"{entry.host.name} ({entry.address}) presents these keys:")
-        for key in entry.keys:
-            print(f"  {key.kind:<20} {key.fingerprint}")
+        print(f"{entry.host.name} ({entry.address}:{entry.port}) presents these keys:")
+        text = "".join(f"{key} {entry.host.name}\n" for key in sorted(keys[entry.place]))
+        for line in _run("ssh-keygen", "-lf", "-", text=text).stdout.splitlines():
+            print(f"  {line}")
     if yes:
         return True
     if not sys.stdin.isatty():
@@ -165,54 +146,39 @@ def _agreed(entries: list[Entry], *, yes: bool) -> bool:
     return answer(f"record them in {entries[0].file}? [y/N] ").lower() in ("y", "yes")
 
 
-def _known(entry: Entry) -> set[Key]:
+def _known(entry: Entry) -> set[str]:
     """The recorded keys; ssh-keygen also finds them in hashed lines."""
-    return set(_keys(_run("ssh-keygen", "-F", entry.name, "-f", str(entry.file)))) if entry.file.exists() else set()
+    if not entry.file.exists():
+        return set()
+    found = _keys(_run("ssh-keygen", "-F", entry.name, "-f", str(entry.file)).stdout)
+    return set().union(*found.values())
 
 
-def _record(entry: Entry) -> None:
-    """Replaces the recorded keys of a host atomically: a reader sees the old file or the new one."""
-    lines = "".join(f"{entry.name} {key.kind} {key.content}\n" for key in entry.keys).encode()
-    with alone(str(entry.file)), _draft(entry.file) as draft:
-        _run("ssh-keygen", "-R", entry.name, "-f", str(draft))
-        old = draft.read_bytes()
-        draft.write_bytes(old + (b"\n" if old and not old.endswith(b"\n") else b"") + lines)
+def _record(entry: Entry, keys: set[str]) -> None:
+    """Removes the recorded keys of a host, and appends the new ones in a single write."""
+    try:
+        entry.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _known(entry) and (done := _run("ssh-keygen", "-R", entry.name, "-f", str(entry.file))).returncode:
+            raise UsageError(f"cannot remove the old key from {entry.file}: {done.stderr.strip()}")
+        has_end = not entry.file.exists() or entry.file.read_bytes()[-1:] in (b"", b"\n")
+        with os.fdopen(os.open(entry.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
+            file.write(("" if has_end else "\n") + "".join(f"{entry.name} {key}\n" for key in sorted(keys)))
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {entry.file}: {error.strerror}", hint="choose another: --known-hosts=FILE"
+        ) from None
     print(f"{entry.host.name}: recorded in {entry.file}")
 
 
-@contextmanager
-def _draft(file: Path) -> Iterator[Path]:
-    """A private copy (mode 600) to work on, which replaces the file at the end."""
-    _check_regular(file)
-    try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent, prefix=".skyfab-") as folder:
-            draft = Path(folder, file.name)
-            draft.write_bytes(file.read_bytes() if file.exists() else b"")
-            draft.chmod(0o600)
-            yield draft
-            draft.replace(file)
-    except OSError as error:
-        raise UsageError(f"cannot write {file}: {error.strerror}", hint="choose another: --known-hosts=FILE") from None
-
-
-def _check_regular(file: Path) -> None:
-    """Raises UsageError for a path that must not be replaced by a file, such as /dev/null."""
-    if file.exists() and not file.is_file():
-        raise UsageError(
-            f"host keys cannot be recorded in {file}: not a regular file",
-            hint="it is the UserKnownHostsFile of ssh_config; choose another: --known-hosts=FILE",
-        )
-
-
-def _keys(text: str) -> Iterator[Key]:
-    """The keys in lines of known_hosts."""
+def _keys(text: str) -> Mapping[str, set[str]]:
+    """The keys in lines of known_hosts, by name."""
+    found: dict[str, set[str]] = {}
     for line in text.splitlines():
         words = line.split()
         if len(words) >= 3 and not line.startswith(("#", "@")):
-            yield Key(words[1], words[2])
+            found.setdefault(words[0], set()).add(f"{words[1]} {words[2]}")
+    return found
 
 
-def _run(*argv: str) -> str:
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    return done.stdout
+def _run(*argv: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, input=text, capture_output=True, text=True, errors="replace")

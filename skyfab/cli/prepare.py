@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from skyfab.cli.command import InventoryFile, Json, NamedHosts, Option, command
 from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements
@@ -69,48 +69,35 @@ def _build(image: Image, hosts: Sequence[Host], inventory: Inventory, *, as_json
     Raises the hosts' errors, after the table.
     """
     from skyfab.pool.compute import Compute
+    from skyfab.ui.events import HostState
+
+    began = time.monotonic()
+    seconds: dict[str, float] = {}
+
+    def watch(event: Event) -> None:
+        if isinstance(event, HostState) and event.state in ("ready", "failed"):
+            seconds.setdefault(event.host, time.monotonic() - began)
 
     pool = Compute(hosts, inventory=inventory, image=image)
-    clock = _Clock()
-    pool.events.subscribe(clock)
+    pool.events.subscribe(watch)
+    failure: SkyfabError | None = None
     try:
         with pool:
             pass
     except SkyfabError as error:
-        failed = {one.host: one for one in _parts(error)}
-        if None in failed:  # not the error of a host
-            raise
-        _show(hosts, image, clock, failed, as_json=as_json)
-        raise
-    _show(hosts, image, clock, {}, as_json=as_json)
-
-
-def _parts(error: SkyfabError) -> list[SkyfabError]:
-    found = error.exceptions if isinstance(error, PoolError) else [error]
-    return [one for one in found if isinstance(one, SkyfabError)]
-
-
-class _Clock:
-    """Measures how long each host takes."""
-
-    def __init__(self) -> None:
-        self._began: dict[str, float] = {}
-        self.seconds: dict[str, float] = {}
-
-    def __call__(self, event: Event) -> None:
-        from skyfab.ui.events import HostState
-
-        if isinstance(event, HostState) and event.state == "connecting":
-            self._began[event.host] = time.monotonic()
-        elif isinstance(event, HostState) and event.state in ("ready", "failed"):
-            self.seconds[event.host] = time.monotonic() - self._began.get(event.host, time.monotonic())
+        failure = error
+    parts = failure.exceptions if isinstance(failure, PoolError) else [failure]
+    errors = {one.host: one.message for one in parts if isinstance(one, SkyfabError)}
+    if None not in errors:  # else it is not the error of a host
+        _show(hosts, image, seconds, errors, as_json=as_json)
+    if failure is not None:
+        raise failure
 
 
 # ---- the result
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
+class _Made(NamedTuple):
     """What an image resolves to on one host."""
 
     host: Host
@@ -136,32 +123,28 @@ def _made(image: Image, hosts: Sequence[Host]) -> dict[str, _Made]:
 
 
 def _show(
-    hosts: Sequence[Host], image: Image, clock: _Clock, failed: dict[str | None, SkyfabError], *, as_json: bool
+    hosts: Sequence[Host],
+    image: Image,
+    seconds: Mapping[str, float],
+    errors: Mapping[str | None, str],
+    *,
+    as_json: bool,
 ) -> None:
-    found = []
-    made = _made(image, hosts)
-    for host in hosts:
-        error = failed.get(host.name)
-        one = made.get(host.name) if error is None else None
-        facts = {
-            "host": host.name,
-            "environment": one and one.digest,
-            "packages": one and len(one.lock.wheels),
-            "seconds": round(clock.seconds.get(host.name, 0.0), 1),
-            "error": error and error.message,
-        }
-        found.append(facts)
-    if as_json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
-        return
     from skyfab.ui.table import table
 
-    rows = []
-    for facts in found:
-        has = [str(facts[name])[:12] if facts[name] is not None else "–" for name in ("environment", "packages")]
-        state = str(facts["error"]).partition("\n")[0] if facts["error"] else "ready"
-        rows.append((str(facts["host"]), *has, f"{facts['seconds']:.1f}", state))
-    table(("host", "environment", "packages", "seconds", "state"), rows, right=("packages", "seconds"))
+    found, rows, made = [], [], _made(image, hosts)
+    for host in hosts:
+        error = errors.get(host.name)
+        one = made.get(host.name) if error is None else None
+        spent = round(seconds.get(host.name, 0.0), 1)
+        digest, count = (one.digest, len(one.lock.wheels)) if one else (None, None)
+        found.append({"host": host.name, "environment": digest, "packages": count, "seconds": spent, "error": error})
+        cells = (digest[:12], str(count)) if digest else ("–", "–")
+        rows.append((host.name, *cells, f"{spent:.1f}", error.partition("\n")[0] if error else "ready"))
+    if as_json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        table(("host", "environment", "packages", "seconds", "state"), rows, right=("packages", "seconds"))
 
 
 def _write_lock(path: Path, image: Image, hosts: Sequence[Host], *, quiet: bool = False) -> None:
@@ -172,7 +155,7 @@ def _write_lock(path: Path, image: Image, hosts: Sequence[Host], *, quiet: bool 
     for one in _made(image, hosts).values():
         groups.setdefault(one.lock.text, []).append(one)
     if len(groups) != 1:
-        kinds = [f"  {','.join(one.host.name for one in group)}: {_kinds(group)}" for group in groups.values()]
+        kinds = [f"  {','.join(one.host.name for one in group)}: {_kind(group[0])}" for group in groups.values()]
         raise UsageError(
             "\n".join(["these hosts need different packages: one lock does not fit all", *kinds]),
             hint="write one for each: skyfab prepare --hosts=… --lock=…",
@@ -186,15 +169,12 @@ def _write_lock(path: Path, image: Image, hosts: Sequence[Host], *, quiet: bool 
         print(f"{path}: {len(groups[text][0].lock.wheels)} packages; use it with Image(lock={str(path)!r})")
 
 
-def _kinds(group: Sequence[_Made]) -> str:
-    """Describes the hosts of a group, as far as packages depend on it."""
+def _kind(one: _Made) -> str:
+    """Describes a host, as far as packages depend on it."""
     from skyfab.env.uv import described
 
-    found = []
-    for one in group:
-        gpus = f", NVIDIA driver {one.target.driver}" if one.target.driver else ""
-        found.append(described(one.target) + (gpus or (f", ROCm {one.target.rocm}" if one.target.rocm else "")))
-    return "; ".join(dict.fromkeys(found))
+    gpus = (("NVIDIA driver", one.target.driver), ("ROCm", one.target.rocm))
+    return ", ".join([described(one.target), *(f"{name} {version}" for name, version in gpus if version)])
 
 
 # ---- newer versions
@@ -202,7 +182,6 @@ def _kinds(group: Sequence[_Made]) -> str:
 
 def _look_for_newer(image: Image, hosts: Sequence[Host], inventory: Inventory) -> None:
     """Resolves again for each kind of host; the pool then uses the new locks. The pool reports unreachable hosts."""
-
     from skyfab.env import facts_cache, probe
     from skyfab.env.facts import Target
     from skyfab.env.lock import make_lock

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CoroutineType
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -18,30 +18,25 @@ class InstanceInfo(NamedTuple):
     """The rank of a process and its position in the pool. Outside a call: the only rank of the only node.
 
     `node` and `rank` are its numbers among `total_nodes` and `world_size`, `local_rank` is that among the
-    `local_world_size` of its host. The head is reached at `head_addr` and `head_port`. `hostname` is this host's,
-    `accelerators` its GPUs, of `total_accelerators`; `peers` has the addresses of all nodes. `job_id` names the call,
-    `attempt` counts how often it was started before.
+    `local_world_size` of its host. The other hosts reach the head at `head_addr` and `head_port`. `hostname` is this
+    host's, `accelerators` its GPUs, of `total_accelerators`; `peers` has the addresses of all nodes, in order. `job_id`
+    names the call, `attempt` counts how often it was started before: see ``@sky.function(retries=…)``.
     """
 
     node: int = 0
-    """The host's index in the pool."""
     total_nodes: int = 1
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     head_addr: str = "127.0.0.1"
-    """The address at which the other hosts reach the head."""
     head_port: int = 0
     hostname: str = ""
     accelerators: int = 0
-    """The number of GPUs of this host."""
     total_accelerators: int = 0
     peers: tuple[str, ...] = ()
-    """The addresses of all nodes, in order."""
     job_id: str = ""
     attempt: int = 0
-    """How many times this call has been started before: see ``@sky.function(retries=…)``."""
 
     @property
     def is_head(self) -> bool:
@@ -227,18 +222,14 @@ def _limited(fds: tuple[int, ...], only: Only) -> Callable[[F], F]:
 
             @functools.wraps(function)
             async def limited(*args: Any, **kwargs: Any) -> Any:
-                if may_speak(only):
-                    return await function(*args, **kwargs)
-                with muted(fds):
+                with nullcontext() if may_speak(only) else muted(fds):
                     return await function(*args, **kwargs)
 
         else:
 
             @functools.wraps(function)
             def limited(*args: Any, **kwargs: Any) -> Any:
-                if may_speak(only):
-                    return function(*args, **kwargs)
-                with muted(fds):
+                with nullcontext() if may_speak(only) else muted(fds):
                     return function(*args, **kwargs)
 
         return limited  # type: ignore[return-value]

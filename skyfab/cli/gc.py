@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+import json
 from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, command
 
 if TYPE_CHECKING:
     from skyfab.env.gc import Swept
-    from skyfab.inventory.host import Host
-    from skyfab.inventory.inventory import Inventory
+    from skyfab.errors import SkyfabError
 
 
 @command
@@ -36,60 +34,27 @@ def gc(
         skyfab gc --hosts=gpu --days=7
         skyfab gc --here
     """
-    import json
-
     from skyfab.cli.host_selection import selected
-    from skyfab.env.gc import sweep_here
+    from skyfab.env.gc import question, sweep_here
+    from skyfab.session.ask import Asker
+    from skyfab.session.fanout import one_error
 
-    found: list[dict[str, object]] = []
-    if here:
-        swept = sweep_here(days, dry_run=dry_run)
-        found.append(_facts("here", swept))
-        if not json_:
-            print(f"here: {swept}", flush=True)
-    try:
-        if hosts is not None or not here:
-            known, chosen = selected(hosts, inventory, quiet=json_)
-            cleaned = (lambda *one: found.append(_facts(*one))) if json_ else _print
-            clean(chosen, known, days, cleaned, dry_run=dry_run)
-    finally:
-        if json_:
-            print(json.dumps(sorted(found, key=lambda facts: str(facts["host"])), indent=2, ensure_ascii=False))
-
-
-def _print(host: str, swept: Swept) -> None:
-    sys.stdout.write(f"{host}: {swept}\n")  # a single write, since several threads may do so at the same time
-    sys.stdout.flush()
+    known, chosen = selected(hosts, inventory, quiet=json_) if hosts is not None or not here else (None, ())
+    found = [("here", sweep_here(days, dry_run=dry_run))] if here else []
+    failures: list[SkyfabError] = []
+    if known is not None:
+        with Asker(chosen, known) as asker:
+            outcomes = asker.ask(question(days, dry_run=dry_run))
+        found += [(one.host.name, one.answer) for one in outcomes if one.answer is not None]
+        failures = [one.error for one in outcomes if one.error is not None]
+    if json_:
+        print(json.dumps([_facts(*one) for one in found], indent=2, ensure_ascii=False))
+    for host, swept in found if not json_ else ():
+        print(f"{host}: {swept}")
+    if failures:
+        raise one_error(failures, len(chosen))
 
 
 def _facts(host: str, swept: Swept) -> dict[str, object]:
     folders = [{"name": name, "bytes": size} for name, size in swept.folders]
     return {"host": host, "removed": swept.counts, "bytes": swept.size, "folders": folders, "dry_run": swept.dry_run}
-
-
-def clean(
-    hosts: Sequence[Host],
-    inventory: Inventory,
-    days: int,
-    cleaned: Callable[[str, Swept], None] = _print,
-    *,
-    dry_run: bool = False,
-) -> None:
-    """Cleans the hosts' caches; `cleaned` is called for each host when it is done, on threads.
-
-    With `dry_run` nothing is removed.
-
-    Raises a HostError or PoolError for the hosts that could not be cleaned, after all others have been.
-    """
-    from skyfab.env.gc import question
-    from skyfab.session.ask import Asker
-    from skyfab.session.fanout import one_error
-
-    with Asker(hosts, inventory) as asker:
-
-        def one(host: Host) -> None:
-            cleaned(host.name, asker.ask_one(question(days, dry_run=dry_run), host))
-
-        outcomes = asker.each(one)
-    if failures := [outcome.error for outcome in outcomes if outcome.error is not None]:
-        raise one_error(failures, len(hosts))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import TYPE_CHECKING
+from dataclasses import asdict
 
 from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Json, command
 from skyfab.ui.terminal import clean_lines
-
-if TYPE_CHECKING:
-    from skyfab.inspect.stacks import Stack
 
 
 @command
@@ -25,8 +23,6 @@ def stacks(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = F
         skyfab stacks node1 node2
         skyfab stacks --hosts=gpu --json
     """
-    import json
-
     from skyfab.cli.host_selection import selected
     from skyfab.inspect.stacks import STACKS, describe, groups
     from skyfab.session.ask import Asker
@@ -37,7 +33,7 @@ def stacks(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = F
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     alike = groups([stack for outcome in outcomes for stack in outcome.answer or ()])
     if json_:
-        print(json.dumps([_facts(stack) for group in alike for stack in group], indent=2, ensure_ascii=False))
+        print(json.dumps([asdict(stack) for group in alike for stack in group], indent=2, ensure_ascii=False))
     for group in alike if not json_ else ():
         print(clean_lines(describe(group)))
     if not alike and not json_:
@@ -45,8 +41,3 @@ def stacks(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = F
     for error in errors:
         print(report.text(error), file=sys.stderr)
     return 3 if errors else 0
-
-
-def _facts(stack: Stack) -> dict[str, object]:
-    frames = [{"function": frame.function, "file": frame.file, "line": frame.line} for frame in stack.frames]
-    return {"host": stack.host, "rank": stack.rank, "pid": stack.pid, "pool": stack.pool, "frames": frames}

@@ -14,10 +14,7 @@ from skyfab.errors import BroadcastError, RemoteTraceback, UsageError
 
 if TYPE_CHECKING:
     from skyfab.calls.call import Call
-    from skyfab.calls.image import Image
     from skyfab.detached.run import Run
-    from skyfab.inventory.host import Host
-    from skyfab.inventory.inventory import Inventory
     from skyfab.pool.compute import Compute
 
 
@@ -41,17 +38,22 @@ def train(
         skyfab train --hosts=gpu --index=https://download.pytorch.org/whl/cu126=torch
         skyfab train --hosts=gpu --epochs=500 --detach
     """
+    from skyfab import plugins
     from skyfab.calls.call import as_function
     from skyfab.cli.detach import tell_how_to_attach
     from skyfab.cli.host_selection import selected
     from skyfab.detached.run import Run
+    from skyfab.pool.compute import Compute
 
     started = time.monotonic()
     found, chosen = selected(hosts, inventory)
     if hosts is None and found.source is None:
         ranks = ranks or 2
     image = replace(ImageOptions(index=index).image(), excludes=("*",))  # hosts need nothing of this folder
-    pool = _pool(chosen, found, ranks, image)  # raises for a mistake in the inventory before torch is imported
+    # Raises for a mistake in the inventory before torch is imported.
+    pool = Compute(
+        chosen, inventory=found, ranks=ranks or "auto", image=image, plugins=[plugins.torch()], workdir="temp"
+    )
     digits = _digits()
     data = digits.load()
     model = _untrained(digits)
@@ -75,14 +77,6 @@ def train(
     _plot(trained[0].history)
     _say(f"evaluated here: {_percent(before)} before, {_percent(after)} after")
     _say(f"connect {calling - opening:.1f} s, train {done - calling:.1f} s, {time.monotonic() - started:.1f} s in all")
-
-
-def _pool(hosts: Sequence[Host], inventory: Inventory, ranks: int | None, image: Image) -> Compute:
-    from skyfab import plugins
-    from skyfab.pool.compute import Compute
-
-    torch = plugins.torch()
-    return Compute(hosts, inventory=inventory, ranks=ranks or "auto", image=image, plugins=[torch], workdir="temp")
 
 
 def _digits() -> Any:

@@ -144,7 +144,7 @@ def test_the_only_host_of_a_pool_is_waited_for_until_its_lease_is_over(
 
 def clean(lab: Lab) -> None:
     """A host that was switched off keeps its run folder, for nobody could remove it: the next pool does, or gc."""
-    from skyfab.cli import gc  # hosts import this module, and have no commands
+    from skyfab.cli.gc import gc  # hosts import this module, and have no commands
 
     deadline = time.monotonic() + 10
     while True:  # the pool's last attempts to come back may just have arrived
@@ -152,11 +152,10 @@ def clean(lab: Lab) -> None:
         if all("/run/node1/" in name for name in left) or time.monotonic() > deadline:
             break
     assert all("/run/node1/" in name for name in left), f"left behind: {sorted(left)}"
-    inventory = sky.Inventory.load(lab.inventory)
     deadline = time.monotonic() + 20
     while left and time.monotonic() < deadline:  # the pool's last attempts to come back may just have arrived
         lab["node1"].run(["sh", "-c", "touch -d '2 days ago' /root/.cache/skyfab/run/node1/*"])
-        gc.clean(inventory.select("node1"), inventory, days=30)
+        gc.function("node1", str(lab.inventory))
         left = remains.after([lab["node1"]], seconds=0.5)
     assert not left, f"left behind after gc: {sorted(left)}"
 

@@ -15,7 +15,7 @@ def remove_dead(own: str) -> None:
         folder = os.path.join("..", name)  # relative, because the length of socket paths is limited
         try:
             old = os.stat(folder).st_mtime < now - _YOUNG
-            if name != os.path.basename(own) and old and _is_dead(folder):
+            if name != os.path.basename(own) and old and is_dead(folder):
                 import shutil
 
                 shutil.rmtree(folder, ignore_errors=True)
@@ -23,19 +23,22 @@ def remove_dead(own: str) -> None:
             continue  # another process uses or removes it
 
 
-def _is_dead(folder: str) -> bool:
+def is_dead(folder: str) -> bool:
     """Whether no agent listens in the folder and no link is about to start one.
 
     Raises OSError if a link holds the folder's lock.
     """
+    import contextlib
     import fcntl
     import socket
 
-    with open(os.path.join(folder, "lock"), "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with socket.socket(socket.AF_UNIX) as client:
-            try:
-                client.connect(os.path.join(folder, "agent.sock"))
-            except (FileNotFoundError, ConnectionRefusedError):
-                return True
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(FileNotFoundError):
+            lock = stack.enter_context(open(os.path.join(folder, "lock"), "r+"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        client = stack.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            client.connect(os.path.join(folder, "agent.sock"))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return True
     return False

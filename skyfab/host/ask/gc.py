@@ -19,6 +19,7 @@ import stat
 import subprocess
 import time
 
+from skyfab.host.agent.cleanup import is_dead
 from skyfab.host.ask.runs import agent_of, read
 
 TYPE_CHECKING = False  # importing `typing` would slow the start
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any, Final
 
-    Test = Callable[[str], bool]
+    Test = Callable[[str, float], bool]
+    """Whether an entry was used by nothing for this many seconds."""
 
 _HOUR: Final = 3600.0
 _DAY: Final = 24 * _HOUR
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
-_DIGEST: Final = re.compile(r"[0-9a-f]{16,}")
-_POOL: Final = re.compile(r"[0-9a-f]{16}[A-Za-z0-9_.-]*")
-_DRAFT: Final = re.compile(r"\.in-.*|\.[0-9a-f]{16}-.*|[0-9a-f]{16}.*\.[0-9a-f]{16}.*")
+_DIGEST: Final = r"[0-9a-f]{16,}"
+_POOL: Final = r"[0-9a-f]{16}[A-Za-z0-9_.-]*"
+_DRAFT: Final = r"\.in-.*|\.[0-9a-f]{16}-.*|[0-9a-f]{16}.*\.[0-9a-f]{16}.*"
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -53,242 +54,157 @@ class _Cleaning:
         self._cache = cache
         self._age = age
         self._dry_run = dry_run
-        self._aside = f".in-gc-{secrets.token_hex(8)}"
+        self._in_use = _InUse(cache)
         self._removed: dict[str, list[int]] = {}
-        self._folders: list[list[Any]] = []
         self._left = ""
         self._kept_uv = False
 
     def run(self) -> dict[str, Any]:
-        self._run_folders()
+        own = f"run/{socket.gethostname()}"
+        self._sweep("run", own, _POOL, _agent_is_gone, _DAY)
         self._environments()
-        self._pythons()
-        self._take("packages", "packages", self._old("packages", _DIGEST), self._touched)
-        self._bundles()
-        self._content()
-        self._runs()
-        self._working_folders()
-        self._logs()
-        self._drafts()
-        return {
-            "removed": self._removed,
-            "folders": self._folders,
-            "kept_uv": self._kept_uv,
-            "left": self._left,
-        }
+        self._sweep("pythons", "pythons", f"{_DIGEST}|uv", self._no_environment_has)
+        self._sweep("packages", "packages", _DIGEST)
+        self._sweep("bundles", "bundles", _DIGEST, self._no_pool_has_bundle)
+        for kind in ("trees", "blobs"):
+            self._sweep(kind, kind, _DIGEST, self._no_pool_has)
+        self._sweep("runs", "runs", _DIGEST, _run_is_over)
+        folders = self._working_folders()
+        self._sweep("logs", "logs", _POOL, lambda path, age: not self._runs(path) and _all_old(path, age))
+        for folder in ("envs", "packages", "pythons", "bundles", "trees", "blobs", "files", "logs", own):
+            self._sweep("drafts", folder, _DRAFT, age=_DAY)
+        self._sweep("drafts", "", r"\.in-gc-.*", age=_DAY)
+        self._locks()
+        return {"removed": self._removed, "folders": folders, "kept_uv": self._kept_uv, "left": self._left}
 
     # ---- each kind
 
-    def _run_folders(self) -> None:
-        """Those of agents that are gone."""
-        own = f"run/{socket.gethostname()}"
-        names = self._names(own, lambda name: bool(_POOL.fullmatch(name)) and self._is_old(f"{own}/{name}", _DAY))
-        commands = _command_lines()
-        gone = [name for name in names if commands is not None and self._is_gone(f"{own}/{name}", commands)]
-        self._take("run", own, gone, lambda name: False)
-
-    def _is_gone(self, folder: str, commands: str) -> bool:
-        path = self._path(folder)
-        if os.path.basename(path) in commands:
-            return False
-        with socket.socket(socket.AF_UNIX) as client:
-            client.settimeout(5)
-            before = os.open(".", os.O_RDONLY)
-            try:
-                if os.lstat(path).st_uid != os.getuid():
-                    return False
-                os.chdir(path)  # the length of socket paths is limited
-                return client.connect_ex("agent.sock") in (errno.ECONNREFUSED, errno.ENOENT)
-            except OSError:
-                return False
-            finally:
-                os.fchdir(before)
-                os.close(before)
-
     def _environments(self) -> None:
-        in_use = self._in_use()
-        for name in self._names("envs", lambda name: name in in_use.envs and not self._dry_run):
-            used = self._path(f"envs/{name}/.used")
-            if not os.path.islink(os.path.dirname(used)) and not os.path.islink(used) and os.path.exists(used):
-                os.utime(used)
-        old = [
-            name
-            for name in self._names("envs", _DIGEST)
-            if not in_use.has(name, in_use.envs) and self._is_old(self._last_use(name), self._age)
-        ]
+        for path in self._entries("envs", _DIGEST) if not self._dry_run else ():
+            if os.path.basename(path) in self._in_use.envs and not os.path.islink(path) and _is_file(f"{path}/.used"):
+                os.utime(f"{path}/.used")
         before = self._shared_size()
-        count = self._take("envs", "envs", old, self._environment_is_used)
-        pruned = self._prune(count)
-        if not self._dry_run and (count or pruned):
+        count = self._sweep("envs", "envs", _DIGEST, self._no_pool_has_environment)
+        if not self._dry_run and (self._prune(count) or count):
             # environments are hard links to what is in uv's cache: what both have now and had before counts
             self._removed["envs"] = [count, max(0, before - self._shared_size())]
 
-    def _last_use(self, name: str) -> str:
-        """A link counts by itself."""
-        used = f"envs/{name}/.used"
-        return (
-            used if not os.path.islink(self._path(f"envs/{name}")) and os.path.exists(self._path(used)) else used[:-6]
-        )
-
-    def _environment_is_used(self, name: str) -> bool:
-        """Asked when it has been moved aside."""
-        in_use = self._in_use()
-        used = os.path.join(f"envs/{self._aside}", name, ".used")
-        path = used if os.path.exists(self._path(used)) else os.path.dirname(used)
-        return in_use.has(name, in_use.envs) or not self._is_old(path, _HOUR)
+    def _no_pool_has_environment(self, path: str, age: float) -> bool:
+        used = f"{path}/.used" if not os.path.islink(path) and os.path.exists(f"{path}/.used") else path
+        return not self._in_use.has(path, self._in_use.envs) and _is_old(used, age)
 
     def _prune(self, removed: int) -> bool:
         """Cleans uv's own cache after environments were deleted. Returns whether that was done."""
-        if self._dry_run or not self._is_folder("uv"):
+        if not self._is_folder("uv"):
             return False
-        making = re.compile(r"\.(in|lock)-.*")
-        if self._names("envs", lambda name: bool(making.fullmatch(name)) and not self._is_old(f"envs/{name}", _HOUR)):
+        if any(not _is_old(path, _HOUR) for path in self._entries("envs", r"\.(in|lock)-.*")):  # one is being made
             self._kept_uv = removed > 0
             return False
-        if not self._names("envs", lambda name: not name.startswith(".")):
-            if any(not self._is_old(path, _HOUR) for path in self._below("uv")):
-                return False
-            self._take("", "", ["uv"], lambda name: False)
-            return True
+        if not self._entries("envs", r"[^.].*"):
+            return self._sweep("", "", "uv", _all_old, _HOUR) > 0
         if removed:
             self._kept_uv = os.environ.get("UV_LINK_MODE") == "symlink" or not _prune(self._cache)
         return removed > 0
 
     def _shared_size(self) -> int:
         seen: set[tuple[int, int]] = set()
-        return sum(_size(self._path(folder), seen) for folder in ("envs", "uv"))
+        return sum(_size(os.path.join(self._cache, folder), seen) for folder in ("envs", "uv"))
 
-    def _pythons(self) -> None:
-        """Interpreters that no environment is made from, those included that are being made."""
+    def _no_environment_has(self, python: str, age: float) -> bool:
+        """Whether no environment is made from an interpreter, those included that are being made."""
+        patterns = ("envs/*/pyvenv.cfg", "envs/.in-*/pyvenv.cfg", "envs/.in-*/*/pyvenv.cfg")
+        own = f"/pythons/{os.path.basename(python)}/"
+        is_needed = any(own in read(path) for pattern in patterns for path in _glob(self._cache, pattern))
+        return not is_needed and _is_old(python, age)
 
-        def is_needed(name: str) -> bool:
-            patterns = ("envs/*/pyvenv.cfg", "envs/.in-*/pyvenv.cfg", "envs/.in-*/*/pyvenv.cfg")
-            return any(f"/pythons/{name}/" in read(path) for pattern in patterns for path in self._glob(pattern))
+    def _no_pool_has_bundle(self, path: str, age: float) -> bool:
+        return not self._in_use.has(path, self._in_use.bundles) and _is_old(path, age)
 
-        names = [*self._old("pythons", _DIGEST), *self._old("pythons", re.compile("uv"))]
-        old = [name for name in names if not is_needed(name)]
-        self._take("pythons", "pythons", old, lambda name: is_needed(name) or self._touched(name))
+    def _no_pool_has(self, path: str, age: float) -> bool:
+        """What a living pool uses of trees and blobs is younger than the pool."""
+        return not self._in_use.is_unknown and _is_old(path, age) and self._in_use.is_older(path)
 
-    def _bundles(self) -> None:
-        in_use = self._in_use()
-        old = [name for name in self._old("bundles", _DIGEST) if not in_use.has(name, in_use.bundles)]
+    def _working_folders(self) -> list[list[Any]]:
+        """Deletes those in which nothing was used, and which no living pool has noted. Returns names and sizes."""
 
-        def is_used(name: str) -> bool:
-            now = self._in_use()
-            return now.has(name, now.bundles) or self._touched(name)
-
-        self._take("bundles", "bundles", old, is_used)
-
-    def _content(self) -> None:
-        """Trees and blobs. What a living pool uses is younger than the pool."""
-        in_use = self._in_use()
-        for kind in ("trees", "blobs"):
-            old = [] if in_use.is_unknown else self._old(kind, _DIGEST)
-            old = [name for name in old if in_use.is_older(self._path(f"{kind}/{name}"))]
-            self._take(kind, kind, old, self._touched)
-
-    def _runs(self) -> None:
-        def is_over(name: str) -> bool:
-            run = f"runs/{name}"
-            if agent_of(self._path(run)) is not None:
+        def is_unused(path: str, age: float) -> bool:
+            if os.path.islink(path) or not os.path.isdir(path):
                 return False
-            if os.path.exists(self._path(f"{run}/fetched")):
-                return self._is_old(f"{run}/fetched", _DAY)
-            return self._is_old(f"{run}/status", self._age)
+            noted = any(
+                os.path.basename(path) in read(each).split("\n") for each in _glob(self._cache, "run/*/*/files")
+            )
+            return not noted and _all_old(path, age)
 
-        self._take("runs", "runs", [name for name in self._names("runs", _DIGEST) if is_over(name)], lambda name: False)
+        old = {path: _size(path) for path in self._entries("files", r"[^.].*") if is_unused(path, self._age)}
+        self._sweep("files", "files", r"[^.].*", is_unused)
+        gone = [path for path in old if self._dry_run or not os.path.lexists(path)]
+        return [[os.path.basename(path), old[path]] for path in gone]
 
-    def _working_folders(self) -> None:
-        """Those in which nothing was used, and which no living pool has noted."""
+    def _runs(self, log: str) -> list[str]:
+        """The folder of the pool that writes a log."""
+        return _glob(self._cache, f"run/*/{os.path.basename(log)}")
 
-        def is_noted(name: str) -> bool:
-            return any(name in read(path).split("\n") for path in self._glob("run/*/*/files"))
-
-        def is_old(name: str) -> bool:
-            folder = f"files/{name}"
-            if name.startswith(".") or os.path.islink(self._path(folder)) or not os.path.isdir(self._path(folder)):
-                return False
-            return not is_noted(name) and all(self._is_old(path, self._age) for path in self._below(folder))
-
-        old = self._names("files", is_old)
-        sizes = {name: _size(self._path(f"files/{name}"), set()) for name in old}
-        self._take("files", "files", old, lambda name: is_noted(name) or self._touched(name))
-        gone = [name for name in old if self._dry_run or not os.path.lexists(self._path(f"files/{name}"))]
-        self._folders = [[name, sizes[name]] for name in gone]
-
-    def _logs(self) -> None:
-        def is_old(name: str) -> bool:
-            if not _POOL.fullmatch(name) or self._glob(f"run/*/{name}"):
-                return False
-            return all(self._is_old(path, self._age) for path in self._below(f"logs/{name}"))
-
-        self._take("logs", "logs", self._names("logs", is_old), lambda name: False)
-
-    def _drafts(self) -> None:
-        """What was left half-made, after a day."""
-        folders = ("envs", "packages", "pythons", "bundles", "trees", "blobs", "files", "logs")
-        for folder in (*folders, f"run/{socket.gethostname()}"):
-            self._take("drafts", folder, self._old(folder, _DRAFT, _DAY), self._touched)
-        self._take("drafts", "", self._old("", re.compile(r"\.in-gc-.*"), _DAY), self._touched)
-        for name in self._old("envs", re.compile(r"\.lock-.*"), _HOUR) if not self._dry_run else ():
-            lock, env = self._path(f"envs/{name}"), name.removeprefix(".lock-")
-            making = self._glob(f"envs/.in-{env}-*")
-            is_empty = os.path.isfile(lock) and not os.path.getsize(lock)
-            if is_empty and not making and not os.path.lexists(self._path(f"envs/{env}")):
+    def _locks(self) -> None:
+        """Deletes the lock files of environments that neither exist nor are being made."""
+        for lock in self._entries("envs", r"\.lock-.*") if not self._dry_run else ():
+            env = os.path.basename(lock).removeprefix(".lock-")
+            making = _glob(self._cache, f"envs/.in-{env}-*") or os.path.lexists(f"{self._cache}/envs/{env}")
+            if _is_old(lock, _HOUR) and _is_file(lock) and not os.path.getsize(lock) and not making:
                 os.unlink(lock)
 
     # ---- moving aside and deleting
 
-    def _take(self, kind: str, folder: str, names: list[str], is_used: Test) -> int:
-        """Deletes entries of a folder, except those that `is_used` names once they are aside. Returns how many."""
+    def _sweep(self, kind: str, folder: str, pattern: str, is_unused: Test | None = None, age: float = 0.0) -> int:
+        """Deletes what is unused for an `age`, that of the cleaning unless it is given. Returns how many entries."""
+        is_unused = is_unused or _is_old
+        self._in_use = _InUse(self._cache)
+        paths = [path for path in self._entries(folder, pattern) if is_unused(path, age or self._age)]
         if self._dry_run:
-            if names:
-                self._count(kind, len(names), sum(_size(self._path(f"{folder}/{name}"), set()) for name in names))
+            self._count(kind, len(paths), sum(map(_size, paths)))
             return 0
-        names, count = self._make_room(folder, list(names))
-        if names:
-            aside = f"{folder}/{self._aside}"
-            for name in names:
-                self._move(f"{folder}/{name}", f"{aside}/{name}")
-            for name in os.listdir(self._path(aside)):
-                if is_used(name) and not os.path.lexists(self._path(f"{folder}/{name}")):
-                    os.rename(self._path(f"{aside}/{name}"), self._path(f"{folder}/{name}"))
-            found, size = len(os.listdir(self._path(aside))), _size(self._path(aside), set())
+        aside = os.path.join(self._cache, folder, f".in-gc-{secrets.token_hex(8)}")
+        paths, count = self._make_room(aside, paths)
+        size = 0
+        if paths:
+            for path in paths:
+                self._move(path, aside)
+            self._in_use = _InUse(self._cache)
+            for path in _paths(aside):
+                before = os.path.join(os.path.dirname(aside), os.path.basename(path))
+                if not is_unused(path, _HOUR) and not os.path.lexists(before):
+                    os.rename(path, before)
+            found, size = len(_paths(aside)), _size(aside)
             if self._delete(aside):
                 count += found
-                self._count(kind, count, size)
-        elif count:
-            self._count(kind, count, 0)
+        self._count(kind, count, size)
         return count
 
-    def _make_room(self, folder: str, names: list[str]) -> tuple[list[str], int]:
+    def _make_room(self, aside: str, paths: list[str]) -> tuple[list[str], int]:
         """Makes the folder for what is moved aside. A full disk has no room for it: the first to go make it."""
         count = 0
-        while names:
+        while paths:
             try:
-                os.mkdir(self._path(f"{folder}/{self._aside}"))
+                os.mkdir(aside)
                 break
             except OSError as error:
                 if error.errno not in _FULL:
                     self._fail(error)
                     return [], count
-                count += self._delete(f"{folder}/{names.pop(0)}")
-        return names, count
+                count += self._delete(paths.pop(0))
+        return paths, count
 
-    def _move(self, source: str, target: str) -> None:
-        path = self._path(source)
+    def _move(self, path: str, folder: str) -> None:
         try:
             if not os.path.islink(path) and os.path.isdir(path) and not os.access(path, os.W_OK):
                 with contextlib.suppress(OSError):
                     os.chmod(path, 0o700)  # a folder that cannot be written to cannot be moved
-            os.rename(path, self._path(target))
+            os.rename(path, os.path.join(folder, os.path.basename(path)))
         except FileNotFoundError:
             pass  # another process was faster
         except OSError as error:
             self._fail(error)
 
-    def _delete(self, inner: str) -> bool:
-        path = self._path(inner)
+    def _delete(self, path: str) -> bool:
         try:
             if os.path.islink(path) or not os.path.isdir(path):
                 os.unlink(path)
@@ -313,76 +229,42 @@ class _Cleaning:
 
     # ---- looking
 
-    def _path(self, inner: str) -> str:
-        """The path of an entry of the cache; `inner` may begin with a slash, for those of the cache itself."""
-        return os.path.join(self._cache, inner.lstrip("/"))
-
     def _is_folder(self, folder: str) -> bool:
         """Whether it is there, and neither it nor what is above it in the cache is a link."""
         parts = folder.split("/") if folder else []
-        above = ["/".join(parts[: number + 1]) for number in range(len(parts))]
-        return os.path.isdir(self._path(folder)) and not any(os.path.islink(self._path(one)) for one in above)
+        paths = [os.path.join(self._cache, *parts[: number + 1]) for number in range(len(parts))]
+        return os.path.isdir(os.path.join(self._cache, folder)) and not any(map(os.path.islink, paths))
 
-    def _names(self, folder: str, test: re.Pattern[str] | Test) -> list[str]:
+    def _entries(self, folder: str, pattern: str) -> list[str]:
         if not self._is_folder(folder):
             return []
-        names = [name for name in sorted(os.listdir(self._path(folder))) if _NAME.fullmatch(name)]
-        return [name for name in names if (test(name) if callable(test) else test.fullmatch(name))]
-
-    def _old(self, folder: str, pattern: re.Pattern[str], age: float | None = None) -> list[str]:
-        limit = self._age if age is None else age
-        return [name for name in self._names(folder, pattern) if self._is_old(f"{folder}/{name}", limit)]
-
-    def _is_old(self, inner: str, age: float) -> bool:
-        try:
-            return time.time() - os.lstat(self._path(inner)).st_mtime > age
-        except OSError:
-            return False
-
-    def _touched(self, name: str) -> bool:
-        """Whether what was moved aside was used meanwhile."""
-        for folder in ("packages", "bundles", "trees", "blobs", "pythons", "files", "envs", "logs", "run", ""):
-            inner = f"{folder}/{self._aside}/{name}"
-            if os.path.lexists(self._path(inner)):
-                return not self._is_old(inner, _HOUR)
-        return False
-
-    def _below(self, folder: str) -> Iterator[str]:
-        """The folder and everything in it."""
-        yield folder
-        for above, folders, files in os.walk(self._path(folder)):
-            inner = os.path.relpath(above, self._cache)
-            yield from (f"{inner}/{name}" for name in (*folders, *files))
-
-    def _in_use(self) -> _InUse:
-        return _InUse(self._glob("run/*/*/"))
-
-    def _glob(self, pattern: str) -> list[str]:
-        return glob.glob(os.path.join(glob.escape(self._cache), pattern))
+        is_ours = re.compile(rf"(?=[A-Za-z0-9_.-]+\Z)(?:{pattern})")
+        paths = _paths(os.path.join(self._cache, folder))
+        return [path for path in paths if is_ours.fullmatch(os.path.basename(path))]
 
 
 class _InUse:
     """What living pools use, as they have noted it in their run folders (host/agent/link.py)."""
 
-    def __init__(self, pools: list[str]) -> None:
+    def __init__(self, cache: str) -> None:
         self.envs: set[str] = set()
         self.bundles: set[str] = set()
         self.is_unknown = False
         """A pool has not noted yet what it uses: that may be anything."""
         self._oldest = float("inf")
-        for pool in pools:
+        for pool in _glob(cache, "run/*/*/"):
             note = os.path.join(pool, "bundle")
-            bundle = read(note).strip()
-            if bundle or (os.path.exists(note) and os.path.getsize(note)):
-                self.bundles.add(bundle)
+            bundle = read(note)
+            if bundle:
+                self.bundles.add(bundle.strip())
             else:
                 note, self.is_unknown = pool, True
             self.envs.add(read(os.path.join(pool, "env")).strip())
             with contextlib.suppress(OSError):  # the pool has ended just now
                 self._oldest = min(self._oldest, os.stat(note).st_mtime)
 
-    def has(self, name: str, names: set[str]) -> bool:
-        return self.is_unknown or name in names
+    def has(self, path: str, names: set[str]) -> bool:
+        return self.is_unknown or os.path.basename(path) in names
 
     def is_older(self, path: str) -> bool:
         """Older than all living pools; links count as such."""
@@ -393,45 +275,76 @@ class _InUse:
         return stat.S_ISLNK(found.st_mode) or found.st_mtime < self._oldest
 
 
-def _size(path: str, seen: set[tuple[int, int]]) -> int:
-    """Bytes on the disk; hard links to the same file count once."""
+def _agent_is_gone(folder: str, age: float) -> bool:
+    before = os.open(".", os.O_RDONLY)
     try:
-        found = os.lstat(path)
-        inner = os.listdir(path) if stat.S_ISDIR(found.st_mode) else []
+        os.chdir(os.path.dirname(folder))  # the length of socket paths is limited
+        return _is_old(folder, age) and is_dead(os.path.basename(folder))
     except OSError:
-        return 0
-    total = sum(_size(os.path.join(path, name), seen) for name in inner)
-    if (found.st_dev, found.st_ino) not in seen:
-        seen.add((found.st_dev, found.st_ino))
-        total += found.st_blocks * 512
+        return False  # a link is about to start one
+    finally:
+        os.fchdir(before)
+        os.close(before)
+
+
+def _run_is_over(run: str, age: float) -> bool:
+    if agent_of(run) is not None:
+        return False
+    if os.path.exists(f"{run}/fetched"):
+        return _is_old(f"{run}/fetched", min(age, _DAY))
+    return _is_old(f"{run}/status", age)
+
+
+def _is_file(path: str) -> bool:
+    return os.path.isfile(path) and not os.path.islink(path)
+
+
+def _is_old(path: str, age: float) -> bool:
+    try:
+        return time.time() - os.lstat(path).st_mtime > age
+    except OSError:
+        return False
+
+
+def _all_old(folder: str, age: float) -> bool:
+    """Whether it is, and everything in it."""
+    return _is_old(folder, age) and all(_is_old(path, age) for path in _below(folder))
+
+
+def _below(folder: str) -> Iterator[str]:
+    for above, folders, files in os.walk(folder):
+        yield from (os.path.join(above, name) for name in (*folders, *files))
+
+
+def _paths(folder: str) -> list[str]:
+    return [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
+
+
+def _glob(cache: str, pattern: str) -> list[str]:
+    return glob.glob(os.path.join(glob.escape(cache), pattern))
+
+
+def _size(path: str, seen: set[tuple[int, int]] | None = None) -> int:
+    """Bytes on the disk; hard links to the same file count once."""
+    seen = set() if seen is None else seen
+    total = 0
+    for each in (path, *(_below(path) if not os.path.islink(path) else ())):
+        with contextlib.suppress(OSError):
+            found = os.lstat(each)
+            if (found.st_dev, found.st_ino) not in seen:
+                seen.add((found.st_dev, found.st_ino))
+                total += found.st_blocks * 512
     return total
-
-
-def _command_lines() -> str | None:
-    """The command lines of all processes; None if this process is not among them, and others may be hidden too."""
-    found = {path.split("/")[2]: read(path).replace("\0", " ") for path in glob.glob("/proc/[0-9]*/cmdline")}
-    if not found:
-        done = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, stdin=subprocess.DEVNULL)
-        lines = done.stdout.decode(errors="replace").splitlines()
-        found = dict(line.strip().partition(" ")[::2] for line in lines)
-    return "\n".join(found.values()) if str(os.getpid()) in found else None
 
 
 def _prune(cache: str) -> bool:
     """Has uv clean its cache; False if there is no uv."""
     home = os.path.expanduser("~")
-    for uv in (
-        *glob.glob(f"{glob.escape(cache)}/packages/*/uv"),
-        "uv",
-        f"{home}/.local/bin/uv",
-        f"{home}/.cargo/bin/uv",
-    ):
-        program = shutil.which(uv)
-        if program is None:
-            continue
-        environ = {**os.environ, "UV_CACHE_DIR": f"{cache}/uv", "UV_NO_CONFIG": "1"}
-        words = [program, "cache", "prune", "-q", "--ci"]
-        done = subprocess.run(words, env=environ, capture_output=True, stdin=subprocess.DEVNULL)
-        if done.returncode == 0:
-            return True
+    for uv in (*_glob(cache, "packages/*/uv"), "uv", f"{home}/.local/bin/uv", f"{home}/.cargo/bin/uv"):
+        if program := shutil.which(uv):
+            environ = {**os.environ, "UV_CACHE_DIR": f"{cache}/uv", "UV_NO_CONFIG": "1"}
+            words = [program, "cache", "prune", "-q", "--ci"]
+            done = subprocess.run(words, env=environ, capture_output=True, stdin=subprocess.DEVNULL)
+            if done.returncode == 0:
+                return True
     return False

@@ -1,7 +1,8 @@
-"""From what a host has told to findings, without hosts."""
+"""From what a host answers to findings, without hosts."""
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostUnfit, SkyfabError, Unreachable
 from skyfab.host.ask.examine import examine, file_system, is_networked, sshd_setting
-from skyfab.inspect.doctor import measure, pairs, report
-from skyfab.inspect.doctor.checks import EXAMINE, Examined, HostReport, findings, refused
+from skyfab.inspect.doctor import checks, measure, pairs, report
+from skyfab.inspect.doctor.checks import CHECKS, findings
+from skyfab.inspect.doctor.examine import refused
 from skyfab.inspect.doctor.finding import Finding, worst
+from skyfab.inspect.doctor.host_report import EXAMINE, Facts, HostReport
 from skyfab.inventory.host import Host
 from skyfab.session.ask import Reply
 
@@ -27,7 +30,6 @@ FINE: dict[str, Any] = {
     "networked": 0,
     "noexec": 0,
     "readonly": 0,
-    "disk_free": 10**12,
     "inodes": 10**7,
     "inodes_free": 10**6,
     "name_seconds": 0.0,
@@ -37,7 +39,6 @@ FINE: dict[str, Any] = {
     "shell_seconds": 0.1,
     "shell_said": "",
     "startups": 10,
-    "startups_most": 100,
     "sessions": 10,
     "files": 1024,
     "processes": 0,
@@ -46,11 +47,9 @@ FINE: dict[str, Any] = {
 }
 
 
-def told(gpus: list[dict[str, Any]] | None = None, gpu_error: str | None = None, **other: Any) -> list[Finding]:
+def found_on(gpus: list[dict[str, Any]] | None = None, gpu_error: str | None = None, **other: Any) -> list[Finding]:
     """What is not in order with a host that differs from a good one in this."""
-    import platform
-
-    survey = {**_SURVEY, "python": platform.python_version()}
+    survey = {**_SURVEY, "python": platform.python_version(), "disk": [10**13, other.pop("disk_free", 10**12)]}
     survey |= {"gpus": gpus or [], "gpu_tool": "nvidia-smi" if gpus else None, "gpu_error": gpu_error}
     offset = (other.pop("ahead", 0.0), other.pop("error", 0.0))
     seen = replace(report_of({**FINE, **other, "survey": survey}), offset=offset)
@@ -62,8 +61,13 @@ def report_of(said: Any) -> HostReport:
     return EXAMINE.parse(HOST, iter([Reply(said, b"")]))
 
 
+def test_every_module_of_the_checks_is_registered() -> None:
+    modules = {path.stem for path in Path(checks.__file__).parent.glob("[!_]*.py")}
+    assert {check.__module__.rpartition(".")[2] for check in CHECKS} == modules
+
+
 def test_a_good_host_has_no_findings() -> None:
-    assert told() == [] == told([GPU])
+    assert found_on() == [] == found_on([GPU])
 
 
 @pytest.mark.parametrize(
@@ -84,10 +88,9 @@ def test_a_good_host_has_no_findings() -> None:
         ({"kills": 1}, "KillUserProcesses", "warning", "detached runs"),
         ({"disk_free": 10**8}, "disk", "failure", "only 100 MB free"),
         ({"disk_free": 10**9}, "disk", "advice", "only 1.0 GB free"),
-        ({"disk_free": None}, "disk", "failure", "does not answer"),
         ({"inodes_free": 10}, "inodes", "warning", "only 10 more files"),
         ({"noexec": 1}, "noexec", "failure", "noexec"),
-        ({"readonly": 1}, "read-only", "failure", "cannot be written"),
+        ({"readonly": 1}, "read-only", "failure", "is read-only"),
         ({"networked": 1, "filesystem": "nfs4"}, "network disk", "advice", "nfs4"),
         ({"gpu_error": "nvidia-smi: no answer"}, "GPU tool", "failure", "no answer"),
         ({"gpus": [GPU | {"throttled": ["its temperature"]}]}, "throttling", "warning", "by its temperature"),
@@ -101,18 +104,18 @@ def test_a_good_host_has_no_findings() -> None:
     ],
 )
 def test_each_finding(other: dict[str, Any], check: str, level: str, words: str) -> None:
-    (one,) = told(**other)
+    (one,) = found_on(**other)
     assert (one.check, one.level, one.host) == (check, level, "node1")
     assert words in one.what and one.fix
 
 
 def test_who_lingers_may_log_out() -> None:
-    assert told(kills=1, lingers=1) == []
+    assert found_on(kills=1, lingers=1) == []
 
 
 def test_a_slow_answer_is_not_a_wrong_clock() -> None:
     """If it took 30 s to tell the time, its clock may be right."""
-    assert told(ahead=15.0, error=15.0) == []
+    assert found_on(ahead=15.0, error=15.0) == []
 
 
 _SURVEY = {"os": "Debian", "kernel": "6", "platform": "linux-x86_64", "python": "3.11.2", "cpus": 4}
@@ -126,24 +129,24 @@ def test_another_python_is_worth_a_word() -> None:
 
 def test_a_larger_disk_is_offered_where_the_cache_cannot_stay() -> None:
     other: dict[str, Any] = {"other_cache": "/scratch/ada/skyfab", "other_free": 10**12}
-    (one,) = told(noexec=1, **other)
+    (one,) = found_on(noexec=1, **other)
     assert one.setting == ("cache", '"/scratch/ada/skyfab"') and "/scratch/ada/skyfab" in one.fix
-    (one,) = told(disk_free=10**9, other_cache="/scratch/ada/skyfab", other_free=10**9)
+    (one,) = found_on(disk_free=10**9, other_cache="/scratch/ada/skyfab", other_free=10**9)
     assert one.setting is None
 
 
-def test_gpus_that_are_alike_are_told_together() -> None:
+def test_gpus_that_are_alike_are_reported_together() -> None:
     bob = {"processes": [{"pid": 7, "user": "bob", "command": "python"}]}
     gpus = [GPU | bob | {"index": number, "use": 90 + number} for number in range(3)]
     hot = [GPU | {"index": number, "throttled": ["its temperature"], "temperature": 80 + number} for number in (3, 4)]
-    assert [finding.what for finding in told(gpus=[*gpus, *hot])] == [
+    assert [finding.what for finding in found_on(gpus=[*gpus, *hot])] == [
         "GPU 3, 4 are slowed down by its temperature, at 83 to 84 °C",
         "GPU 0, 1, 2 are in use by bob (python), 90 to 92 %",
     ]
 
 
 def test_a_damaged_gpu_can_be_left_out() -> None:
-    (one,) = told([GPU, GPU | {"index": 1, "ecc_errors": 1}, GPU | {"index": 2}])
+    (one,) = found_on([GPU, GPU | {"index": 1, "ecc_errors": 1}, GPU | {"index": 2}])
     assert one.setting == ("gpus", "[0, 2]")
 
 
@@ -170,7 +173,7 @@ JSON = st.recursive(
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # on a machine that others use too
-@given(st.dictionaries(st.sampled_from([*Examined.__dataclass_fields__, "survey"]), JSON), st.booleans())
+@given(st.dictionaries(st.sampled_from([*Facts.__dataclass_fields__, "survey"]), JSON), st.booleans())
 def test_whatever_a_host_says_is_findings_or_an_error(said: dict[str, Any], whole: bool) -> None:
     base = {**FINE, "survey": _SURVEY} if whole else {}
     try:
@@ -182,7 +185,7 @@ def test_whatever_a_host_says_is_findings_or_an_error(said: dict[str, Any], whol
 
 def test_this_machine_is_examined() -> None:
     found = report_of(examine(str(Path.home() / ".cache" / "skyfab")))
-    assert found.seen.disk_free and found.seen.user
+    assert found.facts.inodes is not None and found.facts.user
     assert {one.check for one in findings(found)} >= {"login", "clock", "disk", "Python"}
 
 
@@ -210,7 +213,7 @@ def finding(**other: Any) -> Finding:
     return replace(Finding(section="disk", check="disk", host="node1", level="warning", what="full"), **other)
 
 
-def test_what_is_alike_is_told_once_and_the_worst_first() -> None:
+def test_what_is_alike_is_reported_once_and_the_worst_first() -> None:
     found = [
         finding(level="advice", what="small"),
         finding(fix="clean it"),
@@ -228,7 +231,7 @@ def test_what_is_alike_is_told_once_and_the_worst_first() -> None:
     ]
 
 
-def test_advice_is_no_failure() -> None:
+def test_advice_does_not_count_as_failure() -> None:
     found = [finding(level="advice"), finding(level="ok")]
     assert report.exit_code(found) == 0 and worst(found) == "advice"
     assert report.state(found) == "fine, 1 advice"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 
@@ -18,7 +17,7 @@ _OPEN: Final = 120.0
 
 
 def listen(word: str, seconds: float) -> int:
-    """Takes connections on a free port, in a thread: tells those who know the word how much came in so many seconds."""
+    """Takes connections on a free port, in a thread: replies to clients that know the word with their rate."""
     import threading
 
     listener = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
@@ -63,8 +62,8 @@ def _take(connection: socket.socket, word: bytes, seconds: float) -> None:
         pass
 
 
-def send(address: str, port: int, word: str) -> str:
-    """Sends zeros until the other host has had enough. The bytes per second, or why there is no number, as JSON."""
+def send(address: str, port: int, word: str) -> dict[str, float | str]:
+    """Sends zeros until the other host replies. Returns its `rate`, in bytes per second, or an `error`."""
     from select import select
 
     block = bytes(_BLOCK)
@@ -75,9 +74,9 @@ def send(address: str, port: int, word: str) -> str:
             while True:
                 readable, writable, _ = select([connection], [connection], [], _PATIENCE)
                 if readable:
-                    return json.dumps({"rate": float(connection.recv(64) or b"0")})
+                    return {"rate": float(connection.recv(64) or b"0")}
                 if not writable:
-                    return json.dumps({"error": f"nothing moves for {_PATIENCE:.0f} s"})
+                    return {"error": f"no data was sent for {_PATIENCE:.0f} s"}
                 connection.send(block)
     except (OSError, ValueError) as error:
-        return json.dumps({"error": getattr(error, "strerror", None) or str(error)})
+        return {"error": getattr(error, "strerror", None) or str(error)}

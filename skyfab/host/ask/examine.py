@@ -7,7 +7,7 @@ import os
 import socket
 import time
 
-from skyfab.host.ask.survey import survey
+from skyfab.host.ask.survey import existing, survey
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a worker
 if TYPE_CHECKING:
@@ -76,9 +76,7 @@ def _user() -> str:
 
 
 def _disk(cache: str) -> Found:
-    place = cache
-    while not os.path.isdir(place) and os.path.dirname(place) != place:
-        place = os.path.dirname(place)
+    place = existing(cache)
     about = os.statvfs(place)
     kind = file_system(place)
     found: Found = {
@@ -87,7 +85,6 @@ def _disk(cache: str) -> Found:
         "networked": int(is_networked(kind)),
         "noexec": int(bool(about.f_flag & getattr(os, "ST_NOEXEC", 8))),
         "readonly": int(bool(about.f_flag & os.ST_RDONLY)),
-        "disk_free": about.f_frsize * about.f_bavail,
         "inodes": about.f_files,
         "inodes_free": about.f_favail,
     }
@@ -152,7 +149,7 @@ def _client_name() -> Found:
     try:
         socket.gethostbyaddr(address)
     except OSError:
-        pass  # having no name is no fault
+        pass  # it may have no name
     return {"reverse_seconds": time.monotonic() - began}
 
 
@@ -190,8 +187,7 @@ def _sshd() -> Found:
         words = title.split()
         if not title.startswith("sshd: ") or "[listener]" not in words:
             continue
-        first, _, most = words[words.index("startups") - 1].partition("-")
-        found.update(startups=int(first), startups_most=int(most))
+        found["startups"] = int(words[words.index("startups") - 1].partition("-")[0])
         file = words[words.index("-f") + 1] if "-f" in words else "/etc/ssh/sshd_config"
         found["sessions"] = int(sshd_setting(file, "maxsessions") or 10)
         break

@@ -69,12 +69,17 @@ def _memory() -> dict[str, int | None]:
     return {"memory": total, "memory_free": free}
 
 
-def _disk(folder: str) -> list[int] | None:
-    """Total and free bytes of the disk on which a folder is, or will be."""
+def existing(folder: str) -> str:
+    """The folder, or the first one above it that exists."""
     while not os.path.isdir(folder) and os.path.dirname(folder) != folder:
         folder = os.path.dirname(folder)
+    return folder
+
+
+def _disk(folder: str) -> list[int] | None:
+    """Total and free bytes of the disk on which a folder is, or will be."""
     try:
-        found = os.statvfs(folder)
+        found = os.statvfs(existing(folder))
     except OSError:
         return None
     return [found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail]

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Final
 
 from skyfab.calls.image import Image
-from skyfab.errors import PoolError, SkyfabError
+from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostUnfit, PoolError, ProtocolError, SkyfabError
 from skyfab.inspect.doctor import checks, measure, pairs
 from skyfab.inspect.doctor.finding import Finding
+from skyfab.inspect.doctor.host_report import EXAMINE, HostReport
 from skyfab.inventory.host import Host
 from skyfab.pool.compute import Compute
 from skyfab.session.ask import Asker, Question, only
@@ -27,11 +28,11 @@ def examined(asker: Asker, *, measured: bool = False) -> list[Finding]:
     findings: list[Finding] = []
     for outcome in asker.each(lambda host: _report(asker, host)):
         if outcome.answer is None:
-            findings.append(checks.refused(outcome.host, outcome.error or SkyfabError("no answer")))
+            findings.append(refused(outcome.host, outcome.error or SkyfabError("no answer")))
         else:
             findings += checks.findings(outcome.answer)
-    refused = {one.host for one in findings if one.section == "login" and one.level == "failure"}
-    able = [host for host in asker.hosts if host.name not in refused]
+    unusable = {one.host for one in findings if one.section == "login" and one.level == "failure"}
+    able = [host for host in asker.hosts if host.name not in unusable]
     rates = _rates(asker, able) if measured else {}
     between, speeds = _between(asker, able[:_MOST], measured=measured) if len(able) > 1 else ([], {})
     if measured:
@@ -40,8 +41,21 @@ def examined(asker: Asker, *, measured: bool = False) -> list[Finding]:
     return findings + between
 
 
-def _report(asker: Asker, host: Host) -> checks.HostReport:
-    report = asker.ask_one(checks.EXAMINE, host)
+def refused(host: Host, error: SkyfabError) -> Finding:
+    """The finding for a host that could not be opened, or that answered nothing of use."""
+    check = "reachability"
+    if isinstance(error, HostKeyRefused):
+        check = "host key"
+    elif isinstance(error, AuthenticationRefused):
+        check = "login"
+    elif isinstance(error, (HostUnfit, ProtocolError)):
+        check = "start"
+    fix = error.hint or ""
+    return Finding(section="login", check=check, host=host.name, level="failure", what=error.message, fix=fix)
+
+
+def _report(asker: Asker, host: Host) -> HostReport:
+    report = asker.ask_one(EXAMINE, host)
     asked = time.time()
     there = asker.ask_one(_CLOCK, host)
     answered = time.time()

@@ -8,10 +8,11 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from skyfab._util import atomic
+from skyfab._util import atomic, schema
 from skyfab._util.cache import cache_folder
 from skyfab.inspect.doctor.finding import Finding
 from skyfab.inspect.doctor.pairs import Pair
+from skyfab.inspect.survey import LIMITS
 from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
 from skyfab.session.ask import Question, only
@@ -35,10 +36,8 @@ def pair_seconds(rounds: int) -> float:
 
 
 def _parse(found: object) -> Rates:
-    """Raises ValueError or TypeError."""
-    if not isinstance(found, dict) or len(found) > 16:
-        raise TypeError("a table was expected")
-    return {str(name)[:60]: float(rate) for name, rate in found.items()}
+    """Raises schema.Invalid."""
+    return schema.parse(dict[str, float], found, LIMITS)
 
 
 MEASURE: Final = Question("measure", lambda host, replies: _parse(only(replies)), {"seconds": SECONDS})
@@ -71,7 +70,7 @@ def _compared(host: str, name: str, rate: float, peers: list[float], before: lis
     what = f"{name}: {_shown(name, rate)}"
     if not slower:
         return Finding(section="speed", check="speed", host=host, level="ok", what=what)
-    fix = "is it used by others, hot, or in another power mode? skyfab hosts; cpupower frequency-info, there"
+    fix = "is it in use, hot, or in another power mode? skyfab hosts; on the host: cpupower frequency-info"
     what = f"slower: {what}; {' and '.join(slower)}"
     return Finding(section="speed", check="speed", host=host, level="warning", what=what, fix=fix)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
+from skyfab._util import schema
 from skyfab.calls.call import as_function
 from skyfab.errors import PeersUnreachable, PoolError, SkyfabError
 from skyfab.host.ask.bandwidth import listen, send
-from skyfab.inspect.doctor.finding import Finding
+from skyfab.inspect.doctor.finding import Finding, Level
+from skyfab.inspect.survey import LIMITS
 from skyfab.inventory.host import Host
 from skyfab.pool.addresses import Address, Candidates
 from skyfab.pool.compute import Compute
@@ -25,6 +27,14 @@ _SLOW: Final = 12_500_000.0
 """Bytes per second: what a network of 100 Mbit/s carries."""
 _BEHIND: Final = 4.0
 """A pair is reported if it is this many times slower than the median."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """The answer of `send`."""
+
+    rate: float = 0.0
+    error: str = ""
 
 
 def places(pool: Compute) -> tuple[dict[str, Address], list[Finding]]:
@@ -47,14 +57,13 @@ def places(pool: Compute) -> tuple[dict[str, Address], list[Finding]]:
 
 
 def _apart(error: SkyfabError) -> Finding:
-    return Finding(
-        section="network",
-        check="ports",
-        host=error.host or "",
-        level="failure",
-        what=error.message,
-        fix=error.hint or "",
-    )
+    return _finding("ports", error.host or "", "failure", error.message, error.hint or "")
+
+
+def _finding(
+    check: str, host: str, level: Level, what: str, fix: str = "", setting: tuple[str, str] | None = None
+) -> Finding:
+    return Finding(section="network", check=check, host=host, level=level, what=what, fix=fix, setting=setting)
 
 
 def _network(host: Host, place: Address, others: set[str]) -> Finding:
@@ -63,17 +72,8 @@ def _network(host: Host, place: Address, others: set[str]) -> Finding:
         what = f"it has several networks, and other hosts find it on {place.interface}, not on {', '.join(others)}"
         setting = ("interface", f'"{place.interface}"')
         fix = f"if that is the right one: interface = {setting[1]} in the inventory"
-        return Finding(
-            section="network",
-            check="interface",
-            host=host.name,
-            level="advice",
-            what=what,
-            fix=fix,
-            setting=setting,
-        )
-    what = f"other hosts find it at {place}"
-    return Finding(section="network", check="interface", host=host.name, level="ok", what=what)
+        return _finding("interface", host.name, "advice", what, fix, setting)
+    return _finding("interface", host.name, "ok", f"other hosts find it at {place}")
 
 
 def ring(names: Sequence[str]) -> list[list[Pair]]:
@@ -113,14 +113,15 @@ def rates(
     opened = for_each_host(lambda name: _port(pool, name, word, seconds), names)
     ports = {name: port for name, port in zip(names, opened, strict=True) if not isinstance(port, Raised)}
 
-    def one_way(pair: Pair) -> tuple[float, str]:
+    def one_way(pair: Pair) -> _Sent:
         source, target = pair
         call = as_function(send)(where[target].address, ports[target], word)
         try:
-            said = json.loads(str(pool.submit(call, on=source).result()))
-            return float(said.get("rate", 0)), str(said.get("error", ""))[:200]
-        except (SkyfabError, ValueError, TypeError, AttributeError) as error:
-            return 0.0, error.message if isinstance(error, SkyfabError) else "invalid reply"
+            return schema.parse(_Sent, pool.submit(call, on=source).result(), LIMITS)
+        except SkyfabError as error:
+            return _Sent(error=error.message)
+        except schema.Invalid as error:
+            return _Sent(error=f"invalid reply: {error}")
 
     found: dict[Pair, float] = {}
     failures = []
@@ -129,18 +130,17 @@ def rates(
         for pair, outcome in zip(known, for_each_host(one_way, known), strict=True):
             if isinstance(outcome, Raised):
                 raise outcome.error
-            rate, error = outcome
-            if error:
-                failures.append(_unmeasured(pair, error))
+            if outcome.error:
+                failures.append(_unmeasured(pair, outcome.error))
             else:
-                found[pair] = rate
+                found[pair] = outcome.rate
     return found, failures
 
 
 def _port(pool: Compute, host: str, word: str, seconds: float) -> int:
     port = pool.submit(as_function(listen)(word, seconds), on=host).result()
     if type(port) is not int or not 0 < port < 65536:
-        raise SkyfabError("its answer names no port", host=host)
+        raise SkyfabError("invalid reply: expected a port", host=host)
     return port
 
 
@@ -149,15 +149,8 @@ def _shown(pair: Pair) -> str:
 
 
 def _unmeasured(pair: Pair, error: str) -> Finding:
-    fix = "ranks on different hosts talk over TCP, at any port: let them in the firewall of the second one"
-    return Finding(
-        section="network",
-        check="bandwidth",
-        host=_shown(pair),
-        level="warning",
-        what=f"no data goes through: {error}",
-        fix=fix,
-    )
+    fix = "ranks on different hosts use TCP, at any port: open the firewall of the second host for the first"
+    return _finding("bandwidth", _shown(pair), "warning", f"no data goes through: {error}", fix)
 
 
 def bandwidths(found: Mapping[Pair, float]) -> list[Finding]:
@@ -166,23 +159,13 @@ def bandwidths(found: Mapping[Pair, float]) -> list[Finding]:
     findings = []
     for pair, rate in found.items():
         shown = f"{rate * 8 / 1e6:,.0f} Mbit/s"
-        fix = (
-            "look at cable, port and the interface: ethtool INTERFACE; another network: interface = … in the inventory"
-        )
+        fix = "check cable, port and interface (ethtool INTERFACE); another network: interface = … in the inventory"
         if rate * _BEHIND < usual:
-            what, level = f"{shown}, where others have {usual * 8 / 1e6:,.0f}", "warning"
+            what = f"{shown}, where others have {usual * 8 / 1e6:,.0f}"
+            findings.append(_finding("bandwidth", _shown(pair), "warning", what, fix))
         elif rate < _SLOW:
-            what, level = f"{shown}: gradients of a large model take long", "advice"
+            what = f"{shown}: gradients of a large model take long"
+            findings.append(_finding("bandwidth", _shown(pair), "advice", what, fix))
         else:
-            what, level, fix = shown, "ok", ""
-        findings.append(
-            Finding(
-                section="network",
-                check="bandwidth",
-                host=_shown(pair),
-                level=level,  # type: ignore[arg-type]
-                what=what,
-                fix=fix,
-            )
-        )
+            findings.append(_finding("bandwidth", _shown(pair), "ok", shown))
     return findings

@@ -1,0 +1,22 @@
+"""Whether the GPUs' driver is new enough for torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from skyfab.env.torch_variants import DRIVERS, cuda_for
+from skyfab.inspect.doctor.finding import Finding
+from skyfab.inspect.doctor.host_report import HostReport
+
+
+def check(report: HostReport) -> Iterator[Finding]:
+    driver = next((gpu.driver for gpu in report.survey.gpus if gpu.driver), None)
+    if driver is None:
+        return
+    cuda = cuda_for(driver)
+    if cuda is None or cuda < 12:
+        oldest = ".".join(map(str, DRIVERS[12]))
+        what = f"its driver {driver} is too old for CUDA 12, which torch needs: the CPU is used, or an old torch"
+        yield report.finding("GPUs", "driver", "warning", what, f"install driver {oldest} or newer on the host")
+    else:
+        yield report.finding("GPUs", "driver", "ok", f"driver {driver}: torch is chosen for CUDA {cuda}")

@@ -1,0 +1,20 @@
+"""The limits of open files and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from skyfab.inspect.doctor.finding import Finding
+from skyfab.inspect.doctor.host_report import HostReport
+
+
+def check(report: HostReport) -> Iterator[Finding]:
+    facts = report.facts
+    for name, value, least, item in (
+        ("open files", facts.files, 1024, "nofile"),
+        ("processes", facts.processes, 512, "nproc"),
+    ):
+        if value and value < least:
+            what = f"its limit of {name} is {value:,}"
+            fix = f"in /etc/security/limits.conf: {facts.user} - {item} 65536, and log in again"
+            yield report.finding("system", "limits", "warning", what, fix)

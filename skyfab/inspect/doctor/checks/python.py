@@ -1,0 +1,20 @@
+"""Whether the host's Python has the same minor version as this machine's."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+
+from skyfab.inspect.doctor.finding import Finding
+from skyfab.inspect.doctor.host_report import HostReport
+
+
+def check(report: HostReport) -> Iterator[Finding]:
+    own, other = platform.python_version(), report.survey.python
+    minor = ".".join(own.split(".")[:2])
+    if minor == ".".join(other.split(".")[:2]):
+        yield report.finding("system", "Python", "ok", f"Python {other}")
+    else:
+        what = f"it has Python {other}, and this machine {own}"
+        fix = f'functions of notebooks and lambdas need the same one: Image(python="{minor}")'
+        yield report.finding("system", "Python", "advice", what, fix)

@@ -1,0 +1,28 @@
+"""The login shell: what it prints when it runs a command, and how long it takes to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from skyfab.inspect.doctor.finding import Finding
+from skyfab.inspect.doctor.host_report import HostReport
+
+_SLOW: Final = 3.0
+
+
+def check(report: HostReport) -> Iterator[Finding]:
+    facts = report.facts
+    if report.host.transport == "local":
+        return
+    if facts.shell_said:
+        first = facts.shell_said.splitlines()[0][:60]
+        what = f"its login shell {facts.shell} prints {first!r} when it runs a command: scp and rsync fail with that"
+        fix = "print for people only, in ~/.bashrc: case $- in *i*) … ;; esac"
+        yield report.finding("login", "shell", "warning", what, fix)
+    elif facts.shell_seconds is None or facts.shell_seconds > _SLOW:
+        what = f"its login shell takes more than {_SLOW:.0f} s to start: every connection waits for it"
+        fix = "look for what ~/.bashrc and similar files start: conda, nvm"
+        yield report.finding("login", "shell", "advice", what, fix)
+    else:
+        yield report.finding("login", "shell", "ok", f"{facts.shell} starts silently")

@@ -1,0 +1,87 @@
+"""`HostReport`: a host with all that is known of it, for the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from skyfab._util import schema
+from skyfab.errors import HostUnfit
+from skyfab.inspect.doctor.finding import Finding, Level, Section
+from skyfab.inspect.survey import LIMITS, Survey
+from skyfab.inventory.host import Host
+from skyfab.session.ask import Question, Reply, only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What `examine` has found on a host. None: unknown."""
+
+    user: str
+    cache: str | None = None
+    filesystem: str | None = None
+    networked: int | None = None
+    noexec: int | None = None
+    readonly: int | None = None
+    inodes: int | None = None
+    inodes_free: int | None = None
+    other_free: int | None = None
+    other_cache: str | None = None
+    name_seconds: float | None = None
+    name_error: str | None = None
+    reverse_seconds: float | None = None
+    shell: str | None = None
+    shell_seconds: float | None = None
+    shell_said: str | None = None
+    startups: int | None = None
+    sessions: int | None = None
+    files: int | None = None
+    processes: int | None = None
+    kills: int | None = None
+    lingers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """A host with all that is known of it."""
+
+    host: Host
+    facts: Facts
+    survey: Survey
+    offset: tuple[float, float] = (0.0, 0.0)
+    """Seconds that its clock is ahead of this machine's, and by how many that may be wrong."""
+
+    def finding(
+        self,
+        section: Section,
+        check: str,
+        level: Level,
+        what: str,
+        fix: str = "",
+        setting: tuple[str, str] | None = None,
+    ) -> Finding:
+        people = (self.facts.user, *(one.user for gpu in self.survey.gpus for one in gpu.processes if one.user))
+        return Finding(
+            section=section,
+            check=check,
+            host=self.host.name,
+            level=level,
+            what=what,
+            fix=fix,
+            setting=setting,
+            people=tuple(dict.fromkeys(name for name in people if name in what + fix)),
+        )
+
+
+def _parse(host: Host, replies: Iterator[Reply]) -> HostReport:
+    found = only(replies)
+    survey = found.pop("survey", None)
+    if survey is None:
+        hint = f"skyfab exec --hosts={host.name} -- nvidia-smi"
+        raise HostUnfit("its system, disk or GPUs do not answer within 15 s", host=host.name, hint=hint)
+    return HostReport(host, schema.parse(Facts, found, LIMITS), Survey.parse(survey))
+
+
+EXAMINE: Final = Question("examine", _parse)
+"""Asks a host for all that can be checked on it."""

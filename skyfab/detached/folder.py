@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, NamedTuple
 
-from skyfab.detached.written import Written, parse
+from skyfab._util import schema
+from skyfab.detached.written import Written
 from skyfab.inventory.host import Host
 from skyfab.session.ask import Question, Reply
 
-T = TypeVar("T")
 State = Literal["running", "done", "failed", "stopped", "lost", "unreachable"]
-_TOLD: Final[tuple[State, ...]] = ("running", "done", "failed", "stopped")
-"""States that a host reports itself; the others are determined on this side."""
 _LATEST: Final = 1e11
 """An upper limit for plausible timestamps."""
-_LONGEST: Final = 2000
-"""Characters of a line."""
+_LIMITS: Final = schema.Limits(characters=2000, items=100_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,33 +37,33 @@ class About:
     python: str = ""
     """The interpreter of its environment."""
 
-    @classmethod
-    def parse(cls, said: Mapping[str, Any]) -> About:
-        """Reads the description. Raises ValueError and TypeError: a host may send anything."""
-        wrong = [name for name, kind in _FIELDS.items() if type(said.get(name)) is not kind]
-        if wrong:
-            raise ValueError(f"not what a run has: {wrong[0]}")
-        hosts = _several(said.get("hosts"), str)
-        if not 0 <= said["place"] < len(hosts):
-            raise ValueError("a place that none of its hosts has")
-        return cls(
-            hosts=hosts,
-            ranks=_several(said.get("ranks"), int),
-            **{name: said[name] for name in _FIELDS},
-            **{name: said[name] for name in ("workdir", "python") if isinstance(said.get(name), str)},
-        )
+    def __post_init__(self) -> None:
+        """A host may send anything. Raises schema.Invalid."""
+        for name, several in (("hosts", self.hosts), ("ranks", self.ranks)):
+            if not several or len(set(several)) < len(several):
+                raise schema.Invalid("expected distinct items", (name,))
+        if not 0 <= self.place < len(self.hosts):
+            raise schema.Invalid("out of range", ("place",))
 
 
-_FIELDS: Final = {"id": str, "name": str, "function": str, "place": int, "world": int, "on": str, "elastic": bool}
-"""The fields with a single value."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Status:
+    state: Literal["running", "done", "failed", "stopped"]
+    started: float
+    files: tuple[Written, ...] = ()
+    failed: Mapping[str, float] = field(default_factory=dict)
 
 
-def _several(found: Any, kind: type[T]) -> tuple[T, ...]:
-    if not isinstance(found, list) or not found or not all(type(one) is kind for one in found):
-        raise ValueError(f"not a list of {kind.__name__}")
-    if len(set(found)) < len(found):
-        raise ValueError("the same twice")
-    return tuple(found)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What a host says of a run."""
+
+    id: str
+    alive: bool
+    pool: str
+    last: str
+    about: About
+    status: _Status
 
 
 class Usage(NamedTuple):
@@ -107,38 +104,27 @@ def _parse(host: Host, replies: Iterator[Reply]) -> list[Part]:
     gpus: tuple[Usage, ...] = ()
     for reply in replies:
         if "gpus" in reply.value:
-            gpus = tuple(_usage(*one) for one in reply.value["gpus"])
+            usages = schema.parse(tuple[tuple[int | None, int | None], ...], reply.value["gpus"])
+            gpus = tuple(Usage(*one) for one in usages)
             continue
         try:
-            found.append(_part(host.name, reply.value))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            found.append(_part(host.name, schema.parse(_Answer, reply.value, _LIMITS)))
+        except schema.Invalid:
             continue  # incomplete, or not written by skyfab
     return [replace(part, gpus=gpus) for part in found]
 
 
-def _usage(percent: object, used: object) -> Usage:
-    numbers = [one if type(one) is int and 0 <= one < 2**50 else None for one in (percent, used)]
-    return Usage(*numbers)
-
-
-def _part(host: str, found: Mapping[str, Any]) -> Part:
-    """Raises ValueError, KeyError, TypeError or AttributeError."""
-    about, status = About.parse(found["about"]), found["status"]
-    state: State | None = status.get("state")
-    started: Any = status.get("started")
-    if about.id != found["id"] or not about.id.isalnum() or state is None or state not in _TOLD:
-        raise ValueError(about.id)
-    if type(started) not in (int, float) or not 0 <= started < _LATEST:
-        raise ValueError("started")
-    said: Any = status.get("failed")
-    times = said if isinstance(said, dict) else {}
+def _part(host: str, found: _Answer) -> Part:
+    about, status = found.about, found.status
+    if about.id != found.id or not about.id.isalnum() or not 0 <= status.started < _LATEST:
+        raise schema.Invalid("not a run")
     return Part(
         host=host,
         about=about,
-        state="lost" if state == "running" and found["alive"] is not True else state,
-        started=float(started),
-        pool=str(found["pool"])[:_LONGEST],
-        last=str(found["last"])[:_LONGEST],
-        files=tuple(parse(status.get("files"))),
-        failed=tuple((rank, times[str(rank)]) for rank in about.ranks if type(times.get(str(rank))) is float),
+        state="lost" if status.state == "running" and not found.alive else status.state,
+        started=status.started,
+        pool=found.pool,
+        last=found.last,
+        files=status.files,
+        failed=tuple((rank, status.failed[str(rank)]) for rank in about.ranks if str(rank) in status.failed),
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from skyfab._util import schema
 from skyfab._util.sizes import counted, readable
 from skyfab.errors import UsageError
 from skyfab.inventory.host import Host
@@ -19,9 +20,11 @@ from skyfab.protocol.blobs import name_of
 from skyfab.ui.events import FilesWritten
 from skyfab.ui.hints import HINTS
 
-_LARGEST: Final = 1 << 62
+_LIMITS: Final = schema.Limits(characters=1000, items=1000)
+_NAMES: Final = 3
+"""Names of files that are shown."""
 _NAME: Final = 80
-"""Most characters of a name that is shown."""
+"""Characters of each."""
 _COMMON: Final = 200
 """Most characters of a path that a command names."""
 
@@ -45,8 +48,9 @@ class Written:
         '2 files (5.0 MB): model.pt, log.csv'
         """
         count = f"{'' if self.complete else 'at least '}{counted(self.count, 'file')}"
-        names = ", ".join(self.names) + (", …" if self.count > len(self.names) else "")
-        return f"{count} ({readable(self.size)}): {names}"
+        names = [re.sub(r"\s", " ", name[:_NAME]) for name in self.names[:_NAMES]]
+        more = ["…"] if self.count > len(names) else []
+        return f"{count} ({readable(self.size)}): {', '.join([*names, *more])}"
 
     @property
     def inner(self) -> str:
@@ -55,28 +59,13 @@ class Written:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name that a host has told can stand in a command as it is."""
+    """Whether a name that a host has sent can be part of a command as it is."""
     return name.isprintable() and 0 < len(name) < _COMMON and name[0] not in "-~/" and ".." not in name
 
 
-def parse(document: object) -> list[Written]:
-    """Parses a host's report, which may contain anything; invalid entries are skipped."""
-    found = []
-    for said in document if isinstance(document, list) else ():
-        if not isinstance(said, dict):
-            continue
-        workdir, names = said.get("workdir"), said.get("names")
-        count, size = _number(said.get("count")), _number(said.get("size"))
-        if isinstance(workdir, str) and isinstance(names, list) and count and size is not None:
-            shown = tuple(re.sub(r"\s", " ", name[:_NAME]) for name in names[:3] if isinstance(name, str))
-            common = said.get("common")
-            common = common if isinstance(common, str) else ""
-            found.append(Written(workdir, count, size, shown, said.get("complete") is True, common))
-    return found
-
-
-def _number(value: object) -> int | None:
-    return value if type(value) is int and 0 <= value < _LARGEST else None
+def parse(document: object) -> tuple[Written, ...]:
+    """Parses a host's report, which may contain anything. Raises schema.Invalid."""
+    return schema.parse(tuple[Written, ...], document, _LIMITS)
 
 
 def event(host: Host, inventory: Inventory, written: Written) -> FilesWritten:

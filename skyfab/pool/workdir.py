@@ -71,7 +71,7 @@ def tell_files(nodes: Sequence[_Node], inventory: Inventory, events: Events) -> 
     """Emits events about files that were written on other machines. Hosts that do not reply in time are skipped."""
     if not events.active:
         return
-    answers: dict[str, list[Written]] = {}
+    answers: dict[str, Sequence[Written]] = {}
     waiting: list[_Node] = []
     for node in nodes:
         if node.lost is None and is_kept(node) and node.session.responds:
@@ -86,9 +86,9 @@ def tell_files(nodes: Sequence[_Node], inventory: Inventory, events: Events) -> 
                 events.emit(event(node.host, inventory, written))
 
 
-def _answer(answers: dict[str, list[Written]], node: _Node) -> Callable[[messages.Message, Any], None]:
+def _answer(answers: dict[str, Sequence[Written]], node: _Node) -> Callable[[messages.Message, Any], None]:
     def take(message: messages.Message, _: Any) -> None:
-        answers[node.name] = []
+        answers[node.name] = ()
         with suppress(ValueError, RecursionError):
             if isinstance(message, messages.Done):
                 answers[node.name] = parse(json.loads(message.text))
@@ -96,9 +96,9 @@ def _answer(answers: dict[str, list[Written]], node: _Node) -> Callable[[message
     return take
 
 
-def _failure(answers: dict[str, list[Written]], node: _Node) -> Callable[[Exception], None]:
+def _failure(answers: dict[str, Sequence[Written]], node: _Node) -> Callable[[Exception], None]:
     def take(_: Exception) -> None:
-        answers[node.name] = []
+        answers[node.name] = ()
 
     return take
 

@@ -62,7 +62,7 @@ def parsed(*values: Any) -> list[Part]:
 
 
 class Follower:
-    """Somebody who looks now and then."""
+    """A reader that looks now and then."""
 
     def __init__(self, asker: Asker, folder: Path) -> None:
         self._asker = asker
@@ -88,7 +88,7 @@ class Follower:
         return [line.text for line in self.reader.new(rest=rest)]
 
     def read_at_once(self, **options: Any) -> list[tuple[str, float]]:
-        """What somebody reads who comes now."""
+        """What a new reader finds."""
         return [(line.text, line.time) for line in LogReader(self._asker, RUN, **options).new(rest=True)]
 
 
@@ -214,7 +214,7 @@ def test_logs_without_times_are_read_all_the_same(follower: Follower) -> None:
 # ---- what hosts say
 
 
-def test_a_record_makes_nobody_log_in_to_hosts_of_its_choice(
+def test_a_record_does_not_choose_hosts_to_log_in_to(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is a file on a host: only hosts that were asked, or that the inventory has, are reached."""
@@ -244,7 +244,7 @@ def test_runs_are_found_whatever_they_are_called(asker: Asker, folder: Path) -> 
     (part,) = parts_of(asker, RUN)
     assert (part.about.name, part.state, part.last) == ("x =run y", "done", "last")
     assert [one.about.id for one in parts_of(asker)] == [RUN]
-    assert parts_of(asker, "nobody") == []
+    assert parts_of(asker, "missing") == []
 
 
 def test_a_last_line_says_something(asker: Asker, folder: Path) -> None:
@@ -256,14 +256,10 @@ def test_a_last_line_says_something(asker: Asker, folder: Path) -> None:
         assert run.last == last
 
 
-@pytest.mark.parametrize(
-    ("said", "failed"),
-    [({"1": 2.5, "0": 3.5, "7": 1.0}, ((0, 3.5), (1, 2.5))), ({"0": "soon"}, ()), ([1], ()), (None, ())],
-)
-def test_failures_are_read_with_their_times(asker: Asker, folder: Path, said: Any, failed: Any) -> None:
+def test_failures_are_read_with_their_times(asker: Asker, folder: Path) -> None:
     (folder / "about").write_text(json.dumps(ABOUT))
-    (folder / "status").write_text(json.dumps({**STATUS, "failed": said}))
-    assert parts_of(asker)[0].failed == failed
+    (folder / "status").write_text(json.dumps({**STATUS, "failed": {"1": 2.5, "0": 3.5, "7": 1.0}}))
+    assert parts_of(asker)[0].failed == ((0, 3.5), (1, 2.5))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +278,7 @@ def test_failures_are_read_with_their_times(asker: Asker, folder: Path, said: An
     ],
     ids=str,
 )
-def test_what_no_run_has_is_no_run(asker: Asker, folder: Path, wrong: dict[str, Any]) -> None:
+def test_invalid_descriptions_are_passed_over(asker: Asker, folder: Path, wrong: dict[str, Any]) -> None:
     (folder / "about").write_text(json.dumps({**ABOUT, **wrong}))
     (folder / "status").write_text(json.dumps(STATUS))
     assert parts_of(asker, RUN) == []
@@ -308,8 +304,14 @@ def test_whatever_a_host_says_is_read_or_an_invalid_answer(said: Any) -> None:
 
 @pytest.mark.parametrize(
     "status",
-    [{"state": "done", "started": float("inf")}, {"state": "done", "started": 10**400}, {}, [], "done"],
-    ids=["never", "huge", "empty", "list", "text"],
+    [
+        {"state": "done", "started": float("inf")},
+        {"state": "done", "started": 10**400},
+        {**STATUS, "failed": {"0": "soon"}},
+        {},
+        "done",
+    ],
+    ids=["never", "huge", "failed", "empty", "text"],
 )
 def test_impossible_statuses(status: Any) -> None:
     assert parsed({"id": RUN, "alive": True, "about": ABOUT, "status": status, "last": "", "pool": ""}) == []

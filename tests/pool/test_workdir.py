@@ -15,6 +15,7 @@ import pytest
 from stage.projects import inventory, skyfab
 
 import skyfab as sky
+from skyfab._util import schema
 from skyfab.detached.run import attach
 from skyfab.detached.written import Written, parse, project, to_fetch
 from skyfab.errors import ProtocolError
@@ -317,7 +318,6 @@ def test_a_host_that_skyfab_finds_by_its_name_is_asked_by_skyfab(
         ("a.pt", True, "a.pt"),
         ("ckpt", True, "ckpt"),
         ("", True, "."),
-        (None, True, "."),
         ("a", False, "."),
         ("-odd", True, "."),
         ("a\x1b[2J", True, "."),
@@ -325,7 +325,7 @@ def test_a_host_that_skyfab_finds_by_its_name_is_asked_by_skyfab(
         ("../../etc/passwd", True, "."),
     ],
 )
-def test_what_is_fetched_is_what_was_written(common: str | None, complete: bool, inner: str) -> None:
+def test_what_is_fetched_is_what_was_written(common: str, complete: bool, inner: str) -> None:
     (found,) = parse([{"workdir": "p", "count": 9, "size": 3, "names": [], "complete": complete, "common": common}])
     assert found.inner == inner
 
@@ -368,23 +368,12 @@ def test_what_was_fetched_is_not_told(
 
 def test_what_a_host_says_of_files_is_not_believed() -> None:
     good = {"workdir": "p", "count": 2, "size": 3, "names": ["a", "b"], "complete": True}
-    assert parse([good]) == [Written("p", 2, 3, ("a", "b"), True)]
-    for bad in (
-        None,
-        3,
-        {},
-        [None],
-        [[]],
-        [{}],
-        [{**good, "count": "x"}],
-        [{**good, "size": -1}],
-        [{**good, "names": 1}],
-    ):
-        assert parse(bad) == []
-    assert parse([{**good, "names": ["x" * 1000, 3, "y", "z"]}])[0].names == ("x" * 80, "y")
-    assert parse([{**good, "names": ["a\n  to fetch: rm"]}])[0].names == ("a   to fetch: rm",), (
-        "one line, whatever the host says"
-    )
+    assert parse([good]) == (Written("p", 2, 3, ("a", "b"), True),)
+    for bad in (None, 3, {}, [None], [{}], [{**good, "count": "x"}], [{**good, "names": 1}]):
+        with pytest.raises(schema.Invalid):
+            parse(bad)
+    (one,) = parse([{**good, "count": 9, "names": ["x" * 1000, "a\n  to fetch: rm", "y", "z"]}])
+    assert str(one) == f"9 files (3 B): {'x' * 80}, a   to fetch: rm, y, …", "one line, whatever the host says"
 
 
 # ---- skyfab run

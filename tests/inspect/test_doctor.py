@@ -158,7 +158,8 @@ def test_the_report_and_the_fix(sick: tuple[Lab, Ran], tmp_path: Path) -> None:
     inventory.write_text(lab.inventory.read_text())
     done = doctor(inventory, "node2")
     assert done.code == 1, done.err
-    assert "GPUs     1 failure, 1 warning" in done.out and "    fix: on the host: sudo nvidia-smi --gpu-reset" in done.out
+    assert "GPUs     1 failure, 1 warning" in done.out
+    assert "    fix: on the host: sudo nvidia-smi --gpu-reset" in done.out
     assert f"    in {inventory}: [hosts.node2] gpus = [0]\n" in done.out
     assert f'    in {inventory}: [hosts.node2] cache = "/var/tmp/root/skyfab"\n' in done.out
     text = inventory.read_text().replace("[hosts.node2]", '[hosts.node2]\ncache = "/var/tmp/root/skyfab"')

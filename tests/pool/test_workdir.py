@@ -373,7 +373,7 @@ def test_what_a_host_says_of_files_is_not_believed() -> None:
         with pytest.raises(schema.Invalid):
             parse(bad)
     (one,) = parse([{**good, "count": 9, "names": ["x" * 1000, "a\n  to fetch: rm", "y", "z"]}])
-    assert str(one) == f"9 files (3 B): {'x' * 80}, a   to fetch: rm, y, …", "one line, whatever the host says"
+    assert str(one) == f"9 files (3 bytes): {'x' * 80}, a   to fetch: rm, y, …", "one line, whatever the host says"
 
 
 # ---- skyfab run

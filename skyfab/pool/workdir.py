@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -71,36 +71,28 @@ def tell_files(nodes: Sequence[_Node], inventory: Inventory, events: Events) -> 
     """Emits events about files that were written on other machines. Hosts that do not reply in time are skipped."""
     if not events.active:
         return
-    answers: dict[str, Sequence[Written]] = {}
-    waiting: list[_Node] = []
+    waiting: list[tuple[_Node, list[messages.Message | Exception]]] = []
     for node in nodes:
         if node.lost is None and is_kept(node) and node.session.responds:
+            replies: list[messages.Message | Exception] = []
             with suppress(SkyfabError):
-                node.session.send(messages.Written(), answer=_answer(answers, node), failure=_failure(answers, node))
-                waiting.append(node)
+                node.session.send(
+                    messages.Written(), answer=lambda message, _, to=replies: to.append(message), failure=replies.append
+                )
+                waiting.append((node, replies))
     until = time.monotonic() + _TIMEOUT
-    for node in waiting:
-        node.session.wait(lambda node=node: node.name in answers, max(0.0, until - time.monotonic()))
-        for written in answers.get(node.name, ()):
+    for node, replies in waiting:
+        node.session.wait(lambda got=replies: bool(got), max(0.0, until - time.monotonic()))
+        for written in _written(replies):
             if written.workdir == node.workdir.sent:
                 events.emit(event(node.host, inventory, written))
 
 
-def _answer(answers: dict[str, Sequence[Written]], node: _Node) -> Callable[[messages.Message, Any], None]:
-    def take(message: messages.Message, _: Any) -> None:
-        answers[node.name] = ()
-        with suppress(ValueError, RecursionError):
-            if isinstance(message, messages.Done):
-                answers[node.name] = parse(json.loads(message.text))
-
-    return take
-
-
-def _failure(answers: dict[str, Sequence[Written]], node: _Node) -> Callable[[Exception], None]:
-    def take(_: Exception) -> None:
-        answers[node.name] = ()
-
-    return take
+def _written(replies: Sequence[messages.Message | Exception]) -> Sequence[Written]:
+    with suppress(ValueError, RecursionError):
+        if replies and isinstance(replies[0], messages.Done):
+            return parse(json.loads(replies[0].text))
+    return []
 
 
 def is_kept(node: _Node) -> bool:

@@ -653,47 +653,6 @@ def test_data_of_all_kinds_arrives_and_comes_back_the_same(pool: sky.Compute) ->
             assert found == value
 
 
-def test_parts_that_are_one_object_stay_one_object(pool: sky.Compute) -> None:
-    shared = [1]
-    loop: list[Any] = [shared, shared]
-    loop.append(loop)
-    found = identity(loop) >> pool
-    assert found[0] is found[1]
-    assert found[2] is found
-
-
-def test_nan_and_identity_constants_survive(pool: sky.Compute) -> None:
-    nan, nothing, yes = identity((math.nan, None, True)) >> pool
-    assert math.isnan(nan)
-    assert nothing is None
-    assert yes is True
-
-
-@pytest.mark.slow
-def test_arrays_of_every_kind_come_back_the_same(lent_pool: sky.Compute) -> None:
-    base = np.arange(24, dtype=np.float64).reshape(2, 3, 4)
-    arrays = [
-        base,
-        base.T,
-        base[:, ::2],
-        np.asfortranarray(base),
-        np.array(5),
-        np.zeros((0, 3)),
-        np.array(["a", "bb"]),
-        np.array([1, "x", None], dtype=object),
-        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
-        np.datetime64("2026-01-01") + np.arange(3),
-        np.arange(5, dtype=">i2"),
-        np.ma.masked_array([1, 2], [True, False]),
-        np.random.default_rng(0).standard_normal(100_000),
-    ]
-    for sent, found in zip(arrays, identity(arrays) >> lent_pool, strict=True):
-        assert found.dtype == sent.dtype
-        assert found.shape == sent.shape
-        assert np.array_equal(found, sent) or sent.dtype == object
-    assert list(identity(arrays[7]) >> lent_pool) == [1, "x", None]
-
-
 @pytest.mark.parametrize("size", [100, 8 * 1024, 5 * MB], ids=["small", "middle", "large"])
 def test_arrays_can_be_written_to_on_both_sides(lent_pool: sky.Compute, size: int) -> None:
     @sky.function
@@ -857,32 +816,6 @@ def test_a_model_comes_back_trained_with_its_weights_still_tied(torch_pool: sky.
     assert stepped.param_groups[0]["params"][0] is trained.embed.weight
     here, _ = train.fn(model, optimizer)
     assert torch.allclose(here.embed.weight, trained.embed.weight)
-
-
-@pytest.mark.torch
-def test_tensors_of_all_kinds_come_back_the_same(torch_pool: sky.Compute) -> None:
-    torch = pytest.importorskip("torch")
-    tensors = [
-        torch.arange(10),
-        torch.randn(3, 4, requires_grad=True),
-        torch.nn.Parameter(torch.ones(2)),
-        torch.randn(1000, 30).t(),
-        torch.empty(0, 5),
-        torch.tensor(True),
-        torch.randn(5000).to(torch.bfloat16),
-        torch.eye(3).to_sparse(),
-        torch.complex(torch.ones(2), torch.ones(2)),
-        torch.arange(20)[5:10],
-    ]
-    found = identity(tensors) >> torch_pool
-    for sent, got in zip(tensors, found, strict=True):
-        assert type(got) is type(sent)
-        assert got.dtype is sent.dtype
-        assert got.requires_grad == sent.requires_grad
-        assert torch.equal(got.to_dense(), sent.to_dense())
-    assert found[3].stride() == tensors[3].stride()
-    found[5].fill_(False)
-    found[0][0] = 5
 
 
 # ---- functions

@@ -125,30 +125,6 @@ def test_a_killed_writer_leaves_no_name(store: Store, tmp_path: Path) -> None:
     assert bytes(map_blob(store.folders, NAME)) == CONTENT
 
 
-def test_two_writers_of_one_blob_in_one_agent_do_not_meet(store: Store, tmp_path: Path) -> None:
-    """Two pools' worth of streams may push the same blob: interleaved, both end well and the content is whole."""
-    first = store.writer(NAME, keep=True)
-    first.write(memoryview(CONTENT)[:200_000])
-    second = store.writer(NAME, keep=True)
-    second.write(memoryview(CONTENT)[:50_000])
-    first.write(memoryview(CONTENT)[200_000:])
-    first.commit()
-    assert bytes(map_blob(store.folders, NAME)) == CONTENT
-    second.write(memoryview(CONTENT)[50_000:])
-    second.commit()
-    assert bytes(map_blob(store.folders, NAME)) == CONTENT
-    assert files(tmp_path) == [f"cache/blobs/{NAME}"]
-
-
-def test_a_writer_that_fails_does_not_take_the_other_one_along(store: Store, tmp_path: Path) -> None:
-    first, second = store.writer(NAME, keep=True), store.writer(NAME, keep=True)
-    first.write(memoryview(CONTENT)[:10])
-    second.write(memoryview(CONTENT))
-    first.abort()
-    second.commit()
-    assert files(tmp_path) == [f"cache/blobs/{NAME}"]
-
-
 def test_many_processes_write_one_blob_at_once(tmp_path: Path) -> None:
     """Two programs with the same environment, on one host: everyone succeeds, whoever is first."""
     code = (
@@ -256,10 +232,6 @@ def test_a_tree_is_laid_out_with_all_its_files(store: Store) -> None:
     assert (target / "0/pkg/b.py").read_bytes() == b"two"
 
 
-def test_an_empty_tree_is_a_folder(store: Store) -> None:
-    assert names(store.lay_out(TREE, [])) == []
-
-
 def test_a_tree_that_is_there_is_used_as_it_is(store: Store) -> None:
     one = put(store, b"one")
     first = store.lay_out(TREE, [["a.py", one]])
@@ -344,16 +316,6 @@ def test_a_blob_that_is_a_link_to_elsewhere_does_not_make_the_tree_one(store: St
         store.lay_out(TREE, [["a.py", one]])
     assert secret.read_bytes() == b"mine"
     assert files(tmp_path) == sorted([f"cache/blobs/{one}", "outside", f"cache/trees/{TREE}"])
-
-
-def test_what_an_agent_left_half_done_does_not_get_into_a_new_tree(store: Store) -> None:
-    """Process numbers come again: a draft that a crash left behind belongs to nobody."""
-    one = put(store, b"one", keep=True)
-    for stale in (f".{os.getpid()}.tmp", ".tmp", "-draft"):
-        stale = f"{place_of(store, TREE)}{stale}"
-        Path(stale).mkdir(parents=True)
-        Path(stale, "stale.py").write_text("old")
-    assert files(Path(store.lay_out(TREE, [["a.py", one]]))) == ["a.py"]
 
 
 def test_several_agents_lay_out_one_tree_at_once(tmp_path: Path) -> None:

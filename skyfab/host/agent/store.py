@@ -92,18 +92,23 @@ class Store:
             os.utime(target)
             return target
         os.makedirs(self._trees, mode=0o700, exist_ok=True)
+        import shutil
         import tempfile
 
         draft = tempfile.mkdtemp(prefix=f".{digest[:16]}-", dir=self._trees)  # unique, even if hosts share the cache
         try:
             for path, name in files:
-                _copy(self._find(check_name(name)), _inside(draft, path))
+                source, inner = self._find(check_name(name)), _inside(draft, path)
+                if source is None:
+                    raise FileNotFoundError(f"the content of {path} is not on this host")
+                os.makedirs(os.path.dirname(inner), mode=0o700, exist_ok=True)
+                shutil.copyfile(source, inner)
             with contextlib.suppress(OSError):  # another process may have created it first
                 os.rename(draft, target)
             if not os.path.isdir(target):
                 raise OSError(f"{target} could not be made")
         finally:
-            _remove(draft)
+            shutil.rmtree(draft, ignore_errors=True)
         return target
 
     def tree(self, digest: str) -> str:
@@ -162,18 +167,3 @@ def _inside(root: str, path: str) -> str:
     if os.path.isabs(clean) or clean == ".." or clean.startswith("../") or "\0" in clean:
         raise ProtocolError(f"a path outside its tree: {path!r}")
     return os.path.join(root, clean)
-
-
-def _copy(source: str | None, target: str) -> None:
-    if source is None:
-        raise FileNotFoundError(f"the content of {target} is not on this host")
-    os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
-    with open(source, "rb") as content, open(target, "wb") as file:
-        while piece := content.read(1 << 20):
-            file.write(piece)
-
-
-def _remove(folder: str) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)

@@ -61,6 +61,8 @@ def enter(folder: str, cache: str, included: str) -> None:
 
 def _lay_out(source: str, target: str) -> None:
     """Copies a file, unless it is already there. Several processes may do so at once."""
+    import shutil  # imported late: few pools include files
+
     if _same(source, target):
         return
     folder = os.path.dirname(target)
@@ -68,11 +70,7 @@ def _lay_out(source: str, target: str) -> None:
         os.makedirs(folder, exist_ok=True)
     draft = os.path.join(folder, f".{os.path.basename(target)}.{os.getpid()}.new")
     try:
-        with open(source, "rb") as content, open(draft, "wb") as file:
-            while piece := content.read(1 << 20):
-                file.write(piece)
-        found = os.stat(source)
-        os.utime(draft, ns=(found.st_mtime_ns, found.st_mtime_ns))
+        shutil.copy2(source, draft)
         os.replace(draft, target)
     except OSError:
         with contextlib.suppress(OSError):
@@ -82,21 +80,11 @@ def _lay_out(source: str, target: str) -> None:
 
 def _same(source: str, target: str) -> bool:
     """Whether the target is a copy of the source: by size and modification time, or else by content."""
-    try:
-        ours, theirs = os.stat(source), os.stat(target)
-        if ours.st_size != theirs.st_size or not stat.S_ISREG(theirs.st_mode):
-            return False
-        return ours.st_mtime_ns == theirs.st_mtime_ns or _equal(source, target)
-    except OSError:
-        return False
+    import filecmp
 
-
-def _equal(source: str, target: str) -> bool:
-    with open(source, "rb") as one, open(target, "rb") as other:
-        while piece := one.read(1 << 20):
-            if piece != other.read(1 << 20):
-                return False
-    return True
+    with contextlib.suppress(OSError):
+        return filecmp.cmp(source, target)
+    return False
 
 
 def _inside(folder: str) -> Iterator[str]:

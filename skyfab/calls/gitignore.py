@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -19,24 +19,11 @@ if TYPE_CHECKING:
 _SKIPPED: Final = frozenset({b"__pycache__", b"node_modules", b"site-packages", b"dist-packages"})
 
 
-def patterns(lines: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a path, with a slash at its end if it is that of a folder, matches patterns as in .gitignore."""
-    return _spec(lines).match_file if lines else lambda path: False
-
-
-def _spec(lines: Sequence[str]) -> pathspec.GitIgnoreSpec:
+def spec_of(lines: Iterable[str]) -> pathspec.GitIgnoreSpec:
+    """Patterns as in .gitignore."""
     import pathspec
 
     return pathspec.GitIgnoreSpec.from_lines(lines)
-
-
-def without(excluded: Callable[[str], bool]) -> Keeps:
-    """All files but those that are excluded, by their paths."""
-
-    def keeps(child: os.DirEntry[bytes], path: bytes) -> bool:
-        return _is_wanted(child) and not excluded(os.fsdecode(path) + ("/" if child.is_dir() else ""))
-
-    return keeps
 
 
 def as_git(top: Path) -> Keeps:
@@ -45,19 +32,19 @@ def as_git(top: Path) -> Keeps:
     last = next((folder for folder in chain if os.path.exists(folder / ".git")), top)
 
     @functools.cache
-    def spec_of(folder: Path) -> pathspec.GitIgnoreSpec | None:
+    def spec_in(folder: Path) -> pathspec.GitIgnoreSpec | None:
         try:
-            return _spec((folder / ".gitignore").read_text().splitlines())
+            return spec_of((folder / ".gitignore").read_text().splitlines())
         except (OSError, UnicodeDecodeError):
             return None
 
     def keeps(child: os.DirEntry[bytes], path: bytes) -> bool:
-        if not _is_wanted(child):
+        if not is_kept(child, path):
             return False
         whole = top / os.fsdecode(path)
         tail = "/" if child.is_dir() else ""
         for folder in whole.parents:  # the deepest .gitignore takes precedence
-            spec = spec_of(folder)
+            spec = spec_in(folder)
             verdict = spec.check_file(whole.relative_to(folder).as_posix() + tail).include if spec else None
             if verdict is not None or folder == last:
                 return not verdict
@@ -66,7 +53,8 @@ def as_git(top: Path) -> Keeps:
     return keeps
 
 
-def _is_wanted(child: os.DirEntry[bytes]) -> bool:
+def is_kept(child: os.DirEntry[bytes], _: bytes) -> bool:
+    """Whether it is readable, and neither compiled code nor a hidden folder, a cache or an environment."""
     if not os.access(child.path, os.R_OK):  # as what others keep to themselves in /tmp
         return False
     if not child.is_dir():

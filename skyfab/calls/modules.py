@@ -35,9 +35,12 @@ Place = tuple[str, str]
 class Modules:
     """The user's own modules that a program imports, directly or not."""
 
-    def __init__(self, folders: Sequence[str], names_in: Callable[[Entry, bytes], Iterable[str]]) -> None:
-        """`folders` is where modules are looked for; `names_in` says which ones a file imports."""
-        self._places = [(folder, folder) for folder in folders]
+    def __init__(self, program: str | None, names_in: Callable[[Entry, bytes], Iterable[str]]) -> None:
+        """`program` is the path of a script; None: this process. `names_in` says what a file imports."""
+        script = _script_of(program)
+        paths = [os.path.dirname(script)] if script else []
+        paths += [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
+        self._places = [(path, path) for path in dict.fromkeys(paths) if _is_own(path + os.sep)]
         self._names_in = names_in
         self._seen: set[str] = set()
         self._absent = {"skyfab"}
@@ -45,8 +48,21 @@ class Modules:
         self._packages: set[str] = set()
         self.found: dict[bytes, tuple[str, Entry]] = {}
         """The folder of `sys.path` and the entry of each file, by its path."""
-        self.folders = {folder for folder in folders if os.path.isdir(folder)}
+        self.folders = {folder for folder, _ in self._places if os.path.isdir(folder)}
         """Folders where a change may mean other modules."""
+        if script:
+            for entry, path in files_below(script, os.path.basename(script)):
+                self.found[path] = (paths[0], entry)
+                self.add(names_in(entry, path))
+        self.add(_loaded_modules())
+        if program is None and not getattr(sys.modules.get("__main__"), "__file__", None):
+            self.add(_modules_here())
+
+    @property
+    def roots(self) -> list[str]:
+        """The folders of `sys.path` in which modules were found."""
+        used = {root for root, _ in self.found.values()}
+        return [folder for folder, _ in self._places if folder in used]
 
     def add(self, names: Iterable[str]) -> None:
         """Adds the modules of these names, and those that they import, as far as they are the user's own."""
@@ -59,13 +75,6 @@ class Modules:
                     if path not in self.found:
                         self.found[path] = (root, entry)
                         waiting += self._names_in(entry, path)
-
-    def add_script(self, path: str) -> None:
-        """Adds a script, whatever its name, and the modules that it imports."""
-        root, name = os.path.split(path)
-        for entry, file in files_below(path, name):
-            self.found[file] = (root, entry)
-            self.add(self._names_in(entry, file))
 
     def _files_of(self, words: Sequence[str], places: Sequence[Place]) -> Iterator[tuple[str, Entry, bytes]]:
         """The files of a module, in the order in which Python looks for it."""
@@ -142,16 +151,8 @@ def names_in(text: str, package: Sequence[str]) -> set[str]:
     return {name.strip(".") for name in found} - {""}
 
 
-def own_folders(script: str | None) -> list[str]:
-    """The folders of `sys.path` that are the user's own, that of the script first."""
-    paths = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
-    if script:
-        paths.insert(0, os.path.dirname(script))
-    return [path for path in dict.fromkeys(paths) if _is_own(path + os.sep)]
-
-
-def own_script(program: str | None) -> str | None:
-    """The path of the program's script: `program`, or that of this process. None if it has none, or is installed."""
+def _script_of(program: str | None) -> str | None:
+    """The path of the program's script, or of this process's. None if it has none, or an installed one."""
     main = sys.modules.get("__main__")
     if program is None and getattr(main, "__spec__", None) is not None:
         return None  # started with -m: a module as any other
@@ -160,26 +161,17 @@ def own_script(program: str | None) -> str | None:
     return path if os.path.isfile(path) and _is_own(path) else None
 
 
-def loaded_modules() -> list[str]:
-    """The names of the modules that this program has loaded and that are the user's own."""
-    found: list[str] = []
+def _loaded_modules() -> Iterator[str]:
+    """The names of the user's own modules that this process has loaded."""
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
+        file, spec = getattr(module, "__file__", None), getattr(module, "__spec__", None)
         if isinstance(file, str) and _is_own(file):
-            spec = getattr(module, "__spec__", None)
-            found.append(spec.name if name == "__main__" and spec is not None else name)
-    return found
+            yield spec.name if name == "__main__" and spec is not None else name
 
 
-def modules_beside_session(program: str | None) -> list[str]:
-    """For a session without a script, as in a notebook: all modules and packages of the current folder.
-
-    What is typed there later may import any of them.
-    """
-    if program or getattr(sys.modules.get("__main__"), "__file__", None):
-        return []
-    with os.scandir() as children:
-        found = [child.name for child in children]
+def _modules_here() -> list[str]:
+    """All modules and packages of the current folder: what is typed in a session, as in a notebook, may import any."""
+    found = os.listdir()
     modules = [name.removesuffix(".py") for name in found if name.endswith(".py")]
     return modules + [name for name in found if os.path.isfile(os.path.join(name, _INIT))]
 

@@ -11,27 +11,22 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePath
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from skyfab.calls.folder_watch import Changes
-from skyfab.calls.gitignore import patterns, without
+from skyfab.calls.gitignore import is_kept, spec_of
 from skyfab.calls.image import Image
-from skyfab.calls.modules import (
-    Modules,
-    files_below,
-    loaded_modules,
-    modules_beside_session,
-    names_in,
-    own_folders,
-    own_script,
-)
+from skyfab.calls.modules import Modules, files_below, names_in
 from skyfab.errors import UsageError
 from skyfab.files.entries import FOLDER, Entry, text
 from skyfab.protocol.blobs import name_of
+
+if TYPE_CHECKING:
+    import pathspec
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +70,6 @@ class Project:
         self._known: dict[tuple[bytes, int, int], tuple[str, set[str]]] = {}
         """Of each file by path, size and time: the name of its blob, and the modules that it may import."""
         self._modules = 0
-        self._loaded: list[str] = []
         self._next_scan = 0.0
         self._folders: set[str] = set()
         self._changes = Changes()
@@ -105,9 +99,7 @@ class Project:
             self._next_scan = 0.0  # changes until then are not watched
 
     def _scan(self) -> None:
-        if len(sys.modules) != self._modules:
-            self._modules = len(sys.modules)
-            self._loaded = loaded_modules()
+        self._modules = len(sys.modules)
         while True:
             self._changes.watch(self._folders)  # before the folders are read: no change is missed
             found, roots, folders = self._find()
@@ -123,44 +115,36 @@ class Project:
 
     def _find(self) -> tuple[dict[str, tuple[Entry, bytes]], list[str], set[str]]:
         """The files to send, by their paths in the tree; the folders of `sys.path` there; and the folders to watch."""
-        script = own_script(self._image.program)
-        folders = own_folders(script)
-        modules = Modules(folders, self._names_in)
-        if script is not None:
-            modules.add_script(script)
-        modules.add([*self._loaded, *modules_beside_session(self._image.program)])
-        included = [self._included(include, modules) for include in self._includes]
-        used = {root for root, _ in modules.found.values()}
-        roots = [*(str(include.root) for include in self._includes), *(folder for folder in folders if folder in used)]
+        modules = Modules(self._image.program, self._names_in)
+        included = [list(self._files_of(include, modules)) for include in self._includes]
+        roots = [*(str(include.root) for include in self._includes), *modules.roots]
         numbers = {root: number for number, root in enumerate(roots) if number >= len(included)}
         found: dict[str, tuple[Entry, bytes]] = {}
         for path, (root, entry) in modules.found.items():
-            if not self._excluded(text(entry.path)):
-                found[f"{numbers[root]:03d}/{text(entry.path)}"] = (entry, path)
+            found[f"{numbers[root]:03d}/{text(entry.path)}"] = (entry, path)
         for number, (include, files) in enumerate(zip(self._includes, included, strict=True)):
             for entry, path in files:
                 found |= dict.fromkeys(_paths(number, include, entry, path, numbers), (entry, path))
+        if self._image.excludes:
+            found = {inner: file for inner, file in found.items() if not self._excluded.match_file(text(file[0].path))}
         return found, roots, modules.folders
 
-    def _included(self, include: _Include, modules: Modules) -> list[tuple[Entry, bytes]]:
+    def _files_of(self, include: _Include, modules: Modules) -> Iterator[tuple[Entry, bytes]]:
         """The files of an include; the modules that they import are added to `modules`."""
-        found = []
         modules.folders.add(str(include.root))
-        place = os.path.relpath(include.path, include.root)
-        for entry, path in files_below(str(include.path), place, without(self._excluded)):
+        for entry, path in files_below(str(include.path), os.path.relpath(include.path, include.root), is_kept):
             if entry.kind == FOLDER:
                 modules.folders.add(os.fsdecode(path))
             else:
-                found.append((entry, path))
                 modules.add(self._names_in(entry, path))
-        return found
+                yield entry, path
 
     @functools.cached_property
-    def _excluded(self) -> Callable[[str], bool]:
-        return patterns(self._image.excludes)
+    def _excluded(self) -> pathspec.GitIgnoreSpec:
+        return spec_of(self._image.excludes)
 
     def _names_in(self, entry: Entry, path: bytes) -> set[str]:
-        return self._read(entry, path)[1]
+        return self._read(entry, path)[1] if path.endswith(b".py") else set()
 
     def _read(self, entry: Entry, path: bytes) -> tuple[str, set[str]]:
         key = (path, entry.size, entry.time)

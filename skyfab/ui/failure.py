@@ -41,7 +41,7 @@ _CHAIN: Final = {
 
 def text(error: BaseException) -> str:
     """What an uncaught exception shows. It may quote a host, so terminal control sequences are removed."""
-    return clean_lines("\n".join(_chain(error, set())))
+    return clean_lines("\n".join(_chain(error)))
 
 
 def summary(error: BaseException, prefix: str = "") -> str:
@@ -64,30 +64,26 @@ def _first(error: BaseException) -> BaseException:
     return error.exceptions[0] if isinstance(error, BroadcastError) else error
 
 
-def _chain(error: BaseException, seen: set[int]) -> Iterator[str]:
-    seen.add(id(error))
-    before = error.__cause__ if error.__cause__ or error.__suppress_context__ else error.__context__
-    if before is not None and not isinstance(before, RemoteTraceback) and id(before) not in seen:
-        yield from _chain(before, seen)
-        yield _CHAIN[before is error.__cause__]
-    frames = [frame for frame in _frames(error) if not _is_hidden(frame) and "/IPython/core/" not in frame.filename]
-    if frames:
-        yield _HEADER
-        yield "".join(traceback.format_list(frames)).rstrip()
-    yield from _remote(_first(error))
-    yield from _ending(error)
+def _chain(error: BaseException) -> Iterator[str]:
+    chain = [one for one in reversed(_causes(error)) if not isinstance(one, RemoteTraceback)]
+    for one in chain:
+        if one is not chain[0]:
+            yield _CHAIN[one.__cause__ is not None]
+        frames = [frame for frame in _frames(one) if not _is_hidden(frame) and "/IPython/core/" not in frame.filename]
+        if frames:
+            yield _HEADER
+            yield "".join(traceback.format_list(frames)).rstrip()
+        yield from _remote(_first(one))
+        yield from _ending(one)
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The exception and what it came from, once each."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            waiting += [one.__cause__, None if one.__suppress_context__ else one.__context__]
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """The exception and what it came from, the latest first; once each."""
+    found: dict[int, BaseException] = {}
+    while error is not None and id(error) not in found:
+        found[id(error)] = error
+        error = error.__cause__ if error.__cause__ or error.__suppress_context__ else error.__context__
+    return list(found.values())
 
 
 def _frames(error: BaseException) -> Sequence[traceback.FrameSummary]:

@@ -83,17 +83,6 @@ def text(said: str) -> str:
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_help_has_the_width_of_the_terminal(folder: Path, columns: int) -> None:
-    code, said = seen(folder, columns, "logs", "--help")
-    lines = said.splitlines()
-    assert code == 0
-    assert max(len(line) for line in lines if not line.startswith("  skyfab logs")) <= columns
-    assert " ".join(said.split()).count("by time") == 1
-    if columns > 60:
-        assert "  --tail N          start with the last N lines (default: all)" in lines
-
-
-@pytest.mark.parametrize("columns", WIDTHS)
 def test_hosts_is_a_table_where_there_is_room(folder: Path, columns: int) -> None:
     """The reason of a failure is wrapped, and nothing else; where there is less room, columns are left out."""
     code, said = seen(folder, columns, "hosts", "both")
@@ -118,15 +107,6 @@ def test_hosts_stays_readable_at_20_columns(folder: Path) -> None:
     assert shown[:3] == ["dead", "  address:", "    root@127.0.0.1:1"]
     assert "refused" in " ".join(shown)
     assert max(len(line) for line in shown[: shown.index("  CPUs: –")]) <= 20
-
-
-def test_piped_output_has_columns_and_no_escapes(folder: Path) -> None:
-    ran = piped(folder, "hosts", "both")
-    head, here, dead = ran.stdout.splitlines()
-    assert head.startswith("host  address           system")
-    assert here.startswith("here  this machine      ")
-    assert dead.startswith("dead  root@127.0.0.1:1  –")
-    assert "\x1b" not in ran.stdout + ran.stderr
 
 
 # ---- a run, as it lies on a host

@@ -299,8 +299,10 @@ def broadcast_error(label: str, failures: Sequence[Exception], results: Sequence
     """The error for a broadcast whose ranks failed. Those that were stopped because another one failed did not."""
     failed = [failure for failure in failures if not isinstance(failure, CallCancelled)]
     stopped = len(failures) - len(failed) if failed else 0
-    text = f"{label} failed on {len(failed) or len(failures)} of {len(results)} ranks"
-    return BroadcastError(text + (f"; {stopped} stopped" if stopped else ""), failed or failures, results)
+    where = f" on {len(failed) or len(failures)} of {len(results)} ranks" if len(results) > 1 else ""
+    return BroadcastError(
+        f"{label} failed{where}{f'; {stopped} stopped' if stopped else ''}", failed or failures, results
+    )
 
 
 def _indent(error: Exception) -> str:

@@ -197,7 +197,7 @@ def test_names_live_where_the_table_says() -> None:
 
 
 def test_no_public_name_is_hidden_by_a_module() -> None:
-    """``skyfab/function.py`` would replace ``sky.function`` as soon as somebody imports it."""
+    """``skyfab/function.py`` would replace ``sky.function`` as soon as it is imported."""
     modules = {path.stem for path in SOURCE.parent.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert not modules & set(NAMES)
 

@@ -31,12 +31,12 @@ def init(
         str | None,
         Option("aliases of ssh_config, patterns or addresses", "HOSTS", plain=True),
     ] = None,
-    yes: Annotated[bool, Option("do not ask: use all hosts, record keys, skip hosts that cannot be used")] = False,
+    yes: Annotated[bool, Option("do not ask: use all hosts, record keys, skip hosts that are not usable")] = False,
 ) -> int:
     """Write an inventory.toml with the hosts that you already log in to.
 
     Reads ssh_config and known_hosts, runs a function on every host, and asks at most three questions: which hosts to
-    use, whether to record keys that ssh does not know yet, and whether to skip hosts that cannot be used. Never changes
+    use, whether to record keys that ssh does not know yet, and whether to skip those that are not usable. Never changes
     an existing file. Exits with 3, and writes nothing, if no host can be used.
 
         skyfab init
@@ -62,7 +62,11 @@ def init(
         return 3
     kept = ready if len(ready) == len(outcomes) or _left_out(outcomes, yes=yes) else [one.host for one in outcomes]
     found = replace(known, hosts={host.name: host for host in kept}, groups={})
-    _write(path, found)
+    try:
+        with path.open("x", encoding="utf-8") as file:  # never over a file that has come meanwhile
+            file.write(found.to_toml())
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", hint="cd into another folder") from None
     print(f"wrote {path} with {counted(len(kept), 'host')}")
     print(HINTS.adapted("next: skyfab doctor"))
     return 0
@@ -173,7 +177,7 @@ def _show(outcomes: Sequence[Outcome[Survey]]) -> None:
                 clean(f"{one.host.name}: hello from {now.os}, Python {now.python}, {now.cpus} CPUs{gpus}", colour=False)
             )
         elif one.error is not None:
-            print(clean_lines(f"{one.host.name}: cannot be used: {one.error.message}"))
+            print(clean_lines(f"{one.host.name}: not usable: {one.error.message}"))
             if one.error.hint:
                 print(HINTS.adapted(clean_lines(f"  hint: {one.error.hint}")))
 
@@ -182,14 +186,3 @@ def _left_out(outcomes: Sequence[Outcome[Survey]], *, yes: bool) -> bool:
     count = sum(one.error is not None for one in outcomes)
     which = "the unusable host" if count == 1 else f"the {count} unusable hosts"
     return yes or _asked(f"Skip {which}? [Y/n] ", "add --yes").lower() in ("", "y", "yes")
-
-
-def _write(path: Path, inventory: Inventory) -> None:
-    """Never over a file that has come meanwhile."""
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(inventory.to_toml())
-    except FileExistsError:
-        raise UsageError(f"{path} already exists", hint="skyfab doctor") from None
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", hint="cd into another folder") from None

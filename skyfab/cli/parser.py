@@ -56,7 +56,9 @@ class CommandLine:
     def __init__(self, commands: Mapping[str, Command]) -> None:
         self._commands = commands
         program = HINTS.program
-        self.parser = Parser(prog=program, usage=f"{program} COMMAND [options]", epilog=_EPILOG.format(program=program))
+        self.parser = Parser(
+            prog=program, usage=f"{program} COMMAND [options]", epilog=f"{program} COMMAND --help explains one of them."
+        )
         self.parser.add_argument("-V", "--version", action="store_true", help="print the version")
         subparsers = self.parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
         self.parsers: dict[str, Parser] = {}
@@ -128,9 +130,6 @@ class CommandLine:
         near = _nearest(name.replace("_", "-"), known)
         typed = [f"{near}{equals}{value}" if one == word else one for one in words]
         return UsageError(f"unknown option {name}", hint=f"did you mean: {_typed(command, *typed)}" if near else help_)
-
-
-_EPILOG: Final = "{program} COMMAND --help explains one of them."
 
 
 def _typed(*words: str) -> str:

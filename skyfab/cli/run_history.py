@@ -16,7 +16,7 @@ def _file() -> Path:
 
 
 def note(id_: str, name: str) -> None:
-    """Notes a run. What cannot be written is not noted."""
+    """Notes a run. Ignores a disk that is full or read-only."""
     from skyfab._util import atomic  # it takes long to import, and completion does not need it
 
     with suppress(OSError, RuntimeError):

@@ -175,7 +175,7 @@ def attach(
 
 
 def _age(text: str | None) -> float | None:
-    """The moment that is so long ago. Raises UsageError."""
+    """The time that lines of this age were written at. Raises UsageError."""
     if text is None:
         return None
     number, unit = (text[:-1], text[-1]) if text[-1] in _UNITS else (text, "s")

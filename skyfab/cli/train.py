@@ -5,17 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from skyfab._util.sizes import counted
 from skyfab.cli.command import Detach, Hosts, InventoryFile, Option, Ranks, command
 from skyfab.cli.image_options import ImageOptions, Index
-from skyfab.errors import BroadcastError, RemoteTraceback, UsageError
-
-if TYPE_CHECKING:
-    from skyfab.calls.call import Call
-    from skyfab.detached.run import Run
-    from skyfab.pool.compute import Compute
+from skyfab.errors import UsageError
 
 
 @command
@@ -40,7 +35,7 @@ def train(
     """
     from skyfab import plugins
     from skyfab.calls.call import as_function
-    from skyfab.cli.detach import tell_how_to_attach
+    from skyfab.cli.detach import broadcast, tell_how_to_attach
     from skyfab.cli.host_selection import selected
     from skyfab.detached.run import Run
     from skyfab.pool.compute import Compute
@@ -56,7 +51,7 @@ def train(
     )
     digits = _digits()
     data = digits.load()
-    model = _untrained(digits)
+    model = digits.untrained()
     before = digits.evaluate(model, data.x_test, data.y_test)
     _say(f"{len(data.y_train)} handwritten digits to learn from, {len(data.y_test)} held out")
     _say(f"untrained, the model reads {_percent(before)} of those right")
@@ -66,7 +61,7 @@ def train(
         calling = time.monotonic()
         _say(f"training on {counted(compute.world_size, 'rank')} of {counted(len(compute.hosts), 'host')}")
         call = as_function(digits.train)(model, data.x_train, data.y_train, epochs)
-        trained = compute.launch(call, name="train") if detach else _broadcast(compute, call)
+        trained = compute.launch(call, name="train") if detach else broadcast(compute, call, name="train")
         done = time.monotonic()
     if isinstance(trained, Run):
         tell_how_to_attach(trained)
@@ -88,25 +83,6 @@ def _digits() -> Any:
             hint="./inv train sets everything up in a checkout; elsewhere: pip install 'skyfab[torch]'",
         ) from None
     return digits
-
-
-def _untrained(digits: Any) -> Any:
-    import torch
-
-    torch.manual_seed(0)  # the same initial weights every time, so that results can be compared
-    return digits.Classifier()
-
-
-def _broadcast(compute: Compute, call: Call[Any]) -> list[Any] | Run:
-    from skyfab.cli.detach import broadcast
-
-    try:
-        return broadcast(compute, call, name="train")
-    except BroadcastError as error:
-        first, cause = error.exceptions[0], error.exceptions[0].__cause__
-        if isinstance(first, ModuleNotFoundError) and first.name == "torch" and isinstance(cause, RemoteTraceback):
-            error.hint = f'give [hosts.{cause.host}] of the inventory a python = "/path" that has torch'
-        raise
 
 
 def _plot(history: Sequence[Any]) -> None:

@@ -91,6 +91,12 @@ class Classifier(nn.Module):  # type: ignore[misc]  # torch is not there for myp
         return self.layers(x)
 
 
+def untrained() -> Classifier:
+    """A classifier with the same initial weights every time, so that results can be compared."""
+    torch.manual_seed(0)
+    return Classifier()
+
+
 def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int = 10, lr: float = 1e-2, batch: int = 64) -> Trained:
     """Train a copy of `model`: on all of the data if alone, on this rank's share of it if not.
 
@@ -168,8 +174,8 @@ def _learn(
 def average(models: Sequence[nn.Module]) -> nn.Module:
     """One model whose weights are the mean of the given ones'.
 
-    Good as long as all were trained from the same initial weights. What is no floating-point number
-    (a counter, say) is the first model's.
+    Good as long as all were trained from the same initial weights. Counters and other integers are those of the first
+    model.
     """
     states = [model.state_dict() for model in models]
     mean = states[0] | {

@@ -103,7 +103,7 @@ def _remote(error: BaseException) -> Iterator[str]:
     if lines[0] == _HEADER and lines.count(_HEADER) == 1:
         lines = lines[1:]
         lines = lines[: next((n for n, line in enumerate(lines) if not line.startswith(" ")), len(lines))]
-    elif _is_message(lines[0], error):  # there is no frame of the program, and the message follows below
+    elif _is_message(lines[0], error):  # without a frame of the program: the message follows below
         lines = [line for line in lines if line.startswith("hint: ")]
     lines = list(_own_frames(lines))
     if lines:
@@ -139,7 +139,7 @@ def _ending(error: BaseException, prefix: str = "") -> Iterator[str]:
         for kind in sorted(alike, key=first.__eq__):  # the first failure is the last line
             one = next(failure for failure in error.exceptions if _kind(failure) == kind)
             more = alike[kind] - 1
-            yield _line(one, typed=not prefix) + (f" (and {counted(more, 'more rank')} alike)" if more else "")
+            yield _line(one, typed=not prefix) + (f" (same error on {counted(more, 'more rank')})" if more else "")
         yield from _hints(error) or _hints(_first(error))
     elif isinstance(error, SkyfabError) and hasattr(error, "exceptions"):
         yield f"{prefix}{error}"

@@ -75,7 +75,7 @@ class Imports:
             self._found.pop((event.host, event.worker), None)
 
     def since(self, seconds: float) -> list[Importing]:
-        """Those that have taken so long."""
+        """Those that have taken this long."""
         now = self._clock()
         return [event for event, began in self._found.values() if now - began >= seconds]
 
@@ -304,8 +304,8 @@ class Plain(View):
     def _state(self, event: HostState, before: State | None) -> None:
         if event.state == "preparing" and event.detail:
             self._say("stderr", clean(f"{event.host}: {event.detail}") + "\n")
-        told = event.state in ("failed", "lost", "reconnecting")
-        if told or (event.state, before) in (("ready", "reconnecting"), ("ready", "preparing")):
+        is_trouble = event.state in ("failed", "lost", "reconnecting")
+        if is_trouble or (event.state, before) in (("ready", "reconnecting"), ("ready", "preparing")):
             self._say("stderr", clean(str(event)) + "\n")
 
     def _moved(self, event: Moved) -> None:

@@ -53,7 +53,7 @@ class Terminal:
             with suppress(OSError):  # it is not the terminal that controls this program: there is no background
                 return os.tcgetpgrp(fd) == os.getpgrp()
             return True
-        except (AttributeError, OSError, ValueError):  # no stdin, a closed one, or one that is no file
+        except (AttributeError, OSError, ValueError):  # no stdin, a closed one, or one that is not a file
             return False
 
     def ask(self, question: str, stopped: Callable[[], bool] = lambda: False, *, echo: bool = False) -> str | None:
@@ -74,7 +74,7 @@ TERMINAL: Final = Terminal()
 
 
 def answer(question: str) -> str:
-    """Reads a line that is shown as it is typed. The end of input (Ctrl-D) is no answer: it ends as Ctrl-C does."""
+    """Reads a line that is shown as it is typed. The end of input (Ctrl-D) ends it as Ctrl-C does."""
     try:
         return input(question).strip()
     except EOFError:

@@ -107,7 +107,7 @@ def test_help_fits_the_terminal(skyfab: Skyfab, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
-    """Whoever asks for help does not wait for connections, environments or drawing."""
+    """Help does not wait for connections, environments or drawing to be imported."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "skyfab", "--list"], cwd=tmp_path, capture_output=True, text=True
     )

@@ -76,7 +76,7 @@ def test_the_end_of_input_is_no_answer(tmp_path: Path) -> None:
 
 def test_no_host_can_be_used(tmp_path: Path) -> None:
     done = skyfab(tmp_path, config(tmp_path, "Host a\n  HostName 127.0.0.1\n  Port 1\n"), "init", "--yes")
-    assert done.returncode == 3 and "a: cannot be used: " in done.stdout
+    assert done.returncode == 3 and "a: not usable: " in done.stdout
     assert not (tmp_path / "inventory.toml").exists()
 
 
@@ -118,7 +118,7 @@ def test_forty_odd_entries(tmp_path: Path) -> None:
         assert list(Inventory.load(tmp_path / "inventory.toml").hosts) == ["works0", "works1"]
         assert "skipped dot.ted: same login as ümlaut" in done.stderr
         assert 'skipped github.com: "User git" is a Git server' in done.stderr and "skipped quoted one" in done.stderr
-        assert "works1: hello from " in done.stdout and "dead7: cannot be used" in done.stdout
+        assert "works1: hello from " in done.stdout and "dead7: not usable" in done.stdout
         assert done.stdout.endswith("wrote inventory.toml with 2 hosts\nnext: skyfab doctor\n")
         assert second.host_key in known.read_text()
         assert skyfab(tmp_path, environ, "hosts").returncode == 0

@@ -34,5 +34,5 @@ def test_a_rank_that_has_failed_while_others_run_is_named(capsys: pytest.Capture
     part = SimpleNamespace(host="node1", about=SimpleNamespace(ranks=(0,)))
     run: Any = SimpleNamespace(id="3f2a91c0aa", parts=[part], world_size=2, state="running", lines=lines)
     runs._print(run, timestamps=False)
-    told = "node2[1] has failed, the other ranks are still running; to stop them: skyfab stop 3f2a91c0"
-    assert capsys.readouterr().err.splitlines() == [told]
+    said = "node2[1] has failed, the other ranks are still running; to stop them: skyfab stop 3f2a91c0"
+    assert capsys.readouterr().err.splitlines() == [said]

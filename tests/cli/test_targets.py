@@ -26,7 +26,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("trian.py", "did you mean train.py?"),
         ("trian.py:train", "did you mean train.py?"),
         ("my dta/x.py", "skyfab run --help"),
-        ("my dat", "skyfab run --help"),  # a folder is no script
+        ("my dat", "skyfab run --help"),  # a folder is not a script
         ("quite different.py", "skyfab run --help"),
         ("train.py:a b", "skyfab run train.py:main"),
     ],

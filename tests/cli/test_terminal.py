@@ -109,7 +109,7 @@ def test_hosts_stays_readable_at_20_columns(folder: Path) -> None:
     assert max(len(line) for line in shown[: shown.index("  CPUs: –")]) <= 20
 
 
-# ---- a run, as it lies on a host
+# ---- a run, as it is on a host
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def test_messages_that_cannot_be_written_change_neither_the_output_nor_the_exit_
             assert (ran.returncode, ran.stdout[:1]) == (code, "[" if "json" in task else ""), line
 
 
-def test_a_command_whose_output_nobody_reads_is_stopped(folder: Path) -> None:
+def test_a_command_whose_output_is_not_read_is_stopped(folder: Path) -> None:
     line = f"{{ {shlex.join(PROGRAM)} exec here -- yes; echo $? >code; }} | head -1"
     ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=170)
     assert (ran.stdout, ran.stderr) == ("here y\n", "")
@@ -354,7 +354,7 @@ def test_shells_complete(folder: Path, line: str, words: list[str]) -> None:
 @pytest.mark.usefixtures("on_path")
 def test_zsh_takes_its_script(folder: Path) -> None:
     if shutil.which("zsh") is None:
-        pytest.skip("there is no zsh")
+        pytest.skip("zsh is not installed")
     script = 'autoload -U compinit && compinit -u -d zcompdump; eval "$(skyfab completion zsh)"; echo $_comps[skyfab]'
     ran = subprocess.run(["zsh", "-f", "-c", script], cwd=folder, capture_output=True, text=True, timeout=170)
     assert (ran.stdout, ran.stderr) == ("_shtab_skyfab\n", "")

@@ -217,9 +217,9 @@ def test_an_output_that_is_not_read_holds_up_no_thread_and_no_more_than_so_much_
         paused.released.set()
         made.close()
     lines = paused.getvalue().splitlines()
-    (told,) = [line for line in lines if line.startswith("skyfab: ")]
-    assert told.endswith("lines dropped: the output was not read")
-    assert int(told.split()[1]) + len(lines) - 1 == 1000
+    (note,) = [line for line in lines if line.startswith("skyfab: ")]
+    assert note.endswith("lines dropped: the output was not read")
+    assert int(note.split()[1]) + len(lines) - 1 == 1000
     assert lines[0] == "node1[0] line 0"
     assert lines[-1] == "node1[0] line 999"
 
@@ -304,7 +304,7 @@ def test_bars_of_ranks_and_streams_do_not_mix(plain: Plain, stdout: Recorder, st
 
 
 @pytest.mark.parametrize("close", [False, True])
-def test_a_bar_that_nobody_finished_stays_at_the_end(plain: Plain, stdout: Recorder, close: bool) -> None:
+def test_a_bar_that_was_not_finished_stays_at_the_end(plain: Plain, stdout: Recorder, close: bool) -> None:
     plain(out("70%", rank=None, end="\r"))
     if close:
         plain.close()

@@ -84,7 +84,11 @@ class Run(ShownAsTable):
     @property
     def state(self) -> State:
         """The state as of the last query."""
-        return self._state_of(self._parts)
+        states = {part.state for part in self._parts}
+        if len(self._parts) < len(self.hosts) - len(self.unasked):
+            states.add("unreachable")
+        order: tuple[State, ...] = ("lost", "running", "unreachable", "stopped", "failed")
+        return next((state for state in order if state in states), "done")
 
     @property
     def last(self) -> str:
@@ -104,20 +108,13 @@ class Run(ShownAsTable):
         states = {part.state for part in self._parts}
         return len(self._parts) == len(self.hosts) and states.isdisjoint(("running", "unreachable"))
 
-    def _state_of(self, parts: Sequence[Part]) -> State:
-        states = {part.state for part in parts}
-        if len(parts) < len(self.hosts) - len(self.unasked):
-            states.add("unreachable")
-        order: tuple[State, ...] = ("lost", "running", "unreachable", "stopped", "failed")
-        return next((state for state in order if state in states), "done")
-
     def look(self) -> None:
         """Queries all its hosts again; those that are unreachable now may respond later."""
         with self._asker() as asker:
             self._look(asker)
 
     def _look(self, asker: Asker) -> list[SkyfabError]:
-        """Returns the errors of the hosts that cannot be asked now."""
+        """Returns the errors of the hosts that do not answer now."""
         outcomes = asker.ask(question(self.id))
         self._parts = [self._part(outcome) for outcome in outcomes if outcome.error is None]
         self.unasked = []
@@ -138,7 +135,7 @@ class Run(ShownAsTable):
         unknown = [name for name in self.hosts if self._host(name) is None]
         if unknown:
             raise UsageError(
-                f"run {self.id[:8]} is said to be on {', '.join(unknown)} too, which the inventory does not have",
+                f"run {self.id[:8]} is also on {', '.join(unknown)}, according to its hosts: not in the inventory",
                 hint="name all of its hosts: --hosts=…, or hosts=… in attach()",
             )
         return self._asker(**options)
@@ -183,7 +180,7 @@ class Run(ShownAsTable):
         """As `logs`, with times; of what is there already only the last `tail` lines, and those not before `since`.
 
         `follow`, `rank` and `trouble` are as for `logs`; following ends early once `stopped` is true. `failed` is
-        called once for each rank that has failed while others go on, with its host.
+        called once for each rank that has failed while others still run, with its host.
         The times are those of the hosts' clocks, in seconds since 1970.
         Raises UsageError for a rank that the run has not.
         """
@@ -192,12 +189,12 @@ class Run(ShownAsTable):
             raise UsageError(f"run {self.id[:8]} has no rank {rank}: it has {has}")
         with self._asker_of_all(trouble=trouble if follow else None) as asker:
             reader = LogReader(asker, self.id, started=self.started, rank=rank, tail=tail, since=since)
-            told: set[tuple[str, int]] = set()
+            reported: set[tuple[str, int]] = set()
             while True:
                 over = not follow or self._is_over(asker)
                 for one in self.failed if self.state == "running" else ():
-                    if one not in told:
-                        told.add(one)
+                    if one not in reported:
+                        reported.add(one)
                         failed(*one)
                 yield from reader.new(rest=over, patient=follow)
                 if (over and reader.complete) or stopped():
@@ -228,7 +225,7 @@ class Run(ShownAsTable):
                     if not errors:
                         return self._conclude([one for some in answers.values() for one in some])
                 if time.monotonic() > until:
-                    why = f"cannot be asked: {errors[0]}" if errors else f"is still {state}"
+                    why = f"does not answer: {errors[0]}" if errors else f"is still {state}"
                     raise TimeoutError(f"run {self.id[:8]} {why}")
                 _check(errors)
                 time.sleep(PACE)
@@ -297,7 +294,7 @@ class Run(ShownAsTable):
                 pid = outcome.get()
                 if pid is not None:
                     what = f"process {int(pid)} has not ended after 10 s"
-                    raise HostUnfit(what, host=outcome.host.name, hint=f"wait, or end it there: kill -9 {int(pid)}")
+                    raise HostUnfit(what, host=outcome.host.name, hint=f"wait, or on the host: kill -9 {int(pid)}")
 
 
 def _is_safe(workdir: str) -> bool:
@@ -341,18 +338,16 @@ def runs(
     With ``results="data"`` hosts are not trusted, as for `Compute`.
     Raises a HostError if a host cannot be queried.
     """
-    found, _ = survey(Inventory.of(inventory), hosts, patient=False, results=results)
+    found, errors = survey(Inventory.of(inventory), hosts, results=results)
+    if errors:
+        raise errors[0]
     return found
 
 
 def survey(
-    inventory: Inventory,
-    hosts: str | Iterable[str | Host] | None,
-    *,
-    patient: bool = True,
-    results: Results = "any",
+    inventory: Inventory, hosts: str | Iterable[str | Host] | None, *, results: Results = "any"
 ) -> tuple[list[Run], list[SkyfabError]]:
-    """The runs on all hosts that could be queried, and the errors of the others, which are raised unless `patient`.
+    """The runs on all hosts that could be queried, and the errors of the others.
 
     For None, the hosts are those of the inventory and this machine.
     """
@@ -360,14 +355,12 @@ def survey(
     with Asker(selected, inventory) as asker:
         outcomes = asker.ask(question(gpus=True))
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-    if errors and not patient:
-        raise errors[0]
     parts = [part for outcome in outcomes for part in outcome.answer or ()]
     return runs_of(parts, inventory, selected, results), errors
 
 
 def runs_of(found: Iterable[Part], inventory: Inventory, hosts: Sequence[Host], results: Results = "any") -> list[Run]:
-    """The runs that these parts, which `hosts` have told, belong to; the latest first."""
+    """The runs that these parts, which `hosts` have sent, belong to; the latest first."""
     parts: dict[str, list[Part]] = {}
     for part in found:
         parts.setdefault(part.about.id, []).append(part)
@@ -406,7 +399,7 @@ def attach(
         raise errors[0]
     near = did_you_mean(id, [*(run.id[: max(8, len(id))] for run in found), *(run.name for run in found)])
     if hosts is None and known.source is None:
-        hint = near or "is SKYFAB_INVENTORY set? or name its hosts: --hosts=…"
-        raise UsageError(f"no run {id!r} on this machine, and there is no inventory with others", hint=hint)
+        hint = near or "set SKYFAB_INVENTORY, or name its hosts: --hosts=…"
+        raise UsageError(f"no run {id!r} on this machine (no inventory loaded)", hint=hint)
     where = "the hosts of the inventory and on this machine" if hosts is None else "these hosts"
     raise UsageError(f"no run {id!r} on {where}", hint=near or "to list them: skyfab runs")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from skyfab._util import schema
 from skyfab.calls.project import with_local_paths
 from skyfab.inventory.host import Host
 from skyfab.session.ask import Question, Reply
@@ -46,22 +47,21 @@ class Stack:
         return f"{self.host} ({self.pid})" if self.pid else self.host
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What a host says of a worker."""
+
+    rank: int | None
+    pid: int
+    pool: str
+    text: str
+
+
 def _parse(host: Host, replies: Iterator[Reply]) -> list[Stack]:
-    found = []
-    for reply in replies:
-        about = reply.value
-        rank = str(about["rank"])
-        is_rank = str(about["worker"]).startswith("gang") and re.fullmatch("[0-9]{1,9}", rank)
-        found.append(
-            Stack(
-                host=host.name,
-                rank=int(rank) if is_rank else None,
-                pid=int(about["pid"]),
-                pool=str(about["pool"]),
-                frames=frames_of(str(about["text"])),
-            )
-        )
-    return found
+    found = [schema.parse(_Answer, reply.value) for reply in replies]
+    return [
+        Stack(host=host.name, rank=one.rank, pid=one.pid, pool=one.pool, frames=frames_of(one.text)) for one in found
+    ]
 
 
 STACKS: Final = Question("stacks", _parse)

@@ -11,7 +11,7 @@ from skyfab.session.ask import Question, only
 LIMITS: Final = schema.Limits(characters=300, items=1000)
 """For what a host says about itself."""
 _IDLE: Final = 10
-"""A GPU that is used by no more than so many percent, and by no process, is free: a desktop draws on some."""
+"""Percent. A GPU that is used less, and by no process, is free: a desktop draws on some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +87,8 @@ class Survey:
 
     @classmethod
     def parse(cls, found: Any) -> Survey:
-        """Reads a host's answer. Raises ValueError, TypeError or AttributeError."""
-        disk, disk_free = found.get("disk") or (None, None)
-        return schema.parse(cls, {**found, "disk": disk, "disk_free": disk_free}, LIMITS)
+        """Reads a host's answer. Raises schema.Invalid."""
+        return schema.parse(cls, found, LIMITS)
 
 
 SURVEY: Final = Question("survey", lambda host, replies: Survey.parse(only(replies)))

@@ -149,7 +149,7 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         (["gc", "--days=-1"], "error: --days must be 0 or more, not '-1'\n"),
         (
             ["logs", "no-such-run"],
-            "error: no run 'no-such-run' on this machine, and there is no inventory with others\nhint: is SKYFAB_",
+            "error: no run 'no-such-run' on this machine (no inventory loaded)\nhint: set SKYFAB_",
         ),
         (["logs", "night", "--since=soon"], "error: invalid --since=soon: expected a number with s, m, h or d"),
         (

@@ -34,7 +34,7 @@ Hosts = Callable[..., list[sky.Host]]
 
 @sky.function
 def count(lines: int, go: str = "") -> tuple[int, int, bytes]:
-    """Writes so many lines, waits in the middle if it is told for what, and returns its place and a megabyte."""
+    """Writes `lines` lines, waits in the middle for `go` if it is given, and returns its place and a megabyte."""
     info = sky.instance_info()
     for number in range(lines):
         print(f"line {number} of rank {info.rank}")
@@ -146,7 +146,7 @@ def test_a_run_on_one_host_returns_one_result(hosts: list[sky.Host], namespaces:
 def test_a_run_that_ends_before_its_client_has_left_keeps_no_agent(
     hosts: list[sky.Host], namespaces: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client has gone for good: there is no program that could come back within the lease."""
+    """Its client has gone for good: no program can come back within the lease."""
     abandon = Session.abandon
 
     def abandon_late(self: Session) -> None:
@@ -192,7 +192,7 @@ def test_following_a_run_takes_one_login(hosts: list[sky.Host], spot: Spot) -> N
     assert len(seen) == 2
     listening = begin(lambda: list(follower))
     waiting = begin(lambda: run.result(170))
-    until(lambda: len(connections()) == 4, "somebody who waits for the result")
+    until(lambda: len(connections()) == 4, "a reader that waits for the result")
     both = connections()
     for _ in range(30):
         time.sleep(0.05)
@@ -214,7 +214,7 @@ def test_following_a_run_survives_connections_that_break(
     follower = run.logs(follow=True)
     first = [next(follower) for _ in range(5)]
     waiting = begin(lambda: run.result(170))
-    until(lambda: sum(map(len, map(logins, namespaces.hosts[:2]))) == 4, "somebody who waits for the result")
+    until(lambda: sum(map(len, map(logins, namespaces.hosts[:2]))) == 4, "a reader that waits for the result")
     for host in namespaces.hosts[:2]:
         for process in logins(host):
             os.kill(process.outside, signal.SIGKILL)
@@ -259,17 +259,17 @@ def test_a_run_that_is_stopped_has_time_to_save(hosts: list[sky.Host], spot: Spo
 
 
 @pytest.mark.slow
-def test_the_rank_that_failed_first_is_told_first_and_while_others_run(
+def test_the_rank_that_failed_first_is_reported_first_and_while_others_run(
     hosts: list[sky.Host], namespaces: Lab, spot: Spot
 ) -> None:
     """The other rank of its host is stopped because of it, and counts as no failure."""
     with sky.Compute(hosts, ranks=2, ui="none") as pool:
         run = pool.launch(fail_in_turn(spot / "go"), name="turns")
     spot.wait("go.waits", 2)
-    told: list[tuple[str, int]] = []
-    following = begin(lambda: list(run.lines(follow=True, failed=lambda *one: told.append(one))))
+    failed: list[tuple[str, int]] = []
+    following = begin(lambda: list(run.lines(follow=True, failed=lambda *one: failed.append(one))))
     spot.leave("go.first")
-    until(lambda: told == [("node2", 3)], "the failure of a rank, while it is followed")
+    until(lambda: failed == [("node2", 3)], "the failure of a rank, while it is followed")
     other = sky.attach(run.id, hosts)
     until(lambda: other.status == "running" and other.parts[1].state == "failed", "the end of the other rank there")
     assert other.failed == [("node2", 3)]
@@ -279,7 +279,7 @@ def test_the_rank_that_failed_first_is_told_first_and_while_others_run(
         other.result(170)
     assert str(raised.value.exceptions[0]) == "rank 3 first"
     following.result(60)
-    assert told == [("node2", 3)]
+    assert failed == [("node2", 3)]
 
 
 @pytest.mark.slow
@@ -363,7 +363,7 @@ def test_a_run_whose_host_was_started_again_is_lost_and_its_logs_are_there(spot:
 def test_a_run_that_does_not_end_says_what_to_do(
     namespaces: Lab, hosts: list[sky.Host], spot: Spot, runs_on: Callable[[str, int], bool]
 ) -> None:
-    """Its agent is frozen: whoever stops it is told, in time, what would help."""
+    """Its agent is frozen: `stop` says, in time, what would help."""
     run = launch(hosts[:1], count(4, spot / "never"), on="one", name="frozen")
     spot.wait("never.waits")
     about = namespaces.hosts[0].path(f"/root/.cache/skyfab/runs/{run.id}/agent").read_text().split()
@@ -389,8 +389,8 @@ def test_a_name_that_was_used_twice_means_the_newest_and_no_name_is_refused(host
         sky.attach("twni", hosts)
     with pytest.raises(sky.UsageError, match="has no rank 1: it has one rank, 0"):
         list(twins[0].logs(rank=1))
-    with pytest.raises(sky.UsageError, match="no run 'nobody'"):
-        sky.attach("nobody", hosts)
+    with pytest.raises(sky.UsageError, match="no run 'missing'"):
+        sky.attach("missing", hosts)
     with pytest.raises(sky.UsageError, match="a run without a name"):
         sky.attach("", hosts)
 
@@ -434,9 +434,9 @@ def test_the_commands(namespaces: Lab, script: Path) -> None:
     assert attached.returncode == 1
     assert sorted(attached.stdout.splitlines()) == ["node1[0] rank 0", "node2[1] rank 1"]
     assert "stopped" in attached.stderr
-    missing = skyfab(namespaces, "logs", "nobody")
+    missing = skyfab(namespaces, "logs", "missing")
     assert missing.returncode == 2
-    assert missing.stderr.splitlines()[0] == "error: no run 'nobody' on the hosts of the inventory and on this machine"
+    assert missing.stderr.splitlines()[0] == "error: no run 'missing' on the hosts of the inventory and on this machine"
 
 
 @pytest.mark.slow

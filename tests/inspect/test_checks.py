@@ -49,7 +49,7 @@ FINE: dict[str, Any] = {
 
 def found_on(gpus: list[dict[str, Any]] | None = None, gpu_error: str | None = None, **other: Any) -> list[Finding]:
     """What is not in order with a host that differs from a good one in this."""
-    survey = {**_SURVEY, "python": platform.python_version(), "disk": [10**13, other.pop("disk_free", 10**12)]}
+    survey = {**_SURVEY, "python": platform.python_version(), "disk_free": other.pop("disk_free", 10**12)}
     survey |= {"gpus": gpus or [], "gpu_tool": "nvidia-smi" if gpus else None, "gpu_error": gpu_error}
     offset = (other.pop("ahead", 0.0), other.pop("error", 0.0))
     seen = replace(report_of({**FINE, **other, "survey": survey}), offset=offset)
@@ -238,7 +238,7 @@ def test_advice_does_not_count_as_failure() -> None:
     assert report.exit_code([*found, finding()]) == 1
 
 
-def test_what_is_pasted_names_nobody() -> None:
+def test_what_is_pasted_has_no_names() -> None:
     found = [
         finding(host="gpu-7 → gpu-8", what="gpu-8 at 10.1.2.3 or fe80::1:2 of ada in /home/ada.b/x, adamant"),
         finding(host="gpu-8", what="bob@eight.example.com through gate.example.com: root may"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from stage.gpus import BROKEN, gpu, plant
 from stage.labs import start
 
 from skyfab.lab import Lab
@@ -19,13 +20,6 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
 
 SILENT = "import socket, time; s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('127.0.0.1', 53)); time.sleep(600)"
 """A name server that never answers."""
-SMI = """#!/bin/sh
-case $1 in
-  *compute-apps*) {processes} ;;
-  *) {gpus} ;;
-esac
-"""
-GPU = "echo '{index}, GPU-{index}, NVIDIA H100, 81559, 10, {use}, 88, {driver}, {throttled}, {ecc}'"
 
 
 class Ran(NamedTuple):
@@ -56,22 +50,14 @@ def put(lab: Lab, name: str, path: str, text: str, mode: int = 0o644) -> None:
     file.chmod(mode)
 
 
-def put_smi(lab: Lab, name: str, gpus: str, processes: str = ":") -> None:
-    put(lab, name, "/usr/local/bin/nvidia-smi", SMI.format(gpus=gpus, processes=processes), 0o755)
-
-
-def gpu(index: int = 0, use: int = 0, driver: str = "550.54", throttled: str = "0x0", ecc: int = 0) -> str:
-    return GPU.format(index=index, use=use, driver=driver, throttled=throttled, ecc=ecc)
-
-
 @pytest.fixture(scope="module")
 def sick() -> Iterator[tuple[Lab, Ran]]:
     """Hosts with a fault each in every section, and what doctor says."""
     with start(5, sshd={"MaxStartups": "2:30:20", "MaxSessions": "1"}) as lab:
-        put_smi(lab, "node1", gpu(use=99), "echo 'GPU-0, 1, 69000'")
-        put_smi(lab, "node2", gpu(throttled="0x0000000000000020") + "; " + gpu(1, ecc=3))
-        put_smi(lab, "node3", "echo 'NVIDIA-SMI has failed because the driver is not running'; exit 9")
-        put_smi(lab, "node4", gpu(driver="470.82"))
+        plant(lab, "node1", gpu(use=99), "echo 'GPU-0, 1, 69000'")
+        plant(lab, "node2", gpu(throttled="0x0000000000000020") + "; " + gpu(1, ecc=3))
+        plant(lab, "node3", BROKEN)
+        plant(lab, "node4", gpu(driver="470.82"))
         put(lab, "node1", "/etc/systemd/logind.conf", "[Login]\nKillUserProcesses=yes\n")
         lab["node2"].small_disk("/root/.cache", 300)
         lab["node3"].run(["mount", "-t", "tmpfs", "-o", "noexec,nr_inodes=5000", "none", "/mnt"])
@@ -81,7 +67,7 @@ def sick() -> Iterator[tuple[Lab, Ran]]:
         lab["node3"].run(["sh", "-c", f'"{lab["node3"].python}" -c "{SILENT}" >/dev/null 2>&1 &'])
         put(lab, "node4", "/root/.bashrc", "echo Welcome to node4\n")
         lab["node4"].run(["chsh", "-s", "/bin/bash", "root"], check=False)
-        doctor(lab.inventory, "node5")  # with a clock of faketime, nobody can wait for what is sent to a new host
+        doctor(lab.inventory, "node5")  # with a clock of faketime, sending the bundle to a new host would never end
         faketime = next(iter([*Path("/usr/lib").glob("*/faketime/libfaketime.so.1")]), None)
         late = f"export LD_PRELOAD={faketime} FAKETIME=-300s FAKETIME_DONT_FAKE_MONOTONIC=1" if faketime else ""
         text = lab.inventory.read_text()

@@ -49,7 +49,7 @@ def test_a_throttled_gpu_says_why() -> None:
     text = GPU.replace("0x0000000000000000", "0x0000000000000024")
     assert survey(nvidia(tool(text))).gpus[0].throttled == ("its power limit", "its temperature")
     idle = GPU.replace("0x0000000000000000", "0x0000000000000001")
-    assert survey(nvidia(tool(idle))).gpus[0].throttled == (), "idle is no fault"
+    assert survey(nvidia(tool(idle))).gpus[0].throttled == (), "idle is fine"
 
 
 def test_a_driver_that_does_not_know_all_fields() -> None:

@@ -129,7 +129,7 @@ def test_runs_are_of_all_their_hosts_and_those_that_run_come_first() -> None:
     lost = replace(two, error=Unreachable("no route to host", host="node2"))
     shown = screen(made([one, lost]), 120)
     assert {line[:8]: line.split()[1] for line in shown[5:8]}["0" * 8] in ("unreachable", "running", "done")
-    assert "unreachable" in shown[6], "nobody knows whether it still runs"
+    assert "unreachable" in shown[6], "it is unknown whether it still runs"
 
 
 # ---- keys

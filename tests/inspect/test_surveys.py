@@ -1,4 +1,4 @@
-"""A survey of real hosts, of hosts that lie, and pools of those that meet a condition."""
+"""A survey of real hosts, and pools of those that meet a condition."""
 
 from __future__ import annotations
 
@@ -10,31 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from stage.gpus import BROKEN, gpu, plant
 from stage.labs import start
 
 import skyfab as sky
 from skyfab.host.ask.survey import survey
 from skyfab.inspect.survey import Survey
 from skyfab.lab import Lab
-
-SMI = """#!/bin/sh
-case $1 in
-  *compute-apps*) {processes} ;;
-  *) {gpus} ;;
-esac
-"""
-H100 = "echo '0, GPU-1, NVIDIA H100, 81559, {used}, {use}, 45, 550.54, 0x0000000000000000, 0'"
-
-
-def plant(lab: Lab, name: str, gpus: str, processes: str = ":") -> None:
-    """Gives a host a program that is called nvidia-smi."""
-    machine = next(host for host in lab.hosts if host.name == name)
-    path = machine.path("/usr/local/bin/nvidia-smi")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(SMI.format(gpus=gpus, processes=processes))
-    path.chmod(0o755)
 
 
 def skyfab(*words: str, cwd: Path | None = None) -> tuple[int, str, str]:
@@ -46,9 +28,9 @@ def skyfab(*words: str, cwd: Path | None = None) -> tuple[int, str, str]:
 def gpu_lab() -> Iterator[Lab]:
     """A free GPU, one that is used, one whose driver is broken, and a host without any."""
     with start(4) as lab:
-        plant(lab, "node1", H100.format(used=10, use=0))
-        plant(lab, "node2", H100.format(used=70000, use=99), "echo 'GPU-1, 1, 69000'")
-        plant(lab, "node3", "echo 'NVIDIA-SMI has failed because the driver is not running'; exit 9")
+        plant(lab, "node1", gpu())
+        plant(lab, "node2", gpu(used=70000, use=99), "echo 'GPU-0, 1, 69000'")
+        plant(lab, "node3", BROKEN)
         yield lab
 
 
@@ -82,14 +64,14 @@ def test_what_hosts_say_about_their_gpus(gpu_lab: Lab) -> None:
 
 @pytest.mark.lab
 def test_a_pool_has_the_hosts_that_meet_its_condition(gpu_lab: Lab) -> None:
-    told: list[str] = []
+    lines: list[str] = []
     pool = sky.Compute(inventory=gpu_lab.inventory, where="gpu.memory >= 40GB and not busy", ui="none")
-    pool.events.subscribe(lambda event: told.append(str(event)))
+    pool.events.subscribe(lambda event: lines.append(str(event)))
     with pool:
         assert [host.name for host in pool.hosts] == ["node1"]
         info = sky.function(sky.instance_info)() >> pool
         assert info.total_nodes == 1
-    assert any("node2, node3, node4: left out by 'gpu.memory" in line for line in told)
+    assert any("node2, node3, node4: left out by 'gpu.memory" in line for line in lines)
     with sky.Compute(inventory=gpu_lab.inventory, where="not gpus", nodes=1, ui="none") as pool:
         assert [host.name for host in pool.hosts] == ["node3"]
 
@@ -121,20 +103,3 @@ def test_a_script_runs_where_it_should(gpu_lab: Lab, tmp_path: Path) -> None:
     code, out, err = skyfab("run", *options, "--where=gpus > 7", "who.py", cwd=tmp_path)
     assert (code, out) == (2, "")
     assert "error: no host meets 'gpus > 7'\n  node1: gpus 1\n" in err
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
-)
-
-
-@given(st.dictionaries(st.sampled_from([*Survey.__dataclass_fields__, "other"]), JSON) | JSON)
-def test_whatever_a_host_says_is_a_survey_or_an_error(said: object) -> None:
-    try:
-        found = Survey.parse(said)
-    except (ValueError, TypeError, AttributeError, KeyError):
-        return
-    assert isinstance(found.os, str) and isinstance(found.cpus, int)
-    assert found.is_busy in (True, False)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from stage.gpus import gpu, plant
 from stage.labs import start, until
 from stage.typist import Typist
 
@@ -29,12 +30,6 @@ def train():
     for step in range(1000):
         print("step", step, flush=True)
         time.sleep(0.1)
-"""
-SMI = """#!/bin/sh
-case $1 in
-  *compute-apps*) ;;
-  *) echo '0, GPU-1, NVIDIA H100, 81559, 5000, 97, 45, 550.54, 0x0000000000000000, 0' ;;
-esac
 """
 ALTERNATE, RESTORED = "\x1b[?1049h", "\x1b[?1049l"
 
@@ -79,7 +74,7 @@ def folder(tmp_path: Path) -> Path:
 # ---- this machine alone
 
 
-def test_where_the_output_is_no_terminal_it_is_printed_once(folder: Path) -> None:
+def test_without_a_terminal_it_is_printed_once(folder: Path) -> None:
     head, here = skyfab(folder, "top").splitlines()
     assert head.split()[:3] == ["host", "address", "system"] and here.split()[0] == "here"
     found = json.loads(skyfab(folder, "top", "--json"))
@@ -158,7 +153,7 @@ def test_a_run_is_followed_looked_at_and_stopped(two: Lab, tmp_path: Path) -> No
 
 
 @pytest.mark.lab
-def test_a_host_that_is_lost_is_told_and_comes_back(tmp_path: Path) -> None:
+def test_a_host_that_is_lost_is_shown_and_comes_back(tmp_path: Path) -> None:
     with start(2) as lab, Person([*PROGRAM, "top", f"--inventory={lab.inventory}", "--every=1"], tmp_path) as person:
         person.sees("2 hosts: 2 ready")
         lab.hosts[1].cut()
@@ -188,10 +183,7 @@ def test_64_hosts_over_one_connection_each(tmp_path: Path) -> None:
                 assert re.search(rf"{host.name}\b.* ready", person.said), host.name
             assert _connections(person.process.pid) == 64
             person.presses(b"\x1b[F")
-            smi = lab.hosts[-1].path("/usr/local/bin/nvidia-smi")
-            smi.parent.mkdir(parents=True, exist_ok=True)
-            smi.write_text(SMI)
-            smi.chmod(0o755)
+            plant(lab, "node64", gpu(used=5000, use=97))
             person.sees(r"1 H100 at 97 %, 80 GB free, in use")
             person.presses(b"q")
             assert person.ends() == 0 and person.has_the_terminal_back()

@@ -20,11 +20,9 @@ def listen(word: str, seconds: float) -> int:
     """Takes connections on a free port, in a thread: replies to clients that know the word with their rate."""
     import threading
 
-    listener = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
-    if listener.family == socket.AF_INET6:
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    listener.bind(("", 0))
-    listener.listen(64)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    listener = socket.create_server(("", 0), family=family, backlog=64, dualstack_ipv6=both)
     listener.settimeout(_OPEN)
 
     def accept() -> None:
@@ -44,13 +42,7 @@ def _take(connection: socket.socket, word: bytes, seconds: float) -> None:
     try:
         with connection:
             connection.settimeout(_PATIENCE)
-            said = b""
-            while len(said) < len(word):
-                part = connection.recv(len(word) - len(said))
-                if not part:
-                    return
-                said += part
-            if said != word:
+            if connection.recv(len(word), socket.MSG_WAITALL) != word:
                 return
             count, began = 0, time.monotonic()
             while time.monotonic() < began + seconds:

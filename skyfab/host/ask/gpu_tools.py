@@ -1,4 +1,4 @@
-"""What the vendors' tools tell about GPUs: nvidia-smi, rocm-smi and system_profiler. Runs on hosts."""
+"""What the vendors' tools say about GPUs: nvidia-smi, rocm-smi and system_profiler. Runs on hosts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _THROTTLED: Final = {
     0x40: "its temperature (hardware)",
     0x80: "the power supply",
 }
-"""Bits of nvidia-smi's throttle reasons that mean a slower GPU; idle and clocks that were set are no fault."""
+"""Bits of nvidia-smi's throttle reasons that mean a slower GPU; idle, and clocks that were set, are fine."""
 
 
 class ToolFailed(Exception):
@@ -35,7 +35,7 @@ class ToolFailed(Exception):
 
 
 def look_at_gpus() -> Found:
-    """`gpus`, a list; `gpu_tool`, who told it, or null; `gpu_error`, why it could not be told, or null."""
+    """`gpus`, a list; `gpu_tool`, which listed them, or null; `gpu_error`, why it failed, or null."""
     for tool, look in (("nvidia-smi", nvidia), ("rocm-smi", amd), ("system_profiler", apple)):
         if shutil.which(tool) is None:
             continue
@@ -165,7 +165,7 @@ def amd(run: Run) -> list[Found]:
 
 
 def apple(run: Run) -> list[Found]:
-    """Its memory is that of the machine, and how much it is used is told to administrators alone."""
+    """Its memory is that of the machine, and only administrators can read how much it is used."""
     displays = json.loads(run(["system_profiler", "SPDisplaysDataType", "-json"]))["SPDisplaysDataType"]
     return [
         {"index": number, "name": str(one["sppci_model"])}

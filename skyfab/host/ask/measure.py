@@ -12,7 +12,7 @@ _BLOCK: Final = 1 << 20
 
 
 def measure(cache: str, *, seconds: float) -> dict[str, float]:
-    """Matrix products and copies of memory, for so many `seconds` each: rates by what was measured."""
+    """Matrix products and copies of memory, for `seconds` each: rates by what was measured."""
     return {**_product(seconds), "memory": _memory(seconds)}
 
 

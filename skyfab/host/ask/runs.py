@@ -42,7 +42,8 @@ def _described(run: str) -> dict[str, Any] | None:
     """What a run is and does; None for a folder that has no description yet."""
     try:
         about, status = json.loads(read(f"{run}/about")), json.loads(read(f"{run}/status"))
-    except (ValueError, RecursionError):
+        changed = os.stat(f"{run}/status").st_mtime
+    except (OSError, ValueError, RecursionError):
         return None
     return {
         "id": os.path.basename(run),
@@ -50,7 +51,7 @@ def _described(run: str) -> dict[str, Any] | None:
         "pool": _pool_of(run),
         "about": about,
         "status": status,
-        "changed": _changed(f"{run}/status"),
+        "changed": changed,
         "last": _last(f"{run}/logs"),
     }
 
@@ -62,13 +63,6 @@ def read(path: str) -> str:
             return file.read(_MOST)
     except OSError:
         return ""
-
-
-def _changed(path: str) -> float:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0
 
 
 def agent_of(run: str) -> int | None:

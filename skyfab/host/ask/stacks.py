@@ -23,7 +23,7 @@ _MOST: Final = 256 * 1024
 
 
 def stacks(cache: str) -> Iterator[dict[str, Any]]:
-    """Yields rank, process id, pool, worker and stacks of each worker."""
+    """Yields process id, pool, rank and stacks of each worker; a worker of solo calls has no rank."""
     top = os.path.join(cache, "run", socket.gethostname())
     asked = []
     for folder in _names(top):
@@ -59,7 +59,8 @@ class _Worker:
         try:
             pid, number, rank, worker = file.readline().split()
             if _has_open(int(pid), path):  # else another process got its number
-                found = cls(file, {"pool": pool, "rank": rank, "pid": int(pid), "worker": worker})
+                is_rank = worker.startswith("gang") and rank.isdigit()
+                found = cls(file, {"pool": pool, "rank": int(rank) if is_rank else None, "pid": int(pid)})
                 os.kill(int(pid), int(number))
                 return found
         except (OSError, ValueError):

@@ -23,9 +23,9 @@ def survey(cache: str) -> dict[str, Any]:
         "python": ".".join(map(str, sys.version_info[:3])),
         "cpus": info.cpus,
         "load": _load(),
-        "disk": _disk(cache),
         "gpu_count": info.gpus,
         **_memory(),
+        **_disk(cache),
         **look_at_gpus(),
     }
 
@@ -76,10 +76,10 @@ def existing(folder: str) -> str:
     return folder
 
 
-def _disk(folder: str) -> list[int] | None:
+def _disk(folder: str) -> dict[str, int]:
     """Total and free bytes of the disk on which a folder is, or will be."""
     try:
         found = os.statvfs(existing(folder))
     except OSError:
-        return None
-    return [found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail]
+        return {}
+    return {"disk": found.f_frsize * found.f_blocks, "disk_free": found.f_frsize * found.f_bavail}

@@ -34,7 +34,7 @@ class Seen:
     heard: float | None = None
     """When it has answered last, by the monotonic clock."""
     error: SkyfabError | None = None
-    """Why it cannot be asked; it is tried again."""
+    """Why it does not answer; it is asked again."""
 
     @property
     def gpus(self) -> int | None:
@@ -52,13 +52,12 @@ class Monitor:
         self._over = threading.Event()
         self._seen = {host.name: Seen(host=host) for host in hosts}
         self._asker = Asker(hosts, inventory)
-        self._bug: BaseException | None = None
 
     def __enter__(self) -> Monitor:
         began = time.monotonic()
-        for place, seen in enumerate(self._seen.values()):
+        for place, host in enumerate(self._asker.hosts):
             first = began + self._every * place / len(self._seen)  # so that they do not all answer at once
-            threading.Thread(target=self._watch, args=(seen.host, first), daemon=True, name="skyfab-top").start()
+            threading.Thread(target=self._watch, args=(host, first), daemon=True, name="skyfab-top").start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -66,23 +65,16 @@ class Monitor:
         self._asker.__exit__(*error)
 
     def seen(self) -> list[Seen]:
-        """What is known of each host, in order. Raises what has ended one of the threads: that is a bug."""
-        if self._bug is not None:
-            raise self._bug
+        """What is known of each host, in order."""
         return list(self._seen.values())
 
     def _watch(self, host: Host, first: float) -> None:
-        try:
-            while not self._over.is_set():
-                try:
-                    survey, parts = self._asker.ask_one(SURVEY, host), self._asker.ask_one(RUNS, host)
-                    self._note(Seen(host=host, survey=survey, parts=tuple(parts), heard=time.monotonic()))
-                except SkyfabError as error:
-                    self._note(replace(self._seen[host.name], error=error))
-                self._over.wait(self._every - (time.monotonic() - first) % self._every)
-        except Exception as error:
-            self._bug = error
-
-    def _note(self, seen: Seen) -> None:
-        if not self._over.is_set():
-            self._seen[seen.host.name] = seen
+        while not self._over.is_set():
+            try:
+                survey, parts = self._asker.ask_one(SURVEY, host), self._asker.ask_one(RUNS, host)
+                now = Seen(host=host, survey=survey, parts=tuple(parts), heard=time.monotonic())
+            except SkyfabError as error:
+                now = replace(self._seen[host.name], error=error)
+            if not self._over.is_set():
+                self._seen[host.name] = now
+            self._over.wait(self._every - (time.monotonic() - first) % self._every)

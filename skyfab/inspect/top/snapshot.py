@@ -61,7 +61,7 @@ def snapshot(seen: Sequence[Seen], inventory: Inventory, *, every: float, clock:
 
 
 def _parts(one: Seen) -> Sequence[Part]:
-    """The runs on a host. If it cannot be asked, those that ran may have ended since."""
+    """The runs on a host. If it does not answer, those that ran may have ended since."""
     if one.error is None:
         return one.parts
     return [replace(part, state="unreachable") if part.state == "running" else part for part in one.parts]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from skyfab._util.sizes import counted
@@ -18,19 +18,22 @@ _MOST: Final = 4
 
 
 @dataclass(slots=True)
-class _Function:
-    """The calls of one function that run now."""
+class _Running:
+    """The calls of one function that run now, and the progress of its map."""
 
     since: float
-    calls: dict[tuple[int, str], int]
-    """Ranks by call and host."""
+    ranks: dict[tuple[int, str], int] = field(default_factory=dict)
+    """By call and host."""
+    done: int = 0
+    total: int = 0
+    """The items of the map; 0 without one."""
 
-
-@dataclass(slots=True)
-class _Map:
-    since: float
-    done: int
-    total: int
+    def progress(self, elapsed: float) -> str:
+        if not self.total:
+            return f"{counted(sum(self.ranks.values()), 'rank')} · {_time(elapsed)}"
+        rate = self.done / elapsed
+        rest = f" · {rate:.3g}/s · {_time((self.total - self.done) / rate)} left" if self.done else ""
+        return f"{self.done:,} of {self.total:,}{rest}"
 
 
 class Calls:
@@ -39,62 +42,43 @@ class Calls:
     def __init__(self, clock: Callable[[], float], imports: Imports) -> None:
         self._clock = clock
         self._imports = imports
-        self._functions: dict[str, _Function] = {}
-        self._maps: dict[str, _Map] = {}
+        self._functions: dict[str, _Running] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._functions or self._maps)
+        return bool(self._functions)
 
     def take(self, event: CallStarted | CallEnded | Mapped) -> bool:
         """Returns whether it is the first: from then on the lines are to be redrawn."""
-        was_idle = not self
+        was_idle = not self._functions
+        one = self._functions.get(event.function) or _Running(self._clock())
         if isinstance(event, Mapped):
-            self._map(event)
+            is_over = event.failed or event.done >= event.total
+            one.done, one.total = (0, 0) if is_over else (event.done, event.total)
         elif isinstance(event, CallStarted):
-            one = self._functions.setdefault(event.function, _Function(self._clock(), {}))
-            one.calls[event.call, event.host] = event.ranks
-        elif event.function in self._functions:
-            calls = self._functions[event.function].calls
-            calls.pop((event.call, event.host), None)
-            if not calls:
-                del self._functions[event.function]
-        return was_idle and bool(self)
-
-    def _map(self, event: Mapped) -> None:
-        if event.failed or event.done >= event.total:
-            self._maps.pop(event.function, None)
+            one.ranks[event.call, event.host] = event.ranks
         else:
-            one = self._maps.setdefault(event.function, _Map(self._clock(), 0, event.total))
-            one.done = event.done
+            one.ranks.pop((event.call, event.host), None)
+        if one.ranks or one.total:
+            self._functions[event.function] = one
+        else:
+            self._functions.pop(event.function, None)
+        return was_idle and bool(self._functions)
 
     def lines(self) -> list[str]:
-        """One for each function, the maps first."""
-        found = list(self._lines())
+        """One for each function that takes long."""
+        now = self._clock()
+        found = [
+            clean(f"{name} · {one.progress(now - one.since)}{self._importing(one)}", colour=False)
+            for name, one in self._functions.items()
+            if now - one.since >= _AFTER
+        ]
         return found if len(found) <= _MOST else [*found[: _MOST - 1], f"{len(found) - _MOST + 1} more"]
 
-    def _lines(self) -> Iterator[str]:
-        now = self._clock()
-        for name, one in self._maps.items():
-            if now - one.since >= _AFTER:
-                yield clean(f"{name} · {_progress(one, now - one.since)}{self._importing(name)}", colour=False)
-        for name, function in self._functions.items():
-            if now - function.since >= _AFTER and name not in self._maps:
-                ranks = counted(sum(function.calls.values()), "rank")
-                spent = _time(now - function.since)
-                yield clean(f"{name} · {ranks} · {spent}{self._importing(name)}", colour=False)
-
-    def _importing(self, name: str) -> str:
+    def _importing(self, one: _Running) -> str:
         """What hosts import for this function, if it takes long."""
-        imports = self._imports.since(_AFTER)
-        hosts = {host for _, host in self._functions[name].calls} if imports and name in self._functions else ()
-        modules = dict.fromkeys(event.module for event in imports if event.host in hosts)
+        hosts = {host for _, host in one.ranks}
+        modules = dict.fromkeys(event.module for event in self._imports.since(_AFTER) if event.host in hosts)
         return f" · importing {', '.join(modules)}" if modules else ""
-
-
-def _progress(one: _Map, elapsed: float) -> str:
-    rate = one.done / elapsed
-    rest = f" · {rate:.3g}/s · {_time((one.total - one.done) / rate)} left" if one.done else ""
-    return f"{one.done:,} of {one.total:,}{rest}"
 
 
 def _time(seconds: float) -> str:

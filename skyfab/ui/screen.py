@@ -169,10 +169,8 @@ def columns(values: Sequence[float], *, most: int = 60) -> str:
     >>> columns([0, 1, 2, 3, 4, 5, 6, 7])
     '▁▂▃▄▅▆▇█'
     """
-    if len(values) > most:  # each column is the mean of several values
-        step = len(values) / most
-        shares = [values[int(at * step) : max(int(at * step) + 1, int((at + 1) * step))] for at in range(most)]
-        values = [sum(share) / len(share) for share in shares]
+    if len(values) > most:
+        values = [values[at * (len(values) - 1) // (most - 1)] for at in range(most)]
     low, high = min(values, default=0.0), max(values, default=0.0)
     span = high - low or 1.0
     return "".join(_COLUMNS[round((value - low) / span * (len(_COLUMNS) - 1))] for value in values)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from skyfab._util.html import ShownAsTable
 from skyfab.errors import UsageError
-from skyfab.inventory.host import setup_lines, variables
+from skyfab.inventory.host import checked
 
 if TYPE_CHECKING:
     from skyfab.calls.manifest import Manifest
@@ -90,8 +90,8 @@ class Image(ShownAsTable):
         for name in ("pip", "pip_indexes", "apt", "includes", "excludes"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        object.__setattr__(self, "env", variables(self.env, "Image(env=…)"))
-        object.__setattr__(self, "setup", setup_lines(self.setup, "Image(setup=…)"))
+        object.__setattr__(self, "env", checked("env", self.env, "Image(env=…)"))
+        object.__setattr__(self, "setup", checked("setup", self.setup, "Image(setup=…)"))
         for package in self.apt:
             if not re.fullmatch(r"[a-z0-9][a-z0-9+.:-]*(=[A-Za-z0-9.+:~-]+)?", package):
                 raise UsageError(f"invalid Image(apt=…): {package!r} is not the name of a Debian package")

@@ -15,7 +15,7 @@ from skyfab.calls.manifest import find
 from skyfab.cli.image_options import ImageOptions
 from skyfab.cli.project_settings import ProjectSettings
 from skyfab.errors import UsageError
-from skyfab.inventory.host import Host, variables
+from skyfab.inventory.host import Host, checked
 from skyfab.plugins import REGISTRY
 from skyfab.plugins.base import Plugin
 
@@ -80,7 +80,8 @@ def variables_of(given: Sequence[str], files: Sequence[str], settings: ProjectSe
         if not equals and name not in os.environ:
             raise UsageError(f"--env={name}: not set in this shell", hint=f"--env={name}=VALUE")
         found[name] = value if equals else os.environ[name]
-    return variables(found, "--env")
+    env: Mapping[str, str] = checked("env", found, "--env")
+    return env
 
 
 def read_file(path: Path) -> dict[str, str]:

@@ -71,8 +71,6 @@ def _toml(text: str, source: str) -> dict[str, Any]:
         twice = re.sub(r"^Cannot (?:declare|overwrite) \((.*?),?\) twice", _defined_twice, str(error))
         problem = twice if twice != str(error) else f"not valid TOML: {error}"
         raise InventoryError(f"{source}: {problem}", hint="put tables in [brackets], strings in quotes") from None
-    except RecursionError:
-        raise InventoryError(f"{source}: not valid TOML: nested too deeply", hint="use three tables") from None
 
 
 def _defined_twice(match: re.Match[str]) -> str:
@@ -308,7 +306,7 @@ def _matches(path: Path, text: str) -> bool:
         return True
     try:
         return not set(_TABLES).isdisjoint(toml.loads(text))
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
 
 

@@ -18,13 +18,11 @@ from skyfab.errors import UsageError
 
 # Allowlists, not blocklists: these values end up on ssh's command line and in its ProxyCommand.
 NAME = re.compile(r"\w[\w.+-]*")
-_USER = re.compile(r"\w([\w.+\\@-]*[\w-])?")
+_USER = r"\w([\w.+\\@-]*[\w-])?"
 _PLACE = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>\w[\w.+-]*))(?::(?P<port>[0-9]{1,5}))?")
 _IPV6 = re.compile(r"([0-9a-fA-F:.]+)(%\w[\w.-]*)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_LONGEST = 128 * 1024 - 1
-"""Longest environment variable in bytes, with its name: Linux cannot start a program with more (MAX_ARG_STRLEN)."""
-_PYTHON = re.compile(r"auto|/.*|[0-9]+\.[0-9]+(\.[0-9]+)?")
+_LETTERS = "use letters, digits, '.', '_', '+' and '-'"
 
 
 class Address(NamedTuple):
@@ -38,7 +36,7 @@ class Address(NamedTuple):
     def parse(cls, text: str) -> Address | None:
         """Parses an address as ssh's command line takes it; None if it is not a valid one."""
         user, at, place = text.rpartition("@")
-        if at and not _USER.fullmatch(user):
+        if at and not re.fullmatch(_USER, user):
             return None
         if _is_ipv6(place):
             return cls(user or None, place, None)
@@ -61,14 +59,6 @@ class Env(dict[str, str]):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """One machine. The constructor checks every field, so that any Host is safe to pass to ssh.
-
-    How it is reached: `name`, `address`, `port`, `user`; `identity`, the file of a private key; `jump`, hosts to go
-    through; `host_key`, if not that of known_hosts; `transport`: "openssh", "fabric", "local" or "auto"; `interface`,
-    the network on which hosts connect to each other.
-
-    How it is used: `python`, as for `Image`; `gpus`, the numbers of those to use; `slots`, how many solo calls run at
-    once; `cache`, the folder of skyfab there; `workdir`, that of functions, as for `Compute`; `setup`, shell lines
-    before Python; `env`, variables; `tags`, words that select it.
 
     Raises `UsageError` for an invalid value.
 
@@ -116,10 +106,8 @@ class Host:
             value = getattr(self, item.name)
             if value is None and item.default is None:
                 continue
-            try:
-                object.__setattr__(self, item.name, CHECKS[item.name](value))
-            except UsageError as error:
-                raise UsageError(f"Host {self.name!r}: {item.name}: {error.message}", hint=error.hint) from None
+            where = f"Host {self.name!r}: {item.name}"
+            object.__setattr__(self, item.name, checked(item.name, value, where))
 
     @property
     def destination(self) -> str:
@@ -173,6 +161,18 @@ def _text(value: object) -> str:
     return value
 
 
+def _matching(pattern: str, problem: str, hint: str) -> Callable[[object], str]:
+    """A check for a string that matches a pattern."""
+
+    def check(value: object) -> str:
+        text = _text(value)
+        if not re.fullmatch(pattern, text):
+            raise UsageError(f"{problem}: {text!r}", hint=hint)
+        return text
+
+    return check
+
+
 def _integer(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         hint = "write it without quotes" if isinstance(value, str) else "a whole number, without a point"
@@ -189,7 +189,7 @@ def _items(value: object, example: str) -> Iterable[object]:
 def _name(value: object) -> str:
     text = _text(value)
     if Address.parse(text) is None:
-        raise UsageError(f"not a valid host name: {text!r}", hint="use letters, digits, '.', '_', '+' and '-'")
+        raise UsageError(f"not a valid host name: {text!r}", hint=_LETTERS)
     return text
 
 
@@ -210,13 +210,6 @@ def _port(value: object) -> int:
     if not 1 <= port <= 65535:
         raise UsageError(f"must be from 1 to 65535, not {port}", hint="sshd listens on 22 by default")
     return port
-
-
-def _user(value: object) -> str:
-    text = _text(value)
-    if not _USER.fullmatch(text):
-        raise UsageError(f"not a valid user name: {text!r}", hint="use letters, digits, '.', '_', '+' and '-'")
-    return text
 
 
 def _identity(value: object) -> str:
@@ -261,15 +254,6 @@ def _parts(blob: bytes) -> list[bytes]:
     return parts
 
 
-def _python(value: object) -> str:
-    text = _text(value)
-    if not _PYTHON.fullmatch(text):
-        raise UsageError(
-            f"not a Python version or path: {text!r}", hint='"auto", "3.11", or an absolute path on the host'
-        )
-    return text
-
-
 def _gpus(value: object) -> Literal["auto"] | tuple[int, ...]:
     if value == "auto":
         return "auto"
@@ -284,22 +268,6 @@ def _slots(value: object) -> int:
     if slots < 1:
         raise UsageError(f"must be 1 or more, not {slots}", hint="exclude a host from a selection with !name")
     return slots
-
-
-def _cache(value: object) -> str:
-    text = _text(value)
-    if not text.startswith(("/", "~")):
-        raise UsageError(f"must be an absolute path on the host: {text!r}", hint="start it with / or ~/")
-    return text
-
-
-def _workdir(value: object) -> str:
-    text = _text(value)
-    if text not in ("auto", "temp") and not text.startswith(("/", "~")):
-        raise UsageError(
-            f"must be an absolute path on the host: {text!r}", hint='start it with / or ~/; or "auto", or "temp"'
-        )
-    return text
 
 
 def _setup(value: object) -> str:
@@ -319,19 +287,8 @@ def _transport(value: object) -> str:
     return text
 
 
-def _interface(value: object) -> str:
-    text = _text(value)
-    if re.search(r"[\s/]", text):
-        raise UsageError(f"not a network interface: {text!r}", hint='"auto", or a name that `ip link` prints')
-    return text
-
-
 def _tags(value: object) -> tuple[str, ...]:
-    tags = tuple(map(_text, _items(value, 'tags = ["a100"]')))
-    for tag in tags:
-        if not NAME.fullmatch(tag):
-            raise UsageError(f"invalid tag: {tag!r}", hint="use letters, digits, '.', '_', '+' and '-'")
-    return tags
+    return tuple(map(_matching(NAME.pattern, "invalid tag", _LETTERS), _items(value, 'tags = ["a100"]')))
 
 
 def _env(value: object) -> Env:
@@ -346,27 +303,13 @@ def _env(value: object) -> Env:
             raise UsageError(f"{name} must be a string, not {name_of(text)}", hint="write the value in quotes")
         if "\0" in text:
             raise UsageError(f"{name} contains a NUL character", hint="environment variables do not accept one")
-        size = len(f"{name}={text}".encode(errors="surrogatepass"))
-        if size > _LONGEST:
-            raise UsageError(
-                f"the value of {name} has {size - len(name) - 1:,} bytes; Linux accepts {_LONGEST - len(name) - 1:,}",
-                hint="pass it as an argument, or write it to a file and set the variable to its path",
-            )
     return Env(value)
 
 
-def setup_lines(given: object, where: str) -> str:
-    """Shell lines, checked as those of an inventory. Raises UsageError with `where` in its message."""
+def checked(key: str, value: object, where: str) -> Any:
+    """A value, checked as the `key` of a host. Raises UsageError with `where` in its message."""
     try:
-        return _setup(given)
-    except UsageError as error:
-        raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
-
-
-def variables(given: object, where: str) -> Env:
-    """Environment variables, checked as those of an inventory. Raises UsageError with `where` in its message."""
-    try:
-        return _env(given)
+        return CHECKS[key](value)
     except UsageError as error:
         raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
 
@@ -375,18 +318,24 @@ CHECKS: Mapping[str, Callable[[object], Any]] = {
     "name": _name,
     "address": _address,
     "port": _port,
-    "user": _user,
+    "user": _matching(_USER, "not a valid user name", _LETTERS),
     "identity": _identity,
     "jump": _jump,
     "host_key": _host_key,
-    "python": _python,
+    "python": _matching(
+        r"auto|/.*|[0-9]+\.[0-9]+(\.[0-9]+)?",
+        "not a Python version or path",
+        '"auto", "3.11", or an absolute path on the host',
+    ),
     "gpus": _gpus,
     "slots": _slots,
-    "cache": _cache,
-    "workdir": _workdir,
+    "cache": _matching("[/~].*", "must be an absolute path on the host", "start it with / or ~/"),
+    "workdir": _matching(
+        "auto|temp|[/~].*", "must be an absolute path on the host", 'start it with / or ~/; or "auto", or "temp"'
+    ),
     "setup": _setup,
     "transport": _transport,
-    "interface": _interface,
+    "interface": _matching(r"[^\s/]+", "not a network interface", '"auto", or a name that `ip link` prints'),
     "tags": _tags,
     "env": _env,
 }

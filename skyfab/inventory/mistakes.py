@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from skyfab.errors import InventoryError
-
-_MOST: Final = 100
-"""Mistakes that are shown; a file with more of them is something else."""
 
 
 class Mistakes:
@@ -28,5 +23,4 @@ class Mistakes:
             raise InventoryError(f"{where}: {problem}", hint=hint)
         if self._found:
             lines = [f"{where}: {problem}" + (f" ({hint})" if hint else "") for where, problem, hint in self._found]
-            more = [f"and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
-            raise InventoryError("\n  ".join([f"{self.source}: {len(lines)} mistakes", *lines[:_MOST], *more]))
+            raise InventoryError("\n  ".join([f"{self.source}: {len(lines)} mistakes", *lines]))

@@ -50,5 +50,5 @@ def _parts(dotted: str) -> tuple[str, ...]:
 def _unquoted(part: str) -> str:
     try:
         return str(toml.loads(f"key = {part}")["key"]) if part[0] in "\"'" else part
-    except ValueError:  # in a line that is no key, such as one of an array
+    except ValueError:  # in a line without a key, such as one of an array
         return part

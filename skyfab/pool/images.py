@@ -11,7 +11,7 @@ from typing import Final
 from skyfab.calls import nesting
 from skyfab.calls.image import Image
 from skyfab.env.prepare import Preparation, Report, check
-from skyfab.inventory.host import Host, variables
+from skyfab.inventory.host import Host, checked
 from skyfab.plugins.base import Plugin, check_together
 from skyfab.session.ask import Prepare
 from skyfab.session.bootstrap import local_python
@@ -31,7 +31,7 @@ class HostImages:
         check_together(plugins)
         self.plugins = tuple(plugins)
         self._image = image
-        self._env = variables(env or {}, "env")
+        self._env = checked("env", env or {}, "env")
         self._images: dict[str, Image] = {}
         self._preparations: dict[str, Preparation] = {}
         self.add(hosts)

@@ -73,11 +73,3 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     first, *lines = str(caught.value).splitlines()
     assert first == f"{tmp_path}/hostfile: 2 mistakes"
     assert [line.split(":")[1] for line in lines] == ["1", "3"]
-
-
-def test_of_very_many_mistakes_the_first_hundred_are_shown(tmp_path: Path) -> None:
-    with pytest.raises(InventoryError) as caught:
-        read("".join(f"a b{number}\n" for number in range(1000)), tmp_path)
-    lines = str(caught.value).splitlines()
-    assert lines[0].endswith("1000 mistakes") and lines[-1].strip() == "and 900 more"
-    assert len(lines) == 102

@@ -1,4 +1,4 @@
-"""Sources of hosts: told apart by word and by content, written as TOML that reads back equal, never anything but an
+"""Sources of hosts: recognized by word and by content, written as TOML that reads back equal, never anything but an
 InventoryError."""
 
 from __future__ import annotations
@@ -257,42 +257,21 @@ g = ["node1.x", "node2.x"]
 
 # Whatever a file has in it
 
+WORDS = "[web] [hosts.a] node[1-4] node1 address= = slots=4 node1:4 : ' \" # ; \\ ! * é \x01 [1:999999999] port=9 {"
 PIECES = st.sampled_from(
     [
-        *(
-            "[web]",
-            "[hosts.a]",
-            "node[1-4]",
-            "node1",
-            "address=",
-            "=",
-        ),
-        *(
-            "slots=4",
-            "node1:4",
-            ":",
-            "'",
-            '"',
-            "#",
-            ";",
-            "{{ x }}",
-            "\\",
-            "\n",
-            "\n  ",
-            "\t",
-        ),
-        *(
-            "Host ",
-            "Include ",
-            "Match ",
-            "!",
-            "*",
-            "é",
-            "\u2028",
-            "\x01",
-            "[1:999999999]",
-        ),
-        *("ProxyJump x", "port=9", "[" * 50, "{", "}", "1" * 30, " "),
+        *WORDS.split(" "),
+        "{{ x }}",
+        "\n",
+        "\n  ",
+        "\t",
+        " ",
+        "Host ",
+        "Include ",
+        "Match ",
+        "ProxyJump x",
+        "\u2028",
+        "[" * 50,
     ]
 )
 

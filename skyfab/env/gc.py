@@ -82,9 +82,9 @@ def _minutes(days: int) -> int:
 
 
 def question(days: int, *, dry_run: bool = False) -> Question[Swept]:
-    """Has a host delete from its cache what was not used for so many days; with `dry_run`, only look.
+    """Has a host delete from its cache what was not used for that many days; with `dry_run`, only look.
 
-    Its answer raises HostUnfit if some cannot be deleted.
+    Its answer raises HostUnfit if deleting something fails.
     """
 
     def parse(host: Host, replies: Iterator[Reply]) -> Swept:
@@ -95,7 +95,7 @@ def question(days: int, *, dry_run: bool = False) -> Question[Swept]:
                 swept.add(kind, int(count), int(size))
         swept.folders = [(str(name)[:100], int(size)) for name, size in found["folders"]]
         if found["left"]:
-            what = f"{swept}; some of its cache cannot be removed: {str(found['left'])[-400:]}"
+            what = f"{swept}; cannot remove some of its cache: {str(found['left'])[-400:]}"
             raise HostUnfit(what, host=host.name, hint="remove it as the user that it belongs to")
         return swept
 
@@ -106,9 +106,9 @@ def question(days: int, *, dry_run: bool = False) -> Question[Swept]:
 
 
 def sweep_here(days: int, *, dry_run: bool = False) -> Swept:
-    """Deletes wheels, locks and tools that this machine stores for hosts and that were not read for so many days.
+    """Deletes wheels, locks and tools that this machine stores for hosts and that were not read for that many days.
 
-    With `dry_run` it only looks. Raises UsageError if some cannot be deleted.
+    With `dry_run` it only looks. Raises UsageError if deleting something fails.
     """
     swept = Swept(dry_run=dry_run)
     now = time.time()
@@ -164,4 +164,4 @@ def _remove(path: Path) -> None:
     except FileNotFoundError:
         pass  # another process has deleted it
     except OSError as error:
-        raise UsageError(f"{error.filename or path} cannot be removed: {error.strerror}") from None
+        raise UsageError(f"cannot remove {error.filename or path}: {error.strerror}") from None

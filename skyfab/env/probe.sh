@@ -95,11 +95,6 @@ ask() {
   case $w in
   curl) y=$(curl -q -gsI -o /dev/null -w '%{http_code}' --connect-timeout 2 -m 3 --url "$1")
     case $y in *[1-9]*) o index "$1"; esac;;
-  # busybox's may know no limits, and says in words what the other's exit code says, which takes notes in $HOME
-  wget) HOME=/dev/null; export HOME; z=; case $(wget --version 2>&1) in GNU*) z='-T 2 -t 1'; esac
-    # shellcheck disable=SC2086 # options: several words, or none
-    y=$(t 3 wget --spider $z "$1" 2>&1)
-    case $?$y in 0*|8*|*"server returned error: HTTP"*) o index "$1"; esac;;
   *) (t 3 "$w" -I -S -B -c "$A" "$1") && o index "$1";;
   esac
 }
@@ -121,8 +116,7 @@ disk() {
   [ "$boot" ] || { y=$(sysctl -n kern.boottime); y=${y#*sec = }; boot=${y%%,*}; }
   [ -r /proc/driver/nvidia/version ] && read -r nv </proc/driver/nvidia/version
   timeout 1 true && T=1
-  for y in curl wget; do command -v $y >/dev/null && { w=$y; break; }; done
-  [ "$w" ] && asks "$@"
+  command -v curl >/dev/null && { w=curl; asks "$@"; }
   R=$(look | keep)
   printf '%s\n' "$R"
   case $w$e$R in "$e"*"${e}python "*) w=${R#*python }; w=/${w#*/}; w=${w%%"$e"*}; asks "$@"; esac

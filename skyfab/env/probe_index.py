@@ -1,4 +1,4 @@
-# Sends a request to the index at the URL in the first argument, for env/probe.sh where there is neither curl nor wget.
+# Sends a request to the index at the URL in the first argument, for env/probe.sh where there is no curl.
 # Exit status 0: it has responded, whatever the response.
 import sys
 from urllib import error, request

@@ -254,8 +254,6 @@ class Resolver:
         driver, rocm = self.target.driver, self.target.rocm
         if re.match(r"\d", driver):
             return ("--torch-backend", "auto"), {"UV_CUDA_DRIVER_VERSION": driver, "UV_AMD_GPU_ARCHITECTURE": ""}
-        if rocm.startswith("gfx"):
-            return ("--torch-backend", "auto"), {"UV_AMD_GPU_ARCHITECTURE": rocm, "UV_CUDA_DRIVER_VERSION": ""}
         found = numbers(rocm)
         fitting = [version for version in _ROCM if found and numbers(version) <= found]
         return ("--torch-backend", f"rocm{fitting[0]}" if fitting else "cpu"), {}

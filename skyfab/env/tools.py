@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -60,7 +59,7 @@ def _runs_on(program: Path, target: Target) -> bool:
 
 
 def python_for(target: Target) -> Path:
-    """The archive with the interpreter that uv would download for the target.
+    """The archive with the newest interpreter of the minor version that uv would download for the target.
 
     uv itself downloads it, with its own hashes, mirrors (UV_PYTHON_INSTALL_MIRROR, UV_PYTHON_DOWNLOADS_JSON_URL),
     certificates and proxies. Raises LockError.
@@ -79,29 +78,10 @@ _ALLOWED = {"UV_PYTHON_PREFERENCE": "", "UV_NO_MANAGED_PYTHON": "", "UV_MANAGED_
 
 
 def _download(target: Target) -> str:
-    """uv's name for the newest interpreter of the target's minor version: ``cpython-3.11.14-linux-x86_64-gnu``."""
+    """uv's name for an interpreter of the target's minor version: ``cpython-3.11-linux-x86_64-gnu``."""
     system = {"Linux": "linux", "Darwin": "macos"}.get(target.system, target.system)
-    arch = target.machine
-    libc = {"glibc": "gnu", "musl": "musl"}.get(target.libc.partition(" ")[0], "none")
-    options = ("--only-downloads", "--all-platforms", "--all-arches", "--output-format", "json")
-    try:
-        listed = json.loads(uv.run_uv("python", "list", target.python, *options, env=_ALLOWED, cwd="/"))
-    except uv.UvFailed as failed:
-        raise LockError(f"uv cannot list the available Pythons\n{failed}") from None
-    fitting = [
-        one
-        for one in listed
-        if (one["implementation"], one["variant"]) == ("cpython", "default")
-        if (one["os"], one["arch"], one["libc"]) == (system, arch, libc)
-        if one["version"].startswith(f"{target.python}.")
-    ]
-    if not fitting:
-        raise LockError(
-            f"no Python {target.python} to download for {uv.described(target)}",
-            hint=f"install Python {target.python} on the host",
-        )
-    newest = max(fitting, key=lambda one: tuple(one["version_parts"].values()))
-    return str(newest["key"])
+    libc = {"glibc": "gnu", "musl": "musl"}.get(target.c_library[0], "none")
+    return f"cpython-{target.python}-{system}-{target.machine}-{libc}"
 
 
 def _get(key: str, folder: Path, target: Target) -> None:

@@ -27,7 +27,7 @@ _GLIBC = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
 """The minor versions of glibc for which uv has a platform, newest first."""
 
 _NO_SOURCE = frozenset({".git", ".venv", "__pycache__", "node_modules", "build", "dist"})
-"""Folders that are no part of a package's source."""
+"""Folders that do not belong to a package's source."""
 _CHUNK = 1024 * 1024
 
 _NOISE = (

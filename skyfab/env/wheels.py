@@ -80,12 +80,9 @@ def _platforms(target: Target) -> Iterator[str]:
 
 
 def _markers(target: Target) -> dict[str, str]:
+    """What differs from the Python that runs this."""
     return {
-        "implementation_name": "cpython",
-        "implementation_version": f"{target.python}.0",
-        "os_name": "posix",
         "platform_machine": target.arch,
-        "platform_python_implementation": "CPython",
         "platform_release": "",
         "platform_system": target.system,
         "platform_version": "",
@@ -204,9 +201,9 @@ def _passing(error: Exception) -> bool:
 
 
 def _why(wheel: Wheel, error: Exception) -> str:
-    told = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-    told = f"{error.code} {told}" if isinstance(error, urllib.error.HTTPError) else told
-    text = f"cannot get {wheel.package} {wheel.version} from {uv.bare(wheel.url)}: {told}"
+    reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+    reason = f"{error.code} {reason}" if isinstance(error, urllib.error.HTTPError) else reason
+    text = f"cannot get {wheel.package} {wheel.version} from {uv.bare(wheel.url)}: {reason}"
     return uv.redact(text, tuple(filter(None, uv.userinfo(wheel.url) or ())))
 
 

@@ -36,7 +36,7 @@ where = sky.function(remote.where)
 
 
 MACHINE = dict(os.environ)
-"""What this machine has been told, before the tests hide it."""
+"""The settings of this machine, before the tests hide them."""
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def steps(seen: list[Event]) -> list[str]:
 
 
 def listing(lab: Lab, host: sky.Host, inner: str) -> set[str]:
-    """What lies in a folder of the host's cache, hidden things included; locks excepted."""
+    """What is in a folder of the host's cache, hidden things included; locks excepted."""
     found = lab[host.name].run(["ls", "-A", f"{host.cache}/{inner}"], check=False).stdout.split()
     return {name for name in found if not name.startswith(".lock-")}
 
@@ -511,10 +511,10 @@ def test_debian_packages_that_are_there_are_enough(fresh: Callable[..., list[sky
         assert "/envs/" in (where() >> compute)[0]
 
 
-def test_who_may_not_install_debian_packages_is_told_what_to_ask_for(fresh: Callable[..., list[sky.Host]]) -> None:
+def test_users_who_may_not_install_debian_packages_see_what_to_ask_for(fresh: Callable[..., list[sky.Host]]) -> None:
     with pytest.raises(sky.HostUnfit) as raised:
-        pool(fresh("fabric"), apt=["coreutils", "a-package-nobody-has"]).open()
-    assert raised.value.hint == "ask an administrator: sudo apt-get install a-package-nobody-has"
+        pool(fresh("fabric"), apt=["coreutils", "a-missing-package"]).open()
+    assert raised.value.hint == "ask an administrator: sudo apt-get install a-missing-package"
 
 
 def test_variables_reach_the_function_and_nothing_else(fresh: Callable[..., list[sky.Host]], namespaces: Lab) -> None:

@@ -1,4 +1,4 @@
-"""gc: what is old and unused goes from a host's cache, and nothing else does, whoever looks on or works there."""
+"""gc: what is old and unused goes from a host's cache, and nothing else does, also while others look or work there."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_what_cannot_be_removed_is_said(namespaces: object, cache_on: Callable[.
     cache = cache_on("fabric")
     (folder,) = cache(FILL + f"chmod 777 trees; rm -rf trees/{OLD}; cd trees && pwd")
     lab.hosts[0].run(["sh", "-c", f'cd "$0" && mkdir -p {OLD}/inner/most && touch -d "40 days ago" {OLD}', folder])
-    with pytest.raises(HostUnfit, match=r"cannot be removed: .*Permission denied"):
+    with pytest.raises(HostUnfit, match=r"cannot remove some of its cache: .*Permission denied"):
         cache.gc()
     lab.hosts[0].run(["rm", "-rf", folder])
     assert cache('ls "$c/packages"') == [YOUNG, NEW]

@@ -271,7 +271,7 @@ def test_a_decoy_of_a_higher_version_loses(index: Index, private: Index) -> None
 
 
 def test_a_decoy_loses_where_only_another_package_requires_it(index: Index, private: Index) -> None:
-    """Two steps deep, and of two the one that nobody requires stays away."""
+    """Two steps deep, and of two the one that is not required stays away."""
     index.add("app", "1.0", requires=["inner"])
     for name in ("inner", "deep", "unused"):
         index.add(name, "9.0")
@@ -297,7 +297,7 @@ def test_a_required_package_may_be_on_its_own_index_only(index: Index, private: 
     assert chosen(lock_of("app", scoped=(PipIndex(private.secret_url, ("inner",)),))) == {"app": "2.0", "inner": "1.0"}
 
 
-def test_a_named_package_that_nobody_needs_may_be_missing(index: Index, private: Index) -> None:
+def test_a_named_package_that_is_not_needed_may_be_missing(index: Index, private: Index) -> None:
     index.add("app", "1.0", requires=["inner"])
     index.add("inner", "9.0")
     private.add("inner", "1.0")
@@ -549,7 +549,6 @@ def test_an_index_of_ones_own_may_have_a_build_without_a_name(
         ({"driver": "550.54.15"}, r"/whl/cu12\d/torch"),
         ({"driver": "470.82.01"}, r"/whl/cu118/torch"),
         ({"rocm": "6.4.1"}, r"/whl/rocm6\.4/torch"),
-        ({"rocm": "gfx942"}, r"/whl/rocm[\d.]+/torch"),
     ],
 )
 def test_else_uv_chooses_pytorchs_index_for_the_targets_gpu(
@@ -891,7 +890,7 @@ def test_the_python_that_uv_would_download_comes_as_its_archive(tmp_path: Path, 
     assert sha256(path) == sha256(newest)
     newest.unlink()
     assert tools.python_for(HOST) == path
-    assert [entry.name for entry in (cache_folder() / "pythons").iterdir()] == ["cpython-3.11.9-linux-x86_64-gnu"]
+    assert [entry.name for entry in (cache_folder() / "pythons").iterdir()] == ["cpython-3.11-linux-x86_64-gnu"]
 
 
 def test_a_python_with_the_wrong_hash_is_refused(pythons: Path) -> None:
@@ -904,7 +903,7 @@ def test_a_python_with_the_wrong_hash_is_refused(pythons: Path) -> None:
 
 def test_a_python_that_is_nowhere(pythons: Path) -> None:
     for target in (replace(HOST, libc="musl 1.2.5"), replace(HOST, python="3.12"), replace(HOST, arch="aarch64")):
-        with pytest.raises(LockError, match=r"no Python 3\.\d+ to download"):
+        with pytest.raises(LockError, match=r"cannot download Python 3\.\d+ for"):
             tools.python_for(target)
 
 

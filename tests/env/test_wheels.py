@@ -71,14 +71,14 @@ def test_wheels_are_fetched_once(index: Index) -> None:
     assert fetch([]) == {}
 
 
-def test_progress_is_told_until_all_is_there(index: Index) -> None:
+def test_progress_is_reported_until_all_is_there(index: Index) -> None:
     some = [served(index, f"app{number}") for number in range(3)]
     total = sum(wheel.size or 0 for wheel in some)
     for _ in range(2):
-        told: list[tuple[int, int]] = []
-        fetch(some, progress=lambda done, of: told.append((done, of)))  # noqa: B023 - called before the next round
-        assert told[-1] == (total, total)
-        assert told == sorted(told)
+        reported: list[tuple[int, int]] = []
+        fetch(some, progress=lambda done, of: reported.append((done, of)))  # noqa: B023 - called before the next round
+        assert reported[-1] == (total, total)
+        assert reported == sorted(reported)
 
 
 def test_files_of_this_machine_are_copied(tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_passing_troubles_are_tried_again(index: Index, troubles: list[int]) -> 
     """Errors of the server, and answers that end early."""
     wheel = served(index)
     index.fail[f"/files/{wheel.filename}"] = list(troubles)
-    told: list[int] = []
-    assert sha256(fetch([wheel], progress=lambda done, of: told.append(done))[wheel.sha256]) == wheel.sha256
+    reported: list[int] = []
+    assert sha256(fetch([wheel], progress=lambda done, of: reported.append(done))[wheel.sha256]) == wheel.sha256
     assert len(index.requests) == len(troubles) + 1
-    assert told[-1] == wheel.size
+    assert reported[-1] == wheel.size
     assert kept() == [wheel.filename]
 
 
@@ -134,7 +134,7 @@ def test_lasting_troubles_are_not(index: Index, status: int, tries: int, said: s
     assert kept() == []
 
 
-def test_nobody_at_the_address(index: Index) -> None:
+def test_an_address_that_does_not_answer(index: Index) -> None:
     wheel = served(index)
     with Index(index.folder) as gone:
         wheel = replace(wheel, url=wheel.url.replace(index.root, gone.root))

@@ -23,8 +23,6 @@ from skyfab.session.ask import Question, Reply, only
 _HOUR: Final = 60
 _DAY: Final = 24 * _HOUR
 """In minutes."""
-_AGES: Final = 36500
-"""Days: older than anything."""
 
 _WORDS: Final = {
     "envs": "environment",
@@ -78,7 +76,7 @@ class Swept:
 
 def _minutes(days: int) -> int:
     """Converts days to minutes; at least an hour, so that what was used in the last hour is always kept."""
-    return max(min(days, _AGES) * _DAY, _HOUR)
+    return max(days * _DAY, _HOUR)
 
 
 def question(days: int, *, dry_run: bool = False) -> Question[Swept]:
@@ -99,7 +97,7 @@ def question(days: int, *, dry_run: bool = False) -> Question[Swept]:
             raise HostUnfit(what, host=host.name, hint="remove it as the user that it belongs to")
         return swept
 
-    return Question("gc", parse, {"days": min(days, _AGES), "dry_run": dry_run})
+    return Question("gc", parse, {"days": days, "dry_run": dry_run})
 
 
 # ---- the cache of this machine

@@ -5,10 +5,8 @@ The script, probe.sh, is plain POSIX sh and needs no Python on the host.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Final
 
 from skyfab._util.scripts import given, read
@@ -61,7 +59,7 @@ def parse(text: str) -> Facts:
         uv=Program(version=uv[1], path=uv[2]) if uv else None,
         driver=_driver(last("driver"), last("nvrm")),
         rocm=word("rocm"),
-        cache=_cache(last("cachex"), last("cache")),
+        cache=last("cache"),
         free=int(free[1]) * 1024 if free else 0,
         noexec=_is_noexec(last("mount")),
         reachable=tuple(dict.fromkeys(url for url in said.get("index", [])[:_MANY] if url)),
@@ -100,10 +98,3 @@ def _is_noexec(line: str) -> bool:
     words = line.split(" ")
     options = match[1].split(", ") if match else words[3].split(",") if len(words) == 6 else []
     return "noexec" in options
-
-
-def _cache(digits: str, plain: str) -> str:
-    """The path; `digits` has its bytes in hexadecimal if they are not a printable line."""
-    with suppress(ValueError):
-        plain = os.fsdecode(bytes.fromhex(digits)) or plain
-    return plain if plain.startswith("/") and "\0" not in plain else ""

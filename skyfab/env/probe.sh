@@ -120,8 +120,7 @@ disk() {
   R=$(look | keep)
   printf '%s\n' "$R"
   case $w$e$R in "$e"*"${e}python "*) w=${R#*python }; w=/${w#*/}; w=${w%%"$e"*}; asks "$@"; esac
-  case $c in *"$e"*|*[[:cntrl:]]*) o cachex "$(printf %s "$c" | od -An -v -tx1 | tr -d ' \n')";; *) o cache "$c"; esac
-  o boot "$boot"; o nvrm "$nv"
+  o cache "$c"; o boot "$boot"; o nvrm "$nv"
   disk
   settle
 } </dev/null 2>/dev/null | tr -d '\000-\011\013-\037\177'

@@ -57,7 +57,12 @@ def text_of(path: str) -> str:
         return ""  # reading it as a lock reports the error
 
 
-TORCH = frozenset({"torch", *torch_variants.COMPANIONS})
+TORCH = frozenset({"torch", "torchvision", "torchaudio"})
+"""They come from one index: builds for different devices fail to import, which their versions do not show. torchvision
+0.28.0 of PyPI, which is built for CUDA, requires torch 2.13.0, and uv accepts 2.13.0+cpu for that.
+"""
+_PYPI = "https://pypi.org/simple"
+"""uv's default index."""
 _ROCM = ("7.2", "7.1", "7.0", "6.4", "6.3", "6.2.4", "6.2", "6.1", "6.0")
 _SAID = re.compile(
     "UV_(DEFAULT_INDEX|INDEX|INDEX_URL|EXTRA_INDEX_URL|FIND_LINKS|INDEX_STRATEGY|TORCH_BACKEND|CONSTRAINT|OVERRIDE"
@@ -114,6 +119,11 @@ class Request:
         for index in pins.indexes:
             others = tuple(name for name in index.packages if canonicalize_name(name) not in scoped)
             places += (PipIndex(index.url, others),) if others else ()
+            scoped.update(map(canonicalize_name, others))
+        places = tuple(
+            PipIndex(index.url, (*index.packages, *sorted(TORCH - scoped))) if "torch" in index.packages else index
+            for index in places
+        )
         pip = tuple(text for _, text, _ in named)
         return cls(pip=pip, indexes=places, target=target, platform=uv.platform_of(target), pins=pins)
 
@@ -151,9 +161,7 @@ class Resolver:
     def run(self) -> str:
         """Returns the pylock.toml. Raises LockError with uv's reason."""
         try:
-            text = self._torch()
-            self._check_builds(text)
-            return text
+            return self._torch()
         except UvFailed as failed:
             request, why = self.request, str(failed).replace(_PROJECT, "your image")
             wanted = uv.redact(", ".join(request.pip))
@@ -176,78 +184,67 @@ class Resolver:
             text = self._scoped(env=_ANY_BUILD)
             if not _names(text) & TORCH:
                 return text
-        links = self.environ.get("UV_FIND_LINKS", "").split(",")
-        sources = [url for url in uv.configured(self.environ) if url != NO_INDEX]
-        for source in () if chosen else sorted(sources, key=lambda url: url not in links):
-            try:
-                if text := self._with_torch_from(source):
-                    return text
-            except UvFailed:
-                continue
+        sources = self._sources()
+        if not chosen and (text := self._with_torch_from(sources)):
+            return text
         options, env = self._backend()
         try:
             return self._scoped(options=options, env=env)
         except UvFailed:
-            if text := self._build_of_the_index():
+            if text := self._with_torch_from(sources, large=True):
                 return text
             raise
 
-    def _with_torch_from(self, source: str) -> str:
-        """Resolves with torch and its companions from one source alone; empty if none of its builds fit the target.
+    def _sources(self) -> list[str]:
+        """Find-links, then the indexes, the default index last."""
+        links = self.environ.get("UV_FIND_LINKS", "").split(",")
+        has_default = self.environ.get("UV_DEFAULT_INDEX") or self.environ.get("UV_INDEX_URL")
+        found = [*uv.configured(self.environ), *([] if has_default else [_PYPI])]
+        return sorted((url for url in found if url != NO_INDEX), key=lambda url: url not in links)
+
+    def _with_torch_from(self, sources: Sequence[str], *, large: bool = False) -> str:
+        """Resolves with torch and its companions from one source alone; empty if none has a build for the target.
 
         In a joint query, a newer torch of the default index, which requires CUDA, would hide the others.
         """
-        scope = PipIndex(source, tuple(sorted(TORCH - self.request.scoped)))
-        alone = Resolver(replace(self.request, indexes=(*self.request.indexes, scope)), refresh=self.refresh)
-        excluded: list[str] = []
-        for _ in range(_BUILDS):
-            text = alone._scoped(constraints=excluded, env=_ANY_BUILD)
-            builds = [one for name, one in torch_variants.of_lock(text).items() if name in scope.packages]
-            wrong = [build for build in builds if not self._suits(build, _names(text))]
-            if not wrong:
-                return text
-            excluded += [f"{build.package}!={build.version}" for build in wrong]
+        for source in sources:
+            scope = PipIndex(source, tuple(sorted(TORCH - self.request.scoped)))
+            alone = Resolver(replace(self.request, indexes=(*self.request.indexes, scope)), refresh=self.refresh)
+            excluded: list[str] = []
+            try:
+                for _ in range(_BUILDS):
+                    text = alone._scoped(constraints=excluded, env=_ANY_BUILD)
+                    packages = {one["name"]: one.get("version", "") for one in toml.loads(text)["packages"]}
+                    builds = [name for name in scope.packages if name in packages]
+                    wrong = [name for name in builds if not self._suits(name, packages, large=large)]
+                    if not wrong:
+                        return text
+                    if "+" not in packages.get("torch", ""):
+                        break  # an index such as PyPI: older versions are built for the same devices
+                    excluded += [f"{name}!={packages[name]}" for name in wrong]
+            except UvFailed:
+                continue
         return ""
 
-    def _suits(self, build: torch_variants.Build, packages: Set[str]) -> bool:
-        """Whether a build runs on the target; `packages` come with it."""
-        label = build.version.partition("+")[2]
-        cuda = re.fullmatch(r"cu(\d+)\d", label)
-        if not label:
-            return build.package != "torch" or (self.target.is_plain and not torch_variants.is_for_gpus(packages))
-        if self.target.is_plain:
-            return label.startswith("cpu")
-        if re.match(r"\d", self.target.driver):
-            return cuda is not None and numbers(self.target.driver) >= torch_variants.DRIVERS.get(int(cuda[1]), (9999,))
-        return label.startswith("rocm")
+    def _suits(self, name: str, packages: Mapping[str, str], *, large: bool) -> bool:
+        """Whether a build of torch or a companion runs on the target; `packages` are the versions of all packages.
 
-    def _build_of_the_index(self) -> str:
-        """Resolves with the index's own torch; empty if it has none that works on the target.
-
-        On PyPI it is a build for CUDA, which also runs on hosts without a GPU, but needs 3 GB more.
+        Without a label, as on PyPI, torch is built for CUDA. It also runs on hosts without a GPU, but needs 3 GB more.
         """
-        try:
-            text = self._scoped(env=_ANY_BUILD)
-        except UvFailed:
-            return ""
-        self._check_builds(text)
-        needed = [int(major) for major in re.findall(r'^name = "nvidia-.*-cu(\d+)"', text, re.MULTILINE)]
-        usable = torch_variants.cuda_for(self.target.driver) or 0
-        return text if self.target.is_plain or (needed and max(needed) <= usable) else ""
-
-    def _check_builds(self, text: str) -> None:
-        """Raises LockError for a build that does not fit torch's, unless the user has named its index."""
-        trusted = self.request.scoped
-        strangers = torch_variants.strangers(text, self.target.arch, trusted) if self.target.system == "Linux" else []
-        if strangers:
-            torch = torch_variants.of_lock(text)["torch"]
-            names = " and ".join(map(str, strangers))
-            build = torch.version.partition("+")[2] or "CUDA"
-            raise LockError(
-                f"{torch} is built for {build}, but {names} would not be, and would fail to import",
-                hint=f"add builds for {build} to an index that pip uses (pip config list), or use one index that has"
-                f" all of them: {index_option('URL', sorted(TORCH))}",
-            )
+        label, target = packages[name].partition("+")[2], self.target
+        cuda = re.fullmatch(r"cu(\d+)\d", label)
+        if not label and name != "torch":
+            return True
+        if not label and target.is_plain:
+            return large or not torch_variants.is_for_gpus(packages)
+        if not label:
+            needed = [int(found[1]) for one in packages if (found := re.match(r"nvidia-.*-cu(\d+)$", one))]
+            return large and max(needed, default=99) <= (torch_variants.cuda_for(target.driver) or 0)
+        if target.is_plain:
+            return label.startswith("cpu")
+        if re.match(r"\d", target.driver):
+            return cuda is not None and int(cuda[1]) <= (torch_variants.cuda_for(target.driver) or 0)
+        return label.startswith("rocm")
 
     def _backend(self) -> tuple[tuple[str, str], dict[str, str]]:
         """uv's option for the target's GPU, and variables that make uv see that GPU instead of this machine's."""

@@ -145,14 +145,9 @@ def _brought(source: _Source, work: Path) -> Path:
 
 def _clone(source: _Source, folder: Path) -> None:
     folder.mkdir()
-    _git(folder, "init", "-q")
-    try:
-        _git(folder, "fetch", "-q", "--depth=1", source.url, source.commit)
-    except uv.UvFailed:  # not every server sends a commit by its name
-        _git(folder, "fetch", "-q", "--tags", source.url, "+refs/heads/*:refs/remotes/origin/*")
+    _git(folder, "clone", "-q", "--no-checkout", "--filter=blob:none", source.url, ".")
     _git(folder, "checkout", "-q", source.commit)
-    if (folder / ".gitmodules").exists():
-        _git(folder, "submodule", "update", "-q", "--init", "--recursive", "--depth=1")
+    _git(folder, "submodule", "update", "-q", "--init", "--recursive")
 
 
 def _git(folder: Path, *words: str) -> None:

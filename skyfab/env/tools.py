@@ -86,8 +86,6 @@ def _download(target: Target) -> str:
 
 def _get(key: str, folder: Path, target: Target) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f".new-{key}-*"):  # left by a killed process: the lock is held
-        shutil.rmtree(left, ignore_errors=True)
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".new-{key}-"))
     try:
         # uv keeps the archives that it downloads in this folder. It can verify one only by unpacking it.

@@ -54,11 +54,11 @@ def read(path: str | os.PathLike[str]) -> Contents:
     listing = Listing(source)
     for name in _hosts("all", groups):
         _add(listing, name, variables.get(name, {}))
-    for name, group in groups.items():
+    for name in groups:
         if name in RESERVED and name not in _IMPLIED:
             listing.left_out[name] = "the group's name is reserved in selections"
         elif name not in _IMPLIED:
-            listing.add_group(name, source, [*_members(group, groups, listing)])
+            listing.add_group(name, source, [host for host in _hosts(name, groups) if host in listing])
     return listing.read("a line is a host: node1 ansible_host=10.0.0.11")
 
 
@@ -105,16 +105,6 @@ def _hosts(name: str, groups: Mapping[str, _Group]) -> Iterator[str]:
         waiting += [child for child in group.children[::-1] if child not in seen]
         seen.update(group.children)
     yield from found
-
-
-def _members(group: _Group, groups: Mapping[str, _Group], listing: Listing) -> Iterator[str]:
-    """The hosts and groups in a group; instead of a group that the inventory cannot have, its hosts."""
-    yield from (name for name in group.hosts if name in listing)
-    for child in group.children:
-        if child in RESERVED:
-            yield from (name for name in _hosts(child, groups) if name in listing)
-        elif child in groups:  # Ansible does not list empty groups
-            yield child
 
 
 def _add(listing: Listing, name: str, variables: Mapping[str, Any]) -> None:

@@ -140,11 +140,6 @@ def test_days_0_leaves_what_was_used_within_the_hour(cache: Cache) -> None:
     assert cache(LIST) == expected("c")
 
 
-def test_days_beyond_counting_remove_nothing(cache: Cache) -> None:
-    cache(FILL)
-    assert str(cache.gc(999_999_999)) == "nothing to remove"
-
-
 def test_a_host_without_a_cache_has_nothing_to_remove(cache: Cache) -> None:
     assert str(cache.gc()) == "nothing to remove"
     assert cache('ls -A "$c" 2>/dev/null; true') == []

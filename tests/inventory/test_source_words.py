@@ -14,7 +14,6 @@ from skyfab.errors import InventoryError
 from skyfab.inventory.detect import source_of
 from skyfab.inventory.host import LOCAL, Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.inventory.toml_lines import lines_by_key
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGifrC2TEtlDqvu01rFE2MKRF/J8lbSByLau0+8Ie1SJ"
 
@@ -107,39 +106,6 @@ def test_a_file_that_cannot_be_read_is_one_error(name: str, tmp_path: Path) -> N
 # Lines of inventory.toml
 
 
-def test_the_line_of_each_table_and_key_is_found() -> None:
-    text = """
-[defaults]
-user = "ada"
-
-[ hosts . "node[1-2]" ]  # both
-port = 22
-env.A = "1"
-setup = \"\"\"
-[hosts.x]
-port = 1
-\"\"\"
-jump = 'g'
-[hosts]
-a = { port = 1 }
-'b c'.port = 2
-[groups]
-g = [
-  "a",
-]
-"""
-    found = lines_by_key(text)
-    assert found["defaults", "user"] == 3
-    assert found["hosts", "node[1-2]"] == 5
-    assert found["hosts", "node[1-2]", "port"] == 6
-    assert found["hosts", "node[1-2]", "env", "A"] == 7
-    assert ("hosts", "x") not in found
-    assert found["hosts", "node[1-2]", "jump"] == 12
-    assert found["hosts", "a"] == 14
-    assert found["hosts", "b c", "port"] == 15
-    assert found["groups", "g"] == 17
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -150,6 +116,9 @@ g = [
         ("[hosts.a]\n[host.b]", "inv.toml:2: unknown table [host]"),
         ("[hosts.a]\njump='a'", "inv.toml:2: [hosts.a] jump: jump hosts form a loop"),
         ("[hosts.a]\r\nport = 0\r\n", "inv.toml:2: [hosts.a] port: must be from 1"),
+        ('[hosts.a]\nsetup = """\n[hosts.b]\nport = 0\n"""\nport = 0', "inv.toml:6: [hosts.a] port: must be from 1"),
+        ("[ hosts . 'a.b' ]\n[hosts]\n'c.d'.port = 0", 'inv.toml:3: [hosts."c.d"] port: must be from 1'),
+        ("[hosts.a]\nenv.A = 1", "inv.toml:2: [hosts.a] env: A must be a string"),
     ],
 )
 def test_a_mistake_has_its_line(text: str, message: str) -> None:

@@ -19,7 +19,7 @@ from skyfab.calls.image import Image
 from skyfab.env import uv
 from skyfab.env.facts import Target
 from skyfab.env.resolve import LockError, Pins, Request, Resolver, clean, requirement, sum_of
-from skyfab.env.sdists import file_of, is_built, with_wheels
+from skyfab.env.sdists import Source, is_built
 from skyfab.env.uvlock import check_files, files_of, read_pins
 from skyfab.env.wheels import Wheel, applies, tags
 
@@ -89,11 +89,10 @@ def _made(request: Request, *, upgrade: bool) -> Lock:
     with uv.making(path):
         known = None if upgrade else _stored(request)
         if known is None:
-            resolved = clean(Resolver(request, refresh=upgrade).run())
-            check_files(resolved, request.pins)
-            text = with_wheels(resolved, request.target)
+            text = clean(Resolver(request, refresh=upgrade).run())
+            check_files(text, request.pins)
             known = _lock(text, request.target)
-            _check_hashes(known, resolved, request.pins.allowed)
+            _check_hashes(known, request.pins.allowed)
             atomic.write(path, f"# {sum_of(text)}\n{text}", mode=0o644)
     return known
 
@@ -102,16 +101,16 @@ def _path(request: Request) -> Path:
     return cache_folder() / "locks" / f"{request.key()}.toml"
 
 
-def _check_hashes(lock: Lock, resolved: str, allowed: Sequence[tuple[str, str]]) -> None:
+def _check_hashes(lock: Lock, allowed: Sequence[tuple[str, str]]) -> None:
     """Raises LockError if a package's file matches none of the ``--hash`` options of its requirement.
 
-    Of a wheel that was built here, the source archive counts: it is in the pylock.toml as uv has resolved it.
+    Of a wheel that was built here, the source archive counts.
     """
     for wheel in lock.wheels:
         wanted = [one for name, one in allowed if name == wheel.package]
         files = {wheel.filename: wheel.sha256}
         if wanted and is_built(wheel):
-            packages = [one for one in toml.loads(resolved).get("packages", []) if one["name"] == wheel.package]
+            packages = [one for one in toml.loads(lock.text).get("packages", []) if one["name"] == wheel.package]
             files = {name: sha256 for one in packages for name, sha256 in files_of(one)}
         if wanted and not {f"sha256:{sha256}" for sha256 in files.values()} & {*wanted}:
             name, sha256 = next(iter(files.items()), (wheel.package, "unknown"))
@@ -138,7 +137,7 @@ def read_lock(path: str | Path, target: Target) -> Lock:
     file = Path(path).expanduser()
     try:
         base = file.absolute().parent
-        return _lock(with_wheels(file.read_text(encoding="utf-8"), target, base=base), target, base=base)
+        return _lock(file.read_text(encoding="utf-8"), target, base=base)
     except (OSError, UnicodeDecodeError) as error:
         raise LockError(f"cannot read the lock {path}: {getattr(error, 'strerror', None) or error}") from error
     except LockError as error:
@@ -148,11 +147,14 @@ def read_lock(path: str | Path, target: Target) -> Lock:
 # ---- from pylock.toml to wheels
 
 
-def _lock(text: str, target: Target, *, base: Path | None = None) -> Lock:
+def _lock(text: str, target: Target, *, base: Path = Path()) -> Lock:
+    """Builds the packages that have only a source. Relative paths are relative to `base`."""
     try:
         packages = toml.loads(text).get("packages", [])
         order = {tag: rank for rank, tag in enumerate(tags(target))}
         wheels = [_choose(one, target, order, base) for one in packages if applies(one.get("marker", ""), target)]
+    except LockError:
+        raise
     except (ValueError, AttributeError, KeyError, TypeError, InvalidMarker) as error:
         raise LockError(f"not a pylock.toml: {error}") from error
     wheels.sort(key=lambda wheel: wheel.package)
@@ -160,14 +162,17 @@ def _lock(text: str, target: Target, *, base: Path | None = None) -> Lock:
     return Lock(text=clean(text), wheels=tuple(wheels), digest=sum_of(json.dumps(content)))
 
 
-def _choose(package: Mapping[str, Any], target: Target, order: Mapping[Any, int], base: Path | None) -> Wheel:
-    """The package's wheel whose tag comes first in the target's order."""
+def _choose(package: Mapping[str, Any], target: Target, order: Mapping[Any, int], base: Path) -> Wheel:
+    """The package's wheel whose tag comes first in the target's order, or the one that is built from its source."""
+    source = Source.of(package, base)
+    if source is not None:
+        return source.wheel(target)
     name, offered = package["name"], [*package.get("wheels", ())]
     if "archive" in package:  # a direct URL
         offered.append(package["archive"])
     best: tuple[tuple[Any, ...], Wheel] | None = None
     for one in offered:
-        url = one.get("url") or (Path(base or ".") / one["path"]).absolute().as_uri()
+        url = one.get("url") or (base / one["path"]).absolute().as_uri()
         filename = one.get("name") or unquote(urlsplit(url).path).rpartition("/")[2]
         if "/" in filename:  # it becomes a path on the host, and not every version of packaging rejects it
             raise LockError(f"{name}: {filename!r} is not the name of a file")
@@ -195,15 +200,12 @@ def _choose(package: Mapping[str, Any], target: Target, order: Mapping[Any, int]
 
 
 def _stored(request: Request) -> Lock | None:
-    """Reads a stored lock; None if there is none, it was changed, or a wheel that was built for it is gone."""
+    """Reads a stored lock; None if there is none, or it was changed."""
     try:
         first, _, text = _path(request).read_text(encoding="utf-8").partition("\n")
     except (OSError, UnicodeDecodeError):
         return None
-    lock = _lock(text, request.target) if first == f"# {sum_of(text)}" else None
-    return (
-        None if lock is None or any(is_built(wheel) and not file_of(wheel).exists() for wheel in lock.wheels) else lock
-    )
+    return _lock(text, request.target) if first == f"# {sum_of(text)}" else None
 
 
 def _with_logins(lock: Lock, image: Image) -> Lock:

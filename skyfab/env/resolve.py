@@ -108,21 +108,20 @@ class Request:
         """`pins` are those of the image's uv.lock."""
         named = [(canonicalize_name(requirement(text).name), *split_hashes(text)) for text in image.pip]
         pins = replace(pins, allowed=tuple((name, one) for name, _, hashes in named for one in hashes))
-        scoped: set[str] = set()
+        scopes: dict[str, str] = {}
         for index in image.pip_indexes:
             names = {canonicalize_name(name) for name in index.packages}
-            if not names or names & scoped:
-                what = f"{min(names & scoped)} has two indexes" if names else "names no packages"
+            if not names or names & scopes.keys():
+                what = f"{min(names & scopes.keys())} has two indexes" if names else "names no packages"
                 raise LockError(f"{index_option(uv.redact(index.url))}: {what}", hint="name one index for each package")
-            scoped |= names
-        places = tuple(PipIndex(_place(index.url), index.packages) for index in image.pip_indexes)
+            scopes |= dict.fromkeys(names, _place(index.url))
         for index in pins.indexes:
-            others = tuple(name for name in index.packages if canonicalize_name(name) not in scoped)
-            places += (PipIndex(index.url, others),) if others else ()
-            scoped.update(map(canonicalize_name, others))
+            scopes = dict.fromkeys(index.packages, index.url) | scopes
+        if "torch" in scopes:
+            scopes = dict.fromkeys(TORCH, scopes["torch"]) | scopes
         places = tuple(
-            PipIndex(index.url, (*index.packages, *sorted(TORCH - scoped))) if "torch" in index.packages else index
-            for index in places
+            PipIndex(url, tuple(sorted(name for name in scopes if scopes[name] == url)))
+            for url in sorted({*scopes.values()})
         )
         pip = tuple(text for _, text, _ in named)
         return cls(pip=pip, indexes=places, target=target, platform=uv.platform_of(target), pins=pins)
@@ -135,7 +134,7 @@ class Request:
     @property
     def scoped(self) -> set[str]:
         """The packages that have their own index."""
-        return {canonicalize_name(name) for index in self.indexes for name in index.packages}
+        return {name for index in self.indexes for name in index.packages}
 
     def key(self) -> str:
         """A hash of the request; passwords are not part of it."""
@@ -322,8 +321,7 @@ class Resolver:
             variables |= {f"UV_INDEX_SKYFAB_{number}_USERNAME": user, f"UV_INDEX_SKYFAB_{number}_PASSWORD": password}
         lines += ["[tool.uv.sources]"]
         for number, index in enumerate(request.indexes):
-            names = sorted({canonicalize_name(name) for name in index.packages})
-            lines += [f'{name} = {{ index = "skyfab-{number}" }}' for name in names]
+            lines += [f'{name} = {{ index = "skyfab-{number}" }}' for name in index.packages]
         with tempfile.TemporaryDirectory(prefix="skyfab-lock-") as folder:
             Path(folder, "pyproject.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
             if limits:  # the option overrides UV_CONSTRAINT

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -15,53 +14,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from skyfab._util import toml
 from skyfab._util.cache import cache_folder
 from skyfab._util.versions import machine, numbers
 from skyfab.calls.results import index_option
 from skyfab.env import uv
 from skyfab.env.facts import Target
 from skyfab.env.resolve import LockError, sum_of
-from skyfab.env.wheels import Wheel, applies, fetch
+from skyfab.env.wheels import Wheel, fetch
 
 _SECONDS = 600
 """Timeout for git."""
-
-
-def with_wheels(text: str, target: Target, *, base: Path | None = None) -> str:
-    """A pylock.toml in which packages that have only a source refer to a wheel that was built here.
-
-    Relative paths are relative to `base`. Raises LockError.
-    """
-    head, *blocks = re.split(r"(?m)^(?=\[\[packages\]\])", text)
-    return head + "".join(_built(block, target, base or Path()) for block in blocks)
-
-
-def _built(block: str, target: Target, base: Path) -> str:
-    if not re.search(r"(?m)^(\[packages\.)?(sdist|vcs|directory|archive)\b", block):
-        return block
-    try:
-        (package,) = toml.loads(block)["packages"]
-        source = _Source.of(package, base) if applies(package.get("marker", ""), target) else None
-    except (ValueError, KeyError, TypeError, AttributeError):  # reading it as a lock reports the error
-        return block
-    if source is None:
-        return block
-    wheel = _wheel(source)
-    if not wheel.name.endswith("-none-any.whl"):
-        _check_platform(package["name"], target)
-    marker = f"marker = {toml.dumps(package['marker'])}\n" if "marker" in package else ""
-    entry = f"name = {toml.dumps(wheel.name)}, url = {toml.dumps(wheel.as_uri())}"
-    version = toml.dumps(wheel.name.split("-")[1])
-    return (
-        f"[[packages]]\nname = {toml.dumps(package['name'])}\nversion = {version}\n{marker}"
-        f'wheels = [{{ {entry}, hashes = {{ sha256 = "{uv.digest_of(wheel)}" }} }}]\n\n'
-    )
-
-
-def file_of(wheel: Wheel) -> Path:
-    """The file of a wheel that was built here."""
-    return _path(wheel.url)
 
 
 def is_built(wheel: Wheel) -> bool:
@@ -69,15 +31,18 @@ def is_built(wheel: Wheel) -> bool:
     return wheel.url.startswith((cache_folder() / "built").as_uri())
 
 
-class _Source:
+class Source:
     """Where the source of a package is: an archive with its sha256, a commit of a git repository, or a folder."""
 
     def __init__(self, name: str, url: str, *, sha256: str = "", commit: str = "", inner: str = "") -> None:
         self.name, self.url, self.sha256, self.commit, self.inner = name, url, sha256, commit, inner
 
     @classmethod
-    def of(cls, package: Mapping[str, Any], base: Path) -> _Source | None:
-        """None for a package that has wheels."""
+    def of(cls, package: Mapping[str, Any], base: Path) -> Source | None:
+        """The source of a package in a pylock.toml, whose relative paths are relative to `base`.
+
+        None for a package that has wheels.
+        """
         found = package.get("vcs") or package.get("directory") or package.get("archive") or package.get("sdist")
         if package.get("wheels") or found is None or ("vcs" in package and "commit-id" not in found):
             return None
@@ -91,6 +56,15 @@ class _Source:
             package["name"], url, sha256=sha256, commit=found.get("commit-id", ""), inner=found.get("subdirectory", "")
         )
 
+    def wheel(self, target: Target) -> Wheel:
+        """Builds the wheel, if it was not built before. Raises LockError, also if it does not run on the target."""
+        path = _built(self)
+        if not path.name.endswith("-none-any.whl"):
+            _check_platform(self.name, target)
+        version = path.name.split("-")[1]
+        digest = uv.digest_of(path)
+        return Wheel(package=self.name, version=version, filename=path.name, url=path.as_uri(), sha256=digest)
+
     @property
     def key(self) -> str:
         what = self.sha256 or self.commit or uv.stamp(_path(self.url))
@@ -102,7 +76,7 @@ def _path(url: str) -> Path:
     return Path(unquote(urlsplit(url).path))
 
 
-def _wheel(source: _Source) -> Path:
+def _built(source: Source) -> Path:
     """The wheel of a source: the stored one, or a new one."""
     folder = cache_folder() / "built" / source.key
     with uv.making(folder):
@@ -118,7 +92,7 @@ def _wheel(source: _Source) -> Path:
     return wheel
 
 
-def _build(source: _Source, work: Path) -> None:
+def _build(source: Source, work: Path) -> None:
     where = uv.redact(source.url)
     try:
         place = _brought(source, work)
@@ -131,7 +105,7 @@ def _build(source: _Source, work: Path) -> None:
         ) from None
 
 
-def _brought(source: _Source, work: Path) -> Path:
+def _brought(source: Source, work: Path) -> Path:
     """The source as a file or folder of this machine."""
     if source.commit:
         _clone(source, work / "clone")
@@ -143,7 +117,7 @@ def _brought(source: _Source, work: Path) -> Path:
     return _path(source.url)
 
 
-def _clone(source: _Source, folder: Path) -> None:
+def _clone(source: Source, folder: Path) -> None:
     folder.mkdir()
     _git(folder, "clone", "-q", "--no-checkout", "--filter=blob:none", source.url, ".")
     _git(folder, "checkout", "-q", source.commit)

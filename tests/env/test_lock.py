@@ -690,7 +690,7 @@ def test_a_lock_of_ones_own_is_used_as_it_is(mine: Path, counted: Counted) -> No
 
 
 def test_a_lock_of_ones_own_without_a_wheel_for_the_host(mine: Path) -> None:
-    with pytest.raises(LockError, match=r"pylock\.toml: native 1\.0 has no wheel for Python 3\.11 on Linux aarch64"):
+    with pytest.raises(LockError, match=r"/pylock\.toml: native 1\.0 has no wheel for Python 3\.11 on Linux aarch64"):
         read_lock(mine, replace(HOST, arch="aarch64"))
 
 
@@ -772,12 +772,6 @@ def test_this_machines_uv_serves_hosts_like_it() -> None:
     libc = "glibc 2.99" if machine.sysname == "Linux" else ""
     here = Target(system=machine.sysname, arch=machine.machine, libc=libc, python="3.11")
     assert tools.uv_for(here) == Path(uv.program())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at a Linux program")
-@pytest.mark.parametrize("target", [replace(HOST, arch="other"), replace(HOST, system="Darwin")])
-def test_this_machines_uv_does_not_serve_others(target: Target) -> None:
-    assert not tools._runs_on(Path(uv.program()), target)
 
 
 def test_other_hosts_get_the_same_uv_for_their_platform(index: Index) -> None:

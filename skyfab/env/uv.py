@@ -61,7 +61,9 @@ class UvFailed(Exception):
             return "put user and password into the index's URL, pip's configuration or ~/.netrc"
         if re.search(r"/whl/(cpu|cu|rocm|xpu)\S*/torch", text):
             named = index_option("URL", ["torch", "torchvision", "torchaudio"])
-            return f"use one index that has all of torch, such as PyPI: {named}, or add one to pip's configuration"
+            return (
+                f"use one index for torch and its companions, such as PyPI: {named}, or add one to pip's configuration"
+            )
         if re.search(r"Failed to fetch|error sending request|[Cc]onnect|dns|timed out|certificate", text):
             return "is the index up? pip config list shows the indexes in use"
         if "not found in" in text:

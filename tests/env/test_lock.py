@@ -529,7 +529,7 @@ def test_else_uv_chooses_pytorchs_index_for_the_targets_gpu(
 ) -> None:
     """Which is out of reach in tests: the address that was tried tells. The default index has no torch."""
     monkeypatch.setenv("UV_CUDA_DRIVER_VERSION", "999")  # this machine's
-    with pytest.raises(LockError, match=rf"(?s)^cannot reach an index to find torch for .*{path}.*hint: use an index"):
+    with pytest.raises(LockError, match=rf"(?s)^cannot reach an index to find torch for .*{path}.*hint: use one index"):
         lock_of("torch", target=replace(HOST, **changes))
 
 
@@ -580,7 +580,7 @@ def test_a_torchvision_of_another_index_than_torch_is_refused(links: Path, index
     vision(index.folder, "0.28.0", package=package)
     index.add("models", "1.0", requires=[package])
     for wanted in (["torch", package], ["models"]):
-        with pytest.raises(LockError, match=r"/whl/cpu/(?s:.*)hint: use one index that has all of torch"):
+        with pytest.raises(LockError, match=r"/whl/cpu/(?s:.*)hint: use one index for torch and its companions"):
             lock_of(*wanted)
 
 

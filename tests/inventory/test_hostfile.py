@@ -60,14 +60,14 @@ def test_a_line_means_this_host(text: str, expected: list[Host], tmp_path: Path)
         ("all slots=1", ":1: 'all': \"all\" is reserved in selections", "rename the host"),
     ],
 )
-def test_a_mistake_is_told_with_its_line(text: str, message: str, hint: str, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_with_its_line(text: str, message: str, hint: str, tmp_path: Path) -> None:
     with pytest.raises(InventoryError) as caught:
         read(text, tmp_path)
     assert caught.value.message.startswith(f"{tmp_path}/hostfile{message}")
     assert hint in str(caught.value.hint)
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(InventoryError) as caught:
         read("node1 slots=x\nnode2\nnode3 what\n", tmp_path)
     first, *lines = str(caught.value).splitlines()

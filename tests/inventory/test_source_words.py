@@ -43,7 +43,7 @@ KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGifrC2TEtlDqvu01rFE2MKRF/J8lbSByLau0
         ("x", "complete nonsense", "hostfile"),
     ],
 )
-def test_a_file_is_told_by_its_name_and_content(name: str, text: str, kind: str, tmp_path: Path) -> None:
+def test_a_file_is_recognized_by_its_name_and_content(name: str, text: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     assert source_of(tmp_path / name).word == kind
 

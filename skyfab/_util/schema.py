@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -186,6 +187,11 @@ def name_of(value: object) -> str:
     return next((name for kinds, name in names if isinstance(value, kinds)), f"a {type(value).__name__}")
 
 
+def quoted(text: str) -> str:
+    """A string in quotes, on one line."""
+    return json.dumps(text, ensure_ascii=not text.isprintable())
+
+
 # ---- the user's tables
 
 
@@ -209,7 +215,7 @@ def parse_table(
     for key, value in table.items():
         if key not in checks:
             hint = did_you_mean(key, checks) or f"known keys: {', '.join(checks)}"
-            mistakes.append(Mistake(key, f'unknown key "{key}"', hint))
+            mistakes.append(Mistake(key, f"unknown key {quoted(key)}", hint))
             continue
         try:
             values[key] = checks[key](value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -102,7 +101,9 @@ class _Reader:
         for table in document:
             if table not in _TABLES:
                 hint = "move it below [defaults]" if table in KEYS else did_you_mean(table, _TABLES)
-                what = f"table [{bare(table)}]" if isinstance(document[table], Mapping) else f'key "{table}"'
+                what = (
+                    f"table [{bare(table)}]" if isinstance(document[table], Mapping) else f"key {schema.quoted(table)}"
+                )
                 self.note((table,), f"unknown {what}", hint or f"known tables: {', '.join(_TABLES)}")
         defaults = self.keys(("defaults",), self.table(document, "defaults"))
         for name, table in self.table(document, "hosts").items():
@@ -294,7 +295,7 @@ def _key_hint(place: Place, key: str, value: object) -> str:
 
 def bare(key: str) -> str:
     """A key as TOML spells it: quoted if necessary, and on one line."""
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=not key.isprintable())
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else schema.quoted(key)
 
 
 def _matches(path: Path, text: str) -> bool:

@@ -60,6 +60,14 @@ class Env(dict[str, str]):
 class Host:
     """One machine. The constructor checks every field, so that any Host is safe to pass to ssh.
 
+    How it is reached: `name`, `address`, `port`, `user`; `identity`, the file of a private key; `jump`, hosts to go
+    through; `host_key`, if not that of known_hosts; `transport`: "openssh", "fabric", "local" or "auto"; `interface`,
+    the network on which hosts connect to each other.
+
+    How it is used: `python`, as for `Image`; `gpus`, the numbers of those to use; `slots`, how many solo calls run at
+    once; `cache`, the folder of skyfab there; `workdir`, that of functions, as for `Compute`; `setup`, shell lines
+    before Python; `env`, variables; `tags`, words that select it.
+
     Raises `UsageError` for an invalid value.
 
     >>> Host(name="node1", address="10.0.0.11", port=2222, user="ada").login

@@ -478,6 +478,7 @@ def test_what_ssh_or_a_shell_could_take_for_something_else_is_not_an_address(tex
         ('[hosts]\na = "10.0.0.1"', "[hosts.a]: must be a table, not a string", "address = …"),
         ("[defaults]\nprot = 1\n[hosts.a]", '[defaults]: unknown key "prot"', "did you mean port?"),
         ("[hosts.a]\nidentiy = 'x'", '[hosts.a]: unknown key "identiy"', "did you mean identity?"),
+        ('[hosts.a]\n"\\n" = 1', '[hosts.a]: unknown key "\\n"', "known keys"),
         ("[hosts.a]\nname = 'x'", '[hosts.a]: unknown key "name"', "known keys: address, port,"),
         ("[hosts.a.b]", '[hosts.a]: unknown key "b"', 'put it in quotes: [hosts."name.b"]'),
         ("[hosts.'']", '[hosts.""]: not a valid host name', "letters, digits"),

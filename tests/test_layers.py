@@ -111,7 +111,6 @@ WITHOUT_TORCH = {
     "host.device",
     "host.device.entry",
     "host.device.wire",
-    "device.flusher",
 }
 """What the other packages import of `device`. Its other modules are imported when a device is asked for."""
 

@@ -10,79 +10,44 @@ import torch
 from skyfab.device import composite_ops
 from skyfab.device.tensors import TYPE, is_remote
 
-_LOWER: Final = (
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d.input",
-    "conv_transpose3d.input",
-    "convolution",
-    "_convolution",
-    "matmul",
-    "mm",
-    "mv",
-    "bmm",
-    "baddbmm",
-    "addmm",
-    "addmv",
-    "addr",
-    "addbmm",
-    "linear",
-    "scaled_dot_product_attention",
-    "einsum",
-    "prelu",
-    "chain_matmul",
-    "linalg_multi_dot",
-    "linalg_vecdot",
+_LOWER: Final = frozenset(
+    (
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_tbc",
+        "conv_transpose1d",
+        "conv_transpose2d.input",
+        "conv_transpose3d.input",
+        "convolution",
+        "_convolution",
+        "_convolution.deprecated",
+        "matmul",
+        "mm",
+        "mv",
+        "bmm",
+        "baddbmm",
+        "addmm",
+        "addmv",
+        "addr",
+        "addbmm",
+        "linear",
+        "scaled_dot_product_attention",
+        "einsum",
+        "prelu",
+        "chain_matmul",
+        "linalg_multi_dot",
+        "linalg_vecdot",
+        "lstm_cell",
+        "gru_cell",
+        "rnn_tanh_cell",
+        "rnn_relu_cell",
+    )
 )
-_FLOAT32: Final = (
-    "softmax.int",
-    "log_softmax.int",
-    "layer_norm",
-    "group_norm",
-    "nll_loss",
-    "nll_loss_nd",
-    "cross_entropy_loss",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "kl_div",
-    "binary_cross_entropy_with_logits",
-    "cosine_embedding_loss",
-    "exp",
-    "expm1",
-    "log",
-    "log2",
-    "log10",
-    "log1p",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-    "sum",
-    "sum.dim_IntList",
-    "prod",
-    "prod.dim_int",
-    "cumsum",
-    "cumprod",
-    "norm.Scalar",
-    "norm.ScalarOpt_dim",
-    "rsqrt",
-    "reciprocal",
-    "softplus",
-    "erfinv",
-    "acos",
-    "asin",
-    "cosh",
-    "sinh",
-    "tan",
-    "cdist",
-    "pdist",
-    "renorm",
-    "logsumexp",
-)
-"""As PyTorch does it for CUDA."""
+_PROMOTED: Final = frozenset(
+    ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot")
+) | {"scatter_add", "binary_cross_entropy"}
+"""They run in the precision of their arguments. All others that PyTorch casts for CUDA run in float32."""
 
 
 _KEYS: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
@@ -93,13 +58,14 @@ def register() -> list[torch.library.Library]:
     rest = torch.library.Library("_", "IMPL")
     rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     library = torch.library.Library("aten", "IMPL")
-    for names, lower in ((_LOWER, True), (_FLOAT32, False)):
-        for name in names:
+    for full in torch._C._dispatch_get_all_op_names():
+        name = full.removeprefix("aten::")
+        if name != full and torch._C._dispatch_has_kernel_for_dispatch_key(full, "AutocastCUDA"):
             base, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, base), overload or "default")
-            if name != "linear":
-                library.impl(name, _casting(op, lower=lower), "AutocastPrivateUse1")
-    library.impl("linear", _linear, "AutocastPrivateUse1")
+            if name not in _PROMOTED:
+                kernel = _linear if name == "linear" else _casting(op, lower=name in _LOWER)
+                library.impl(name, kernel, "AutocastPrivateUse1")
     return [rest, library]
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.utils import backend_registration
 
-from skyfab.device import autocast, composite_ops, manual_kernels, patches, refused, tensors
+from skyfab.device import autocast, composite_ops, manual_kernels, patches, torch_sky
 from skyfab.device.kernels import make_kernel
 from skyfab.device.tensors import TYPE
 from skyfab.errors import UsageError
@@ -36,70 +36,9 @@ _OWN_WAY: Final = frozenset(
     )
 )
 """Operators that PyTorch composes of others, or that mean nothing on a remote device."""
+_setup: Final[Any] = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 _libraries: Final[list[torch.library.Library]] = []
 """Kernels are registered as long as these objects exist."""
-
-
-class _Current(threading.local):
-    """The device that is meant where none is named, of each thread."""
-
-    index = 0
-
-
-_current: Final = _Current()
-
-
-class _On:
-    """``with torch.sky.device(1)``: the device that is meant where none is named."""
-
-    def __init__(self, device: Any) -> None:
-        self._index = device if isinstance(device, int) else torch.device(device).index or 0
-
-    def __enter__(self) -> None:
-        self._before, _current.index = _current.index, self._index
-
-    def __exit__(self, *_: object) -> None:
-        _current.index = self._before
-
-
-class _Module:
-    """``torch.sky``, which PyTorch asks about devices of this type."""
-
-    device = _On
-    _initialized = True  # else checkpoint() does not keep the state of random numbers, without a word
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return True
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def current_device(self) -> int:
-        return _current.index
-
-    def device_count(self) -> int:
-        return max((stream.index + 1 for stream in tensors.streams if not stream.is_lost), default=0)
-
-    def manual_seed_all(self, seed: int) -> None:
-        manual_kernels.seed_all(seed)
-
-    def manual_seed(self, seed: int) -> None:
-        manual_kernels.seed_all(seed)
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
-
-    def synchronize(self, device: Any = None) -> None:
-        manual_kernels.synchronize(device)
-
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return manual_kernels.get_rng_state(_current.index if device is None else device)
-
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        manual_kernels.set_rng_state(state, _current.index if device is None else device)
 
 
 _PRIVATE: Final = torch._C._autograd.DeviceType.PrivateUse1
@@ -130,7 +69,7 @@ def check() -> None:
     """Raises UsageError if this PyTorch cannot have the device type."""
     if is_registered():
         return
-    if _setup() is None:
+    if _setup is None:
         raise UsageError(
             f"torch {torch.__version__} does not support device types written in Python",
             hint="install torch 2.11 or newer",
@@ -138,11 +77,6 @@ def check() -> None:
     name = torch._C._get_privateuse1_backend_name()
     if name != "privateuseone":
         raise UsageError(f"the device type {name!r} is already registered in this process; PyTorch allows only one")
-
-
-def _setup() -> Any:
-    registration = __import__("torch.utils.backend_registration", fromlist=["_"])
-    return getattr(registration, "_setup_privateuseone_for_python_backend", None)
 
 
 def register() -> None:
@@ -156,8 +90,7 @@ def register() -> None:
             "work, but backward() over them does not: to train on it, use another process.",
             file=sys.stderr,
         )
-        patches.explain_own_backward(str(own))
-    _setup()(TYPE, backend_module=_Module(), device_guard=_Guard())
+    _setup(TYPE, backend_module=torch_sky, device_guard=_Guard())
     torch.autograd.set_multithreading_enabled(False)
     torch.__future__.set_swap_module_params_on_conversion(True)
     library = torch.library.Library("aten", "IMPL")
@@ -166,16 +99,15 @@ def register() -> None:
     for operator, kernel in own_kernels.items():
         library.impl(operator, kernel, "PrivateUse1")
     for operator, op in _operators(own_kernels):
-        kind = refused.kind_of(operator)
-        library.impl(operator, refused.refusing(operator, kind) if kind else make_kernel(op), "PrivateUse1")
+        library.impl(operator, make_kernel(op), "PrivateUse1")
     for operator, kernel in composite_ops.differentiable().items():
         library.impl(operator, kernel, "AutogradPrivateUse1")
-    _libraries.extend((*autocast.register(), *refused.register()))
+    _libraries.extend(autocast.register())
     patches.apply()
 
 
 def _operators(own: dict[str, Callable[..., Any]]) -> list[tuple[str, Any]]:
-    """The operators that get a generated kernel, or are refused."""
+    """The operators that get a generated kernel."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     found = []
     for full in torch._C._dispatch_get_all_op_names():
@@ -184,9 +116,6 @@ def _operators(own: dict[str, Callable[..., Any]]) -> list[tuple[str, Any]]:
         if name == full or name in own or base in _OWN_WAY:
             continue
         op = getattr(getattr(torch.ops.aten, base), overload or "default")
-        if refused.kind_of(base):
-            found.append((name, op))
-            continue
         if has(full, "CompositeImplicitAutograd") or torch.Tag.inplace_view in op.tags:
             continue
         if any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns):

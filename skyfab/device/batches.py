@@ -69,8 +69,7 @@ class Batch:
         self.error: Exception | None = None
         """What failed in it, or why it was not executed. It may have been raised already."""
         self.buffers: list[memoryview] = []
-        self.then: Callable[[Exception | None], None] | None = None
-        """Called with the error, or None, when the reply has come, on the thread that reads."""
+        self.then: Then | None = None
 
     def value(self) -> Any:
         """What the host replied. Raises ProtocolError, and DeviceError if the instruction failed or was skipped."""
@@ -113,3 +112,7 @@ class Batch:
 
     def failed(self, error: Exception) -> None:
         self._stream.replied(self, error)
+
+
+Then = Callable[[Batch, Exception | None], None]
+"""Is called with a batch and its error, or None, when the reply has come, on the thread that reads."""

@@ -5,6 +5,7 @@ The host keeps the autograd graph of the forward for the backward, under a handl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -116,18 +117,23 @@ def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...]:
     return (wire.TENSOR,) if is_remote(tensor) else (wire.SCALAR_TENSOR,)
 
 
-def _meta(shape: Any, like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(shape, dtype=like.dtype, device="meta")
-
-
 def _linear_backward(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, mask: Sequence[bool]) -> Any:
-    wanted = tuple(mask)
+    return _linear_gradients("linear_backward", x, grad, weight, tuple(mask))
+
+
+def _linear_gradients(
+    name: str, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool], *more: Any
+) -> Any:
+    """The gradients of input, weight and bias, where they are wanted."""
 
     def outputs() -> list[torch.Tensor | None]:
-        shapes = (x.shape, weight.shape, weight.shape[:1])
-        return [_meta(shape, x) if is_wanted else None for shape, is_wanted in zip(shapes, wanted, strict=True)]
+        kinds = ((x.shape, x.dtype), (weight.shape, weight.dtype), (weight.shape[:1], weight.dtype))
+        return [
+            torch.empty(shape, dtype=dtype, device="meta") if is_wanted else None
+            for (shape, dtype), is_wanted in zip(kinds, wanted, strict=True)
+        ]
 
-    return call("linear_backward", [[x, grad, weight], wanted], outputs, x.device)
+    return call(name, [[x, grad, weight], wanted, *more], outputs, x.device)
 
 
 class _CastLinear(torch.autograd.Function):  # type: ignore[misc]
@@ -136,7 +142,7 @@ class _CastLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
         ctx.save_for_backward(x, weight)
-        ctx.dtype, ctx.bias = dtype, None if bias is None else bias.dtype
+        ctx.dtype = dtype
         shape = (*x.shape[:-1], weight.shape[0])
         name = str(dtype).removeprefix("torch.")
         outputs = lambda: [torch.empty(shape, dtype=dtype, device="meta")]  # noqa: E731
@@ -145,19 +151,10 @@ class _CastLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        wanted = tuple(ctx.needs_input_grad[:3])
-
-        def outputs() -> list[torch.Tensor | None]:
-            kinds = ((x.shape, x), (weight.shape, weight), (weight.shape[:1], weight))
-            return [
-                _meta(shape, like) if is_wanted else None
-                for (shape, like), is_wanted in zip(kinds, wanted, strict=True)
-            ]
-
         name = str(ctx.dtype).removeprefix("torch.")
         with torch.no_grad():
-            found = call("cast_linear_backward", [[x, grad, weight], name, wanted], outputs, x.device)
-        return (*only_once(found, "linear with autocast"), None)
+            found = _linear_gradients("cast_linear_backward", x, grad, weight, ctx.needs_input_grad[:3], name)
+        return (*_only_once(found, "linear with autocast"), None)
 
 
 def cast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
@@ -173,39 +170,50 @@ def _composite(op: Any) -> Callable[..., Any]:
         found: list[torch.Tensor] = []
         spec = (name, composite_host.template((args, kwargs), found))
         device = next(tensor.device for tensor in found if is_remote(tensor))
-        result = _Composite.apply(op, spec, device, *found)
+
+        def forward(inputs: Sequence[torch.Tensor], wanted: Sequence[bool]) -> Any:
+            outputs = functools.partial(_predict, op, spec, inputs)
+            *results, handle = call("composite", [list(inputs), spec, wanted], outputs, device)
+            return results, handle
+
+        result = HostGraph.apply(forward, name.removeprefix("aten::"), *found)
         return result if len(op._schema.returns) > 1 else result[0]
 
     return kernel
 
 
-class _Composite(torch.autograd.Function):  # type: ignore[misc]
+def _predict(op: Any, spec: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What an operator returns, and the handle, as meta tensors."""
+    args, kwargs = composite_host.fill_in(spec[1], [meta.to_meta(tensor) for tensor in inputs])
+    result = op(*args, **kwargs)
+    if op is _aten.scaled_dot_product_attention.default and result.dim() == 4:
+        result = result.transpose(1, 2).contiguous().transpose(1, 2)  # as the fast kernels of GPUs return it
+    results = result if isinstance(result, tuple) else (result,)
+    return [*results, torch.empty(0, device="meta")]
+
+
+class HostGraph(torch.autograd.Function):  # type: ignore[misc]
+    """A function of tensors whose autograd graph the host keeps.
+
+    It is called with the inputs, and for which of them a gradient is wanted. Returns the results, and a handle.
+    """
+
     @staticmethod
-    def forward(ctx: Any, op: Any, spec: Any, device: torch.device, *inputs: torch.Tensor) -> Any:
-        wanted = ctx.needs_input_grad[3:]
-
-        def outputs() -> list[torch.Tensor]:
-            args, kwargs = composite_host.fill_in(spec[1], [meta.to_meta(tensor) for tensor in inputs])
-            result = op(*args, **kwargs)
-            if op is _aten.scaled_dot_product_attention.default and result.dim() == 4:
-                result = result.transpose(1, 2).contiguous().transpose(1, 2)  # as the fast kernels of GPUs return it
-            results = result if isinstance(result, tuple) else (result,)
-            return [*results, torch.empty(0, device="meta")]
-
-        *results, handle = call("composite", [list(inputs), spec, wanted], outputs, device)
+    def forward(ctx: Any, function: Callable[..., Any], name: str, *inputs: torch.Tensor) -> Any:
+        ctx.wanted, ctx.name = ctx.needs_input_grad[2:], name
+        results, handle = function(inputs, ctx.wanted)
         ctx.save_for_backward(handle, *inputs)
-        ctx.wanted, ctx.name = wanted, spec[0].removeprefix("aten::")
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         handle, *inputs = ctx.saved_tensors
         with torch.no_grad():
-            found = gradients(handle, list(grads), inputs, ctx.wanted)
-        return (None, None, None, *only_once(found, ctx.name))
+            found = _gradients(handle, list(grads), inputs, ctx.wanted)
+        return (None, None, *_only_once(found, ctx.name))
 
 
-def gradients(handle: torch.Tensor, grads: list[Any], inputs: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+def _gradients(handle: torch.Tensor, grads: list[Any], inputs: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
     """The gradients of inputs for which they are wanted, from the graph that the host keeps."""
 
     shapes = tuple((t.shape, t.dtype) for t, is_wanted in zip(inputs, wanted, strict=True) if is_wanted)
@@ -217,7 +225,7 @@ def gradients(handle: torch.Tensor, grads: list[Any], inputs: Sequence[Any], wan
     return [next(found) if is_wanted else None for is_wanted in wanted]
 
 
-def only_once(grads: Sequence[torch.Tensor | None], name: str) -> Sequence[torch.Tensor | None]:
+def _only_once(grads: Sequence[torch.Tensor | None], name: str) -> Sequence[torch.Tensor | None]:
     """The gradients; differentiating them again raises an error, where constants would give wrong numbers."""
     if not torch.is_grad_enabled():
         return grads

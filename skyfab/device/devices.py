@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from skyfab.errors import HostUnfit, UsageError, WorkerDied
+from skyfab.errors import HostUnfit, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -47,24 +47,16 @@ def open_device(name: str, link: HostLink) -> DeviceStream:
             plans.forget_plans()
         tensors.streams[index : index + 1] = [stream]
     hint = f'Image(pip=["torch=={torch.__version__.split("+")[0]}"])'
-    try:
-        asked = stream.start([wire.HELLO])
-        with _registering:
-            backend.register()  # while the host imports torch
-        hello = stream.receive(asked).value()
-    except WorkerDied as error:
-        if "No module named 'torch'" in str(error):
-            raise HostUnfit("its Python has no torch", host=link.name, hint=hint) from None
-        raise
-    theirs = str(hello.get("torch", "")) if isinstance(hello, dict) else ""
-    if theirs.split(".")[:2] != torch.__version__.split(".")[:2]:
+    asked = stream.start([wire.HELLO])
+    with _registering:
+        backend.register()  # while the host imports torch
+    hello = stream.receive(asked).value()
+    theirs = hello.get("torch") if isinstance(hello, dict) else None
+    if str(theirs).split(".")[:2] != torch.__version__.split(".")[:2]:
         stream.close()
         link.close()
-        raise HostUnfit(
-            f"has torch {theirs}, this program has {torch.__version__}: major and minor version must be equal",
-            host=link.name,
-            hint=hint,
-        )
+        found = f"has torch {theirs}, this program has {torch.__version__}: major and minor version must be equal"
+        raise HostUnfit(found if theirs else "its Python has no torch", host=link.name, hint=hint)
     stream.emit([wire.SEED, torch.initial_seed() % (1 << 64), 0])  # torch.manual_seed may have come before
     stream.emit(patches.settings())
     return stream
@@ -85,10 +77,10 @@ def synchronize() -> None:
     """Waits until all remote devices have executed everything. Raises the error of an operation that failed."""
     import sys
 
-    if "skyfab.device.manual_kernels" in sys.modules:
-        from skyfab.device import manual_kernels
+    if "skyfab.device.torch_sky" in sys.modules:
+        from skyfab.device import torch_sky
 
-        manual_kernels.synchronize()
+        torch_sky.synchronize()
 
 
 def memory(device: torch.device) -> dict[str, int]:
@@ -114,16 +106,11 @@ def prefetch(loader: Iterable[T], device: torch.device, depth: int = 2) -> Itera
     """The batches of `loader`, on `device`. The next `depth` ones are sent while the program works on one."""
     import collections
 
-    def move(value: Any) -> Any:
-        import torch
+    import torch
+    from torch.utils._pytree import tree_map_only
 
-        if isinstance(value, torch.Tensor):
-            return value.to(device, non_blocking=True)
-        if isinstance(value, dict):
-            return {name: move(item) for name, item in value.items()}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(move, value))
-        return type(value)(map(move, value)) if isinstance(value, list | tuple) else value
+    def move(batch: T) -> T:
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)  # type: ignore[no-any-return]
 
     if depth < 1:
         raise UsageError(f"invalid depth={depth!r}: expected 1 or more")
@@ -161,4 +148,4 @@ def remote(module: torch.nn.Module) -> torch.nn.Module:
     """`module` with its forward as one instruction, and its backward as one. Its parameters must be on one device."""
     from skyfab.device import remote_functions
 
-    return remote_functions.remote(module)
+    return remote_functions.RemoteModule(module)

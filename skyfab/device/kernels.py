@@ -27,7 +27,6 @@ from skyfab.device.arguments import (
     resolve,
 )
 from skyfab.device.plans import Plan, before_plan, finish, new_cache, new_number, remember
-from skyfab.device.refused import refuse_layout
 from skyfab.device.storages import by_address
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, Layout, is_remote, layout_of, operand, operands
 from skyfab.host.device import wire
@@ -63,14 +62,8 @@ _PHYSICAL: Final = frozenset(("conj_physical_", "neg_"))
 """They do the same with the memory of such a view as with that of any tensor."""
 
 
-class _Missing:
-    """The default of an argument that was not given."""
-
-    def __repr__(self) -> str:
-        return "MISSING"
-
-
-_MISSING: Final = _Missing()
+_MISSING: Final = object()
+"""The default of an argument that was not given."""
 
 
 class _Result:
@@ -254,7 +247,8 @@ def _lines(kind: str, word: str, at: int, *, is_operand: bool) -> list[str]:
 def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_operand: bool) -> Any:
     """A new plan; None if PyTorch cannot tell the layout of the results; "again" if an out= tensor was resized."""
     before_plan()
-    refuse_layout(_name(op), kwargs.get("layout"))
+    if kwargs.get("layout") not in (None, torch.strided):
+        raise NotImplementedError(f"{_name(op)}: a {TYPE} device has dense tensors only, not layout={kwargs['layout']}")
     if _name(op) in _SAME_DTYPE:
         _check_dtypes(op, args)
     index = common_device(args, kwargs)

@@ -12,7 +12,6 @@ from skyfab.device import p2p_client, tensors
 from skyfab.device.arguments import is_recorded, refuse_overlap
 from skyfab.device.batches import Batch
 from skyfab.device.kernels import make_kernel
-from skyfab.device.refused import refuse_layout
 from skyfab.device.stream import DeviceStream
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, index_of, is_remote, layout_of, operand, stream_of
 from skyfab.errors import ProtocolError
@@ -28,9 +27,11 @@ def kernels() -> dict[str, Callable[..., Any]]:
     """All of them, by operator."""
     return {
         "as_strided": _as_strided,
-        "view": _view,
         "_reshape_alias": _as_strided,
-        "unfold": _unfold,
+        "view": _like_cpu(_aten.view.default),
+        "unfold": _like_cpu(_aten.unfold.default),
+        "view_as_real": _like_cpu(_aten.view_as_real.default),
+        "view_as_complex": _like_cpu(_aten.view_as_complex.default),
         "empty.memory_format": _empty,
         "empty_strided": _empty_strided,
         "copy_": _copy,
@@ -43,10 +44,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
             False
         ),  # PyTorch asks before it makes a nested one
         "_local_scalar_dense": _item,
-        "equal": _equal,
         "resize_": _resize,
-        "view_as_real": _like_cpu(_aten.view_as_real.default),
-        "view_as_complex": _like_cpu(_aten.view_as_complex.default),
         "set_.source_Storage_storage_offset": _like_cpu(_aten.set_.source_Storage_storage_offset),
         "set_.source_Tensor": _like_cpu(_aten.set_.source_Tensor),
         "set_.source_Storage": _like_cpu(_aten.set_.source_Storage),
@@ -76,7 +74,6 @@ def _empty(
     pin_memory: bool | None = None,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    refuse_layout("empty", layout)
     if memory_format is None or memory_format is torch.contiguous_format:
         stride, step = [], 1
         for length in reversed(size):
@@ -96,7 +93,6 @@ def _empty_strided(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
 ) -> torch.Tensor:
-    refuse_layout("empty_strided", layout)
     stream = _stream(device)
     found = layout_of(tuple(size), tuple(stride), dtype or torch.get_default_dtype(), stream.index)
     tensor, ident = found.new()
@@ -105,28 +101,10 @@ def _empty_strided(
 
 
 def _as_strided(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
+    """Half the time of `_like_cpu`, which converts the numbers twice."""
     result = self.detach()
     result.as_strided_(size, stride, self.storage_offset() if storage_offset is None else storage_offset)
     return result
-
-
-_views: Final[dict[Any, Any]] = {}
-
-
-def _view(self: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    key = (self.shape, self.stride(), tuple(size))
-    found = _views.get(key)
-    if found is None:
-        if len(_views) > 100_000:
-            _views.clear()
-        meta = torch.empty_strided(self.shape, self.stride(), device="meta").view(size)
-        found = _views[key] = (tuple(meta.shape), meta.stride())
-    return _as_strided(self, *found)
-
-
-def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
-    meta = torch.empty_strided(self.shape, self.stride(), device="meta").unfold(dimension, size, step)
-    return _as_strided(self, meta.shape, meta.stride(), self.storage_offset() + meta.storage_offset())
 
 
 def _resize(self: torch.Tensor, size: Sequence[int], *, memory_format: Any = None) -> torch.Tensor:
@@ -148,9 +126,13 @@ def _larger(storage: torch.UntypedStorage, size: int, device: torch.device) -> t
         raise RuntimeError(f"a tensor on {device} cannot grow while others share its memory: resize_ a clone of it")
     new = torch.empty(size, dtype=torch.uint8, device=device)
     if storage.nbytes():
-        old = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
-        new[: storage.nbytes()].copy_(old)
+        new[: storage.nbytes()].copy_(whole(storage))
     return new.untyped_storage()
+
+
+def whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 # ---- copies and values
@@ -179,12 +161,12 @@ def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
             return self
         source = fetch(source)
     if self.numel():
-        data = _snapshot(source, self.shape, self.dtype)
+        data = snapshot(source, self.shape, self.dtype)
         stream_of(self).upload((wire.UPLOAD, operand(self)[1]), data, recorded=is_recorded((self, source)))
     return self
 
 
-def _snapshot(source: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> memoryview:
+def snapshot(source: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> memoryview:
     """The elements of a tensor of this machine in memory that nothing else writes to."""
     size = shape.numel() * dtype.itemsize
     if size < LARGE:
@@ -215,7 +197,6 @@ def _to_copy(
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
     """``Tensor.to``. A conversion on the device is one instruction; a copy to another device is written there."""
-    refuse_layout("to", layout)
     self = self.resolve_conj().resolve_neg()
     memory_format = memory_format or torch.preserve_format
     device = device or self.device
@@ -240,7 +221,7 @@ _AS_IS: Final = (torch.preserve_format, torch.contiguous_format)
 def _make(source: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor on a device, of one on this machine."""
     stream = _stream(device)
-    data = _snapshot(source, source.shape, dtype)
+    data = snapshot(source, source.shape, dtype)
     layout = layout_of(tuple(source.shape), source.stride(), dtype, stream.index)
     tensor, ident = layout.new()
     stream.upload((wire.MAKE, ident, layout.shape, DTYPE_NUMBERS[dtype]), data)
@@ -249,7 +230,6 @@ def _make(source: torch.Tensor, dtype: torch.dtype, device: torch.device) -> tor
 
 def fetch(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in this machine's memory. Waits for it."""
-    refuse_layout("a copy", tensor.layout)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     result = torch.empty(tensor.shape, dtype=tensor.dtype)
     if result.numel():
@@ -298,7 +278,7 @@ def fetch_later(tensor: torch.Tensor) -> Future[torch.Tensor]:
         except Exception as found:
             future.set_exception(found)
 
-    stream_of(tensor).ask_later([wire.FETCH, operand(tensor)[1]], arrived)
+    stream_of(tensor).start([wire.FETCH, operand(tensor)[1]], then=arrived)
     return future
 
 
@@ -312,56 +292,3 @@ def fill(result: torch.Tensor, buffers: Sequence[memoryview]) -> None:
 
 def _item(self: torch.Tensor) -> Any:
     return fetch(self).item()
-
-
-def _equal(self: torch.Tensor, other: torch.Tensor) -> bool:
-    if self.device != other.device:
-        raise RuntimeError(f"cannot compare tensors on {self.device} and {other.device}: move one with .to(device)")
-    return self.shape == other.shape and bool((self == other).all().item())
-
-
-# ---- the device
-
-
-def _streams(device: Any) -> Sequence[DeviceStream]:
-    if device is None:
-        return tensors.streams
-    device = torch.device(TYPE, device) if isinstance(device, int) else torch.device(device)
-    return [_stream(device)]
-
-
-def synchronize(device: Any = None) -> None:
-    """Waits until everything has been executed; on all devices, or one."""
-    for stream in _streams(device):
-        if not stream.is_lost:
-            stream.ask([wire.SYNC]).value()
-
-
-def seed_all(seed: int) -> None:
-    for stream in tensors.streams:
-        if not stream.is_lost:
-            stream.emit([wire.SEED, seed % (1 << 64), 0])
-
-
-def get_rng_state(device: Any = None) -> torch.Tensor:
-    (stream,) = _streams(device if device is not None else 0)
-    return torch.empty(0, dtype=torch.uint8) if stream.is_lost else random_state(stream, 0)
-
-
-def random_state(stream: DeviceStream, ident: int) -> torch.Tensor:
-    """The state of a generator."""
-    batch = stream.ask([wire.STATE, ident])
-    batch.value()
-    result = torch.empty(len(batch.buffers[0]) if batch.buffers else 0, dtype=torch.uint8)
-    fill(result, batch.buffers)
-    return result
-
-
-def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-    (stream,) = _streams(device if device is not None else 0)
-    if not stream.is_lost:  # PyTorch saves and restores the states of all devices
-        set_random_state(stream, 0, state)
-
-
-def set_random_state(stream: DeviceStream, ident: int, state: torch.Tensor) -> None:
-    stream.ask([wire.STATE, ident], _snapshot(state, state.shape, torch.uint8))

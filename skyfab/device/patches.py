@@ -8,17 +8,23 @@ from typing import Any, Final
 
 import torch
 
-from skyfab.device import arguments, manual_kernels, plans, tensors
+from skyfab.device import arguments, manual_kernels, plans, tensors, torch_sky
 from skyfab.device.tensors import TYPE
 from skyfab.host.device import wire
+
+_SETTERS: Final = (
+    "set_default_dtype",
+    "set_default_tensor_type",
+    "set_float32_matmul_precision",
+    "use_deterministic_algorithms",
+    "set_deterministic_debug_mode",
+)
+"""Functions that set what hosts must have too."""
 
 
 def apply() -> None:
     """Applies all of them, once."""
     tensor = torch.Tensor
-    tensor.__deepcopy__ = _deepcopy(tensor.__deepcopy__)
-    torch.nn.Parameter.__deepcopy__ = _deepcopy(torch.nn.Parameter.__deepcopy__)
-    tensor.__reduce_ex__ = _reduce(tensor.__reduce_ex__)
     tensor.new_tensor = _on_own_device(tensor.new_tensor)
     tensor.new = _on_own_device(tensor.new)
     tensor.pin_memory = _pinned(tensor.pin_memory)
@@ -26,14 +32,10 @@ def apply() -> None:
     torch.Generator = _Generator
     for module in (torch.autograd, torch.autograd.graph):
         module._engine_run_backward = _raising_again(module._engine_run_backward)
-    torch.save = torch.serialization.save = _saving(torch.save)  # in both places: so it is pickled by name
-    for name in ("set_default_dtype", "set_default_tensor_type"):
-        setattr(torch, name, _sending_dtype(getattr(torch, name)))
-    for name in ("set_float32_matmul_precision", "use_deterministic_algorithms", "set_deterministic_debug_mode"):
+    for name in _SETTERS:
         setattr(torch, name, _sending_settings(getattr(torch, name)))
-    torch.serialization.register_package(5, lambda storage: None, _restored)
-    for name in ("__deepcopy__", "__getitem__", "__setitem__", "byteswap", "clone", "copy_", "cpu", "fill_", "tolist"):
-        setattr(torch.UntypedStorage, name, _needs_memory(getattr(torch.UntypedStorage, name)))
+    torch.serialization.register_package(5, _location, _restored)
+    torch.UntypedStorage.clone = _cloned(torch.UntypedStorage.clone)
     torch.UntypedStorage._new_shared = staticmethod(_unshared(torch.UntypedStorage._new_shared))
 
 
@@ -42,105 +44,26 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == TYPE
 
 
-def _deepcopy(original: Any) -> Any:
-    """Copies on the device. Tensors that share a storage share the copy's."""
+def _cloned(original: Any) -> Any:
+    """Clones a storage on its device, for `copy.deepcopy`: PyTorch has no allocator for it."""
 
     @functools.wraps(original)
-    def deepcopy(self: Any, memo: dict[Any, Any]) -> Any:
-        if not _is_plain(self) or not self.is_leaf:
-            return original(self, memo)
-        if id(self) in memo:
-            return memo[id(self)]
-        with torch.no_grad():
-            key = ("skyfab storage", self.device.index, self.untyped_storage().data_ptr())
-            whole = memo.get(key)
-            if whole is None:
-                size = self.untyped_storage().nbytes() // self.element_size()
-                whole = memo[key] = self.detach().as_strided((size,), (1,), 0).clone()
-            flat = whole if whole.dtype == self.dtype else whole.view(self.dtype)
-            copy = flat.as_strided(self.shape, self.stride(), self.storage_offset())
-        if type(self) is torch.nn.Parameter:
-            copy = torch.nn.Parameter(copy, self.requires_grad)
-        else:
-            copy.requires_grad_(self.requires_grad)
-        memo[id(self)] = copy
-        if self.grad is not None:
-            copy.grad = self.grad.__deepcopy__(memo)
-        return copy
+    def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+        return manual_kernels.whole(self).clone().untyped_storage() if self.device.type == TYPE else original(self)
 
-    return deepcopy
+    return clone
 
 
-class _Saving(threading.local):
-    """What `torch.save` has copied from devices so far, on a thread that is in it: storages, by address and dtype."""
-
-    copied: dict[Any, torch.Tensor] | None = None
-
-
-_now: Final = _Saving()
-
-
-def _saving(original: Any) -> Any:
-    """Copies each storage once: tensors that share one share it in the file too."""
-
-    @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
-        before, _now.copied = _now.copied, {}
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _now.copied = before
-
-    return save
-
-
-def _copy_here(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in this machine's memory; in `torch.save`, a view of the copy of its storage."""
-    if _now.copied is None or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
-        return manual_kernels.fetch(tensor)
-    storage = tensor.untyped_storage()
-    key = (storage.data_ptr(), tensor.dtype)  # a file has one dtype for each storage
-    if key not in _now.copied:
-        size = storage.nbytes() // tensor.element_size()
-        _now.copied[key] = manual_kernels.fetch(tensor.detach().as_strided((size,), (1,), 0))
-    return _now.copied[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def _reduce(original: Any) -> Any:
-    """Pickles the values: a pickle outlives the device."""
-
-    @functools.wraps(original)
-    def reduce_ex(self: Any, protocol: Any) -> Any:
-        if not _is_plain(self):
-            return original(self, protocol)
-        here = _copy_here(self)
-        if type(self) is torch.nn.Parameter:
-            return torch.nn.Parameter(here, self.requires_grad).__reduce_ex__(protocol)
-        return original(here.requires_grad_(self.requires_grad), protocol)
-
-    return reduce_ex
+def _location(storage: torch.UntypedStorage) -> str | None:
+    """Where ``torch.load`` restores a storage: files outlive devices."""
+    return "cpu" if storage.device.type == TYPE else None
 
 
 def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
     """What ``torch.load(…, map_location=device)`` has read, on the device."""
     if location.partition(":")[0] != TYPE:
         return None
-    here = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return here.to(location).untyped_storage()
-
-
-def _needs_memory(original: Any) -> Any:
-    """Refuses to read or write the memory of a remote storage: nothing is at its address."""
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type == TYPE:
-            raise RuntimeError(
-                f"the memory of a storage on {self.device} is on its host: copy the tensor, not its storage"
-            )
-        return original(self, *args, **kwargs)
-
-    return method
+    return manual_kernels.whole(storage).to(location).untyped_storage()
 
 
 def _unshared(original: Any) -> Any:
@@ -168,30 +91,13 @@ def _on_own_device(original: Any) -> Any:
 
 
 def _pinned(original: Any) -> Any:
-    """Does nothing with tensors of this machine, whose memory an upload copies anyway, and refuses remote ones."""
+    """Does nothing with tensors of this machine: an upload copies their memory anyway."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type == TYPE:
-            raise RuntimeError(
-                f"cannot pin a tensor on {self.device}: only tensors in this machine's memory can be pinned"
-            )
-        return self if tensors.streams else original(self, *args, **kwargs)
+        return self if self.is_cpu and tensors.streams else original(self, *args, **kwargs)
 
     return method
-
-
-def _sending_dtype(original: Any) -> Any:
-    """Sends hosts the default dtype. Plans depend on it: they are made again."""
-
-    @functools.wraps(original)
-    def function(kind: Any) -> None:
-        before = torch.get_default_dtype()
-        original(kind)
-        if torch.get_default_dtype() is not before:
-            plans.forget_plans(settings())
-
-    return function
 
 
 def settings() -> list[Any]:
@@ -205,11 +111,14 @@ def settings() -> list[Any]:
 
 
 def _sending_settings(original: Any) -> Any:
-    """Sends hosts what was set."""
+    """Sends hosts what was set. Plans depend on the default dtype: they are made again."""
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> None:
+        before = torch.get_default_dtype()
         original(*args, **kwargs)
+        if torch.get_default_dtype() is not before:
+            plans.forget_plans()
         for stream in tensors.streams:
             stream.emit_always(settings())
 
@@ -278,10 +187,10 @@ class _Generator(_OwnGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
         return super().manual_seed(seed)
 
     def get_state(self) -> torch.Tensor:
-        return manual_kernels.random_state(self.stream, self.remote_id)
+        return torch_sky.random_state(self.stream, self.remote_id)
 
     def set_state(self, new_state: torch.Tensor) -> Any:
-        manual_kernels.set_random_state(self.stream, self.remote_id, new_state)
+        torch_sky.set_random_state(self.stream, self.remote_id, new_state)
         return self
 
 
@@ -308,22 +217,3 @@ def _raising_again(original: Any) -> Any:
         raise error  # not in the clause: it keeps its own context
 
     return run_backward
-
-
-def explain_own_backward(name: str) -> None:
-    """Turns PyTorch's assertion in a backward over the machine's own accelerator into an explanation."""
-    original = torch.autograd.backward
-
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except RuntimeError as error:
-            if "opt_ready_stream" not in str(error):
-                raise
-            raise RuntimeError(
-                f"backward() over tensors on {name} is not possible in a process with a remote device: PyTorch has one "
-                "accelerator in a process. Train on this machine's own GPU in another process."
-            ) from error
-
-    torch.autograd.backward = backward

@@ -42,15 +42,14 @@ _caches: Final[list[dict[Any, Plan]]] = []
 _plans = 0
 
 
-def forget_plans(*instructions: Sequence[Any]) -> None:
-    """Forgets all plans, in this program and on the hosts, which are sent more instructions at the same time."""
+def forget_plans() -> None:
+    """Forgets all plans, in this program and on the hosts."""
     global _plans
     _plans = 0
     for cache in _caches:
         cache.clear()
     for stream in tensors.streams:
-        for instruction in ([wire.FORGET], *instructions):
-            stream.emit_always(instruction)
+        stream.emit_always([wire.FORGET])
 
 
 def new_cache() -> dict[Any, Plan]:

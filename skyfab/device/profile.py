@@ -6,24 +6,25 @@ import linecache
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from skyfab._util.sizes import counted, readable
-from skyfab.device import batches, call_site, flusher
+from skyfab.device import batches, call_site, stream
 from skyfab.host.device import wire
 
 
+@dataclass(slots=True)
 class Line:
     """A line of the program that has waited."""
 
-    def __init__(self, site: str) -> None:
-        self.site = site
-        """File and line."""
-        self.waits = 0
-        self.seconds = 0.0
-        self.longest = 0.0
+    site: str
+    """File and line."""
+    waits: int = 0
+    seconds: float = 0.0
+    longest: float = 0.0
 
 
 class Profile:
@@ -61,7 +62,7 @@ class Profile:
 
     def __enter__(self) -> Profile:
         """Raises the error of an operation before it."""
-        for one in flusher.open_streams():
+        for one in stream.open_streams():
             one.flush()  # what came before is not counted
         batches.observers.append(self)
         self._begin = time.perf_counter()
@@ -70,7 +71,7 @@ class Profile:
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         """Raises the error of an operation in it."""
         try:
-            for one in flusher.open_streams():
+            for one in stream.open_streams():
                 if kind is None:
                     one.flush()
                 else:

@@ -63,7 +63,7 @@ def pack(stream: DeviceStream, value: Any, refused: Collection[DeviceStream]) ->
     except SkyfabError:
         raise
     except Exception as error:
-        raise NotPicklable(f"the function or its arguments cannot be pickled: {error}") from error
+        raise NotPicklable(f"cannot pickle the function or its arguments: {error}") from error
 
 
 class _Found(Exception):
@@ -181,8 +181,23 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         spec = (self._on_host(device), tuple(own), template, autocast)
         found = (*inputs, *own.values())
         key = (device.index, spec, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in found))
-        results = _Forward.apply(self._known, key, spec, device, *found)
+
+        def call(inputs: Sequence[torch.Tensor], wanted: Sequence[bool]) -> Any:
+            return self._call(key, [list(inputs), spec, wanted], device)
+
+        results = composite_ops.HostGraph.apply(call, "sky.remote", *found)
         return composite_host.fill_in(self._known[key][2], results)
+
+    def _call(self, key: Any, args: Sequence[Any], device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The tensors that the module returns, and the handle of its graph."""
+        if key in self._known:
+            metas, *expected = self._known[key]
+            *bases, handle = composite_ops.call("module", [*args, tuple(expected)], lambda: metas, device)
+        else:
+            (*bases, handle), *expected = composite_ops.call_first("module_first", args, device)
+            self._known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], *expected)
+        locations = self._known[key][1]
+        return [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in locations], handle
 
     def _on_host(self, device: torch.device) -> str:
         """Sends the module without its tensors, unless the host has it as it is now. Returns its digest.
@@ -239,32 +254,3 @@ def _device_of(module: torch.nn.Module) -> torch.device:
             f"expected all tensors of the module on one remote device, found {devices}", hint="module.to(device)"
         )
     return next(iter(found))
-
-
-class _Forward(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, known: dict[Any, Any], key: Any, spec: Any, device: torch.device, *inputs: Any) -> Any:
-        ctx.wanted = wanted = ctx.needs_input_grad[4:]
-        args = [list(inputs), spec, wanted]
-        if key in known:
-            metas, *expected = known[key]
-            *bases, handle = composite_ops.call("module", [*args, tuple(expected)], lambda: metas, device)
-        else:
-            (*bases, handle), *expected = composite_ops.call_first("module_first", args, device)
-            known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], *expected)
-        locations = known[key][1]
-        results = [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in locations]
-        ctx.save_for_backward(handle, *inputs)
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        handle, *inputs = ctx.saved_tensors
-        with torch.no_grad():
-            found = composite_ops.gradients(handle, list(grads), inputs, ctx.wanted)
-        return (None, None, None, None, *composite_ops.only_once(found, "sky.remote"))
-
-
-def remote(module: torch.nn.Module) -> RemoteModule:
-    """The module, as one instruction each way. Raises UsageError."""
-    return RemoteModule(module)

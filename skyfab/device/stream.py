@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pickle
 import threading
 import time
@@ -15,9 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from skyfab.device.batches import Batch, Entry, current, observers
+from skyfab.device.batches import Batch, Entry, Then, current, observers
 from skyfab.device.call_site import CallSite, describe, find_call_site
-from skyfab.device.flusher import watch
 from skyfab.device.storages import RemoteStorage, forget
 from skyfab.errors import DeviceError, HostLost, SkyfabError, UsageError, WorkerDied
 from skyfab.host.device import wire
@@ -32,6 +32,10 @@ _MOST_AHEAD: Final = 32
 """Batches that have no reply yet. A program that is further ahead waits."""
 _MOST_BYTES: Final = 256 * 1024 * 1024
 """Bytes of uploads that have no reply yet."""
+_INTERVAL: Final = 0.003
+_IDLE_INTERVAL: Final = 0.05
+_IDLE_AFTER: Final = 1.0
+"""Seconds between two flushes: while there are instructions, and after `_IDLE_AFTER` seconds without any."""
 
 
 class HostLink(Protocol):
@@ -80,9 +84,6 @@ class DeviceStream:
         self.limit = BATCH
         """How many instructions are sent at once; 0 while there is an error to raise."""
         self.buffer: list[Entry] = []
-        self.syncs = 0
-        """How often the program had to wait for a value."""
-        self.operations = 0
         self.broken: set[int] = set()
         """Channels from other devices that have failed."""
         self._lock = threading.RLock()
@@ -98,7 +99,7 @@ class DeviceStream:
         """Why the device can no longer be used."""
         self._uploads: list[memoryview] = []
         self._size = 0
-        watch(self)
+        _flusher.watch(self)
 
     @property
     def torch_device(self) -> torch.device:
@@ -159,22 +160,26 @@ class DeviceStream:
         """Sends an instruction that replies, and waits for the reply. Raises the error of an earlier one."""
         return self.receive(self.start(instruction, *uploads))
 
-    def start(self, instruction: Sequence[Any], *uploads: memoryview) -> Batch:
-        """Sends an instruction that replies. Raises the error of an earlier one."""
+    def start(self, instruction: Sequence[Any], *uploads: memoryview, then: Then | None = None) -> Batch:
+        """Sends an instruction that replies. Raises the error of an earlier one.
+
+        If nothing waits for the reply, `then` is called with it, or the error, on the thread that reads.
+        """
         with self.link.guard, self._lock:
             self._raise()
+            if then is not None:
+                self._wait_for_room()
             if uploads:
                 first = len(self._uploads)
                 instruction = [*instruction, *range(first, first + len(uploads))]
                 self._uploads += uploads
             self.buffer.append((instruction, find_call_site(), current.thread, False))
-            batch = self._send()
+            batch = self._send(then)
             assert batch is not None
             return batch
 
     def receive(self, batch: Batch) -> Batch:
         """Waits for the reply."""
-        self.syncs += 1
         self.wait(functools.partial(self._is_over, batch), find_call_site())
         with self.link.guard, self._lock:
             self._raise()
@@ -210,15 +215,6 @@ class DeviceStream:
         if self._lost is None:
             self.buffer.append((instruction, None, current.thread, False))
 
-    def ask_later(self, instruction: Sequence[Any], then: Callable[[Batch, Exception | None], None]) -> None:
-        """Sends an instruction that replies. `then` is called with the reply, on the thread that reads."""
-        with self.link.guard, self._lock:
-            self._raise()
-            self._wait_for_room()
-            self.buffer.append((instruction, find_call_site(), current.thread, False))
-            batch = self._send(then)
-            assert batch is not None
-
     def wait(self, done: Callable[[], bool], site: CallSite) -> None:
         """Waits for something of this device, for a line of the program."""
         begin = time.perf_counter()
@@ -235,7 +231,7 @@ class DeviceStream:
     def _is_over(self, batch: Batch) -> bool:
         return batch.done or self._lost is not None
 
-    def _send(self, then: Callable[[Batch, Exception | None], None] | None = None) -> Batch | None:
+    def _send(self, then: Then | None = None) -> Batch | None:
         freed = self.take_freed()  # before the buffer: what uses them is already in it
         entries = self.buffer[:]
         del self.buffer[: len(entries)]  # other threads append meanwhile
@@ -246,15 +242,13 @@ class DeviceStream:
             instructions.append((wire.FREE, *freed))
         if not instructions:
             return None
-        self.operations += len(instructions)
         buffers: list[memoryview] = []
         wrapped = [pickle.PickleBuffer(upload) for upload in uploads]
         data = pickle.dumps((self.device, instructions, *wrapped, None), 5, buffer_callback=_out_of_band(buffers))
         for observer in observers:
             observer.sent(instructions, len(data) + sum(map(len, buffers)))
         batch = Batch(self, entries, size)
-        if then is not None:
-            batch.then = functools.partial(then, batch)
+        batch.then = then
         self._ahead.append(batch)
         self._bytes += size
         try:
@@ -298,7 +292,7 @@ class DeviceStream:
         batch.entries = ()
         batch.done = True
         if batch.then is not None:
-            batch.then(self._lost or batch.error)
+            batch.then(batch, self._lost or batch.error)
 
     def _explain(self, batch: Batch) -> DeviceError:
         found = batch.document["error"]
@@ -386,3 +380,53 @@ def _out_of_band(into: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool
         return False
 
     return keep
+
+
+class _Flusher:
+    """Sends instructions that have waited for a few milliseconds, for all devices. One thread."""
+
+    def __init__(self) -> None:
+        self._streams: list[DeviceStream] = []
+        self._lock = threading.Lock()
+        self._is_running = False
+
+    def watch(self, stream: DeviceStream) -> None:
+        with self._lock:
+            self._streams.append(stream)
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name="skyfab-device", daemon=True).start()
+
+    def open_streams(self) -> list[DeviceStream]:
+        """The streams of all devices that can be used."""
+        with self._lock:
+            return [stream for stream in self._streams if not stream.is_lost]
+
+    def _next_streams(self) -> list[DeviceStream]:
+        """The same. The thread ends after it if there are none."""
+        with self._lock:
+            self._streams = [stream for stream in self._streams if not stream.is_lost]
+            self._is_running = bool(self._streams)
+            return self._streams
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while streams := self._next_streams():
+            flushed = [stream.try_flush() for stream in streams]
+            now = time.monotonic()
+            if any(flushed):
+                last = now
+            time.sleep(_INTERVAL if now - last < _IDLE_AFTER else _IDLE_INTERVAL)
+
+    def forked(self) -> None:
+        """This is a child process: it has neither the thread nor the devices."""
+        streams, self._streams = self._streams, []
+        self._lock = threading.Lock()
+        self._is_running = False
+        for stream in streams:
+            stream.leave_to_parent()
+
+
+_flusher: Final = _Flusher()
+os.register_at_fork(after_in_child=_flusher.forked)
+open_streams: Final = _flusher.open_streams

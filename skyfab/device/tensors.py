@@ -34,26 +34,6 @@ _LARGE: Final = 1 << 24
 """How many addresses a layout takes at once, unless its tensors are larger than `_LARGE`."""
 _DLPACK_DEVICE: Final = 12
 """DLPack's number for the device type that torch maps to PrivateUse1."""
-_DLPACK_DTYPES: Final = {
-    torch.float32: (2, 32),
-    torch.float64: (2, 64),
-    torch.float16: (2, 16),
-    torch.bfloat16: (4, 16),
-    torch.int64: (0, 64),
-    torch.int32: (0, 32),
-    torch.int16: (0, 16),
-    torch.int8: (0, 8),
-    torch.uint8: (1, 8),
-    torch.bool: (6, 8),
-    torch.complex64: (5, 64),
-    torch.complex128: (5, 128),
-    torch.uint16: (1, 16),
-    torch.uint32: (1, 32),
-    torch.uint64: (1, 64),
-    torch.float8_e4m3fn: (10, 8),
-    torch.float8_e5m2: (12, 8),
-    torch.complex32: (5, 32),
-}
 DTYPE_NUMBERS: Final = {getattr(torch, name): number for number, name in enumerate(wire.DTYPES)}
 DTYPES: Final = tuple(DTYPE_NUMBERS)
 _SCALARS: Final = {dtype: ((wire.SCALAR_TENSOR, dtype), number) for dtype, number in DTYPE_NUMBERS.items()}
@@ -119,7 +99,7 @@ class Layout:
         self.stride = stride
         self.dtype = dtype
         self.stream = streams[index]
-        if dtype not in _DLPACK_DTYPES:
+        if dtype not in DTYPE_NUMBERS:
             raise TypeError(f"{TYPE}:{index} does not support tensors of {dtype}")
         self._index = index
         extent = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
@@ -166,7 +146,7 @@ class Layout:
     def _new_slot(self) -> _Slot:
         struct = _DLTensor()
         struct.device_type, struct.device_id, struct.ndim = _DLPACK_DEVICE, self._index, len(self.shape)
-        struct.code, struct.bits = _DLPACK_DTYPES[self.dtype]
+        struct.code, struct.bits = wire.DTYPES[str(self.dtype).removeprefix("torch.")], 8 * self.dtype.itemsize
         struct.lanes = 1
         struct.shape, struct.strides = map(ctypes.addressof, self._keep[:2])
         self._keep.append(struct)

@@ -139,7 +139,7 @@ class Devices:
         send_main_by_value()
         try:
             return remote_functions.find((*call.args, call.kwargs or None), self._on(node))
-        except SkyfabError:  # a tensor that is copied cannot be
+        except SkyfabError:  # of a tensor that is copied
             raise
         except Exception:
             return pack_arguments(call)  # raises it again, with the name of the argument

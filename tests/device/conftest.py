@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -41,8 +43,43 @@ def same_numbers() -> bool:
 
 
 @pytest.fixture
-def syncs(device: torch.device) -> Callable[[], int]:
+def syncs(device: torch.device) -> Iterator[Callable[[], int]]:
     """How often the program has waited for a value of the device so far."""
-    from skyfab.device import tensors
+    with sky.device.profile() as found:
+        yield lambda: found.waits
 
-    return lambda: tensors.streams[device.index].syncs
+
+class Failing:
+    """``with failing:`` nothing is sent meanwhile, and the first instruction of the block fails on the host."""
+
+    def __init__(self, device: Any) -> None:
+        from skyfab.device import tensors
+
+        self._stream = tensors.streams[device.index]
+        self._table = torch.zeros(3, device=device)
+        self._index = torch.tensor([9]).to(device)
+
+    def __enter__(self) -> torch.Tensor:
+        """Returns the result of the instruction."""
+        sky.synchronize()
+        self._stream._lock.acquire()
+        return self._table[self._index]
+
+    def __exit__(self, *_: object) -> None:
+        self._stream._lock.release()
+
+
+@pytest.fixture
+def failing(device: torch.device) -> Failing:
+    return Failing(device)
+
+
+@pytest.fixture
+def failing_on() -> Callable[[torch.device], Failing]:
+    return Failing
+
+
+@pytest.fixture
+def line() -> Callable[[], int]:
+    """``line()``: the number of the caller's line."""
+    return lambda: sys._getframe(1).f_lineno

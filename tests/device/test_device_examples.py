@@ -45,7 +45,6 @@ def losses(lines: list[str]) -> list[float]:
     return [float(found[1]) for line in lines if (found := re.search(r"loss (\d+\.\d+)$", line))]
 
 
-@pytest.mark.slow
 def test_a_classifier_is_trained_and_comes_back(run: Run) -> None:
     before, *lines, after = run("classifier", "node1")
     assert percent(before) < 30 and percent(after) > 85
@@ -54,7 +53,6 @@ def test_a_classifier_is_trained_and_comes_back(run: Run) -> None:
     assert lines[-1].split()[0] == "4" and "loss.item()" in lines[-1]
 
 
-@pytest.mark.slow
 def test_a_gpt_learns_a_text(run: Run) -> None:
     *lines, right = run("gpt", "node1")
     first, *_, last = losses(lines)
@@ -62,7 +60,6 @@ def test_a_gpt_learns_a_text(run: Run) -> None:
     assert percent(right) > 25
 
 
-@pytest.mark.slow
 def test_a_model_on_two_hosts_learns(run: Run) -> None:
     first, second, *lines, right = run("two_hosts", "node1,node2")
     assert [first.split(":")[:2], second.split(":")[:2]] == [["sky", "0"], ["sky", "1"]]
@@ -70,7 +67,6 @@ def test_a_model_on_two_hosts_learns(run: Run) -> None:
     assert percent(right) > 75
 
 
-@pytest.mark.slow
 def test_weights_are_never_here(run: Run) -> None:
     """And the second run finds on the host what the first has learnt."""
     size, before, after = run("load_there", "node1")
@@ -81,7 +77,6 @@ def test_weights_are_never_here(run: Run) -> None:
     assert percent(again) == percent(after)
 
 
-@pytest.mark.slow
 def test_tokens_come_from_a_loop_on_the_host(run: Run) -> None:
     (line,) = run("generate", "node1")
     assert len(line) == 88

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: a device goes on, and its tensors are as if the program had stopped between two lines."""
+"""Ctrl-C at any moment: a device stays usable, and its tensors are as if the program had stopped between two lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import skyfab as sky
 import torch
 
 def interrupted(action, after):
-    "Whether Ctrl-C has ended the action. It comes once, so many seconds after the action has begun."
+    "Whether Ctrl-C has ended the action. It comes once, `after` seconds into the action."
     arrived = threading.Event()
     def press():
         time.sleep(after)
@@ -49,7 +49,6 @@ def run(code: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.slow
 def test_between_operations() -> None:
     """Each operation was executed once or, if it is the one that was interrupted, once or not at all."""
     code = """
@@ -72,7 +71,6 @@ print("counted", done > 1000)
     assert run(code) == "counted True\n"
 
 
-@pytest.mark.slow
 def test_while_tensors_are_made_and_sent() -> None:
     """Without `tensor[10:]`: when interrupted in the device guard, pybind11 never frees the calling frame."""
     code = """
@@ -97,7 +95,6 @@ print(most > 1, sky.memory(device)["tensors"])
     assert run(code) == "True 0\n"
 
 
-@pytest.mark.slow
 def test_while_the_program_waits_for_a_value() -> None:
     code = """
 a = torch.ones(3, device=device)
@@ -139,7 +136,7 @@ print([*found, *values])
     ["a[a > 0]", "sky.run_on(device, later)", "list(sky.run_on(device, yielding))"],
     ids=["mask", "run", "yield"],
 )
-def test_results_that_nobody_waits_for_are_freed(action: str) -> None:
+def test_results_that_nothing_waits_for_are_freed(action: str) -> None:
     code = f"""
 a = torch.ones(3, device=device)
 

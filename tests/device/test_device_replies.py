@@ -41,7 +41,7 @@ often = settings(max_examples=300, deadline=None, suppress_health_check=[HealthC
 
 
 class Silent:
-    """A host that is sent batches and answers when it is told to."""
+    """A host that is sent batches and replies when a test says so."""
 
     name = "silent"
     guard = contextlib.nullcontext()

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from stage.threads import at_once
 
 import skyfab as sky
 
@@ -16,7 +17,7 @@ nn = torch.nn
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
-FAILURE = r"index.Tensor\(float32\[3\], int64\[1\]\) at .*test_device_threads.py:\d+ failed: IndexError"
+FAILURE = r"index.Tensor\(float32\[3\], int64\[1\]\) at .*conftest.py:\d+ failed: IndexError"
 
 
 @pytest.fixture
@@ -26,32 +27,8 @@ def thread() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-class Failing:
-    """`with failing:` nothing is sent meanwhile, and the first instruction of the block fails on the host."""
-
-    def __init__(self, device: Any) -> None:
-        from skyfab.device import tensors
-
-        self._stream = tensors.streams[device.index]
-        self._table = torch.zeros(3, device=device)
-        self._index = torch.tensor([9]).to(device)
-
-    def __enter__(self) -> None:
-        sky.synchronize()
-        self._stream._lock.acquire()
-        self._result = self._table[self._index]
-
-    def __exit__(self, *_: object) -> None:
-        self._stream._lock.release()
-
-
-@pytest.fixture
-def failing(device: Any) -> Failing:
-    return Failing(device)
-
-
 def test_the_first_thread_that_uses_the_device_raises_and_the_others_go_on(
-    device: Any, thread: ThreadPoolExecutor, failing: Failing
+    device: Any, thread: ThreadPoolExecutor, failing: Any
 ) -> None:
     with failing:
         pass
@@ -61,9 +38,7 @@ def test_the_first_thread_that_uses_the_device_raises_and_the_others_go_on(
     assert thread.submit(lambda: torch.ones(1, device=device).item()).result(170) == 1
 
 
-def test_what_another_thread_would_have_changed_is_lost(
-    device: Any, thread: ThreadPoolExecutor, failing: Failing
-) -> None:
+def test_what_another_thread_would_have_changed_is_lost(device: Any, thread: ThreadPoolExecutor, failing: Any) -> None:
     mine, base = torch.zeros(2, device=device), torch.zeros(4, device=device)
     part = base[:2]
     assert part.tolist() == [0, 0]
@@ -80,7 +55,7 @@ def test_what_another_thread_would_have_changed_is_lost(
     assert mine.add_(2).tolist() == [2, 2]
 
 
-def test_a_thread_that_waits_for_a_value_raises(device: Any, thread: ThreadPoolExecutor, failing: Failing) -> None:
+def test_a_thread_that_waits_for_a_value_raises(device: Any, thread: ThreadPoolExecutor, failing: Any) -> None:
     kept = torch.ones(2, device=device)
     asked = threading.Event()
 
@@ -96,7 +71,7 @@ def test_a_thread_that_waits_for_a_value_raises(device: Any, thread: ThreadPoolE
     assert thread.submit(kept.tolist).result(170) == kept.tolist() == [1, 1]
 
 
-def test_buffers_of_a_remote_module(device: Any, thread: ThreadPoolExecutor, failing: Failing) -> None:
+def test_buffers_of_a_remote_module(device: Any, thread: ThreadPoolExecutor, failing: Any) -> None:
     norm = nn.BatchNorm1d(2).to(device)
     fast, x = sky.remote(norm), torch.ones(4, 2, device=device)
     fast(x)
@@ -109,7 +84,7 @@ def test_buffers_of_a_remote_module(device: Any, thread: ThreadPoolExecutor, fai
     assert norm.weight.tolist() == [1, 1]
 
 
-def test_backward_in_a_thread_is_of_that_thread(device: Any, thread: ThreadPoolExecutor, failing: Failing) -> None:
+def test_backward_in_a_thread_is_of_that_thread(device: Any, thread: ThreadPoolExecutor, failing: Any) -> None:
     """PyTorch would run it on a thread of its own, whose changes would be lost when this one raises."""
     weight = torch.ones(3, device=device, requires_grad=True)
 
@@ -160,16 +135,14 @@ def test_threads_count_while_operations_of_all_of_them_fail(device: Any) -> None
                 raised.append(number)
                 (total, index), counted = insist(begin), 0
 
-    threads = [threading.Thread(target=count, args=(number,)) for number in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(100)
+    at_once(count, range(4), 100)
     assert not wrong
     assert raised
 
 
-def test_an_error_that_nothing_raised_is_reported_when_the_pool_closes(remote_pool: sky.Compute) -> None:
+def test_an_error_that_nothing_raised_is_reported_when_the_pool_closes(
+    remote_pool: sky.Compute, failing_on: Any
+) -> None:
     from skyfab.device import tensors
 
     notices: list[str] = []
@@ -177,7 +150,7 @@ def test_an_error_that_nothing_raised_is_reported_when_the_pool_closes(remote_po
         pool.events.subscribe(lambda event: notices.append(str(event)))
         device = pool.device("cpu")
         stream = tensors.streams[device.index]
-        with Failing(device):
+        with failing_on(device):
             future = sky.fetch(torch.ones(2, device=device))
         stream.wait(future.done, None)
-    assert [text for text in notices if "test_device_threads.py" in text and "was not raised" in text]
+    assert [text for text in notices if "conftest.py" in text and "was not raised" in text]

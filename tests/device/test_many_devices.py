@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.soak]
 
 def test_devices_on_four_hosts_do_not_wait_for_each_other_and_leave_nothing(lent_lab: Lab) -> None:
     if lent_lab.kind != "namespace":
-        pytest.skip("such a host cannot be cut off")
+        pytest.skip("needs namespace hosts, which can be cut off")
     before = [len(host.processes()) for host in lent_lab.hosts]
     found: dict[str, Any] = {}
     hosts = list(sky.Inventory.load(lent_lab.inventory).hosts.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from stage.labs import start
 from stage.spot import until
+from stage.threads import at_once
 
 import skyfab as sky
 from skyfab.host.device import p2p_tls
@@ -31,13 +31,6 @@ pytestmark = pytest.mark.lab
 
 MANY = 2_000_000
 """Elements of a tensor that would be noticed on its way through here."""
-
-
-def here() -> int:
-    """The caller's line."""
-    frame = inspect.currentframe()
-    assert frame is not None and frame.f_back is not None
-    return frame.f_back.f_lineno
 
 
 @pytest.fixture
@@ -73,43 +66,37 @@ def test_the_bytes_do_not_come_through_here_and_nothing_waits(linked: tuple[Any,
     assert "2 copies from host to host, 16 MB" in str(found)
 
 
-TENSORS: dict[str, Callable[[], Any]] = {
-    "matrix": lambda: torch.randn(30, 40),
-    "transposed": lambda: torch.randn(30, 40).t(),
-    "steps": lambda: torch.randn(30, 40)[3::5, ::7],
-    "without elements": lambda: torch.randn(3, 0, 2),
-    "without dimensions": lambda: torch.tensor(2.5),
-    "expanded": lambda: torch.randn(3, 1).expand(3, 1000),
-    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "bool": lambda: torch.rand(9) > 0.5,
-    "bfloat16": lambda: torch.randn(9, 2).bfloat16(),
-    "float8": lambda: torch.randn(9).to(torch.float8_e5m2),
-    "complex": lambda: torch.randn(3, 4, dtype=torch.complex64),
-    "conjugated": lambda: torch.randn(3, 4, dtype=torch.complex128).conj(),
-    "negated": lambda: torch.randn(3, 4, dtype=torch.complex64).conj().imag,
-    "integers": lambda: torch.tensor([-(2**63), 2**63 - 1]),
-    "not numbers": lambda: torch.tensor([float("nan"), float("inf"), -0.0]),
+TENSORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "matrix": (lambda: torch.randn(30, 40), lambda t: t),
+    "transposed": (lambda: torch.randn(30, 40), lambda t: t.t()),
+    "steps": (lambda: torch.randn(30, 40), lambda t: t[3::5, ::7]),
+    "without elements": (lambda: torch.randn(3, 0, 2), lambda t: t),
+    "without dimensions": (lambda: torch.tensor(2.5), lambda t: t),
+    "expanded": (lambda: torch.randn(3, 1), lambda t: t.expand(3, 1000)),
+    "channels last": (lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), lambda t: t),
+    "bool": (lambda: torch.rand(9) > 0.5, lambda t: t),
+    "bfloat16": (lambda: torch.randn(9, 2).bfloat16(), lambda t: t),
+    "float8": (lambda: torch.randn(9).to(torch.float8_e5m2), lambda t: t),
+    "conjugated": (lambda: torch.randn(3, 4, dtype=torch.complex128), lambda t: t.conj()),
+    "negated": (lambda: torch.randn(3, 4, dtype=torch.complex64), lambda t: t.conj().imag),
+    "integers": (lambda: torch.tensor([-(2**63), 2**63 - 1]), lambda t: t),
+    "not numbers": (lambda: torch.tensor([float("nan"), float("inf"), -0.0]), lambda t: t),
 }
+"""Tensors, and views of them that are copied."""
 
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_of_all_kinds(linked: tuple[Any, Any], name: str) -> None:
     first, second = linked
-    data = TENSORS[name]()
-    moved = data.to(first)
-    if name in ("transposed", "steps", "expanded", "conjugated"):  # the same view there
-        moved = {
-            "transposed": lambda: data.t().to(first).t(),
-            "steps": lambda: moved,
-            "expanded": lambda: data[:, :1].to(first).expand(3, 1000),
-            "conjugated": lambda: data.conj().to(first).conj(),
-        }[name]()
+    make, view = TENSORS[name]
+    data = make()
+    there = view(data.to(first))
     with sky.device.profile() as found:
-        copied = moved.to(second)
+        copied = there.to(second)
     assert found.waits == 0
     assert copied.device == second
-    assert copied.stride() == moved.to(first).stride() or name == "expanded"
-    same(copied.resolve_conj(), data.resolve_conj().resolve_neg())
+    assert copied.stride() == view(data).clone().stride()
+    same(copied.resolve_conj(), view(data).resolve_conj().resolve_neg())
 
 
 def test_equal_elements_are_sent_once(linked: tuple[Any, Any]) -> None:
@@ -159,22 +146,15 @@ def test_what_is_changed_afterwards_is_not_sent(linked: tuple[Any, Any]) -> None
 
 
 def test_both_ways_at_once_from_many_threads(linked: tuple[Any, Any]) -> None:
-    totals: dict[int, float] = {}
-
-    def work(number: int) -> None:
+    def work(number: int) -> Any:
         first, second = linked if number % 2 else linked[::-1]
         a = torch.full((300_000,), float(number), device=first)
         for _ in range(10):
             b = a.to(second) + 1
             a.copy_(b)
-        totals[number] = a.mean().item()
+        return a.mean().item()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(90)
-    assert totals == {number: number + 10.0 for number in range(4)}
+    assert at_once(work, range(4), 90) == [number + 10.0 for number in range(4)]
 
 
 # ---- gradients
@@ -231,23 +211,24 @@ def test_gradients_of_copies_into_a_tensor(linked: tuple[Any, Any]) -> None:
 # ---- failures
 
 
-def test_a_sender_that_has_failed_is_no_reason_to_wait(linked: tuple[Any, Any], remote_pool: sky.Compute) -> None:
+def test_a_sender_that_has_failed_is_no_reason_to_wait(
+    linked: tuple[Any, Any], remote_pool: sky.Compute, failing: Any, line: Any
+) -> None:
     from skyfab.device import tensors
 
     first, second = linked
     kept = torch.zeros(2, device=second)
-    with tensors.streams[first.index]._lock, tensors.streams[second.index]._lock:  # no error is known meanwhile
-        bad = torch.zeros(3, device=first)[torch.tensor([7]).to(first)]
-        line = here() + 1
+    with failing as bad, tensors.streams[second.index]._lock:  # no error is known meanwhile
+        copied_at = line() + 1
         copied = bad.to(second)
         kept.add_(1)
     with pytest.raises(sky.DeviceError) as raised:
         copied.tolist()
     text = str(raised.value)
     names = [host.name for host in remote_pool.hosts]
-    assert text.startswith(f"{names[1]}: copy_() at {__file__}:{line}")
-    assert f"{names[0]} did not send it: IndexError: index 7" in text
-    with pytest.raises(sky.DeviceError, match="index 7 is out of bounds"):
+    assert text.startswith(f"{names[1]}: copy_() at {__file__}:{copied_at}")
+    assert f"{names[0]} did not send it: IndexError: index 9" in text
+    with pytest.raises(sky.DeviceError, match="index 9 is out of bounds"):
         torch.zeros(1, device=first).item()
     assert kept.tolist() == [0, 0]
     with pytest.raises(sky.DeviceError, match="has no value"):
@@ -268,17 +249,14 @@ def test_a_tensor_that_was_never_computed_is_not_sent(linked: tuple[Any, Any]) -
     same(torch.arange(4, device=first).to(second), torch.arange(4))
 
 
-def test_a_receiver_that_has_failed_does_not_hold_up_the_sender(linked: tuple[Any, Any]) -> None:
-    from skyfab.device import tensors
-
+def test_a_receiver_that_has_failed_does_not_hold_up_the_sender(linked: tuple[Any, Any], failing_on: Any) -> None:
     first, second = linked
     a = torch.ones(MANY, device=first)
-    with tensors.streams[second.index]._lock:  # nothing is sent there by itself meanwhile
-        torch.zeros(3, device=second)[torch.tensor([7]).to(second)]
-        p2p_client = [a.to(second) for _ in range(50)]  # more than may wait to be sent
+    with failing_on(second):
+        copies = [a.to(second) for _ in range(50)]  # more than may wait to be sent
     assert a.sum().item() == MANY
     with pytest.raises(sky.DeviceError, match="out of bounds"):
-        p2p_client[-1].sum().item()
+        copies[-1].sum().item()
     same((a + 1).to(second).mean(), torch.tensor(2.0))
 
 
@@ -286,20 +264,19 @@ def break_channels() -> None:
     """Runs in a worker: its connections end."""
     from skyfab.host.device import worker
 
-    for executor in worker._EXECUTORS.values():
-        for channel in executor._channels._channels.values():
-            channel.close()
+    for channel in worker.executor("cpu")._channels._channels.values():
+        channel.close()
 
 
-def test_a_connection_that_ends_is_an_error_once(linked: tuple[Any, Any], remote_pool: sky.Compute) -> None:
+def test_a_connection_that_ends_is_an_error_once(linked: tuple[Any, Any], remote_pool: sky.Compute, line: Any) -> None:
     first, second = linked
     sky.run_on(first, break_channels)
-    line = here() + 1
+    copied_at = line() + 1
     copied = torch.ones(3, device=first).to(second)
     with pytest.raises(sky.DeviceError) as raised:
         copied.tolist()
     names = [host.name for host in remote_pool.hosts]
-    assert f"{names[1]}: copy_() at {__file__}:{line}" in str(raised.value)
+    assert f"{names[1]}: copy_() at {__file__}:{copied_at}" in str(raised.value)
     assert f"the connection from {names[0]} ended" in str(raised.value)
     with pytest.raises(sky.DeviceError, match=f"the connection from {names[1]} ended"):
         torch.ones(3, device=second).to(first).tolist()
@@ -376,8 +353,8 @@ def test_a_pool_closes_while_a_device_waits_for_another(lent_lab: Lab) -> None:
 @pytest.mark.slow
 def test_hosts_that_do_not_reach_each_other() -> None:
     with start(2, isolated=True, python=sys.executable) as lab, pool_on(lab, 0, 1) as pool:
-        told: list[str] = []
-        pool.events.subscribe(lambda event: told.append(str(event)))
+        notices: list[str] = []
+        pool.events.subscribe(lambda event: notices.append(str(event)))
         first, second = devices_of(pool)
         data = torch.randn(100, 100)
         same(data.to(first).to(second), data)
@@ -387,7 +364,7 @@ def test_hosts_that_do_not_reach_each_other() -> None:
         same(moved, data)
         assert found.copies == 0
         assert found.bytes_received > 80_000
-        assert len([text for text in told if "go through this program" in text]) == 1
+        assert len([text for text in notices if "go through this program" in text]) == 1
         expected, _ = trained("cpu", "cpu", 3)
         losses, _ = trained(first, second, 3)
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -396,48 +373,48 @@ def test_hosts_that_do_not_reach_each_other() -> None:
 @pytest.mark.soak
 def test_hosts_find_the_network_that_is_between_them() -> None:
     with start(2, isolated=True, second_network=True, python=sys.executable) as lab, pool_on(lab, 0, 1) as pool:
-        first, second = devices_of(pool)
-        torch.ones(1, device=first).to(second)
-        with sky.device.profile() as found:
-            same(torch.arange(9, device=first).to(second), torch.arange(9))
-        assert found.copies == 1
+        assert copies_between(*devices_of(pool)) == 2
+
+
+@pytest.fixture
+def local_pair() -> Iterator[tuple[Any, Any]]:
+    """Devices of two pools on this machine."""
+    with sky.Compute("local", ui="none") as one, sky.Compute("local", ui="none") as two:
+        yield one.device("cpu"), two.device("cpu")
+
+
+def copies_between(first: Any, second: Any) -> int:
+    """How many copies go from host to host, of two that come after the first ones."""
+    torch.ones(1, device=first).to(second)
+    torch.ones(1, device=second).to(first)
+    with sky.device.profile() as found:
+        same(torch.arange(9, device=first).to(second), torch.arange(9))
+        same(torch.arange(9, device=second).to(first), torch.arange(9))
+    return found.copies
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_one_direction_is_enough(monkeypatch: pytest.MonkeyPatch, hidden: int) -> None:
+def test_one_direction_is_enough(local_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, hidden: int) -> None:
     """A host that others cannot connect to sends and receives all the same."""
     from skyfab.device import tensors
 
-    with sky.Compute("local", ui="none") as one, sky.Compute("local", ui="none") as two:
-        first, second = pair = one.device("cpu"), two.device("cpu")
-        link = tensors.streams[pair[hidden].index].link
-        monkeypatch.setattr(link, "addresses_for", lambda other: ["192.0.2.1"], raising=True)
-        torch.ones(1, device=first).to(second)
-        torch.ones(1, device=second).to(first)
-        with sky.device.profile() as found:
-            same(torch.arange(9, device=first).to(second), torch.arange(9))
-            same(torch.arange(9, device=second).to(first), torch.arange(9))
-        assert found.copies == 2
+    link = tensors.streams[local_pair[hidden].index].link
+    monkeypatch.setattr(link, "addresses_for", lambda other: ["192.0.2.1"], raising=True)
+    assert copies_between(*local_pair) == 2
 
 
 @pytest.mark.slow
-def test_devices_of_one_machine() -> None:
-    with sky.Compute("local", ui="none") as one, sky.Compute("local", ui="none") as two:
-        first, second = one.device("cpu"), two.device("cpu")
-        torch.ones(1, device=first).to(second)
-        with sky.device.profile() as found:
-            same(torch.arange(9, device=first).to(second), torch.arange(9))
-        assert found.copies == 1
+def test_devices_of_one_machine(local_pair: tuple[Any, Any]) -> None:
+    assert copies_between(*local_pair) == 2
 
 
 @pytest.mark.slow
-def test_without_cryptography_copies_come_through_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cryptography_copies_come_through_here(
+    local_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with sky.Compute("local", ui="none") as one, sky.Compute("local", ui="none") as two:
-        with sky.device.profile() as found:
-            same(torch.arange(9, device=one.device("cpu")).to(two.device("cpu")), torch.arange(9))
-        assert found.copies == 0
+    assert copies_between(*local_pair) == 0
 
 
 # ---- strangers
@@ -501,7 +478,7 @@ def shake(port: int, context: ssl.SSLContext) -> None:
     with socket.create_connection(("127.0.0.1", port), 10) as plain:
         try:
             with context.wrap_socket(plain) as stranger:
-                assert stranger.recv(1) == b"", "it is told nothing"
+                assert stranger.recv(1) == b"", "it sends nothing"
         except OSError:
             pass
 
@@ -545,7 +522,7 @@ def test_no_more_strangers_than_a_few(ends: Ends) -> None:
     until(ends.connect)
 
 
-def test_a_stranger_that_listens_is_told_nothing() -> None:
+def test_a_stranger_that_listens_learns_nothing() -> None:
     mine, theirs = TensorChannel("a", *certificate()), TensorChannel("b", *certificate())
     (port,) = theirs.listen(["127.0.0.1"])
     assert not mine.connect([("127.0.0.1", port)])
@@ -579,25 +556,20 @@ def test_nothing_listens_and_no_key_is_left(
         assert (found.returncode, found.stdout) == (1, "")
 
 
-def test_a_hostile_sender_cannot_send_more_than_was_expected(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TensorChannel, "_next", lambda self, number: memoryview(bytes(1 << 20)))
-    assert ends.connect()
-    ends.sender.send(1, "")
-    with pytest.raises(ChannelBroken, match="unexpected data"):
-        received(ends.receiver, 1, 10)
-
-
-def test_a_hostile_sender_cannot_send_another_tensor(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "size"), [(0, 1 << 20), (1, 10)], ids=["more bytes", "another tensor"])
+def test_a_hostile_sender_sends_what_was_not_asked_for(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, number: int, size: int
+) -> None:
     class Wrong:
-        def pack(self, number: int, *rest: Any) -> bytes:
-            return original.pack(number + 1, *rest)
-
         unpack, size = staticmethod(p2p_tls._SENT.unpack), p2p_tls._SENT.size
+
+        def pack(self, asked: int, *rest: Any) -> bytes:
+            return original.pack(asked + number, *rest)
 
     original = p2p_tls._SENT
     monkeypatch.setattr(p2p_tls, "_SENT", Wrong())
     assert ends.connect()
-    ends.sender.send(1, memoryview(bytes(10)))
+    ends.sender.send(1, memoryview(bytes(size)))
     with pytest.raises(ChannelBroken, match="unexpected data"):
         received(ends.receiver, 1, 10)
 
@@ -624,7 +596,7 @@ def test_what_waits_to_be_sent_is_bounded(ends: Ends, monkeypatch: pytest.Monkey
     assert received(ends.receiver, 6, 60) == bytes([6]) * 60, "those between are not needed any more"
     ends.sender.close()
     thread.join(10)
-    assert sent == [*range(1, 11)], "a broken channel holds up nobody"
+    assert sent == [*range(1, 11)], "a broken channel delays no sender"
     with pytest.raises(ChannelBroken):
         received(ends.receiver, 8, 60)
 

@@ -234,33 +234,17 @@ def check_gradients(device: Any, steps: Sequence[Step]) -> None:
     agree(gradients(there, theirs), gradients(here, mine), 1e-9)
 
 
-few = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
-many = settings(few, max_examples=1000)
-
-
-@few
-@given(steps=programs(ALL))
-def test_random_programs(device: Any, steps: list[Step]) -> None:
-    check(device, steps)
-
-
-@few
-@given(steps=programs(DIFFERENTIABLE))
-def test_random_programs_with_gradients(device: Any, steps: list[Step]) -> None:
-    check_gradients(device, steps)
-
-
-@pytest.mark.soak
 @pytest.mark.timeout(1200)
-@many
-@given(steps=programs(ALL))
-def test_a_thousand_random_programs(device: Any, steps: list[Step]) -> None:
-    check(device, steps)
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("operations", "checked"), [(ALL, check), (DIFFERENTIABLE, check_gradients)], ids=["values", "gradients"]
+)
+def test_random_programs(
+    device: Any, operations: dict[str, Any], checked: Callable[[Any, Sequence[Step]], None], count: int
+) -> None:
+    @settings(deadline=None, max_examples=count, suppress_health_check=list(HealthCheck))
+    @given(programs(operations))
+    def run(steps: list[Step]) -> None:
+        checked(device, steps)
 
-
-@pytest.mark.soak
-@pytest.mark.timeout(1200)
-@many
-@given(steps=programs(DIFFERENTIABLE))
-def test_a_thousand_random_programs_with_gradients(device: Any, steps: list[Step]) -> None:
-    check_gradients(device, steps)
+    run()

@@ -125,17 +125,9 @@ def test_elements_that_share_memory_are_not_written_to(device: Any) -> None:
 
 
 def test_memory_of_the_device_is_not_shared_by_processes(device: Any) -> None:
-    storage = torch.ones(3, device=device).untyped_storage()
-    with pytest.raises(RuntimeError, match="is on its host"):
-        storage.byteswap(torch.float32)
     with pytest.raises(RuntimeError, match="cannot share"):
         torch.UntypedStorage._new_shared(12, device=device)
     assert torch.UntypedStorage._new_shared(12).nbytes() == 12
-
-
-def test_a_number_of_this_machine_fills_a_remote_tensor(device: Any) -> None:
-    index = torch.tensor([1], device=device)
-    assert torch.zeros(2, device=device).index_fill(0, index, torch.tensor(3.0)).tolist() == [0, 3]
 
 
 def test_an_error_shows_numbers_as_numbers(device: Any) -> None:
@@ -189,7 +181,7 @@ def test_equality(device: Any, other: Any) -> None:
     assert not torch.equal(ones, torch.tensor([1, 2]).to(device))
     assert not torch.equal(ones, torch.ones(3, device=device))
     for elsewhere in ("cpu", other):
-        with pytest.raises(RuntimeError, match="cannot compare"):
+        with pytest.raises(RuntimeError, match="expected all tensors to be on"):
             torch.equal(ones, torch.ones(2, device=elsewhere))
 
 
@@ -200,6 +192,8 @@ def test_numbers_of_this_machine_fill_masks(device: Any) -> None:
     filled.sum().backward()
     assert (filled.tolist(), x.grad.tolist(), value.grad.item()) == ([3, 1], [0, 1], 1)
     assert torch.ones(2, device=device).masked_fill_(mask, torch.tensor(4)).tolist() == [4, 1]
+    index = torch.tensor([1], device=device)
+    assert torch.zeros(2, device=device).index_fill(0, index, torch.tensor(3.0)).tolist() == [0, 3]
     with pytest.raises(RuntimeError, match="on cpu"):
         x.masked_fill(mask, torch.tensor([3.0]))
 
@@ -228,12 +222,6 @@ def test_results_of_other_layouts_cannot_stay(remote_pool: sky.Compute, device: 
     with pytest.raises(TypeError, match=f"cannot contain a .*{kind}"):
         remote_pool.submit(sky.function(make)(), keep=True).result(170)
     assert sky.memory(device)["tensors"] == before
-
-
-def test_sparse_zeros(device: Any) -> None:
-    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
-        with pytest.raises(NotImplementedError, match="does not support sparse tensors"):
-            torch.zeros(3, 3, layout=layout, device=device)
 
 
 def test_what_is_set_here_is_set_there(device: Any) -> None:

@@ -175,12 +175,3 @@ def test_saving(device: Any, syncs: Callable[[], int]) -> None:
     base.add_(1)
     torch.save(base, file := io.BytesIO())
     assert torch.load(io.BytesIO(file.getvalue())).tolist() == [1, 2, 3, 4, 5]
-
-
-def test_saving_storages_with_views_of_several_dtypes(device: Any) -> None:
-    numbers = torch.arange(5.0).to(device)
-    pairs = torch.view_as_complex(numbers[:4].view(2, 2))
-    torch.save([pairs, numbers], file := io.BytesIO())
-    found = torch.load(io.BytesIO(file.getvalue()))
-    assert found[1].tolist() == [0, 1, 2, 3, 4]
-    assert found[0].tolist() == [1j, 2 + 3j]

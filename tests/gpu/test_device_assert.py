@@ -46,7 +46,7 @@ def test_a_process_with_a_poisoned_cuda_is_replaced() -> None:
         first, three = sky.function(total)() >> compute
         assert three == 3.0
         assert "out of memory" in error_of(lambda: sky.function(too_much)() >> compute)
-        assert sky.function(total)() >> compute == (first, 3.0), "running out of memory is no reason for a new process"
+        assert sky.function(total)() >> compute == (first, 3.0), "running out of memory does not replace the process"
         assert "device-side assert" in error_of(lambda: sky.function(out_of_bounds)() >> compute)
         second, three = sky.function(total)() >> compute
         assert (second != first, three) == (True, 3.0)

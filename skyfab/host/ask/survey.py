@@ -24,7 +24,7 @@ def survey(cache: str) -> dict[str, Any]:
         "cpus": info.cpus,
         "load": _load(),
         "gpu_count": info.gpus,
-        **_memory(),
+        **memory(),
         **_disk(cache),
         **look_at_gpus(),
     }
@@ -50,7 +50,7 @@ def _load() -> float | None:
         return None
 
 
-def _memory() -> dict[str, int | None]:
+def memory() -> dict[str, int | None]:
     """Bytes, as the kernel counts them; in a container its limit may be lower."""
     sizes: dict[str, int] = {}
     try:

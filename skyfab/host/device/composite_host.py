@@ -119,7 +119,7 @@ def cast_linear(tensors: Tensors, dtype: str) -> Tensors:
     return (torch.nn.functional.linear(*(None if t is None else t.to(lower) for t in tensors)),)
 
 
-def cast_linear_backward(tensors: Sequence[torch.Tensor], dtype: str, mask: Sequence[bool]) -> Tensors:
+def cast_linear_backward(tensors: Sequence[torch.Tensor], mask: Sequence[bool], dtype: str) -> Tensors:
     """Its gradients, in the dtypes of input, weight and bias. `tensors`: input, gradient, weight."""
     x, grad, weight = tensors
     lower = _dtype(dtype)
@@ -160,7 +160,7 @@ def module(tensors: Tensors, spec: Any, wanted: Sequence[bool], expected: Any) -
     return bases
 
 
-def module_first(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> tuple[Tensors, Any, Any]:
+def module_first(tensors: Sequence[Any], spec: Any, wanted: Sequence[bool]) -> tuple[Tensors, Any, Any]:
     """The same, with the base of each result and which view of it the result is, and what the module returned."""
     structure: Any = None
 
@@ -171,7 +171,7 @@ def module_first(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> tuple[T
         return tuple(results)
 
     *results, handle = _with_graph(function, tensors, wanted)
-    bases, locations = host_results.share([host_results.plain(result) for result in results])
+    bases, locations = host_results.share([host_results.plain(result) for result in results], tensors[-1].device)
     return (*bases, handle), tuple(locations), structure
 
 

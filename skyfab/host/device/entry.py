@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from skyfab.host.device import wire
+from skyfab.protocol import codec
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
-    from skyfab.protocol import codec
-
 
 def execute(device: str, batch: Any, *buffers: memoryview) -> codec.Payload:
     """Executes a batch of instructions on a device of this host."""
-    from skyfab.host.device import worker
-
-    return worker.execute(device, batch, *buffers)
+    try:
+        from skyfab.host.device import worker
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return codec.Payload(wire.encode({"value": {"torch": None}}))  # to HELLO: nothing else follows
+    return worker.executor(device).execute(batch, buffers)
 
 
 def call(
@@ -28,13 +33,18 @@ def call(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Calls a function of the program. The tensors of its result stay, with ids from `first` on, if that is not 0."""
+    from skyfab.host.agent.worker import show_lines
     from skyfab.host.device import worker
 
-    return worker.call(device, first, function, sources, args, kwargs)
+    show_lines(sources)
+    return worker.executor(device).call(first, getattr(function, "fn", function), args, kwargs)
 
 
 def tensor(device: str, ident: int, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
-    """A tensor of a device of this host: remote tensors are unpickled by this."""
+    """A tensor of a device of this host: remote tensors are unpickled by this. It is a leaf. Raises Lost."""
+    import torch
+
     from skyfab.host.device import worker
 
-    return worker.tensor(device, ident, requires_grad, is_parameter)
+    found = worker.executor(device).tensor(ident)
+    return torch.nn.Parameter(found, requires_grad) if is_parameter else found.requires_grad_(requires_grad)

@@ -6,7 +6,6 @@ for the program too.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -41,22 +40,25 @@ def describe_result(value: Any, device: torch.device) -> tuple[list[torch.Tensor
         raise TypeError(f"a result on a device cannot contain a {type(value).__qualname__}")
 
     made = document(value)
-    bases, locations = share(_moved(found, device))
+    bases, locations = share(found, device)
     for about, (number, view) in zip(layouts, locations, strict=True):
         base = bases[number]
         about += [number, [*base.shape], [*base.stride()], NUMBERS[base.dtype], view]
     return bases, made
 
 
-def share(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[int, View | None]]]:
+def share(
+    tensors: Sequence[torch.Tensor], device: torch.device
+) -> tuple[list[torch.Tensor], list[tuple[int, View | None]]]:
     """One base for each memory that the tensors are in; and for each tensor the base's index, and which view it is.
 
-    A base is a tensor that has all others of its memory in itself; if there is none, the whole memory.
+    A base is a tensor that has all others of its memory in itself; if there is none, the whole memory. Bases of another
+    device are moved.
     """
     groups: dict[int, list[torch.Tensor]] = {}
     for at, tensor in enumerate(tensors):
         groups.setdefault(_memory(tensor, at), []).append(tensor)
-    bases = {memory: _base(members) for memory, members in groups.items()}
+    bases = {memory: _base(members, device) for memory, members in groups.items()}
     numbers = {memory: number for number, memory in enumerate(groups)}
     locations: list[tuple[int, View | None]] = []
     used: set[int] = set()
@@ -68,7 +70,7 @@ def share(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[tup
         else:
             view = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), NUMBERS[tensor.dtype])
             locations.append((numbers[memory], view))
-    return list(bases.values()), locations
+    return [base if hasattr(base, "graph") else base.to(device) for base in bases.values()], locations
 
 
 def _memory(tensor: torch.Tensor, at: int) -> int:
@@ -76,7 +78,9 @@ def _memory(tensor: torch.Tensor, at: int) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.numel() else -1 - at
 
 
-def _base(members: Sequence[torch.Tensor]) -> torch.Tensor:
+def _base(members: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if len(members) > 1 and members[0].device != device:
+        return _whole(members[0], torch.uint8)  # moving it changes no strides
     ends = [_end(tensor) for tensor in members]
     for tensor, end in zip(members, ends, strict=True):
         if end == max(ends) and (not tensor.storage_offset() or not tensor.numel()):
@@ -114,23 +118,3 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Whether its elements are not what is in its memory."""
     return bool(tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
-
-
-def _moved(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The tensors on a device. Those of another one that share memory share it there too."""
-    memories = [_memory(tensor, at) for at, tensor in enumerate(tensors)]
-    count = Counter(memories)
-    wholes: dict[int, torch.Tensor] = {}
-    found = []
-    for memory, tensor in zip(memories, tensors, strict=True):
-        if tensor.device == device or hasattr(tensor, "graph"):
-            found.append(tensor)
-        elif count[memory] == 1:
-            found.append(tensor.to(device))
-        else:
-            if memory not in wholes:
-                wholes[memory] = _whole(tensor, torch.uint8).to(device)
-            made = torch.empty(0, dtype=tensor.dtype, device=device)
-            storage = wholes[memory].untyped_storage()
-            found.append(made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride()))
-    return found

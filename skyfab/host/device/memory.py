@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from skyfab.errors import DeviceError
+from skyfab.host.ask import survey
 from skyfab.host.device import wire
 
 DTYPES: Final = tuple(getattr(torch, name, None) for name in wire.DTYPES)
@@ -65,14 +64,15 @@ class Tensors(dict[int, torch.Tensor]):
         self.pop(ident, None)
         self._lost.pop(ident, None)
 
-    def usage(self, device: torch.device) -> dict[str, int]:
+    def usage(self, device: torch.device) -> dict[str, int | None]:
         """How many tensors there are, and bytes: allocated by them, free and in all."""
-        found = {"tensors": len(self)}
+        found: dict[str, int | None] = {"tensors": len(self)}
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             return {**found, "allocated": torch.cuda.memory_allocated(device), "free": free, "total": total}
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.values()}
-        return {**found, "allocated": sum(storages.values()), **_system()}
+        system = survey.memory()
+        return {**found, "allocated": sum(storages.values()), "free": system["memory_free"], "total": system["memory"]}
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -84,16 +84,6 @@ def _view(tensor: torch.Tensor, shape: Iterable[int], strides: Iterable[int], of
         return torch.as_strided(tensor, shape, strides, offset)
     empty = torch.empty(0, dtype=DTYPES[dtype], device=tensor.device)
     return empty.set_(tensor.untyped_storage(), offset, shape, strides)
-
-
-def _system() -> dict[str, int]:
-    found = {}
-    with contextlib.suppress(OSError):  # not Linux
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name in ("MemTotal", "MemAvailable"):
-                found["total" if name == "MemTotal" else "free"] = int(rest.split()[0]) * 1024
-    return found
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

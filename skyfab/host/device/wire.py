@@ -27,7 +27,7 @@ EMPTY: Final = -5
 UPLOAD: Final = -6
 """id, number of the buffer: writes bytes into a tensor."""
 FETCH: Final = -7
-"""ids: replies with their bytes."""
+"""id: replies with its bytes."""
 SEED: Final = -8
 """seed, id of the generator or 0 for the default one."""
 SYNC: Final = -9
@@ -44,7 +44,7 @@ STATE: Final = -13
 FORGET: Final = -14
 """All plans are forgotten."""
 HELLO: Final = -15
-"""Replies with what the device is."""
+"""Replies with the version of torch."""
 NEXT: Final = -16
 """id of a generator that RUN has returned, first id: replies with the values of the next moments, and if it is over."""
 MODULE: Final = -17
@@ -64,33 +64,35 @@ SETTINGS: Final = -25
 """default dtype, precision of products of float32 or an empty string, mode of deterministic algorithms: as in the
 program."""
 
+INSTRUCTIONS: Final = {name: code for name, code in list(globals().items()) if type(code) is int and code < 0}
+"""The codes by name."""
 BLOCK: Final = 1 << 20
 """Ids in a block: for results of which only the host knows how many tensors they have."""
 REMEMBERED: Final = frozenset((VIEW, FREE, PLAN, GENERATOR, FORGET, SEND, RECEIVE, RESUME, SETTINGS))
 """Instructions that are executed after an error too, and change no values then: both sides remember their ids; the
 other end of a channel learns that a copy does not take place."""
 
-DTYPES: Final = (
-    "float32",
-    "float64",
-    "float16",
-    "bfloat16",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "bool",
-    "complex64",
-    "complex128",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "complex32",
-)
-"""A dtype's number is its index."""
+DTYPES: Final = {
+    "float32": 2,
+    "float64": 2,
+    "float16": 2,
+    "bfloat16": 4,
+    "int64": 0,
+    "int32": 0,
+    "int16": 0,
+    "int8": 0,
+    "uint8": 1,
+    "bool": 6,
+    "complex64": 5,
+    "complex128": 5,
+    "uint16": 1,
+    "uint32": 1,
+    "uint64": 1,
+    "float8_e4m3fn": 10,
+    "float8_e5m2": 12,
+    "complex32": 5,
+}
+"""The dtypes with DLPack's codes for their kind. A dtype's number is its place."""
 
 # Kinds of arguments in a plan. Operands are items of the instruction, in order; the others are part of the plan.
 TENSOR: Final = "t"

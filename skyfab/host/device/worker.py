@@ -6,6 +6,7 @@ client has raised it: the state stays as if the program had stopped at that inst
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -14,7 +15,6 @@ import torch
 
 from skyfab import context
 from skyfab.host.agent import cuda
-from skyfab.host.agent.worker import show_lines
 from skyfab.host.device import composite_host, wire
 from skyfab.host.device.generators import RunningGenerator, own_defaults
 from skyfab.host.device.host_results import describe_result
@@ -39,6 +39,7 @@ class Executor:
         self._tensors = Tensors()
         self._plans: dict[int, WorkerPlan] = {}
         self._generators: dict[int, torch.Generator] = {}
+        """0 is the device's own."""
         self._iterators: dict[int, RunningGenerator] = {}
         """Generators of functions that a program iterates over."""
         self._channels = TensorChannels(self._tensors, self._device)
@@ -50,33 +51,14 @@ class Executor:
         self._uploads: Sequence[memoryview] = ()
         """Bytes that came with the batch."""
         self._handlers: dict[int, Callable[[Sequence[Any]], None]] = {
-            wire.RESUME: self._resume,
-            wire.SETTINGS: self._set,
-            wire.VIEW: self._view,
-            wire.FREE: self._free,
-            wire.PLAN: self._plan,
-            wire.DYNAMIC: self._dynamic,
-            wire.EMPTY: self._empty,
-            wire.MAKE: self._make,
-            wire.UPLOAD: self._upload,
-            wire.FETCH: self._fetch,
-            wire.SEED: self._seed,
-            wire.SYNC: self._sync,
-            wire.RUN: self._run,
-            wire.GENERATOR: self._make_generator,
-            wire.STATE: self._state,
-            wire.FORGET: self._forget,
-            wire.HELLO: self._hello,
-            wire.NEXT: self._next,
-            wire.MODULE: self._module,
-            wire.LISTEN: self._listen,
-            wire.CONNECT: self._connect,
-            wire.SEND: self._send,
-            wire.RECEIVE: self._receive,
+            code: getattr(self, f"_{name.lower()}") for name, code in wire.INSTRUCTIONS.items()
         }
-        self._scope = {"device": self._device, "tensors": self._tensors, "generator": self._generator}
+        self._scope = {"device": self._device, "tensors": self._tensors, "generator": self._generators.__getitem__}
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+            self._generators[0] = torch.cuda.default_generators[self._device.index]
+        else:
+            self._generators[0] = torch.default_generator
 
     def execute(self, batch: Sequence[Sequence[Any]], buffers: Sequence[memoryview]) -> codec.Payload:
         """Executes a batch. The reply is empty, or what the last instruction that replies has to say."""
@@ -181,7 +163,7 @@ class Executor:
         self._tensors.update(enumerate(bases, first))
         return document
 
-    def _set(self, instruction: Sequence[Any]) -> None:
+    def _settings(self, instruction: Sequence[Any]) -> None:
         _, dtype, precision, mode = instruction
         torch.set_default_dtype(DTYPES[dtype])
         if precision:
@@ -189,8 +171,7 @@ class Executor:
         torch.set_deterministic_debug_mode(mode)
 
     def _hello(self, _: Sequence[Any]) -> None:
-        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
-        self._reply = {"value": {"torch": torch.__version__, "name": name}}
+        self._reply = {"value": {"torch": torch.__version__}}
 
     # ---- tensors
 
@@ -229,9 +210,7 @@ class Executor:
             tensor.copy_(data)
 
     def _fetch(self, instruction: Sequence[Any]) -> None:
-        for ident in instruction[1:]:
-            tensor = self._tensors[ident]
-            self._buffers.append(bytes_of(tensor))
+        self._buffers.append(bytes_of(self._tensors[instruction[1]]))
         self._reply = {"value": None}
 
     def _sync(self, _: Sequence[Any]) -> None:
@@ -241,27 +220,15 @@ class Executor:
 
     # ---- random numbers
 
-    def _generator(self, ident: int) -> torch.Generator | None:
-        return self._generators[ident] if ident else None
-
-    def _default_generator(self, ident: int) -> torch.Generator:
-        if ident:
-            return self._generators[ident]
-        return (
-            torch.cuda.default_generators[self._device.index]
-            if self._device.type == "cuda"
-            else torch.default_generator
-        )
-
-    def _make_generator(self, instruction: Sequence[Any]) -> None:
+    def _generator(self, instruction: Sequence[Any]) -> None:
         self._generators[instruction[1]] = torch.Generator(self._device)
 
     def _seed(self, instruction: Sequence[Any]) -> None:
         _, seed, ident = instruction
-        self._default_generator(ident).manual_seed(seed)
+        self._generators[ident].manual_seed(seed)
 
     def _state(self, instruction: Sequence[Any]) -> None:
-        generator = self._default_generator(instruction[1])
+        generator = self._generators[instruction[1]]
         if len(instruction) > 2:
             generator.set_state(torch.frombuffer(self._uploads[instruction[2]], dtype=torch.uint8).clone())
         else:
@@ -329,31 +296,7 @@ class Executor:
         return self._tensors[ident].detach()
 
 
-_EXECUTORS: Final[dict[str, Executor]] = {}
-
-
-def execute(device: str, batch: Sequence[Sequence[Any]], *buffers: memoryview) -> codec.Payload:
-    """What most of the worker's calls run: a batch of instructions."""
-    executor = _EXECUTORS.get(device)
-    if executor is None:
-        executor = _EXECUTORS[device] = Executor(device)
-    return executor.execute(batch, buffers)
-
-
-def call(
-    device: str,
-    first: int,
-    function: Any,
-    sources: Mapping[str, str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """What the other ones run: a function of the program. Batches have been executed before."""
-    show_lines(sources)
-    return _EXECUTORS[device].call(first, getattr(function, "fn", function), args, kwargs)
-
-
-def tensor(device: str, ident: int, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
-    """The tensor that a remote one stands for: a leaf, with the same memory. Raises Lost."""
-    found = _EXECUTORS[device].tensor(ident)
-    return torch.nn.Parameter(found, requires_grad) if is_parameter else found.requires_grad_(requires_grad)
+@functools.cache
+def executor(device: str) -> Executor:
+    """The executor of a device of this host."""
+    return Executor(device)

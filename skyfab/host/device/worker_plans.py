@@ -60,7 +60,7 @@ class WorkerPlan:
         found = []
         for (kind, _), value in self.given(instruction):
             if kind == wire.TENSOR and value in tensors:
-                found.append(shape_of(tensors[value]))
+                found.append(_shown(tensors[value].dtype, tensors[value].shape))
             elif kind in (wire.VALUE, wire.SCALAR_TENSOR):
                 found.append(f"{value[1] if kind == wire.SCALAR_TENSOR else value!r:.80}")
         return found
@@ -82,8 +82,8 @@ class WorkerPlan:
                 continue
             shape, strides, dtype = layout
             if tuple(tensor.shape) != tuple(shape) or NUMBERS[tensor.dtype] != dtype:
-                expected = f"{wire.DTYPES[dtype]}{list(shape)}"
-                raise RuntimeError(f"the result is {shape_of(tensor)}, expected {expected}")
+                expected = _shown(DTYPES[dtype], shape)
+                raise RuntimeError(f"the result is {_shown(tensor.dtype, tensor.shape)}, expected {expected}")
             same = all(a == b or n <= 1 for a, b, n in zip(tensor.stride(), strides, shape, strict=True))
             if tensor.numel() and (not same or tensor.storage_offset() or is_lazy(tensor)):
                 changed = True
@@ -161,5 +161,5 @@ def _scalar(operand: Sequence[Any]) -> torch.Tensor:
     return torch.tensor(operand[1], dtype=DTYPES[operand[0]])
 
 
-def shape_of(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def _shown(dtype: torch.dtype | None, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -115,12 +115,15 @@ def sweep_here(days: int, *, dry_run: bool = False) -> Swept:
             half = path.name.startswith(".")
             if kind == "pythons" and not path.name.startswith(("cpython-", ".new-")):
                 continue  # belongs to this machine's role as a host
-            if now - _last_used(path) > 60 * (_DAY if half else _minutes(days)):
-                size = _size(path)
+            found = [*_all(path)]
+            files = [one for one in found if not stat.S_ISDIR(one.st_mode)]
+            # of folders only writes count: scanning them, as here, counts as a read
+            used = max([0.0, *(one.st_mtime for one in found), *(one.st_atime for one in files)])
+            if now - used > 60 * (_DAY if half else _minutes(days)):
                 if not dry_run:
                     _remove(path)
                 if kind != "busy":
-                    swept.add("drafts" if half else kind, 1, size)
+                    swept.add("drafts" if half else kind, 1, sum(one.st_size for one in files))
     return swept
 
 
@@ -141,16 +144,6 @@ def _all(path: Path) -> Iterator[os.stat_result]:
             yield from _all(inner)
     except FileNotFoundError:
         pass
-
-
-def _last_used(path: Path) -> float:
-    """When it was last written or read. For folders only writes count: scanning them, as here, counts as a read."""
-    times = (max(s.st_mtime, 0 if stat.S_ISDIR(s.st_mode) else s.st_atime) for s in _all(path))
-    return max(times, default=0.0)
-
-
-def _size(path: Path) -> int:
-    return sum(found.st_size for found in _all(path) if not stat.S_ISDIR(found.st_mode))
 
 
 def _remove(path: Path) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 from skyfab.errors import InventoryError
 from skyfab.inventory.file import SPELLING, Place, read_tables
 from skyfab.inventory.host import NAME
-from skyfab.inventory.mistakes import Mistakes
-from skyfab.inventory.source import Contents
+from skyfab.inventory.source import Contents, Mistakes
 
 
 class Listing:

@@ -15,9 +15,8 @@ from skyfab._util.sizes import counted
 from skyfab._util.suggest import did_you_mean
 from skyfab.errors import InventoryError, UsageError
 from skyfab.inventory.host import CHECKS, LOCAL, NAME, Address, Host
-from skyfab.inventory.mistakes import Mistakes
 from skyfab.inventory.selection import Names, choose, expand, place, split
-from skyfab.inventory.source import Contents, Source
+from skyfab.inventory.source import Contents, Mistakes, Source
 from skyfab.inventory.text import read_text
 from skyfab.inventory.toml_lines import lines_by_key
 

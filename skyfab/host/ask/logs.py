@@ -89,11 +89,17 @@ class _File:
         except OSError:
             self._times = b""
         self._records = range(len(self._times) // _RECORD)
+        self._found = (0, 0, 0.0)
+        """The offsets between which the last answer of `written` is right, and that answer."""
 
     def written(self, offset: int) -> float:
         """When what begins at this offset was written; 0 if that is unknown."""
-        place = bisect_right(self._records, offset, key=lambda place: self._record(place)[0]) - 1
-        return self._record(place)[1] if place >= 0 else 0.0
+        if not self._found[0] <= offset < self._found[1]:
+            place = bisect_right(self._records, offset, key=lambda place: self._record(place)[0])
+            begin, time = self._record(place - 1) if place > 0 else (0, 0.0)
+            end = self._record(place)[0] if place < len(self._records) else len(self.data)
+            self._found = (begin, end, time)
+        return self._found[2]
 
     def since(self, time: float) -> int:
         """Where the line begins in which the output of that time or later begins."""

@@ -30,11 +30,6 @@ def require() -> None:
         raise UsageError("hosts with one-time codes need a module for PAM", hint=programs.command(missing))
 
 
-def line(password: str) -> str:
-    """The line of the user in `FILE`."""
-    return f"HOTP {USER} - {_secret(password).hex()}\n"
-
-
 def code(password: str, number: int) -> str:
     """The code of that number (RFC 4226). A host takes each once, and afterwards none with a lower number."""
     digest = hmac.digest(_secret(password), number.to_bytes(8, "big"), "sha1")
@@ -48,7 +43,7 @@ def put(etc: Path, password: str) -> None:
     place.mkdir(mode=0o755, exist_ok=True)
     (place / "sshd").write_text(PAM)
     secrets = etc / Path(FILE).relative_to("/etc")
-    secrets.write_text(line(password))
+    secrets.write_text(f"HOTP {USER} - {_secret(password).hex()}\n")
     secrets.chmod(0o600)
 
 

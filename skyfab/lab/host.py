@@ -208,7 +208,7 @@ class LabHost:
         self._switch(interface, "up")
 
     def slow(self, mbit: float | None) -> None:
-        """Limits its interfaces, in each direction, to so many megabits per second; None removes the limit."""
+        """Limits its interfaces, in each direction, to this many megabits per second; None removes the limit."""
         for device, space in self._ends():
             shape(device, mbit, space=space)
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from skyfab._util import atomic, toml
 from skyfab._util.reaper import Reaper
 from skyfab._util.scripts import read
-from skyfab.errors import SkyfabError, UsageError
+from skyfab.errors import UsageError
 
 from . import codes as one_time
 from . import loopback, namespace, root
@@ -115,7 +115,6 @@ class Lab:
         if codes:
             one_time.require()
         server.program()
-        remove_abandoned()
         place = _fresh(folder)
         try:
             _watch(place)
@@ -189,16 +188,6 @@ class Lab:
         atomic.write(path, _inventory([replace(host, user=user) for host in self.hosts]))
         return path
 
-    def cut(self) -> None:
-        """Disconnects the network of every host, as if this machine lost its network."""
-        for host in self.hosts:
-            host.cut()
-
-    def restore(self) -> None:
-        """Reconnects the network of every host."""
-        for host in self.hosts:
-            host.restore()
-
     def stop(self) -> None:
         """Stops the hosts and all their processes, and removes the network and the folder. Idempotent."""
         take_down(self.folder)
@@ -214,14 +203,6 @@ class Lab:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
-
-
-def remove_abandoned() -> None:
-    """Takes down this user's labs whose owner has exited and whose reaper did not do it."""
-    for place in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
-        with suppress(SkyfabError, OSError):
-            if _abandoned(place):
-                take_down(place)
 
 
 def _interpreter(python: str | None) -> str:
@@ -253,10 +234,8 @@ def _choose(kind: str, folder: Path, *, special: bool) -> tuple[Kind, tuple[str,
 def _fresh(folder: Path | str | None) -> Path:
     """Creates or claims an empty folder for this lab. Raises UsageError if it is in use or not empty."""
     if folder is None:
-        return Path(tempfile.mkdtemp(prefix=_prefix()))
+        return Path(tempfile.mkdtemp(prefix="skyfab-lab-"))
     place = Path(folder).absolute()
-    if _abandoned(place):
-        take_down(place)
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     if (place / STATE).exists():
         raise UsageError(f"a lab is already in {place}", hint="skyfab lab.down")
@@ -264,7 +243,8 @@ def _fresh(folder: Path | str | None) -> Path:
         (place / OWNER).touch(exist_ok=False)  # if two programs start at once, one gets an error
         only = len(list(place.iterdir())) == 1
     except FileExistsError:
-        raise UsageError(f"another program is starting a lab in {place}", hint="wait for it") from None
+        hint = f"wait for it; if none does, rm -r {place}"
+        raise UsageError(f"another program is starting a lab in {place}", hint=hint) from None
     if not only:
         (place / OWNER).unlink()
         raise UsageError(f"{place} is not empty: a lab would remove what is in it", hint="name a new folder")
@@ -272,33 +252,23 @@ def _fresh(folder: Path | str | None) -> Path:
     return place
 
 
-def _abandoned(place: Path) -> bool:
-    """Whether a lab was started there by a program of this user that no longer runs."""
-    owner = place / OWNER
-    try:
-        return owner.stat().st_uid == os.getuid() and not Process.parse(owner.read_text()).alive
-    except (OSError, ValueError):
-        return False
-
-
-def _prefix() -> str:
-    return f"skyfab-lab-{os.getuid()}-"
-
-
 def take_down(folder: Path | str) -> None:
-    """Stops the hosts in the folder's record, then removes the folder. Concurrent callers wait for each other."""
+    """Stops the hosts of the lab in that folder, then removes the folder. Concurrent callers wait for each other."""
     place = Path(folder)
     with _alone(place) as there:
-        if not there:
-            return
-        if (place / STATE).exists():
-            _end(Lab.load(place).hosts)
-        namespace.give_back(place / "hosts")
-        if (place / "hosts").exists():  # may take long: if that is interrupted, the record is there for the next time
-            shutil.rmtree(place / "hosts")
-        shutil.rmtree(place)
+        if there:
+            _remove(place)
     if reaper := _reapers.pop(place, None):
         reaper.close()
+
+
+def _remove(place: Path) -> None:
+    if (place / STATE).exists():
+        _end(Lab.load(place).hosts)
+    namespace.give_back(place / "hosts")
+    if (place / "hosts").exists():  # may take long: if that is interrupted, the state is there for the next time
+        shutil.rmtree(place / "hosts")
+    shutil.rmtree(place)
 
 
 def _watch(place: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,8 +33,8 @@ class Container(Provider):
     `nodes` is how many, and `image` what they are made of: a name that the engine knows or can pull. An image without
     sshd is given one, once. `engine` is "podman", "docker", or "auto" for the first of them that is there.
 
-    Each may use so many processors (`cpus`) and so much memory (`memory`, as in "4g"). `gpus` are "all", "none", a list
-    of numbers, or "auto" for those that this machine has. `options` are further ones of the engine's ``run``.
+    `cpus` and `memory` (as in "4g") limit each of them. `gpus` are "all", "none", a list of numbers, or "auto" for
+    those that this machine has. `options` are further ones of the engine's ``run``.
 
     They are removed when the pool is closed, and also when this program is killed.
     """
@@ -52,12 +51,6 @@ class Container(Provider):
     def __post_init__(self) -> None:
         if type(self.nodes) is not int or self.nodes < 1:
             raise UsageError(f"nodes must be 1 or more, not {self.nodes!r}")
-        if not self.image or self.image.startswith("-") or not self.image.isprintable() or " " in self.image:
-            raise UsageError(f"invalid image name: {self.image!r}", hint='for example image="debian:12"')
-        if self.cpus is not None and not self.cpus > 0:
-            raise UsageError(f"cpus must be a number above 0, not {self.cpus!r}")
-        if self.memory is not None and not re.fullmatch(r"[0-9]+[bkmg]?", str(self.memory)):
-            raise UsageError(f"memory must be a size, not {self.memory!r}", hint='for example memory="4g"')
         if isinstance(self.gpus, str) and self.gpus not in ("auto", "all", "none"):
             raise UsageError(f"invalid gpus={self.gpus!r}", hint='use "auto", "all", "none" or a list: gpus=[0, 1]')
         if isinstance(self.options, str):

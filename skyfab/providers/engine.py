@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -43,14 +44,7 @@ class Engine:
 
     def try_run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Runs a command, whatever comes of it."""
-        return subprocess.run(
-            [self.program, *words],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C is for this program: a container is not to get it
-        )
+        return run(self.program, *words)
 
     def hint(self, said: str) -> str | None:
         """What to do about an error that the engine has printed."""
@@ -88,6 +82,19 @@ def _nvidia() -> bool:
 
 def _amd() -> bool:
     return all(map(Path.exists, map(Path, _AMD)))
+
+
+def run(*words: str, cwd: str | os.PathLike[str] = ".") -> subprocess.CompletedProcess[str]:
+    """Runs a program without input, and returns its output as text."""
+    return subprocess.run(
+        words,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # Ctrl-C is for this program: a container is not to get it
+    )
 
 
 def last_words(text: str) -> str:

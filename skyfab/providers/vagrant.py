@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -15,10 +14,11 @@ from typing import Final
 from skyfab._util.reaper import Reaper
 from skyfab._util.scripts import read
 from skyfab.errors import HostKeyRefused, HostUnfit, Unreachable, UsageError
+from skyfab.inventory import ssh_config
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.providers.base import LOG, Provider, Tell
-from skyfab.providers.engine import last_words
+from skyfab.providers.engine import last_words, run
 
 _KEEP: Final = read("providers/vagrant.sh")
 _KEY_FILE: Final = "skyfab_host_key"
@@ -70,7 +70,7 @@ class Vagrant(Provider):
             states = ", ".join(f"{box.name} ({box.state})" for box in boxes)
             raise UsageError(f"no box is running: {states or 'vagrant status names none'}", hint=hint)
         try:
-            hosts = parse(self._run(program, "ssh-config", *running))
+            hosts = parse(self._run(program, "ssh-config", *running), running)
             return Inventory(hosts={host.name: self._with_key(host, running[host.name]) for host in hosts})
         except BaseException:
             self.stop()
@@ -91,28 +91,20 @@ class Vagrant(Provider):
         return found
 
     def _run(self, program: str, *words: str) -> str:
-        done = subprocess.run(
-            [program, *words],
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        done = run(program, *words, cwd=self.folder)
         if done.returncode:
             raise UsageError(f"vagrant {words[0]} failed: {last_words(done.stderr or done.stdout)}")
         return done.stdout
 
     def _status(self, program: str) -> list[Box]:
-        told: dict[str, dict[str, str]] = {}
+        found: dict[str, dict[str, str]] = {}
         for line in self._run(program, "status", "--machine-readable").splitlines():
             _, name, kind, data = [*line.split(",", 3), "", "", "", ""][:4]
             if name:
-                told.setdefault(name, {})[kind] = data
+                found.setdefault(name, {})[kind] = data
         return [
             Box(name, one.get("provider-name", ""), one["state"].strip())
-            for name, one in told.items()
+            for name, one in found.items()
             if "state" in one
         ]
 
@@ -147,45 +139,36 @@ class Vagrant(Provider):
             raise HostKeyRefused(f"{record}: {error.message}", host=host.name, hint=f"rm {record}") from None
 
 
-def parse(text: str) -> list[Host]:
-    """The hosts that ``vagrant ssh-config`` prints.
+def parse(text: str, names: Iterable[str]) -> list[Host]:
+    """The hosts of these names in what ``vagrant ssh-config`` prints, as ssh understands it.
 
     Of several keys the first is taken that is there. `UserKnownHostsFile` and `StrictHostKeyChecking` do not count.
     """
-    hosts: list[Host] = []
-    settings: dict[str, list[str]] = {}
-    for line in [*text.splitlines(), "Host"]:
-        name, _, value = line.strip().partition(" ")
-        if name == "Host":
-            if settings:
-                hosts.append(_host(settings))
-            settings = {}
-        if value:
-            settings.setdefault(name.lower(), []).append(value.strip().strip('"'))
-    return hosts
+    with tempfile.NamedTemporaryFile("w", prefix="skyfab-vagrant-") as file:
+        file.write(text)
+        file.flush()
+        return [_host(name, ssh_config.settings(Host(name=name), file.name)) for name in names]
 
 
-def _host(settings: Mapping[str, Sequence[str]]) -> Host:
-    name = settings["host"][0]
-    if "proxycommand" in settings:
+def _host(name: str, settings: ssh_config.Settings) -> Host:
+    if settings.get("proxycommand", ["none"]) != ["none"]:
         raise UsageError(
             f"the box {name} is reached through a ProxyCommand",
             hint="put the output of vagrant ssh-config into ~/.ssh/config, and name the box: sky.Compute(…)",
         )
-    keys = settings.get("identityfile", [])
+    keys = settings["identityfile"]
     return Host(
         name=name,
         address=settings["hostname"][0],
-        port=int(settings.get("port", ["22"])[0]),
+        port=int(settings["port"][0]),
         user=settings["user"][0],
-        identity=next((key for key in keys if Path(key).exists()), keys[0] if keys else None),
+        identity=next((key for key in keys if Path(key).exists()), keys[0]),
         jump="none",
     )
 
 
 def _scan(host: Host) -> str:
-    words = ["ssh-keyscan", "-T", str(_SCAN), "-p", str(host.port or 22), "--", host.destination]
-    said = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace").stdout
+    said = run("ssh-keyscan", "-T", str(_SCAN), "-p", str(host.port or 22), "--", host.destination).stdout
     found = [line.split()[1:3] for line in said.splitlines() if len(line.split()) == 3 and not line.startswith("#")]
     keys = {kind: f"{kind} {key}" for kind, key in found}
     for kind in _KEY_KINDS:

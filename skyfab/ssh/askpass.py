@@ -31,8 +31,7 @@ class Askpass:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._closed = False
-        base = tempfile.gettempdir()
-        self._folder = Path(tempfile.mkdtemp(prefix="skyfab-ask-", dir=base if len(base) < _LONGEST else "/tmp"))
+        self._folder = private_folder()
         program = self._folder / "ask"
         program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S {shlex.quote(str(_CLIENT))} "$1"\n')
         program.chmod(0o700)
@@ -83,6 +82,12 @@ class Askpass:
             self._thread.join()
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def private_folder() -> Path:
+    """Makes a temporary folder whose name is short enough for a socket in it."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="skyfab-ssh-", dir=base if len(base) < _LONGEST else "/tmp"))
 
 
 def _has_left(connection: socket.socket) -> bool:

@@ -90,43 +90,47 @@ def _equip(made: fabric.Connection, at: Host, hops: Sequence[Host], inventory: I
         return Client(place, prompts, lambda error: _explain(hops, of, error, inventory, prompts))
 
     made.client = client(at, places(hops, made.user)[hops.index(at)])
-    hop = made.gateway
-    while isinstance(hop, fabric.Connection) and not isinstance(hop.client, Client):  # of ssh_config's ProxyJump
-        host = Host(name=hop.host, user=hop.user, port=int(hop.port))
-        hop.client = client(host, Place(name=host.login, login=host.login, way=("", hops[-1].login)))
-        hop = hop.gateway
+    for hop in _chain(made.gateway):
+        if not isinstance(hop.client, Client):  # of ssh_config's ProxyJump
+            host = Host(name=hop.host, user=hop.user, port=int(hop.port))
+            hop.client = client(host, Place(name=host.login, login=host.login, way=("", hops[-1].login)))
 
 
 def hang_up(connection: Any) -> None:
     """Closes a connection and its gateways, even if never opened: a failed login leaves a thread and a socket."""
+    for hop in _chain(connection):
+        hop.close()
+        hop.client.close()
+
+
+def _chain(connection: Any) -> list[fabric.Connection]:
+    """A connection and its gateways, the nearest to the host first."""
+    found = []
     while isinstance(connection, fabric.Connection):
-        connection.close()
-        connection.client.close()
+        found.append(connection)
         connection = connection.gateway
+    return found
 
 
-def _tune(connection: Any) -> None:
+def _tune(connection: fabric.Connection) -> None:
     """Sends small packets at once, and detects a lost host with the same timeouts as ssh's ServerAlive options.
 
     Behind jump hosts only the loss of the first one is detected: paramiko does not wait for keepalive replies.
     """
-    while isinstance(connection, fabric.Connection):
-        transport = connection.client.get_transport()
+    for hop in _chain(connection):
+        transport = hop.client.get_transport()
         transport.set_keepalive(ALIVE_INTERVAL)
         if isinstance(transport.sock, socket.socket):  # behind a jump host it is a channel
             transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # unlike paramiko, the kernel checks acknowledgements
                 patience = 1000 * ALIVE_INTERVAL * ALIVE_COUNT
                 transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
-        connection = connection.gateway
 
 
 def _check_keys(made: fabric.Connection, host: Host) -> None:
     client = made.client
-    hop = made.gateway
-    while isinstance(hop, fabric.Connection):  # ssh_config's ProxyJump: Fabric would accept any key there
+    for hop in _chain(made.gateway):  # ssh_config's ProxyJump: Fabric would accept any key there
         _go_by_known_hosts(hop.client)
-        hop = hop.gateway
     if host.host_key is None:
         _go_by_known_hosts(client)
         return
@@ -245,12 +249,10 @@ _CONNECTIONS: Final[weakref.WeakSet[fabric.Connection]] = weakref.WeakSet()
 def _leave_all_to_parent() -> None:
     """In a forked child: closes the sockets, which would otherwise keep connections open after the parent's end."""
     for made in list(_CONNECTIONS):
-        hop: Any = made
-        while isinstance(hop, fabric.Connection):
+        for hop in _chain(made):
             transport = hop.client.get_transport()
             if transport is not None and isinstance(transport.sock, socket.socket):
                 transport.sock.close()
-            hop = hop.gateway
     _CONNECTIONS.clear()
 
 

@@ -10,7 +10,7 @@ import os
 import random
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
@@ -22,6 +22,8 @@ _PER_SERVER: Final = 8
 """Parallel logins at one server. Other users may log in there too."""
 _ALL: Final = max(32, min(256, 16 * (os.cpu_count() or 1)))
 """Parallel logins of this program."""
+_PROGRAM: Final = "this program"
+"""Counts like a server on the path of every login."""
 _PAUSES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds before each retry, with jitter."""
 
@@ -31,18 +33,20 @@ class ServerBusy(Unreachable):
 
 
 class Turn:
-    """A login's place in the queue, and later among the logins in progress."""
+    """A login in progress. A context manager that ends it."""
 
-    def __init__(self, queue: Logins, servers: Sequence[str]) -> None:
-        self._queue = queue
-        self.servers = frozenset(servers)
-        self.granted = threading.Event()
-        self.ended = False
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self._lock = threading.Lock()
+        self._is_over = False
 
     def over(self) -> None:
         """The login has succeeded or failed: the next one may begin. May be called twice."""
-        if not self.ended:
-            self._queue.leave(self)
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+        self._leave()
 
     def __enter__(self) -> Turn:
         return self
@@ -52,66 +56,42 @@ class Turn:
 
 
 class Logins:
-    """Starts logins in order, as far as their servers' limits allow."""
+    """Starts logins as far as their servers' limits allow, and that of this program."""
 
     def __init__(self, *, most: int = _ALL, per_server: int = _PER_SERVER) -> None:
-        self._most = most
         self._per_server = per_server
-        self._lock = threading.Lock()
-        self._waiting: deque[Turn] = deque()
-        self._count = 0
+        self._changed = threading.Condition()
         self._at: Counter[str] = Counter()
-        self._less: Counter[str] = Counter()
-        """By how many logins a server's limit is reduced."""
+        self._limits: dict[str, int] = {_PROGRAM: most}
+        """Those of servers are here if they differ from `per_server`."""
 
     def turn(self, servers: Sequence[str], stopped: Callable[[], bool] = lambda: False) -> Turn:
         """Waits until the login may begin; `servers` are all those on its path. Without any there is no wait.
 
         Raises HostLost if `stopped` becomes true before.
         """
-        turn = Turn(self, servers)
-        if not servers:
-            turn.ended = True
-            return turn
-        with self._lock:
-            self._waiting.append(turn)
-            self._advance()
-        try:
-            while not turn.granted.wait(0.2):
+        places = {*servers, _PROGRAM} if servers else set()
+        with self._changed:
+            while any(self._at[place] >= self._limit(place) for place in places):
+                self._changed.wait(0.2)
                 if stopped():
                     raise HostLost("the pool was closed")
-        except BaseException:
-            turn.over()
-            raise
-        return turn
+            self._at.update(places)
+        return Turn(lambda: self._leave(places))
 
     def turned_away(self, servers: Sequence[str]) -> None:
         """A server rejected a login: reduces the limit of each, since it is not known which one it was."""
-        with self._lock:
+        with self._changed:
             for server in servers:
-                self._less[server] = min(self._less[server] + 1, self._per_server - 1)
+                self._limits[server] = max(1, self._limit(server) - 1)
 
-    def leave(self, turn: Turn) -> None:
-        with self._lock:
-            if turn.ended:
-                return
-            turn.ended = True
-            if turn.granted.is_set():
-                self._count -= 1
-                self._at.subtract(turn.servers)
-            else:
-                self._waiting.remove(turn)
-            self._advance()
+    def _limit(self, place: str) -> int:
+        return self._limits.get(place, self._per_server)
 
-    def _advance(self) -> None:
-        for turn in list(self._waiting):
-            if self._count >= self._most:
-                return
-            if all(self._at[server] < self._per_server - self._less[server] for server in turn.servers):
-                self._waiting.remove(turn)
-                self._count += 1
-                self._at.update(turn.servers)
-                turn.granted.set()
+    def _leave(self, places: set[str]) -> None:
+        with self._changed:
+            self._at.subtract(places)
+            self._changed.notify_all()
 
 
 LOGINS: Final = Logins()

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
-import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TextIO
 
 from skyfab.errors import HostLost, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.ssh_config import CONFIG
 from skyfab.ssh import keys
-from skyfab.ssh.askpass import Askpass
+from skyfab.ssh.askpass import Askpass, private_folder
 from skyfab.ssh.base import ended
 from skyfab.ssh.logins import LOGINS, ServerBusy
 from skyfab.ssh.process import ProcessStream
@@ -85,21 +83,20 @@ class OpenSSH:
             for number, hop in enumerate(self._jumps)
         }
         """The name of each hop for ssh: a host of the inventory by its own Host block, any other literally."""
-        self._known: Path | None = None
-        self._config: Path | None = None
-        self._files: list[Path] = []
+        self._folders: list[Path] = []
+        """The folder of files that ssh needs, if it has been made."""
         self._prompts = Prompts()
         self._askpass: Askpass | None = None
         self._is_by_hand = False
-        weakref.finalize(self, _remove_here, self._files, os.getpid())
+        weakref.finalize(self, _remove_here, self._folders, os.getpid())
 
     def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ProcessStream:
         return self._start(lambda: self.argv(command), stopped)
 
     def forward(self, port: int, to: tuple[str, int], stopped: Callable[[], bool] = lambda: False) -> ProcessTunnel:
         """By ``ssh -N``, whose ControlPath accepts ``-L``: on its command line, that would include ssh_config's."""
-        with LOGINS.turn(self.servers, stopped), _private_folder() as folder:
-            control = _quoted(str(folder / "socket"))
+        with LOGINS.turn(self.servers, stopped):
+            control = _quoted(str(self._file("socket")))
             options = _FORWARDING | {"ControlPath": control}
             stream = self._start(lambda: [*_TIED, *self.argv(None, options)], stopped)
             try:
@@ -188,9 +185,9 @@ class OpenSSH:
         self._is_by_hand = True
         words = self.argv(command)
         words[1] = "-t" if terminal else "-T"
-        files = [str(file) for file in self._files]
-        self._files.clear()
-        return words if not files else ["/bin/sh", "-c", _TIDY, shlex.join(["rm", "-f", *files]), *words]
+        folders = [str(folder) for folder in self._folders]
+        self._folders.clear()
+        return words if not folders else ["/bin/sh", "-c", _TIDY, shlex.join(["rm", "-rf", *folders]), *words]
 
     def _own_options(self, host: Host) -> dict[str, str]:
         """The options of this host alone."""
@@ -211,13 +208,8 @@ class OpenSSH:
 
     def _known_hosts(self) -> Path:
         """A known_hosts file with the keys from the inventory."""
-        if self._known is None:
-            self._known, file = self._new_file("skyfab-known-")
-            with file:
-                for host in (self._host, *self._jumps):
-                    if host.host_key is not None:
-                        file.write(f"{_alias(host)} {host.host_key}\n")
-        return self._known
+        keys = [(_alias(host), host.host_key) for host in (self._host, *self._jumps) if host.host_key is not None]
+        return self._file("known_hosts", "".join(f"{name} {key}\n" for name, key in keys))
 
     def _config_file(self) -> Path | None:
         """An ssh_config for jump hosts, whose keys, ports and users cannot be given on the command line.
@@ -227,26 +219,24 @@ class OpenSSH:
         base = os.environ.get(CONFIG)
         if not self._jumps:
             return Path(base) if base else None
-        if self._config is None:
-            self._config, file = self._new_file("skyfab-ssh-")
-            with file:
-                for jump in self._jumps:
-                    if self._aliases[jump] == jump.login:
-                        continue
-                    file.write(f"Host {self._aliases[jump]}\n  HostName {jump.destination}\n")
-                    for key, value in self._own_options(jump).items():
-                        file.write(f"  {key} {value}\n")
-                file.write("Match all\n")
-                for key, value in self._options().items():
-                    file.write(f"  {key} {value}\n")
-                for path in [base] if base else ["~/.ssh/config", "/etc/ssh/ssh_config"]:
-                    file.write(f"Include {_quoted(str(Path(path).expanduser()))}\n")
-        return self._config
+        lines: list[str] = []
+        for jump in self._jumps:
+            if self._aliases[jump] != jump.login:
+                lines += [f"Host {self._aliases[jump]}", f"  HostName {jump.destination}"]
+                lines += [f"  {key} {value}" for key, value in self._own_options(jump).items()]
+        lines += ["Match all", *(f"  {key} {value}" for key, value in self._options().items())]
+        for path in [base] if base else ["~/.ssh/config", "/etc/ssh/ssh_config"]:
+            lines.append(f"Include {_quoted(str(Path(path).expanduser()))}")
+        return self._file("config", "\n".join([*lines, ""]))
 
-    def _new_file(self, prefix: str) -> tuple[Path, TextIO]:
-        fd, name = tempfile.mkstemp(prefix=prefix)
-        self._files.append(Path(name))
-        return Path(name), os.fdopen(fd, "w")
+    def _file(self, name: str, text: str | None = None) -> Path:
+        """The path of a file for ssh, in a folder that goes with the login; with `text`, writes it."""
+        if not self._folders:
+            self._folders.append(private_folder())
+        path = self._folders[0] / name
+        if text is not None:
+            path.write_text(text)
+        return path
 
     def _explain(self, code: int, errors: str) -> Exception:
         if "Permission denied" in errors:
@@ -259,8 +249,7 @@ class OpenSSH:
         if self._askpass is not None:
             self._askpass.close()
             self._askpass = None
-        _remove(self._files)
-        self._known = self._config = None
+        _remove(self._folders)
 
     def close(self) -> None:
         self.joined()
@@ -281,14 +270,6 @@ def _listen(control: str, port: int, to: tuple[str, int]) -> None:
         raise not_available(port, done.stderr.strip().rpartition(": ")[2])
 
 
-@contextlib.contextmanager
-def _private_folder() -> Iterator[Path]:
-    """A temporary folder whose name is short enough for a socket in it."""
-    base = tempfile.gettempdir()
-    with tempfile.TemporaryDirectory(prefix="skyfab-ssh-", dir=base if len(base) < 80 else "/tmp") as name:
-        yield Path(name)
-
-
 @cache
 def _marks_prompts() -> bool:
     """Whether ssh says before a server's own words which server asks: since 8.5."""
@@ -302,15 +283,14 @@ def servers_of(host: Host, inventory: Inventory) -> tuple[str, ...]:
     return tuple(f"{hop.destination} {hop.port or 22}" for hop in (*inventory.jump_chain(host), host))
 
 
-def _remove(files: list[Path]) -> None:
-    while files:
-        with contextlib.suppress(OSError):
-            files.pop().unlink()
+def _remove(folders: list[Path]) -> None:
+    while folders:
+        shutil.rmtree(folders.pop(), ignore_errors=True)
 
 
-def _remove_here(files: list[Path], pid: int) -> None:
+def _remove_here(folders: list[Path], pid: int) -> None:
     if os.getpid() == pid:  # in a forked child they still belong to the parent
-        _remove(files)
+        _remove(folders)
 
 
 def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, *, typed: str = "") -> Exception:
@@ -355,9 +335,9 @@ def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, 
 def _before_login(errors: str) -> str:
     """Why a jump host or a ProxyCommand gave ssh no connection to the host; empty where the server may be busy."""
     for what, pattern in (
-        ("its jump host cannot be reached", r"^ssh: (connect to host .*)"),
+        ("its jump host is unreachable", r"^ssh: (connect to host .*)"),
         ("its jump host does not connect to it", r"^channel \d+: open failed: (?:connect failed: )?(.*)"),
-        ("its ProxyCommand cannot be run", r"^\S*sh: (?:.*: )?(\S+: (?:command )?not found)"),
+        ("its ProxyCommand does not run", r"^\S*sh: (?:.*: )?(\S+: (?:command )?not found)"),
     ):
         if found := re.search(pattern, errors, re.MULTILINE):
             return f"{what}: {found[1].strip()}"

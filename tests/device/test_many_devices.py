@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import pytest
-from stage.labs import until
+from stage.spot import until
 
 import skyfab as sky
 from skyfab.lab import Lab

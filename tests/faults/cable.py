@@ -1,6 +1,6 @@
 """A cable that is pulled at random moments, and put back: this machine's own, or one host's.
 
-There are two ways. `Lab.cut` takes the carrier from both ends, as a pulled plug does: the systems know that nothing
+There are two ways. `LabHost.cut` takes the carrier from both ends, as a pulled plug does: the systems know that nothing
 goes out, try every half second, and connections come back with it. `silence` loses the packets on their way, as the
 world does: what is sent again is sent ever more rarely, and a new connection is faster than the old one.
 """

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 from stage.gpus import gpu, plant
-from stage.labs import start, until
+from stage.labs import start
+from stage.spot import until
 from stage.typist import Typist
 
 from skyfab.lab import Lab

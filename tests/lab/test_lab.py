@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,12 +14,12 @@ from pathlib import Path
 
 import paramiko
 import pytest
-from stage.labs import answers, greeting, ssh, start, until
+from stage.labs import answers, greeting, ssh, start
+from stage.spot import until
 
 from skyfab import lab as lab_module
 from skyfab.errors import Unreachable, UsageError
 from skyfab.lab import Lab, LabHost
-from skyfab.lab.lab import remove_abandoned
 from skyfab.lab.process import Process
 
 if sys.version_info >= (3, 11):
@@ -232,10 +231,6 @@ def test_a_cut_cable_is_silence_and_comes_back(node: LabHost, lab: Lab) -> None:
     assert answers(lab.hosts[1])
     node.restore()
     until(lambda: answers(node))
-    lab.cut()
-    assert not any(answers(host) for host in lab.hosts)
-    lab.restore()
-    until(lambda: all(answers(host) for host in lab.hosts))
 
 
 def test_a_killed_host_is_gone_and_a_reboot_brings_it_back_with_its_files(node: LabHost, lab: Lab) -> None:
@@ -384,35 +379,16 @@ def test_another_process_can_come_back_to_a_lab(lab: Lab) -> None:
 
 def test_a_lab_whose_owner_is_killed_is_taken_down(tmp_path: Path) -> None:
     folder = tmp_path / "lab"
-    _abandon(folder)
-    until(lambda: not folder.exists())
-    until(lambda: mentions(str(folder)) == [])
-
-
-def test_the_next_lab_removes_one_that_lost_its_owner_and_its_reaper(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    _abandon(None, "from skyfab.lab.lab import _reapers; _reapers[lab.folder]._process.kill()")
-    (left,) = tmp_path.iterdir()
-    hosts = Lab.load(left).hosts
-    assert all(host.up for host in hosts)
-    remove_abandoned()
-    assert not any(host.up for host in hosts)
-    assert list(tmp_path.iterdir()) == []
-
-
-def _abandon(folder: Path | None, then: str = "") -> None:
-    """Starts a lab in another process, which is then killed as hard as can be."""
     code = f"""
-import os, sys, tempfile
+import os
 from skyfab.lab import Lab
-lab = Lab.start(1, folder={None if folder is None else str(folder)!r}, kind="namespace")
-{then}
+lab = Lab.start(1, folder={str(folder)!r}, kind="namespace")
 os.kill(os.getpid(), {signal.SIGKILL.value})
 """
-    done = subprocess.run([sys.executable, "-c", code], env=_importable() | {"TMPDIR": tempfile.gettempdir()})
+    done = subprocess.run([sys.executable, "-c", code], env=_importable())
     assert done.returncode == -signal.SIGKILL
+    until(lambda: not folder.exists())
+    until(lambda: mentions(str(folder)) == [])
 
 
 def _importable() -> dict[str, str]:

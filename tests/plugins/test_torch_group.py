@@ -34,20 +34,6 @@ def total() -> tuple[float, str, int]:
 
 
 @sky.function
-def group() -> tuple[int, int, bool]:
-    """The process and its default group, and whether that was there when the function began."""
-    dist: Any = sys.modules.get("torch.distributed")
-    return os.getpid(), id(dist.group.WORLD), dist.is_initialized()
-
-
-@sky.function
-def has_group() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_initialized()
-
-
-@sky.function
 def joined_by_hand(world: int, patience: float) -> tuple[int, int]:
     """In a process without a group: the head of a gang whose other ranks, if there should be any, never come."""
     import torch.distributed as dist
@@ -73,34 +59,12 @@ def interfaces() -> list[str | None]:
 
 
 @pytest.mark.slow
-def test_ranks_reduce_together(gang: sky.Compute) -> None:
-    assert total() @ gang == [(11.0, "gloo", 2)] * 2
-
-
-@pytest.mark.slow
-def test_the_group_is_there_before_the_first_line_and_made_once(gang: sky.Compute) -> None:
-    first, second = group() @ gang, group() @ gang
-    assert first == second
-    assert all(there for _, _, there in first)
-
-
-def test_a_solo_call_has_no_group(gang: sky.Compute) -> None:
-    assert has_group() >> gang is False
-    assert has_group() @ gang == [True, True]
-
-
-@pytest.mark.slow
 def test_a_gang_of_one_has_a_group_too(open_pool: Callable[..., sky.Compute]) -> None:
     """Its traffic takes the interface that the user has named."""
     env = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib0"}
     pool = open_pool(ranks=1, plugins=[sky.plugins.torch(backend="gloo")], env=env)
     assert total() @ pool == [(1.0, "gloo", 1)]
     assert interfaces() @ pool == [["lo", "ib0"]]
-
-
-@pytest.mark.slow
-def test_two_hosts_reduce_together(open_pool: Callable[..., sky.Compute]) -> None:
-    assert total() @ open_pool(count=2, plugins=[sky.plugins.torch()]) == [(11.0, "gloo", 2)] * 2
 
 
 def test_the_head_listens_at_the_socket_that_it_was_given(gang: sky.Compute) -> None:

@@ -157,10 +157,12 @@ def test_when_nobody_answers_the_fault_may_be_here(pair: Lab, pool: Callable[...
     futures = [compute.submit(sky.function(stay)(place / "here", place / "go"), on=f"node{n}") for n in (1, 2)]
     for name in ("node1", "node2"):
         place.wait(f"here.{name}")
-    pair.cut()
+    for host in pair.hosts:
+        host.cut()
     until(lambda: sum("reconnecting" in line for line in said) == 2, "both are missed")
     place.leave("go")
     until(lambda: any("is this machine's network up?" in line for line in said), "whose fault it may be")
-    pair.restore()
+    for host in pair.hosts:
+        host.restore()
     assert [future.result(170) for future in futures] == ["node1", "node2"]
     assert not any(": lost" in line for line in said)

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from stage.labs import start, until
+from stage.labs import start
+from stage.spot import until
 
 import skyfab as sky
 from skyfab.errors import HostLost, UsageError

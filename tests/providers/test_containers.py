@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from stage import traces
-from stage.labs import until
 from stage.podman import podman
 from stage.podman import traces as of_podman
 from stage.remote import greeted
+from stage.spot import until
 
 import skyfab as sky
 from skyfab.lab import root

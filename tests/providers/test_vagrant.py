@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stage.labs import start, until
+from stage.labs import start
+from stage.spot import until
 
 import skyfab as sky
 from skyfab.lab import Lab, LabHost
@@ -132,14 +133,14 @@ def boxes(private: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Boxe
 
 
 def test_what_virtualbox_and_libvirt_give_is_read() -> None:
-    first, second = parse(VIRTUALBOX)
+    first, second = parse(VIRTUALBOX, ["node1", "node2"])
     assert (first.name, first.login) == ("node1", "vagrant@127.0.0.1:2222")
     assert first.identity == "/home/ada/my boxes/.vagrant/machines/node1/virtualbox/private_key"
     assert (second.name, second.login) == ("node2", "vagrant@127.0.0.1:2200")
-    (box,) = parse(LIBVIRT)
+    (box,) = parse(LIBVIRT, ["node1"])
     assert box.login == "vagrant@192.168.121.57:22"
     with pytest.raises(sky.UsageError, match="ProxyCommand"):
-        parse(LIBVIRT.replace("  LogLevel", "  ProxyCommand ssh hypervisor -W %h:%p\n  LogLevel"))
+        parse(LIBVIRT.replace("  LogLevel", "  ProxyCommand ssh hypervisor -W %h:%p\n  LogLevel"), ["node1"])
 
 
 def test_without_vagrant_or_a_vagrantfile_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,25 +180,6 @@ def test_one_failure_among_many_hosts_is_that_error_itself(namespaces: Lab, host
     is_clear(failure(one, replace(two, port=1)), sky.Unreachable, "refused", "node2")
 
 
-@both
-def test_a_user_whose_key_is_refused(namespaces: Lab, hosts_of: Hosts, home: Path, transport: str) -> None:
-    error = failure(*hosts_of(transport, 1, identity=str(home / ".ssh" / "id_ed25519"), user="ada"))
-    is_clear(error, sky.AuthenticationRefused, "refused for ada")
-    assert (error.hint or "").startswith(f"ssh-copy-id -i {home}/.ssh/id_ed25519 -p 22 ada@")
-
-
-@both
-def test_a_user_who_does_not_exist(namespaces: Lab, hosts_of: Hosts, transport: str) -> None:
-    is_clear(failure(*hosts_of(transport, 1, user="nobody-of-that-name")), sky.AuthenticationRefused, "refused")
-
-
-@both
-def test_an_identity_file_that_does_not_exist(namespaces: Lab, hosts_of: Hosts, tmp_path: Path, transport: str) -> None:
-    """The file is named: a slip in the inventory, not a matter of the host."""
-    error = failure(*hosts_of(transport, 1, identity=str(tmp_path / "id_missing")))
-    is_clear(error, sky.IdentityMissing, "id_missing")
-
-
 # ---- what login shells do
 
 
@@ -485,39 +466,10 @@ def test_another_minor_is_refused_before_anything_is_unpickled(museum: Lab, vers
 # ---- inventories
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [(b"", "no hosts"), (b"\xff\xfe\x00", "not a text file"), (b"[hosts.a\n", "inventory.toml")],
-    ids=["empty", "binary", "broken"],
-)
-def test_an_inventory_that_is_none(tmp_path: Path, content: bytes, says: str) -> None:
-    path = tmp_path / "inventory.toml"
-    path.write_bytes(content)
-    with pytest.raises(sky.UsageError) as caught:
-        sky.Compute(inventory=path)
-    assert says in str(caught.value)
-    assert caught.value.hint
-    assert caught.value.exit_code == 2
-
-
-def test_an_inventory_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(sky.InventoryError, match=r"missing\.toml: No such file") as caught:
-        sky.Compute(inventory=tmp_path / "missing.toml")
-    assert caught.value.hint
-    assert caught.value.exit_code == 2
-
-
 def test_an_inventory_that_is_a_folder(tmp_path: Path) -> None:
     with pytest.raises(sky.InventoryError, match="Ansible cannot read it") as caught:
         sky.Compute(inventory=tmp_path)
     assert caught.value.hint
-
-
-def test_a_host_that_is_in_no_inventory(lab: Lab) -> None:
-    with pytest.raises(sky.UnknownHost, match="node9") as caught:
-        sky.Compute("node9", inventory=lab.inventory)
-    assert "node" in (caught.value.hint or "")
-    assert caught.value.exit_code == 2
 
 
 # ---- as the command line tells it
@@ -539,15 +491,6 @@ def test_the_program_ends_with_3_and_shows_the_good_hosts_beside_the_bad(lab: La
     assert "refused" in ran.stdout
     assert "hint: closed: " in ran.stderr
     assert "Traceback" not in ran.stdout + ran.stderr
-
-
-def test_the_program_ends_with_3_for_a_host_that_cannot_run_us(lab: Lab, tmp_path: Path) -> None:
-    inventory = tmp_path / "inventory.toml"
-    inventory.write_text(lab.inventory.read_text().replace("[defaults]\n", '[defaults]\npython = "/no/python"\n'))
-    ran = skyfab("hosts", "--hosts=node1", f"--inventory={inventory}", cwd=tmp_path)
-    assert ran.returncode == 3, ran.stderr
-    assert "no interpreter at /no/python" in ran.stdout
-    assert "hint: node1: " in ran.stderr
 
 
 @pytest.mark.parametrize("content", [None, "", "[hosts.a\n", '[hosts.a]\nadress = "x"\n'])

@@ -28,7 +28,6 @@ import skyfab as sky
 from skyfab.lab import Lab
 from skyfab.ssh import Stream, transport_for
 from skyfab.ssh.fabric import Fabric
-from skyfab.ssh.local import Local
 from skyfab.ssh.logins import ServerBusy
 from skyfab.ssh.openssh import OpenSSH, explain
 from skyfab.ssh.process import ProcessStream
@@ -232,13 +231,6 @@ def test_stderr_does_not_mix_in(opened: Open) -> None:
     assert rest(stream) == b"123"
 
 
-@pytest.mark.timeout(30)
-def test_any_amount_of_stderr_does_not_hold_up_the_stream(opened: Open) -> None:
-    """70 MB: more than any window that a transport may have promised the host."""
-    stream = opened("head -c 70000000 /dev/zero >&2; printf after")
-    assert rest(stream) == b"after"
-
-
 def test_a_flood_of_stderr_takes_no_disk_and_its_end_is_kept(opened: Open) -> None:
     """A host writes what it likes there, for as long as the session lasts."""
     stream = opened("head -c 70000000 /dev/zero >&2; echo the reason >&2; exit 7")
@@ -337,15 +329,15 @@ def test_a_stream_ends_with_what_its_program_has_started(then: str, runs_on: Cal
     [
         (
             "ssh: connect to host 10.0.0.1 port 22: Connection refused",
-            "its jump host cannot be reached: connect to",
+            "its jump host is unreachable: connect to",
         ),
         (
             "channel 0: open failed: connect failed: No route to host",
             "its jump host does not connect to it: No route",
         ),
         ("channel 0: open failed: administratively prohibited: open failed", "connect to it: administratively prohib"),
-        ("/bin/bash: line 1: exec: nc: not found", "its ProxyCommand cannot be run: nc: not found"),
-        ("sh: 1: exec: nc: not found", "its ProxyCommand cannot be run: nc: not found"),
+        ("/bin/bash: line 1: exec: nc: not found", "its ProxyCommand does not run: nc: not found"),
+        ("sh: 1: exec: nc: not found", "its ProxyCommand does not run: nc: not found"),
         ("zsh:1: command not found: nc", "hung up before the login"),
         ("kex_exchange_identification: read: Connection reset by peer", "hung up before the login"),
     ],
@@ -374,13 +366,6 @@ def test_jump_hosts_that_need_each_other_are_named(monkeypatch: pytest.MonkeyPat
 # ---- which transport
 
 
-def test_each_host_gets_the_transport_it_asks_for() -> None:
-    nobody = sky.Inventory(hosts={})
-    assert isinstance(transport_for(sky.Host(name="a", transport="local"), nobody), Local)
-    assert isinstance(transport_for(sky.Host(name="a", transport="fabric"), nobody), Fabric)
-    assert isinstance(transport_for(sky.Host(name="a", transport="openssh"), nobody), OpenSSH)
-
-
 def test_auto_is_the_ssh_program_and_fabric_where_there_is_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -394,12 +379,6 @@ where = sky.function(
     lambda: (socket.gethostname(), os.environ.get("USER", ""), os.environ.get("SSH_CONNECTION", "?").split()[0])
 )
 """The host's name, who we are there, and the address the login came from. By value: no file needs to go along."""
-
-
-def test_auto_reaches_a_host(hosts_of: Hosts) -> None:
-    (host,) = hosts_of("openssh", 1)
-    with pool_of(replace(host, transport="auto")) as compute:
-        assert len(where() >> compute) == 3
 
 
 # ---- jump hosts and ssh_config
@@ -509,13 +488,6 @@ def test_two_jump_hosts_in_a_row(namespaces: Lab, hosts_of: Hosts, by: str) -> N
     with pool_of(replace(target, jump="node2"), first, replace(second, jump="node1")) as compute:
         name, _, came_from = where() >> compute
     assert (name, came_from) == ("node3", namespaces["node2"].address)
-
-
-@both
-def test_an_unknown_key_of_the_jump_host_is_refused(namespaces: Lab, hosts_of: Hosts, by: str) -> None:
-    jump, target = hosts_of(by, 2)
-    with pytest.raises(sky.HostKeyRefused), pool_of(replace(target, jump="node1"), replace(jump, host_key=None)):
-        pass
 
 
 @pytest.mark.parametrize("lax", ["no", "accept-new"])
@@ -718,18 +690,6 @@ def test_a_password_is_asked_for_once_and_shows_nowhere(
     assert secret not in caplog.text
 
 
-def test_the_connection_of_a_host_with_a_password_does_not_ask_again(
-    namespaces: Lab, hosts_of: Hosts, person: Callable[..., Person]
-) -> None:
-    namespaces.hosts[0].add_user("paul", password="open, sesame")
-    paul = person("open, sesame")
-    with pool_of(with_password(hosts_of, "paul")) as compute:
-        connection = compute.hosts[0].connection
-        assert connection.run("id -un", hide=True, in_stream=False).stdout == "paul\n"
-        assert "sesame" not in repr(connection)
-    assert len(paul.prompts) == 1
-
-
 def test_a_password_is_for_one_port_and_one_way_alone(person: Callable[..., Person]) -> None:
     """Behind a forwarded port, or another jump host, the same address is another machine."""
     gateway = sky.Host(name="a", address="10.0.0.1", port=2201, user="ada")
@@ -746,34 +706,6 @@ def test_a_password_is_for_one_port_and_one_way_alone(person: Callable[..., Pers
     finally:
         for login in logins:
             login.refused()
-
-
-def test_a_wrong_password_is_refused_and_forgotten(
-    namespaces: Lab, hosts_of: Hosts, person: Callable[..., Person], caplog: pytest.LogCaptureFixture
-) -> None:
-    """The next pool asks again, and the right one works."""
-    namespaces.hosts[0].add_user("petra", password="the right one")
-    petra = person(*3 * ["the wrong one"], "the right one")
-    caplog.set_level(logging.DEBUG)
-    host = with_password(hosts_of, "petra")
-    with pytest.raises(sky.AuthenticationRefused) as caught:
-        pool_of(host).open()
-    assert "wrong one" not in f"{caught.value} {caught.value!r} {caplog.text}"
-    with pool_of(host) as compute:
-        assert (where() >> compute)[1] == "petra"
-    assert len(petra.prompts) == 4
-
-
-def test_nobody_is_asked_where_nobody_is(
-    namespaces: Lab, hosts_of: Hosts, person: Callable[..., Person], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    namespaces.hosts[0].add_user("pia", password="something")
-    pia = person()
-    monkeypatch.setattr(TERMINAL, "is_attended", lambda: False)
-    with pytest.raises(sky.AuthenticationRefused) as caught:
-        pool_of(with_password(hosts_of, "pia")).open()
-    assert pia.prompts == []
-    assert caught.value.hint
 
 
 def _bytes(path: Path) -> bytes:
@@ -794,14 +726,6 @@ def stranger(hosts_of: Hosts) -> Callable[[str], sky.Host]:
 
 def place(host: sky.Host) -> str:
     return str(host.address) if host.port in (None, 22) else f"[{host.address}]:{host.port}"
-
-
-@both
-def test_a_recorded_key_is_accepted(lab: Lab, stranger: Callable[[str], sky.Host], known_hosts: Path, by: str) -> None:
-    host = stranger(by)
-    record(known_hosts, (place(host), lab.hosts[0].host_key))
-    with pool_of(host) as compute:
-        assert len(where() >> compute) == 3
 
 
 @both

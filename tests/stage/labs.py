@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,14 +64,6 @@ def ssh(host: LabHost, command: str, user: str | None = None) -> str:
     done = subprocess.run([*argv, f"{user or host.user}@{host.address}", command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def until(condition: Callable[[], object], timeout: float = 100.0) -> None:
-    """Waits until a condition holds."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to be in time"
-        time.sleep(0.02)
 
 
 def answers(host: LabHost, timeout: float = 0.5) -> bool:

@@ -24,21 +24,11 @@ from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.ssh_config import CONFIG
 from skyfab.protocol.frames import Buffer
-from skyfab.ssh import keys
+from skyfab.ssh import keys, refusals
 from skyfab.ssh.base import ended
 from skyfab.ssh.client import Client, Refused
-from skyfab.ssh.logins import ServerBusy
 from skyfab.ssh.openssh import ALIVE_COUNT, ALIVE_INTERVAL, servers_of
 from skyfab.ssh.prompts import Place, Prompts, places
-from skyfab.ssh.refusals import (
-    by_hand,
-    changed_key,
-    no_answer,
-    refused,
-    revoked_key,
-    unknown_jump,
-    unknown_key,
-)
 from skyfab.ssh.tunnel import LOOPBACK, ThreadTunnel
 
 _LOG: Final = logging.getLogger("skyfab")
@@ -353,25 +343,21 @@ class ChannelStream:
 
 def _explain(hops: Sequence[Host], at: Host, error: Exception, inventory: Inventory, prompts: Prompts) -> HostError:
     """Converts an exception of paramiko or Fabric, about the server `at` on the path to a host, to one of ours."""
-    host, jumps = hops[-1], hops[:-1]
+    host = hops[-1]
     if isinstance(error, paramiko.BadHostKeyException):
-        return changed_key(host, at)
+        return refusals.changed_key(host, at)
     text = str(error) or type(error).__name__
     if text == _REVOKED:
-        return revoked_key(host, at)
+        return refusals.revoked_key(host, at)
     if "not found in known_hosts" in text:
-        return unknown_key(host, at)
+        return refusals.unknown_key(host, at)
     if isinstance(error, Refused):
-        return refused(hops, at, error.methods, typed=prompts.outcome)
+        return refusals.refused(hops, at, error.methods, typed=prompts.outcome)
     if isinstance(error, paramiko.AuthenticationException):
-        return refused(hops, at, (), typed=prompts.outcome)
+        return refusals.refused(hops, at, (), typed=prompts.outcome)
     if "protocol banner" in text:
-        return ServerBusy(
-            f"its SSH server, or a jump host's, hung up before the login: {text}",
-            host=host.name,
-            hint=f"is it up? one that is busy turns logins away (MaxStartups); try: {by_hand(host, jumps=jumps)}",
-        )
+        return refusals.busy(text, hops)
     is_nameless = isinstance(error, socket.gaierror)
     if is_nameless and at is not host:
-        return unknown_jump(at.name, host, inventory)
-    return no_answer(f"{at.destination}: {text}", hops, inventory, is_nameless=is_nameless)
+        return refusals.unknown_jump(at.name, host, inventory)
+    return refusals.no_answer(f"{at.destination}: {text}", hops, inventory, is_nameless=is_nameless)

@@ -17,21 +17,12 @@ from skyfab.errors import HostLost, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.ssh_config import CONFIG
-from skyfab.ssh import keys
+from skyfab.ssh import keys, refusals
 from skyfab.ssh.askpass import Askpass, private_folder
 from skyfab.ssh.base import ended
-from skyfab.ssh.logins import LOGINS, ServerBusy
+from skyfab.ssh.logins import LOGINS
 from skyfab.ssh.process import ProcessStream
 from skyfab.ssh.prompts import Place, Prompts, by_ssh, places
-from skyfab.ssh.refusals import (
-    by_hand,
-    changed_key,
-    no_answer,
-    refused,
-    revoked_key,
-    unknown_jump,
-    unknown_key,
-)
 from skyfab.ssh.tunnel import LOOPBACK, ProcessTunnel, is_ready, not_available
 from skyfab.ui.prompt import TERMINAL
 
@@ -208,8 +199,8 @@ class OpenSSH:
 
     def _known_hosts(self) -> Path:
         """A known_hosts file with the keys from the inventory."""
-        keys = [(_alias(host), host.host_key) for host in (self._host, *self._jumps) if host.host_key is not None]
-        return self._file("known_hosts", "".join(f"{name} {key}\n" for name, key in keys))
+        hosts = [host for host in (self._host, *self._jumps) if host.host_key is not None]
+        return self._file("known_hosts", "".join(f"{_alias(host)} {host.host_key}\n" for host in hosts))
 
     def _config_file(self) -> Path | None:
         """An ssh_config for jump hosts, whose keys, ports and users cannot be given on the command line.
@@ -303,30 +294,26 @@ def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, 
     if "REMOTE HOST IDENTIFICATION HAS CHANGED" in errors or "REVOKED HOST KEY" in errors:
         named = re.search(r"[Hh]ost key for (\S+) (?:has changed|was revoked)", errors)
         at = _at(jumps, host, None, named and named[1]) if is_inner else host
-        return revoked_key(host, at) if "REVOKED HOST KEY" in errors else changed_key(host, at)
+        return refusals.revoked_key(host, at) if "REVOKED HOST KEY" in errors else refusals.changed_key(host, at)
     if "Host key verification failed" in errors or "host key is known for" in errors:
         named = re.search(r"host key is known for (\S+) and", errors)
-        return unknown_key(host, _at(jumps, host, None, named and named[1]) if is_inner else host)
+        return refusals.unknown_key(host, _at(jumps, host, None, named and named[1]) if is_inner else host)
     unresolved = re.search(r"Could not resolve hostname ([^\s:]+)", errors)
     if code == 255 and unresolved and is_inner:
-        return unknown_jump(_named(unresolved[1], jumps), host, inventory)
+        return refusals.unknown_jump(_named(unresolved[1], jumps), host, inventory)
     if "Permission denied" in errors or "Too many authentication failures" in errors:
         denied = re.search(r"(\S+)@(\S+): Permission denied \((.*?)\)", errors)
         user, name, methods = denied.groups() if denied else (None, None, "")
         at = _at(jumps, host, user, name) if is_inner else host
-        return refused(hops, at, [method for method in methods.split(",") if method], typed=typed)
+        return refusals.refused(hops, at, [method for method in methods.split(",") if method], typed=typed)
     if code == 255 and is_inner and (reason := _before_login(errors)):
-        return no_answer(reason, hops, inventory, is_nameless=False)
+        return refusals.no_answer(reason, hops, inventory, is_nameless=False)
     busy = re.search(r"exchange_identification: (.*)", errors)  # with a jump host, that of an inner ssh
     if code == 255 and busy:
-        return ServerBusy(
-            f"its SSH server, or a jump host's, hung up before the login: {busy[1].strip()}",
-            host=host.name,
-            hint=f"is it up? one that is busy turns logins away (MaxStartups); try: {by_hand(host, jumps=jumps)}",
-        )
+        return refusals.busy(busy[1].strip(), hops)
     if code == 255:
         said = re.sub(r"^ssh: ", "", last) or f"{host.destination} does not answer"
-        return no_answer(said, hops, inventory, is_nameless=unresolved is not None)
+        return refusals.no_answer(said, hops, inventory, is_nameless=unresolved is not None)
     if code < 0:
         return Unreachable(f"ssh was ended on this machine, by signal {-code}", host=host.name)
     return ended(host, code, last)

@@ -12,6 +12,7 @@ from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.ssh_config import loop_of
 from skyfab.ssh import keys
+from skyfab.ssh.logins import ServerBusy
 
 _TYPED = ("password", "keyboard-interactive")
 
@@ -76,6 +77,16 @@ def no_answer(said: str, hops: Sequence[Host], inventory: Inventory, *, is_namel
     if host.jump is None and (loop := loop_of(host.destination)):
         hint = f"its jump hosts in ssh_config form a loop: {' → '.join(loop)}; remove one of the ProxyJump lines"
     return Unreachable(said, host=host.name, hint=hint)
+
+
+def busy(said: str, hops: Sequence[Host]) -> ServerBusy:
+    """For a server that closed the connection before the login."""
+    host, jumps = hops[-1], hops[:-1]
+    return ServerBusy(
+        f"its SSH server, or a jump host's, hung up before the login: {said}",
+        host=host.name,
+        hint=f"is it up? one that is busy turns logins away (MaxStartups); try: {by_hand(host, jumps=jumps)}",
+    )
 
 
 def changed_key(target: Host, at: Host) -> HostKeyRefused:

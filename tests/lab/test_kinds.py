@@ -211,7 +211,8 @@ def test_loopback_hosts_have_no_kinds(kind: dict[str, Any]) -> None:
 
 def methods(host: LabHost) -> str:
     """The ways to log in that the host's server names."""
-    options = ["-F", "none", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=none"]
+    options = ["-F", "none", "-o", "BatchMode=yes", "-o", "UserKnownHostsFile=/dev/null"]
+    options += ["-o", "StrictHostKeyChecking=no"]
     words = ["ssh", *options, "-i", "none", "-p", str(host.port), f"pat@{host.address}", "true"]
     said = subprocess.run(words, capture_output=True, text=True).stderr
     return said.rpartition("(")[2].partition(")")[0]

@@ -158,41 +158,6 @@ def uneven() -> None:
     multihost_utils.process_allgather(numpy.ones(1))
 
 
-def test_jax_is_told_where_and_who(open_pool: Callable[..., sky.Compute]) -> None:
-    """With a stand-in, so that it is tried everywhere: once, before the first line, with the head's port free."""
-    told = told_to_jax() @ open_pool(ranks=2, plugins=[StandIn(), sky.plugins.jax()])
-    assert [each.pop("port is free") for each in told] == [True, True]
-    assert [each.pop("process_id") for each in told] == [0, 1]
-    assert told[0] == told[1]
-    assert told[0]["num_processes"] == 2
-    assert told[0]["coordinator_address"].rpartition(":")[2] == told[0]["MASTER_PORT"]
-
-
-class StandIn(sky.plugins.Plugin):
-    """Puts something in place of jax that remembers what it was told."""
-
-    def around_process(self, info: sky.InstanceInfo) -> Any:
-        import contextlib
-        import socket
-
-        def initialize(**told: Any) -> None:
-            with socket.socket() as probe:
-                free = bool(info.rank) or probe.connect_ex(("127.0.0.1", info.head_port)) != 0
-            jax.told = {**told, "port is free": free, "MASTER_PORT": os.environ["MASTER_PORT"]}
-
-        jax: Any = types.ModuleType("jax")
-        jax.config = types.SimpleNamespace(update=lambda name, value: None)
-        jax.distributed = types.SimpleNamespace(initialize=initialize, shutdown=lambda: None)
-        sys.modules["jax"] = jax
-        return contextlib.nullcontext()
-
-
-@sky.function
-def told_to_jax() -> dict[str, Any]:
-    jax: Any = sys.modules["jax"]
-    return dict(jax.told)
-
-
 # ---- keras
 
 
@@ -259,12 +224,6 @@ def test_the_trainer_joins_the_process_group(open_pool: Callable[..., sky.Comput
 
 
 # ---- accelerate
-
-
-def test_accelerate_finds_its_configuration_in_the_environment(open_pool: Callable[..., sky.Compute]) -> None:
-    plugin = sky.plugins.accelerate({"mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}})
-    expected = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    assert environment(*expected) >> open_pool(plugins=[plugin]) == expected
 
 
 @needs("accelerate", "torch")

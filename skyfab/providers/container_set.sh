@@ -2,7 +2,7 @@
 # Keeps a set of containers: starts them, and removes them when stdin is at its end, because the program that holds the
 # other end has closed it or has exited. Each container ends by itself then, too: it reads the same stdin.
 #
-# Given by providers/container_set.py: $0 the engine; $1 a folder for logs, which is removed at the end; $2 the name of the set;
+# Given by providers/container.py: $0 the engine; $1 a folder for logs, which is removed at the end; $2 the name of the set;
 # $3 how many containers; $4 the script that they run, and $5 its argument; then options of the engine's run. The first
 # line of stdin is the image.
 #

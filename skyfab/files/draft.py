@@ -46,7 +46,7 @@ def remove_stale(folder: int) -> None:
 
 
 class Draft:
-    """An incomplete large file. Its name depends on the final name alone: a later transfer finds it and goes on there.
+    """An incomplete large file. Its name depends on the final name alone: a later transfer finds and resumes it.
 
     It is locked: a second transfer of the same file at the same time writes a draft of its own.
     """

@@ -106,7 +106,7 @@ class Source:
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode):  # replaced since it was listed
             os.close(fd)
-            raise FileNotFoundError(2, "it is no file any more", self._paths[number])
+            raise FileNotFoundError(2, "not a file any more", self._paths[number])
         return fd, about
 
 

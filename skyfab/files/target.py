@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 MISSING: Final = "missing"
 """The content must be sent."""
-DIFFERS: Final = "differs"
-"""As `MISSING`; a file with other content is there."""
 NEWER: Final = "newer"
 """The file that is there stays: it is newer, and the transfer is not to replace such ones."""
 EQUAL_SIZE: Final = "equal size"
@@ -71,7 +69,7 @@ class Target:
     def compare(self, rows: Sequence[object]) -> list[list[object]]:
         """Takes the next entries: makes folders and links, and returns what files are needed.
 
-        For each of these: its number, `MISSING`, `DIFFERS` or `EQUAL_SIZE`, how many bytes of it are there, complete
+        For each of these: its number, `MISSING` or `EQUAL_SIZE`, how many bytes of it are there, complete
         or not, and the digest of a complete file. And each that stays because it is newer, as `NEWER`.
         Raises ProtocolError for entries that no source lists, and OSError.
         """
@@ -105,7 +103,7 @@ class Target:
         if self._keep_newer and about.st_mtime_ns > entry.time + _SECOND:
             return NEWER, 0, ""
         if not stat.S_ISREG(about.st_mode) or about.st_size != entry.size:
-            return DIFFERS, about.st_size + begun, ""
+            return MISSING, about.st_size + begun, ""
         if _same_time(about.st_mtime_ns, entry.time):
             if about.st_mode & 0o777 != entry.mode:
                 self._settle(folder, name, entry, about.st_mtime_ns)
@@ -113,7 +111,7 @@ class Target:
         try:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except PermissionError:
-            return DIFFERS, about.st_size + begun, ""
+            return MISSING, about.st_size + begun, ""
         try:
             return EQUAL_SIZE, about.st_size + begun, digest_of(fd, entry.size)
         finally:
@@ -217,7 +215,7 @@ class Target:
     def _file(self, number: int) -> Entry:
         entry = self._entries[number] if 0 <= number < len(self._entries) else None
         if entry is None or entry.kind != FILE:
-            raise ProtocolError(f"there is no file {number} in this transfer")
+            raise ProtocolError(f"no file {number} in this transfer")
         return entry
 
     def _link(self, entry: Entry) -> None:
@@ -227,7 +225,7 @@ class Target:
                 return
         except OSError:  # it is not there, or not a link
             pass
-        draft = b".skyfab-%s.part" % os.urandom(8).hex().encode()
+        draft = own_part()
         os.symlink(entry.link, draft, dir_fd=folder)
         try:
             os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)

@@ -6,15 +6,15 @@ Requests to the side that is on a host are sent ahead, so that neither side wait
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Final, Protocol
 
+from skyfab._util import schema
 from skyfab._util.sizes import counted, readable
 from skyfab.errors import ProtocolError
 from skyfab.files.entries import FILE, name, shown
-from skyfab.files.replies import check
 from skyfab.files.source import GONE, PIECE, SMALL, Source
 from skyfab.files.target import EQUAL_SIZE, NEWER, Target
 
@@ -25,6 +25,17 @@ _FILES: Final = 512
 _PACK: Final = 2 * SMALL
 """Bytes of one pack at most: files may have grown since they were listed."""
 _NOTES: Final = 1000
+_SHAPES: Final[Mapping[str, Any]] = {
+    "receive": tuple[str, str, int],
+    "send": str,
+    "rows": tuple[list[list[Any]], list[tuple[str, str]]],  # the target checks each row
+    "digest": str,
+    "compare": list[tuple[int, str, int, str]],
+    "begin": tuple[int, str],
+    "pack": tuple[list[tuple[int, int, int]], bytes],
+    "piece": tuple[bytes],
+}
+"""For each request, the type of its reply, which may come from a host that is not trusted."""
 
 
 class Reply(Protocol):
@@ -47,6 +58,14 @@ class _Ready:
 
     def result(self) -> Any:
         return self.value
+
+
+def check(request: str, value: Any) -> Any:
+    """Returns a reply. Raises ProtocolError if it does not match the request."""
+    try:
+        return schema.parse(_SHAPES[request], value)
+    except schema.Invalid as error:
+        raise ProtocolError(f"invalid reply to {request}: {error}") from None
 
 
 class Here:
@@ -116,7 +135,7 @@ class Transfer:
         self._done = self._total = 0
 
     def run(self, fits: Callable[[int], None]) -> None:
-        """Moves everything. `fits` raises if there is no room for so many bytes."""
+        """Moves everything. `fits` is called with the bytes that are needed, and raises if they do not fit."""
         wanted = self._compare()
         self._total = sum(self._size(number) for number, _ in wanted)
         fits(sum(self._size(number) - there for number, there in wanted))
@@ -171,9 +190,9 @@ class Transfer:
 
         for number, state, there, digest in check("compare", answer.result()):
             if not 0 <= number < len(self._rows) or self._rows[number][1] != FILE or there < 0:
-                raise ProtocolError(f"there is no file {number} in this transfer")
+                raise ProtocolError(f"no file {number} in this transfer")
             if state == NEWER:
-                self.report.note(self._rows[number][0], "it is newer there, and stays")
+                self.report.note(self._rows[number][0], "newer on the host: kept")
             elif state == EQUAL_SIZE:
                 asked.append((number, there, digest, self._source.ask("digest", number, self._size(number))))
                 if len(asked) > _AHEAD:

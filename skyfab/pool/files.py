@@ -24,10 +24,9 @@ from skyfab.calls.project import note_laid_out
 from skyfab.calls.results import unpack_result
 from skyfab.errors import CallCancelled, HostLost, HostUnfit, ProtocolError, SkyfabError, UsageError
 from skyfab.files.entries import Entry, name, walk
-from skyfab.files.replies import check
 from skyfab.files.source import Source
 from skyfab.files.target import Target
-from skyfab.files.transfer import Here, Report, Side, Transfer
+from skyfab.files.transfer import Here, Report, Side, Transfer, check
 from skyfab.host.ask.files import serve
 from skyfab.pool.futures import refuse_to_block
 from skyfab.pool.node import Node, WorkerSpec
@@ -146,9 +145,9 @@ class Files:
         empty = [report.host for report in reports if not report.entries]
         if len(empty) == len(nodes):
             words = ", ".join(map(str, paths))
-            raise UsageError(f"nothing there is called {words}", host=empty[0], hint=f"looked in {places[empty[0]]}")
+            raise UsageError(f"no file matches {words}", host=empty[0], hint=f"looked in {places[empty[0]]}")
         for host in empty:
-            self._events.emit(Notice(host=host, text=f"nothing there is called {', '.join(map(str, paths))}"))
+            self._events.emit(Notice(host=host, text=f"no file matches {', '.join(map(str, paths))}"))
         return reports
 
     def _note_fetched(self, paths: Sequence[str], nodes: Sequence[Node]) -> None:
@@ -296,7 +295,7 @@ def _unfit(number: int, text: str, host: str) -> HostUnfit:
 
 
 def _fits(room: int, host: str, size: int) -> None:
-    """Raises HostUnfit, or OSError for this machine, if so many bytes do not fit."""
+    """Raises HostUnfit, or OSError for this machine, if this many bytes do not fit."""
     if size <= room:
         return
     text = f"no room for these files: they need {readable(size)}, {readable(room)} are free"

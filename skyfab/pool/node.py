@@ -38,6 +38,8 @@ TABLE: Final = ("host", "login", "Python", "platform", "GPUs", "state")
 """The head of the table that shows nodes."""
 _FUNCTIONS: Final = 256
 """Functions that a host caches; the least recently used is dropped first."""
+_HELD: Final = 64 * 1024 * 1024
+"""Bytes of the project's files that are held in memory until the host has received them."""
 _SAMPLES: Final = 4096
 """Samples of large arguments that are kept, to detect repeated ones."""
 
@@ -441,6 +443,7 @@ class Node(ShownAsTable):
         assert isinstance(missing, messages.Missing)
         wanted = [name for name in missing.names if name in tree.sources]  # never send a file that was not offered
         left, errors = set(wanted), list[Exception]()
+        unsent, held = set(wanted), 0
 
         def settled(name: str, error: Exception | None) -> None:
             left.discard(name)
@@ -456,6 +459,11 @@ class Node(ShownAsTable):
                 self._coming.setdefault(name, []).append(functools.partial(settled, name))
             if new:
                 self._send_blob(name, content, keep=True)
+            unsent.discard(name)
+            held += len(content)
+            if held > _HELD:
+                self.session.wait(lambda: left <= unsent or bool(errors))
+                held = 0
         self.session.wait(lambda: not left or bool(errors))
         if errors:
             raise errors[0]

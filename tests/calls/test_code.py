@@ -113,31 +113,39 @@ def body(helper: str = "from helper import double") -> str:
     return BODY.replace("HELPER", helper).lstrip()
 
 
-def test_a_script_is_run(program: Program) -> None:
-    """Functions, lambdas, closures and classes of __main__ travel, with the module beside the script."""
-    program.write({"script.py": body(), "helper.py": DOUBLE})
-    assert program("script.py") == FOUND
+BESIDE = {"helper.py": DOUBLE}
+PACKAGE = {"app/__init__.py": "", "app/helper.py": DOUBLE}
+STARTS: dict[str, tuple[list[str], dict[str, str], dict[str, str]]] = {
+    "a script": (["script.py"], {"script.py": body(), **BESIDE}, {}),
+    "from another folder": (
+        ["../script.py"],
+        {"script.py": body(), **BESIDE, "other/x.py": ""},
+        {"cwd": "other"},
+    ),
+    "a package": (["-m", "app"], {**PACKAGE, "app/__main__.py": body("from app.helper import double")}, {}),
+    "a package with relative imports": (
+        ["-m", "app"],
+        {**PACKAGE, "app/__main__.py": body("from .helper import double")},
+        {},
+    ),
+    "a module of a package": (
+        ["-m", "app.jobs.train"],
+        {**PACKAGE, "app/jobs/__init__.py": "", "app/jobs/train.py": body("from ..helper import double")},
+        {},
+    ),
+    "code as an argument": (["-c", body()], BESIDE, {}),
+    "code on stdin": (["-"], BESIDE, {"stdin": body()}),
+    "an interpreter": (["-i", "-q"], BESIDE, {"stdin": body()}),  # reads statement after statement, without a terminal
+}
 
 
-def test_a_script_is_run_from_another_folder(program: Program) -> None:
-    program.write({"deep/er/script.py": body(), "deep/er/helper.py": DOUBLE, "other/unrelated.py": ""})
-    assert program("../deep/er/script.py", cwd="other") == FOUND
-
-
-@pytest.mark.parametrize("helper", ["from app.helper import double", "from .helper import double"])
-def test_a_package_is_run_with_m(program: Program, helper: str) -> None:
-    program.write({"app/__init__.py": "", "app/__main__.py": body(helper), "app/helper.py": DOUBLE})
-    assert program("-m", "app") == FOUND
-
-
-def test_a_module_of_a_package_is_run_with_m(program: Program) -> None:
-    files = {
-        "app/__init__.py": "",
-        "app/jobs/__init__.py": "",
-        "app/jobs/train.py": body("from ..helper import double"),
-    }
-    program.write({**files, "app/helper.py": DOUBLE})
-    assert program("-m", "app.jobs.train") == FOUND
+@pytest.mark.parametrize(("words", "files", "options"), STARTS.values(), ids=STARTS)
+def test_however_a_program_is_started(
+    program: Program, words: list[str], files: dict[str, str], options: dict[str, str]
+) -> None:
+    """Functions, lambdas, closures and classes of __main__ are sent, with the module that they use."""
+    program.write(files)
+    assert program(*words, **options) == FOUND
 
 
 def test_a_function_of_a_package_run_with_m_imports_its_neighbours_on_the_host(program: Program) -> None:
@@ -156,22 +164,6 @@ def test_a_function_of_a_package_run_with_m_imports_its_neighbours_on_the_host(p
     """
     program.write({"app/__init__.py": "", "app/__main__.py": main, "app/helper.py": DOUBLE})
     assert program("-m", "app") == [8, "app.helper"]
-
-
-def test_code_is_given_with_c(program: Program) -> None:
-    program.write({"helper.py": DOUBLE})
-    assert program("-c", body()) == FOUND
-
-
-def test_code_is_given_on_stdin(program: Program) -> None:
-    program.write({"helper.py": DOUBLE})
-    assert program("-", stdin=body()) == FOUND
-
-
-def test_code_is_typed_into_an_interpreter(program: Program) -> None:
-    """`python -i`: the same reading of statement after statement, without a terminal."""
-    program.write({"helper.py": DOUBLE})
-    assert program("-i", "-q", stdin=body()) == FOUND
 
 
 NOTEBOOK = """
@@ -358,7 +350,7 @@ def test_a_module_that_only_the_host_imports(program: Program) -> None:
 
 
 def test_src_layout(program: Program) -> None:
-    """The package lies under src/, which is on the path; the script that uses it lies elsewhere."""
+    """The package is under src/, which is on the path; the script that uses it is elsewhere."""
     files = {
         "src/pkg/__init__.py": "",
         "src/pkg/core.py": """
@@ -424,7 +416,7 @@ def test_names_that_are_no_plain_words(program: Program) -> None:
     assert inner("script.py") == [3, 4, "data"]
 
 
-def test_a_broken_file_that_nobody_imports_is_no_obstacle(here: Program) -> None:
+def test_a_broken_file_that_is_not_imported_does_not_matter(here: Program) -> None:
     here.write({"script.py": script("def find(compute):\n    return sky.function(lambda: 1)() >> compute\n")})
     here.write({"broken.py": "def (:", "pack/__init__.py": ""})
     (here.folder / "latin.py").write_bytes(b"x = '\xe9'")

@@ -24,7 +24,6 @@ from stage.spot import until
 import skyfab as sky
 from skyfab.calls.refs import put
 from skyfab.lab import Lab
-from skyfab.protocol import codec
 
 np = pytest.importorskip("numpy")
 pytestmark = pytest.mark.lab
@@ -303,17 +302,6 @@ def test_its_memory_is_freed_with_the_last_reference(pool: sky.Compute, size: in
         return memory() is None and gone.is_set()
 
     until(freed, "the end of its memory")
-
-
-def test_packed_memory_is_aligned_and_whole() -> None:
-    arrays = [np.arange(size) for size in (1, 511, 513, 5000, 100_001)]
-    found = codec.unpack(codec.pack(arrays))
-    assert all(map(np.array_equal, found, arrays))
-    assert all(array.flags.writeable for array in found)
-    large = [array for array in found if array.nbytes >= codec.IN_BAND]
-    places = [array.__array_interface__["data"][0] for array in large]
-    assert len(large) == 3
-    assert not any((place - places[0]) % 64 for place in places)
 
 
 # ---- what goes wrong

@@ -387,7 +387,7 @@ def test_what_a_failed_run_has_not_written_is_a_note_before_its_cause(folder: Pa
     ran = piped(folder, "run", "--hosts=here", "--ranks=1", "--workdir=temp", "--get=ckpt/*", "job.py")
     assert ran.returncode == 1
     first, *_, last = ran.stderr.splitlines()
-    assert first == "not fetched: here: nothing there is called ckpt/*"
+    assert first == "not fetched: here: no file matches ckpt/*"
     assert last == "here[0] ValueError: mine"
 
 

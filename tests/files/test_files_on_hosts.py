@@ -114,7 +114,7 @@ def test_from_several_hosts_into_folders_of_their_names(here: Path, open_pool: C
     pool.download("only", to="lone")
     assert [path.name for path in (here / "lone").iterdir()] == ["node1"]
     assert [event.host for event in events if isinstance(event, Notice)] == ["node2"]
-    with pytest.raises(UsageError, match="nothing there is called missing"):
+    with pytest.raises(UsageError, match="no file matches missing"):
         pool.download("missing", to="none")
     assert not (here / "none" / "node1").exists()
 
@@ -319,10 +319,10 @@ def test_put_and_get(here: Path, listed: Path) -> None:
     done = skyfab(here, "get", "only", "--hosts=node1,node2", inventory=listed)
     (line,) = done.stdout.splitlines()
     assert line.startswith("node1: 1 file, 0 bytes; fetched 1, 0 bytes into node1/, in ")
-    assert done.stderr == "node2: nothing there is called only\n"
+    assert done.stderr == "node2: no file matches only\n"
     done = skyfab(here, "get", "nothing", "--hosts=node1", inventory=listed)
     assert done.returncode == 2
-    assert "node1: nothing there is called nothing" in done.stderr
+    assert "node1: no file matches nothing" in done.stderr
     done = skyfab(here, "put", "nothing", "--hosts=node1", inventory=listed)
     assert (done.returncode, done.stderr) == (2, "error: no such file or folder: nothing\n")
     done = skyfab(here, "get", "data", "--hosts=node1", "--to=/proc/nothing", inventory=listed)
@@ -346,14 +346,14 @@ def test_run_sends_data_and_brings_results_back(here: Path, listed: Path, ends: 
         assert [path.name for path in (here / f"node{rank + 1}" / "data").iterdir()] == ["x.csv"]
     again = skyfab(here, "run", "--hosts=node1,node2", "--sync", "--get=node*", "train.py", inventory=listed)
     assert "node1: 3 files" in again.stderr, "what was fetched is not sent back"
-    assert "nothing there is called node*" in again.stderr
+    assert "no file matches node*" in again.stderr
 
 
 def test_a_failed_run_that_wrote_nothing_says_why_it_failed(here: Path, listed: Path) -> None:
     (here / "fails.py").write_text("raise SystemExit(3)\n")
     done = skyfab(here, "run", "--hosts=node1", "--get=ckpt", "fails.py", inventory=listed)
     assert done.returncode == 1
-    assert "nothing there is called ckpt" in done.stderr
+    assert "no file matches ckpt" in done.stderr
     assert "error: fails.py failed\n" in done.stderr
 
 

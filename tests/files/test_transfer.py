@@ -69,7 +69,7 @@ def test_a_file_that_is_newer_there_stays_if_that_is_wanted(tmp_path: Path, keep
     report = move(here, there, keep_newer=keep_newer)
     assert (there / "last.pt").read_text() == ("other" if keep_newer else "old")
     assert (there / "train.csv").read_text() == "old"
-    assert report.skipped == ([("last.pt", "it is newer there, and stays")] if keep_newer else [])
+    assert report.skipped == ([("last.pt", "newer on the host: kept")] if keep_newer else [])
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -348,6 +349,23 @@ def test_a_file_that_cannot_be_stored_is_raised(node: Node) -> None:
     session.wait = lambda done: session.answers[0](messages.Failed(text="full", hint=""), []) or done()
     with pytest.raises(sky.HostUnfit, match="full"):
         node.sync_project(tree)  # type: ignore[arg-type]
+
+
+def test_a_large_project_is_sent_in_portions(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is read when those before it have arrived: not all of them are in memory at once."""
+    monkeypatch.setattr("skyfab.pool.node._HELD", 0)
+    session, tree, sent = session_of(node), FakeTree(), list[int]()
+    session.missing = ["blob1", "blob2"]
+
+    def wait(done: Callable[[], bool]) -> bool:
+        sent.append(len(session.sent))
+        for answer in session.answers[len(sent) - 1 : len(sent)]:
+            answer(messages.Done(), [])
+        return done()
+
+    session.wait = wait
+    assert node.sync_project(tree)  # type: ignore[arg-type]
+    assert sent == [1, 2, 2]
 
 
 def test_a_file_that_is_on_its_way_is_not_sent_twice(node: Node) -> None:

@@ -37,7 +37,7 @@ def place(workdir: str, cache: str) -> str:
     if workdir.startswith(("/", "~")):
         found = os.path.expanduser(workdir)
         if not found.startswith("/"):
-            raise FileNotFoundError(f"the working folder {workdir}: there is no such user")
+            raise FileNotFoundError(f"the working folder {workdir}: no such user")
         return found
     if not workdir.replace("-", "").replace("_", "").replace(".", "").isalnum() or workdir.startswith("."):
         raise ProtocolError(f"not the name of a working folder: {workdir!r:.80}")

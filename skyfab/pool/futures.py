@@ -1,10 +1,9 @@
-"""Futures of calls. A thread that waits for one reads the pool's connections itself; cancelling stops the call."""
+"""Futures of calls: cancelling one stops the call."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import CANCELLED
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 from skyfab._util.html import ShownAsTable
 from skyfab.errors import UsageError
 from skyfab.pool.node import Node
-from skyfab.session.reader import refuse_nested_wait
+from skyfab.session.reader import refuse_to_wait
 from skyfab.session.sigint import SIGINT_GUARD
 from skyfab.ui.events import Waiting, emitting
 
@@ -27,11 +26,11 @@ def refuse_to_block() -> None:
             "a subscriber of events cannot wait for a call: the thread that it runs on may be needed for that",
             hint="start a thread for it, or use compute.submit(call) and its add_done_callback",
         )
-    refuse_nested_wait()
+    refuse_to_wait()
 
 
 class CallFuture(Future[Any], ShownAsTable):
-    """The future of a call. A thread that waits for it reads meanwhile; cancelling it stops the call on the host."""
+    """The future of a call. Cancelling it stops the call on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +40,6 @@ class CallFuture(Future[Any], ShownAsTable):
         """The pool that runs it: a reference, so that it is not garbage-collected while a caller waits."""
         self._process = os.getpid()
         self.on_cancel: Callable[[], object] | None = None
-        self._waiter: tuple[int, Node] | None = None
-        """The waiting thread, and the node whose session it uses to read."""
 
     @property
     def state(self) -> str:
@@ -67,24 +64,19 @@ class CallFuture(Future[Any], ShownAsTable):
         return asyncio.wrap_future(self).__await__()
 
     def result(self, timeout: float | None = None) -> Any:
-        return super().result(self._read(timeout))
+        self._check_wait()
+        return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        return super().exception(self._read(timeout))
+        self._check_wait()
+        return super().exception(timeout)
 
-    def _read(self, timeout: float | None) -> float | None:
-        """Reads until the future is done or `timeout` has passed; returns the remaining time."""
-        if self.done():
-            return timeout
-        if self._process != os.getpid():
-            raise UsageError("this call was made by another process, and only that one can wait for it")
-        refuse_to_block()
-        deadline = None if timeout is None else time.monotonic() + timeout
-        node = self.node
-        if node is not None:
-            self._waiter = (threading.get_ident(), node)
-            node.session.read_until(self.done, timeout)
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
+    def _check_wait(self) -> None:
+        """Raises UsageError if this thread or process cannot wait for it."""
+        if not self.done():
+            if self._process != os.getpid():
+                raise UsageError("this call was made by another process, and only that one can wait for it")
+            refuse_to_block()
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         """Calls `fn` on a new thread, so that it may make calls and wait for them, which the reader thread may not."""
@@ -114,8 +106,6 @@ class CallFuture(Future[Any], ShownAsTable):
         except InvalidStateError:
             if not self.cancelled():
                 raise
-        if self._waiter is not None and self._waiter[0] != threading.get_ident():
-            self._waiter[1].session.poke()  # this thread is not the one that waits and reads: wake that
 
 
 def wait_for(future: Future[R], nodes: Sequence[Node], waiting: Waiting) -> R:

@@ -26,7 +26,7 @@ from skyfab.protocol.blobs import LARGE, name_of
 from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import AgentHello
 from skyfab.session.lines import Lines
-from skyfab.session.replies import Failure, Reply
+from skyfab.session.replies import Failure
 from skyfab.session.session import Session
 from skyfab.ui.events import Events, HostState, Importing, Output
 
@@ -297,17 +297,6 @@ class Node(ShownAsTable):
             return go()
         self._store(content, go, caller.failed)
         return 0
-
-    def begin(self, worker: str, spec: WorkerSpec, call: PackedCall) -> Reply:
-        """Starts a small call, whose reply this thread will read. Raises HostLost."""
-        data = call.arguments.data
-        with self._lock:
-            self._worker(worker, spec)
-            self._send_function(call.function, {})
-            head = messages.Call.head(
-                worker=worker, function=call.function.digest, parts=(len(data),), timeout=call.timeout
-            )
-            return self.session.request(head, data, worker)
 
     def has_worker(self, worker: str, generation: int) -> bool:
         """Whether a worker still is the process of that generation, as far as is known here."""

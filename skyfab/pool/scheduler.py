@@ -3,13 +3,14 @@
 Each slot of a host is one worker. A slot gets its next call when it is free. If calls take less time than the round
 trip to the host, it gets a few in advance (prefetch).
 
-A small call that finds an idle worker takes the fast path: the caller's own thread sends one frame and reads the reply;
-no queue, no future, no other thread.
+A small call that finds an idle worker takes the fast path: the caller's own thread sends one frame, waits for the reply
+and unpickles it; no queue, no future.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import threading
 import time
@@ -18,12 +19,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from skyfab.calls.pack import PackedCall, PackedFunction
-from skyfab.calls.results import not_unpickled, unpack_result, unpickle
+from skyfab.calls.results import not_unpickled, unpack_result
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.protocol import codec, messages
 from skyfab.protocol.mux import SMALL
+from skyfab.session.reader import refuse_to_wait
 from skyfab.session.replies import Reply
 from skyfab.session.sigint import SIGINT_GUARD
 
@@ -178,52 +180,40 @@ class Scheduler:
             return NOT_TAKEN
         if arguments.buffers or len(arguments.data) > SMALL or call.function.payload.buffers:
             return NOT_TAKEN
+        refuse_to_wait()
         with SIGINT_GUARD:  # only the wait for the reply can be interrupted, so a reserved slot is always released
             slot = self._reserve()
             if slot is None:
                 return NOT_TAKEN
             host = slot.node.name
-            reply: Reply | None = None
+            reply = Reply(functools.partial(self._release, slot))
             ended: Callable[[BaseException | None], None] | None = None
             try:
                 ended = self._started(call.label, host)
-                reply = slot.node.begin(slot.worker, slot.spec, call)
-                slot.node.session.await_reply(reply)
+                slot.node.call(slot.worker, slot.spec, call, caller=reply)
+                message, buffers = reply.wait()
             except BaseException as error:
-                self._give_up(slot, reply)
+                if not reply.stream:  # it was not sent
+                    self._release(slot)
+                elif not reply.is_there:
+                    with contextlib.suppress(SkyfabError):  # the host is lost: there is nothing to cancel
+                        slot.node.cancel(reply.stream)
                 if isinstance(error, KeyboardInterrupt):
                     vars(error)["stopped"] = f"stopped on {host}"
                 if ended is not None:
                     ended(CallCancelled("interrupted") if isinstance(error, KeyboardInterrupt) else error)
                 raise
-            self._release(slot)
         try:
-            if reply.value is not None:
-                result = unpickle(reply.value, (), host=host, rank=None, label=call.label, untrusted=self.untrusted)
-            else:
-                result = self._result(reply, host, call.label)
+            if isinstance(message, messages.Ended) and message.why == "unstarted":
+                # The queue starts it again, with a start and an end of its own.
+                ended(CallCancelled("its worker had exited before it began"))
+                return NOT_TAKEN
+            result = unpack_result(message, buffers, host=host, rank=None, label=call.label, untrusted=self.untrusted)
         except BaseException as error:
             ended(error)
             raise
-        # Not taken: it is started again, and emits a start and an end of its own.
-        ended(CallCancelled("its worker had exited before it began") if result is NOT_TAKEN else None)
+        ended(None)
         return result
-
-    def _result(self, reply: Reply, host: str, label: str) -> Any:
-        assert reply.found is not None
-        message, buffers = reply.found
-        if isinstance(message, messages.Ended) and message.why == "unstarted":
-            return NOT_TAKEN  # the worker exited before it started the call
-        return unpack_result(message, buffers, host=host, rank=None, label=label, untrusted=self.untrusted)
-
-    def _give_up(self, slot: Slot, reply: Reply | None) -> None:
-        """After an interrupt or a lost host: cancels the call if it still runs, and frees the slot at its end."""
-        if reply is None or reply.is_there():
-            self._release(slot)
-            return
-        reply.leave(lambda: self._release(slot))
-        with contextlib.suppress(SkyfabError):  # the host is lost: there is nothing to cancel
-            slot.node.cancel(reply.stream)
 
     def _reserve(self) -> Slot | None:
         """An idle slot; None if there is none or calls are queued. It must be released."""

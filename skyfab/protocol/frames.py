@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     RecvInto = Callable[[memoryview], int | None]
     """Returns how many bytes it stored: 0 at end of file; None (or BlockingIOError) when nothing is available now."""
-    FastPath = Callable[[int, memoryview, int], bool]
-    """Arguments: stream, whole frame, length of its head. Returns whether it handled the frame."""
 else:
     Protocol = object
 
@@ -75,10 +73,8 @@ class Reader:
     It does not block unless `recv_into` does, and keeps its state in the middle of a frame.
     """
 
-    def __init__(self, receiver: Receiver, *, fastpath: FastPath | None = None, size: int = 64 * 1024) -> None:
-        """`fastpath` is offered each small message that fills a read by itself; frames it handles are not delivered."""
+    def __init__(self, receiver: Receiver, *, size: int = 64 * 1024) -> None:
         self._receiver = receiver
-        self._fastpath = fastpath
         self._scratch = memoryview(bytearray(size))
         self._start = 0
         self._end = 0
@@ -118,14 +114,10 @@ class Reader:
         if got >= HEADER.size and self._end == got and not self._missing:
             # The common case: the read returned exactly one frame.
             kind, head, stream, length = HEADER.unpack_from(scratch)
-            if got == HEADER.size + length and head <= length:
-                if kind == HEAD and head and self._fastpath and self._fastpath(stream, scratch[:got], head):
-                    self._end = 0
-                    return True
-                if kind in KINDS and kind != DATA:
-                    self._end = 0
-                    self._receiver.arrived(kind, stream, scratch[HEADER.size : got], head)
-                    return True
+            if got == HEADER.size + length and head <= length and kind in KINDS and kind != DATA:
+                self._end = 0
+                self._receiver.arrived(kind, stream, scratch[HEADER.size : got], head)
+                return True
         self._parse()
         return got > 0
 

@@ -440,9 +440,3 @@ class AgentHello(Message):
     pid: int
     executable: str
     """The interpreter that runs the agent."""
-
-
-@functools.lru_cache(maxsize=256)
-def result_head(size: int) -> bytes:
-    """The head of a result that is one pickle of this size, the most common reply."""
-    return Result(parts=(size,)).encode()

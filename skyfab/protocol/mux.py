@@ -73,14 +73,10 @@ class _Sent:
 class Mux:
     """One side of a multiplexed session. Not thread-safe: the owner holds a lock."""
 
-    def __init__(
-        self, handler: Handler, *, fastpath: frames.FastPath | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`fastpath` is offered each small message that fills a read by itself; those it handles are not `opened`."""
+    def __init__(self, handler: Handler, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._handler = handler
-        self._fastpath = fastpath
         self._clock = clock
-        self._reader = self._new_reader()
+        self._reader = frames.Reader(self)
         self._control: deque[bytes] = deque()
         self._urgent: deque[bytes] = deque()
         self._send_queue = SendQueue()
@@ -117,7 +113,7 @@ class Mux:
 
     def attach(self, hello: bytes) -> None:
         """Starts on a new connection: discards partial reads and writes, and queues HELLO."""
-        self._reader = self._new_reader()
+        self._reader = frames.Reader(self)
         self._batch.clear()
         self._control.clear()
         self._replay.clear()
@@ -125,9 +121,6 @@ class Mux:
         self._joined = self._asked = self._pong_due = self._ack_due = False
         self.window.restart()
         self.last_received = self._clock()
-
-    def _new_reader(self) -> frames.Reader:
-        return frames.Reader(self, fastpath=self._passed if self._fastpath else None)
 
     def resume(self, received: int) -> None:
         """The peer has received `received` frames: resends the later ones."""
@@ -169,10 +162,7 @@ class Mux:
         if total > SMALL or len(head) > SMALL:
             self.send(stream, head, parts)
             return self.flush(send)
-        return self.send_frame(b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + total), head, *parts)), send)
-
-    def send_frame(self, whole: bytes, send: Send) -> bool:
-        """The same as `send_now` for a small message that is already encoded as a frame."""
+        whole = b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + total), head, *parts))
         if self.relay(whole, send):
             return not self._batch
         self._urgent.append(whole)
@@ -328,15 +318,6 @@ class Mux:
 
     def place(self, stream: int, length: int) -> memoryview:
         return self._handler.place(stream, length)
-
-    def _passed(self, stream: int, whole: memoryview, head: int) -> bool:
-        if not self._joined or self._fastpath is None or not self._fastpath(stream, whole, head):
-            return False
-        self.last_received = self._clock()
-        self.bytes_in += len(whole)
-        self.received += 1
-        self._owed_frames += 1
-        return True
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         self.last_received = self._clock()

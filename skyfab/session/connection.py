@@ -1,7 +1,7 @@
 """One connection to a host's agent: its state, its current stream, and what is sent and received over it.
 
-Any thread that waits for a reply may do the reading (reader.py). When the stream breaks, or heartbeats are missed,
-it is replaced by another stream to the same agent (reconnect.py), and both sides continue where they were.
+One thread reads for all connections of a pool (reader.py). When the stream breaks, or heartbeats are missed, it is
+replaced by another stream to the same agent (reconnect.py), and both sides continue where they were.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final
 from skyfab.errors import HostLost, SkyfabError
 from skyfab.inventory.host import Host
 from skyfab.protocol import VERSION
-from skyfab.protocol.frames import HEAD, HEADER, Buffer
+from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import AgentHello, ClientHello, Message
-from skyfab.session.reader import Action, SharedReader
+from skyfab.session.reader import Action, SharedReader, run
 from skyfab.session.reconnect import Joiner, Link, Reconnector, as_lost, close, close_later
-from skyfab.session.replies import Answer, Failure, Listener, PendingRequest, Replies, Reply
+from skyfab.session.replies import Answer, Failure, Listener, PendingRequest, Replies
 from skyfab.session.state import LEAVING, NEXT, State
 from skyfab.session.timing import Timing
 from skyfab.ssh.base import Stream
@@ -110,7 +110,7 @@ class Connection:
             self._read()  # the link's reply and the first frames may have arrived together
             self.flush()
             actions = self._actions()
-        self._reader.run(actions)
+        run(actions)
 
     def leave(self) -> None:
         """Starts closing: a thread that opens the connection stops."""
@@ -130,7 +130,7 @@ class Connection:
             elif self.ended is None:
                 self._end(None)
             actions = self._actions()
-        self._reader.run(actions)
+        run(actions)
         self._reader.wait(lambda: self._told, timeout + 1)
         with self.lock:
             self._unwatch()
@@ -210,33 +210,8 @@ class Connection:
                     self._watch_sink()
         return number
 
-    def request(self, head: bytes, data: bytes, worker: str) -> Reply:
-        """Sends a small message; this thread then receives the reply with `await_reply`. Raises HostLost."""
-        with self.lock:
-            if self.ended is not None:
-                raise self.ended
-            number = self.new_number()
-            reply = self.replies.pending[number] = Reply(number, worker)
-            stream = self.stream
-            if stream is None:
-                self._mux.send(number, head, (data,))
-                return reply
-            whole = HEADER.pack(HEAD, len(head), number, len(head) + len(data)) + head + data
-            try:
-                drained = self._mux.send_frame(whole, stream.send)
-            except OSError:
-                drained = True  # reading from the stream gives the reason
-            if not drained:
-                self._watch_sink()
-        return reply
-
-    def await_reply(self, reply: Reply) -> None:
-        """Waits for the reply. Raises HostLost if the host is lost before."""
-        if not self._reader.wait(reply.is_there) or reply.error is not None:
-            raise reply.error or self.ended or HostLost("the pool was closed", host=self.host)
-
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Reads until `done()`, or lets another thread read. False: a timeout, or the connection has ended."""
+        """Waits until `done()`. False: a timeout, or the connection has ended."""
         self._reader.wait(lambda: done() or self._told, timeout)
         return done()
 

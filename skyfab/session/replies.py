@@ -5,7 +5,6 @@ Everything here runs with the connection's lock held; callbacks are collected an
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import ipaddress
 import os
@@ -18,10 +17,10 @@ from typing import Final, Literal, Protocol
 from skyfab.errors import HostError, HostUnfit, ProtocolError
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.blobs import Assembly, split
-from skyfab.protocol.frames import HEADER
 from skyfab.protocol.messages import AgentHello, Message
 from skyfab.protocol.mux import Mux
 from skyfab.session.lines import Lines
+from skyfab.session.sigint import SIGINT_GUARD
 
 _MEMORY: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 """A host may not announce more data than this machine has memory."""
@@ -31,6 +30,9 @@ _MOST_ENDED: Final = 1024
 """Output streams kept after their process has ended: the exit message can arrive before its last output."""
 _MOST_GPUS: Final = 1024
 _MOST_CPUS: Final = 65536
+
+_SMALL_RESULT: Final = messages.Result(parts=())
+"""Stands for a result of one part, the most common reply: it is neither decoded nor split."""
 
 Kind = Literal["stdout", "stderr"]
 KINDS: Final[tuple[Kind, ...]] = ("stdout", "stderr")
@@ -75,58 +77,59 @@ class PendingRequest:
 
 
 class Reply:
-    """The reply to a small request, read by the thread that waits for it."""
+    """The reply to a request, for which a thread waits. It can be the `Caller` of a call (pool/node.py)."""
 
-    __slots__ = ("_left", "assembly", "error", "found", "message", "reader", "stream", "value", "worker")
+    __slots__ = ("_arrived", "_error", "_found", "_then", "stream")
 
-    def __init__(self, stream: int, worker: str) -> None:
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        """`then` is called when the reply arrives, whether the thread still waits or not."""
+        self.stream = 0
+        self._found: tuple[Message, list[memoryview]] | None = None
+        self._error: Exception | None = None
+        self._then = then
+        self._arrived = threading.Lock()
+        """Held until the reply is there."""
+        self._arrived.acquire()
+
+    def is_wanted(self) -> bool:
+        return True
+
+    def sent(self, stream: int) -> None:
         self.stream = stream
-        self.worker = worker
-        self.message: Message | None = None
-        self.assembly: Assembly | None = None
-        self.reader = threading.get_ident()
-        self._left: list[Callable[[], None]] | None = None
-        self.value: bytes | None = None
-        """The pickle of a small result; most replies are such results."""
-        self.found: tuple[Message, list[memoryview]] | None = None
-        """Any other reply."""
-        self.error: Exception | None = None
 
-    def answer(self, message: Message, buffers: list[memoryview]) -> None:
-        self.found = (message, buffers)
-        self.tell()
+    def answered(self, message: Message, buffers: list[memoryview]) -> None:
+        self._found = (message, buffers)
+        self._then()
+        self._arrived.release()
 
-    def failure(self, error: Exception) -> None:
-        self.error = error
-        self.tell()
+    def failed(self, error: Exception) -> None:
+        self._error = error
+        self._then()
+        self._arrived.release()
 
-    def leave(self, then: Callable[[], None]) -> None:
-        """The thread stops waiting; `then` is called when the reply arrives."""
-        self.reader = 0
-        self._left = [then]
-        if self.is_there():  # it arrived just now
-            self.tell()
-
-    def tell(self) -> None:
-        """Calls what `leave` was given, if the thread has left."""
-        if self._left:
-            with contextlib.suppress(IndexError):  # another thread has called it
-                self._left.pop()()
-
+    @property
     def is_there(self) -> bool:
-        return self.value is not None or self.found is not None or self.error is not None
+        return self._found is not None or self._error is not None
+
+    def wait(self) -> tuple[Message, list[memoryview]]:
+        """Waits for the reply. Raises HostLost if the host is lost before."""
+        SIGINT_GUARD.allow(self._arrived.acquire)
+        if self._found is None:
+            assert self._error is not None
+            raise self._error
+        return self._found
 
 
 class Replies:
     """The receiving half of a connection."""
 
     def __init__(self, host: str, listener: Listener, clock: Callable[[], float]) -> None:
-        self.mux = Mux(self, fastpath=self._fastpath, clock=clock)
+        self.mux = Mux(self, clock=clock)
         self.agent: AgentHello | None = None
         """The agent's description of itself."""
         self.hellos = 0
         """The number of hellos received: one for each stream."""
-        self.pending: dict[int, PendingRequest | Reply] = {}
+        self.pending: dict[int, PendingRequest] = {}
         self._host = host
         self._listener = listener
         self._output: dict[int, tuple[str, Lines]] = {}
@@ -167,8 +170,11 @@ class Replies:
         pass  # end of file follows
 
     def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
-        message = messages.decode(head)
         request = self.pending.get(stream)
+        if request is not None and data is not None and head == messages.Result.head(parts=(len(data),)):
+            self._complete(stream, request, _SMALL_RESULT, [memoryview(bytes(data))])
+            return
+        message = messages.decode(head)
         if request is not None:
             parts = getattr(message, "parts", ())
             if data is not None:
@@ -186,24 +192,6 @@ class Replies:
             self._flush_lines(message.worker)
             self._end_output(message.worker)
             self.after.append(lambda: self._listener.on_exit(message.worker, message.generation))
-
-    def _fastpath(self, stream: int, frame: memoryview, head: int) -> bool:
-        """Stores a small single-frame reply. If its caller is the reading thread itself, no callback is needed."""
-        reply = self.pending.get(stream)
-        if not isinstance(reply, Reply):
-            return False
-        if self._partial and self._partial_of(reply.worker):
-            return False
-        start = HEADER.size + head
-        if frame[HEADER.size : start] == messages.result_head(len(frame) - start):
-            reply.value = bytes(frame[start:])
-        else:
-            message = messages.decode(bytes(frame[HEADER.size : start]))
-            reply.found = (message, split(getattr(message, "parts", ()), frame[start:]))
-        del self.pending[stream]
-        if reply.reader != threading.get_ident():
-            self.after.append(reply.tell)  # an action also wakes the thread that waits
-        return True
 
     def place(self, stream: int, length: int) -> memoryview:
         request = self.pending.get(stream)
@@ -259,9 +247,7 @@ class Replies:
         self._partial.discard(stream)
         self.mux.forget(stream)
 
-    def _complete(
-        self, stream: int, request: PendingRequest | Reply, message: Message, buffers: list[memoryview]
-    ) -> None:
+    def _complete(self, stream: int, request: PendingRequest, message: Message, buffers: list[memoryview]) -> None:
         del self.pending[stream]
         self.mux.forget(stream)
         if request.worker is not None:

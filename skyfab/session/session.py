@@ -19,8 +19,8 @@ from skyfab.protocol.frames import BYE, Buffer, frame
 from skyfab.protocol.messages import AgentHello, Message
 from skyfab.session.bootstrap import CONNECT, Bootstrap, cannot_run, check_agent, log_in
 from skyfab.session.connection import Connection
-from skyfab.session.reader import SharedReader
-from skyfab.session.replies import Listener
+from skyfab.session.reader import SharedReader, refuse_to_wait
+from skyfab.session.replies import Listener, Reply
 from skyfab.session.timing import Timing
 from skyfab.ssh.base import Stream, Transport
 from skyfab.ssh.logins import retry
@@ -32,10 +32,7 @@ GOODBYE: Final = 5.0
 
 
 class Session:
-    """A session with one host's agent: `send`, `request`, `await_reply` and `wait` are its connection's.
-
-    `read_until` and `poke` are those of the reader, which reads all connections of the pool. Thread-safe.
-    """
+    """A session with one host's agent: `send` and `wait` are its connection's. Thread-safe."""
 
     def __init__(
         self,
@@ -54,11 +51,7 @@ class Session:
         self._gate = threading.Lock()
         # The connection's own methods: another call level would cost time in every call.
         self.send = self.connection.send
-        self.request = self.connection.request
-        self.await_reply = self.connection.await_reply
         self.wait = self.connection.wait
-        self.read_until = reader.wait
-        self.poke = reader.poke
 
     @property
     def agent(self) -> AgentHello | None:
@@ -163,11 +156,10 @@ class Session:
 
     def ask(self, message: Message, parts: Sequence[Buffer] = ()) -> Message:
         """Sends a message and waits for its reply. Raises the error that the host reports."""
-        found: list[Message] = []
-        failed: list[Exception] = []
-        self.send(message, parts, answer=lambda reply, _: found.append(reply), failure=failed.append)
-        if not self.wait(lambda: bool(found or failed)) or failed:
-            raise failed[0] if failed else self.connection.ended or HostLost("the pool was closed", host=self.host.name)
-        if isinstance(found[0], messages.Failed):
-            raise HostUnfit(found[0].text, host=self.host.name, hint=found[0].hint)
-        return found[0]
+        refuse_to_wait()
+        reply = Reply()
+        self.send(message, parts, answer=reply.answered, failure=reply.failed)
+        found, _ = reply.wait()
+        if isinstance(found, messages.Failed):
+            raise HostUnfit(found.text, host=self.host.name, hint=found.hint)
+        return found

@@ -2,7 +2,7 @@
 
 Python raises KeyboardInterrupt between any two bytecodes of the main thread, also between reading a reply and recording
 that it was read. While pools are open, this module's SIGINT handler replaces the previous one. Inside
-``with SIGINT_GUARD:`` it only records the signal; the previous handler runs at the end of the block, or in `pause`,
+``with SIGINT_GUARD:`` it only records the signal; the previous handler runs at the end of the block, or in `allow`,
 while the thread waits.
 """
 
@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
 
 MAIN: Final = threading.main_thread().ident
 
@@ -52,20 +55,20 @@ class SigintGuard:
 
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() == MAIN:
-            self._depth = max(0, self._depth - 1)  # 0 already if an interrupt was raised during `pause`
+            self._depth = max(0, self._depth - 1)  # 0 already if an interrupt was raised as `allow` began
             if self.missed is not None and not self._depth:
                 self._deliver()
 
-    def pause(self) -> int:
-        """Main thread only, for a wait inside a block: until `resume`, signals are handled immediately."""
+    def allow(self, wait: Callable[[], T]) -> T:
+        """Calls `wait` inside a block: until it returns, the main thread handles signals immediately."""
+        if threading.get_ident() != MAIN:
+            return wait()
         depth, self._depth = self._depth, 0
-        if self.missed is not None:
+        try:
             self._deliver()
-        return depth
-
-    def resume(self, depth: int) -> None:
-        """Ends the pause; `depth` is what `pause` returned."""
-        self._depth = depth
+            return wait()
+        finally:
+            self._depth = depth
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._depth:

@@ -30,7 +30,7 @@ class Agent:
         return self.time
 
     def flush(self) -> None: ...
-    def relay(self, frame: memoryview) -> bool:
+    def relay(self, frame: bytes) -> bool:
         return False
 
     def kill(self, worker: WorkerHandle, number: int = signal.SIGKILL) -> None:
@@ -83,7 +83,7 @@ class Process:
             return b""
 
     def answer(self, stream: int) -> None:
-        head = messages.result_head(2)
+        head = messages.Result.head(parts=(2,))
         os.write(self._sink, frame(HEAD, stream, head + b"ok", len(head)))
 
     def say(self, data: bytes) -> None:

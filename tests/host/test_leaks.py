@@ -72,7 +72,7 @@ def test_nothing_is_kept_of_a_large_result(
     agent: Agent, worker: WorkerHandle, process: Process, mux: Mux, uploads: Uploads
 ) -> None:
     worker.give(Running(1, None), b"{}", b"")
-    process.say(frame(HEAD, 1, messages.result_head(60_000)))
+    process.say(frame(HEAD, 1, messages.Result.head(parts=(60_000,))))
     process.say(frame(DATA, 1, bytes(30_000)))
     for _ in range(4):
         worker.output.read()

@@ -1,11 +1,10 @@
-"""CallFuture: who waits reads, who cancels stops the call, and who may not wait is told so."""
+"""CallFuture: cancelling stops the call, and threads that may not wait get an error."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import threading
 from concurrent.futures import InvalidStateError, wait
-from typing import Any
 
 import pytest
 from stage.spot import until
@@ -15,64 +14,14 @@ from skyfab.pool.futures import CallFuture, refuse_to_block
 from skyfab.ui.events import emitting
 
 
-class FakeSession:
-    """Gives the answer when somebody reads."""
-
-    def __init__(self, future: CallFuture) -> None:
-        self.future = future
-        self.timeouts: list[float | None] = []
-        self.pokes = 0
-
-    def read_until(self, done: Any, timeout: float | None = None) -> bool:
-        self.timeouts.append(timeout)
-        assert not done()
-        self.future.settle("read")
-        assert done()
-        return True
-
-    def poke(self) -> None:
-        self.pokes += 1
-
-
-class FakeNode:
-    def __init__(self, future: CallFuture) -> None:
-        self.session = FakeSession(future)
-
-
 @pytest.fixture
 def future() -> CallFuture:
-    future = CallFuture()
-    future.node = FakeNode(future)  # type: ignore[assignment]
-    return future
+    return CallFuture()
 
 
-def session(future: CallFuture) -> FakeSession:
-    return future.node.session  # type: ignore[union-attr, return-value]
-
-
-def test_who_waits_reads_and_needs_no_waking(future: CallFuture) -> None:
-    assert future.result() == "read"
-    assert future.exception() is None
-    assert session(future).timeouts == [None]
-    assert session(future).pokes == 0
-
-
-def test_a_result_that_is_there_is_not_waited_for(future: CallFuture) -> None:
-    future.settle("there")
-    assert future.result(5) == "there"
-    assert future._read(5) == 5
-    assert session(future).timeouts == []
-
-
-def test_a_result_from_another_thread_wakes_who_reads(future: CallFuture) -> None:
-    future._waiter = (threading.get_ident() + 1, future.node)  # type: ignore[assignment]
-    future.settle(1)
-    assert session(future).pokes == 1
-
-
-def test_a_failure_is_waited_for_as_a_result_is(future: CallFuture) -> None:
+def test_a_failure_is_raised_and_returned(future: CallFuture) -> None:
     error = ValueError("no")
-    session(future).read_until = lambda done, timeout=None: bool(future.settle(None, error))  # type: ignore[method-assign, assignment, func-returns-value]
+    future.settle(None, error)
     assert future.exception() is error
     with pytest.raises(ValueError, match="no"):
         future.result()
@@ -83,13 +32,7 @@ def test_a_cancelled_call_is_done_for_those_who_wait_for_several(future: CallFut
     assert wait([future], timeout=0).done == {future}
 
 
-def test_nobody_is_woken_where_nobody_waits(future: CallFuture) -> None:
-    future.settle(1)
-    assert session(future).pokes == 0
-
-
-def test_a_call_that_has_no_host_yet_is_waited_for(future: CallFuture) -> None:
-    future.node = None
+def test_a_wait_ends_after_its_timeout(future: CallFuture) -> None:
     with pytest.raises(concurrent.futures.TimeoutError):
         future.result(0.01)
 

@@ -49,10 +49,6 @@ class FakeSession:
         self.failures.append(failure)
         return 2 * len(self.sent) - 1
 
-    def request(self, head: bytes, data: bytes, worker: str) -> Any:
-        self.sent.append(head)
-        return data, worker
-
     def ask(self, message: Any) -> Any:
         self.asked.append(message)
         return messages.Missing(names=self.missing) if isinstance(message, messages.Has) else messages.Done()
@@ -154,16 +150,6 @@ def test_a_process_and_a_function_are_sent_before_the_first_call_only(node: Node
     call(node, b"small", plan=WorkerSpec(tree="", env={}, info={}))
     assert session.ops == ["call", "call"]
     call(node, b"small", plan=WorkerSpec(tree="changed", env={}, info={}))
-    assert session.ops == ["spawn", "call"]
-
-
-def test_the_short_way_sends_the_same(node: Node) -> None:
-    session = session_of(node)
-    small = packed(PackedFunction("digest", codec.Payload(b"f")), codec.Payload(b"data"))
-    for ops in (["spawn", "function", "call"], ["call"]):
-        assert node.begin("solo.0", PLAN, small) == (b"data", "solo.0")
-        assert session.ops == ops
-    node.begin("solo.0", WorkerSpec(tree="changed", env={}, info={}), small)
     assert session.ops == ["spawn", "call"]
 
 

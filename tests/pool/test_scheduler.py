@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
-from concurrent import futures
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,25 +14,17 @@ from skyfab.calls.pack import PackedCall, PackedFunction
 from skyfab.pool import scheduler as module
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import WorkerSpec
-from skyfab.pool.scheduler import Scheduler, Task
+from skyfab.pool.scheduler import NOT_TAKEN, Scheduler, Task
 from skyfab.protocol import codec, messages
+from skyfab.protocol.mux import SMALL
+from skyfab.session.sigint import SIGINT_GUARD
 
 PLAN = WorkerSpec(tree="", env={}, info={})
 CHANGED = WorkerSpec(tree="changed", env={}, info={})
 
 
 class FakeSession:
-    def __init__(self) -> None:
-        self.has_ended = False
-
-    def read_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
-        deadline = time.monotonic() + (5 if timeout is None else timeout)
-        while not done() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return done()
-
-    def poke(self) -> None:
-        pass
+    has_ended = False
 
 
 class FakeNode:
@@ -214,41 +204,6 @@ def test_many_threads_may_cancel_one_future() -> None:
         assert told == [1]
 
 
-# ---- waiting
-
-
-def test_a_timeout_is_waited_for_once() -> None:
-    """The wait that reads and the one behind it used to have the whole timeout each."""
-    node = FakeNode("node1")
-    waits: list[float] = []
-    node.session.read_until = lambda done, timeout=None: bool(waits.append(timeout))  # type: ignore[assignment, arg-type, func-returns-value]
-    future = CallFuture()
-    future.node = node  # type: ignore[assignment]
-    for ask in (future.result, future.exception):
-        left = future._read(0.3)
-        assert waits.pop() == 0.3
-        assert left is not None
-        assert left <= 0.3
-        with pytest.raises(futures.TimeoutError):
-            ask(0.001)
-        waits.clear()
-
-
-def test_the_time_that_reading_took_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = FakeNode("node1")
-    future = CallFuture()
-    future.node = node  # type: ignore[assignment]
-    now = [100.0]
-    monkeypatch.setattr("skyfab.pool.futures.time.monotonic", lambda: now[0])
-
-    def wait(done: Callable[[], bool], timeout: float | None = None) -> bool:
-        now[0] += timeout or 0
-        return False
-
-    node.session.read_until = wait  # type: ignore[method-assign]
-    assert future._read(2) == 0
-
-
 # ---- answers
 
 
@@ -385,7 +340,80 @@ def test_a_call_is_made_with_what_it_was_given() -> None:
     assert node.options == [{"each": True}]
 
 
-# ---- a slot for the fast path
+# ---- the fast path
+
+
+def run(queue: Scheduler, data: bytes = b"", buffers: Any = (), **options: Any) -> Any:
+    function = PackedFunction("digest", codec.Payload(b"f"))
+    return queue.run(PackedCall(function=function, arguments=codec.Payload(data, buffers), label="f", **options))
+
+
+@pytest.mark.parametrize(
+    "general", [{"data": bytes(SMALL + 1)}, {"buffers": [memoryview(b"x")]}, {"retries": 1}, {"stall": 3.0}]
+)
+def test_large_watched_and_retried_calls_are_queued(general: dict[str, Any]) -> None:
+    node = FakeNode("node1")
+    assert run(queue_over(node), **general) is NOT_TAKEN
+    assert node.callers == []
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (messages.Ended(why="unstarted"), NOT_TAKEN),
+        (messages.Ended(why="died", text="killed"), sky.WorkerDied),
+        (sky.HostLost("gone", host="node1"), sky.HostLost),
+        (messages.Result(parts=()), "a result"),
+    ],
+)
+def test_the_fast_path_releases_its_slot_after_any_reply(reply: Any, expected: Any) -> None:
+    node = FakeNode("node1")
+    queue = queue_over(node)
+
+    def answer(worker: str, plan: WorkerSpec, call: PackedCall, *, caller: Any) -> None:
+        caller.sent(5)
+        if isinstance(reply, Exception):
+            caller.failed(reply)
+        else:
+            caller.answered(reply, [memoryview(codec.dumps("a result").data)])
+
+    node.call = answer  # type: ignore[method-assign, assignment]
+    if isinstance(expected, type):
+        with pytest.raises(expected):
+            run(queue, bytes(SMALL))
+    else:
+        assert run(queue, bytes(SMALL)) == expected
+    assert queue._reserve() is not None
+    assert node.cancelled == []
+
+
+def test_a_host_that_is_lost_before_a_call_is_sent_leaves_its_slot_free() -> None:
+    node = FakeNode("node1")
+    node.is_gone = True
+    queue = queue_over(node)
+    with pytest.raises(sky.HostLost):
+        run(queue)
+    assert queue._reserve() is not None
+
+
+def test_an_interrupted_call_is_cancelled_and_keeps_its_slot_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(wait: object) -> None:
+        (caller,) = node.callers
+        caller.sent(5)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SIGINT_GUARD, "allow", interrupted)
+    node = FakeNode("node1")
+    queue = queue_over(node)
+    with pytest.raises(KeyboardInterrupt):
+        run(queue)
+    (caller,) = node.callers
+    assert node.cancelled == [5]
+    assert queue._reserve() is None
+    caller.answered(messages.Ended(why="cancelled"), [])
+    assert queue._reserve() is not None
 
 
 def test_a_reserved_slot_is_nobody_elses_until_it_is_released(clock: Clock) -> None:

@@ -273,122 +273,12 @@ def test_a_flipped_byte_in_a_header_never_breaks_the_reader(sent: list[Frame], d
         pass
 
 
-# ---- the express way
-
-
-class FastPath:
-    """Takes or refuses what it is offered, and writes it down."""
-
-    def __init__(self, *, takes: bool) -> None:
-        self.takes = takes
-        self.offered: list[tuple[int, bytes, int]] = []
-
-    def __call__(self, stream: int, whole: memoryview, head: int) -> bool:
-        self.offered.append((stream, bytes(whole), head))
-        return self.takes
-
-
-def read_express(fastpath: FastPath, pieces: list[bytes]) -> list[Frame]:
-    """What the receiver is told when each piece comes with one read."""
-    collector = Collector()
-    reader = Reader(collector, fastpath=fastpath)
-    recv = Trickle(b"".join(pieces), list(map(len, pieces)))
-    while reader.pump(recv):
-        pass
-    assert not reader.pending
-    return collector.frames
-
-
-def test_a_small_message_that_comes_alone_is_offered_as_it_lies() -> None:
-    fastpath = FastPath(takes=True)
-    sent = [frame(HEAD, stream, b"headdata", 4) for stream in (1, 3, 5)]
-    assert read_express(fastpath, sent) == []
-    assert fastpath.offered == [(stream, one, 4) for stream, one in zip((1, 3, 5), sent, strict=True)]
-
-
-def test_a_message_of_a_head_alone_is_offered_when_it_says_so() -> None:
-    """`head` is the whole length: a small message without data. With 0 its data follows, and it is not offered."""
-    fastpath = FastPath(takes=True)
-    assert read_express(fastpath, [frame(HEAD, 1, b"head", 4), frame(HEAD, 3, b"head")]) == [(HEAD, 3, b"head", 0)]
-    assert [stream for stream, _, _ in fastpath.offered] == [1]
-
-
-def test_what_is_refused_goes_the_usual_way() -> None:
-    fastpath = FastPath(takes=False)
-    sent = [(HEAD, 1, b"headdata", 4), (HEAD, 3, b"head", 4)]
-    assert read_express(fastpath, [frame(*one) for one in sent]) == sent
-    assert len(fastpath.offered) == 2
-
-
-@pytest.mark.parametrize("kind", sorted(KINDS - {HEAD}))
-@pytest.mark.parametrize("head", [0, 4])
-def test_frames_of_other_kinds_are_not_offered(kind: int, head: int) -> None:
-    fastpath = FastPath(takes=True)
-    found = read_express(fastpath, [frame(kind, 1, b"headdata", head)])
-    assert [one[:3] for one in found] == [(kind, 1, b"headdata")]
-    assert fastpath.offered == []
-
-
-def test_frames_that_come_together_are_not_offered() -> None:
-    fastpath = FastPath(takes=True)
-    sent = [(HEAD, 1, b"headdata", 4), (HEAD, 3, b"headdata", 4), (PING, 0, b"", 0)]
-    assert read_express(fastpath, [b"".join(frame(*one) for one in sent)]) == sent
-    assert fastpath.offered == []
-
-
-def test_a_frame_in_pieces_is_not_offered_wherever_it_is_cut() -> None:
-    one = frame(HEAD, 1, b"headdata", 4)
-    for cut in range(1, len(one)):
-        fastpath = FastPath(takes=True)
-        assert read_express(fastpath, [one[:cut], one[cut:]]) == [(HEAD, 1, b"headdata", 4)]
-        assert fastpath.offered == []
-
-
-def test_a_whole_frame_behind_a_part_of_one_is_not_offered() -> None:
-    """What looks like a frame may be the inside of another one."""
+def test_a_frame_inside_the_payload_of_another_is_data() -> None:
     inner = frame(HEAD, 9, b"headdata", 4)
     for kind in (HEAD, DATA, HELLO):
-        outer = frame(kind, 1, inner)
         for scratch in (20, 64 * 1024):
-            fastpath, collector = FastPath(takes=True), Collector()
-            reader = Reader(collector, fastpath=fastpath, size=scratch)
-            recv = Trickle(outer, [HEADER.size])
-            while reader.pump(recv):
-                pass
-            assert collector.frames == [(kind, 1, inner, 0)]
-            assert fastpath.offered == []
-
-
-def test_a_head_longer_than_its_frame_is_refused_and_not_offered() -> None:
-    fastpath = FastPath(takes=True)
-    with pytest.raises(ProtocolError):
-        read_express(fastpath, [HEADER.pack(HEAD, 5, 1, 4) + b"abcd"])
-    assert fastpath.offered == []
-
-
-@quick
-@given(frames_of_any_kind, piece_sizes, st.booleans())
-def test_with_express_no_frame_is_lost_doubled_or_out_of_order(
-    sent: list[Frame], sizes: list[int], takes: bool
-) -> None:
-    told: list[Frame] = []
-
-    class Both(Collector):
-        def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
-            told.append((kind, stream, bytes(payload), head))
-
-    def fastpath(stream: int, whole: memoryview, head: int) -> bool:
-        if takes:
-            told.append((HEAD, stream, bytes(whole[HEADER.size :]), head))
-        return takes
-
-    reader = Reader(Both(), fastpath=fastpath)
-    wire = b"".join(frame(*one) for one in sent)
-    ends = [HEADER.size + len(payload) for _, _, payload, _ in sent]
-    recv = Trickle(wire, sizes or ends)
-    while reader.pump(recv):
-        pass
-    assert told == sent
+            sent = frame(kind, 1, inner)
+            assert read_all(sent, [HEADER.size], scratch=scratch) == [(kind, 1, inner, 0)]
 
 
 @pytest.mark.parametrize(("kind", "scratch"), [(HEAD, 64 * 1024), (HEAD, 32), (DATA, 64 * 1024)])

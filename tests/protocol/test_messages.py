@@ -272,7 +272,7 @@ def test_messages_are_equal_when_their_kind_and_fields_are() -> None:
 
 
 def test_a_head_that_is_made_without_its_message_is_that_of_the_message() -> None:
-    assert messages.result_head(3) == messages.Result(parts=(3,)).encode()
+    assert messages.Result.head(parts=(3,)) == messages.Result(parts=(3,)).encode()
     fields: dict[str, Any] = {"worker": "w", "function": "f", "parts": (1,), "timeout": None}
     for _ in range(2):
         assert messages.Call.head(**fields) == messages.Call(**fields).encode()

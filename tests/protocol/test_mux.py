@@ -14,7 +14,7 @@ from stage.wire_pair import Pair, Wire, content
 from skyfab.errors import ProtocolError
 from skyfab.protocol import frames
 from skyfab.protocol.frames import ACK, COUNT, CREDIT, HEAD, HELLO, PING, frame
-from skyfab.protocol.mux import ACK_FRAMES, SMALL, Mux
+from skyfab.protocol.mux import ACK_FRAMES, SMALL
 from skyfab.protocol.send_queue import CREDIT_WINDOW
 from skyfab.protocol.window import Window
 
@@ -488,24 +488,7 @@ def test_heard_moves_with_every_frame() -> None:
     assert pair.b.mux.last_received >= 50.0
 
 
-# ---- the express way
-
-
-class Passing:
-    """Two sides of which `b` takes small messages the express way and answers each at once, as an agent does."""
-
-    def __init__(self, *, takes: bool = True) -> None:
-        self.pair = Pair()
-        self.taken: list[tuple[int, bytes]] = []
-        self.takes = takes
-        self.pair.b.mux = Mux(self.pair.b, fastpath=self._fastpath, clock=lambda: self.pair.now)
-        self.pair.attach(self.pair.b)
-        self.pair.settle()
-
-    def _fastpath(self, stream: int, whole: memoryview, head: int) -> bool:
-        if self.takes:
-            self.taken.append((stream, bytes(whole)))
-        return self.takes
+# ---- small messages
 
 
 def small(stream: int, body: bytes = b"data") -> bytes:
@@ -530,17 +513,17 @@ def test_what_of_a_relayed_frame_finds_no_room_follows(room: int) -> None:
     assert pair.a.mux.relay(small(1), pair.a.sink.sender(room))
     assert pair.a.mux.has_output
     assert not pair.a.mux.relay(small(3), pair.a.sink.sender(1 << 20)), "it would be inside the other one"
-    assert pair.a.mux.send_frame(small(3), pair.a.sink.sender(1 << 20))
+    assert pair.a.mux.send_now(3, b"0:4", (b"data",), pair.a.sink.sender(1 << 20))
     pair.settle()
     assert pair.b.heads == [(1, b"0:4"), (3, b"0:4")]
 
 
-def test_send_frame_says_whether_everything_is_out() -> None:
+def test_send_now_says_whether_everything_is_out() -> None:
     pair = Pair()
     pair.settle()
-    assert pair.a.mux.send_frame(small(1), pair.a.sink.sender(1 << 20))
-    assert not pair.a.mux.send_frame(small(3), pair.a.sink.sender(5))
-    assert not pair.a.mux.send_frame(small(5), pair.a.sink.sender(5))
+    assert pair.a.mux.send_now(1, b"head", (), pair.a.sink.sender(1 << 20))
+    assert not pair.a.mux.send_now(3, b"head", (), pair.a.sink.sender(5))
+    assert not pair.a.mux.send_now(5, b"head", (), pair.a.sink.sender(5))
     pair.settle()
     assert [stream for stream, _ in pair.b.heads] == [1, 3, 5]
 
@@ -585,59 +568,20 @@ def test_a_relayed_frame_is_sent_again_after_a_cut() -> None:
     assert [stream for stream, _ in pair.b.heads] == [1, 3]
 
 
-def test_messages_that_express_took_are_counted_and_acknowledged() -> None:
-    passing = Passing()
-    a, b = passing.pair.a, passing.pair.b
-    received, came = b.mux.received, b.mux.bytes_in
-    for number in range(ACK_FRAMES):
-        assert a.mux.relay(small(1 + 2 * number), a.sink.sender(1 << 20))
-        passing.pair.now += 1
-        assert b.read()
-    assert [stream for stream, _ in passing.taken] == [1 + 2 * number for number in range(ACK_FRAMES)]
-    assert b.heads == []
-    assert b.mux.received == received + ACK_FRAMES
-    assert b.mux.bytes_in == came + sum(len(whole) for _, whole in passing.taken)
-    assert b.mux.last_received == passing.pair.now
-    passing.pair.settle()
-    assert not a.mux._unacked
-
-
-def test_messages_that_express_refused_are_counted_once() -> None:
-    passing = Passing(takes=False)
-    a, b = passing.pair.a, passing.pair.b
-    received, came = b.mux.received, b.mux.bytes_in
-    assert a.mux.relay(small(1), a.sink.sender(1 << 20))
-    assert b.read()
-    assert b.heads == [(1, b"0:4")]
-    assert (b.mux.received, b.mux.bytes_in) == (received + 1, came + len(small(1)))
-
-
-def test_express_is_not_asked_before_hello() -> None:
-    """The message is refused, as it is without express."""
-    asked: list[int] = []
+def test_neither_side_keeps_thousands_of_small_messages() -> None:
+    """What is kept stays within what is acknowledged at a time."""
     pair = Pair()
-    pair.a.mux = Mux(pair.a, fastpath=lambda stream, whole, head: asked.append(stream) or True)
-    with pytest.raises(ProtocolError):
-        feed(pair, small(1))
-    assert asked == []
-
-
-def test_neither_side_keeps_thousands_of_express_messages() -> None:
-    """Each call is relayed there, each answer back: what is kept stays within what is acknowledged at a time."""
-    passing = Passing()
-    a, b = passing.pair.a, passing.pair.b
-    for number in range(5000):
-        assert a.mux.send_frame(small(1 + 2 * number), a.sink.sender(1 << 20))
-        while b.read():
-            pass
-        assert b.mux.send_frame(small(1 + 2 * number), b.sink.sender(1 << 20))
-        while a.read():
-            pass
+    pair.settle()
+    a, b = pair.a, pair.b
+    for number in range(2000):
+        for side, other in ((a, b), (b, a)):
+            assert side.mux.send_now(1 + 2 * number, b"head", (), side.sink.sender(1 << 20))
+            while other.read():
+                pass
         a.flush()
         assert len(a.mux._unacked) <= 2 * ACK_FRAMES
         assert len(b.mux._unacked) <= 2 * ACK_FRAMES
-    assert len(a.heads) == 5000
-    assert len(passing.taken) + len(b.heads) == 5000
+    assert len(a.heads) == len(b.heads) == 2000
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from skyfab.protocol.frames import ACK, BYE, COUNT, HEAD, HEADER, HELLO, PING, P
 from skyfab.session import reconnect
 from skyfab.session.connection import Connection
 from skyfab.session.lines import Lines
-from skyfab.session.reader import SharedReader
+from skyfab.session.reader import SharedReader, run
 from skyfab.session.reconnect import Reconnector
 from skyfab.session.state import State
 from skyfab.session.timing import Timing
@@ -45,8 +45,16 @@ class HandReader(SharedReader):
     def turn(self) -> None:
         """Handles what has come, until nothing more does."""
         for _ in range(5):
-            self._tick_at = float("inf")
-            self._read_once(0)
+            self._tick_at = time.monotonic() + 60
+            self.poke()
+            self._read_once()
+
+    def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
+        ends = time.monotonic() + (60 if timeout is None else timeout)
+        while not done() and self._connections and time.monotonic() < ends:
+            self._tick_at = 0.0
+            self._read_once()
+        return done()
 
     def join(self, timeout: float) -> None: ...
 
@@ -190,7 +198,7 @@ class Bench:
         """A tick each second, and a step of the reconnector where there is one."""
         for _ in range(int(seconds)):
             self.clock.now += 1
-            self.reader.run(self.connection.on_tick(self.clock.now))
+            run(self.connection.on_tick(self.clock.now))
             if answering:
                 self.stream.answer_pings()
             self.step()
@@ -209,7 +217,8 @@ class Bench:
     def end(self) -> None:
         """Leaves no descriptor behind."""
         self.reader.discard(self.connection)
-        self.reader._is_over()
+        if self.reader._selector is not None:
+            self.reader._is_over()
         for stream in Stream.made:
             stream.ours.close()
             stream.agent.close()
@@ -321,7 +330,7 @@ def test_open_suspect_when_heartbeats_are_missed(bench: Bench) -> None:
 def test_a_program_that_stood_still_suspects_nobody(bench: Bench) -> None:
     bench.open()
     bench.clock.now += 30  # stopped with Ctrl-Z, or a machine that swaps
-    bench.reader.run(bench.connection.on_tick(bench.clock.now))
+    run(bench.connection.on_tick(bench.clock.now))
     assert bench.state is State.OPEN
     bench.pass_time(4)
     assert bench.state is State.SUSPECT  # it has asked since, and nothing came
@@ -701,38 +710,11 @@ def test_an_answer_comes_to_its_request(bench: Bench) -> None:
     assert [type(each) for each in second] == [messages.Missing]
 
 
-def test_a_small_request_is_answered_to_the_thread_that_waits(bench: Bench) -> None:
-    bench.open()
-    reply = bench.connection.request(b'{"op":"has","names":[]}', b"data", "solo.0")
-    assert [(kind, payload) for kind, payload in bench.stream.heard()] == [(HEAD, b'{"op":"has","names":[]}data')]
-    head = messages.Done().encode()
-    bench.stream.say(frame(HEAD, reply.stream, head, len(head)))
-    bench.reader._tick_at = time.monotonic() + 60
-    bench.connection.await_reply(reply)
-    assert reply.found is not None
-    assert isinstance(reply.found[0], messages.Done)
-
-
-def test_a_small_request_fails_with_its_host(bench: Bench) -> None:
-    bench.open()
-    reply = bench.connection.request(b"{}", b"", "solo.0")
-    bench.stream.hello()  # twice: that breaks the protocol
-    bench.reader.turn()
-    with pytest.raises(sky.HostLost) as raised:
-        bench.connection.await_reply(reply)
-    assert raised.value is reply.error
-    with pytest.raises(sky.HostLost):
-        bench.connection.request(b"{}", b"", "solo.0")
-
-
-@pytest.mark.parametrize("how", ["send", "request", "urgent"])
-def test_what_is_said_without_a_stream_follows_on_the_next(bench: Bench, how: str) -> None:
+@pytest.mark.parametrize("urgent", [False, True])
+def test_what_is_said_without_a_stream_follows_on_the_next(bench: Bench, urgent: bool) -> None:
     bench.open()
     bench.break_stream()
-    if how == "request":
-        bench.connection.request(b"{}", b"", "solo.0")
-    else:
-        bench.connection.send(messages.Has(names=[]), urgent=how == "urgent")
+    bench.connection.send(messages.Has(names=[]), urgent=urgent)
     other = Stream()
     bench.agent.outcomes = [other]
     bench.step()
@@ -742,9 +724,9 @@ def test_what_is_said_without_a_stream_follows_on_the_next(bench: Bench, how: st
     assert HEAD in [kind for kind, _ in other.heard()]
 
 
-@pytest.mark.parametrize("how", ["send", "request", "flush"])
+@pytest.mark.parametrize("urgent", [False, True])
 @pytest.mark.parametrize("has_sink", [True, False])
-def test_what_finds_no_room_follows_when_there_is_some(bench: Bench, how: str, has_sink: bool) -> None:
+def test_what_finds_no_room_follows_when_there_is_some(bench: Bench, urgent: bool, has_sink: bool) -> None:
     bench.stream.sink = lambda: sink.fileno() if has_sink else None  # type: ignore[method-assign]
     bench.open()
     with socket.socket(fileno=os.dup(bench.stream.fileno())) as sink:
@@ -757,12 +739,7 @@ def test_what_finds_no_room_follows_when_there_is_some(bench: Bench, how: str, h
             return send(buffers)
 
         bench.stream.send = maybe  # type: ignore[method-assign]
-        if how == "request":
-            bench.connection.request(b"{}", b"", "solo.0")
-        elif how == "send":
-            bench.connection.send(messages.Has(names=[]))
-        else:
-            bench.connection.send(messages.Has(names=[]), urgent=True)
+        bench.connection.send(messages.Has(names=[]), urgent=urgent)
         assert (bench.connection._sink >= 0) is has_sink
         bench.reader.turn()
         assert bench.stream.heard() == []
@@ -774,18 +751,14 @@ def test_what_finds_no_room_follows_when_there_is_some(bench: Bench, how: str, h
         bench.reader.discard(bench.connection)
 
 
-@pytest.mark.parametrize("how", ["send", "request"])
-def test_a_stream_that_cannot_be_written_is_explained_by_reading_it(bench: Bench, how: str) -> None:
+def test_a_stream_that_cannot_be_written_is_explained_by_reading_it(bench: Bench) -> None:
     bench.open()
 
     def broken(buffers: Sequence[bytes | memoryview]) -> int:
         raise BrokenPipeError
 
     bench.stream.send = broken  # type: ignore[method-assign]
-    if how == "send":
-        bench.connection.send(messages.Has(names=[]))
-    else:
-        bench.connection.request(b"{}", b"", "solo.0")
+    bench.connection.send(messages.Has(names=[]))
     assert bench.state is State.OPEN
     bench.break_stream()
     assert bench.state is State.SUSPECT

@@ -80,82 +80,16 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     assert reader._selector is None
 
 
-def test_while_nobody_waits_the_thread_reads(reader: SharedReader) -> None:
-    pipe = Pipe(reader)
-    pipe.say()
-    until(lambda: pipe.read == [b"x"])
-    assert pipe.threads == ["skyfab-reader"]
-
-
-def test_a_caller_that_waits_reads_for_itself(reader: SharedReader) -> None:
-    pipe = Pipe(reader)
-    threading.Timer(0.2, pipe.say).start()
-    assert reader.wait(lambda: bool(pipe.read), 10)
-    assert pipe.threads == [threading.current_thread().name]
-
-
-def test_a_caller_reads_for_all_connections(reader: SharedReader) -> None:
+def test_one_thread_reads_all_connections(reader: SharedReader) -> None:
     pipes = [Pipe(reader) for _ in range(64)]
-    threading.Timer(0.1, lambda: [pipe.say() for pipe in pipes]).start()
+    for pipe in pipes:
+        pipe.say()
     assert reader.wait(lambda: all(pipe.read for pipe in pipes), 10)
-    assert {name for pipe in pipes for name in pipe.threads} == {threading.current_thread().name}
+    assert {name for pipe in pipes for name in pipe.threads} == {"skyfab-reader"}
     assert len([thread for thread in threading.enumerate() if thread.name == "skyfab-reader"]) == 1
 
 
-def test_the_thread_takes_over_when_the_caller_is_done(reader: SharedReader) -> None:
-    pipe = Pipe(reader)
-    for seconds in (0.0, 2 * module._LONG):  # after a long wait it has to be woken
-        assert not reader.wait(lambda: False, seconds)
-        before = len(pipe.read)
-        pipe.say()
-        until(lambda: len(pipe.read) == before + 1, timeout=5)  # noqa: B023
-        assert pipe.threads[-1] == "skyfab-reader"
-
-
-def test_a_thread_that_rests_does_not_wake_up_until_the_caller_is_done(
-    reader: SharedReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Pipe(reader)
-    naps: list[float] = []
-    sleep = time.sleep
-    monkeypatch.setattr(f"{module.__name__}.time.sleep", lambda seconds: (naps.append(seconds), sleep(seconds)))
-    reader.wait(lambda: False, 1.5)
-    assert len(naps) <= 2 * module._LONG / module._LINGER
-
-
-def test_at_most_one_thread_reads(reader: SharedReader) -> None:
-    pipes = [Pipe(reader) for _ in range(4)]
-    inside: list[int] = []
-    most: list[int] = []
-
-    def look() -> None:
-        inside.append(1)
-        most.append(len(inside))
-        time.sleep(0.001)
-        inside.pop()
-
-    for pipe in pipes:
-        pipe.then = look
-    waiting = [
-        threading.Thread(target=reader.wait, args=(lambda: sum(len(pipe.threads) for pipe in pipes) >= 200, 30))
-        for _ in range(6)
-    ]
-    for thread in waiting:
-        thread.start()
-    for _ in range(50):
-        for pipe in pipes:
-            pipe.say()
-        time.sleep(0.002)
-    for pipe in pipes:
-        until(lambda: sum(map(len, pipe.read)) == 50, timeout=170)  # noqa: B023
-        pipe.threads += [""] * 200
-    reader.poke()
-    for thread in waiting:
-        thread.join(30)
-    assert max(most) == 1
-
-
-def test_those_who_follow_are_told_when_another_reads_what_they_wait_for(reader: SharedReader) -> None:
+def test_all_who_wait_see_what_was_read(reader: SharedReader) -> None:
     pipe = Pipe(reader)
     seen: list[float] = []
 
@@ -173,26 +107,12 @@ def test_those_who_follow_are_told_when_another_reads_what_they_wait_for(reader:
     assert len(seen) == 8
 
 
-def test_when_the_one_who_reads_leaves_another_goes_on(reader: SharedReader) -> None:
-    pipe = Pipe(reader)
-    first = threading.Thread(target=reader.wait, args=(lambda: False, 0.3))
-    found: list[bool] = []
-    second = threading.Thread(target=lambda: found.append(reader.wait(lambda: bool(pipe.read), 20)))
-    first.start()
-    time.sleep(0.1)
-    second.start()
-    first.join()
-    pipe.say()
-    second.join(20)
-    assert found == [True]
-
-
 def test_time_is_up(reader: SharedReader) -> None:
     Pipe(reader)
     assert reader.wait(lambda: False, 0.05) is False
 
 
-def test_without_connections_nobody_waits(reader: SharedReader) -> None:
+def test_without_connections_a_wait_ends(reader: SharedReader) -> None:
     assert reader.wait(lambda: False) is False
     pipe = Pipe(reader)
     threading.Timer(0.2, pipe.end).start()
@@ -229,7 +149,7 @@ def test_a_connection_that_raises_is_told_and_the_others_go_on(reader: SharedRea
     assert bad.errors == [bad.defect]
 
 
-def test_room_to_write_is_told(reader: SharedReader) -> None:
+def test_a_descriptor_can_be_watched_for_room_to_write(reader: SharedReader) -> None:
     pipe = Pipe(reader)
     reader.unwatch(pipe.source)
     os.set_blocking(pipe._sink, False)

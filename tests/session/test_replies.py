@@ -9,10 +9,8 @@ from stage.messages import filled
 
 import skyfab as sky
 from skyfab.protocol import VERSION, messages
-from skyfab.protocol.blobs import split
-from skyfab.protocol.frames import HEADER
 from skyfab.session import replies as module
-from skyfab.session.replies import PendingRequest, Replies, Reply
+from skyfab.session.replies import PendingRequest, Replies
 
 
 class Listener:
@@ -265,74 +263,6 @@ def test_more_processes_than_any_pool_has_are_refused(stage: Stage, monkeypatch:
     stage.log(22, "b")
     with pytest.raises(sky.ProtocolError, match="more processes"):
         stage.log(24, "c")
-
-
-# ---- replies that the waiting thread reads itself
-
-
-def arrives(stage: Stage, stream: int, message: messages.Message, data: bytes) -> bool:
-    head = message.encode()
-    return stage.replies._fastpath(stream, memoryview(bytes(HEADER.size) + head + data), len(head))
-
-
-def waiting(stage: Stage) -> Reply:
-    reply = Reply(1, "solo.0")
-    stage.replies.pending[1] = reply
-    return reply
-
-
-def test_a_small_result_is_stored_for_the_thread_that_reads(stage: Stage) -> None:
-    reply = waiting(stage)
-    assert not reply.is_there()
-    assert reply.stream == 1
-    head = messages.result_head(3)
-    assert stage.replies._fastpath(1, memoryview(bytes(HEADER.size) + head + b"abc"), len(head))
-    assert reply.value == b"abc"
-    assert reply.is_there()
-    assert stage.replies.pending == {}
-
-
-def test_any_other_reply_is_stored_with_its_parts(stage: Stage) -> None:
-    reply = waiting(stage)
-    assert arrives(stage, 1, messages.Result(parts=[1, 2]), b"abb")
-    assert reply.value is None
-    assert reply.found is not None
-    assert [bytes(each) for each in reply.found[1]] == [bytes(each) for each in split([1, 2], memoryview(b"abb"))]
-
-
-def test_the_usual_way_is_taken_by_requests_and_behind_unfinished_lines(stage: Stage) -> None:
-    stage.expect(3)
-    assert not arrives(stage, 3, messages.Done(), b"")
-    assert not arrives(stage, 5, messages.Done(), b"")
-    reply = waiting(stage)
-    stage.log(2, "solo.0")
-    stage.data(2, b"no end")
-    assert not arrives(stage, 1, messages.Done(), b"")
-    assert not reply.is_there()
-    stage.log(4, "solo.0")
-    stage.log(6, "solo.1")
-    stage.data(6, b"no end")
-    assert arrives(stage, 1, messages.Done(), b""), "another worker's lines are not waited for"
-
-
-@pytest.mark.parametrize("how", ["answer", "failure"])
-def test_who_stopped_waiting_is_told_once(how: str) -> None:
-    for before in (True, False):
-        reply, told = Reply(1, "solo.0"), list[int]()
-        if not before:
-            reply.leave(lambda told=told: told.append(1))  # type: ignore[misc]
-            assert told == []
-        if how == "answer":
-            reply.answer(messages.Done(), [])
-        else:
-            reply.failure(sky.HostLost("gone"))
-        assert reply.is_there()
-        if before:
-            reply.leave(lambda told=told: told.append(1))  # type: ignore[misc]
-        assert told == [1]
-        assert reply.reader == (0)
-        reply.failure(sky.HostLost("again"))
-        assert told == [1]
 
 
 def test_what_a_worker_imports_is_told(stage: Stage) -> None:

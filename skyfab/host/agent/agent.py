@@ -241,12 +241,12 @@ class Agent:
         elif connection.sink in self._poller:
             self._poller.drop(connection.sink)
 
-    def relay(self, frame: memoryview) -> bool:
+    def relay(self, frame: bytes) -> bool:
         connection = self._connection
         try:
             if connection is None or self._handlers.record is not None:
                 return False
-            return self.mux.relay(bytes(frame), connection.send)
+            return self.mux.relay(frame, connection.send)
         except OSError:
             self._drop(looking=True)
             return True  # the mux keeps it for the next connection

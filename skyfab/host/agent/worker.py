@@ -251,12 +251,8 @@ class Worker:
                 why, text = "not_plain", str(error)
             self._answer(stream, messages.Ended(why=why, text=_cut(text), traceback=_cut(_trace(error))).encode())
             return
-        if self._plain:
-            self._answer(stream, messages.PlainResult.head(parts=_sizes(payload)), payload)
-        elif payload.buffers:
-            self._answer(stream, messages.Result.head(parts=_sizes(payload)), payload)
-        else:
-            self._answer(stream, messages.result_head(len(payload.data)), payload)
+        kind = messages.PlainResult if self._plain else messages.Result
+        self._answer(stream, kind.head(parts=_sizes(payload)), payload)
 
     def _function(self, digest: str) -> Any:
         found = self._functions[digest]

@@ -10,7 +10,7 @@ from collections import deque
 from skyfab.errors import ProtocolError
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import inline_size
-from skyfab.protocol.frames import BYE, DATA, HEAD, Reader
+from skyfab.protocol.frames import BYE, DATA, HEAD, HEADER, Reader
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Owner(Protocol):
 
     def now(self) -> float: ...
     def flush(self) -> None: ...
-    def relay(self, frame: memoryview) -> bool: ...
+    def relay(self, frame: bytes) -> bool: ...
     def kill(self, worker: Any, number: int = ...) -> None: ...
     def abandon(self, stream: int) -> None: ...
     def drain(self, log: LogPipe) -> None: ...
@@ -76,7 +76,7 @@ class WorkerOutput:
         self._poll = select.poll()
         for log in worker.logs:
             self._poll.register(log, select.POLLIN)
-        self._reader = Reader(self, fastpath=self._return)
+        self._reader = Reader(self)
         self._stalled: deque[tuple[tuple[int, ...] | None, int, int, bytes, int]] = deque()
         """Frames of replies that wait, each with the log positions that must be forwarded before it."""
         self._answer: tuple[int, int] | None = None
@@ -98,8 +98,8 @@ class WorkerOutput:
     def place(self, stream: int, length: int) -> memoryview:
         return memoryview(bytearray(length))
 
-    def _return(self, stream: int, frame: memoryview, head: int) -> bool:
-        """Fast path: relays the frame of a small reply unchanged. Returns False if anything must be sent before it."""
+    def _relay_reply(self, stream: int, payload: memoryview, head: int) -> bool:
+        """Fast path: sends a small reply at once. Returns False if anything must be sent before it."""
         worker = self._worker
         if (
             self._stalled
@@ -109,12 +109,15 @@ class WorkerOutput:
             or self._poll.poll(0)
         ):
             return False
+        frame = HEADER.pack(HEAD, head, stream, len(payload)) + payload
         if self._owner.behind or not self._owner.relay(frame):
             return False
         worker.answered(stream)
         return True
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
+        if kind == HEAD and head and self._relay_reply(stream, payload, head):
+            return
         marks: tuple[int, ...] | None = ()
         if kind == BYE:  # the worker exits after its next reply
             self._worker.stopping = True
